@@ -1,0 +1,44 @@
+"""Prefix sharing for training: a `torch.compile` backend named "dta" that runs causal LMs over the prefix tree of a batch.
+
+The names below are the public interface. Importing the package is light: torch is imported when a name needs it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dta_compile import errors
+from dta_compile.plan import Plan, Schedule, balance, plan
+
+if TYPE_CHECKING:
+    from dta_compile.api import explain, last_plan, streaming_step
+    from dta_compile.passes import register_token_rule
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Plan",
+    "Schedule",
+    "balance",
+    "errors",
+    "explain",
+    "last_plan",
+    "plan",
+    "register_token_rule",
+    "streaming_step",
+]
+
+_LAZY = {
+    "explain": "dta_compile.api",
+    "last_plan": "dta_compile.api",
+    "streaming_step": "dta_compile.api",
+    "register_token_rule": "dta_compile.passes",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

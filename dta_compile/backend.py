@@ -1,0 +1,82 @@
+"""The torch.compile backend: from Dynamo's graph to a callable, one named call per stage."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile import capture, records
+from dta_compile.errors import DTAError, OptionError, RefusalError
+from dta_compile.options import Options
+from dta_compile.passes import GraphWithoutAttention, Program, run_passes
+from dta_compile.passes.lower import has_attention
+from dta_compile.runtime.engine import Engine
+
+logger = logging.getLogger("dta_compile")
+
+Compiled = Callable[..., Sequence[Any]]
+
+
+def dta(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Compiled:
+    """Backend of `torch.compile(..., backend="dta", options={...})`; see `dta_compile.options.Options`.
+
+    Errors of ours are raised by the call itself, typed, not wrapped by Dynamo.
+    """
+    try:
+        if mode is not None:
+            raise OptionError("torch.compile's mode has no meaning here", expected="options={...}", got=f"mode={mode!r}")
+        parsed = Options.parse(options)
+    except OptionError as error:
+        return Refused(error)
+    if not has_attention(module):
+        return module.forward
+    capture.trace_again_with_symbolic_sizes(module.graph)
+    return compile_graph(module, parsed)
+
+
+def compile_graph(module: fx.GraphModule, options: Options) -> Compiled:
+    """An engine for a captured graph, or what runs in its place."""
+    record = records.current()
+    try:
+        program = Program(captured=module, training=_is_training(module))
+        capture.unify_equal_sizes(module.graph)
+        run_passes(program)
+        engine = Engine(program, options)
+        record.add(engine, capture.graph_break(module))
+        return engine
+    except GraphWithoutAttention as plain:
+        if plain.log:
+            logger.info("dta: %s", plain.log)
+        return module.forward
+    except RefusalError as error:
+        error = records.with_graph_break(error)
+        record.refusals.append(error)
+        if options.fallback == "dense":
+            logger.warning("dta: running densely, as fallback='dense' says: %s", error)
+            return module.forward
+        return Refused(error)
+
+
+class Refused:
+    """Stands for a graph that cannot be run over a tree: every call raises the error."""
+
+    def __init__(self, error: DTAError) -> None:
+        self.error = error
+
+    def __call__(self, *args: Any) -> Any:
+        raise self.error
+
+
+def _is_training(module: fx.GraphModule) -> bool:
+    inputs = (node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder")
+    return torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)

@@ -1,0 +1,158 @@
+"""Every private touch of Dynamo: symbolic sizes, graph-break records, and which compiled callable a graph belongs to.
+
+Supported torch: 2.11 to 2.14. Each trick has a test of its own; when one stops working, the error says to pass
+`dynamic=True` to `torch.compile`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch.fx.experimental import _config as symbolic_shape_config
+
+from dta_compile.errors import RefusalError
+
+MARKED = "_dta_marked_dynamic"
+
+
+def trace_again_with_symbolic_sizes(graph: fx.Graph) -> None:
+    """Make Dynamo trace this call once more with symbolic batch and token sizes, unless it already has.
+
+    Dynamo's first trace of a call is static. Inputs that are no parameters or buffers of a module get their first two
+    dimensions marked as dynamic; sizes 0 and 1 stay special, as everywhere in torch.
+    """
+    marked_any = False
+    for node in graph.nodes:
+        if node.op != "placeholder" or not _is_data(node):
+            continue
+        example, value = node.meta["grapharg"].example, node.meta["example_value"]
+        fixed = [dim for dim in range(min(value.dim(), 2)) if isinstance(value.shape[dim], int) and value.shape[dim] > 1]
+        if fixed and not getattr(example, MARKED, False):
+            torch._dynamo.maybe_mark_dynamic(example, fixed)
+            setattr(example, MARKED, True)
+            marked_any = True
+    if marked_any:
+        raise TensorifyScalarRestartAnalysis("dta: trace with symbolic sizes")
+
+
+def trace_again_without_duck_shapes() -> None:
+    """Make Dynamo trace once more with a size symbol of its own for every dimension.
+
+    Dimensions that are equal at the first call share a symbol by default, so that B = S would leave the axes ambiguous.
+    """
+    if not symbolic_shape_config.use_duck_shape:
+        raise RefusalError(
+            "the batch axis and the token axis cannot be told apart",
+            expected="different symbols for batch and token sizes",
+            got="one symbol for both",
+            hint="pass dynamic=True to torch.compile, or make the first call with different sizes",
+        )
+    symbolic_shape_config.use_duck_shape = False
+    raise TensorifyScalarRestartAnalysis("dta: trace with a symbol for every dimension")
+
+
+def unify_equal_sizes(graph: fx.Graph) -> None:
+    """Let data inputs that agree on their batch and token sizes now share the symbols, under a guard of Dynamo's.
+
+    Dynamo gives every input symbols of its own until an operation proves two of them equal, and `gather` never does.
+    """
+    first: dict[int, Any] = {}
+    for node in graph.nodes:
+        if node.op != "placeholder" or not _is_data(node):
+            continue
+        for dim, size in enumerate(node.meta["example_value"].shape[:2]):
+            if isinstance(size, torch.SymInt) and node.meta["example_value"].dim() > 1:
+                known = first.setdefault(dim, size)
+                if known is not size and known.node.hint == size.node.hint:
+                    bool(known == size)  # a guard: another call where they differ is traced anew
+
+
+def _is_data(node: fx.Node) -> bool:
+    """A tensor input that is neither parameter nor buffer of a module."""
+    value, grapharg = node.meta.get("example_value"), node.meta.get("grapharg")
+    if not isinstance(value, torch.Tensor) or grapharg is None or isinstance(value, torch.nn.Parameter):
+        return False
+    name = grapharg.source.name
+    name = name() if callable(name) else str(name)
+    return not any(part in name for part in ("_parameters", "_buffers", "_modules"))
+
+
+def graph_break(module: fx.GraphModule) -> str | None:
+    """Why Dynamo ended this graph before the end of the function, and the user's line; None if it did not."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    line = reason.user_stack[-1] if reason.user_stack else None
+    place = f" at {line.filename}:{line.lineno}: {line.line}" if line is not None else ""
+    return f"{str(reason.reason).splitlines()[0]}{place}"
+
+
+def current_compile_wrapper() -> Any | None:
+    """The object that `torch.compile` made for the callable now being compiled (an instance of its private wrapper)."""
+    frame = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if type(owner).__name__ == "_TorchCompileWrapper":
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def compile_wrapper_of(compiled: Any) -> Any | None:
+    """The private wrapper behind a compiled function or module (also one compiled in place); None if there is none."""
+    for candidate in _reachable(compiled, depth=8):
+        if type(candidate).__name__ == "_TorchCompileWrapper":
+            return candidate
+    return None
+
+
+_LINKS = (
+    "_compiled_call_impl",
+    "dynamo_ctx",
+    "callback",
+    "_torchdynamo_orig_backend",
+    "_torchdynamo_orig_callable",
+    "_orig_callable",
+    "compiler_fn",
+    "_compiler_fn",
+    "__wrapped__",
+    "__func__",
+)
+
+
+def _reachable(start: Any, depth: int) -> Iterator[Any]:
+    """Objects linked from a compiled callable, breadth first: known attributes and closure cells."""
+    seen, level = {id(start)}, [start]
+    for _ in range(depth):
+        following = []
+        for item in level:
+            yield item
+            for link in (*_attributes(item), *_cells(item)):
+                if id(link) not in seen:
+                    seen.add(id(link))
+                    following.append(link)
+        level = following
+
+
+def _attributes(item: Any) -> Iterator[Any]:
+    own = getattr(item, "__dict__", {})
+    for name in _LINKS:
+        value = own.get(name) if name in own else getattr(type(item), name, None) and getattr(item, name, None)
+        if value is not None:
+            yield value
+
+
+def _cells(item: Any) -> Iterator[Any]:
+    for cell in getattr(item, "__closure__", None) or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:
+            continue
+        if isinstance(content, Callable) or type(content).__module__.startswith("torch._dynamo"):  # type: ignore[arg-type]
+            yield content

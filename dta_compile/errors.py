@@ -1,0 +1,54 @@
+"""Typed errors. Each says what happened, where, what was expected and got, and what to do about it."""
+
+from __future__ import annotations
+
+__all__ = [
+    "DTAError",
+    "OptionError",
+    "PlanError",
+    "RefusalError",
+    "RuntimeContractError",
+    "ScheduleError",
+    "VerificationError",
+]
+
+
+class DTAError(Exception):
+    """Base class of every error that dta_compile raises on purpose.
+
+    Args:
+        what: one sentence that names the problem.
+        where: the user's source line, an input's name, or a row of a schedule.
+        expected: what would have been accepted.
+        got: what was found.
+        hint: what to do instead.
+    """
+
+    def __init__(self, what: str, *, where: str = "", expected: str = "", got: str = "", hint: str = "") -> None:
+        self.what, self.where, self.expected, self.got, self.hint = what, where, expected, got, hint
+        labelled = (("where", where), ("expected", expected), ("got", got), ("what to do", hint))
+        super().__init__("\n".join([what, *(f"  {label}: {text}" for label, text in labelled if text)]))
+
+
+class OptionError(DTAError, ValueError):
+    """An option is unknown or has a value that cannot be used."""
+
+
+class PlanError(DTAError, ValueError):
+    """The sequences given to the planner cannot be planned."""
+
+
+class ScheduleError(DTAError, ValueError):
+    """A schedule does not parse, or breaks a rule of legality."""
+
+
+class RefusalError(DTAError, RuntimeError):
+    """The captured program cannot be proven equivalent when it runs over a prefix tree."""
+
+
+class RuntimeContractError(DTAError, RuntimeError):
+    """A call broke an assumption that the compiled program rests on (inputs, padding, gradients)."""
+
+
+class VerificationError(DTAError, RuntimeError):
+    """`options={"verify": ...}` found a difference between the tree run and the captured program."""

@@ -1,0 +1,81 @@
+"""The options of `torch.compile(..., backend="dta", options={...})`, checked once, in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from dta_compile.errors import OptionError
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "strategy": ("auto", "vanilla", "dfs", "dense"),
+    "order": ("backward_dfs", "lexicographic", "random"),
+    "verify": ("off", "first", "always"),
+    "fallback": ("raise", "dense"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a compiled call is planned and run.
+
+    Attributes:
+        chunk_size: most tokens that one chunk op runs at a time (paper section 3.2; its default is 2048 too).
+        strategy: "vanilla" (Algorithm 2), "dfs" (Algorithms 1 and 3), "dense" (no sharing, same runtime), or
+            "auto": the cheapest of them by the cost model.
+        order: leaf order of the depth-first walk: "backward_dfs" (Algorithm 1), "lexicographic" or "random".
+        verify: compare calls with the captured program run densely: "off", "first" call only, or "always".
+        memory_budget: bytes of activations that may be kept from the forward pass to the backward pass;
+            None is the default share of the free memory, 0 keeps nothing (the paper's depth-bounded memory).
+        fallback: what a refused program does: "raise" its typed error, or run "dense" with a warning.
+    """
+
+    chunk_size: int = 2048
+    strategy: str = "auto"
+    order: str = "backward_dfs"
+    verify: str = "off"
+    memory_budget: int | None = None
+    fallback: str = "raise"
+
+    def __post_init__(self) -> None:
+        _check_integer("chunk_size", self.chunk_size, least=1)
+        if self.memory_budget is not None:
+            _check_integer("memory_budget", self.memory_budget, least=0)
+        for key, choices in CHOICES.items():
+            _check_choice(key, getattr(self, key), choices)
+
+    @classmethod
+    def parse(cls, mapping: Mapping[str, Any] | None) -> Options:
+        """Options from a user's dictionary; raises `OptionError` naming the key and the nearest known one."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in mapping or {}:
+            if key not in known:
+                raise OptionError(
+                    f"unknown option {key!r}",
+                    expected=", ".join(known),
+                    got=repr(key),
+                    hint=_suggest(str(key), known),
+                )
+        return cls(**dict(mapping or {}))
+
+
+def _check_integer(key: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(f"bad value for option {key!r}", expected=f"an integer >= {least}", got=repr(value))
+
+
+def _check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise OptionError(
+            f"bad value for option {key!r}",
+            expected=", ".join(map(repr, choices)),
+            got=repr(value),
+            hint=_suggest(str(value), list(choices)),
+        )
+
+
+def _suggest(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.0)
+    return f"did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,77 @@
+"""From a captured graph to executable regions: one ordered list of passes over one `Program`.
+
+    lower         Dynamo's graph -> functional ATen graph, attention as one opaque op
+    token_axis    which dimensions run over sequences and tokens, and what mixes them
+    attention     masks proven causal, KV heads un-repeated
+    regions       prologue | token region | epilogue, and the frontier between the last two
+    prefix_key    trunk | head, and which inputs make two prefixes the same
+    chunk_graph   the token region as a function of one chunk
+    dense_graphs  prologue and epilogue as modules
+    joint         forward and backward of a chunk
+    accumulate    parameter gradients added in place
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+import time
+from collections.abc import Callable
+
+from dta_compile.passes.accumulate import accumulate
+from dta_compile.passes.attention import attention
+from dta_compile.passes.chunk_graph import chunk_graph
+from dta_compile.passes.dense_graphs import dense_graphs
+from dta_compile.passes.joint import joint
+from dta_compile.passes.lower import lower
+from dta_compile.passes.prefix_key import prefix_key
+from dta_compile.passes.program import GraphWithoutAttention, Program
+from dta_compile.passes.regions import regions
+from dta_compile.passes.token_axis import token_axis
+from dta_compile.passes.token_rules import register_token_rule
+
+__all__ = ["PASSES", "GraphWithoutAttention", "Program", "register_token_rule", "run_passes"]
+
+Pass = Callable[[Program], None]
+
+PASSES: tuple[Pass, ...] = (
+    lower,
+    token_axis,
+    attention,
+    regions,
+    prefix_key,
+    chunk_graph,
+    dense_graphs,
+    joint,
+    accumulate,
+)
+
+logger = logging.getLogger("dta_compile")
+
+
+def run_passes(program: Program) -> Program:
+    """Run all passes in order, timing each; `DTA_DEBUG=<directory>` writes the graphs after every pass there."""
+    directory = os.environ.get("DTA_DEBUG")
+    for number, step in enumerate(PASSES):
+        start = time.perf_counter()
+        step(program)
+        program.timings[step.__name__] = time.perf_counter() - start
+        if directory:
+            _dump(program, pathlib.Path(directory), f"{number}_{step.__name__}")
+    logger.debug("passes: %s", {name: f"{seconds:.2f} s" for name, seconds in program.timings.items()})
+    return program
+
+
+def _dump(program: Program, directory: pathlib.Path, name: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    modules = {
+        "lowered": program.module,
+        "chunk": program.chunk,
+        "prologue": program.prologue,
+        "epilogue": program.epilogue,
+        "forward": program.joint and program.joint.forward,
+        "backward": program.joint and program.joint.backward,
+    }
+    text = "\n\n".join(f"# {part}\n{module.graph}" for part, module in modules.items() if module is not None)
+    (directory / f"{name}.txt").write_text(text)

@@ -1,0 +1,176 @@
+"""attention: find the attention layers, prove their masks, and undo the repetition of KV heads."""
+
+from __future__ import annotations
+
+import operator
+
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.errors import RefusalError
+from dta_compile.passes.mask_proof import MaskProof
+from dta_compile.passes.program import (
+    AttentionLayer,
+    GraphWithoutAttention,
+    MaskClass,
+    Mixed,
+    Program,
+    Value,
+    ancestors,
+    where,
+)
+from dta_compile.passes.token_axis import ATTENTION
+from dta_compile.passes.token_rules import sizes
+
+aten = torch.ops.aten
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def attention(program: Program) -> None:
+    """Fill `program.attention`; every call gets the true KV heads and loses its mask, which is now a `MaskClass`."""
+    calls = [node for node in program.graph.nodes if node.target is ATTENTION]
+    _leave_generation_alone(program, calls)
+    proven: dict[fx.Node, MaskClass] = {}
+    for index, node in enumerate(calls):
+        _require_token_wise(program, node)
+        mask_class = _mask_class(program, node, proven)
+        query, key, value, _, _, scale = node.args
+        key, value = _true_heads(program, key), _true_heads(program, value)
+        node.args = (query, key, value, None, True, scale)
+        program.attention.append(_describe(index, node, mask_class))
+    _require_one_padding(program.attention)
+
+
+def _leave_generation_alone(program: Program, calls: list[fx.Node]) -> None:
+    """Graphs that read or write a KV cache are generation: without gradients they run as captured."""
+    reads = any(sizes(node.args[1])[2] != sizes(node.args[0])[2] for node in calls)
+    if program.training:
+        return
+    if reads or cache_outputs(program):
+        raise GraphWithoutAttention("a call that reads or returns a KV cache, without gradients: it runs as captured")
+
+
+def cache_outputs(program: Program) -> set[fx.Node]:
+    """The graph's outputs that are keys or values of an attention layer: a KV cache handed to the caller."""
+    states: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        if node.target is ATTENTION:
+            for operand in node.args[1:3]:
+                states |= {operand, _true_heads(program, operand)}
+    return {node for node in program.outputs if node in states}
+
+
+def _require_token_wise(program: Program, node: fx.Node) -> None:
+    value = program.values[node]
+    if isinstance(value, Mixed):
+        raise mixing_refusal(program, value)
+    for operand in node.args[:3]:
+        if sizes(operand)[2] != program.tokens:
+            raise RefusalError(
+                "attention over other tokens than the ones being trained (a KV cache, or cross-attention)",
+                where=where(node),
+                expected=f"{program.tokens} keys, as many as tokens",
+                got=f"{sizes(operand)[2]} keys",
+                hint="pass no past_key_values while training",
+            )
+
+
+def mixing_refusal(program: Program, mixed: Mixed) -> RefusalError:
+    """The error for a value before the last attention that is not computed token by token."""
+    hint = "declare a rule with dta_compile.register_token_rule if the operator treats every token by itself"
+    name = str(mixed.node.target)
+    if "requires a gradient" in mixed.reason:
+        hint = "compute it inside the compiled function; if the model broke into several graphs, remove the graph break"
+    elif any(word in name for word in ("dropout", "bernoulli", "rand")):
+        return RefusalError(
+            "dropout cannot run over a prefix tree: every rollout would need its own random mask",
+            where=where(mixed.node),
+            expected="dropout p = 0",
+            got=mixed.reason,
+            hint="set the model's dropout to 0, or call model.eval()",
+        )
+    elif "contracts" in mixed.reason or "compares every token" in mixed.reason:
+        hint = "write attention as torch.nn.functional.scaled_dot_product_attention (transformers: attn_implementation='sdpa')"
+    return RefusalError(
+        "tokens are mixed before the last attention by something other than attention",
+        where=where(mixed.node),
+        expected="operators that treat every token by itself, and scaled_dot_product_attention",
+        got=mixed.reason,
+        hint=hint,
+    )
+
+
+def _mask_class(program: Program, node: fx.Node, proven: dict[fx.Node, MaskClass]) -> MaskClass:
+    mask, is_causal = node.args[3], node.args[4]
+    if mask is None:
+        if not is_causal:
+            raise RefusalError(
+                "this attention is bidirectional: it has no mask and is_causal=False",
+                where=where(node),
+                expected="is_causal=True, or a causal mask",
+                got="every token attends to every other",
+                hint="prefix sharing needs causal attention; compile the causal model only",
+            )
+        return MaskClass()
+    if is_causal:
+        raise RefusalError("attention has both a mask and is_causal=True", where=where(node), expected="one of the two")
+    if mask not in proven:
+        proven[mask] = MaskProof(program, mask).classify()
+    return proven[mask]
+
+
+def _require_one_padding(layers: list[AttentionLayer]) -> None:
+    paddings = {layer.mask.valid for layer in layers}
+    if len(paddings) > 1:
+        odd = next(layer for layer in layers if layer.mask.valid != layers[0].mask.valid)
+        raise RefusalError(
+            "attention layers take their padding from different masks",
+            where=odd.where,
+            expected=str(layers[0].mask),
+            got=str(odd.mask),
+            hint="give all layers the same padding mask",
+        )
+
+
+def _true_heads(program: Program, node: fx.Node) -> fx.Node:
+    """Undo repeat_kv, `x[:, :, None].expand(B, Hkv, g, S, D).reshape(B, Hkv * g, S, D)`: the `x` of such a node."""
+    if node.target not in RESHAPES:
+        return node
+    inner = _skip(node.args[0])
+    if inner.target is not aten.expand.default:
+        return node
+    raised = _skip(inner.args[0])
+    if raised.target is not aten.unsqueeze.default or raised.args[1] not in (2, -3):
+        return node
+    source = _skip(raised.args[0])
+    before, expanded, after = sizes(source), sizes(inner), sizes(node)
+    if len(before) != 4 or len(expanded) != 5 or len(after) != 4:
+        return node
+    same = (expanded[0], expanded[1], expanded[3], expanded[4]) == before
+    merged = after == (before[0], before[1] * expanded[2], before[2], before[3])
+    return source if same and merged else node
+
+
+def _skip(node: fx.Node) -> fx.Node:
+    """Through copies and slices that take everything."""
+    while node.target in (aten.clone.default, aten.alias.default) or (
+        node.target is aten.slice.Tensor and sizes(node) == sizes(node.args[0])
+    ):
+        node = node.args[0]
+    return node
+
+
+def _describe(index: int, node: fx.Node, mask: MaskClass) -> AttentionLayer:
+    key, value = sizes(node.args[1]), sizes(node.args[2])
+    return AttentionLayer(
+        index=index,
+        node=node,
+        kv_heads=int(key[1]),
+        key_dim=int(key[3]),
+        value_dim=int(value[3]),
+        dtype=node.args[1].meta["val"].dtype,
+        window=mask.window,
+        mask=mask,
+        where=where(node),
+    )

@@ -1,0 +1,184 @@
+"""chunk_graph: the token region as a function of one chunk.
+
+Inputs, in order: the region's parameters; constants; the trunk's inputs `[c, *features]` of the chunk's `c` tokens;
+`head_rows [h]`, which chunk token each head row reads; the head's inputs `[h, *features]`.
+Outputs: the frontier values `[h, *features]`. The batch size is 1; `c` and `h` are free.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.errors import RefusalError
+from dta_compile.passes.attention_op import ATTENTION
+from dta_compile.passes.program import Axis, ChunkInput, InputKind, Layout, Program, has_tensor, where
+from dta_compile.passes.token_axis import ATTENTION as ATTENTION_CALL
+from dta_compile.passes.token_rules import sizes
+
+aten = torch.ops.aten
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+TAKES_A_TENSOR = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor)
+
+
+def chunk_graph(program: Program) -> None:
+    """Fill `program.chunk`, `.region_parameters`, and add sizes used as numbers to `.constant_inputs`."""
+    builder = _Builder(program)
+    program.chunk = fx.GraphModule(program.module, builder.build())
+    program.chunk.graph.lint()
+
+
+class _Builder:
+    def __init__(self, program: Program) -> None:
+        self.program, self.graph = program, fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}  # parameters, constants and region nodes
+        self.placed: dict[tuple[fx.Node, Layout, bool], fx.Node] = {}  # chunk inputs, for trunk (False) and head (True)
+        self.gathered: dict[fx.Node, fx.Node] = {}  # trunk values at head rows
+        self.layers = {layer.node: layer for layer in program.attention}
+
+    def build(self) -> fx.Graph:
+        program = self.program
+        region = [node for node in program.graph.nodes if node in program.region]
+        self._add_sizes_used_as_numbers(region)
+        program.region_parameters = self._parameters(region)
+        for spec in program.region_parameters:
+            self.copies[program.placeholders[spec.index]] = self.graph.placeholder(f"parameter_{spec.index}")
+        for node in program.constant_inputs:
+            self.copies[node] = self.graph.placeholder(f"constant_{node.name}")
+        trunk = [self.graph.placeholder(f"trunk_{item.name}") for item in program.trunk_inputs]
+        self.head_rows = self.graph.placeholder("head_rows")
+        head = [self.graph.placeholder(f"head_{item.name}") for item in program.head_inputs]
+        self.num_tokens = self.graph.call_function(aten.sym_size.int, (trunk[0], 0))
+        self.num_head_rows = self.graph.call_function(aten.sym_size.int, (self.head_rows, 0))
+        for items, placeholders, is_head in ((program.trunk_inputs, trunk, False), (program.head_inputs, head, True)):
+            for item, placeholder in zip(items, placeholders, strict=True):
+                self.placed[item.node, item.layout, is_head] = self._place(placeholder, item)
+        for node in region:
+            self._copy(node)
+        outputs = [self._rows_first(self._read(value.node, True), value.layout) for value in program.frontier]
+        self.graph.output(tuple(outputs))
+        self.graph.eliminate_dead_code()
+        return self.graph
+
+    def _parameters(self, region: list[fx.Node]) -> list[Any]:
+        used = {arg for node in region for arg in node.all_input_nodes}
+        return [
+            spec
+            for spec, node in zip(self.program.inputs, self.program.placeholders, strict=True)
+            if spec.kind is InputKind.PARAMETER and node in used
+        ]
+
+    def _place(self, value: fx.Node, item: ChunkInput) -> fx.Node:
+        """`[rows, *features]` to the layout that the region expects, with a batch of one."""
+        token_dim = item.layout.token_dim
+        assert token_dim is not None
+        features = iter(range(1, len(item.layout.dims)))
+        order = [0 if axis in (Axis.TOKEN, Axis.ROWS) else next(features) for axis in item.layout.dims if axis is not Axis.BATCH]
+        if order != sorted(order):
+            value = self.graph.call_function(aten.permute.default, (value, order))
+        if item.layout.batch_dim is not None:
+            value = self.graph.call_function(aten.unsqueeze.default, (value, item.layout.batch_dim))
+        return value
+
+    def _rows_first(self, value: fx.Node, layout: Layout) -> fx.Node:
+        """The reverse of `_place`: a region value as `[rows, *features]`."""
+        if layout.batch_dim is not None:
+            value = self.graph.call_function(aten.squeeze.dim, (value, layout.batch_dim))
+        dims = [axis for axis in layout.dims if axis is not Axis.BATCH]
+        token = next(i for i, axis in enumerate(dims) if axis is not None)
+        order = [token, *(i for i in range(len(dims)) if i != token)]
+        if order != sorted(order):
+            value = self.graph.call_function(aten.permute.default, (value, order))
+        return value
+
+    def _read(self, node: fx.Node, in_head: bool, reader: fx.Node | None = None) -> fx.Node:
+        """The copy of an argument as its reader sees it: placed inputs, and trunk values gathered at head rows."""
+        program = self.program
+        if node in program.region:
+            copy = self.copies[node]
+            value = program.values[node]
+            per_token = isinstance(value, Layout) and value.token_dim is not None
+            if not in_head or node not in program.trunk or not per_token:
+                return copy
+            if node not in self.gathered:
+                dim = program.layout(node).token_dim
+                self.gathered[node] = self.graph.call_function(aten.index_select.default, (copy, dim, self.head_rows))
+            return self.gathered[node]
+        value = program.values.get(node)
+        if isinstance(value, Layout) and reader is not None:
+            layout = program.input_layouts.get((reader, node), value)
+            if (node, layout, in_head) in self.placed:
+                return self.placed[node, layout, in_head]
+        if node not in self.copies:
+            raise RefusalError(
+                "the token region uses a value that depends on the number of sequences or tokens",
+                where=where(reader or node),
+                expected="values per token, and constants",
+                got=f"{node.name} = {node.target}",
+            )
+        return self.copies[node]
+
+    def _copy(self, node: fx.Node) -> None:
+        in_head = node not in self.program.trunk
+        if node in self.layers:
+            self.copies[node] = self._attention(node)
+        elif node.target in RESHAPES and self._is_per_token(node):
+            source = self._read(node.args[0], in_head, node)  # type: ignore[arg-type]
+            self.copies[node] = self.graph.call_function(node.target, (source, self._chunk_shape(node, in_head)))
+        elif self._is_token_window(node):
+            self.copies[node] = self._read(node.args[0], in_head, node)  # type: ignore[arg-type]
+        else:
+            self.copies[node] = self.graph.node_copy(node, lambda arg: self._read(arg, in_head, node))
+        self.copies[node].meta.setdefault("stack_trace", node.meta.get("stack_trace"))
+
+    def _attention(self, node: fx.Node) -> fx.Node:
+        query, key, value = (self._read(arg, False, node) for arg in node.args[:3])  # type: ignore[arg-type]
+        layer = self.layers[node]
+        arguments = (query, key, value, layer.index, node.args[5], layer.window or 0)
+        pair = self.graph.call_function(ATTENTION, arguments)
+        return self.graph.call_function(operator.getitem, (pair, 0))
+
+    def _is_per_token(self, node: fx.Node) -> bool:
+        value = self.program.values[node]
+        return isinstance(value, Layout) and value.labelled
+
+    def _is_token_window(self, node: fx.Node) -> bool:
+        """A slice along the token axis: chunks compute all tokens, the frontier's frame says which ones are read."""
+        if node.target is not aten.slice.Tensor or not self._is_per_token(node):
+            return False
+        dim = node.args[1] if len(node.args) > 1 else 0
+        return self.program.layout(node).dims[dim] is not None
+
+    def _chunk_shape(self, node: fx.Node, in_head: bool) -> list[Any]:
+        rows = self.num_head_rows if in_head else self.num_tokens
+        layout = self.program.layout(node)
+        return [
+            1 if axis is Axis.BATCH else rows if axis is not None else int(size)
+            for axis, size in zip(layout.dims, sizes(node), strict=True)
+        ]
+
+    def _add_sizes_used_as_numbers(self, region: list[fx.Node]) -> None:
+        """`x / S` must keep the number of tokens of the batch: the prologue hands it over as a scalar tensor."""
+        for node in region:
+            if node.target in RESHAPES or node.target is aten.slice.Tensor:
+                continue
+            for arg in node.all_input_nodes:
+                if has_tensor(arg):
+                    continue
+                if node.target not in TAKES_A_TENSOR:
+                    raise RefusalError(
+                        "an operator in the token region takes the number of sequences or tokens as an argument",
+                        where=where(node),
+                        got=f"{node.target}",
+                        hint="compute it outside the model, or multiply by it instead",
+                    )
+                with self.program.graph.inserting_after(arg):
+                    scalar = self.program.graph.call_function(aten.scalar_tensor.default, (arg,), {"dtype": torch.int64})
+                scalar.meta["val"] = torch.empty((), dtype=torch.int64, device="meta")
+                node.replace_input_with(arg, scalar)
+                self.program.values[scalar] = Layout(())
+                self.program.constant_inputs.append(scalar)
+

@@ -1,0 +1,65 @@
+"""Minimum cuts of a dataflow graph, by the number of values per token that cross them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import networkx as nx
+import torch
+from torch import fx
+
+from dta_compile.passes.program import Axis, Layout
+
+
+def cheapest_cut(
+    nodes: Iterable[fx.Node],
+    cost: Callable[[fx.Node], float],
+    first: set[fx.Node],
+    last: set[fx.Node],
+    leaving: set[fx.Node],
+) -> set[fx.Node]:
+    """Which of `nodes` to run in the first of two parts so that the values crossing to the second cost least.
+
+    The result is closed under inputs (among `nodes`), contains `first` and avoids `last`. A node of it pays `cost` once if
+    any user is in the second part or if it is in `leaving`. Among cheapest cuts the one with the fewest nodes is taken.
+    """
+    nodes = list(nodes)
+    members = set(nodes)
+    network = nx.DiGraph()
+    network.add_node("source")
+    network.add_node("sink")
+    for node in nodes:
+        network.add_edge((node, "in"), (node, "out"), capacity=cost(node))
+        for user in node.users:
+            if user in members:
+                network.add_edge((node, "out"), (user, "in"))
+                network.add_edge((user, "in"), (node, "in"))
+        if node in first:
+            network.add_edge("source", (node, "in"))
+        if node in last:
+            network.add_edge((node, "in"), "sink")
+        if node in leaving:
+            network.add_edge((node, "out"), "sink")
+    residual = nx.algorithms.flow.shortest_augmenting_path(network, "source", "sink")
+    open_edges = nx.subgraph_view(
+        residual, filter_edge=lambda u, v: residual[u][v]["flow"] < residual[u][v]["capacity"]
+    )
+    reachable = nx.descendants(open_edges, "source")
+    return {node for node in nodes if (node, "in") in reachable}
+
+
+def bytes_per_token(node: fx.Node, layout: Layout) -> float:
+    """Bytes of one token's share of a value: its feature dimensions times the size of an element."""
+    value = node.meta["val"]
+    features = [int(size) for size, axis in zip(value.shape, layout.dims, strict=True) if axis is None]
+    return float(math.prod(features) * value.element_size())
+
+
+def is_per_token(layout: Layout) -> bool:
+    return any(axis in (Axis.TOKEN, Axis.ROWS) for axis in layout.dims)
+
+
+def is_float(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -1,0 +1,236 @@
+"""lower: Dynamo's graph of Python-level calls becomes a functional ATen graph with one opaque attention op.
+
+Every later pass sees a closed set of functional operators with fake tensors of symbolic shape in `meta["val"]`,
+and in `meta["stack_trace"]` the user's line. In-place operations are gone (functionalised), autocast is spelled out as
+casts, and values that autograd must not follow (no_grad regions, `.detach()`) are marked by `aten.detach`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch._decomp import get_decompositions
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+
+from dta_compile.errors import RefusalError
+from dta_compile.passes.program import Input, InputKind, Program, output_node, where
+
+aten = torch.ops.aten
+
+LIBRARY = torch.library.Library("dta", "DEF")
+LIBRARY.define(
+    "attention_call(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float scale) -> Tensor"
+)
+
+
+@torch.library.register_fake("dta::attention_call", lib=LIBRARY)
+def _attention_call_fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+# Reductions that torch fuses with per-token work: taken apart, the per-token half can run over the tree.
+FUSED_REDUCTIONS = get_decompositions(
+    [
+        aten.nll_loss_forward,
+        aten.nll_loss2d_forward,
+        aten.mse_loss,
+        aten.smooth_l1_loss,
+        aten.huber_loss,
+        aten.binary_cross_entropy,
+        aten.soft_margin_loss,
+    ]
+)
+
+
+def lower(program: Program) -> None:
+    """Fill `program.inputs`, `.module` and `.placeholders` from `program.captured`."""
+    captured = program.captured
+    placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    program.inputs = [_describe(i, node) for i, node in enumerate(placeholders)]
+    fakes = [node.meta["example_value"] for node in placeholders]
+    mode = next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None)
+
+    def run(*args: Any) -> Any:
+        with _AttentionCapture(), torch.no_grad():
+            return _DetachingInterpreter(captured).run(*args)
+
+    with mode or contextlib.nullcontext(), fx.traceback.preserve_node_meta(), _no_autocast_cache():
+        functional = torch.func.functionalize(run, remove="mutations")
+        module = make_fx(functional, decomposition_table=FUSED_REDUCTIONS, _allow_non_fake_inputs=True)(*fakes)
+
+    _refuse_mutated_inputs(module, program.inputs)
+    _flatten_output(module)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    program.module = module
+    program.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+class _AttentionCapture(TorchFunctionMode):
+    """Replaces `scaled_dot_product_attention` by the opaque `dta::attention_call`, and skips dropout with p = 0."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _capture_attention(*args, **kwargs)
+        if func in (F.dropout, torch.dropout) and _dropout_is_identity(*args, **kwargs):
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
+def _dropout_is_identity(input: Any, p: float = 0.5, train: Any = True, *args: Any, **kwargs: Any) -> bool:
+    return p == 0 or not kwargs.get("training", train)
+
+
+def _capture_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if dropout_p:
+        raise RefusalError(
+            "attention dropout cannot run over a prefix tree: every rollout would need its own random mask",
+            where=where_now(),
+            expected="dropout_p=0.0",
+            got=f"dropout_p={dropout_p}",
+            hint="set the model's attention dropout to 0, or call model.eval()",
+        )
+    if query.dim() == 3:
+        mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
+        heads = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        return _capture_attention(*heads, mask, 0.0, is_causal, scale, enable_gqa).squeeze(1)
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        raise RefusalError(
+            "attention over tensors of this rank is not supported",
+            where=where_now(),
+            expected="query, key and value of shape [batch, heads, tokens, head_dim]",
+            got=f"rank {query.dim()}",
+        )
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    if torch.is_autocast_enabled(query.device.type):
+        # The real operator is on autocast's lower-precision list; the opaque one has to say so itself.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (t.to(dtype) if t.is_floating_point() else t for t in (query, key, value))
+    return torch.ops.dta.attention_call(query, key, value, attn_mask, is_causal, scale)
+
+
+class _DetachingInterpreter(fx.Interpreter):
+    """Runs Dynamo's graph and marks each value that autograd would not have followed."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op in ("call_function", "call_method") and _stops_gradient(n) and isinstance(result, torch.Tensor):
+            return result.detach()
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(target, "__name__", "")
+        if name in ("_log_api_usage_once", "_set_grad_enabled"):
+            return None  # gradient mode was read off the recorded values already
+        if name == "tag_activation_checkpoint":
+            body, *operands = args  # the runtime decides what to keep and what to recompute
+            return _DetachingInterpreter(body).run(*operands)
+        return super().call_function(target, args, kwargs)
+
+
+def _stops_gradient(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and not value.requires_grad
+        and any(_requires_grad(argument) for argument in node.all_input_nodes)
+    )
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _describe(index: int, node: fx.Node) -> Input:
+    value = node.meta["example_value"]
+    grapharg = node.meta.get("grapharg")
+    source = getattr(grapharg, "source", None)
+    name = source.name if source is not None else node.name
+    name = name() if callable(name) else str(name)
+    if not isinstance(value, torch.Tensor):
+        return Input(index, name, InputKind.SIZE, False)
+    example = getattr(grapharg, "example", None)
+    dynamic = any(not isinstance(size, int) for size in value.shape)
+    if isinstance(value, torch.nn.Parameter) or isinstance(example, torch.nn.Parameter):
+        kind = InputKind.PARAMETER
+    elif value.requires_grad:
+        kind = InputKind.DIFFERENTIABLE_DATA if dynamic else InputKind.PARAMETER
+    else:
+        kind = InputKind.DATA
+    return Input(index, name, kind, value.requires_grad)
+
+
+def _refuse_mutated_inputs(module: fx.GraphModule, inputs: list[Input]) -> None:
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node in module.graph.nodes:
+        if node.target is aten.copy_.default and node.args[0] in placeholders:
+            mutated = inputs[placeholders.index(node.args[0])]
+            raise RefusalError(
+                f"the model writes to {mutated.name}, so running it over a tree would write different values",
+                where=where(node.args[1]) if isinstance(node.args[1], fx.Node) else where(node),
+                expected="a forward pass that leaves its parameters, buffers and inputs as they are",
+                got=f"an in-place update of {mutated.name}",
+                hint="move the update out of the compiled function (batch-norm statistics: call .eval() on that module)",
+            )
+
+
+def _flatten_output(module: fx.GraphModule) -> None:
+    node = output_node(module.graph)
+    if not isinstance(node.args[0], (tuple, list)):
+        node.args = ((node.args[0],),)
+
+
+@contextlib.contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Autocast's weight-cast cache would hand traced casts to whoever runs next."""
+    previous = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(previous)
+
+
+def where_now() -> str:
+    """The user's source line of the node that is being traced."""
+    meta = fx.traceback.get_current_meta()
+    probe = fx.Graph().placeholder("traced")
+    probe.meta = dict(meta)
+    return where(probe)
+
+
+def has_attention(module: fx.GraphModule) -> bool:
+    """Whether a captured graph calls attention anywhere, also inside checkpointed regions."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
+                    return True
+    return False

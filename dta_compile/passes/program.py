@@ -1,0 +1,252 @@
+"""What the passes read and write: one captured call on its way from Dynamo's graph to executable regions."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import fx
+
+if TYPE_CHECKING:
+    from dta_compile.passes.joint import JointGraphs
+
+Shape = tuple["int | torch.SymInt", ...]
+
+
+class Axis(enum.Enum):
+    """What a tensor dimension counts: sequences of the batch, tokens of a sequence, or both flattened."""
+
+    BATCH = "B"
+    TOKEN = "T"
+    ROWS = "BT"
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """The token positions a token axis covers: `[start, start + length)`; start None means not known yet."""
+
+    start: sympy.Expr | None
+    length: sympy.Expr
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The axes of one tensor, a dimension each (None: a feature dimension), and the frame of its token axis."""
+
+    dims: tuple[Axis | None, ...]
+    frame: Frame | None = None
+
+    @property
+    def token_dim(self) -> int | None:
+        """The dimension that runs over tokens (TOKEN or ROWS), or None."""
+        return next((i for i, axis in enumerate(self.dims) if axis in (Axis.TOKEN, Axis.ROWS)), None)
+
+    @property
+    def batch_dim(self) -> int | None:
+        return self.dims.index(Axis.BATCH) if Axis.BATCH in self.dims else None
+
+    @property
+    def labelled(self) -> bool:
+        return any(axis is not None for axis in self.dims)
+
+    def __str__(self) -> str:
+        return "[" + ", ".join("-" if axis is None else axis.value for axis in self.dims) + "]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """A value whose tokens depend on each other (or that cannot be shown not to); `reason` says why."""
+
+    reason: str
+    node: fx.Node
+
+
+Value = Layout | Mixed | tuple["Layout | Mixed", ...] | None
+
+
+class InputKind(enum.Enum):
+    """Where a graph input comes from and whether gradients flow to it."""
+
+    PARAMETER = "parameter"  # trained or frozen, without batch or token axis
+    DATA = "data"  # everything else that carries no gradient
+    DIFFERENTIABLE_DATA = "differentiable data"  # has a batch or token axis and requires grad
+    SIZE = "size"  # a SymInt or a plain number
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """One positional input of the captured graph."""
+
+    index: int
+    name: str
+    kind: InputKind
+    requires_grad: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskClass:
+    """What an attention mask was proven to be: causal, within `window` tokens if that is not None.
+
+    `valid` is the prologue value `[B, S]` that is non-zero at real tokens (None: all are real);
+    `positions` are prologue values `[B, S]` that the proof needs to be consecutive along each row.
+    """
+
+    window: int | None = None
+    valid: fx.Node | None = None
+    positions: tuple[fx.Node, ...] = ()
+
+    def __str__(self) -> str:
+        kind = "causal" if self.window is None else f"causal, window {self.window}"
+        padding = "" if self.valid is None else f", padding from {self.valid.name}"
+        return kind + padding + "".join(f", consecutive {node.name}" for node in self.positions)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionLayer:
+    """One attention call: `q [B, Hq, S, D]`, `k [B, Hkv, S, D]`, `v [B, Hkv, S, Dv]`."""
+
+    index: int
+    node: fx.Node
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    window: int | None
+    mask: MaskClass
+    where: str
+
+
+@dataclasses.dataclass
+class ChunkInput:
+    """A prologue value that chunks read: gathered by row, by column, by sequence, or whole."""
+
+    node: fx.Node
+    layout: Layout
+    name: str
+
+
+@dataclasses.dataclass
+class FrontierValue:
+    """A per-token value that leaves the token region: rows `[rows, *features]` of it become dense again."""
+
+    node: fx.Node
+    layout: Layout
+    features: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+    is_cache: bool = False
+
+
+@dataclasses.dataclass
+class Program:
+    """A captured call and all that the passes found out about it, in pass order."""
+
+    captured: fx.GraphModule
+    training: bool
+    inputs: list[Input] = dataclasses.field(default_factory=list)
+    # lower
+    module: fx.GraphModule = None  # type: ignore[assignment]
+    placeholders: list[fx.Node] = dataclasses.field(default_factory=list)
+    # token_axis
+    batch: sympy.Expr | None = None
+    tokens: sympy.Expr | None = None
+    values: dict[fx.Node, Value] = dataclasses.field(default_factory=dict)
+    input_layouts: dict[tuple[fx.Node, fx.Node], Layout] = dataclasses.field(default_factory=dict)
+    parameter_dependent: set[fx.Node] = dataclasses.field(default_factory=set)
+    roots: dict[fx.Node, frozenset[fx.Node]] = dataclasses.field(default_factory=dict)
+    # attention
+    attention: list[AttentionLayer] = dataclasses.field(default_factory=list)
+    # regions
+    region: set[fx.Node] = dataclasses.field(default_factory=set)
+    frontier: list[FrontierValue] = dataclasses.field(default_factory=list)
+    # prefix_key
+    trunk: set[fx.Node] = dataclasses.field(default_factory=set)
+    trunk_inputs: list[ChunkInput] = dataclasses.field(default_factory=list)
+    head_inputs: list[ChunkInput] = dataclasses.field(default_factory=list)
+    constant_inputs: list[fx.Node] = dataclasses.field(default_factory=list)
+    trunk_keys: list[ChunkInput] = dataclasses.field(default_factory=list)
+    head_keys: list[ChunkInput] = dataclasses.field(default_factory=list)
+    # chunk_graph
+    region_parameters: list[Input] = dataclasses.field(default_factory=list)
+    chunk: fx.GraphModule = None  # type: ignore[assignment]
+    # dense_graphs
+    prologue_nodes: list[fx.Node] = dataclasses.field(default_factory=list)
+    prologue: fx.GraphModule = None  # type: ignore[assignment]
+    epilogue: fx.GraphModule = None  # type: ignore[assignment]
+    epilogue_dense_inputs: list[fx.Node] = dataclasses.field(default_factory=list)
+    mixes_sequences: str | None = None
+    # joint and accumulate
+    joint: JointGraphs = None  # type: ignore[assignment]
+    timings: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    def layout(self, node: fx.Node) -> Layout:
+        """The layout of a node that is known to be a token-wise single tensor."""
+        value = self.values[node]
+        assert isinstance(value, Layout), (node, value)
+        return value
+
+    @property
+    def outputs(self) -> list[Any]:
+        """The outputs of the call: nodes of the lowered graph, or constants."""
+        return list(output_node(self.graph).args[0])  # type: ignore[arg-type]
+
+
+class GraphWithoutAttention(Exception):
+    """Raised by a pass to say that the captured graph is not for the tree: it runs as it is.
+
+    Attributes:
+        log: a line to log (None: not worth one).
+    """
+
+    def __init__(self, log: str | None) -> None:
+        super().__init__(log)
+        self.log = log
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def tensor_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The call nodes of a graph whose value holds at least one tensor."""
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and has_tensor(node):
+            yield node
+
+
+def has_tensor(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (tuple, list)) and any(isinstance(item, torch.Tensor) for item in value)
+    )
+
+
+def ancestors(nodes: list[fx.Node], stop: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
+    """`nodes` and everything they are computed from; the inputs of a node for which `stop` holds are not followed."""
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            if not stop(node):
+                pending.extend(node.all_input_nodes)
+    return found
+
+
+def where(node: fx.Node) -> str:
+    """The user's source line that a node came from: file, line and code of the innermost recorded frame."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.splitlines() if line.strip() and not set(line.strip()) <= set("^~ ")]
+    frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    if not frames:
+        return f"node {node.name}"
+    return " | ".join(lines[frames[-1] : frames[-1] + 2])

@@ -1,0 +1,180 @@
+"""token_axis: for every value of the lowered graph, which dimensions run over sequences and tokens, if that is clear.
+
+An abstract interpretation with the rules of `token_rules`. Findings stay attached to nodes, so that a refusal can name
+the operation and the user's line.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.passes.program import (
+    Axis,
+    Frame,
+    GraphWithoutAttention,
+    InputKind,
+    Layout,
+    Mixed,
+    Program,
+    Value,
+    has_tensor,
+)
+from dta_compile.passes.token_rules import Arguments, MixesTokens, expression, rule_for, sizes
+
+aten = torch.ops.aten
+ATTENTION = torch.ops.dta.attention_call.default
+
+
+def token_axis(program: Program) -> None:
+    """Fill `program.batch`, `.tokens`, `.values`, `.parameter_dependent`, `.roots` and `.input_layouts`."""
+    _find_axes(program)
+    _index_position_tables(program)
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        depends = _depends_on_parameters(program, node)
+        if depends:
+            program.parameter_dependent.add(node)
+        program.values[node] = _interpret(program, node)
+
+
+def _find_axes(program: Program) -> None:
+    """The first attention call's query `[B, heads, S, D]` says what the batch and token sizes are."""
+    calls = [node for node in program.graph.nodes if node.target is ATTENTION]
+    if not calls:
+        raise GraphWithoutAttention(None)
+    batch, _, tokens, _ = sizes(calls[0].args[0])
+    if not tokens.free_symbols:
+        raise GraphWithoutAttention(f"the token axis has the fixed size {tokens}: nothing to share along it")
+    program.batch = batch if batch.free_symbols else None
+    program.tokens = tokens
+
+
+def _index_position_tables(program: Program) -> None:
+    """`table[:S]` of a learned table becomes `table.index_select(0, arange(S))`, so that chunks can take their rows."""
+    placeholders = dict(zip(program.placeholders, program.inputs, strict=True))
+    tables = {node for node, spec in placeholders.items() if spec.kind is InputKind.PARAMETER}
+    for node in list(program.graph.nodes):
+        if node.target is not aten.slice.Tensor or node.args[0] not in tables:
+            continue
+        dim = node.args[1] if len(node.args) > 1 else 0
+        start = node.args[2] if len(node.args) > 2 else 0
+        if sizes(node)[dim] != program.tokens or not isinstance(start, int) or start < 0:
+            continue
+        with program.graph.inserting_before(node):
+            stop = node.args[3]
+            positions = program.graph.call_function(
+                aten.arange.start, (start, stop), {"device": node.meta["val"].device}
+            )
+            picked = program.graph.call_function(aten.index_select.default, (node.args[0], dim, positions))
+        positions.meta["val"] = node.meta["val"].new_empty((node.meta["val"].shape[dim],), dtype=torch.int64)
+        picked.meta = dict(node.meta)
+        node.replace_all_uses_with(picked)
+        program.graph.erase_node(node)
+
+
+def _depends_on_parameters(program: Program, node: fx.Node) -> bool:
+    if node.op == "placeholder":
+        kind = program.inputs[program.placeholders.index(node)].kind
+        return kind in (InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA)
+    return has_tensor(node) and any(arg in program.parameter_dependent for arg in node.all_input_nodes)
+
+
+def _interpret(program: Program, node: fx.Node) -> Value:
+    if not has_tensor(node):
+        return None
+    if node.op == "placeholder":
+        spec = program.inputs[program.placeholders.index(node)]
+        program.roots[node] = frozenset([node])
+        if spec.kind is InputKind.PARAMETER:
+            return Layout((None,) * node.meta["val"].dim())
+        if spec.kind is InputKind.DIFFERENTIABLE_DATA:
+            return Mixed(f"the input {spec.name} requires a gradient", node)
+        return layout_by_shape(program, node)
+    dense = node not in program.parameter_dependent
+    value = apply_rule(program, node, program.values, program.input_layouts)
+    if not dense:
+        return value
+    # Outside the token region any operator may run: shapes say where the axes are, and token-wise ones pass on roots.
+    token_wise = not isinstance(value, Mixed)
+    inherited = [program.roots[arg] for arg in node.all_input_nodes if has_tensor(arg)]
+    shaped = layout_by_shape(program, node)
+    keeps_positions = token_wise and value == shaped and inherited
+    program.roots[node] = frozenset().union(*inherited) if keeps_positions else frozenset([node])
+    return shaped
+
+
+def apply_rule(
+    program: Program,
+    node: fx.Node,
+    values: dict[fx.Node, Value],
+    adopted: dict[tuple[fx.Node, fx.Node], Layout] | None,
+) -> Value:
+    """The value of a call node given those of its arguments; layouts that dense arguments take on go to `adopted`."""
+    operands = node.args[:3] if node.target is ATTENTION else node.all_input_nodes  # masks have a proof of their own
+    tensors = [arg for arg in operands if isinstance(arg, fx.Node) and has_tensor(arg)]
+    for arg in tensors:
+        if isinstance(values[arg], Mixed):
+            return values[arg]
+    if node.target is operator.getitem:
+        source = values[node.args[0]]  # type: ignore[index]
+        return source[node.args[1]] if isinstance(source, tuple) else source  # type: ignore[index]
+    layouts = {arg: value for arg in tensors if isinstance(value := values[arg], Layout)}
+    if not any(layout.labelled for layout in layouts.values()) and node.target is not ATTENTION:
+        return _without_axes(program, node)
+    rule = rule_for(node.target)
+    if rule is None:
+        return Mixed(f"{node.target} has no token-wise rule", node)
+    arguments = Arguments(layouts, dense=lambda arg: arg not in program.parameter_dependent)
+    try:
+        value = rule(node, arguments)
+    except MixesTokens as error:
+        return Mixed(f"{node.target}: {error}", node)
+    if adopted is not None:
+        adopted.update({(node, arg): layout for arg, layout in arguments.adopted.items()})
+    return value
+
+
+def _without_axes(program: Program, node: fx.Node) -> Value:
+    """An operator on values without batch or token axis (weights): its result has none either, or it is no weight."""
+    shaped = layout_by_shape(program, node)
+    layouts = shaped if isinstance(shaped, tuple) else (shaped,)
+    if node in program.parameter_dependent and any(isinstance(one, Layout) and one.labelled for one in layouts):
+        return Mixed(f"{node.target} gives a weight a batch or token axis", node)
+    return shaped
+
+
+def layout_by_shape(program: Program, node: fx.Node) -> Value:
+    """The axes that a dense value's sizes show: B, S, B*S, or another number of tokens without a known position."""
+    value = node.meta["val"]
+    if isinstance(value, (tuple, list)):
+        return tuple(
+            Layout(tuple(_axis_of_size(program, size)[0] for size in item.shape))
+            if isinstance(item, torch.Tensor)
+            else Layout(())
+            for item in value
+        )
+    axes = [_axis_of_size(program, size) for size in value.shape]
+    dims = tuple(axis for axis, _ in axes)
+    frame = next((frame for axis, frame in axes if frame is not None), None)
+    if sum(axis in (Axis.TOKEN, Axis.ROWS) for axis in dims) > 1:
+        return Mixed(f"{node.name} has two token axes", node)
+    return Layout(dims, frame)
+
+
+def _axis_of_size(program: Program, size: int | torch.SymInt) -> tuple[Axis | None, Frame | None]:
+    expr = expression(size)
+    if not expr.free_symbols:
+        return None, None
+    if expr == program.batch:
+        return Axis.BATCH, None
+    axis, length = Axis.TOKEN, expr
+    if program.batch is not None:
+        quotient = sympy.cancel(expr / program.batch)
+        if quotient.as_numer_denom()[1] == 1 and program.batch not in quotient.free_symbols:
+            axis, length = Axis.ROWS, quotient
+    return axis, Frame(sympy.Integer(0) if length == program.tokens else None, length)

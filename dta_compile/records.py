@@ -1,0 +1,68 @@
+"""What was compiled for which callable: the way from a compiled function back to its engines."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from dta_compile import capture
+from dta_compile.errors import OptionError, RefusalError
+from dta_compile.runtime.engine import Engine
+
+_ATTRIBUTE = "_dta_record"
+
+
+@dataclasses.dataclass
+class Record:
+    """The engines and refusals of one `torch.compile(..., backend="dta")`, oldest first."""
+
+    engines: list[Engine] = dataclasses.field(default_factory=list)
+    refusals: list[RefusalError] = dataclasses.field(default_factory=list)
+
+    def add(self, engine: Engine, graph_break: str | None) -> None:
+        self.engines.append(engine)
+        if graph_break is not None:
+            _last_break.append(graph_break)
+            del _last_break[:-1]
+
+
+# The latest graph break behind a graph with attention: what a refusal of the next graph names as its likely cause.
+_last_break: list[str] = []
+
+
+def current() -> Record:
+    """The record of the callable now being compiled (a fresh one if Dynamo was driven without torch.compile)."""
+    return _of_wrapper(capture.current_compile_wrapper())
+
+
+def of(compiled: Any) -> Record:
+    """The record of a compiled function or module; raises `OptionError` for anything else."""
+    wrapper = capture.compile_wrapper_of(compiled)
+    if wrapper is None:
+        raise OptionError(
+            "not a compiled function or module",
+            expected='the result of torch.compile(..., backend="dta"), or a module after .compile(backend="dta")',
+            got=f"{type(compiled).__name__}",
+        )
+    return _of_wrapper(wrapper)
+
+
+def _of_wrapper(wrapper: Any | None) -> Record:
+    if wrapper is None:
+        return Record()
+    if not hasattr(wrapper, _ATTRIBUTE):
+        setattr(wrapper, _ATTRIBUTE, Record())
+    return getattr(wrapper, _ATTRIBUTE)  # type: ignore[no-any-return]
+
+
+def with_graph_break(error: RefusalError) -> RefusalError:
+    """The error, naming the graph break that probably made its input an input."""
+    if "requires a gradient" not in error.got or not _last_break:
+        return error
+    return RefusalError(
+        "a graph break inside the model: what comes after it would need gradients for its inputs",
+        where=_last_break[-1],
+        expected="one graph from token ids to the last attention layer",
+        got=error.got,
+        hint="remove the graph break (torch.compile(..., fullgraph=True) points at it)",
+    )

@@ -1,0 +1,88 @@
+"""From dense values of the call to what the tree reads: codes for keys, and entries for rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import sympy
+import torch
+
+from dta_compile.passes.program import Axis, ChunkInput, Frame, Layout, Program
+from dta_compile.runtime.executor import Gathered
+from dta_compile.runtime.rows import BatchRows, Integers, codes_of
+
+
+class Sizes:
+    """Numbers for the size symbols of one call."""
+
+    def __init__(self, program: Program) -> None:
+        self._sources: dict[sympy.Symbol, tuple[int, int | None]] = {}
+        for index, node in enumerate(program.placeholders):
+            value = node.meta["val"]
+            for dim, size in enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]:
+                if isinstance(size, torch.SymInt) and isinstance(expr := size.node.expr, sympy.Symbol):
+                    self._sources.setdefault(expr, (index, dim))
+
+    def evaluate(self, expr: sympy.Expr | None, args: Sequence[object]) -> int:
+        """The value of a size expression for the call's inputs; None counts as 1."""
+        if expr is None:
+            return 1
+        values = {}
+        for symbol in expr.free_symbols:
+            index, dim = self._sources[symbol]
+            values[symbol] = int(args[index]) if dim is None else int(args[index].shape[dim])  # type: ignore
+        return int(expr.subs(values))
+
+    def window(self, frame: Frame, args: Sequence[object]) -> tuple[int, int]:
+        """`(start, length)` of a frame."""
+        return self.evaluate(frame.start, args), self.evaluate(frame.length, args)
+
+
+def entries_first(value: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A dense value as `[entries, *features]`, entries counting sequences, then tokens."""
+    leading = [i for i, axis in enumerate(layout.dims) if axis is not None]
+    leading.sort(key=lambda i: layout.dims[i] is not Axis.BATCH)
+    features = [i for i, axis in enumerate(layout.dims) if axis is None]
+    value = value.permute(*leading, *features)
+    return value.reshape(-1, *value.shape[len(leading) :])
+
+
+def entry_index(
+    item: ChunkInput, value: torch.Tensor, sequences: Integers, columns: Integers, window: tuple[int, int]
+) -> Integers:
+    """Which entry each (sequence, column) reads; columns outside the value's window read any entry (never used)."""
+    dims = item.layout.dims
+    by_sequence = Axis.BATCH in dims or Axis.ROWS in dims
+    if Axis.TOKEN in dims and value.shape[dims.index(Axis.TOKEN)] == 1 and by_sequence:
+        return sequences
+    start, length = window
+    offsets = np.clip(columns - start, 0, length - 1)
+    return sequences * length + offsets if by_sequence else offsets
+
+
+def gathered(
+    item: ChunkInput, value: torch.Tensor, rows: BatchRows, positions: Integers, window: tuple[int, int]
+) -> Gathered:
+    """A chunk input read at the given positions of the batch."""
+    index = entry_index(item, value, rows.sequences[positions], rows.columns[positions], window)
+    return Gathered(entries_first(value, item.layout), torch.from_numpy(index).to(value.device))
+
+
+def key_codes(
+    item: ChunkInput, value: torch.Tensor, batch: int, tokens: int, window: tuple[int, int]
+) -> Integers:
+    """`[B, S]` codes of a key value, equal where the value is equal."""
+    entries = entries_first(value.detach(), item.layout)
+    codes = codes_of(to_numpy(entries))
+    sequences, columns = np.divmod(np.arange(batch * tokens), tokens)
+    return codes[entry_index(item, value, sequences, columns, window)].reshape(batch, tokens)
+
+
+def to_numpy(value: torch.Tensor) -> npt.NDArray[np.generic]:
+    """Bits of a tensor on the host; dtypes that numpy lacks are reinterpreted as integers of their size."""
+    value = value.cpu()
+    if value.dtype in (torch.bfloat16, torch.float16):
+        value = value.contiguous().view(torch.int16)
+    return value.numpy()  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ from dta_compile.errors import DTAError, OptionError, RefusalError
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
 from dta_compile.passes.lower import has_attention
+from dta_compile.passes.program import AmbiguousAxes
 from dta_compile.runtime.engine import Engine
 
 logger = logging.getLogger("dta_compile")
@@ -54,6 +55,9 @@ def compile_graph(module: fx.GraphModule, options: Options) -> Compiled:
         engine = Engine(program, options)
         record.add(engine, capture.graph_break(module))
         return engine
+    except AmbiguousAxes:
+        capture.trace_again_without_duck_shapes()
+        raise
     except GraphWithoutAttention as plain:
         if plain.log:
             logger.info("dta: %s", plain.log)

@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch._decomp import get_decompositions
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.program import Input, InputKind, Program, output_node, where
@@ -63,15 +65,20 @@ def lower(program: Program) -> None:
     fakes = [node.meta["example_value"] for node in placeholders]
     mode = next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None)
 
+    mutated: list[int] = []
+
     def run(*args: Any) -> Any:
-        with _AttentionCapture(), torch.no_grad():
-            return _DetachingInterpreter(captured).run(*args)
+        with FunctionalTensorMode(), _AttentionCapture(), torch.no_grad():
+            wrapped = [_to_functional(arg) for arg in args]
+            results = _DetachingInterpreter(captured).run(*wrapped)
+            mutated.extend(i for i, arg in enumerate(wrapped) if _was_mutated(arg))
+            return pytree.tree_map(_from_functional, results)
 
     with mode or contextlib.nullcontext(), fx.traceback.preserve_node_meta(), _no_autocast_cache():
-        functional = torch.func.functionalize(run, remove="mutations")
-        module = make_fx(functional, decomposition_table=FUSED_REDUCTIONS, _allow_non_fake_inputs=True)(*fakes)
+        module = make_fx(run, decomposition_table=FUSED_REDUCTIONS, _allow_non_fake_inputs=True)(*fakes)
 
-    _refuse_mutated_inputs(module, program.inputs)
+    for index in mutated:
+        raise _mutation_refusal(program.inputs[index], placeholders[index])
     _flatten_output(module)
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -187,18 +194,32 @@ def _describe(index: int, node: fx.Node) -> Input:
     return Input(index, name, kind, value.requires_grad)
 
 
-def _refuse_mutated_inputs(module: fx.GraphModule, inputs: list[Input]) -> None:
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for node in module.graph.nodes:
-        if node.target is aten.copy_.default and node.args[0] in placeholders:
-            mutated = inputs[placeholders.index(node.args[0])]
-            raise RefusalError(
-                f"the model writes to {mutated.name}, so running it over a tree would write different values",
-                where=where(node.args[1]) if isinstance(node.args[1], fx.Node) else where(node),
-                expected="a forward pass that leaves its parameters, buffers and inputs as they are",
-                got=f"an in-place update of {mutated.name}",
-                hint="move the update out of the compiled function (batch-norm statistics: call .eval() on that module)",
-            )
+def _to_functional(arg: Any) -> Any:
+    return FunctionalTensor.to_functional(arg) if isinstance(arg, torch.Tensor) else arg
+
+
+def _from_functional(result: Any) -> Any:
+    if isinstance(result, FunctionalTensor):
+        torch._sync(result)
+        return torch._from_functional_tensor(result.elem)
+    return result
+
+
+def _was_mutated(arg: Any) -> bool:
+    if not isinstance(arg, FunctionalTensor):
+        return False
+    torch._sync(arg)
+    return bool(torch._functionalize_has_data_mutation(arg.elem))
+
+
+def _mutation_refusal(mutated: Input, placeholder: fx.Node) -> RefusalError:
+    return RefusalError(
+        f"the model writes to {mutated.name}, so running it over a tree would write different values",
+        where=where(next(iter(placeholder.users), placeholder)),
+        expected="a forward pass that leaves its parameters, buffers and inputs as they are",
+        got=f"an in-place update of {mutated.name}",
+        hint="move the update out of the compiled function (batch-norm statistics: call .eval() on that module)",
+    )
 
 
 def _flatten_output(module: fx.GraphModule) -> None:

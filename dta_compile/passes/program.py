@@ -211,6 +211,10 @@ class GraphWithoutAttention(Exception):
         self.log = log
 
 
+class AmbiguousAxes(Exception):
+    """Raised by a pass when batch and token size share one symbol, so that the axes cannot be told apart."""
+
+
 def output_node(graph: fx.Graph) -> fx.Node:
     return next(iter(reversed(graph.nodes)))
 

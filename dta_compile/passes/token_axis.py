@@ -12,7 +12,9 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.errors import RefusalError
 from dta_compile.passes.program import (
+    AmbiguousAxes,
     Axis,
     Frame,
     GraphWithoutAttention,
@@ -22,6 +24,7 @@ from dta_compile.passes.program import (
     Program,
     Value,
     has_tensor,
+    where,
 )
 from dta_compile.passes.token_rules import Arguments, MixesTokens, expression, rule_for, sizes
 
@@ -48,8 +51,18 @@ def _find_axes(program: Program) -> None:
     if not calls:
         raise GraphWithoutAttention(None)
     batch, _, tokens, _ = sizes(calls[0].args[0])
-    if not tokens.free_symbols:
-        raise GraphWithoutAttention(f"the token axis has the fixed size {tokens}: nothing to share along it")
+    if tokens in (0, 1) or batch == 0:
+        raise GraphWithoutAttention(f"{batch} x {tokens} tokens: nothing to share, the call runs as captured")
+    if not tokens.free_symbols or (not batch.free_symbols and batch != 1):
+        raise RefusalError(
+            "the batch or token size became a constant while the model was traced",
+            where=where(calls[0]),
+            expected="symbolic sizes, which serve every batch",
+            got=f"batch {batch}, tokens {tokens}",
+            hint="pass dynamic=True to torch.compile, and let the model's code not depend on the numbers themselves",
+        )
+    if batch == tokens:
+        raise AmbiguousAxes()
     program.batch = batch if batch.free_symbols else None
     program.tokens = tokens
 

@@ -1,0 +1,57 @@
+# `make demo` and `make test` each do all set-up on a machine that has Python (3.10 to 3.13) and nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+# What pip installs for PyTorch; pip options may follow, as in
+#   make demo TORCH="torch==2.12.1 --index-url URL"
+# Without TORCH, any supported release is taken where this one has no wheel.
+TORCH ?= torch==2.13.0
+TORCH_SUPPORTED := torch>=2.11,<2.15
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CODE := dta_compile tests examples benchmarks
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench clean
+
+help:
+	@echo "make demo    set up, then train a small model with eager and with dta side by side"
+	@echo "make test    set up, then ruff, mypy and the whole test suite"
+	@echo "make bench   set up, then the speed floors (benchmarks/floors.py)"
+	@echo "make lint    set up, then ruff and mypy only"
+	@echo "make format  set up, then let ruff rewrite the code"
+	@echo "make clean   remove the environment, caches and build results"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+ifeq ($(origin TORCH),file)
+	$(BIN)/python -m pip install $(TORCH) || $(BIN)/python -m pip install "$(TORCH_SUPPORTED)"
+else
+	$(BIN)/python -m pip install $(TORCH)
+endif
+	$(BIN)/python -m pip install -e ".[test,hf]"
+	touch $@
+
+demo: setup
+	$(BIN)/dta demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+bench: setup
+	$(BIN)/python benchmarks/floors.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

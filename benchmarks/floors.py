@@ -1,0 +1,225 @@
+"""Speed floors: dta against eager one sequence at a time, interleaved in one process.
+
+    python benchmarks/floors.py [--trees short,mid,none] [--repetitions 5] [--json OUT]
+
+A step is forward and backward of a weighted sum of token log-probs over a whole batch, on a small Qwen3 in float32.
+Gradients are compared once per tree, so that a fast wrong answer is no result. Exit code 1: a floor or equality missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from trees import TREES, build, count, ideal_speedup
+
+import dta_compile
+
+VOCABULARY = 2048
+FLOORS = {"short": 3.0, "mid": 1.5, "none": 0.75}
+TOLERANCE = 1e-3  # largest |difference| over largest |gradient|, per parameter, of two float32 runs
+
+LogProbs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Figures of one tree; seconds are per step."""
+
+    tree: str
+    sequences: int
+    tokens: int
+    tree_tokens: int
+    compression: float
+    ideal: float
+    floor: float | None
+    first_call_seconds: float
+    eager_seconds: list[float]
+    dta_seconds: list[float]
+    gradient_difference: float
+    strategy: str
+
+    @property
+    def speedup(self) -> float:
+        """Median over median."""
+        return statistics.median(self.eager_seconds) / statistics.median(self.dta_seconds)
+
+    @property
+    def passed(self) -> bool:
+        return self.gradient_difference < TOLERANCE and (self.floor is None or self.speedup >= self.floor)
+
+
+def build_model() -> Qwen3ForCausalLM:
+    """4 layers, hidden size 256, 2048 ids, random float32 weights."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return Qwen3ForCausalLM(config).train()
+
+
+def flops(config: Qwen3Config) -> tuple[float, float]:
+    """Forward operations per token (matrix products) and per (query, key) pair (attention); backward is twice both."""
+    width = config.num_attention_heads * config.head_dim
+    projections = config.hidden_size * (2 * width + 2 * config.num_key_value_heads * config.head_dim)
+    layer = projections + 3 * config.hidden_size * config.intermediate_size
+    weights = config.num_hidden_layers * layer + config.hidden_size * config.vocab_size
+    return 2.0 * weights, 4.0 * config.num_hidden_layers * width
+
+
+def token_logprobs(model: torch.nn.Module) -> LogProbs:
+    """The function under test: `[B, S]` ids and labels to `[B, S]` log-probs."""
+
+    def logprobs(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids).logits
+        return logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+    return logprobs
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Forward and backward of `(weights * logprobs(ids, labels)).sum()`, `rows` rows at a time."""
+
+    model: torch.nn.Module
+    logprobs: LogProbs
+    rows: int
+
+    def __call__(self, ids: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> float:
+        """Seconds of the step; gradients are left in `.grad`."""
+        self.model.zero_grad(set_to_none=True)
+        started = time.perf_counter()
+        for part in zip(ids.split(self.rows), labels.split(self.rows), weights.split(self.rows), strict=True):
+            (part[2] * self.logprobs(part[0], part[1])).sum().backward()
+        return time.perf_counter() - started
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
+
+
+def measure(name: str, repetitions: int, options: dict, backend: str, tick: Callable[[], None]) -> Row:
+    """One tree: a first call of both ways, compared, then `repetitions` steps of each in turns."""
+    counts = count(TREES[name])
+    ids = torch.stack([torch.from_numpy(sequence) for sequence in build(TREES[name], VOCABULARY)])
+    labels = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], 1)
+    weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1)) / ids.numel()
+    weights[:, -1] = 0.0  # nothing follows the last token
+
+    model = build_model()
+    torch.compiler.reset()
+    compiled = torch.compile(token_logprobs(model), backend=backend, options=options if backend == "dta" else None)
+    eager, dta = Step(model, token_logprobs(model), 1), Step(model, compiled, len(ids))
+    eager(ids, labels, weights)
+    expected = eager.gradients()
+    first_call = dta(ids, labels, weights)
+    difference = max(
+        ((got - want).abs().max() / want.abs().max()).item()
+        for got, want in zip(dta.gradients(), expected, strict=True)
+    )
+    tick()
+    eager_seconds, dta_seconds = [], []
+    for repetition in range(repetitions):
+        for step, seconds in ((eager, eager_seconds), (dta, dta_seconds))[:: 1 if repetition % 2 else -1]:
+            seconds.append(step(ids, labels, weights))
+        tick()
+    return Row(
+        tree=name,
+        sequences=counts.sequences,
+        tokens=counts.tokens,
+        tree_tokens=counts.tree_tokens,
+        compression=counts.tokens / counts.tree_tokens,
+        ideal=ideal_speedup(counts, *flops(model.config)),
+        floor=FLOORS.get(name) if backend == "dta" else None,
+        first_call_seconds=first_call,
+        eager_seconds=eager_seconds,
+        dta_seconds=dta_seconds,
+        gradient_difference=difference,
+        strategy=dta_compile.last_plan(compiled).schedule.strategy if backend == "dta" else "-",
+    )
+
+
+def show(rows: list[Row], facts: dict, console: Console) -> None:
+    table = Table(title="one step (forward and backward), median seconds")
+    for heading in ("tree", "strategy"):
+        table.add_column(heading)
+    for heading in ("C", "ideal", "eager", facts["backend"], "speed-up", "floor", "1st call", "grad. diff."):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.tree,
+            row.strategy,
+            f"{row.compression:.2f}",
+            f"{row.ideal:.2f}x",
+            f"{statistics.median(row.eager_seconds):.3f}",
+            f"{statistics.median(row.dta_seconds):.3f}",
+            f"{row.speedup:.2f}x",
+            "-" if row.floor is None else f"{row.floor:.2f}x",
+            f"{row.first_call_seconds:.2f}",
+            f"{row.gradient_difference:.0e}",
+            style="" if row.passed else "red",
+        )
+    console.print(table)
+    console.print(", ".join(f"{name} {value}" for name, value in facts.items()), style="dim")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trees", default=",".join(TREES), help="default: %(default)s")
+    parser.add_argument("--repetitions", type=int, default=5, help="timed steps of each way (default: %(default)s)")
+    parser.add_argument("--chunk-size", type=int, default=2048, help="default: %(default)s")
+    parser.add_argument("--strategy", default="auto", help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--backend", default="dta", help="default: %(default)s")
+    parser.add_argument("--json", metavar="OUT", help="write facts, medians and all timings to OUT")
+    arguments = parser.parse_args()
+    names = arguments.trees.split(",")
+    if unknown := set(names) - set(TREES):
+        parser.error(f"unknown trees {', '.join(sorted(unknown))}; known: {', '.join(TREES)}")
+    if arguments.repetitions < 1:
+        parser.error("--repetitions must be at least 1")
+
+    torch.set_num_threads(arguments.threads)
+    console = Console()
+    options = {"chunk_size": arguments.chunk_size, "strategy": arguments.strategy}
+    facts = {"backend": arguments.backend, **options, "repetitions": arguments.repetitions}
+    facts |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    facts |= {"transformers": transformers.__version__, "python": platform.python_version()}
+    rows = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("steps", total=len(names) * (arguments.repetitions + 1))
+        for name in names:
+            progress.update(task, description=name)
+            tick = functools.partial(progress.advance, task)
+            rows.append(measure(name, arguments.repetitions, options, arguments.backend, tick))
+    show(rows, facts, console)
+    if arguments.json:
+        trees = [dataclasses.asdict(row) | {"speedup": row.speedup, "passed": row.passed} for row in rows]
+        Path(arguments.json).write_text(json.dumps({"facts": facts, "trees": trees}, indent=1) + "\n")
+    return 0 if all(row.passed for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

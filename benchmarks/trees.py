@@ -1,0 +1,69 @@
+"""Synthetic token trees of a given shape, and what sharing them is worth in the ideal."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+Level = tuple[int, int]  # (children per node, tokens of each)
+
+TREES: dict[str, tuple[Level, ...]] = {
+    # 16 sequences of 1500 tokens each.
+    "short": ((2, 1200), (2, 236), (4, 64)),
+    "mid": ((2, 700), (2, 300), (4, 500)),
+    "none": ((16, 1500),),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Tokens, and (query, key) pairs of causal attention, of sequences on their own and of their tree."""
+
+    sequences: int
+    tokens: int
+    pairs: int
+    tree_tokens: int
+    tree_pairs: int
+
+
+def build(levels: tuple[Level, ...], vocabulary: int, seed: int = 0) -> list[npt.NDArray[np.int64]]:
+    """Sequences whose prefix tree has `levels`: random tokens, siblings with distinct first tokens.
+
+    Raises:
+        ValueError: more siblings than the vocabulary has tokens, or a level without tokens or children.
+    """
+    if not all(0 < children <= vocabulary and tokens > 0 for children, tokens in levels):
+        raise ValueError(f"levels {levels} need 1 to {vocabulary} children and at least one token each")
+    random = np.random.default_rng(seed)
+    paths = [np.zeros(0, np.int64)]
+    for children, tokens in levels:
+        longer = []
+        for path in paths:
+            segments = random.integers(0, vocabulary, (children, tokens))
+            segments[:, 0] = random.permutation(vocabulary)[:children]
+            longer += [np.concatenate([path, segment]) for segment in segments]
+        paths = longer
+    return paths
+
+
+def count(levels: tuple[Level, ...]) -> Counts:
+    """Counts of `build(levels, ...)`, by arithmetic: independent of the planner under test."""
+    nodes, depth, tree_tokens, tree_pairs = 1, 0, 0, 0
+    for children, tokens in levels:
+        nodes *= children
+        tree_tokens += nodes * tokens
+        tree_pairs += nodes * (_triangle(depth + tokens) - _triangle(depth))
+        depth += tokens
+    return Counts(nodes, nodes * depth, nodes * _triangle(depth), tree_tokens, tree_pairs)
+
+
+def ideal_speedup(counts: Counts, flops_per_token: float, flops_per_pair: float) -> float:
+    """Ratio of floating-point operations: every sequence on its own over every tree token once."""
+    alone = counts.tokens * flops_per_token + counts.pairs * flops_per_pair
+    return alone / (counts.tree_tokens * flops_per_token + counts.tree_pairs * flops_per_pair)
+
+
+def _triangle(depth: int) -> int:
+    return depth * (depth + 1) // 2

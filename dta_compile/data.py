@@ -1,0 +1,219 @@
+"""Rollout files: real agent trajectories as batches of token ids (numpy only, no torch).
+
+A file is an `.npz` archive that stores the distinct leaf sequences front-coded in lexicographic order, as what each
+one shares with the one before it and the suffix that it adds, and every sample as a prefix of a leaf. Loss spans are
+half-open ranges of *target* positions: position p is the token that is predicted from position p - 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zipfile
+from collections import defaultdict
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dta_compile.errors import PlanError
+
+__all__ = ["Batch", "Rollout", "bundled", "load_rollouts", "pad_batch", "vocab_size"]
+
+EXAMPLE = "airline_tiny.npz"
+# Arrays of a rollout file that every reader needs.
+FIELDS = (
+    *("suffix_tokens", "suffix_offsets", "leaf_lcp", "dense_vocab"),
+    *("leaf", "length", "loss_ptr", "loss_start", "loss_end"),
+    *("reward", "advantage", "advantage_batch", "group", "trial", "traj", "turn"),
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rollout:
+    """One training sample: a prompt with everything said and called so far, up to the end of one assistant turn.
+
+    Attributes:
+        tokens: `[n]` int32 token ids.
+        spans: half-open ranges of the positions of the tokens that the policy produced and is trained on.
+        reward: the trajectory's reward.
+        advantage: the reward, normalised over the trajectories of its group (GRPO).
+        advantage_batch: the same, normalised over all samples of the file.
+        group: the task that was attempted; trajectories of a group are comparable.
+        trial: number of the attempt within the group.
+        trajectory: number of the trajectory within the file.
+        turn: number of the assistant turn that the sample ends with.
+        is_leaf: no other sample of the file extends this one.
+    """
+
+    tokens: NDArray[np.int32]
+    spans: tuple[tuple[int, int], ...]
+    reward: float
+    advantage: float
+    advantage_batch: float
+    group: int
+    trial: int
+    trajectory: int
+    turn: int
+    is_leaf: bool
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def loss_mask(self) -> NDArray[np.bool_]:
+        """`[n]`, true at the positions of the tokens that are trained on."""
+        mask = np.zeros(len(self.tokens), dtype=bool)
+        for start, stop in self.spans:
+            mask[start:stop] = True
+        return mask
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """Rollouts padded to one length S, as the arrays that a trainer feeds to a model.
+
+    Entry p of a row speaks of the prediction made *from* position p, so `labels`, `loss_mask` and per-token values such
+    as log-probs line up.
+
+    Attributes:
+        input_ids: `[B, S]` int64, padded with `pad_id`.
+        labels: `[B, S]` int64, the next token; `pad_id` where there is none.
+        attention_mask: `[B, S]` int64, 1 on tokens and 0 on padding.
+        loss_mask: `[B, S]` bool, true where `labels` is a token that is trained on.
+        advantages: `[B]` float32.
+    """
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    attention_mask: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+    advantages: NDArray[np.float32]
+
+
+def bundled(name: str = EXAMPLE) -> Path:
+    """Path of a rollout file that is installed with the package."""
+    return Path(__file__).parent / "examples_data" / name
+
+
+def load_rollouts(
+    path: str | PathLike[str], dense: bool = False, leaf_only: bool = False, max_length: int | None = None
+) -> list[Rollout]:
+    """The samples of a rollout file, in arrival order.
+
+    Args:
+        path: the `.npz` file.
+        dense: replace the tokenizer's ids by 0 .. `vocab_size(path)` - 1, so that a small model can take them.
+        leaf_only: keep only samples that no other sample extends; each takes over the loss spans of the samples of its
+            own trajectory that are prefixes of it.
+        max_length: leave longer samples out (before `leaf_only` gathers spans).
+
+    Raises:
+        OSError: the file cannot be read.
+        PlanError: it is no rollout file.
+    """
+    data = _read(path)
+    leaves = _decode_leaves(data, dense)
+    rollouts = [_rollout(data, leaves, index) for index in range(len(data["length"]))]
+    if max_length is not None:
+        rollouts = [rollout for rollout in rollouts if len(rollout) <= max_length]
+    return _leaves_with_spans(rollouts) if leaf_only else rollouts
+
+
+def vocab_size(path: str | PathLike[str], multiple: int = 1) -> int:
+    """Number of ids under `dense=True`, rounded up to a multiple of `multiple`."""
+    return -(-len(_read(path)["dense_vocab"]) // multiple) * multiple
+
+
+def pad_batch(
+    rollouts: Sequence[Rollout], pad_id: int = 0, length: int | None = None, padding_side: str = "right"
+) -> Batch:
+    """Pad rollouts to `length` (default: the longest of them) on the right or the left.
+
+    Raises:
+        PlanError: a rollout is longer than `length`, or `padding_side` is neither "right" nor "left".
+    """
+    if padding_side not in ("right", "left"):
+        raise PlanError("bad value for padding_side", expected="'right', 'left'", got=repr(padding_side))
+    longest = max((len(rollout) for rollout in rollouts), default=0)
+    width = longest if length is None else length
+    if longest > width:
+        raise PlanError("a rollout does not fit", expected=f"at most {width} tokens", got=f"{longest} tokens")
+    shape = (len(rollouts), width)
+    input_ids, labels = np.full(shape, pad_id, np.int64), np.full(shape, pad_id, np.int64)
+    attention_mask, loss_mask = np.zeros(shape, np.int64), np.zeros(shape, bool)
+    for row, rollout in enumerate(rollouts):
+        first = width - len(rollout) if padding_side == "left" else 0
+        last = first + len(rollout)
+        input_ids[row, first:last] = rollout.tokens
+        labels[row, first : last - 1] = rollout.tokens[1:]
+        attention_mask[row, first:last] = 1
+        loss_mask[row, first : last - 1] = rollout.loss_mask[1:]
+    advantages = np.array([rollout.advantage for rollout in rollouts], np.float32)
+    return Batch(input_ids, labels, attention_mask, loss_mask, advantages)
+
+
+def _read(path: str | PathLike[str]) -> dict[str, NDArray[Any]]:
+    try:
+        with np.load(path) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
+        raise PlanError("not a rollout file", where=str(path), expected="an .npz archive", got=str(error)) from error
+    missing = [name for name in FIELDS if name not in arrays]
+    if missing:
+        raise PlanError(
+            "not a rollout file",
+            where=str(path),
+            expected="arrays " + ", ".join(FIELDS),
+            got="no " + ", ".join(missing),
+        )
+    return arrays
+
+
+def _decode_leaves(data: dict[str, NDArray[Any]], dense: bool) -> list[NDArray[np.int32]]:
+    suffixes = np.searchsorted(data["dense_vocab"], data["suffix_tokens"]) if dense else data["suffix_tokens"]
+    suffixes, offsets = suffixes.astype(np.int32), data["suffix_offsets"]
+    leaves: list[NDArray[np.int32]] = []
+    previous = np.zeros(0, np.int32)
+    for index, shared in enumerate(data["leaf_lcp"]):
+        previous = np.concatenate([previous[:shared], suffixes[offsets[index] : offsets[index + 1]]])
+        leaves.append(previous)
+    return leaves
+
+
+def _rollout(data: dict[str, NDArray[Any]], leaves: list[NDArray[np.int32]], index: int) -> Rollout:
+    leaf, length = leaves[data["leaf"][index]], int(data["length"][index])
+    spans = slice(data["loss_ptr"][index], data["loss_ptr"][index + 1])
+    return Rollout(
+        tokens=leaf[:length],
+        spans=tuple(zip(data["loss_start"][spans].tolist(), data["loss_end"][spans].tolist(), strict=True)),
+        reward=float(data["reward"][index]),
+        advantage=float(data["advantage"][index]),
+        advantage_batch=float(data["advantage_batch"][index]),
+        group=int(data["group"][index]),
+        trial=int(data["trial"][index]),
+        trajectory=int(data["traj"][index]),
+        turn=int(data["turn"][index]),
+        is_leaf=length == len(leaf),
+    )
+
+
+def _leaves_with_spans(rollouts: list[Rollout]) -> list[Rollout]:
+    by_trajectory: defaultdict[int, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        by_trajectory[rollout.trajectory].append(rollout)
+    return [
+        dataclasses.replace(leaf, spans=_spans_of_prefixes(leaf, by_trajectory[leaf.trajectory]))
+        for leaf in rollouts
+        if leaf.is_leaf
+    ]
+
+
+def _spans_of_prefixes(leaf: Rollout, candidates: list[Rollout]) -> tuple[tuple[int, int], ...]:
+    spans = set(leaf.spans)
+    for other in candidates:
+        if len(other) < len(leaf) and np.array_equal(other.tokens, leaf.tokens[: len(other)]):
+            spans.update(other.spans)
+    return tuple(sorted(spans))

@@ -1,0 +1,269 @@
+"""`dta demo`: GRPO on bundled real rollouts, eager and dta side by side in one process.
+
+Two copies of one small Qwen3-architecture model start from the same weights and see the same rollouts. Each optimiser
+step runs both ways and compares the gradients, so the table at the end reports speed and equality of the same steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import dta_compile
+from dta_compile.data import Rollout, bundled, load_rollouts, pad_batch, vocab_size
+
+# (input_ids, attention_mask, labels), each [B, S] -> log-probs of the labels and entropies, each [B, S] float32.
+TokenValues = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the demo trains and how.
+
+    Attributes:
+        turns: assistant turns taken from each trajectory; every turn is one rollout.
+        steps: optimiser steps, all on the same rollouts (so that ratios leave 1 and the clip acts).
+        micro_batch: rows per eager call, padded to the longest of them (1: no padding).
+        chunk_size: most tokens per chunk of the dta side.
+        backend: what `torch.compile` is given; "eager" shows the harness without dta.
+        threads: CPU threads of torch, None for its default.
+    """
+
+    turns: int = 3
+    steps: int = 4
+    micro_batch: int = 1
+    chunk_size: int = 2048
+    backend: str = "dta"
+    learning_rate: float = 1e-4
+    clip: float = 0.2
+    entropy_weight: float = 1e-3
+    seed: int = 0
+    threads: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorBatch:
+    """`data.Batch` as tensors, with the log-probs `[B, S]` of the policy that is being improved on."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    advantages: torch.Tensor
+    old_logprobs: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout]) -> TensorBatch:
+        """The rollouts, padded on the right."""
+        batch = pad_batch(rollouts)
+        return cls(*(torch.from_numpy(getattr(batch, field.name)) for field in dataclasses.fields(cls)[:-1]))
+
+    def micro_batches(self, rows: int) -> Iterator[TensorBatch]:
+        """Consecutive rows, cut to the longest of them."""
+        fields = {name: value for name, value in vars(self).items() if value is not None}
+        for first in range(0, len(self.input_ids), rows):
+            part = {name: value[first : first + rows] for name, value in fields.items()}
+            width = int(part["attention_mask"].sum(1).max())
+            yield TensorBatch(**{name: value[:, :width] if value.dim() == 2 else value for name, value in part.items()})
+
+
+def build_model(vocabulary: int, seed: int) -> torch.nn.Module:
+    """A Qwen3 of 4 layers and hidden size 256 with random float32 weights, in training mode."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    model: torch.nn.Module = Qwen3ForCausalLM(config).train()
+    return model
+
+
+def token_values(model: torch.nn.Module) -> TokenValues:
+    """The function that is compiled: per-token values, so that no `[B, S, V]` tensor leaves it."""
+
+    def values(
+        input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = model(input_ids, attention_mask=attention_mask).logits.float().log_softmax(-1)
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(-1, labels[..., None])[..., 0], entropies
+
+    return values
+
+
+def grpo_loss(
+    logprobs: torch.Tensor, entropies: torch.Tensor, batch: TensorBatch, total: int, settings: Settings
+) -> torch.Tensor:
+    """Clipped policy-gradient loss with an entropy bonus: the sum over trained tokens, divided by `total` of them."""
+    assert batch.old_logprobs is not None
+    ratio = (logprobs - batch.old_logprobs).exp()
+    advantages = batch.advantages[:, None]
+    clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
+    objective = torch.minimum(ratio * advantages, clipped * advantages) + settings.entropy_weight * entropies
+    return -torch.where(batch.loss_mask, objective, 0.0).sum() / total
+
+
+class Trainer:
+    """One of the two ways: a model, its optimiser, and the token values computed `rows` rows at a time."""
+
+    def __init__(self, model: torch.nn.Module, values: TokenValues, rows: int, settings: Settings) -> None:
+        self.model, self.values, self.rows, self.settings = model, values, rows, settings
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
+        self.seconds: list[float] = []
+        self.loss = float("nan")
+
+    @torch.no_grad()
+    def score(self, batch: TensorBatch) -> torch.Tensor:
+        """Log-probs `[B, S]` under the current weights; 0 on padding."""
+        scores = torch.zeros(batch.labels.shape)
+        for first, part in enumerate(batch.micro_batches(self.rows)):
+            values, _ = self.values(part.input_ids, part.attention_mask, part.labels)
+            scores[first * self.rows :][: self.rows, : values.shape[1]] = values
+        return scores * batch.attention_mask
+
+    def backward(self, batch: TensorBatch) -> None:
+        """Gradients of the loss over the whole batch; keeps the loss and the seconds it took."""
+        started = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        total, loss = int(batch.loss_mask.sum()), 0.0
+        for part in batch.micro_batches(self.rows):
+            logprobs, entropies = self.values(part.input_ids, part.attention_mask, part.labels)
+            partial = grpo_loss(logprobs, entropies, part, total, self.settings)
+            partial.backward()
+            loss += partial.item()
+        self.loss = loss
+        self.seconds.append(time.perf_counter() - started)
+
+
+def gradient_difference(reference: torch.nn.Module, other: torch.nn.Module) -> float:
+    """Largest over the parameters of max |difference| / max |reference gradient|."""
+    worst = 0.0
+    for left, right in zip(reference.parameters(), other.parameters(), strict=True):
+        assert left.grad is not None and right.grad is not None
+        worst = max(worst, ((left.grad - right.grad).abs().max() / left.grad.abs().max()).item())
+    return worst
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What `run` measured; seconds are those of each optimiser step, without the first call's compilation."""
+
+    rollouts: int
+    tokens: int
+    tree_tokens: int | None
+    eager_seconds: list[float]
+    compiled_seconds: list[float]
+    first_call_seconds: float
+    gradient_difference: float
+    eager_loss: float
+    compiled_loss: float
+    plan: str | None
+
+    @property
+    def speedup(self) -> float:
+        """Median eager time over median compiled time."""
+        return statistics.median(self.eager_seconds) / statistics.median(self.compiled_seconds)
+
+
+def run(settings: Settings, console: Console) -> Result:
+    """Train both ways, step by step in turns, with a progress bar."""
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    rollouts = [rollout for rollout in load_rollouts(bundled(), dense=True) if rollout.turn < settings.turns]
+    batch = TensorBatch.of(rollouts)
+    model = build_model(vocab_size(bundled(), multiple=64), settings.seed)
+    twin = copy.deepcopy(model)
+    options: dict[str, Any] | None = {"chunk_size": settings.chunk_size} if settings.backend == "dta" else None
+    compiled = torch.compile(token_values(twin), backend=settings.backend, options=options)
+    eager = Trainer(model, token_values(model), settings.micro_batch, settings)
+    ours = Trainer(twin, compiled, len(rollouts), settings)
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("old log-probs", total=settings.steps + 2)
+        batch = dataclasses.replace(batch, old_logprobs=eager.score(batch))
+        progress.update(task, advance=1, description="first call (compiles)")
+        ours.backward(batch)
+        first_call = ours.seconds.pop()
+        differences = []
+        for step in range(settings.steps):
+            progress.update(task, advance=1, description=f"step {step + 1}")
+            for trainer in (eager, ours) if step % 2 == 0 else (ours, eager):
+                trainer.backward(batch)
+            differences.append(gradient_difference(model, twin))
+            eager.optimizer.step()
+            ours.optimizer.step()
+        progress.update(task, advance=1, description="done")
+
+    plan = dta_compile.last_plan(compiled) if settings.backend == "dta" else None
+    return Result(
+        rollouts=len(rollouts),
+        tokens=int(np.sum([len(rollout) for rollout in rollouts])),
+        tree_tokens=plan.stats.tree_tokens if plan else None,
+        eager_seconds=eager.seconds,
+        compiled_seconds=ours.seconds,
+        first_call_seconds=first_call,
+        gradient_difference=max(differences),
+        eager_loss=eager.loss,
+        compiled_loss=ours.loss,
+        plan=str(plan) if plan else None,
+    )
+
+
+def report(result: Result, settings: Settings, console: Console) -> None:
+    """Print the table and the plan."""
+    rows = "one rollout at a time" if settings.micro_batch == 1 else f"{settings.micro_batch} padded rollouts at a time"
+    table = Table(title=f"GRPO, {result.rollouts} rollouts, {settings.steps} optimiser steps, CPU float32")
+    table.add_column("")
+    table.add_column(f"eager\n{rows}", justify="right")
+    table.add_column(f"torch.compile\nbackend={settings.backend!r}", justify="right")
+    tree = "-" if result.tree_tokens is None else f"{result.tree_tokens:,}"
+    table.add_row("tokens, tree tokens", f"{result.tokens:,}", tree)
+    if result.tree_tokens:
+        table.add_row("compression C", "1.00", f"{result.tokens / result.tree_tokens:.2f}")
+    medians = [statistics.median(seconds) for seconds in (result.eager_seconds, result.compiled_seconds)]
+    table.add_row("seconds per step (median)", *(f"{median:.2f}" for median in medians))
+    table.add_row("speed-up", "1.00x", f"{result.speedup:.2f}x", style="bold")
+    table.add_row("first call, with compilation", "", f"{result.first_call_seconds:.2f} s")
+    table.add_row("largest gradient difference", "reference", f"{result.gradient_difference:.1e}")
+    table.add_row("loss at the last step", f"{result.eager_loss:.6f}", f"{result.compiled_loss:.6f}")
+    console.print(table)
+    console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads", style="dim")
+    if result.plan is not None:
+        console.print("\nThe plan of the last step, print(dta_compile.last_plan(compiled)):")
+        console.print(result.plan, markup=False, highlight=False)
+
+
+def main(settings: Settings, console: Console) -> int:
+    """Run and report; 1 if the two ways disagree, else 0."""
+    result = run(settings, console)
+    report(result, settings, console)
+    agree = result.gradient_difference < 1e-2 and abs(result.eager_loss - result.compiled_loss) < 1e-4
+    if not agree:
+        console.print("The two ways disagree: this is a bug.", style="bold red")
+    return 0 if agree else 1

@@ -1,0 +1,166 @@
+"""A plan: the prefix tree of a batch, the schedule over it, and the numbers that tell whether it pays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+from dta_compile.errors import OptionError
+from dta_compile.options import Options
+from dta_compile.plan.cost import choose
+from dta_compile.plan.prefix_tree import IntArray, PrefixTree
+from dta_compile.plan.schedule import Schedule
+from dta_compile.plan.summary import summarize
+from dta_compile.plan.verify import Simulation, verify
+
+__all__ = ["Plan", "Stats", "make_plan", "plan"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Figures of a plan; tokens unless said otherwise.
+
+    Attributes:
+        sequences, leaves, ops, launches: counts.
+        tokens, tree_tokens: of all sequences, of the tree that is run.
+        compression: `tokens / tree_tokens` (the paper's C).
+        leaf_compression: as `compression`, of the distinct sequences that are no strict prefix of another.
+        attention_compression: causal query-key pairs of the sequences / of the tree.
+        longest_path: depth of the tree.
+        tokens_forwarded_twice: forward work beyond one forward of the tree.
+        peak_stack_tokens, peak_live_tokens: most tokens on the KV stack, and under live graphs.
+    """
+
+    sequences: int
+    tokens: int
+    tree_tokens: int
+    compression: float
+    leaf_compression: float
+    attention_compression: float
+    leaves: int
+    longest_path: int
+    ops: int
+    launches: int
+    tokens_forwarded_twice: int
+    peak_stack_tokens: int
+    peak_live_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Plan:
+    """A verified plan; `print(plan)` shows a summary, `print(plan.schedule)` the operations.
+
+    Attributes:
+        prefix_tree: the tree that is run; without sharing if the strategy is dense.
+        schedule: the operations, verified against the tree.
+        simulation: what the operations cost.
+        options: as asked for; the strategy that "auto" chose is `schedule.strategy`.
+        reason: why this strategy.
+    """
+
+    prefix_tree: PrefixTree
+    schedule: Schedule
+    simulation: Simulation
+    options: Options
+    reason: str
+
+    @cached_property
+    def tree(self) -> Any:
+        """The prefix tree as a `networkx.DiGraph` (see `PrefixTree.graph`)."""
+        return self.prefix_tree.graph()
+
+    @cached_property
+    def stats(self) -> Stats:
+        tree, simulation = self.prefix_tree, self.simulation
+        tokens = int(tree.lengths.sum())
+        tree_pairs = _causal_pairs(tree.stop) - _causal_pairs(tree.start)
+        return Stats(
+            sequences=len(tree.lengths),
+            tokens=tokens,
+            tree_tokens=tree.num_rows,
+            compression=_ratio(tokens, tree.num_rows),
+            leaf_compression=_ratio(int(tree.stop[tree.leaves].sum()), tree.num_rows),
+            attention_compression=_ratio(_causal_pairs(tree.lengths), tree_pairs),
+            leaves=len(tree.leaves),
+            longest_path=int(tree.stop.max(initial=0)),
+            ops=simulation.ops,
+            launches=simulation.launches,
+            tokens_forwarded_twice=simulation.recomputed_tokens,
+            peak_stack_tokens=simulation.peak_stack_tokens,
+            peak_live_tokens=simulation.peak_live_tokens,
+        )
+
+    def __str__(self) -> str:
+        return summarize(self)
+
+    def __repr__(self) -> str:
+        sequences, ops = len(self.prefix_tree.lengths), len(self.schedule.ops)
+        return f"<Plan {self.schedule.strategy}: {sequences} sequences, {ops} ops>"
+
+
+def make_plan(
+    sequences: Iterable[Any] | PrefixTree,
+    options: Options,
+    *,
+    mode: str = "transparent",
+    keep_tokens: int | None = None,
+) -> Plan:
+    """Plan for a batch: builds its tree, chooses the strategy, schedules and verifies.
+
+    Args:
+        sequences: 1-D integer sequences (see `PrefixTree.build`), or their tree.
+        mode, keep_tokens: see `build_schedule`.
+
+    Raises:
+        PlanError: a sequence that is not a run of integers, or an unknown mode.
+    """
+    tree = sequences if isinstance(sequences, PrefixTree) else PrefixTree.build(sequences)
+    tree, schedule, reason = choose(tree, options, mode, keep_tokens)
+    return Plan(tree, schedule, verify(tree, schedule), options, reason)
+
+
+def plan(
+    sequences: Iterable[Any] | PrefixTree,
+    *,
+    mode: str = "transparent",
+    bytes_per_token: int | None = None,
+    **options: Any,
+) -> Plan:
+    """Plan for a batch, without a model and without torch.
+
+    Args:
+        sequences: token ids of every sequence: 1-D arrays, lists or tensors of integers.
+        mode: "score", "transparent" or "streaming" (see `build_schedule`).
+        bytes_per_token: activations that one token's graph keeps; turns `memory_budget` into tokens.
+        options: as in `torch.compile(..., options={...})` (see `Options`). Without a `memory_budget` all graphs are
+            kept from forward to backward.
+
+    Raises:
+        OptionError: an unknown option or a bad value.
+        PlanError: a sequence that is not a run of integers, or an unknown mode.
+    """
+    parsed = Options.parse(options)
+    return make_plan(sequences, parsed, mode=mode, keep_tokens=_budget_tokens(parsed, bytes_per_token))
+
+
+def _budget_tokens(options: Options, bytes_per_token: int | None) -> int | None:
+    """Tokens whose graphs fit in the memory budget; None is all."""
+    if not options.memory_budget:
+        return options.memory_budget
+    if bytes_per_token is None or bytes_per_token <= 0:
+        raise OptionError(
+            "memory_budget is in bytes, and a plan counts tokens",
+            expected="bytes_per_token > 0, or a memory_budget of None (keep all) or 0 (keep nothing)",
+            got=f"memory_budget={options.memory_budget}, bytes_per_token={bytes_per_token}",
+        )
+    return options.memory_budget // bytes_per_token
+
+
+def _causal_pairs(lengths: IntArray) -> int:
+    return int((lengths * (lengths + 1)).sum()) // 2
+
+
+def _ratio(numerator: int, denominator: int) -> float:
+    return numerator / denominator if denominator else 1.0

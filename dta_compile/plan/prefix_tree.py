@@ -1,0 +1,278 @@
+"""The compressed prefix tree of a batch of token sequences, held in numpy arrays."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dta_compile.errors import PlanError
+
+__all__ = ["IntArray", "PrefixTree"]
+
+IntArray = npt.NDArray[np.int64]
+
+_KEY_DTYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
+_CACHED_PATHS = 8  # a depth-first walk asks about two neighbouring leaves at a time
+
+
+class PrefixTree:
+    """Prefix tree of `N` sequences with `M` nodes; a node is a segment of tokens without branch or sequence end inside.
+
+    Nodes are numbered in preorder, children in lexicographic order. Tokens of the tree ("rows") are numbered node
+    after node, so that the token of node `n` at depth `d` is row `row[n] + d - start[n]`.
+
+    Attributes:
+        lengths: `[N]` tokens of every sequence.
+        order: `[N]` sequence indices in lexicographic (numeric) order; duplicates in input order.
+        lcp: `[N]` tokens that `order[k]` shares in this tree with `order[k - 1]`; `lcp[0] = 0`, all 0 if not shared.
+        common: `[N]` like `lcp`, but of the sequences themselves, whether the tree shares prefixes or not.
+        forks: `[N, 2]` tokens of `order[k - 1]` and `order[k]` at depth `common[k]`; meaningless where one ends there.
+        parent: `[M]` parent node, -1 for a root.
+        start, stop: `[M]` depths of the segment, half open.
+        sequence: `[M]` a sequence whose path runs through the node.
+        row: `[M]` row of the node's first token.
+        end_node: `[N]` node at whose last token the sequence ends, -1 for an empty sequence.
+        num_rows: tokens of the tree.
+        roots, leaves: nodes without parent, nodes without children, both ascending.
+        shared: False for the forest that holds every sequence apart (`unshared`).
+    """
+
+    def __init__(
+        self, lengths: IntArray, order: IntArray, lcp: IntArray, common: IntArray, forks: IntArray, shared: bool = True
+    ) -> None:
+        self.lengths, self.order, self.lcp, self.common, self.forks = lengths, order, lcp, common, forks
+        self.shared = shared
+        first, stop, parent, end = _cut_into_nodes(lengths[order].tolist(), lcp.tolist())
+        preorder = np.lexsort((stop, first))  # a node comes before those that begin with it and reach deeper
+        number = np.empty(len(preorder) + 1, np.int64)
+        number[preorder], number[-1] = np.arange(len(preorder)), -1  # so that number[-1] keeps "none" as it is
+        self.stop = stop[preorder]
+        self.parent = number[parent[preorder]]
+        self.sequence = order[first[preorder]]
+        self.end_node = np.empty(len(order), np.int64)
+        self.end_node[order] = number[end]
+        self.start = np.where(self.parent < 0, 0, self.stop[self.parent]) if len(stop) else self.stop.copy()
+        sizes = self.stop - self.start
+        self.row = np.cumsum(sizes) - sizes
+        self.num_rows = int(sizes.sum())
+        self.roots: list[int] = np.flatnonzero(self.parent < 0).tolist()
+        self.leaves: list[int] = np.setdiff1d(np.arange(len(stop)), self.parent).tolist()
+        self._children = _Groups(self.parent, len(stop))
+        self._ending = _Groups(self.end_node, len(stop))
+        # A first child continues its parent's rows. Such runs of nodes make long chains as cheap as one node.
+        nodes = np.arange(len(stop))
+        head = np.maximum.accumulate(np.where(self.parent == nodes - 1, 0, nodes))
+        self._runs = list(zip(*(x[head].tolist() for x in (self.start, self.row, self.parent)), strict=True))
+        self._paths: dict[int, tuple[list[int], list[int]]] = {}
+
+    @classmethod
+    def build(cls, sequences: Iterable[Any], share: bool = True) -> PrefixTree:
+        """Tree of 1-D integer sequences (arrays, lists, tensors; possibly empty).
+
+        Takes O(total tokens) work in numpy and O(N log N) in Python. `share=False` gives every sequence its own root.
+
+        Raises:
+            PlanError: a sequence is not a 1-D run of integers that fit in 64 bits.
+        """
+        arrays = [_as_integers(index, sequence) for index, sequence in enumerate(_each(sequences))]
+        lengths = np.array([len(array) for array in arrays], np.int64)
+        keys = _sort_keys(arrays)
+        order = sorted(range(len(arrays)), key=keys.__getitem__)
+        common, forks = np.zeros(len(order), np.int64), np.zeros((len(order), 2), np.int64)
+        for k in range(1, len(order)):
+            left, right = arrays[order[k - 1]], arrays[order[k]]
+            depth = common[k] = _common_prefix(keys[order[k - 1]], keys[order[k]], int(lengths[order[k - 1]]))
+            if depth < min(len(left), len(right)):
+                forks[k] = left[depth], right[depth]
+        tree = cls(lengths, np.array(order, np.int64), common, common, forks)
+        return tree if share else tree.unshared()
+
+    def unshared(self) -> PrefixTree:
+        """The forest in which every sequence is a root of its own, duplicates too (dense execution)."""
+        nothing = np.zeros_like(self.lcp)
+        return PrefixTree(self.lengths, self.order, nothing, self.common, self.forks, shared=False)
+
+    def children(self, node: int) -> list[int]:
+        """Child nodes, in lexicographic order."""
+        return self._children[node]
+
+    def sequences_ending_at(self, node: int) -> list[int]:
+        """Sequences (ascending) whose last token is the node's last token."""
+        return self._ending[node]
+
+    def row_ranges(self, sequence: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Rows of the tokens at depths `[start, stop)` of the path of `sequence`, as maximal half-open ranges."""
+        if not 0 <= start <= stop <= self.lengths[sequence]:
+            raise PlanError(
+                f"sequence {sequence} has no tokens [{start}:{stop})", expected=f"within [0:{self.lengths[sequence]})"
+            )
+        depths, rows = self._path(sequence)
+        ranges = []
+        for run in range(max(bisect_right(depths, start) - 1, 0), len(depths)):
+            low, high = max(start, depths[run]), min(stop, depths[run + 1] if run + 1 < len(depths) else stop)
+            if low >= high:
+                break
+            ranges.append((rows[run] + low - depths[run], rows[run] + high - depths[run]))
+        return ranges
+
+    def rows(self, sequence: int, start: int, stop: int) -> IntArray:
+        """`[stop - start]` rows of the tokens at depths `[start, stop)` of the path of `sequence`."""
+        ranges = self.row_ranges(sequence, start, stop)
+        if len(ranges) == 1:
+            return np.arange(*ranges[0], dtype=np.int64)
+        return np.concatenate([np.zeros(0, np.int64), *(np.arange(*r, dtype=np.int64) for r in ranges)])
+
+    def row_at(self, sequence: int, depth: int) -> int:
+        """Row of the token at `depth` of the path of `sequence`."""
+        depths, rows = self._path(sequence)
+        run = bisect_right(depths, depth) - 1
+        return rows[run] + depth - depths[run]
+
+    def same_path(self, a: int, b: int, depth: int) -> bool:
+        """Whether sequences `a` and `b` both have `depth` tokens and share the rows of all of them."""
+        if depth > min(self.lengths[a], self.lengths[b]):
+            return False
+        return a == b or depth == 0 or self.row_at(a, depth - 1) == self.row_at(b, depth - 1)
+
+    def token_rows(self) -> IntArray:
+        """`[lengths.sum()]` row of every token of every sequence, in the order of the sequences."""
+        out = np.empty(int(self.lengths.sum()), np.int64)
+        offsets, lengths = np.cumsum(self.lengths) - self.lengths, self.lengths
+        row = previous = 0
+        # In lexicographic order, preorder rows are handed out as they first appear.
+        for sequence, shared in zip(self.order.tolist(), self.lcp.tolist(), strict=True):
+            begin, size = int(offsets[sequence]), int(lengths[sequence])
+            out[begin : begin + shared] = out[previous : previous + shared]
+            out[begin + shared : begin + size] = np.arange(row, row + size - shared)
+            row, previous = row + size - shared, begin
+        return out
+
+    def graph(self) -> Any:
+        """`networkx.DiGraph` of the nodes with `start`, `stop`, `sequence` and `sequences` (those that end there)."""
+        import networkx  # here, because planning itself does not need its import time
+
+        graph = networkx.DiGraph()
+        columns = (self.start.tolist(), self.stop.tolist(), self.sequence.tolist(), self.parent.tolist())
+        for node, (start, stop, sequence, parent) in enumerate(zip(*columns, strict=True)):
+            ending = self.sequences_ending_at(node)
+            graph.add_node(node, start=start, stop=stop, sequence=sequence, sequences=ending)
+            if parent >= 0:
+                graph.add_edge(parent, node)
+        return graph
+
+    def _path(self, sequence: int) -> tuple[list[int], list[int]]:
+        """First depth and first row of every run of consecutive rows on the path of `sequence`, from the root."""
+        path = self._paths.get(sequence)
+        if path is None:
+            depths, rows, node = [], [], int(self.end_node[sequence])
+            while node >= 0:
+                depth, row, node = self._runs[node]
+                depths.append(depth)
+                rows.append(row)
+            path = depths[::-1], rows[::-1]
+            if len(self._paths) >= _CACHED_PATHS:
+                del self._paths[next(iter(self._paths))]
+            self._paths[sequence] = path
+        return path
+
+
+class _Groups:
+    """Indices grouped by the value `values[i]` in `[0, count)`; negative values belong to no group."""
+
+    def __init__(self, values: IntArray, count: int) -> None:
+        self._members = np.argsort(values, kind="stable")
+        self._bounds = np.searchsorted(values[self._members], np.arange(count + 1))
+
+    def __getitem__(self, value: int) -> list[int]:
+        members: list[int] = self._members[self._bounds[value] : self._bounds[value + 1]].tolist()
+        return members
+
+
+def _cut_into_nodes(lengths: Sequence[int], lcp: Sequence[int]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Nodes of the tree over sorted sequences, by a stack of the nodes on the current path.
+
+    Returns `first` (position of the first sequence through the node), `stop`, `parent` of every node in order of
+    creation, and the end node of every sequence; -1 is none.
+    """
+    first: list[int] = []
+    stop: list[int] = []
+    parent: list[int] = []
+    end: list[int] = []
+    path: list[int] = []
+
+    def push(position: int, depth: int) -> None:
+        path.append(len(first))
+        first.append(position)
+        stop.append(depth)
+        parent.append(path[-2] if len(path) > 1 else -1)
+
+    for position, (length, shared) in enumerate(zip(lengths, lcp, strict=True)):
+        child = -1
+        while path and stop[path[-1]] > shared:
+            child = path.pop()
+        if child >= 0 and shared > (stop[path[-1]] if path else 0):  # the new sequence branches off inside `child`
+            push(first[child], shared)
+            parent[child] = path[-1]
+        if length > shared:
+            push(position, length)
+        end.append(path[-1] if path else -1)
+    return np.array(first, np.int64), np.array(stop, np.int64), np.array(parent, np.int64), np.array(end, np.int64)
+
+
+def _each(sequences: Iterable[Any]) -> list[Any]:
+    try:
+        return list(sequences)
+    except TypeError:
+        raise PlanError(
+            "sequences cannot be iterated over", expected="a list of 1-D integer sequences", got=repr(sequences)
+        ) from None
+
+
+def _as_integers(index: int, sequence: Any) -> npt.NDArray[Any]:
+    """One input as a 1-D integer array, or a `PlanError` that names it."""
+    try:
+        array = np.asarray(sequence.detach().cpu().numpy() if hasattr(sequence, "detach") else sequence)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors that numpy cannot hold
+        raise _bad_sequence(index, f"{type(sequence).__name__} ({error})") from error
+    if isinstance(sequence, (list, tuple)) and not sequence:
+        return np.zeros(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise _bad_sequence(index, f"shape {array.shape} of {array.dtype}")
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise _bad_sequence(index, f"the value {array.max()}")
+    return array
+
+
+def _bad_sequence(index: int, got: str) -> PlanError:
+    return PlanError(
+        "a sequence is not a run of token ids",
+        where=f"sequence {index}",
+        expected="a 1-D array, list or tensor of integers that fit in 64 bits",
+        got=got,
+    )
+
+
+def _sort_keys(arrays: Sequence[npt.NDArray[Any]]) -> list[bytes]:
+    """Byte strings that sort as the sequences do: big-endian, in the narrowest width that holds the range of values."""
+    low = min((int(array.min()) for array in arrays if array.size), default=0)
+    high = max((int(array.max()) for array in arrays if array.size), default=0)
+    dtype = next(np.dtype(d) for d in _KEY_DTYPES if high - low <= np.iinfo(d).max)
+    # int64 differences wrap around when the range is wider than int64; the cast to unsigned unwraps them.
+    shifted = ((array.astype(np.int64, copy=False) - np.int64(low)).astype(dtype) for array in arrays)
+    return [key.astype(dtype.newbyteorder(">"), copy=False).tobytes() for key in shifted]
+
+
+def _common_prefix(left: bytes, right: bytes, left_length: int) -> int:
+    """Tokens that two sort keys share; `left_length` tokens make up `left`."""
+    if not left or not right:
+        return 0
+    dtype = f"u{len(left) // left_length}"
+    a, b = np.frombuffer(left, dtype), np.frombuffer(right, dtype)
+    size = min(len(a), len(b))
+    differs = a[:size] != b[:size]
+    depth = int(differs.argmax())
+    return depth if differs[depth] else size

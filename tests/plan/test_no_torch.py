@@ -1,0 +1,16 @@
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_planning_imports_no_torch():
+    program = (
+        "import sys\nfrom dta_compile.plan import balance, plan\n"
+        "made = plan([[1, 2, 3], [1, 2], [4]], strategy='dfs')\n"
+        "made.tree, str(made), balance([[1], [2]], 2)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,267 @@
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dta_compile.errors import ScheduleError
+from dta_compile.options import Options
+from dta_compile.plan import PrefixTree, Schedule, build_schedule, verify
+from dta_compile.plan.schedule import MODES
+
+# s0 and s1 share two tokens, s2 is a prefix of s0, s3 is empty: rows 0-1 shared, 2-4 of s0, 5 of s1.
+TREE = PrefixTree.build([[1, 2, 3, 4, 5], [1, 2, 6], [1, 2, 3], []])
+LEGAL = """
+    forward s1[0:2] out
+    forward s1[2:3] out
+    pop s1[2:3]
+    forward s0[2:5] out
+    attach s0..s3
+    backward s0[2:5]
+    pop s0[2:5]
+    backward s1[2:3]
+    backward s1[0:2]
+    pop s1[0:2]
+"""
+
+
+def schedule_of(text, mode="transparent", chunk_size=3):
+    header = f"# dta schedule strategy=by-hand order=by-hand mode={mode} chunk_size={chunk_size}"
+    return Schedule.parse(f"{header}\n{text}")
+
+
+def test_a_legal_schedule_is_counted():
+    simulation = verify(TREE, schedule_of(LEGAL))
+    assert dataclasses.asdict(simulation) == {
+        "ops": 10,
+        "launches": 6,
+        "forward_tokens": 6,
+        "recomputed_tokens": 0,
+        "backward_tokens": 6,
+        "restored_tokens": 0,
+        "peak_stack_tokens": 5,
+        "peak_live_tokens": 6,
+        "attention_pairs_forward": (1 + 2) + 3 + (3 + 4 + 5),
+        "attention_pairs_backward": 18,
+    }
+
+
+def test_recomputed_and_restored_tokens_are_counted():
+    text = """
+        anchor s1[0:2] out
+        forward s1[2:3] out
+        pop s1[2:3]
+        forward s0[2:5] out
+        attach s0..s3
+        pop s0[2:5]
+        restore s1[2:3]
+        pop s1[2:3]
+        backward s0[2:5]
+        backward s1[2:3]
+        forward s1[0:2]
+        backward s1[0:2]
+        pop s1[0:2]
+    """
+    simulation = verify(TREE, schedule_of(text))
+    assert (simulation.forward_tokens, simulation.recomputed_tokens, simulation.restored_tokens) == (8, 2, 1)
+    assert simulation.peak_live_tokens == 4
+
+
+# (rule, text of LEGAL that is replaced, by what, the row that is then wrong, what the error expects, what it got)
+ILLEGAL = [
+    (
+        "slices lie inside their sequence",
+        "forward s0[2:5] out",
+        "forward s0[2:6] out",
+        "forward  s0[2:6] out",
+        "part of [0:5]",
+        "s0[2:6]",
+    ),
+    (
+        "slices name a sequence of the batch",
+        "pop s1[2:3]\n    forward",
+        "pop s4[2:3]\n    forward",
+        "pop      s4[2:3]",
+        "s0..s3",
+        "s4[2:3]",
+    ),
+    (
+        "a chunk is one slice",
+        "forward s0[2:5] out",
+        "forward s0[2:5]+s1[2:3] out",
+        "forward  s0[2:5]+s1[2:3] out",
+        "a single slice",
+        "s0[2:5]+s1[2:3]",
+    ),
+    (
+        "chunks hold at most chunk_size tokens",
+        "forward s1[0:2] out\n    forward s1[2:3] out",
+        "forward s0[0:5] out",
+        "forward  s0[0:5] out",
+        "<= 3",
+        "5",
+    ),
+    (
+        "the stack holds the KV of the tokens above a chunk",
+        "forward s1[0:2] out",
+        "",
+        "forward  s1[2:3] out",
+        "s1[0:2] on the stack",
+        "an empty stack",
+    ),
+    ("pop takes what is on top of the stack", "pop s1[2:3]", "pop s1[1:2]", "pop      s1[1:2]", "s1[..:3]", "s1[1:2]"),
+    (
+        "a token has one live graph",
+        "forward s1[2:3] out",
+        "forward s0[1:3] out",
+        "forward  s0[1:3] out",
+        "no live graph",
+        "a graph of s1[0:2]",
+    ),
+    (
+        "a restore copies from one kept graph",
+        "backward s1[2:3]",
+        "restore s0[2:5]",
+        "restore  s0[2:5]",
+        "a live graph that covers s0[2:5]",
+        "s1[0:2], s1[2:3]",
+    ),
+    (
+        "all outputs of a sequence are written before it is attached",
+        "forward s1[2:3] out",
+        "forward s1[2:3]",
+        "attach   s0..s3",
+        "outputs of s1[0:3]",
+        "none yet of token 2",
+    ),
+    ("sequences are of the batch", "s0..s3", "s0..s4", "attach   s0..s4", "s0..s3", "s4"),
+    ("every sequence is attached once", "s0..s3", "s0..s3 s1", "attach   s0..s3 s1", "s1 not attached yet", ""),
+    (
+        "backward consumes the graph of exactly its chunk",
+        "backward s1[0:2]",
+        "backward s0[0:2]",
+        "backward s0[0:2]",
+        "a graph of s0[0:2]",
+        "s1[0:2]",
+    ),
+    (
+        "backward comes after the attach of all sequences through the chunk",
+        "s0..s3",
+        "s0 s1 s3",
+        "backward s0[2:5]",
+        "attach of s2 first",
+        "not attached",
+    ),
+    (
+        "backward comes after the backward of everything below",
+        "backward s1[2:3]\n",
+        "",
+        "backward s1[0:2]",
+        "no open branches below s1[0:2]",
+        "1 open, the last below token 1",
+    ),
+    (
+        "tokens leave the stack only after the backward that their KV gradients wait for",
+        "backward s1[2:3]\n",
+        "pop s0[1:2]\n",
+        "pop      s0[1:2]",
+        "backward of s0[1:2] first",
+        "a cut to 1",
+    ),
+    (
+        "every token is backpropagated once",
+        "backward s1[2:3]\n",
+        "backward s1[2:3]\n forward s1[2:3]\n",
+        "forward  s1[2:3]",
+        "tokens before their backward",
+        "s1[2:3] is done",
+    ),
+    ("the stack is empty at the end", "pop s1[0:2]", "", "(end)", "depth 0", "s0[0:2]"),
+]
+
+
+@pytest.mark.parametrize("rule, old, new, row, expected, got", ILLEGAL, ids=[case[0] for case in ILLEGAL])
+def test_illegal_schedules_are_rejected_with_the_row_marked(rule, old, new, row, expected, got):
+    assert old in LEGAL
+    with pytest.raises(ScheduleError) as error:
+        verify(TREE, schedule_of(LEGAL.replace(old, new, 1)))
+    message = str(error.value)
+    assert message.startswith(f"illegal schedule: {rule}\n")
+    marked = [line for line in message.splitlines() if line.strip().startswith(">>")]
+    assert len(marked) == 1
+    assert marked[0].endswith(row)
+    assert expected in error.value.expected
+    assert got in error.value.got
+
+
+ONE = PrefixTree.build([[7, 8]])
+
+
+@pytest.mark.parametrize(
+    "text, mode, rule",
+    [
+        ("forward s0[0:2] out\n attach s0\n pop s0[0:2]", "transparent", "no graph is live at the end"),
+        ("anchor s0[0:2] out\n attach s0\n pop s0[0:2]", "transparent", "every token is backpropagated once"),
+        ("anchor s0[0:2] out\n pop s0[0:2]", "score", "every sequence is attached once"),
+        ("forward s0[0:2] out", "score", "scoring keeps no graphs"),
+        ("anchor s0[0:2] out\n attach s0\n backward s0[0:2]", "score", "scoring runs nothing backward"),
+        ("anchor s0[0:2] out\n restore s0[0:2]", "transparent", "a restore copies from one kept graph"),
+        ("anchor s0[0:1] out\n anchor s0[2:2]", "score", "slices lie inside their sequence"),
+        ("", "score", "every sequence is attached once"),
+    ],
+)
+def test_short_illegal_schedules(text, mode, rule):
+    with pytest.raises(ScheduleError, match=rule):
+        verify(ONE, schedule_of(text, mode))
+
+
+def test_gradients_on_the_stack_survive_a_recompute_that_covers_them():
+    # The backward of [1:2] leaves a KV gradient at token 0, which `forward s0[0:1]` puts back in its place.
+    text = "anchor s0[0:1] out\n forward s0[1:2] out\n attach s0\n backward s0[1:2]\n"
+    recompute = "forward s0[0:1]\n backward s0[0:1]\n pop s0[0:1]"
+    assert verify(ONE, schedule_of(text + recompute)).recomputed_tokens == 1
+    with pytest.raises(ScheduleError, match="KV gradients wait"):
+        verify(ONE, schedule_of(text + "pop s0[0:2]\n" + recompute))
+
+
+def test_only_a_window_of_a_long_listing_is_shown():
+    rows = "anchor s0[0:1] out\n pop s0[0:1]\n" * 50
+    with pytest.raises(ScheduleError) as error:
+        verify(ONE, schedule_of(rows + "pop s0[0:1]\n" + rows))
+    listing = str(error.value).splitlines()[1:-2]
+    assert len(listing) == 13
+    assert listing[6].split()[:2] == [">>", "101"]
+
+
+@given(st.data())
+def test_dropping_an_operation_is_noticed(batches, data):
+    """No op of a planned schedule can be left out, except pops: what is pushed next cuts the stack too."""
+    sequences = data.draw(batches)
+    tree = PrefixTree.build(sequences)
+    strategy, mode = data.draw(st.sampled_from(["dfs", "vanilla"])), data.draw(st.sampled_from(MODES))
+    options = Options(chunk_size=data.draw(st.sampled_from([1, 3, 50])), strategy=strategy)
+    schedule = build_schedule(tree, options, mode, data.draw(st.sampled_from([0, 5, None])))
+    drop = [k for k, op in enumerate(schedule.ops) if type(op).__name__ != "Pop"]
+    if not drop:
+        return
+    k = data.draw(st.sampled_from(drop))
+    with pytest.raises(ScheduleError):
+        verify(tree, dataclasses.replace(schedule, ops=schedule.ops[:k] + schedule.ops[k + 1 :]))
+
+
+@given(st.data())
+def test_counts_agree_with_counting_token_by_token(batches, data):
+    tree = PrefixTree.build(data.draw(batches))
+    schedule = build_schedule(tree, Options(chunk_size=3, strategy="dfs"), "transparent", keep_tokens=0)
+    depths = {"anchor": [], "forward": [], "backward": []}
+    for line in schedule.lines()[1:]:
+        kind, word = line.split()[:2]
+        if kind in depths:
+            start, stop = word[word.index("[") + 1 : -1].split(":")
+            depths[kind] += range(int(start), int(stop))
+    forward = depths["anchor"] + depths["forward"]
+    simulation = verify(tree, schedule)
+    assert simulation.forward_tokens == len(forward) == tree.num_rows + simulation.recomputed_tokens
+    assert simulation.attention_pairs_forward == sum(depth + 1 for depth in forward)
+    assert simulation.attention_pairs_backward == sum(depth + 1 for depth in depths["backward"])
+    assert simulation.peak_stack_tokens == max(tree.stop, default=0)

@@ -1,0 +1,145 @@
+"""The command line: what `dta plan` prints and writes, and how it refuses."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+
+import networkx as nx
+import pytest
+
+from dta_compile.cli import main
+from dta_compile.data import bundled
+from dta_compile.plan import Schedule, plan
+
+SEQUENCES = [[5, 6, 7, 8], [5, 6, 7, 9, 10], [5, 6], [11]]
+
+
+@pytest.fixture
+def lines(tmp_path):
+    path = tmp_path / "batch.jsonl"
+    path.write_text("\n".join(map(json.dumps, SEQUENCES)) + "\n\n")
+    return str(path)
+
+
+def test_plan_of_the_bundled_rollouts(capsys):
+    assert main(["plan", str(bundled()), "--schedule"]) == 0
+    out = capsys.readouterr().out
+    recorded = json.loads(bundled("airline_tiny.json").read_text())["statistics"]["full"]
+    assert f"{recorded['tokens']:,} tokens" in out
+    assert f"{recorded['tree_tokens']:,}" in out
+    assert "prefix tree:" in out and "of them here (--full shows all)" in out
+    assert re.search(r"^# dta schedule strategy=", out, re.MULTILINE)
+    assert "more operations (--full shows all)" in out
+
+
+def test_full_shows_every_segment_and_a_schedule_that_parses(capsys):
+    assert main(["plan", str(bundled()), "--schedule", "--full", "--chunk-size", "128"]) == 0
+    out = capsys.readouterr().out
+    assert "--full" not in out
+    schedule = Schedule.parse(out[out.index("# dta schedule") :])
+    assert schedule.chunk_size == 128
+    segments = int(re.search(r"prefix tree: .* (\d+) segments", out)[1])
+    assert len(re.findall(r"── \[\d+:\d+\]", out)) == segments
+
+
+def test_json_lines_and_options_reach_the_planner(lines, capsys):
+    arguments = ["--strategy", "vanilla", "--order", "lexicographic", "--mode", "streaming", "--chunk-size", "2"]
+    assert main(["plan", lines, *arguments, "--memory-budget", "0", "--json", "-"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    expected = plan(
+        SEQUENCES, strategy="vanilla", order="lexicographic", mode="streaming", chunk_size=2, memory_budget=0
+    )
+    assert "\n".join(written["schedule"]) == str(expected.schedule)
+    assert written["stats"]["tree_tokens"] == expected.stats.tree_tokens == 7
+    assert written["options"]["memory_budget"] == 0
+    edges = [(node["parent"], node["node"]) for node in written["tree"] if node["parent"] is not None]
+    assert sorted(edges) == sorted(expected.tree.edges)
+
+
+def test_standard_input(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("[1, 2]\n[1, 3]\n"))
+    assert main(["plan", "-"]) == 0
+    assert "prefix tree: 3 tokens, 3 segments" in capsys.readouterr().out
+
+
+def test_leaf_only_leaves_prefixes_out(lines, capsys):
+    assert main(["plan", lines, "--leaf-only", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["stats"]["sequences"] == 3
+
+
+def test_dot_has_the_segments_and_edges_of_the_tree(lines, tmp_path, capsys):
+    out = tmp_path / "tree.dot"
+    assert main(["plan", lines, "--dot", str(out)]) == 0
+    assert capsys.readouterr().out == ""
+    text = out.read_text()
+    tree = plan(SEQUENCES).tree
+    edges = {(int(a), int(b)) for a, b in re.findall(r"n(\d+) -> n(\d+);", text)}
+    assert edges == set(tree.edges)
+    assert len(re.findall(r"\[label=", text)) == len(tree)
+    assert nx.is_forest(tree)
+
+
+def test_deep_and_wide_trees_are_cut_in_print(tmp_path, capsys):
+    path = tmp_path / "deep.jsonl"
+    path.write_text("\n".join(json.dumps(list(range(n))) for n in range(1, 500)))
+    assert main(["plan", str(path)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) < 60
+    path.write_text("\n".join(json.dumps([0, n]) for n in range(500)))
+    assert main(["plan", str(path)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) < 80
+
+
+@pytest.mark.parametrize("line", ["[1, 2", "{}", '["a"]', "[1.5]", "[true]", "7", "[[1]]"])
+def test_a_bad_line_is_named(line, tmp_path, capsys):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f"[1, 2]\n\n{line}\n")
+    assert main(["plan", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "bad.jsonl, line 3" in error
+    assert line in error
+
+
+@pytest.mark.parametrize("name", ["missing.npz", "missing.jsonl", "."])
+def test_a_file_that_cannot_be_read_is_named(name, tmp_path, capsys):
+    assert main(["plan", str(tmp_path / name)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_a_binary_file_is_no_json_lines(tmp_path, capsys):
+    path = tmp_path / "rollouts.bin"
+    path.write_bytes(bundled().read_bytes())
+    assert main(["plan", str(path)]) == 2
+    assert "ends in .npz" in capsys.readouterr().err
+
+
+def test_bad_options_are_refused_with_a_suggestion(lines, capsys):
+    assert main(["plan", lines, "--strategy", "vanila"]) == 2
+    assert "did you mean 'vanilla'?" in capsys.readouterr().err
+    assert main(["plan", lines, "--chunk-size", "0"]) == 2
+    assert "chunk_size" in capsys.readouterr().err
+    assert main(["plan", lines, "--memory-budget", "100"]) == 2
+    assert "bytes_per_token" in capsys.readouterr().err
+    assert main(["plan", lines, "--memory-budget", "100", "--bytes-per-token", "10"]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", lines, "--mode", "backwards"])
+    assert main(["demo", "--steps", "0"]) == 2
+    assert "--steps" in capsys.readouterr().err
+
+
+def test_demo_says_what_it_needs(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "dta_compile.demo", raising=False)
+    monkeypatch.delattr("dta_compile.demo", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["demo"]) == 2
+    error = capsys.readouterr().err
+    assert "transformers" in error and "dta-compile[hf]" in error
+
+
+def test_plan_does_not_import_torch():
+    code = (
+        "import sys; from dta_compile.cli import main; from dta_compile.data import bundled;"
+        "assert main(['plan', str(bundled())]) == 0; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,105 @@
+"""The rollout format: the bundled file against its own statistics, spans, and padding."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dta_compile.data import bundled, load_rollouts, pad_batch, vocab_size
+from dta_compile.errors import PlanError
+
+
+@pytest.fixture(scope="module")
+def statistics():
+    return json.loads(bundled("airline_tiny.json").read_text())
+
+
+def test_bundled_samples_have_the_recorded_statistics(statistics):
+    rollouts = load_rollouts(bundled())
+    lengths = [len(rollout) for rollout in rollouts]
+    full = statistics["statistics"]["full"]
+    assert len(rollouts) == full["n_sequences"]
+    assert sum(lengths) == full["tokens"]
+    assert (min(lengths), max(lengths)) == (full["min_len"], full["max_len"])
+    assert len({rollout.tokens.tobytes() for rollout in rollouts if rollout.is_leaf}) == full["n_leaves"]
+    assert len({rollout.group for rollout in rollouts}) == statistics["statistics"]["n_groups"]
+
+
+def test_leaf_only_keeps_every_trained_token_of_a_trajectory(statistics):
+    leaves = load_rollouts(bundled(), leaf_only=True)
+    assert len(leaves) == statistics["statistics"]["leaf_only"]["n_sequences"]
+    assert sum(len(leaf) for leaf in leaves) == statistics["statistics"]["leaf_only"]["tokens"]
+    trained = {
+        (rollout.trajectory, stop, rollout.tokens[:stop].tobytes())
+        for rollout in load_rollouts(bundled())
+        for _, stop in rollout.spans
+    }
+    kept = {(leaf.trajectory, stop, leaf.tokens[:stop].tobytes()) for leaf in leaves for _, stop in leaf.spans}
+    assert kept == trained
+
+
+def test_dense_ids_rename_tokens_one_to_one(statistics):
+    assert vocab_size(bundled()) == statistics["vocab"]["dense_size"]
+    assert vocab_size(bundled(), multiple=64) == statistics["vocab"]["dense_size_padded_64"]
+    names: dict[int, int] = {}
+    for raw, dense in zip(load_rollouts(bundled()), load_rollouts(bundled(), dense=True), strict=True):
+        assert dense.tokens.dtype == np.int32
+        assert int(dense.tokens.max()) < vocab_size(bundled())
+        for token, name in zip(raw.tokens.tolist(), dense.tokens.tolist(), strict=True):
+            assert names.setdefault(token, name) == name
+    assert len(set(names.values())) == len(names)
+
+
+def test_advantages_are_normalised_within_their_group():
+    trajectories = {r.trajectory: r for r in load_rollouts(bundled())}.values()
+    for group in {r.group for r in trajectories}:
+        rewards = np.array([r.reward for r in trajectories if r.group == group])
+        expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        np.testing.assert_allclose([r.advantage for r in trajectories if r.group == group], expected, rtol=1e-5)
+
+
+def test_max_length_leaves_longer_samples_out():
+    everything = load_rollouts(bundled())
+    short = load_rollouts(bundled(), max_length=800)
+    assert [len(r) for r in short] == [len(r) for r in everything if len(r) <= 800]
+    assert 0 < len(short) < len(everything)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_aligns_labels_masks_and_tokens(side):
+    rollouts = load_rollouts(bundled(), dense=True)[:5]
+    width = max(map(len, rollouts)) + 3
+    batch = pad_batch(rollouts, length=width, padding_side=side)
+    assert batch.input_ids.shape == batch.labels.shape == batch.loss_mask.shape == (5, width)
+    for row, rollout in enumerate(rollouts):
+        here = batch.attention_mask[row].astype(bool)
+        assert here.argmax() == (0 if side == "right" else width - len(rollout))
+        np.testing.assert_array_equal(batch.input_ids[row, here], rollout.tokens)
+        np.testing.assert_array_equal(batch.labels[row, here][:-1], rollout.tokens[1:])
+        np.testing.assert_array_equal(
+            batch.labels[row, batch.loss_mask[row]], rollout.tokens[1:][rollout.loss_mask[1:]]
+        )
+        assert not batch.loss_mask[row, ~here].any()
+        assert batch.advantages[row] == np.float32(rollout.advantage)
+
+
+def test_padding_refuses_what_it_cannot_do():
+    rollouts = load_rollouts(bundled())[:2]
+    with pytest.raises(PlanError, match="at most 10 tokens"):
+        pad_batch(rollouts, length=10)
+    with pytest.raises(PlanError, match="padding_side"):
+        pad_batch(rollouts, padding_side="middle")
+    assert pad_batch([]).input_ids.shape == (0, 0)
+
+
+def test_other_files_are_named_in_the_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_rollouts(tmp_path / "missing.npz")
+    text = tmp_path / "text.npz"
+    text.write_text("no archive")
+    with pytest.raises(PlanError, match=r"text\.npz"):
+        load_rollouts(text)
+    other = tmp_path / "other.npz"
+    np.savez(other, tokens=np.arange(3))
+    with pytest.raises(PlanError, match="suffix_tokens"):
+        load_rollouts(other)

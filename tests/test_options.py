@@ -1,0 +1,83 @@
+"""Options are checked at once, and errors say what, where, expected, got and what to do."""
+
+import pytest
+
+from dta_compile.errors import DTAError, OptionError, PlanError, RefusalError
+from dta_compile.options import CHOICES, Options
+
+
+def test_defaults():
+    options = Options.parse(None)
+    assert options == Options.parse({}) == Options()
+    assert options.chunk_size == 2048
+    assert (options.strategy, options.order, options.verify) == ("auto", "backward_dfs", "off")
+    assert options.memory_budget is None
+    assert options.fallback == "raise"
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in CHOICES.items() for value in values])
+def test_every_documented_choice_is_accepted(key, value):
+    assert getattr(Options.parse({key: value}), key) == value
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("chunksize", "chunk_size"), ("stratgy", "strategy"), ("memory_budge", "memory_budget")]
+)
+def test_an_unknown_key_is_named_with_the_nearest_known_one(typo, meant):
+    with pytest.raises(OptionError, match=f"(?s)unknown option '{typo}'.*did you mean '{meant}'"):
+        Options.parse({typo: 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("chunk_size", 0),
+        ("chunk_size", -1),
+        ("chunk_size", 2.0),
+        ("chunk_size", "2048"),
+        ("chunk_size", True),
+        ("chunk_size", None),
+        ("memory_budget", -1),
+        ("memory_budget", 1.5),
+        ("memory_budget", "1GB"),
+        ("strategy", "fastest"),
+        ("strategy", None),
+        ("order", 3),
+        ("verify", True),
+        ("fallback", "eager"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_key(key, value):
+    with pytest.raises(OptionError) as raised:
+        Options.parse({key: value})
+    assert repr(key) in str(raised.value)
+    assert repr(value) in str(raised.value)
+    assert raised.value.expected
+
+
+def test_a_near_value_is_suggested():
+    with pytest.raises(OptionError, match="did you mean 'lexicographic'"):
+        Options.parse({"order": "lexicografic"})
+
+
+def test_zero_keeps_nothing_and_is_not_the_default():
+    assert Options.parse({"memory_budget": 0}).memory_budget == 0
+
+
+def test_options_are_frozen_and_hashable():
+    options = Options.parse({"chunk_size": 7})
+    with pytest.raises(AttributeError):
+        options.chunk_size = 8
+    assert hash(options) == hash(Options(chunk_size=7))
+
+
+def test_errors_print_only_the_parts_they_have():
+    error = DTAError("no attention", where="model.py:3", hint="use SDPA")
+    assert str(error) == "no attention\n  where: model.py:3\n  what to do: use SDPA"
+    assert str(DTAError("no attention")) == "no attention"
+
+
+def test_errors_are_also_the_builtin_kind_that_callers_expect():
+    assert issubclass(OptionError, ValueError) and issubclass(PlanError, ValueError)
+    assert issubclass(RefusalError, RuntimeError)
+    assert all(issubclass(kind, DTAError) for kind in (OptionError, PlanError, RefusalError))

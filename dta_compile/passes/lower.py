@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dta_compile.errors import RefusalError
+from dta_compile.passes import opaque
 from dta_compile.passes.program import Input, InputKind, Program, output_node, where
 
 aten = torch.ops.aten
@@ -80,6 +81,8 @@ def lower(program: Program) -> None:
     for index in mutated:
         raise _mutation_refusal(program.inputs[index], placeholders[index])
     _flatten_output(module)
+    opaque.embed(module)
+    _drop_empty_parts(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
     program.module = module
@@ -154,6 +157,8 @@ class _DetachingInterpreter(fx.Interpreter):
         name = getattr(target, "__name__", "")
         if name in ("_log_api_usage_once", "_set_grad_enabled"):
             return None  # gradient mode was read off the recorded values already
+        if name == "autograd_function_apply":
+            return opaque.capture(args, kwargs)
         if name == "tag_activation_checkpoint":
             body, *operands = args  # the runtime decides what to keep and what to recompute
             return _DetachingInterpreter(body).run(*operands)
@@ -192,6 +197,17 @@ def _describe(index: int, node: fx.Node) -> Input:
     else:
         kind = InputKind.DATA
     return Input(index, name, kind, value.requires_grad)
+
+
+def _drop_empty_parts(graph: fx.Graph) -> None:
+    """`cat([empty, x])` is `x`: what a KV cache that starts empty does with the first keys."""
+    for node in list(graph.nodes):
+        if node.target is not aten.cat.default:
+            continue
+        parts = [part for part in node.args[0] if tuple(part.meta["val"].shape) != (0,)]
+        if len(parts) == 1:
+            node.replace_all_uses_with(parts[0])
+            graph.erase_node(node)
 
 
 def _to_functional(arg: Any) -> Any:

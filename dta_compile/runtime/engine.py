@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from dta_compile.plan.prefix_tree import PrefixTree
 from dta_compile.runtime.dense_inputs import Sizes, gathered, key_codes
 from dta_compile.runtime.executor import ChunkData, Executor
 from dta_compile.runtime.memory import default_budget
+from dta_compile.runtime import streaming
+from dta_compile.runtime.reference import verified
 from dta_compile.runtime.rows import BatchRows, Integers
 from dta_compile.runtime.stack import PathStack
 
@@ -31,13 +34,23 @@ class Engine:
         self.program, self.options = program, options
         self.sizes = Sizes(program)
         self.last_plan: Plan | None = None
+        self.last_call = 0  # when that was: a clock that all engines share
+        self.verified = False
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """The outputs of the captured call for its inputs."""
+        streaming.handle(self, args)
+        outputs = self._run(args)
+        verify = self.options.verify
+        if verify == "always" or (verify == "first" and not self.verified):
+            self.verified = True
+            return verified(self.program, args, outputs)
+        return outputs
+
+    def _run(self, args: Sequence[Any]) -> tuple[Any, ...]:
         with no_autocast():
             call = self.begin(args)
-            mode = "transparent" if self.program.training and torch.is_grad_enabled() else "score"
-            call.plan(mode)
+            call.plan("transparent" if self.program.training and torch.is_grad_enabled() else "score")
             parameters = [args[spec.index] for spec in self.program.region_parameters]
             frontier = TreeFunction.apply(call, *parameters)
             return self.epilogue(args, call.dense, frontier)
@@ -87,7 +100,7 @@ class Call:
     def _plan_tree(self, keys: list[Integers], mode: str) -> PrefixTree:
         keep = self._keep_tokens() if mode == "transparent" else None
         self.schedule_plan = make_plan(keys, self.engine.options, mode=mode, keep_tokens=keep)
-        self.engine.last_plan = self.schedule_plan
+        self.engine.last_plan, self.engine.last_call = self.schedule_plan, time.monotonic_ns()
         return self.schedule_plan.prefix_tree
 
     def replan_keeping_nothing(self) -> Plan:
@@ -122,12 +135,30 @@ class Call:
         """Head rows `[H + 1, *features]` of a frontier value as the dense tensor of its layout."""
         value = self.program.frontier[index]
         dense = buffer.index_select(0, self.maps[index])
-        return self._from_entries(value, dense)
+        return self._from_entries(value, dense, self.batch)
 
-    def _from_entries(self, value: FrontierValue, entries: torch.Tensor) -> torch.Tensor:
+    def expand_row(self, index: int, buffer: torch.Tensor, row: int) -> torch.Tensor:
+        """As `expand`, for one sequence: the batch axis has size one."""
+        value = self.program.frontier[index]
+        entries = buffer.index_select(0, self._row_map(index, row))
+        return self._from_entries(value, entries, batch=1)
+
+    def add_row_gradient(self, index: int, total: torch.Tensor | None, grad: torch.Tensor, row: int) -> None:
+        """Add the gradient of `expand_row` to `[H + 1, *features]`."""
+        assert total is not None
+        value = self.program.frontier[index]
+        entries = grad.permute(_entry_order(value)).reshape(-1, *value.features)
+        row_map = self._row_map(index, row)
+        self._refuse_gradients_at_padding(index, entries, row_map)
+        total.index_add_(0, row_map, entries.to(total.dtype))
+
+    def _row_map(self, index: int, row: int) -> torch.Tensor:
+        return self.maps[index].reshape(self.batch, -1)[row]
+
+    def _from_entries(self, value: FrontierValue, entries: torch.Tensor, batch: int) -> torch.Tensor:
         dims, order = value.layout.dims, _entry_order(value)
         if Axis.BATCH in dims:
-            entries = entries.reshape(self.batch, -1, *value.features)
+            entries = entries.reshape(batch, -1, *value.features)
         inverse = [order.index(i) for i in range(len(dims))]
         return entries.permute(inverse)
 
@@ -138,11 +169,11 @@ class Call:
         dtype = statistics_dtype(value.dtype)
         count = len(self.rows.head_positions)
         total = torch.zeros((count + 1, *value.features), dtype=dtype, device=self.device)
-        self._refuse_gradients_at_padding(index, entries)
+        self._refuse_gradients_at_padding(index, entries, self.maps[index])
         return total.index_add_(0, self.maps[index], entries.to(dtype))
 
-    def _refuse_gradients_at_padding(self, index: int, entries: torch.Tensor) -> None:
-        padding = self.maps[index] == len(self.rows.head_positions)
+    def _refuse_gradients_at_padding(self, index: int, entries: torch.Tensor, row_map: torch.Tensor) -> None:
+        padding = row_map == len(self.rows.head_positions)
         if self.rows.columns.size == self.batch * self.tokens or not bool(padding.any()):
             return
         if bool(entries[padding].any()):
@@ -150,7 +181,7 @@ class Call:
                 "the loss uses outputs at padding positions, which the prefix tree does not compute",
                 where=f"frontier value {self.program.frontier[index].node.name}",
                 expected="zero gradients wherever the attention mask is 0",
-                got=f"non-zero gradients at {int((entries[padding] != 0).reshape(int(padding.sum()), -1).any(1).sum())} positions",
+                got=f"non-zero gradients at {int((entries[padding] != 0).flatten(1).any(1).sum()) if entries.dim() > 1 else int((entries[padding] != 0).sum())} of {int(padding.sum())} padding positions",
                 hint="mask the loss there (labels: -100), or let the attention mask cover these positions",
             )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
+from dta_compile.passes.attention_op import statistics_dtype
 from dta_compile.passes.joint import JointGraphs
 from dta_compile.passes.program import FrontierValue
 from dta_compile.plan import Plan
@@ -79,6 +80,11 @@ class Executor:
     def _row_buffer(self, value: FrontierValue, dtype: torch.dtype) -> torch.Tensor:
         count = len(self.rows.head_positions) + 1
         return torch.zeros((count, *value.features), dtype=dtype, device=self.path.device)
+
+    def gradient_buffer(self, index: int) -> torch.Tensor:
+        """Zeroed `[H + 1, *features]`, in float32 at least, to sum a frontier value's gradient into."""
+        value = self.frontier[index]
+        return self._row_buffer(value, statistics_dtype(value.dtype))
 
     def zero_gradient(self, index: int) -> torch.Tensor:
         """The gradient of a frontier value that nothing uses: one zero row, read by every chunk."""

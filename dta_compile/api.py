@@ -1,0 +1,96 @@
+"""The public functions that need a compiled callable: `last_plan`, `explain` and `streaming_step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dta_compile import records
+from dta_compile.errors import OptionError, RefusalError
+from dta_compile.explanation import Explanation, explain_engine, explain_refusal
+from dta_compile.plan import Plan
+from dta_compile.runtime import streaming
+
+
+def last_plan(compiled: Any) -> Plan:
+    """The plan of the latest call of a compiled function or module.
+
+    Args:
+        compiled: what `torch.compile(..., backend="dta")` returned, or a module after `.compile(backend="dta")`.
+
+    Raises:
+        OptionError: it is not compiled, or has made no call over a tree yet.
+    """
+    engines = [engine for engine in records.of(compiled).engines if engine.last_plan is not None]
+    if not engines:
+        raise OptionError(
+            "no plan yet",
+            expected="a call of the compiled function that ran over a tree",
+            got="none so far",
+            hint="call it first; dta_compile.explain says why a call would not run over a tree",
+        )
+    latest = max(engines, key=lambda engine: engine.last_call)
+    assert latest.last_plan is not None
+    return latest.last_plan
+
+
+def streaming_step(
+    compiled: Any, loss_fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
+) -> list[torch.Tensor]:
+    """Forward and backward in one pass for a loss that is a sum over sequences (paper Algorithms 2 and 3).
+
+    Each sequence's loss is evaluated when its last token is on the stack, and what no other sequence needs goes backward
+    at once, so that outputs never exist for the whole batch. Gradients are added to `.grad`, as by `backward()`.
+
+    Args:
+        compiled: a compiled function or module whose outputs have the batch axis in front.
+        loss_fn: called as `loss_fn(row, *outputs)` for every row of the batch, where `outputs` are the rows `[S, ...]` of
+            the compiled callable's tensor outputs in order; returns a scalar.
+        *args, **kwargs: arguments of the call.
+
+    Returns:
+        The detached losses, one a row.
+
+    Raises:
+        RefusalError: the compiled function mixes sequences, so its outputs do not exist row by row.
+    """
+    if not torch.is_grad_enabled():
+        raise OptionError("streaming_step trains", expected="gradients enabled", got="torch.no_grad()")
+    records.of(compiled)
+    return streaming.step(compiled, loss_fn, args, kwargs)
+
+
+def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
+    """What the backend makes of a call, without running the token region: print the result.
+
+    Args:
+        fn: a function or module, compiled or not.
+        *args, **kwargs: arguments of the call to explain.
+
+    Returns:
+        Regions, attention layers with their mask class, prefix-key inputs, frontier tensors with bytes, plan summary; or
+        for a refusal its reason with the user's line.
+    """
+    compiled = torch.compile(_innermost(fn), backend=_explain_backend)
+    with streaming.intercept(explain_engine) as found:
+        try:
+            compiled(*args, **kwargs)
+        except streaming.Intercepted:
+            return found.result  # type: ignore[no-any-return]
+        except RefusalError as error:
+            return explain_refusal(error)
+    return Explanation("no graph with attention was captured: the call runs as it is")
+
+
+def _explain_backend(module: Any, example_inputs: Any) -> Any:
+    from dta_compile.backend import dta
+
+    return dta(module, example_inputs)
+
+
+def _innermost(fn: Any) -> Any:
+    if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
+        return fn._orig_mod
+    return torch._dynamo.eval_frame.innermost_fn(fn) if callable(fn) and not isinstance(fn, torch.nn.Module) else fn

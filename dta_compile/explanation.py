@@ -1,0 +1,103 @@
+"""What `dta_compile.explain` reports."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from dta_compile.errors import RefusalError
+from dta_compile.passes.program import ChunkInput, FrontierValue, Program, has_tensor
+from dta_compile.plan import Plan
+from dta_compile.runtime.engine import Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """How a call is compiled; `print` it.
+
+    Attributes:
+        text: the report.
+        refusal: the error that the call would raise, if it is refused.
+        plan: the plan of the call, if it runs over a tree.
+        regions: how many operators are in the prologue, trunk, head and epilogue.
+        attention: one line per group of equal attention layers, with their mask class.
+        prefix_key: inputs that make two prefixes the same.
+        frontier: name, shape per token and bytes of the values that leave the token region.
+    """
+
+    text: str
+    refusal: RefusalError | None = None
+    plan: Plan | None = None
+    regions: dict[str, int] = dataclasses.field(default_factory=dict)
+    attention: tuple[str, ...] = ()
+    prefix_key: tuple[str, ...] = ()
+    frontier: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def explain_refusal(error: RefusalError) -> Explanation:
+    """The report of a refused call."""
+    return Explanation(f"refused: {error}", refusal=error)
+
+
+def explain_engine(engine: Engine, args: Sequence[Any]) -> Explanation:
+    """The report of a call that runs over a tree: its prologue and plan are run, its token region is not."""
+    program = engine.program
+    call = engine.begin(args)
+    plan = call.plan("transparent" if program.training else "score")
+    regions = _regions(program)
+    attention = _attention(program)
+    prefix_key = tuple(_input(program, item) for item in program.trunk_keys)
+    frontier = tuple(_frontier(value, call.batch * call.tokens) for value in program.frontier)
+    sections = {
+        "regions": [f"{name}: {count} operators" for name, count in regions.items()],
+        "attention": list(attention),
+        "prefix key": list(prefix_key),
+        "head inputs": [_input(program, item) for item in program.head_inputs],
+        "frontier": list(frontier),
+        "activations": [f"{program.joint.saved_bytes_per_token:,.0f} bytes per kept token"] if program.training else [],
+    }
+    lines = [line for title, items in sections.items() if items for line in (title, *(f"  {item}" for item in items))]
+    text = "\n".join([*lines, str(plan)])
+    return Explanation(text, None, plan, regions, attention, prefix_key, frontier)
+
+
+def _regions(program: Program) -> dict[str, int]:
+    operators = [node for node in program.graph.nodes if node.op not in ("placeholder", "output") and has_tensor(node)]
+    dense = [node for node in operators if node not in program.parameter_dependent]
+    return {
+        "prologue": len(dense),
+        "trunk": len(program.trunk),
+        "head": len(program.region) - len(program.trunk),
+        "epilogue": len(operators) - len(dense) - len(program.region),
+    }
+
+
+def _attention(program: Program) -> tuple[str, ...]:
+    kinds = collections.Counter(
+        f"{str(layer.mask)}; {layer.kv_heads} KV heads of {layer.key_dim}, {str(layer.dtype).removeprefix('torch.')}"
+        for layer in program.attention
+    )
+    return tuple(f"{count} layers: {kind}" for kind, count in kinds.items())
+
+
+def _input(program: Program, item: ChunkInput) -> str:
+    if item.node in program.placeholders:
+        name = program.inputs[program.placeholders.index(item.node)].name
+    else:
+        name = f"{item.node.name} = {item.node.target}"
+    return f"{name} {item.layout}"
+
+
+def _frontier(value: FrontierValue, positions: int) -> str:
+    size = value.dtype.itemsize
+    for feature in value.features:
+        size *= feature
+    kind = "KV cache" if value.is_cache else "differentiable" if value.differentiable else "no gradient"
+    shape = "x".join(map(str, value.features)) or "scalar"
+    return f"{value.node.name}: {shape} per token, {size * positions:,} bytes dense, {kind}"
+

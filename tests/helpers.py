@@ -1,0 +1,175 @@
+"""Batches of sequences with shared prefixes, the one-sequence-at-a-time reference, and exact comparison with it.
+
+    batch = make_batch(rollouts(vocabulary=96), padding="right")
+    expected = reference(model, batch, loss)            # every row alone, without padding, in eager mode
+    actual = measure(compiled, model, batch, loss)      # the whole batch through torch.compile
+    assert_equal(actual, expected, EXACT)
+
+`loss` takes the outputs `[B, S, ...]` of the whole batch in both cases (zero at padding), so it may mix sequences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+EXACT = 1e-9  # float64 throughout
+FLOAT32_ISLANDS = 2e-6  # float64 models that compute their norms in float32, as most of transformers does
+# A gradient that is zero but for rounding (the key bias of a softmax) is compared on the scale of the others.
+NOISE_FLOOR = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Sequences as a rectangle.
+
+    Attributes:
+        ids: `[B, S]` token ids; padding is 0.
+        mask: `[B, S]` int64, 1 at real tokens; None when there is no padding.
+        extras: further `[B, S]` tensors (labels, advantages), cut along with the ids.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor | None = None
+    extras: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """`[B, S]` bool: the real tokens."""
+        return torch.ones_like(self.ids, dtype=torch.bool) if self.mask is None else self.mask.bool()
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """`[B, S]` position ids that count real tokens from 0."""
+        return (self.valid.long().cumsum(1) - 1).clamp(min=0)
+
+    def row(self, index: int) -> Batch:
+        """One sequence alone, without padding: `[1, length]`."""
+        real = self.valid[index]
+        return Batch(self.ids[index, real][None], None, {k: v[index, real][None] for k, v in self.extras.items()})
+
+    def with_extras(self, **extras: torch.Tensor) -> Batch:
+        return dataclasses.replace(self, extras={**self.extras, **extras})
+
+
+def rollouts(vocabulary: int = 96, seed: int = 0, length: int = 17) -> list[list[int]]:
+    """Sequences that share prefixes in every way: forks, a duplicate, prefixes of others, one token, no sharing."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(1, vocabulary, (count,), generator=generator).tolist()
+
+    first = tokens(length)
+    fork = first[: length // 2] + tokens(length // 3)
+    return [
+        first,
+        fork,
+        first[: length - 4] + tokens(4),  # forks late
+        fork[:-2] + tokens(3),  # forks from a fork
+        list(first),  # a duplicate
+        first[: length // 3],  # a prefix of others
+        first[:1],  # one token
+        tokens(length // 2),  # shares nothing
+    ]
+
+
+def make_batch(sequences: Sequence[Sequence[int]], padding: str = "right") -> Batch:
+    """A rectangle of sequences, padded at the "right", at the "left", or ("none") cut to the shortest length."""
+    if padding == "none":
+        shortest = min(map(len, sequences))
+        return Batch(torch.tensor([list(sequence[:shortest]) for sequence in sequences]))
+    longest = max(map(len, sequences))
+    ids = torch.zeros(len(sequences), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for i, sequence in enumerate(sequences):
+        place = slice(0, len(sequence)) if padding == "right" else slice(longest - len(sequence), longest)
+        ids[i, place] = torch.tensor(sequence, dtype=torch.int64)
+        mask[i, place] = 1
+    return Batch(ids, mask)
+
+
+Forward = Callable[[Any, Batch], torch.Tensor]
+Loss = Callable[[torch.Tensor], torch.Tensor]
+
+
+def logits(model: Any, batch: Batch) -> torch.Tensor:
+    """Call a transformers model with ids and mask only."""
+    return model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False).logits
+
+
+def logits_at_positions(model: Any, batch: Batch) -> torch.Tensor:
+    """Call a transformers model with position ids as well (what left padding needs)."""
+    return model(input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False).logits
+
+
+def ids_only(model: Any, batch: Batch) -> torch.Tensor:
+    """Call a hand-written module."""
+    return model(batch.ids)
+
+
+@dataclasses.dataclass
+class Measurement:
+    """Outputs `[B, S, ...]` (zero at padding) and the gradient of every parameter that received one."""
+
+    outputs: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+
+def random_loss(batch: Batch, features: int, seed: int = 3) -> Loss:
+    """A loss that weighs every output differently, so that no error can cancel."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(*batch.ids.shape, features, generator=generator, dtype=torch.float64)
+    return lambda outputs: (outputs * weights.to(outputs.dtype)).sum()
+
+
+def reference(model: torch.nn.Module, batch: Batch, loss: Loss, forward: Forward = logits) -> Measurement:
+    """The definition of correct: the eager model on every sequence alone, unpadded, in one autograd graph."""
+    rows = [forward(model, batch.row(i))[0] if batch.valid[i].any() else None for i in range(len(batch.ids))]
+    some = next(row for row in rows if row is not None)
+    outputs = torch.zeros((*batch.ids.shape, *some.shape[1:]), dtype=some.dtype)
+    indices = [torch.nonzero(batch.valid[i])[:, 0] for i in range(len(rows))]
+    for i, row in enumerate(rows):
+        if row is not None:
+            outputs = outputs.index_put((torch.full_like(indices[i], i), indices[i]), row)
+    return _differentiate(model, outputs, loss)
+
+
+def measure(compiled: Any, model: torch.nn.Module, batch: Batch, loss: Loss, forward: Forward = logits) -> Measurement:
+    """The same through a compiled callable, whose parameters are those of `model`."""
+    outputs = forward(compiled, batch)
+    keep = batch.valid.reshape(*batch.valid.shape, *(1,) * (outputs.dim() - 2))
+    return _differentiate(model, torch.where(keep, outputs, torch.zeros((), dtype=outputs.dtype)), loss)
+
+
+def _differentiate(model: torch.nn.Module, outputs: torch.Tensor, loss: Loss) -> Measurement:
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss(outputs), list(named.values()), allow_unused=True)
+    gradients = {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
+    return Measurement(outputs.detach(), gradients)
+
+
+def errors(actual: Measurement, expected: Measurement) -> dict[str, float]:
+    """Largest difference of the outputs and of every gradient, relative to its own largest entry."""
+    assert actual.gradients.keys() == expected.gradients.keys(), (
+        f"parameters with a gradient on one side only: {sorted(actual.gradients.keys() ^ expected.gradients.keys())}"
+    )
+    scale = max((float(g.abs().max()) for g in expected.gradients.values()), default=0.0)
+    found = {"outputs": _relative(actual.outputs, expected.outputs, 0.0)}
+    for name, grad in expected.gradients.items():
+        found[name] = _relative(actual.gradients[name], grad, scale * NOISE_FLOOR)
+    return found
+
+
+def _relative(actual: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
+    actual, expected = actual.double(), expected.double()
+    size = max(float(expected.abs().max()), floor, 1e-300)
+    return float((actual - expected).abs().max()) / size
+
+
+def assert_equal(actual: Measurement, expected: Measurement, tolerance: float) -> None:
+    """Outputs and every gradient within `tolerance`, each relative to its own largest entry."""
+    wrong = {name: error for name, error in errors(actual, expected).items() if not error <= tolerance}
+    assert not wrong, f"beyond {tolerance:g}: " + ", ".join(f"{name} {error:.2g}" for name, error in wrong.items())

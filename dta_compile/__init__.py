@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dta_compile import errors
+from dta_compile import errors, registration
 from dta_compile.plan import Plan, Schedule, balance, plan
 
 if TYPE_CHECKING:
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from dta_compile.passes import register_token_rule
 
 __version__ = "0.1.0"
+
+registration.register()
 
 __all__ = [
     "Plan",

@@ -13,12 +13,17 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import fx
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch.fx.experimental import _config as symbolic_shape_config
 
 from dta_compile.errors import RefusalError
 
 MARKED = "_dta_marked_dynamic"
+
+
+class _TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
+    """Passes through Dynamo's backend wrapper as the first base does; like the second, it makes Dynamo forget where it
+    tried graph breaks, because symbolic sizes add calls to the graph and with them places to try."""
 
 
 def trace_again_with_symbolic_sizes(graph: fx.Graph) -> None:
@@ -38,7 +43,7 @@ def trace_again_with_symbolic_sizes(graph: fx.Graph) -> None:
             setattr(example, MARKED, True)
             marked_any = True
     if marked_any:
-        raise TensorifyScalarRestartAnalysis("dta: trace with symbolic sizes")
+        raise _TraceAgain("dta: trace with symbolic sizes")
 
 
 def trace_again_without_duck_shapes() -> None:
@@ -54,7 +59,7 @@ def trace_again_without_duck_shapes() -> None:
             hint="pass dynamic=True to torch.compile, or make the first call with different sizes",
         )
     symbolic_shape_config.use_duck_shape = False
-    raise TensorifyScalarRestartAnalysis("dta: trace with a symbol for every dimension")
+    raise _TraceAgain("dta: trace with a symbol for every dimension")
 
 
 def unify_equal_sizes(graph: fx.Graph) -> None:

@@ -175,9 +175,10 @@ class _Builder:
                         got=f"{node.target}",
                         hint="compute it outside the model, or multiply by it instead",
                     )
+                dtype = torch.int64 if isinstance(arg.meta["val"], (int, torch.SymInt)) else torch.float64
                 with self.program.graph.inserting_after(arg):
-                    scalar = self.program.graph.call_function(aten.scalar_tensor.default, (arg,), {"dtype": torch.int64})
-                scalar.meta["val"] = torch.empty((), dtype=torch.int64, device="meta")
+                    scalar = self.program.graph.call_function(aten.scalar_tensor.default, (arg,), {"dtype": dtype})
+                scalar.meta["val"] = torch.empty((), dtype=dtype, device="meta")
                 node.replace_input_with(arg, scalar)
                 self.program.values[scalar] = Layout(())
                 self.program.constant_inputs.append(scalar)

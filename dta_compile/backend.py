@@ -39,36 +39,38 @@ def dta(
         parsed = Options.parse(options)
     except OptionError as error:
         return Refused(error)
+    own_symbols = capture.restore_duck_shapes()
+    records.note_graph_break(capture.graph_break(module))
     if not has_attention(module):
         return module.forward
     capture.trace_again_with_symbolic_sizes(module.graph)
-    return compile_graph(module, parsed)
+    return compile_graph(module, parsed, own_symbols)
 
 
-def compile_graph(module: fx.GraphModule, options: Options) -> Compiled:
-    """An engine for a captured graph, or what runs in its place."""
-    record = records.current()
+def compile_graph(module: fx.GraphModule, options: Options, own_symbols: bool = False) -> Compiled:
+    """An engine for a captured graph, or what runs in its place; `own_symbols`: traced without duck shapes."""
     try:
-        program = Program(captured=module, training=_is_training(module))
-        capture.unify_equal_sizes(module.graph)
-        run_passes(program)
-        engine = Engine(program, options)
-        record.add(engine, capture.graph_break(module))
+        engine = Engine(_analyse(module, own_symbols), options)
+        records.current().engines.append(engine)
         return engine
-    except AmbiguousAxes:
-        capture.trace_again_without_duck_shapes()
-        raise
     except GraphWithoutAttention as plain:
         if plain.log:
             logger.info("dta: %s", plain.log)
         return module.forward
-    except RefusalError as error:
-        error = records.with_graph_break(error)
-        record.refusals.append(error)
+    except RefusalError as refusal:
+        error = records.with_graph_break(refusal)
         if options.fallback == "dense":
             logger.warning("dta: running densely, as fallback='dense' says: %s", error)
             return module.forward
         return Refused(error)
+
+
+def _analyse(module: fx.GraphModule, own_symbols: bool) -> Program:
+    capture.unify_equal_sizes(module.graph)
+    try:
+        return run_passes(Program(captured=module, training=_is_training(module)))
+    except AmbiguousAxes:
+        capture.trace_again_without_duck_shapes(already=own_symbols)
 
 
 class Refused:

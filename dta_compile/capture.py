@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._dynamo
@@ -18,6 +18,7 @@ from torch.fx.experimental import _config as symbolic_shape_config
 
 from dta_compile.errors import RefusalError
 
+DEFAULT_DUCK_SHAPE = symbolic_shape_config.use_duck_shape
 MARKED = "_dta_marked_dynamic"
 
 
@@ -29,15 +30,16 @@ class _TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
 def trace_again_with_symbolic_sizes(graph: fx.Graph) -> None:
     """Make Dynamo trace this call once more with symbolic batch and token sizes, unless it already has.
 
-    Dynamo's first trace of a call is static. Inputs that are no parameters or buffers of a module get their first two
-    dimensions marked as dynamic; sizes 0 and 1 stay special, as everywhere in torch.
+    Dynamo's first trace of a call is static. Inputs that are no parameters or buffers of a module get their dimensions
+    marked as dynamic (but for the features of floats); sizes 0 and 1 stay special, as everywhere in torch.
     """
     marked_any = False
     for node in graph.nodes:
         if node.op != "placeholder" or not _is_data(node):
             continue
         example, value = node.meta["grapharg"].example, node.meta["example_value"]
-        fixed = [dim for dim in range(min(value.dim(), 2)) if isinstance(value.shape[dim], int) and value.shape[dim] > 1]
+        counted = value.dim() - 1 if value.is_floating_point() and value.dim() > 2 else value.dim()
+        fixed = [dim for dim in range(counted) if isinstance(value.shape[dim], int) and value.shape[dim] > 1]
         if fixed and not getattr(example, MARKED, False):
             torch._dynamo.maybe_mark_dynamic(example, fixed)
             setattr(example, MARKED, True)
@@ -46,20 +48,28 @@ def trace_again_with_symbolic_sizes(graph: fx.Graph) -> None:
         raise _TraceAgain("dta: trace with symbolic sizes")
 
 
-def trace_again_without_duck_shapes() -> None:
+def trace_again_without_duck_shapes(already: bool) -> NoReturn:
     """Make Dynamo trace once more with a size symbol of its own for every dimension.
 
     Dimensions that are equal at the first call share a symbol by default, so that B = S would leave the axes ambiguous.
+    `already`: this trace was such a one, and did not help.
     """
-    if not symbolic_shape_config.use_duck_shape:
+    if already:
         raise RefusalError(
             "the batch axis and the token axis cannot be told apart",
             expected="different symbols for batch and token sizes",
             got="one symbol for both",
             hint="pass dynamic=True to torch.compile, or make the first call with different sizes",
         )
-    symbolic_shape_config.use_duck_shape = False
-    raise _TraceAgain("dta: trace with a symbol for every dimension")
+    symbolic_shape_config.use_duck_shape = False  # until that trace reaches the backend
+    raise TensorifyScalarRestartAnalysis("dta: trace with a symbol for every dimension")
+
+
+def restore_duck_shapes() -> bool:
+    """Undo `trace_again_without_duck_shapes` once its trace is here; whether this is that trace."""
+    without = DEFAULT_DUCK_SHAPE and not symbolic_shape_config.use_duck_shape
+    symbolic_shape_config.use_duck_shape = DEFAULT_DUCK_SHAPE
+    return without
 
 
 def unify_equal_sizes(graph: fx.Graph) -> None:
@@ -98,14 +108,26 @@ def graph_break(module: fx.GraphModule) -> str | None:
     return f"{str(reason.reason).splitlines()[0]}{place}"
 
 
+def resumes_after_a_break() -> bool:
+    """Whether the graph now being compiled is what comes after a graph break of the user's function."""
+    output_graph = _calling("OutputGraph")
+    code = getattr(getattr(output_graph, "root_tx", None), "f_code", None)
+    return code is not None and code.co_name.startswith("torch_dynamo_resume_in_")
+
+
 def current_compile_wrapper() -> Any | None:
     """The object that `torch.compile` made for the callable now being compiled (an instance of its private wrapper)."""
-    frame = sys._getframe()
+    return _calling("_TorchCompileWrapper")
+
+
+def _calling(class_name: str) -> Any | None:
+    """The innermost object of a class, by name, that one of our callers is a method of."""
+    frame: Any = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if type(owner).__name__ == "_TorchCompileWrapper":
+        if type(owner).__name__ == class_name:
             return owner
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 

@@ -14,20 +14,20 @@ _ATTRIBUTE = "_dta_record"
 
 @dataclasses.dataclass
 class Record:
-    """The engines and refusals of one `torch.compile(..., backend="dta")`, oldest first."""
+    """The engines of one `torch.compile(..., backend="dta")`, oldest first."""
 
     engines: list[Engine] = dataclasses.field(default_factory=list)
-    refusals: list[RefusalError] = dataclasses.field(default_factory=list)
-
-    def add(self, engine: Engine, graph_break: str | None) -> None:
-        self.engines.append(engine)
-        if graph_break is not None:
-            _last_break.append(graph_break)
-            del _last_break[:-1]
 
 
-# The latest graph break behind a graph with attention: what a refusal of the next graph names as its likely cause.
+
+# The latest graph break: what a refusal of the graph after it names as its cause.
 _last_break: list[str] = []
+
+
+def note_graph_break(graph_break: str | None) -> None:
+    """Remember why the graph now being compiled ended early, if it did."""
+    if graph_break is not None:
+        _last_break[:] = [graph_break]
 
 
 def current() -> Record:
@@ -56,13 +56,13 @@ def _of_wrapper(wrapper: Any | None) -> Record:
 
 
 def with_graph_break(error: RefusalError) -> RefusalError:
-    """The error, naming the graph break that probably made its input an input."""
-    if "requires a gradient" not in error.got or not _last_break:
+    """The error; after a graph break, one that names the break, which is what cut the model in two."""
+    if not _last_break or not capture.resumes_after_a_break():
         return error
     return RefusalError(
-        "a graph break inside the model: what comes after it would need gradients for its inputs",
+        "a graph break inside the model: what comes after it cannot run over the tree by itself",
         where=_last_break[-1],
         expected="one graph from token ids to the last attention layer",
-        got=error.got,
+        got=error.got or error.what,
         hint="remove the graph break (torch.compile(..., fullgraph=True) points at it)",
     )

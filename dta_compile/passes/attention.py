@@ -90,7 +90,7 @@ def mixing_refusal(program: Program, mixed: Mixed) -> RefusalError:
             got=mixed.reason,
             hint="set the model's dropout to 0, or call model.eval()",
         )
-    elif "contracts" in mixed.reason or "compares every token" in mixed.reason:
+    elif _leads_to_softmax(mixed.node):
         hint = "write attention as torch.nn.functional.scaled_dot_product_attention (transformers: attn_implementation='sdpa')"
     return RefusalError(
         "tokens are mixed before the last attention by something other than attention",
@@ -99,6 +99,16 @@ def mixing_refusal(program: Program, mixed: Mixed) -> RefusalError:
         got=mixed.reason,
         hint=hint,
     )
+
+
+def _leads_to_softmax(node: fx.Node, steps: int = 12) -> bool:
+    """Whether a softmax follows closely: the operator is a part of attention written out."""
+    level = {node}
+    for _ in range(steps):
+        if any(one.target is aten._softmax.default for one in level):
+            return True
+        level = {user for one in level for user in one.users}
+    return False
 
 
 def _mask_class(program: Program, node: fx.Node, proven: dict[fx.Node, MaskClass]) -> MaskClass:

@@ -21,6 +21,7 @@ from dta_compile.passes.token_rules import sizes
 
 aten = torch.ops.aten
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+UNIFORM = aten.full.default  # one number in every entry: chunks make their own, of their own size
 TAKES_A_TENSOR = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor)
 
 
@@ -112,6 +113,9 @@ class _Builder:
             layout = program.input_layouts.get((reader, node), value)
             if (node, layout, in_head) in self.placed:
                 return self.placed[node, layout, in_head]
+            if node.target is UNIFORM and layout.labelled:
+                shape = self._chunk_shape(layout, sizes(node), in_head)
+                return self.graph.call_function(UNIFORM, (shape, node.args[1]), node.kwargs)
         if node not in self.copies:
             raise RefusalError(
                 "the token region uses a value that depends on the number of sequences or tokens",
@@ -127,7 +131,7 @@ class _Builder:
             self.copies[node] = self._attention(node)
         elif node.target in RESHAPES and self._is_per_token(node):
             source = self._read(node.args[0], in_head, node)  # type: ignore[arg-type]
-            self.copies[node] = self.graph.call_function(node.target, (source, self._chunk_shape(node, in_head)))
+            self.copies[node] = self.graph.call_function(node.target, (source, self._chunk_shape(self.program.layout(node), sizes(node), in_head)))
         elif self._is_token_window(node):
             self.copies[node] = self._read(node.args[0], in_head, node)  # type: ignore[arg-type]
         else:
@@ -152,12 +156,11 @@ class _Builder:
         dim = node.args[1] if len(node.args) > 1 else 0
         return self.program.layout(node).dims[dim] is not None
 
-    def _chunk_shape(self, node: fx.Node, in_head: bool) -> list[Any]:
+    def _chunk_shape(self, layout: Layout, shape: tuple[Any, ...], in_head: bool) -> list[Any]:
         rows = self.num_head_rows if in_head else self.num_tokens
-        layout = self.program.layout(node)
         return [
             1 if axis is Axis.BATCH else rows if axis is not None else int(size)
-            for axis, size in zip(layout.dims, sizes(node), strict=True)
+            for axis, size in zip(layout.dims, shape, strict=True)
         ]
 
     def _add_sizes_used_as_numbers(self, region: list[fx.Node]) -> None:

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch._dynamo.source import ConstantSource
 
+from dta_compile.errors import RefusalError
 from dta_compile.passes.attention_op import ATTENTION, ATTENTION_BACKWARD
-from dta_compile.passes.program import ChunkInput, Program, ancestors, has_tensor, output_node
+from dta_compile.passes.program import ChunkInput, Program, ancestors, has_tensor, output_node, where
 
 aten = torch.ops.aten
 
@@ -106,15 +108,44 @@ def _trace(program: Program) -> fx.GraphModule:
         grads = [next(found) if p.requires_grad else None for p in primals[: len(program.region_parameters)]]
         return [*outputs, *grads]
 
-    with mode, torch._C._DisableAutocast(), fx.traceback.preserve_node_meta():
+    with mode, enable_python_dispatcher(), torch._C._DisableAutocast(), fx.traceback.preserve_node_meta():
         primals = _fake_inputs(program, tokens, head_rows)
         tangents = [
             torch.empty((head_rows, *program.frontier[i].features), dtype=program.frontier[i].dtype, device=_device(program))
             for i in grad_outputs
         ]
-        trace = make_fx(differentiate, _allow_non_fake_inputs=True)(primals, tangents)
+        trace = _traced(differentiate, primals, tangents)
+        if any(_mutates(node) for node in trace.graph.nodes):  # some derivatives do: their writes are no dataflow
+            functional = torch.func.functionalize(trace, remove="mutations")
+            trace = _traced(functional, primals, tangents)
+    for size in (tokens, head_rows):
+        if not size.node.expr.free_symbols:
+            raise RefusalError(
+                "an operation in the token region, or its derivative, works for one number of tokens only",
+                expected="operations that work on any number of tokens",
+                got=f"the traced size {size}",
+                hint="pass options={'fallback': 'dense'}, and please report the model",
+            )
     trace.graph.eliminate_dead_code()
     return trace
+
+
+def _traced(function: Any, *inputs: Any) -> fx.GraphModule:
+    try:
+        return make_fx(function, _allow_non_fake_inputs=True)(*inputs)
+    except Exception as error:
+        probe = fx.Graph().placeholder("traced")
+        probe.meta = dict(fx.traceback.get_current_meta())
+        raise RefusalError(
+            "torch cannot differentiate this operation over a free number of tokens",
+            where=where(probe),
+            got=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
+            hint="write it with other operations",
+        ) from error
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _free_size(shape_env: ShapeEnv, name: str, hint: int) -> Any:

@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch._decomp import get_decompositions
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from dta_compile.errors import RefusalError
+from dta_compile.errors import DTAError, RefusalError
 from dta_compile.passes import opaque
 from dta_compile.passes.program import Input, InputKind, Program, output_node, where
 
@@ -57,6 +58,54 @@ FUSED_REDUCTIONS = get_decompositions(
     ]
 )
 
+# Operators without a rule, a derivative or symbolic shapes of their own, in terms of such that have them.
+SPELLED_OUT = get_decompositions(
+    [
+        aten.addcmul,
+        aten.addcdiv,
+        aten.softshrink,
+        aten.log_sigmoid_forward,
+        aten.roll,
+        aten.index_fill,
+        aten.narrow_copy,
+        aten.std_mean,
+        aten.nansum,
+        aten.aminmax,
+        aten.dot,
+        aten.unsafe_split,
+        aten.unsafe_split_with_sizes,
+    ]
+)
+CONSTRUCTORS = {
+    aten.new_empty.default: 0,
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 1,
+    aten.new_full.default: None,
+    aten.empty.memory_format: 0,
+    aten.zeros.default: 0,
+    aten.ones.default: 1,
+}
+
+
+def _copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """`target.copy_(source)` as a function that autograd knows."""
+    source = source.to(target.dtype)
+    return source if source.shape == target.shape else torch.where(target.isnan() | True, source, target)
+
+
+def _group_norm(
+    x: torch.Tensor, weight: Any, bias: Any, rows: Any, channels: int, rest: Any, groups: int, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Group norm row by row; torch's own takes the number of rows as an argument."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(rows, groups, -1)
+    variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
+    rstd = torch.rsqrt(variance + eps)
+    out = ((wide - mean) * rstd).reshape(x.shape)
+    column = (channels, *(1,) * (x.dim() - 2))
+    out = out if weight is None else out * weight.reshape(column)
+    out = out if bias is None else out + bias.reshape(column)
+    return out.to(x.dtype), mean.reshape(rows, groups), rstd.reshape(rows, groups)
+
 
 def lower(program: Program) -> None:
     """Fill `program.inputs`, `.module` and `.placeholders` from `program.captured`."""
@@ -75,18 +124,38 @@ def lower(program: Program) -> None:
             mutated.extend(i for i, arg in enumerate(wrapped) if _was_mutated(arg))
             return pytree.tree_map(_from_functional, results)
 
-    with mode or contextlib.nullcontext(), fx.traceback.preserve_node_meta(), _no_autocast_cache():
-        module = make_fx(run, decomposition_table=FUSED_REDUCTIONS, _allow_non_fake_inputs=True)(*fakes)
+    table = {**FUSED_REDUCTIONS, **SPELLED_OUT, aten.copy.default: _copied, aten.native_group_norm.default: _group_norm}
+    with mode or contextlib.nullcontext(), enable_python_dispatcher(), fx.traceback.preserve_node_meta(), _no_autocast_cache():
+        module = make_fx(run, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
 
     for index in mutated:
         raise _mutation_refusal(program.inputs[index], placeholders[index])
     _flatten_output(module)
     opaque.embed(module)
+    _spell_out_constructors(module.graph)
     _drop_empty_parts(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
     program.module = module
     program.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def _spell_out_constructors(graph: fx.Graph) -> None:
+    """`x.new_zeros(size)` and its like become `full(size, value)`, which depends on nothing but sizes."""
+    for node in list(graph.nodes):
+        if node.target not in CONSTRUCTORS:
+            continue
+        of_tensor = node.target._schema.arguments[0].name == "self"
+        size, value = node.args[1 if of_tensor else 0], CONSTRUCTORS[node.target]
+        val = node.meta["val"]
+        value = node.args[2] if value is None else value
+        with graph.inserting_before(node):
+            full = graph.call_function(
+                aten.full.default, (size, value), {"dtype": val.dtype, "device": val.device, "pin_memory": False}
+            )
+        full.meta = dict(node.meta)
+        node.replace_all_uses_with(full)
+        graph.erase_node(node)
 
 
 class _AttentionCapture(TorchFunctionMode):
@@ -100,7 +169,23 @@ class _AttentionCapture(TorchFunctionMode):
             return _capture_attention(*args, **kwargs)
         if func in (F.dropout, torch.dropout) and _dropout_is_identity(*args, **kwargs):
             return args[0] if args else kwargs["input"]
+        if func in MATMULS and not kwargs and _broadcasts(*args):
+            return _matmul_without_expanding(*args)
         return func(*args, **kwargs)
+
+
+MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
+
+def _broadcasts(left: Any, right: Any) -> bool:
+    return isinstance(right, torch.Tensor) and left.dim() > right.dim() >= 3
+
+
+def _matmul_without_expanding(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`[B, H, S, D] @ [H, D, E]`: torch would expand the weights to every sequence and merge batch with heads."""
+    extra = "abcdefgh"[: left.dim() - right.dim()]
+    shared = "ijklmn"[: right.dim() - 2]
+    return torch.einsum(f"{extra}{shared}xy,{shared}yz->{extra}{shared}xz", left, right)
 
 
 def _dropout_is_identity(input: Any, p: float = 0.5, train: Any = True, *args: Any, **kwargs: Any) -> bool:
@@ -147,8 +232,23 @@ def _capture_attention(
 class _DetachingInterpreter(fx.Interpreter):
     """Runs Dynamo's graph and marks each value that autograd would not have followed."""
 
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.extra_traceback = False  # our errors name the place themselves
+
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+        try:
+            result = super().run_node(n)
+        except DTAError:
+            raise
+        except Exception as error:
+            raise RefusalError(
+                "torch cannot trace this operation with symbolic sizes",
+                where=where(n),
+                expected="operations that work on any number of sequences and tokens",
+                got=f"{n.target}: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
+                hint="write it with other operations, or move it out of the compiled function",
+            ) from error
         if n.op in ("call_function", "call_method") and _stops_gradient(n) and isinstance(result, torch.Tensor):
             return result.detach()
         return result

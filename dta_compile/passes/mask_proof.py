@@ -121,13 +121,12 @@ class MaskProof:
         module = self.module if not constants else _with_constants(self.module, constants)
         with torch.no_grad(), torch._C._DisableAutocast():
             values = module(*arguments)
-        while values.dim() > 4 or (values.dim() == 4 and values.shape[1] == 1):
-            values = values.squeeze(1)
-        if values.dim() == 4:
+        values = values[(None,) * (4 - values.dim())]  # masks broadcast to [batch, heads, queries, keys]
+        if values.shape[1] != 1:
             raise self._refusal(
                 "a mask that differs between heads (ALiBi, relative bias)", "use rotary or learned positions"
             )
-        values = values if values.dim() == 3 else values[None]
+        values = values[:, 0]
         if values.dtype is torch.bool:
             return values
         forbidden = values <= -1e4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from torch import fx
 if TYPE_CHECKING:
     from dta_compile.passes.joint import JointGraphs
 
-Shape = tuple["int | torch.SymInt", ...]
+TORCH_FOLDER = str(pathlib.Path(torch.__file__).parent)
 
 
 class Axis(enum.Enum):
@@ -247,10 +248,11 @@ def ancestors(nodes: list[fx.Node], stop: Callable[[fx.Node], bool] = lambda nod
 
 
 def where(node: fx.Node) -> str:
-    """The user's source line that a node came from: file, line and code of the innermost recorded frame."""
+    """The user's source line that a node came from: the innermost recorded frame outside torch itself."""
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.splitlines() if line.strip() and not set(line.strip()) <= set("^~ ")]
     frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
     if not frames:
         return f"node {node.name}"
-    return " | ".join(lines[frames[-1] : frames[-1] + 2])
+    own = [i for i in frames if TORCH_FOLDER not in lines[i]] or frames
+    return " | ".join(lines[own[-1] : own[-1] + 2])

@@ -6,12 +6,16 @@ parameters token by token (the LM head) always belongs to it. The values that le
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.attention import cache_outputs, mixing_refusal
 from dta_compile.passes.cut import bytes_per_token, cheapest_cut, is_float, is_per_token
 from dta_compile.passes.program import FrontierValue, Layout, Mixed, Program, ancestors, has_tensor, where
+
+aten = torch.ops.aten
+DROPOUT = (aten.native_dropout.default, aten.bernoulli.p)
 
 
 def regions(program: Program) -> None:
@@ -24,6 +28,7 @@ def regions(program: Program) -> None:
         value = program.values.get(node)
         if node in before_last_attention and isinstance(value, Mixed):
             raise mixing_refusal(program, value)
+    _refuse_dropout(program, live)
     candidates = [node for node in live if _could_run_per_token(program, node)]
     outputs = {node for node in program.outputs if isinstance(node, fx.Node)}
     others = {node for node in live if node not in set(candidates) and not _is_weight(program, node)} | {None}
@@ -40,6 +45,13 @@ def regions(program: Program) -> None:
         for node in live
         if node in program.region and not _is_weight(program, node) and _leaves(program, node, outputs)
     ]
+
+
+def _refuse_dropout(program: Program, live: list[fx.Node]) -> None:
+    """Also after the last attention: a dropped hidden state or logit would differ between rollouts that share it."""
+    for node in live:
+        if node.target in DROPOUT and isinstance(mixed := program.values[node], Mixed):
+            raise mixing_refusal(program, mixed)
 
 
 def _could_run_per_token(program: Program, node: fx.Node) -> bool:

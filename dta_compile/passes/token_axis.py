@@ -72,7 +72,10 @@ def _index_position_tables(program: Program) -> None:
     placeholders = dict(zip(program.placeholders, program.inputs, strict=True))
     tables = {node for node, spec in placeholders.items() if spec.kind is InputKind.PARAMETER}
     for node in list(program.graph.nodes):
-        if node.target is not aten.slice.Tensor or node.args[0] not in tables:
+        operands = node.all_input_nodes
+        if operands and tables.issuperset(operands) and not any(size.free_symbols for size in _sizes_of_tensor(node)):
+            tables.add(node)
+        if node.target is not aten.slice.Tensor or node.args[0] not in tables or node in tables:
             continue
         dim = node.args[1] if len(node.args) > 1 else 0
         start = node.args[2] if len(node.args) > 2 else 0
@@ -88,6 +91,10 @@ def _index_position_tables(program: Program) -> None:
         picked.meta = dict(node.meta)
         node.replace_all_uses_with(picked)
         program.graph.erase_node(node)
+
+
+def _sizes_of_tensor(node: fx.Node) -> tuple[sympy.Expr, ...]:
+    return sizes(node) if isinstance(node.meta.get("val"), torch.Tensor) else ()
 
 
 def _depends_on_parameters(program: Program, node: fx.Node) -> bool:
@@ -155,6 +162,8 @@ def apply_rule(
 def _without_axes(program: Program, node: fx.Node) -> Value:
     """An operator on values without batch or token axis (weights): its result has none either, or it is no weight."""
     shaped = layout_by_shape(program, node)
+    if node.target is aten.expand.default and isinstance(shaped, Layout) and shaped.frame and shaped.frame.start is not None:
+        return shaped  # the same weight for every token
     layouts = shaped if isinstance(shaped, tuple) else (shaped,)
     if node in program.parameter_dependent and any(isinstance(one, Layout) and one.labelled for one in layouts):
         return Mixed(f"{node.target} gives a weight a batch or token axis", node)

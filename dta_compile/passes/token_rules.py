@@ -286,16 +286,10 @@ def slice_(node: fx.Node, arguments: Arguments) -> Layout:
             if step not in (None, 1)
             else f"it slices the {axis} axis"
         )
-    start = _size_argument(_argument(node, 2, "start") or 0)
-    if start.is_negative or sympy.simplify(start + before[dim]).is_negative:
-        start = before[dim] + start
-    elif not start.is_nonnegative:
-        raise MixesTokens(f"it slices the token axis from {start}, which may lie before its end or after its start")
-    return Layout(layout.dims, Frame(sympy.simplify(layout.frame.start + start), after[dim]))
-
-
-def _size_argument(value: Any) -> sympy.Expr:
-    return expression(value.meta["val"] if isinstance(value, fx.Node) else value)
+    start = _argument(node, 2, "start") or 0
+    start = start.meta["val"] if isinstance(start, fx.Node) else start
+    first = expression(start) + (before[dim] if start < 0 else 0)  # comparing a symbolic start leaves a guard
+    return Layout(layout.dims, Frame(sympy.simplify(layout.frame.start + first), after[dim]))
 
 
 def matmul(left: int, right: int) -> Rule:
@@ -327,12 +321,40 @@ def embedding(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def index_tensor(node: fx.Node, arguments: Arguments) -> Layout:
-    """`table[index]` with a table that has no token axis; any other advanced indexing mixes tokens."""
-    table, indices = arguments[node.args[0]], node.args[1]
-    if table.labelled or len(indices) != 1 or not isinstance(indices[0], fx.Node):
-        raise MixesTokens("it indexes the token or batch axis")
-    index = arguments[indices[0]]
-    return Layout((*index.dims, *table.dims[1:]), index.frame)
+    """`x[..., index]` over features, with index tensors that may themselves be per token."""
+    table = arguments[node.args[0]]
+    chosen = [i for i, index in enumerate(node.args[1]) if index is not None]
+    indices = [node.args[1][i] for i in chosen]
+    for i, index in zip(chosen, indices, strict=True):
+        require_feature(table, i, "indexes")
+        if index.meta["val"].dtype is torch.bool:
+            raise MixesTokens("it selects by a mask, so that the result's size depends on the data")
+    picked = broadcast(node, arguments, indices)
+    rest = [axis for i, axis in enumerate(table.dims) if i not in chosen]
+    place = chosen[0] if chosen == list(range(chosen[0], chosen[-1] + 1)) else 0
+    dims = (*rest[:place], *picked.dims, *rest[place:])
+    return single_token_axis(Layout(dims, unify_frames([table.frame, picked.frame])))
+
+
+def index_put(node: fx.Node, arguments: Arguments) -> Layout:
+    """`x[..., index] = y` over features with constant indices, and `x[mask] = number`."""
+    source, indices, value = node.args[:3]
+    target, given = arguments[source], arguments[value]
+    first = indices[0]
+    if first is not None and first.meta["val"].dtype is torch.bool:
+        mask = arguments[first]
+        if len(indices) > 1 or any(size != 1 for size in sizes(value)):
+            raise MixesTokens("it writes different values where a mask says")
+        if mask.dims != target.dims[: len(mask.dims)]:
+            raise MixesTokens("it writes where a mask with other axes says")
+        return Layout(target.dims, unify_frames([target.frame, mask.frame]))
+    written = index_tensor(node, arguments)
+    if any(arguments[index].labelled for index in indices if index is not None) or written.frame != target.frame:
+        raise MixesTokens("it writes at indices that differ between tokens")
+    for i, size in enumerate(sizes(value)):
+        if size != 1 and given.dims[i] is not written.dims[len(written.dims) - len(given.dims) + i]:
+            raise MixesTokens("it writes values that lie differently along the batch and token axes")
+    return Layout(target.dims, unify_frames([target.frame, given.frame]))
 
 
 def index_select(node: fx.Node, arguments: Arguments) -> Layout:
@@ -397,6 +419,12 @@ def _without_dim_check(parts: list[fx.Node], dim: int) -> list[fx.Node]:
     return parts
 
 
+def stack(node: fx.Node, arguments: Arguments) -> Layout:
+    layout = broadcast(node, arguments, list(node.args[0]))
+    dim = (_argument(node, 1, "dim") or 0) % (len(layout.dims) + 1)
+    return Layout((*layout.dims[:dim], None, *layout.dims[dim:]), layout.frame)
+
+
 def split(node: fx.Node, arguments: Arguments) -> tuple[Layout, ...]:
     layout = arguments[node.args[0]]
     dim = require_feature(layout, _argument(node, 2, "dim") or 0, "splits")
@@ -414,11 +442,12 @@ def select(node: fx.Node, arguments: Arguments) -> Layout:
 
 def written_slice(node: fx.Node, arguments: Arguments) -> Layout:
     """slice_scatter and select_scatter along a feature dimension (what `x[..., a:b] = y` becomes)."""
-    layout = arguments[node.args[0]]
-    require_feature(layout, _argument(node, 2, "dim") or 0, "writes a part")
-    if arguments[node.args[1]].frame not in (None, layout.frame):
-        raise MixesTokens("it writes tokens at different positions")
-    return layout
+    layout, part = arguments[node.args[0]], arguments[node.args[1]]
+    dim = require_feature(layout, _argument(node, 2, "dim") or 0, "writes a part")
+    others = layout.dims if node.target is aten.slice_scatter.default else (*layout.dims[:dim], *layout.dims[dim + 1 :])
+    if part.dims != others:
+        raise MixesTokens("it writes a part that lies differently along the batch and token axes")
+    return Layout(layout.dims, unify_frames([layout.frame, part.frame]))
 
 
 def normalization(results: int) -> Rule:
@@ -431,6 +460,54 @@ def normalization(results: int) -> Rule:
         return (layout,) * results
 
     return rule
+
+
+def triangle(node: fx.Node, arguments: Arguments) -> Layout:
+    layout = arguments[node.args[0]]
+    for dim in (-1, -2):
+        require_feature(layout, dim, "cuts a triangle")
+    return layout
+
+
+def diagonal(node: fx.Node, arguments: Arguments) -> Layout:
+    layout = arguments[node.args[0]]
+    taken = {
+        require_feature(layout, _argument(node, i, f"dim{i - 1}"), "takes the diagonal") for i in (2, 3)
+    }
+    return Layout((*(axis for i, axis in enumerate(layout.dims) if i not in taken), None), layout.frame)
+
+
+def unfold(node: fx.Node, arguments: Arguments) -> Layout:
+    layout = arguments[node.args[0]]
+    require_feature(layout, node.args[1], "takes windows")
+    return Layout((*layout.dims, None), layout.frame)
+
+
+def bucketize(node: fx.Node, arguments: Arguments) -> Layout:
+    if arguments[node.args[1]].labelled:
+        raise MixesTokens("it sorts into boundaries that are computed per token")
+    return arguments[node.args[0]]
+
+
+def view_as_complex(node: fx.Node, arguments: Arguments) -> Layout:
+    layout = arguments[node.args[0]]
+    require_feature(layout, -1, "pairs real and imaginary parts")
+    return Layout(layout.dims[:-1], layout.frame)
+
+
+def view_as_real(node: fx.Node, arguments: Arguments) -> Layout:
+    layout = arguments[node.args[0]]
+    return Layout((*layout.dims, None), layout.frame)
+
+
+def convolution(node: fx.Node, arguments: Arguments) -> Layout:
+    """A convolution whose kernel is one token wide is a linear map of every token."""
+    _, weight, _, stride, padding = node.args[:5]
+    layout = arguments[node.args[0]]
+    require_feature(layout, 1, "convolves")
+    if any(size != 1 for size in sizes(weight)[2:]) or any(s != 1 for s in stride) or any(padding):
+        raise MixesTokens("it convolves along the token axis")
+    return layout
 
 
 def constant_pad(node: fx.Node, arguments: Arguments) -> Layout:
@@ -476,7 +553,9 @@ def _register(rule: Rule, *ops: Any) -> None:
 
 _register(pointwise, aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default)
 _register(pointwise, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, aten.copy.default)
-_register(pointwise, aten.lift_fresh_copy.default, aten.contiguous.default, aten.fill.Scalar, aten.addcmul.default)
+_register(pointwise, aten.lift_fresh_copy.default, aten.contiguous.default, aten.fill.Scalar, aten.fill.Tensor)
+_register(pointwise, aten.hardswish.default, aten._prelu_kernel.default, aten.complex.default, aten.polar.default)
+_register(pointwise, aten._conj.default, aten._conj_physical.default, aten.resolve_conj.default, aten.real.default)
 _register(like, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default)
 _register(view, aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _register(permuted(_transpose_order), aten.transpose.int, aten.t.default)
@@ -487,12 +566,14 @@ _register(expand, aten.expand.default)
 _register(slice_, aten.slice.Tensor)
 _register(select, aten.select.int)
 _register(written_slice, aten.slice_scatter.default, aten.select_scatter.default)
+_register(stack, aten.stack.default)
 _register(split, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 _register(cat, aten.cat.default)
 _register(matmul(0, 1), aten.mm.default, aten.bmm.default, aten.mv.default)
 _register(matmul(1, 2), aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 _register(embedding, aten.embedding.default)
 _register(index_tensor, aten.index.Tensor)
+_register(index_put, aten.index_put.default)
 _register(index_select, aten.index_select.default)
 _register(gather, aten.gather.default)
 _register(scatter, aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
@@ -508,11 +589,23 @@ _register(along_features("reduces", 2, 3), aten.linalg_vector_norm.default)
 _register(along_features("reduces", 1, 2, results=2), aten.max.dim, aten.min.dim)
 _register(along_features("accumulates", 1), aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
 _register(along_features("reorders", 1), aten.flip.default, aten.glu.default)
+_register(along_features("accumulates", 1, results=2), aten.cummax.default, aten.cummin.default)
+_register(along_features("reduces", 1, 2, results=2), aten.median.dim, aten.nanmedian.dim, aten.mode.default)
+_register(along_features("reduces", 2, 3, results=2), aten.kthvalue.default)
+_register(along_features("sums", 2, 3), aten.norm.ScalarOpt_dim)
 _register(along_features("sorts", 1, results=2), aten.sort.default)
+_register(along_features("sorts", 2, results=2), aten.sort.stable)  # its dim is given by name
 _register(along_features("selects the largest", 2, results=2), aten.topk.default)
 _register(normalization(3), aten.native_layer_norm.default)
 if hasattr(aten, "_fused_rms_norm"):
     _register(normalization(2), aten._fused_rms_norm.default)
+_register(triangle, aten.tril.default, aten.triu.default)
+_register(diagonal, aten.diagonal.default)
+_register(unfold, aten.unfold.default)
+_register(bucketize, aten.bucketize.Tensor)
+_register(view_as_complex, aten.view_as_complex.default)
+_register(view_as_real, aten.view_as_real.default)
+_register(convolution, aten.convolution.default)
 _register(constant_pad, aten.constant_pad_nd.default)
 _register(repeat, aten.repeat.default)
 _register(attention, torch.ops.dta.attention_call.default)

@@ -1,0 +1,258 @@
+"""What cannot be proven equivalent is refused: by name, with the user's line and what to do instead."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dta_compile
+from dta_compile.errors import RefusalError, RuntimeContractError
+
+VOCABULARY, WIDTH, HEADS = 31, 16, 2
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP; `change` replaces one step by what a test wants refused."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mlp = nn.Linear(WIDTH, WIDTH)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=2)
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+        self.bias = nn.Parameter(torch.zeros(HEADS, 64, 64))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        q, k, v = (
+            t.view(batch, tokens, HEADS, -1).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, dim=-1)
+        )
+        y = self.change(self, x, q, k, v)
+        if y is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if y.dim() == 4:
+            y = y.transpose(1, 2).reshape(batch, tokens, WIDTH)
+        return x + self.mlp(y)
+
+
+class Model(nn.Module):
+    def __init__(self, change=lambda *_: None):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(change), Block(lambda *_: None)])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def refusal(change, ids=None, **options):
+    """The error of a training call whose first block is changed."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    compiled = torch.compile(Model(change), backend="dta", options=options)
+    with pytest.raises(RefusalError) as caught:
+        compiled(torch.randint(0, VOCABULARY, (3, 9)) if ids is None else ids)
+    return caught.value
+
+
+def triangle(x):
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+
+
+def dropped_weights(block, x, q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1)
+
+
+def dropout(block, x, q, k, v):
+    return F.scaled_dot_product_attention(F.dropout(q, 0.1), k, v, is_causal=True)
+
+
+def alibi(block, x, q, k, v):
+    positions = torch.arange(x.shape[1])
+    slopes = torch.tensor([0.5, 0.25])[:, None, None]
+    bias = (slopes * (positions[None, None] - positions[None, :, None])).masked_fill(~triangle(x), float("-inf"))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def shared_bias(block, x, q, k, v):
+    positions = torch.arange(x.shape[1])
+    bias = (-0.5 * (positions[:, None] - positions[None]).float()).masked_fill(~triangle(x), float("-inf"))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def learned_bias(block, x, q, k, v):
+    tokens = x.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=block.bias[:, :tokens, :tokens])
+
+
+def bidirectional(block, x, q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def look_ahead(block, x, q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones_like(triangle(x)).tril(1))
+
+
+def chunked(block, x, q, k, v):
+    positions = torch.arange(x.shape[1])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=triangle(x) & (positions[:, None] // 4 == positions // 4))
+
+
+def prefix_lm(block, x, q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=triangle(x) | (torch.arange(x.shape[1]) < 3))
+
+
+def convolution(block, x, q, k, v):
+    return block.conv(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+
+def cumulative_sum(block, x, q, k, v):
+    return x.cumsum(1)
+
+
+def batch_norm(block, x, q, k, v):
+    return block.batch_norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+def token_shift(block, x, q, k, v):
+    return F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def mean_pool(block, x, q, k, v):
+    return x + x.mean(1, keepdim=True)
+
+
+def batch_mean(block, x, q, k, v):
+    return x - x.mean(0, keepdim=True)
+
+
+def reversed_tokens(block, x, q, k, v):
+    return x.flip(1)
+
+
+def counter(block, x, q, k, v):
+    block.calls.add_(1)
+
+
+def eager_attention(block, x, q, k, v):
+    scores = (q @ k.transpose(-1, -2)).masked_fill(~triangle(x), float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def soft_cap(block, x, q, k, v):
+    scores = torch.tanh(q @ k.transpose(-1, -2) / 5) * 5
+    return scores.masked_fill(~triangle(x), float("-inf")).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dropped_weights, "attention dropout cannot run over a prefix tree"),
+        (dropout, "dropout cannot run over a prefix tree"),
+        (alibi, "a mask that differs between heads"),
+        (shared_bias, "an additive bias with values other than 0 and -inf"),
+        (learned_bias, "a bias computed from parameters"),
+        (bidirectional, "this attention is bidirectional"),
+        (look_ahead, "lets tokens attend to later ones"),
+        (chunked, "hides earlier tokens in another way than padding or a sliding window"),
+        (prefix_lm, "lets tokens attend to later ones"),
+        (convolution, "it convolves along the token axis"),
+        (cumulative_sum, "it accumulates along the token axis"),
+        (batch_norm, "the model writes to"),
+        (token_shift, "it pads along the token axis"),
+        (mean_pool, "it sums along the token axis"),
+        (batch_mean, "it sums along the batch axis"),
+        (reversed_tokens, "it reorders along the token axis"),
+        (counter, "the model writes to"),
+        (eager_attention, "attn_implementation='sdpa'"),
+        (soft_cap, "attn_implementation='sdpa'"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_refusals_name_the_cause_and_the_users_line(change, message):
+    error = refusal(change)
+    assert message in str(error)
+    assert "test_refusals.py" in error.where
+    assert error.expected or error.hint
+
+
+def test_a_ready_made_mask_over_pairs_is_refused():
+    class Masked(Model):
+        def forward(self, ids, mask):
+            self.blocks[0].change = lambda block, x, q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            return super().forward(ids)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(Masked(), backend="dta")
+    mask = torch.ones(9, 9, dtype=torch.bool).tril().expand(3, 1, 9, 9)
+    with pytest.raises(RefusalError, match="a mask over pairs of tokens given as an input"):
+        compiled(torch.randint(0, VOCABULARY, (3, 9)), mask)
+
+
+def test_embeddings_that_need_gradients_are_refused():
+    class FromEmbeddings(Model):
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(FromEmbeddings(), backend="dta")
+    with pytest.raises(RefusalError, match="requires a gradient"):
+        compiled(torch.randn(3, 9, WIDTH, requires_grad=True))
+
+
+def test_a_graph_break_inside_the_model_names_its_line():
+    def breaks(block, x, q, k, v):
+        torch._dynamo.graph_break()
+
+    error = refusal(lambda *arguments: breaks(*arguments))
+    # The first block's attention comes after the break, and its input needs gradients.
+    assert "graph break inside the model" in str(error)
+    assert "test_refusals.py" in error.where
+
+
+def test_packed_rows_by_position_ids_are_refused_at_the_call():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=HEADS,
+        num_key_value_heads=1,
+        use_cache=False,
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(transformers.Qwen2ForCausalLM(config), backend="dta")
+    ids, positions = torch.randint(0, VOCABULARY, (3, 9)), torch.arange(9).expand(3, 9).contiguous()
+    assert compiled(ids, position_ids=positions).logits.shape == (3, 9, VOCABULARY)
+    packed = positions.clone()
+    packed[1, 5:] = torch.arange(4)
+    with pytest.raises(RuntimeContractError, match="several packed sequences"):
+        compiled(ids, position_ids=packed)
+
+
+def test_a_refusal_can_fall_back_to_dense_with_a_warning(caplog):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model(cumulative_sum)
+    ids = torch.randint(0, VOCABULARY, (3, 9))
+    compiled = torch.compile(model, backend="dta", options={"fallback": "dense"})
+    with caplog.at_level("WARNING", logger="dta_compile"):
+        torch.testing.assert_close(compiled(ids), model(ids))
+    assert "accumulates along the token axis" in caplog.text
+
+
+def test_explain_reports_a_refusal_instead_of_raising():
+    torch._dynamo.reset()
+    report = dta_compile.explain(Model(cumulative_sum), torch.randint(0, VOCABULARY, (3, 9)))
+    assert report.refusal is not None
+    assert "accumulates along the token axis" in str(report)

@@ -1,0 +1,131 @@
+"""A hand-written causal LM, float64 throughout and quick to compile, with batches that share prefixes.
+
+    model = TinyLM()
+    compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+    assert_same(run(compiled, model), run(model, model))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY, WIDTH, LONGEST = 31, 16, 64
+SMALL_CHUNKS = {"chunk_size": 3}
+
+
+class Block(nn.Module):
+    """Pre-norm attention with grouped KV heads, and an MLP."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.mlp_norm = nn.RMSNorm(width), nn.LayerNorm(width)
+        self.query, self.key_value = nn.Linear(width, width), nn.Linear(width, width)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        y = self.norm(x)
+        query = self.query(y).view(batch, tokens, 4, -1).transpose(1, 2)
+        key, value = self.key_value(y).view(batch, tokens, 2, 2, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, tokens, width))
+        return x + self.down(F.silu(self.up(self.mlp_norm(x))))
+
+
+class TinyLM(nn.Module):
+    """Logits `[B, S, V]` of ids `[B, S]`; positions count the real tokens of `mask` `[B, S]` (bool) if it is given."""
+
+    def __init__(self, seed: int = 0, width: int = WIDTH, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(LONGEST, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+        self.double()
+
+    def hidden(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        positions, pairs = torch.arange(ids.shape[1]), None
+        if mask is not None:
+            positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+            triangle = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+            pairs = triangle & mask[:, None, None, :]
+        x = self.embedding(ids) + self.position(positions)
+        for block in self.blocks:
+            x = block(x, pairs)
+        return self.norm(x)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.head(self.hidden(ids, mask))
+
+
+def shared_ids(batch: int = 5, tokens: int = 9, seed: int = 1) -> torch.Tensor:
+    """`[B, S]` ids: a prompt of all, forks at several depths, and a duplicate (the last row)."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (batch, tokens), generator=generator)
+    for row in range(1, batch):
+        shared = max(1, tokens - 1 - row)
+        ids[row, :shared] = ids[row - 1, :shared]
+    ids[-1] = ids[0]
+    return ids
+
+
+def log_probs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """`[B, S - 1]` log-probabilities of every next token."""
+    return logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+
+def weights_like(tensor: torch.Tensor, seed: int = 7) -> torch.Tensor:
+    """Fixed random weights, so that no error can cancel in `(tensor * weights).sum()`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+
+
+def weighted(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor * weights_like(tensor)).sum()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """A copy of every parameter's `.grad`, None where there is none."""
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def after(model: nn.Module, step: Callable[[], Any]) -> tuple[Any, dict[str, torch.Tensor | None]]:
+    """What a step returned, and the gradients it left on a model that had none."""
+    model.zero_grad()
+    result = step()
+    found = gradients(model)
+    model.zero_grad()
+    return result, found
+
+
+def assert_same(actual: Any, expected: Any, tolerance: float = 1e-9) -> None:
+    """Equal structures of tensors: each within `tolerance` of its own largest entry, None only where None is."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for key in expected:
+            try:
+                assert_same(actual[key], expected[key], tolerance)
+            except AssertionError as error:
+                raise AssertionError(f"{key}: {error}") from None
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected)
+        for mine, theirs in zip(actual, expected, strict=True):
+            assert_same(mine, theirs, tolerance)
+    elif isinstance(expected, torch.Tensor):
+        assert isinstance(actual, torch.Tensor), f"expected a tensor, got {actual}"
+        assert actual.shape == expected.shape and actual.dtype == expected.dtype
+        if not expected.is_floating_point():
+            assert torch.equal(actual, expected)
+            return
+        # A gradient that is zero but for rounding has no size of its own; no value here is smaller than 1e-6.
+        size = max(float(expected.detach().abs().max()), 1e-6) if expected.numel() else 1.0
+        error = float((actual - expected).detach().abs().max()) / size if expected.numel() else 0.0
+        assert error <= tolerance, f"relative difference {error:.2g}"
+    else:
+        assert actual == expected

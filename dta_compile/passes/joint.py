@@ -38,6 +38,7 @@ class JointGraphs:
         backward: takes `path`, the `backward_inputs` of the chunk's inputs, the saved values, the gradients of the
             differentiable frontier values, and (after the accumulate pass) one accumulator for each of `grad_parameters`.
         saved_kv: for each layer, where its key and value are among the saved values.
+        differentiated: positions of the frontier values whose gradients the backward takes.
         grad_parameters: positions among the chunk graph's parameters that receive a gradient.
         saved_bytes_per_token: bytes that the saved values take per chunk token (head rows counted as one a token).
     """
@@ -48,6 +49,7 @@ class JointGraphs:
     backward: fx.GraphModule | None
     backward_inputs: list[int]
     saved_kv: list[tuple[int, int]]
+    differentiated: list[int]
     grad_parameters: list[int]
     saved_bytes_per_token: float
 
@@ -67,7 +69,7 @@ def joint(program: Program) -> None:
     forward_only = _extract(trace, primals, outputs, attention)
     cache_only = _extract(trace, primals, [], attention)
     if not program.training:
-        program.joint = JointGraphs(cache_only, forward_only, forward_only, None, [], [], [], 0.0)
+        program.joint = JointGraphs(cache_only, forward_only, forward_only, None, [], [], [], [], 0.0)
         return
     backward_nodes = _depending_on(graph, tangents)
     saved = _saved_values(graph, primals, backward_nodes, attention)
@@ -82,6 +84,7 @@ def joint(program: Program) -> None:
         backward=backward,
         backward_inputs=backward_inputs,
         saved_kv=[(positions[node.args[1]], positions[node.args[2]]) for node in attention],
+        differentiated=_differentiable(program),
         grad_parameters=grad_parameters,
         saved_bytes_per_token=sum(_bytes_per_row(node) for node in saved),
     )

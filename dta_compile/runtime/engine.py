@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd.function import once_differentiable
 
 from dta_compile.errors import RuntimeContractError
 from dta_compile.options import Options
@@ -23,6 +22,7 @@ from dta_compile.runtime.executor import ChunkData, Executor
 from dta_compile.runtime.memory import default_budget
 from dta_compile.runtime import streaming
 from dta_compile.runtime.reference import verified
+from dta_compile.runtime.row_buffer import AllRows, RowBuffer
 from dta_compile.runtime.rows import BatchRows, Integers
 from dta_compile.runtime.stack import PathStack
 
@@ -131,26 +131,25 @@ class Call:
         parameters = [self.args[spec.index].detach() for spec in program.region_parameters]
         return ChunkData(parameters, [self.dense[node] for node in program.constant_inputs], trunk, head)
 
-    def expand(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
-        """Head rows `[H + 1, *features]` of a frontier value as the dense tensor of its layout."""
+    def expand(self, index: int, buffer: RowBuffer) -> torch.Tensor:
+        """The rows of a frontier value as the dense tensor of its layout; zeros at padding."""
         value = self.program.frontier[index]
-        dense = buffer.index_select(0, self.maps[index])
+        dense = buffer.gather(self.maps[index])
         return self._from_entries(value, dense, self.batch)
 
-    def expand_row(self, index: int, buffer: torch.Tensor, row: int) -> torch.Tensor:
+    def expand_row(self, index: int, buffer: RowBuffer, row: int) -> torch.Tensor:
         """As `expand`, for one sequence: the batch axis has size one."""
         value = self.program.frontier[index]
-        entries = buffer.index_select(0, self._row_map(index, row))
+        entries = buffer.gather(self._row_map(index, row))
         return self._from_entries(value, entries, batch=1)
 
-    def add_row_gradient(self, index: int, total: torch.Tensor | None, grad: torch.Tensor, row: int) -> None:
-        """Add the gradient of `expand_row` to `[H + 1, *features]`."""
-        assert total is not None
+    def add_row_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor, row: int) -> None:
+        """Add the gradient of `expand_row` to its rows."""
         value = self.program.frontier[index]
         entries = grad.permute(_entry_order(value)).reshape(-1, *value.features)
         row_map = self._row_map(index, row)
         self._refuse_gradients_at_padding(index, entries, row_map)
-        total.index_add_(0, row_map, entries.to(total.dtype))
+        buffer.add(row_map, entries)
 
     def _row_map(self, index: int, row: int) -> torch.Tensor:
         return self.maps[index].reshape(self.batch, -1)[row]
@@ -160,17 +159,16 @@ class Call:
         if Axis.BATCH in dims:
             entries = entries.reshape(batch, -1, *value.features)
         inverse = [order.index(i) for i in range(len(dims))]
-        return entries.permute(inverse)
+        entries = entries.permute(inverse)
+        # The same memory, but no view to autograd: callers may write to outputs in place (`logits.div_(temperature)`).
+        return torch.ops.aten._unsafe_view(entries.contiguous(), entries.shape)  # type: ignore[no-any-return]
 
-    def sum_rows(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of `expand`: `[H + 1, *features]`, summed in float32."""
+    def add_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor) -> None:
+        """Add the gradient of `expand` to its rows."""
         value = self.program.frontier[index]
         entries = grad.permute(_entry_order(value)).reshape(-1, *value.features)
-        dtype = statistics_dtype(value.dtype)
-        count = len(self.rows.head_positions)
-        total = torch.zeros((count + 1, *value.features), dtype=dtype, device=self.device)
         self._refuse_gradients_at_padding(index, entries, self.maps[index])
-        return total.index_add_(0, self.maps[index], entries.to(dtype))
+        buffer.add(self.maps[index], entries)
 
     def _refuse_gradients_at_padding(self, index: int, entries: torch.Tensor, row_map: torch.Tensor) -> None:
         padding = row_map == len(self.rows.head_positions)
@@ -258,8 +256,7 @@ class TreeFunction(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         plan = call.schedule_plan
         executor = call.executor(plan)
-        ops = iter(plan.schedule.ops)
-        executor.run(ops, on_attach=lambda sequences: False)
+        ops = forward_half(executor, plan)
         outputs = tuple(call.expand(i, buffer) for i, buffer in enumerate(executor.outputs))
         executor.outputs = []
         ctx.call, ctx.executor, ctx.ops = call, executor, ops
@@ -271,8 +268,14 @@ class TreeFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeContractError(
+                "a backward over the prefix tree cannot be differentiated again",
+                expected="gradients without create_graph=True",
+                got="create_graph=True",
+                hint="take second derivatives (gradient penalties, Hessians) in eager mode",
+            )
         parameters = ctx.saved_tensors  # checks that no parameter was changed in place since the forward
         call: Call = ctx.call
         executor, ops = ctx.executor, ctx.ops
@@ -281,10 +284,17 @@ class TreeFunction(torch.autograd.Function):
             if executor is None:
                 plan = call.replan_keeping_nothing()
                 executor = call.executor(plan)
-                ops = iter(plan.schedule.ops)
-                executor.run(ops, on_attach=lambda sequences: False)
+                ops = forward_half(executor, plan)
             accumulators = backpropagate(call, executor, ops, grads, parameters)
         return (None, *accumulators)
+
+
+def forward_half(executor: Executor, plan: Plan) -> Iterator[Any]:
+    """Run a schedule up to its attach op; what is left of its operations."""
+    ops = iter(plan.schedule.ops)
+    executor.outputs = [executor.row_buffer(i, AllRows, v.dtype) for i, v in enumerate(executor.frontier)]
+    executor.run(ops, on_attach=lambda sequences: False)
+    return ops
 
 
 def backpropagate(
@@ -307,8 +317,10 @@ def set_gradients(call: Call, executor: Executor, grads: Sequence[torch.Tensor |
                 got=f"a gradient for {value.node.name}",
                 hint="pass use_cache=False",
             )
-        if value.differentiable and not value.is_cache:
-            executor.gradients[i] = executor.zero_gradient(i) if grad is None else call.sum_rows(i, grad)
+        if i in executor.joint.differentiated and grad is not None:
+            buffer = executor.row_buffer(i, AllRows, statistics_dtype(value.dtype))
+            call.add_gradient(i, buffer, grad)
+            executor.gradients[i] = buffer
 
 
 def prepare_accumulators(executor: Executor, parameters: Sequence[torch.Tensor]) -> None:

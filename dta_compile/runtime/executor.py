@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from dta_compile.passes.attention_op import statistics_dtype
 from dta_compile.passes.joint import JointGraphs
 from dta_compile.passes.program import FrontierValue
 from dta_compile.plan import Plan
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Chunk, Forward, Op, Pop, Restore, Slice
+from dta_compile.runtime.row_buffer import RowBuffer
 from dta_compile.runtime.rows import BatchRows
 from dta_compile.runtime.stack import PathStack
 
@@ -55,8 +55,9 @@ class Executor:
     """Runs a plan's schedule over one batch; `run` may stop at an `attach` op and go on from there.
 
     Attributes:
-        outputs: per frontier value `[H + 1, *features]`; the last row stays zero (padding reads it).
-        gradients: per differentiable frontier value `[H + 1, *features]`, to be filled before a backward op.
+        outputs: rows of every frontier value, written by operations with `out`.
+        gradients: rows of every differentiable frontier value's gradient (None: nothing uses the value, its gradient is
+            zero), to be filled before a backward op reads them.
         accumulators: per parameter that receives a gradient.
     """
 
@@ -73,25 +74,13 @@ class Executor:
         self.plan = plan
         self.graphs: dict[Chunk, Graph] = {}
         self.graph_of_row = np.zeros(rows.tree.num_rows, dtype=object)
-        self.outputs = [self._row_buffer(value, value.dtype) for value in self.frontier]
-        self.gradients: list[torch.Tensor | None] = [None] * len(self.frontier)
+        self.outputs: list[RowBuffer] = []
+        self.gradients: list[RowBuffer | None] = [None] * len(self.frontier)
         self.accumulators: list[torch.Tensor] = []
 
-    def _row_buffer(self, value: FrontierValue, dtype: torch.dtype) -> torch.Tensor:
-        count = len(self.rows.head_positions) + 1
-        return torch.zeros((count, *value.features), dtype=dtype, device=self.path.device)
-
-    def gradient_buffer(self, index: int) -> torch.Tensor:
-        """Zeroed `[H + 1, *features]`, in float32 at least, to sum a frontier value's gradient into."""
-        value = self.frontier[index]
-        return self._row_buffer(value, statistics_dtype(value.dtype))
-
-    def zero_gradient(self, index: int) -> torch.Tensor:
-        """The gradient of a frontier value that nothing uses: one zero row, read by every chunk."""
-        value = self.frontier[index]
-        return torch.zeros((), dtype=value.dtype, device=self.path.device).expand(
-            len(self.rows.head_positions) + 1, *value.features
-        )
+    def row_buffer(self, index: int, kind: type[RowBuffer], dtype: torch.dtype) -> RowBuffer:
+        """An empty buffer for the rows of a frontier value."""
+        return kind(len(self.rows.head_positions), self.frontier[index].features, dtype, self.path.device)
 
     def run(self, ops: Iterator[Op], on_attach: Callable[[tuple[int, ...]], bool]) -> None:
         """Run operations until they end or `on_attach` (called with the sequences that became due) returns False."""
@@ -139,14 +128,21 @@ class Executor:
         graph = self.graphs.pop(chunk)
         for start, stop in graph.rows:
             self.graph_of_row[start:stop] = 0
-        tangents = [
-            _rows(gradient, graph.head_ranges).to(value.dtype)
-            for gradient, value in zip(self.gradients, self.frontier, strict=True)
-            if gradient is not None
-        ]
+        tangents = [self._tangent(index, graph) for index in self.joint.differentiated]
         self.path.start = graph.part.start
         assert self.joint.backward is not None
         self.joint.backward(self.path, *graph.inputs, *graph.saved, *tangents, *self.accumulators)
+        for buffer in (*self.outputs, *self.gradients):
+            if buffer is not None:
+                buffer.release(graph.head_ranges)
+
+    def _tangent(self, index: int, graph: Graph) -> torch.Tensor:
+        """The gradient of a frontier value at the chunk's head rows, in the value's dtype."""
+        value, buffer = self.frontier[index], self.gradients[index]
+        if buffer is None:
+            count = sum(stop - start for start, stop in graph.head_ranges)
+            return torch.zeros((), dtype=value.dtype, device=self.path.device).expand(count, *value.features)
+        return buffer.read(graph.head_ranges).to(value.dtype)
 
     def _restore(self, part: Slice) -> None:
         graph: Graph = self.graph_of_row[self.rows.tree.row_ranges(part.sequence, part.start, part.stop)[0][0]]
@@ -184,14 +180,8 @@ class Executor:
         return torch.from_numpy(np.concatenate(parts)).to(self.path.device)
 
     def _write(self, head_ranges: Sequence[tuple[int, int]], results: Sequence[torch.Tensor]) -> None:
-        for buffer, result in zip(self.outputs, results, strict=True):
-            offset = 0
-            for start, stop in head_ranges:
-                buffer[start:stop] = result[offset : offset + stop - start]
-                offset += stop - start
-
-
-def _rows(buffer: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    parts = [buffer[start:stop] for start, stop in ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
+        for output, gradient, result in zip(self.outputs, self.gradients, results, strict=True):
+            output.acquire(head_ranges)
+            output.write(head_ranges, result)
+            if gradient is not None:
+                gradient.acquire(head_ranges)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dta_compile.errors import RefusalError
+from dta_compile.passes.attention_op import statistics_dtype
 from dta_compile.passes.program import Axis, InputKind, Layout
+from dta_compile.runtime.row_buffer import PathRows
 
 if TYPE_CHECKING:
     from dta_compile.runtime.engine import Call, Engine
@@ -88,10 +90,9 @@ def stream(engine: Engine, loss_fn: Callable[..., torch.Tensor], args: Sequence[
         executor = call.executor(plan)
         parameters = [args[spec.index] for spec in program.region_parameters]
         prepare_accumulators(executor, parameters)
-        executor.gradients = [
-            executor.gradient_buffer(i) if value.differentiable and not value.is_cache else None
-            for i, value in enumerate(program.frontier)
-        ]
+        executor.outputs = [executor.row_buffer(i, PathRows, v.dtype) for i, v in enumerate(program.frontier)]
+        for i in executor.joint.differentiated:
+            executor.gradients[i] = executor.row_buffer(i, PathRows, statistics_dtype(program.frontier[i].dtype))
         rows = _Rows(call, executor, loss_fn)
         executor.run(iter(plan.schedule.ops), on_attach=rows.attach)
         pending = dict(rows.gradients)
@@ -125,9 +126,9 @@ class _Rows:
     def _row(self, row: int) -> None:
         call, program = self.call, self.call.program
         leaves = []
-        for i, value in enumerate(program.frontier):
+        for i in range(len(program.frontier)):
             dense = call.expand_row(i, self.executor.outputs[i], row)
-            leaves.append(dense.requires_grad_(value.differentiable and not value.is_cache))
+            leaves.append(dense.requires_grad_(self.executor.gradients[i] is not None))
         with torch.enable_grad():
             outputs = call.engine.epilogue(self._row_args(row), self._row_dense(row), leaves)
             loss = self.loss_fn(row, *(out[0] for out in self._shown(outputs)))
@@ -136,9 +137,10 @@ class _Rows:
             return
         wanted = [leaf for leaf in leaves if leaf.requires_grad] + self.trained
         grads = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
-        for i, leaf in enumerate(leaves):
-            if leaf.requires_grad and (grad := next(grads)) is not None:
-                call.add_row_gradient(i, self.executor.gradients[i], grad, row)
+        for i in range(len(leaves)):
+            buffer = self.executor.gradients[i]
+            if buffer is not None and (grad := next(grads)) is not None:
+                call.add_row_gradient(i, buffer, grad, row)
         for parameter, grad in zip(self.trained, grads, strict=True):
             if grad is not None:
                 known = self.gradients.get(parameter)

@@ -1,0 +1,5 @@
+"""One thread for the tiny tensors of the tests: on shared cores, waiting for other threads takes longer than the work."""
+
+import torch
+
+torch.set_num_threads(1)

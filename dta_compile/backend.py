@@ -13,13 +13,18 @@ from dta_compile import capture, records
 from dta_compile.errors import DTAError, OptionError, RefusalError
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
-from dta_compile.passes.lower import has_attention
+from dta_compile.passes.generation import attention_calls, uses_kv_cache
 from dta_compile.passes.program import AmbiguousAxes
 from dta_compile.runtime.engine import Engine
 
 logger = logging.getLogger("dta_compile")
 
 Compiled = Callable[..., Sequence[Any]]
+
+GENERATION = (
+    "a call without gradients reads or returns a KV cache, as generation does: such calls run as captured "
+    "(for scoring over the prefix tree, pass use_cache=False)"
+)
 
 
 def dta(
@@ -41,7 +46,7 @@ def dta(
         return Refused(error)
     own_symbols = capture.restore_duck_shapes()
     records.note_graph_break(capture.graph_break(module))
-    if not has_attention(module):
+    if not any(attention_calls(module)):
         return module.forward
     capture.trace_again_with_symbolic_sizes(module.graph)
     return compile_graph(module, parsed, own_symbols)
@@ -49,13 +54,17 @@ def dta(
 
 def compile_graph(module: fx.GraphModule, options: Options, own_symbols: bool = False) -> Compiled:
     """An engine for a captured graph, or what runs in its place; `own_symbols`: traced without duck shapes."""
+    capture.allow_one_more_graph()
     try:
-        engine = Engine(_analyse(module, own_symbols), options)
+        training = _is_training(module)
+        if not training and uses_kv_cache(module):
+            raise GraphWithoutAttention(GENERATION)
+        engine = Engine(_analyse(module, training, own_symbols), options)
         records.current().engines.append(engine)
         return engine
     except GraphWithoutAttention as plain:
         if plain.log:
-            logger.info("dta: %s", plain.log)
+            records.current().log_once(plain.log)
         return module.forward
     except RefusalError as refusal:
         error = records.with_graph_break(refusal)
@@ -65,10 +74,10 @@ def compile_graph(module: fx.GraphModule, options: Options, own_symbols: bool = 
         return Refused(error)
 
 
-def _analyse(module: fx.GraphModule, own_symbols: bool) -> Program:
+def _analyse(module: fx.GraphModule, training: bool, own_symbols: bool) -> Program:
     capture.unify_equal_sizes(module.graph)
     try:
-        return run_passes(Program(captured=module, training=_is_training(module)))
+        return run_passes(Program(captured=module, training=training))
     except AmbiguousAxes:
         capture.trace_again_without_duck_shapes(already=own_symbols)
 

@@ -48,6 +48,18 @@ def trace_again_with_symbolic_sizes(graph: fx.Graph) -> None:
         raise _TraceAgain("dta: trace with symbolic sizes")
 
 
+def allow_one_more_graph() -> None:
+    """Keep the graph now being compiled from counting towards Dynamo's recompile limit.
+
+    Past that limit (8 graphs a function) Dynamo runs the function eagerly with no more than a warning, which would be a
+    dense run while training. The limit is reached soon: every transformers model is called through the one wrapper
+    function of a decorator, so that policy, reference model and each kind of generation step take places of the same 8.
+    What remains is Dynamo's own cap on runaway recompilation, `accumulated_recompile_limit` (256).
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = min(config.recompile_limit + 1, config.accumulated_recompile_limit)
+
+
 def trace_again_without_duck_shapes(already: bool) -> NoReturn:
     """Make Dynamo trace once more with a size symbol of its own for every dimension.
 

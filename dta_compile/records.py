@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 from dta_compile import capture
 from dta_compile.errors import OptionError, RefusalError
 from dta_compile.runtime.engine import Engine
 
+logger = logging.getLogger("dta_compile")
+
 _ATTRIBUTE = "_dta_record"
 
 
 @dataclasses.dataclass
 class Record:
-    """The engines of one `torch.compile(..., backend="dta")`, oldest first."""
+    """What one `torch.compile(..., backend="dta")` compiled and said.
+
+    Attributes:
+        engines: those of its graphs that run over a tree, oldest first.
+        logged: the lines that it logged already.
+    """
 
     engines: list[Engine] = dataclasses.field(default_factory=list)
+    logged: set[str] = dataclasses.field(default_factory=set)
 
+    def log_once(self, line: str) -> None:
+        """Log a line the first time only: a callable has many graphs, and generation alone makes half a dozen."""
+        if line not in self.logged:
+            self.logged.add(line)
+            logger.info("dta: %s", line)
 
 
 # The latest graph break: what a refusal of the graph after it names as its cause.

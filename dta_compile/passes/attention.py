@@ -12,7 +12,6 @@ from dta_compile.errors import RefusalError
 from dta_compile.passes.mask_proof import MaskProof
 from dta_compile.passes.program import (
     AttentionLayer,
-    GraphWithoutAttention,
     MaskClass,
     Mixed,
     Program,
@@ -30,7 +29,6 @@ RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def attention(program: Program) -> None:
     """Fill `program.attention`; every call gets the true KV heads and loses its mask, which is now a `MaskClass`."""
     calls = [node for node in program.graph.nodes if node.target is ATTENTION]
-    _leave_generation_alone(program, calls)
     proven: dict[fx.Node, MaskClass] = {}
     for index, node in enumerate(calls):
         _require_token_wise(program, node)
@@ -40,15 +38,6 @@ def attention(program: Program) -> None:
         node.args = (query, key, value, None, True, scale)
         program.attention.append(_describe(index, node, mask_class))
     _require_one_padding(program.attention)
-
-
-def _leave_generation_alone(program: Program, calls: list[fx.Node]) -> None:
-    """Graphs that read or write a KV cache are generation: without gradients they run as captured."""
-    reads = any(sizes(node.args[1])[2] != sizes(node.args[0])[2] for node in calls)
-    if program.training:
-        return
-    if reads or cache_outputs(program):
-        raise GraphWithoutAttention("a call that reads or returns a KV cache, without gradients: it runs as captured")
 
 
 def cache_outputs(program: Program) -> set[fx.Node]:
@@ -65,15 +54,6 @@ def _require_token_wise(program: Program, node: fx.Node) -> None:
     value = program.values[node]
     if isinstance(value, Mixed):
         raise mixing_refusal(program, value)
-    for operand in node.args[:3]:
-        if sizes(operand)[2] != program.tokens:
-            raise RefusalError(
-                "attention over other tokens than the ones being trained (a KV cache, or cross-attention)",
-                where=where(node),
-                expected=f"{program.tokens} keys, as many as tokens",
-                got=f"{sizes(operand)[2]} keys",
-                hint="pass no past_key_values while training",
-            )
 
 
 def mixing_refusal(program: Program, mixed: Mixed) -> RefusalError:
@@ -145,6 +125,9 @@ def _require_one_padding(layers: list[AttentionLayer]) -> None:
 
 def _true_heads(program: Program, node: fx.Node) -> fx.Node:
     """Undo repeat_kv, `x[:, :, None].expand(B, Hkv, g, S, D).reshape(B, Hkv * g, S, D)`: the `x` of such a node."""
+    if node.target is aten._to_copy.default:  # autocast casts what repeat_kv made
+        source = _true_heads(program, node.args[0])
+        return node if source is node.args[0] else _cast_like(program, source, node)
     if node.target not in RESHAPES:
         return node
     inner = _skip(node.args[0])
@@ -160,6 +143,17 @@ def _true_heads(program: Program, node: fx.Node) -> fx.Node:
     same = (expanded[0], expanded[1], expanded[3], expanded[4]) == before
     merged = after == (before[0], before[1] * expanded[2], before[2], before[3])
     return source if same and merged else node
+
+
+def _cast_like(program: Program, source: fx.Node, cast: fx.Node) -> fx.Node:
+    """`source` cast as `cast` casts its argument."""
+    with program.graph.inserting_after(cast):
+        moved = program.graph.call_function(cast.target, (source,), cast.kwargs)
+    moved.meta = dict(cast.meta)
+    moved.meta["val"] = source.meta["val"].to(cast.meta["val"].dtype)
+    program.values[moved] = program.values[source]
+    program.parameter_dependent.add(moved)
+    return moved
 
 
 def _skip(node: fx.Node) -> fx.Node:

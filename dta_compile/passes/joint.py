@@ -9,9 +9,12 @@ operator becomes a call on `path`, the runtime's stack, which each graph takes a
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Iterable
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
@@ -40,6 +43,7 @@ class JointGraphs:
         saved_kv: for each layer, where its key and value are among the saved values.
         differentiated: positions of the frontier values whose gradients the backward takes.
         grad_parameters: positions among the chunk graph's parameters that receive a gradient.
+        grad_sources: for each of `grad_parameters`, which frontier values its gradient comes from.
         saved_bytes_per_token: bytes that the saved values take per chunk token (head rows counted as one a token).
     """
 
@@ -51,16 +55,22 @@ class JointGraphs:
     saved_kv: list[tuple[int, int]]
     differentiated: list[int]
     grad_parameters: list[int]
+    grad_sources: list[set[int]]
     saved_bytes_per_token: float
 
 
 def joint(program: Program) -> None:
     """Fill `program.joint`."""
-    trace = _trace(program)
+    candidates = _differentiable(program) if program.training else []
+    trace, differentiated = _trace(program, candidates)
     graph = trace.graph
+    for i in set(candidates) - differentiated:
+        program.frontier[i].differentiable = False  # computed from frozen parameters alone
+    program.training = bool(differentiated)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    num_tangents = len(_differentiable(program)) if program.training else 0
-    tangents = placeholders[len(placeholders) - num_tangents :]
+    num_tangents = len(candidates)
+    tangents = dict(zip(candidates, placeholders[len(placeholders) - num_tangents :], strict=True))
+    tangents = {i: tangent for i, tangent in tangents.items() if i in differentiated}
     primals = placeholders[: len(placeholders) - num_tangents]
     results = list(output_node(graph).args[0])  # type: ignore[arg-type]
     outputs, grads = results[: len(program.frontier)], results[len(program.frontier) :]
@@ -69,13 +79,13 @@ def joint(program: Program) -> None:
     forward_only = _extract(trace, primals, outputs, attention)
     cache_only = _extract(trace, primals, [], attention)
     if not program.training:
-        program.joint = JointGraphs(cache_only, forward_only, forward_only, None, [], [], [], [], 0.0)
+        program.joint = JointGraphs(cache_only, forward_only, forward_only, None, [], [], [], [], [], 0.0)
         return
-    backward_nodes = _depending_on(graph, tangents)
+    backward_nodes = _depending_on(graph, list(tangents.values()))
     saved = _saved_values(graph, primals, backward_nodes, attention)
     grad_parameters = [i for i, grad in enumerate(grads) if grad is not None]
     wanted = [grads[i] for i in grad_parameters]
-    backward, backward_inputs = _backward_graph(trace, primals, saved, tangents, wanted)
+    backward, backward_inputs = _backward_graph(trace, primals, saved, list(tangents.values()), wanted)
     positions = {node: i for i, node in enumerate(saved)}
     program.joint = JointGraphs(
         cache_only=cache_only,
@@ -84,8 +94,9 @@ def joint(program: Program) -> None:
         backward=backward,
         backward_inputs=backward_inputs,
         saved_kv=[(positions[node.args[1]], positions[node.args[2]]) for node in attention],
-        differentiated=_differentiable(program),
+        differentiated=list(tangents),
         grad_parameters=grad_parameters,
+        grad_sources=_sources(graph, tangents, wanted),
         saved_bytes_per_token=sum(_bytes_per_row(node) for node in saved),
     )
 
@@ -94,12 +105,21 @@ def _differentiable(program: Program) -> list[int]:
     return [i for i, value in enumerate(program.frontier) if value.differentiable and not value.is_cache]
 
 
-def _trace(program: Program) -> fx.GraphModule:
-    """The joint graph: chunk inputs and gradients of the outputs to outputs and gradients of the parameters."""
+def _sources(graph: fx.Graph, tangents: dict[int, fx.Node], grads: list[fx.Node]) -> list[set[int]]:
+    """Which tangents each gradient depends on."""
+    dependent = {i: _depending_on(graph, [tangent]) for i, tangent in tangents.items()}
+    return [{i for i, nodes in dependent.items() if grad in nodes} for grad in grads]
+
+
+def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, set[int]]:
+    """The joint graph: chunk inputs and gradients of the outputs to outputs and gradients of the parameters.
+
+    Also returns which of `grad_outputs` depend on trained parameters at all.
+    """
+    differentiated: set[int] = set()
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     tokens, head_rows = (_free_size(shape_env, name, hint) for name, hint in (("tokens", 61), ("head_rows", 53)))
-    grad_outputs = _differentiable(program) if program.training else []
 
     def differentiate(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
         with torch.enable_grad() if program.training else torch.no_grad():
@@ -107,7 +127,10 @@ def _trace(program: Program) -> fx.GraphModule:
         if not program.training:
             return list(outputs)
         trained = [p for p in primals[: len(program.region_parameters)] if p.requires_grad]
-        found = iter(torch.autograd.grad([outputs[i] for i in grad_outputs], trained, tangents, allow_unused=True))
+        pairs = [(outputs[i], tangent) for i, tangent in zip(grad_outputs, tangents, strict=True)]
+        differentiated.update(i for i in grad_outputs if outputs[i].requires_grad)
+        live, given = [out for out, _ in pairs if out.requires_grad], [t for out, t in pairs if out.requires_grad]
+        found = iter(torch.autograd.grad(live, trained, given, allow_unused=True) if live else [None] * len(trained))
         grads = [next(found) if p.requires_grad else None for p in primals[: len(program.region_parameters)]]
         return [*outputs, *grads]
 
@@ -129,8 +152,38 @@ def _trace(program: Program) -> fx.GraphModule:
                 got=f"the traced size {size}",
                 hint="pass options={'fallback': 'dense'}, and please report the model",
             )
+    _read_sizes_off_the_inputs(program, trace.graph)
     trace.graph.eliminate_dead_code()
-    return trace
+    return trace, differentiated
+
+
+def _read_sizes_off_the_inputs(program: Program, graph: fx.Graph) -> None:
+    """Sizes come from the chunk's inputs, never from a computed value: that value would be recomputed for its shape."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    index = len(program.region_parameters) + len(program.constant_inputs) + len(program.trunk_inputs)
+    with graph.inserting_after(placeholders[-1]):
+        sizes = {
+            node.meta["val"].shape[0].node.expr: graph.call_function(aten.sym_size.int, (node, 0))
+            for node in (placeholders[index - 1], placeholders[index])
+        }
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and node.op == "call_function" and node not in sizes.values():
+            with graph.inserting_before(node):
+                size = _size_node(graph, value.node.expr, sizes)
+            if size is not None:
+                node.replace_all_uses_with(size)
+
+
+def _size_node(graph: fx.Graph, expr: sympy.Expr, sizes: dict[sympy.Expr, fx.Node]) -> Any:
+    """Nodes that compute a sum or product of the two sizes; None for any other expression."""
+    if expr in sizes or expr.is_Integer:
+        return sizes[expr] if expr in sizes else int(expr)
+    combine = operator.mul if expr.is_Mul else operator.add if expr.is_Add else None
+    parts = [_size_node(graph, part, sizes) for part in expr.args]
+    if combine is None or None in parts:
+        return None
+    return functools.reduce(lambda a, b: graph.call_function(combine, (a, b)), parts)
 
 
 def _traced(function: Any, *inputs: Any) -> fx.GraphModule:

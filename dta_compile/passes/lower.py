@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from dta_compile.errors import DTAError, RefusalError
 from dta_compile.passes import opaque
 from dta_compile.passes.program import Input, InputKind, Program, output_node, where
+from dta_compile.passes.size_nodes import sizes_from_inputs
 
 aten = torch.ops.aten
 
@@ -134,6 +135,7 @@ def lower(program: Program) -> None:
     opaque.embed(module)
     _spell_out_constructors(module.graph)
     _drop_empty_parts(module.graph)
+    sizes_from_inputs(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
     program.module = module
@@ -361,13 +363,3 @@ def where_now() -> str:
     probe = fx.Graph().placeholder("traced")
     probe.meta = dict(meta)
     return where(probe)
-
-
-def has_attention(module: fx.GraphModule) -> bool:
-    """Whether a captured graph calls attention anywhere, also inside checkpointed regions."""
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            for node in part.graph.nodes:
-                if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
-                    return True
-    return False

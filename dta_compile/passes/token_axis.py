@@ -51,8 +51,9 @@ def _find_axes(program: Program) -> None:
     if not calls:
         raise GraphWithoutAttention(None)
     batch, _, tokens, _ = sizes(calls[0].args[0])
+    _require_own_keys(calls, tokens)
     if tokens in (0, 1) or batch == 0:
-        raise GraphWithoutAttention(f"{batch} x {tokens} tokens: nothing to share, the call runs as captured")
+        raise GraphWithoutAttention("rows of a single token share nothing: such calls run as captured")
     if not tokens.free_symbols or (not batch.free_symbols and batch != 1):
         raise RefusalError(
             "the batch or token size became a constant while the model was traced",
@@ -65,6 +66,19 @@ def _find_axes(program: Program) -> None:
         raise AmbiguousAxes()
     program.batch = batch if batch.free_symbols else None
     program.tokens = tokens
+
+
+def _require_own_keys(calls: list[fx.Node], tokens: sympy.Expr) -> None:
+    for call in calls:
+        for operand in call.args[:3]:
+            if sizes(operand)[2] != tokens:
+                raise RefusalError(
+                    "attention over other tokens than the ones being trained (a KV cache, or cross-attention)",
+                    where=where(call),
+                    expected=f"{tokens} keys, as many as tokens",
+                    got=f"{sizes(operand)[2]} keys",
+                    hint="pass no past_key_values while training",
+                )
 
 
 def _index_position_tables(program: Program) -> None:

@@ -304,7 +304,7 @@ def backpropagate(
     set_gradients(call, executor, grads)
     prepare_accumulators(executor, parameters)
     executor.run(ops, on_attach=lambda sequences: True)
-    return finished_gradients(executor, parameters)
+    return finished_gradients(executor, parameters, {i for i, grad in enumerate(grads) if grad is not None})
 
 
 def set_gradients(call: Call, executor: Executor, grads: Sequence[torch.Tensor | None]) -> None:
@@ -331,8 +331,13 @@ def prepare_accumulators(executor: Executor, parameters: Sequence[torch.Tensor])
     ]
 
 
-def finished_gradients(executor: Executor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+def finished_gradients(
+    executor: Executor, parameters: Sequence[torch.Tensor], used: set[int]
+) -> list[torch.Tensor | None]:
+    """Gradients of all region parameters; None, not zero, where none of the frontier values `used` depends on one."""
     gradients: list[torch.Tensor | None] = [None] * len(parameters)
-    for i, accumulator in zip(executor.joint.grad_parameters, executor.accumulators, strict=True):
-        gradients[i] = accumulator.to(parameters[i].dtype)
+    joint = executor.joint
+    for i, sources, total in zip(joint.grad_parameters, joint.grad_sources, executor.accumulators, strict=True):
+        if sources & used:
+            gradients[i] = total.to(parameters[i].dtype)
     return gradients

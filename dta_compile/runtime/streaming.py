@@ -96,7 +96,7 @@ def stream(engine: Engine, loss_fn: Callable[..., torch.Tensor], args: Sequence[
         rows = _Rows(call, executor, loss_fn)
         executor.run(iter(plan.schedule.ops), on_attach=rows.attach)
         pending = dict(rows.gradients)
-        for parameter, gradient in zip(parameters, finished_gradients(executor, parameters), strict=True):
+        for parameter, gradient in zip(parameters, finished_gradients(executor, parameters, rows.used), strict=True):
             if gradient is not None:
                 pending[parameter] = pending[parameter] + gradient if parameter in pending else gradient
         torch.autograd.backward(list(pending), list(pending.values()))
@@ -109,6 +109,7 @@ class _Rows:
     def __init__(self, call: Call, executor: Executor, loss_fn: Callable[..., torch.Tensor]) -> None:
         self.call, self.executor, self.loss_fn = call, executor, loss_fn
         self.losses: dict[int, torch.Tensor] = {}
+        self.used: set[int] = set()  # frontier values that a loss sends gradients to
         # Gradients that the epilogue and the loss send to parameters directly.
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         program = call.program
@@ -141,6 +142,7 @@ class _Rows:
             buffer = self.executor.gradients[i]
             if buffer is not None and (grad := next(grads)) is not None:
                 call.add_row_gradient(i, buffer, grad, row)
+                self.used.add(i)
         for parameter, grad in zip(self.trained, grads, strict=True):
             if grad is not None:
                 known = self.gradients.get(parameter)

@@ -1,0 +1,62 @@
+"""Sizes of intermediate values become arithmetic on the sizes of inputs, so that a size alone keeps no value alive.
+
+A reshape of sliced logits asks the slice for its number of tokens. Left as it is, that question would make the slice a
+frontier value of `[B, S, V]`, or pull the model into the epilogue.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.passes.program import has_tensor
+
+aten = torch.ops.aten
+
+
+def sizes_from_inputs(graph: fx.Graph) -> None:
+    """Replace every size that is read off an intermediate value; expressions beyond sums and products stay as they are."""
+    builder = _Builder(graph)
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        asks_a_tensor = any(has_tensor(arg) and arg.op != "placeholder" for arg in node.all_input_nodes)
+        if node.op != "call_function" or not isinstance(value, torch.SymInt) or not asks_a_tensor:
+            continue
+        with graph.inserting_before(node):
+            replacement = builder.build(value.node.expr)
+        if isinstance(replacement, fx.Node):
+            node.replace_all_uses_with(replacement)
+            graph.erase_node(node)
+
+
+class _Builder:
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.places: dict[sympy.Symbol, tuple[fx.Node, int | None]] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            value = node.meta["val"]
+            for dim, size in enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]:
+                if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                    self.places.setdefault(size.node.expr, (node, dim))
+
+    def build(self, expr: sympy.Expr) -> fx.Node | int | None:
+        """Nodes that compute an expression, before the current insertion point; None if it is not a polynomial."""
+        if isinstance(expr, sympy.Integer):
+            return int(expr)
+        if isinstance(expr, sympy.Symbol) and expr in self.places:
+            node, dim = self.places[expr]
+            return node if dim is None else self._call(aten.sym_size.int, node, dim)
+        joined = {sympy.Add: operator.add, sympy.Mul: operator.mul}.get(expr.func)
+        parts = [self.build(part) for part in expr.args]
+        if joined is None or any(part is None for part in parts):
+            return None
+        return functools.reduce(lambda a, b: self._call(joined, a, b), parts)
+
+    def _call(self, target: object, *args: fx.Node | int) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))  # type: ignore[operator]
+        return node

@@ -1,0 +1,187 @@
+"""TRL's GRPOTrainer, unchanged but for one line: `trainer.model.compile(backend="dta")`.
+
+    python examples/trl_grpo.py [--where model|backbone] [--steps 4]
+
+Trains a tiny Qwen3 with random weights twice in one process on CPU, eagerly and over the prefix tree, from the same
+seeds, and compares the weights afterwards. Plain SGD in float64, because Adam divides every gradient by its own size and
+so turns rounding (1e-7: transformers computes its norms in float32) into full steps wherever a gradient is almost zero.
+Everything is made here: model, tokenizer, prompts, reward. Generation (KV cache, no gradients) runs as captured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+from datasets import Dataset
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.table import Table
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+import dta_compile
+
+WORDS = [f"w{i}" for i in range(61)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Sizes: prompts of `prompt` and `prompt - 5` words in turns (so TRL pads on the left), `group` completions each."""
+
+    steps: int = 4
+    prompt: int = 240
+    completion: int = 24
+    group: int = 8
+    hidden: int = 128
+    layers: int = 2
+
+
+@dataclasses.dataclass
+class Run(TrainerCallback):
+    """What one training run left behind; as a callback of the trainer it fills itself."""
+
+    compiled: Any = None
+    losses: list[float] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    plans: list[dta_compile.Plan] = dataclasses.field(default_factory=list)
+    weights: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def on_step_begin(self, *args, **kwargs):
+        self.started = time.perf_counter()
+
+    def on_step_end(self, *args, **kwargs):
+        self.seconds.append(time.perf_counter() - self.started)
+        if self.compiled is not None:
+            self.plans.append(dta_compile.last_plan(self.compiled))
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs and "loss" in logs:
+            self.losses.append(logs["loss"])
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a word; nothing is downloaded."""
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+
+
+def dataset(settings: Settings) -> Dataset:
+    """Prompts of random words, half of them shorter."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [settings.prompt - 5 * (i % 2) for i in range(2 * settings.steps)]
+    picks = [torch.randint(len(WORDS), (length,), generator=generator).tolist() for length in lengths]
+    return Dataset.from_list([{"prompt": " ".join(WORDS[i] for i in row)} for row in picks])
+
+
+def reward(completions: list[str], **kwargs: Any) -> list[float]:
+    """The share of even-numbered words."""
+    split = [completion.split() for completion in completions]
+    return [sum(int(word[1:]) % 2 == 0 for word in words if word[1:].isdigit()) / max(len(words), 1) for words in split]
+
+
+def model(settings: Settings) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": settings.hidden // 4}
+    config = Qwen3Config(
+        vocab_size=len(WORDS) + 3,
+        hidden_size=settings.hidden,
+        intermediate_size=3 * settings.hidden,
+        num_hidden_layers=settings.layers,
+        pad_token_id=0,
+        eos_token_id=1,
+        **heads,
+    )
+    return Qwen3ForCausalLM(config).double()
+
+
+def train(settings: Settings, where: str | None) -> Run:
+    """Train from the seeds; `where`: compile nothing (None), the "model" or its "backbone"."""
+    run = Run()
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = GRPOConfig(
+            output_dir=directory,
+            per_device_train_batch_size=2 * settings.group,
+            num_generations=settings.group,
+            max_completion_length=settings.completion,
+            max_steps=settings.steps,
+            learning_rate=0.5,
+            optim="sgd",
+            lr_scheduler_type="constant",
+            max_grad_norm=0.0,
+            bf16=False,
+            use_cpu=True,
+            seed=3,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = GRPOTrainer(
+            model(settings),
+            reward,
+            args=arguments,
+            train_dataset=dataset(settings),
+            processing_class=tokenizer(),
+            callbacks=[run],
+        )
+        if where == "model":
+            trainer.model.compile(backend="dta")  # the one line
+            run.compiled = trainer.model
+        elif where == "backbone":
+            trainer.model.model.compile(backend="dta")  # or this one
+            run.compiled = trainer.model.model
+        trainer.train()
+        run.weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    return run
+
+
+def difference(left: Run, right: Run) -> float:
+    """Largest over the parameters of max |difference| / max |weight|."""
+    return max(
+        float((value - right.weights[name]).abs().max() / value.abs().max()) for name, value in left.weights.items()
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=Settings.steps)
+    parser.add_argument("--where", choices=("model", "backbone"), default="model")
+    options = parser.parse_args()
+    console = Console()
+    logging.getLogger("dta_compile").addHandler(RichHandler(console=console, show_path=False))
+    logging.getLogger("dta_compile").setLevel(logging.INFO)
+    settings = Settings(steps=options.steps)
+    eager, ours = train(settings, None), train(settings, options.where)
+
+    assert len({id(plan) for plan in ours.plans}) == settings.steps, "a step's forward did not run over the tree"
+    initial = dict(model(settings).named_parameters())
+    moved = max(float((value - initial[name]).abs().max()) for name, value in eager.weights.items())
+    stats = ours.plans[-1].stats
+    table = Table(title=f"GRPOTrainer, {settings.steps} steps, CPU float64, SGD")
+    for column in ("", "eager", f'{options.where}.compile(backend="dta")'):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row("loss of each step", *("\n".join(f"{loss:+.8f}" for loss in run.losses) for run in (eager, ours)))
+    table.add_row("largest change of a weight", f"{moved:.1e}", "")
+    table.add_row("largest difference of a weight", "reference", f"{difference(eager, ours):.1e}")
+    table.add_row("tokens of the last step", f"{stats.tokens:,}", f"{stats.tree_tokens:,} (C {stats.compression:.2f})")
+    table.add_row("first step (compiles)", *(f"{run.seconds[0]:.2f} s" for run in (eager, ours)))
+    later = [statistics.median(run.seconds[1:] or run.seconds) for run in (eager, ours)]
+    table.add_row("later steps, with generation", *(f"{seconds:.2f} s" for seconds in later))
+    console.print(table)
+    console.print(str(ours.plans[-1]), markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    main()

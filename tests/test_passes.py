@@ -1,0 +1,190 @@
+"""The passes one by one: axes, masks, cuts, and what the joint graphs contain."""
+
+import collections
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import dta_compile
+from dta_compile import records
+from dta_compile.errors import OptionError
+from dta_compile.passes import PASSES
+from dta_compile.passes.cut import cheapest_cut
+from dta_compile.passes.token_rules import reshape_groups
+
+aten = torch.ops.aten
+LAYERS, WIDTH, VOCABULARY, HEADS, KV_HEADS = 2, 16, 37, 4, 2
+
+
+class Attention(nn.Module):
+    def __init__(self, window):
+        super().__init__()
+        self.window = window
+        self.q = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.k, self.v = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
+        self.o = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x, valid):
+        batch, tokens, _ = x.shape
+        q, k, v = (
+            t.view(batch, tokens, -1, WIDTH // HEADS).transpose(1, 2) for t in (self.q(x), self.k(x), self.v(x))
+        )
+        k, v = (
+            t[:, :, None].expand(-1, -1, HEADS // KV_HEADS, -1, -1).reshape(batch, HEADS, tokens, -1) for t in (k, v)
+        )
+        distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+        mask = (distance >= 0) & (distance < self.window) & valid[:, None, None, :]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.o(y.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class Model(nn.Module):
+    def __init__(self, window):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([Attention(window) for _ in range(LAYERS)])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids, valid):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = x + layer(x, valid)
+        return self.head(x)
+
+
+@pytest.fixture(scope="module")
+def program():
+    """The program of a group-normalised loss over a two-layer model with grouped KV heads and a window."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model(window=5).double()
+
+    def loss(ids, valid, advantages):
+        logprobs = model(ids, valid)[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        normalised = (advantages - advantages.mean()) / advantages.std()
+        real = valid[:, 1:]
+        return -((logprobs * normalised[:, None] * real).sum(1) / real.sum(1)).mean()
+
+    ids, valid = torch.randint(0, VOCABULARY, (4, 11)), torch.ones(4, 11, dtype=torch.bool)
+    valid[1, 8:] = False
+    compiled = torch.compile(loss, backend="dta", options={"chunk_size": 4})
+    value = compiled(ids, valid, torch.randn(4).double())
+    value.backward()
+    (engine,) = records.of(compiled).engines
+    return engine.program
+
+
+def targets(module):
+    return collections.Counter(str(node.target) for node in module.graph.nodes if node.op.startswith("call"))
+
+
+def test_passes_run_in_their_listed_order(program):
+    assert list(program.timings) == [step.__name__ for step in PASSES]
+
+
+def test_masks_are_classified_and_gone(program):
+    assert all(layer.window == 5 and layer.mask.valid is not None for layer in program.attention)
+    assert all(layer.node.args[3] is None for layer in program.attention)
+    assert not any("tril" in str(t) or "logical_and" in str(t) for t in targets(program.chunk))
+
+
+def test_the_cache_holds_true_kv_heads(program):
+    assert [(layer.kv_heads, layer.key_dim) for layer in program.attention] == [(KV_HEADS, WIDTH // HEADS)] * LAYERS
+
+
+def test_only_log_probs_leave_the_token_region(program):
+    assert [value.features for value in program.frontier] == [(1,)]
+    epilogue = targets(program.epilogue)
+    assert not any(name.startswith(("aten.mm", "aten._log_softmax")) for name in epilogue)
+    assert epilogue["aten.mean.default"] >= 1
+
+
+def test_labels_are_no_part_of_the_prefix_key(program):
+    assert len(program.trunk_keys) == 1, "token ids alone decide what later tokens see"
+    assert len(program.head_inputs) == 1, "the labels are read by the head only"
+
+
+def test_no_attention_or_matrix_product_of_the_forward_is_repeated_in_the_backward(program):
+    forward, backward = targets(program.joint.forward), targets(program.joint.backward)
+    linear_layers = 4 * LAYERS + 1
+    assert forward["attend"] == backward["attend_backward"] == LAYERS
+    assert forward["attend_backward"] == backward["attend"] == 0
+    assert forward["aten.mm.default"] == linear_layers
+    # One product per linear layer for its input, one (accumulated in place) for its weight.
+    assert backward["aten.mm.default"] == linear_layers
+    assert backward["aten.addmm_.default"] == linear_layers
+
+
+def test_no_gradient_of_the_size_of_a_weight_is_materialised(program):
+    sizes = {(WIDTH, WIDTH), (WIDTH // 2, WIDTH), (WIDTH, WIDTH // 2), (VOCABULARY, WIDTH), (WIDTH, VOCABULARY)}
+    for node in program.joint.backward.graph.nodes:
+        value = node.meta.get("val")
+        allocates = node.op == "call_function" and node.target not in (aten.t.default, aten.addmm_.default)
+        if isinstance(value, torch.Tensor) and allocates:
+            assert not any(tuple(value.shape) == size for size in sizes), node
+    assert targets(program.joint.backward)["aten.index_add_.default"] == 1
+
+
+def test_an_anchor_computes_no_more_than_the_cache_needs(program):
+    cache, forward = targets(program.joint.cache_only), targets(program.joint.forward_only)
+    assert cache["attend"] == LAYERS - 1 and cache["write"] == 1
+    # The last layer's query and output projections and the head are not computed.
+    assert cache["aten.mm.default"] == forward["aten.mm.default"] - 3
+
+
+def test_saved_values_hold_no_weights(program):
+    outputs = list(program.joint.forward.graph.nodes)[-1].args[0]
+    saved = outputs[len(program.frontier) :]
+    assert all(any(not isinstance(size, int) for size in node.meta["val"].shape) for node in saved)
+    for key, value in program.joint.saved_kv:
+        assert saved[key].meta["val"].shape[1] == saved[value].meta["val"].shape[1] == KV_HEADS
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "groups"),
+    [
+        (("B", "T", 6), ("B*T", 6), [([0, 1], [0]), ([2], [1])]),
+        (("B*T", 6), ("B", "T", 2, 3), [([0], [0, 1]), ([1], [2, 3])]),
+        (("B", "T", 2, 3), ("B", "T", 6), [([0], [0]), ([1], [1]), ([2, 3], [2])]),
+        ((1, "T", 4), ("T", 4), None),
+    ],
+)
+def test_reshapes_are_understood_as_groups_of_dimensions(before, after, groups):
+    b, t = sympy.symbols("B T", positive=True, integer=True)
+
+    def sizes(shape):
+        return tuple(sympy.sympify(size, locals={"B": b, "T": t}) for size in shape)
+
+    found = reshape_groups(sizes(before), sizes(after))
+    assert groups is None or found == groups
+    assert sorted(i for group, _ in found for i in group) == list(range(len(before)))
+    assert sorted(j for _, group in found for j in group) == list(range(len(after)))
+
+
+def test_the_cheapest_cut_is_taken_and_the_smallest_of_equals():
+    graph = fx.Graph()
+    nodes = [graph.placeholder("x")]
+    for name in ("wide", "narrow", "also_narrow", "last"):
+        nodes.append(graph.call_function(torch.neg, (nodes[-1],), name=name))
+    graph.output(nodes[-1])
+    cost = dict(zip(nodes, (5, 100, 1, 1, 3), strict=True))
+    part = cheapest_cut(nodes, cost.__getitem__, first={nodes[1]}, last={nodes[4]}, leaving=set())
+    assert part == set(nodes[:3])
+
+
+def test_graphs_can_be_dumped(tmp_path, monkeypatch):
+    monkeypatch.setenv("DTA_DEBUG", str(tmp_path))
+    torch._dynamo.reset()
+    model = Model(window=99)
+    torch.compile(model, backend="dta")(torch.randint(0, VOCABULARY, (2, 7)), torch.ones(2, 7, dtype=torch.bool))
+    dumped = sorted(path.name for path in tmp_path.iterdir())
+    assert dumped == sorted(f"{i}_{step.__name__}.txt" for i, step in enumerate(PASSES))
+    assert "addmm_" in (tmp_path / "8_accumulate.txt").read_text()
+
+
+def test_a_token_rule_needs_an_operator():
+    with pytest.raises(OptionError, match="operator overload"):
+        dta_compile.register_token_rule(torch.sin, None)

@@ -15,6 +15,7 @@ from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
 from dta_compile.passes.generation import attention_calls, uses_kv_cache
 from dta_compile.passes.program import AmbiguousAxes
+from dta_compile.passes.written_out import written_out_attention
 from dta_compile.runtime.engine import Engine
 
 logger = logging.getLogger("dta_compile")
@@ -40,31 +41,39 @@ def dta(
     """
     try:
         if mode is not None:
-            raise OptionError("torch.compile's mode has no meaning here", expected="options={...}", got=f"mode={mode!r}")
+            raise OptionError("torch.compile's mode has no meaning here", expected="options", got=f"mode={mode!r}")
         parsed = Options.parse(options)
     except OptionError as error:
         return Refused(error)
     own_symbols = capture.restore_duck_shapes()
     records.note_graph_break(capture.graph_break(module))
     if not any(attention_calls(module)):
-        return module.forward
+        return without_attention(module, parsed)
     capture.trace_again_with_symbolic_sizes(module.graph)
     return compile_graph(module, parsed, own_symbols)
+
+
+def without_attention(module: fx.GraphModule, options: Options) -> Compiled:
+    """The graph as it is, unless what it trains is attention in another spelling."""
+    error = written_out_attention(module) if _is_training(module) and options.fallback == "raise" else None
+    return Refused(records.with_graph_break(error)) if error else module.forward
 
 
 def compile_graph(module: fx.GraphModule, options: Options, own_symbols: bool = False) -> Compiled:
     """An engine for a captured graph, or what runs in its place; `own_symbols`: traced without duck shapes."""
     capture.allow_one_more_graph()
+    record = records.current()
+    record.count_graph()
     try:
         training = _is_training(module)
         if not training and uses_kv_cache(module):
             raise GraphWithoutAttention(GENERATION)
         engine = Engine(_analyse(module, training, own_symbols), options)
-        records.current().engines.append(engine)
+        record.engines.append(engine)
         return engine
     except GraphWithoutAttention as plain:
         if plain.log:
-            records.current().log_once(plain.log)
+            record.log_once(plain.log)
         return module.forward
     except RefusalError as refusal:
         error = records.with_graph_break(refusal)

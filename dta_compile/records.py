@@ -13,6 +13,7 @@ from dta_compile.runtime.engine import Engine
 logger = logging.getLogger("dta_compile")
 
 _ATTRIBUTE = "_dta_record"
+MANY_GRAPHS = 10
 
 
 @dataclasses.dataclass
@@ -22,10 +23,23 @@ class Record:
     Attributes:
         engines: those of its graphs that run over a tree, oldest first.
         logged: the lines that it logged already.
+        graphs: how many graphs Dynamo captured for it, those that run as captured included.
     """
 
     engines: list[Engine] = dataclasses.field(default_factory=list)
     logged: set[str] = dataclasses.field(default_factory=set)
+    graphs: int = 0
+
+    def count_graph(self) -> None:
+        """Count a new graph; warn when there are more than training, scoring and generation need."""
+        self.graphs += 1
+        if self.graphs == MANY_GRAPHS:
+            logger.warning(
+                "dta: %d graphs were captured for one compiled callable, each taking seconds: TORCH_LOGS=recompiles "
+                "says why (TRL with gradient_checkpointing=True adds hooks to the model at every step: set it to False, "
+                "dta decides by itself what to recompute)",
+                self.graphs,
+            )
 
     def log_once(self, line: str) -> None:
         """Log a line the first time only: a callable has many graphs, and generation alone makes half a dozen."""

@@ -185,7 +185,10 @@ class HandWritten(nn.Module):
         self.embed, self.position = nn.Embedding(V, D), nn.Embedding(64, D)
         self.attention = nn.ModuleList([Attention(), Attention()])
         self.table = nn.Parameter(torch.randn(1, 64, D))
-        self.matrix, self.heads = nn.Parameter(0.3 * torch.randn(D, D)), nn.Parameter(0.3 * torch.randn(2, D // 2, D // 2))
+        self.matrix, self.heads = (
+            nn.Parameter(0.3 * torch.randn(D, D)),
+            nn.Parameter(0.3 * torch.randn(2, D // 2, D // 2)),
+        )
         self.gain, self.wide = nn.Parameter(0.5 + torch.rand(D)), nn.Linear(D, 2 * D)
         self.down, self.up = nn.Linear(D, 2, bias=False), nn.Linear(2, D, bias=False)
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(D, D))
@@ -324,6 +327,13 @@ def test_attention_written_out_is_refused(config):
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     message = _refusal(model, make_batch(rollouts(V)))
     assert "scaled_dot_product_attention" in message
+
+
+def test_routing_to_experts_is_refused():
+    experts = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    config = transformers.Qwen2MoeConfig(**GQA, **experts, num_experts_per_tok=2)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    assert "route tokens to experts" in _refusal(model, make_batch(rollouts(V)))
 
 
 def test_alibi_is_refused():

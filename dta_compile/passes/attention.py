@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 
-import sympy
 import torch
 from torch import fx
 
@@ -15,8 +13,6 @@ from dta_compile.passes.program import (
     MaskClass,
     Mixed,
     Program,
-    Value,
-    ancestors,
     where,
 )
 from dta_compile.passes.token_axis import ATTENTION
@@ -70,6 +66,8 @@ def mixing_refusal(program: Program, mixed: Mixed) -> RefusalError:
             got=mixed.reason,
             hint="set the model's dropout to 0, or call model.eval()",
         )
+    elif "expert" in where(mixed.node):
+        hint = "layers that route tokens to experts are not supported; options={'fallback': 'dense'} runs them as they are"
     elif _leads_to_softmax(mixed.node):
         hint = "write attention as torch.nn.functional.scaled_dot_product_attention (transformers: attn_implementation='sdpa')"
     return RefusalError(

@@ -27,10 +27,8 @@ def attention_calls(module: fx.GraphModule) -> Iterator[fx.Node]:
 
 def uses_kv_cache(module: fx.GraphModule) -> bool:
     """Whether attention reads other tokens' keys, or the graph returns keys or values for later calls."""
-    outputs = {node for node in output_node(module.graph).all_input_nodes}
-    return any(
-        _reads_cache(call) or not outputs.isdisjoint(_sources(call)) for call in attention_calls(module)
-    )
+    outputs = set(output_node(module.graph).all_input_nodes)
+    return any(_reads_cache(call) or not outputs.isdisjoint(_sources(call)) for call in attention_calls(module))
 
 
 def _reads_cache(call: fx.Node) -> bool:

@@ -9,12 +9,9 @@ operator becomes a call on `path`, the runtime's stack, which each graph takes a
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Iterable
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
@@ -26,6 +23,7 @@ from torch._dynamo.source import ConstantSource
 from dta_compile.errors import RefusalError
 from dta_compile.passes.attention_op import ATTENTION, ATTENTION_BACKWARD
 from dta_compile.passes.program import ChunkInput, Program, ancestors, has_tensor, output_node, where
+from dta_compile.passes.size_nodes import sizes_from_inputs
 
 aten = torch.ops.aten
 
@@ -152,38 +150,9 @@ def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, s
                 got=f"the traced size {size}",
                 hint="pass options={'fallback': 'dense'}, and please report the model",
             )
-    _read_sizes_off_the_inputs(program, trace.graph)
+    sizes_from_inputs(trace.graph)  # a value asked for its size would be recomputed in the backward
     trace.graph.eliminate_dead_code()
     return trace, differentiated
-
-
-def _read_sizes_off_the_inputs(program: Program, graph: fx.Graph) -> None:
-    """Sizes come from the chunk's inputs, never from a computed value: that value would be recomputed for its shape."""
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    index = len(program.region_parameters) + len(program.constant_inputs) + len(program.trunk_inputs)
-    with graph.inserting_after(placeholders[-1]):
-        sizes = {
-            node.meta["val"].shape[0].node.expr: graph.call_function(aten.sym_size.int, (node, 0))
-            for node in (placeholders[index - 1], placeholders[index])
-        }
-    for node in list(graph.nodes):
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt) and node.op == "call_function" and node not in sizes.values():
-            with graph.inserting_before(node):
-                size = _size_node(graph, value.node.expr, sizes)
-            if size is not None:
-                node.replace_all_uses_with(size)
-
-
-def _size_node(graph: fx.Graph, expr: sympy.Expr, sizes: dict[sympy.Expr, fx.Node]) -> Any:
-    """Nodes that compute a sum or product of the two sizes; None for any other expression."""
-    if expr in sizes or expr.is_Integer:
-        return sizes[expr] if expr in sizes else int(expr)
-    combine = operator.mul if expr.is_Mul else operator.add if expr.is_Add else None
-    parts = [_size_node(graph, part, sizes) for part in expr.args]
-    if combine is None or None in parts:
-        return None
-    return functools.reduce(lambda a, b: graph.call_function(combine, (a, b)), parts)
 
 
 def _traced(function: Any, *inputs: Any) -> fx.GraphModule:

@@ -427,9 +427,9 @@ def stack(node: fx.Node, arguments: Arguments) -> Layout:
 
 def split(node: fx.Node, arguments: Arguments) -> tuple[Layout, ...]:
     layout = arguments[node.args[0]]
-    dim = require_feature(layout, _argument(node, 2, "dim") or 0, "splits")
-    if node.target is aten.unbind.int:
-        dim = require_feature(layout, _argument(node, 1, "dim") or 0, "splits")
+    is_unbind = node.target is aten.unbind.int
+    dim = require_feature(layout, _argument(node, 1 if is_unbind else 2, "dim") or 0, "splits")
+    if is_unbind:
         layout = Layout(layout.dims[:dim] + layout.dims[dim + 1 :], layout.frame)
     return (layout,) * len(node.meta["val"])
 

@@ -12,7 +12,7 @@ import torch
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.attention_op import statistics_dtype
-from dta_compile.passes.program import Axis, InputKind, Layout
+from dta_compile.passes.program import Axis, Layout
 from dta_compile.runtime.row_buffer import PathRows
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ def stream(engine: Engine, loss_fn: Callable[..., torch.Tensor], args: Sequence[
         for parameter, gradient in zip(parameters, finished_gradients(executor, parameters, rows.used), strict=True):
             if gradient is not None:
                 pending[parameter] = pending[parameter] + gradient if parameter in pending else gradient
-        torch.autograd.backward(list(pending), list(pending.values()))
+        if pending:
+            torch.autograd.backward(list(pending), list(pending.values()))
     return [rows.losses[row] for row in range(call.batch)]
 
 
@@ -112,12 +113,6 @@ class _Rows:
         self.used: set[int] = set()  # frontier values that a loss sends gradients to
         # Gradients that the epilogue and the loss send to parameters directly.
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
-        program = call.program
-        self.trained = [
-            arg
-            for arg, spec in zip(call.args, program.inputs, strict=True)
-            if spec.requires_grad and spec.kind is InputKind.PARAMETER
-        ]
 
     def attach(self, sequences: tuple[int, ...]) -> bool:
         for row in sequences:
@@ -136,14 +131,15 @@ class _Rows:
         self.losses[row] = loss.detach()
         if not loss.requires_grad:
             return
-        wanted = [leaf for leaf in leaves if leaf.requires_grad] + self.trained
-        grads = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+        frontier = [leaf for leaf in leaves if leaf.requires_grad]
+        others = _leaves_of(loss, frontier)  # parameters that the epilogue or the loss itself uses
+        grads = iter(torch.autograd.grad(loss, [*frontier, *others], allow_unused=True))
         for i in range(len(leaves)):
             buffer = self.executor.gradients[i]
             if buffer is not None and (grad := next(grads)) is not None:
                 call.add_row_gradient(i, buffer, grad, row)
                 self.used.add(i)
-        for parameter, grad in zip(self.trained, grads, strict=True):
+        for parameter, grad in zip(others, grads, strict=True):
             if grad is not None:
                 known = self.gradients.get(parameter)
                 self.gradients[parameter] = grad if known is None else known + grad
@@ -178,3 +174,22 @@ class _Rows:
                 length = value.shape[dim] // self.call.batch
                 return value.narrow(dim, row * length, length)
         return value
+
+
+def _leaves_of(loss: torch.Tensor, known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaf tensors that a loss sends gradients to, besides those that are known."""
+    seen, pending = set(), [loss.grad_fn]
+    found: dict[torch.Tensor, None] = {}
+    while pending:
+        function = pending.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        variable = getattr(function, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            found[variable] = None
+        pending.extend(following for following, _ in function.next_functions)
+    if loss.grad_fn is None:
+        found[loss] = None
+    excluded = {id(tensor) for tensor in known}
+    return [tensor for tensor in found if id(tensor) not in excluded]

@@ -1,0 +1,117 @@
+"""One compiled module that generates and trains: generation runs as captured, training over the tree."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+import dta_compile
+from dta_compile.errors import RefusalError, RuntimeContractError
+
+transformers = pytest.importorskip("transformers")
+
+PADDING, EOS = 0, 1
+
+
+def build() -> torch.nn.Module:
+    """A Qwen3 with use_cache=True, as transformers has it by default."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = transformers.Qwen3Config(**sizes, **heads, pad_token_id=PADDING, eos_token_id=EOS)
+    return transformers.Qwen3ForCausalLM(config).double()
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    torch._dynamo.reset()
+    return build()
+
+
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two groups of two equal prompts, the second group padded on the left."""
+    ids = torch.randint(2, 48, (2, 9), generator=torch.Generator().manual_seed(1)).repeat_interleave(2, 0)
+    ids[2:, :3] = PADDING
+    return ids, (ids != PADDING).long()
+
+
+def generate(model: torch.nn.Module) -> torch.Tensor:
+    ids, mask = prompts()
+    return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=7, do_sample=False)
+
+
+def fork(tokens: torch.Tensor) -> torch.Tensor:
+    """Greedy completions of equal prompts are equal: make the last two tokens differ."""
+    tokens = tokens.clone()
+    tokens[:, -2:] = torch.arange(2, 2 + 2 * len(tokens)).reshape(-1, 2)
+    return tokens
+
+
+def gradients(model: torch.nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
+    output = model(input_ids=tokens, attention_mask=(tokens != PADDING).long())
+    logprobs = output.logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    loss = (logprobs * (tokens[:, :-1] != PADDING) * (tokens[:, 1:] != PADDING)).mean()
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for left, right in zip(actual, expected, strict=True):
+        assert (left - right).abs().max() <= 2e-6 * right.abs().max()
+
+
+@pytest.mark.parametrize("where", ["model", "backbone"])
+def test_generates_as_eager_then_trains_over_the_tree(model, where, caplog):
+    eager = copy.deepcopy(model)
+    compiled = model if where == "model" else model.model
+    compiled.compile(backend="dta")
+    # As few graphs as Dynamo keeps are not enough for generation alone, and training must not fall back to eager.
+    with torch._dynamo.config.patch(recompile_limit=2), caplog.at_level(logging.INFO, "dta_compile"):
+        expected = generate(eager)
+        assert torch.equal(generate(model), expected)
+        assert [record for record in caplog.records if record.name == "dta_compile"] == caplog.records[:1]
+        assert "KV cache" in caplog.text
+        with pytest.raises(dta_compile.errors.OptionError, match="no plan yet"):
+            dta_compile.last_plan(compiled)
+
+        tokens = fork(expected)
+        assert_close(gradients(model, tokens), gradients(eager, tokens))
+        plan = dta_compile.last_plan(compiled)
+        assert plan.stats.compression > 1.5
+        assert torch.equal(generate(model), expected)
+        assert_close(gradients(model, tokens), gradients(eager, tokens))
+        assert dta_compile.last_plan(compiled) is not plan
+        assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("new_tokens", [1, 3])
+def test_a_cache_under_gradients_is_refused(model, new_tokens):
+    ids, _ = prompts()
+    with torch.no_grad():
+        cache = model(input_ids=ids[:2], use_cache=True).past_key_values
+    model.compile(backend="dta")
+    with pytest.raises(RefusalError, match="KV cache") as caught:
+        model(input_ids=ids[:2, :new_tokens], past_key_values=cache)
+    assert "pass no past_key_values while training" in str(caught.value)
+
+
+def test_gradients_through_the_returned_cache_are_refused(model):
+    eager = copy.deepcopy(model)
+    model.compile(backend="dta")
+    ids, _ = prompts()
+    ids = ids[:2]
+    output = model(input_ids=ids)
+    keys = output.past_key_values.layers[0].keys
+    assert torch.allclose(keys, eager(input_ids=ids).past_key_values.layers[0].keys, atol=1e-6)
+    with pytest.raises(RuntimeContractError, match="KV cache"):
+        keys.sum().backward()
+
+
+def test_scoring_without_a_cache_runs_over_the_tree(model):
+    eager = copy.deepcopy(model)
+    model.compile(backend="dta")
+    ids, _ = prompts()
+    with torch.no_grad():
+        actual = model(input_ids=fork(ids[:2]), use_cache=False).logits
+        assert torch.allclose(actual, eager(input_ids=fork(ids[:2]), use_cache=False).logits, atol=1e-6)
+    assert dta_compile.last_plan(model).stats.compression > 1.5

@@ -23,17 +23,15 @@ def last_plan(compiled: Any) -> Plan:
     Raises:
         OptionError: it is not compiled, or has made no call over a tree yet.
     """
-    engines = [engine for engine in records.of(compiled).engines if engine.last_plan is not None]
-    if not engines:
+    plan = records.of(compiled).plan
+    if plan is None:
         raise OptionError(
             "no plan yet",
             expected="a call of the compiled function that ran over a tree",
             got="none so far",
             hint="call it first; dta_compile.explain says why a call would not run over a tree",
         )
-    latest = max(engines, key=lambda engine: engine.last_call)
-    assert latest.last_plan is not None
-    return latest.last_plan
+    return plan
 
 
 def streaming_step(

@@ -70,7 +70,7 @@ def compile_graph(module: fx.GraphModule, options: Options, own_symbols: bool = 
             raise GraphWithoutAttention(GENERATION)
         engine = Engine(_analyse(module, training, own_symbols), options)
         record.engines.append(engine)
-        return engine
+        return records.recorded(engine)
     except GraphWithoutAttention as plain:
         if plain.log:
             record.log_once(plain.log)

@@ -20,6 +20,7 @@ from dta_compile.errors import RefusalError
 
 DEFAULT_DUCK_SHAPE = symbolic_shape_config.use_duck_shape
 MARKED = "_dta_marked_dynamic"
+EVAL_FRAME = torch._dynamo.eval_frame.__file__
 
 
 class _TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
@@ -140,6 +141,22 @@ def _calling(class_name: str) -> Any | None:
         if type(owner).__name__ == class_name:
             return owner
         frame = frame.f_back
+    return None
+
+
+def calling_wrapper() -> Any | None:
+    """The object that `torch.compile` made for the callable whose call is now running.
+
+    Not the one that a graph was compiled for: Dynamo serves equal compilations (the same function compiled twice, two
+    models of one class) from one cache.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name in ("compile_wrapper", "_fn") and frame.f_code.co_filename == EVAL_FRAME:
+            wrapper = compile_wrapper_of(frame.f_locals.get("callback"))
+            if wrapper is not None:
+                return wrapper
+        frame = frame.f_back  # type: ignore[assignment]
     return None
 
 

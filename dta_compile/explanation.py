@@ -79,7 +79,7 @@ def _regions(program: Program) -> dict[str, int]:
 
 def _attention(program: Program) -> tuple[str, ...]:
     kinds = collections.Counter(
-        f"{str(layer.mask)}; {layer.kv_heads} KV heads of {layer.key_dim}, {str(layer.dtype).removeprefix('torch.')}"
+        f"{layer.mask!s}; {layer.kv_heads} KV heads of {layer.key_dim}, {str(layer.dtype).removeprefix('torch.')}"
         for layer in program.attention
     )
     return tuple(f"{count} layers: {kind}" for kind, count in kinds.items())
@@ -100,4 +100,3 @@ def _frontier(value: FrontierValue, positions: int) -> str:
     kind = "KV cache" if value.is_cache else "differentiable" if value.differentiable else "no gradient"
     shape = "x".join(map(str, value.features)) or "scalar"
     return f"{value.node.name}: {shape} per token, {size * positions:,} bytes dense, {kind}"
-

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from dta_compile import capture
 from dta_compile.errors import OptionError, RefusalError
+from dta_compile.plan import Plan
 from dta_compile.runtime.engine import Engine
 
 logger = logging.getLogger("dta_compile")
@@ -23,11 +25,13 @@ class Record:
     Attributes:
         engines: those of its graphs that run over a tree, oldest first.
         logged: the lines that it logged already.
+        plan: that of the latest call which ran over a tree.
         graphs: how many graphs Dynamo captured for it, those that run as captured included.
     """
 
     engines: list[Engine] = dataclasses.field(default_factory=list)
     logged: set[str] = dataclasses.field(default_factory=set)
+    plan: Plan | None = None
     graphs: int = 0
 
     def count_graph(self) -> None:
@@ -36,7 +40,7 @@ class Record:
         if self.graphs == MANY_GRAPHS:
             logger.warning(
                 "dta: %d graphs were captured for one compiled callable, each taking seconds: TORCH_LOGS=recompiles "
-                "says why (TRL with gradient_checkpointing=True adds hooks to the model at every step: set it to False, "
+                "says why (TRL with gradient_checkpointing=True adds hooks to the model at every step: set it False, "
                 "dta decides by itself what to recompute)",
                 self.graphs,
             )
@@ -61,6 +65,23 @@ def note_graph_break(graph_break: str | None) -> None:
 def current() -> Record:
     """The record of the callable now being compiled (a fresh one if Dynamo was driven without torch.compile)."""
     return _of_wrapper(capture.current_compile_wrapper())
+
+
+def recorded(engine: Engine) -> Callable[..., tuple[Any, ...]]:
+    """The engine as a callable that leaves each call's plan with the callable that was called."""
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        before = engine.last_plan
+        try:
+            return engine(*args)
+        finally:
+            if engine.last_plan is not before:
+                record = _of_wrapper(capture.calling_wrapper())
+                record.plan = engine.last_plan
+                if engine not in record.engines:
+                    record.engines.append(engine)
+
+    return run
 
 
 def of(compiled: Any) -> Record:

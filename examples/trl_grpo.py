@@ -1,9 +1,12 @@
-"""TRL's GRPOTrainer, unchanged but for one line: `trainer.model.compile(backend="dta")`.
+"""TRL's GRPOTrainer, unchanged but for one line: `trainer.model.model.compile(backend="dta")`.
 
-    python examples/trl_grpo.py [--where model|backbone] [--steps 4]
+    python examples/trl_grpo.py [--where backbone|model] [--steps 4]
+
+The backbone is the better place: compiling the whole model gives the same weights, but Dynamo breaks its graph at TRL's
+log-prob kernel for CPU, and then spends seconds on the pieces of that kernel.
 
 Trains a tiny Qwen3 with random weights twice in one process on CPU, eagerly and over the prefix tree, from the same
-seeds, and compares the weights afterwards. Plain SGD in float64, because Adam divides every gradient by its size, and so
+seeds, and compares the weights afterwards. Plain SGD in float64, because Adam divides every gradient by its size and so
 turns rounding (1e-7: transformers computes its norms in float32) into full steps where a gradient is almost zero.
 Everything is made here: model, tokenizer, prompts, reward. Generation (KV cache, no gradients) runs as captured.
 """
@@ -138,12 +141,12 @@ def train(settings: Settings, where: str | None) -> Run:
             callbacks=[run],
         )
         trainer.remove_callback(PrinterCallback)
-        if where == "model":
-            trainer.model.compile(backend="dta")  # the one line
-            run.compiled = trainer.model
-        elif where == "backbone":
-            trainer.model.model.compile(backend="dta")  # or this one
+        if where == "backbone":
+            trainer.model.model.compile(backend="dta")  # the one line
             run.compiled = trainer.model.model
+        elif where == "model":
+            trainer.model.compile(backend="dta")  # or this one
+            run.compiled = trainer.model
         trainer.train()
         run.weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     return run
@@ -159,7 +162,7 @@ def difference(left: Run, right: Run) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=Settings.steps)
-    parser.add_argument("--where", choices=("model", "backbone"), default="model")
+    parser.add_argument("--where", choices=("backbone", "model"), default="backbone")
     options = parser.parse_args()
     console = Console()
     logging.getLogger("dta_compile").addHandler(RichHandler(console=console, show_path=False))

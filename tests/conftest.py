@@ -1,4 +1,4 @@
-"""One thread for the tiny tensors of the tests: on shared cores, waiting for other threads takes longer than the work."""
+"""One thread for the tiny tensors of the tests: on shared cores, waiting for other threads outlasts the work."""
 
 import torch
 

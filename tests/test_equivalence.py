@@ -54,7 +54,7 @@ def make_case(sequences, padding):
 
 @st.composite
 def rollouts(draw):
-    """Sequences grown from others: cut anywhere (empty rows, prefixes, duplicates, forks at any token), then extended."""
+    """Sequences grown from others: cut anywhere (empty rows, prefixes, duplicates, forks), then extended."""
     tokens = st.integers(0, 3)
     grown = [draw(st.lists(tokens, min_size=1, max_size=12))]
     for _ in range(draw(st.integers(1, 8))):

@@ -45,7 +45,7 @@ def fresh_compiler():
 
 
 def check(model, function, *args, compression=1.5, **options):
-    """The compiled function gives eager's loss and gradients, over a tree; returns its plan and numbers per token that left it."""
+    """The compiled function gives eager's loss and gradients, over a tree; returns its plan and frontier width."""
     compiled = torch.compile(function, backend="dta", options={**SMALL_CHUNKS, **options})
 
     def step(forward):

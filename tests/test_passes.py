@@ -13,7 +13,7 @@ from dta_compile import records
 from dta_compile.errors import OptionError
 from dta_compile.passes import PASSES
 from dta_compile.passes.cut import cheapest_cut
-from dta_compile.passes.token_rules import reshape_groups
+from dta_compile.passes.shape_rules import reshape_groups
 
 aten = torch.ops.aten
 LAYERS, WIDTH, VOCABULARY, HEADS, KV_HEADS = 2, 16, 37, 4, 2

@@ -1,8 +1,8 @@
 """A hand-written causal LM, float64 throughout and quick to compile, with batches that share prefixes.
 
-    model = TinyLM()
-    compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
-    assert_same(run(compiled, model), run(model, model))
+model = TinyLM()
+compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+assert_same(run(compiled, model), run(model, model))
 """
 
 from __future__ import annotations

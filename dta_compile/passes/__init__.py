@@ -1,14 +1,14 @@
 """From a captured graph to executable regions: one ordered list of passes over one `Program`.
 
-    lower         Dynamo's graph -> functional ATen graph, attention as one opaque op
-    token_axis    which dimensions run over sequences and tokens, and what mixes them
-    attention     masks proven causal, KV heads un-repeated
-    regions       prologue | token region | epilogue, and the frontier between the last two
-    prefix_key    trunk | head, and which inputs make two prefixes the same
-    chunk_graph   the token region as a function of one chunk
-    dense_graphs  prologue and epilogue as modules
-    joint         forward and backward of a chunk
-    accumulate    parameter gradients added in place
+lower         Dynamo's graph -> functional ATen graph, attention as one opaque op
+token_axis    which dimensions run over sequences and tokens, and what mixes them
+attention     masks proven causal, KV heads un-repeated
+regions       prologue | token region | epilogue, and the frontier between the last two
+prefix_key    trunk | head, and which inputs make two prefixes the same
+chunk_graph   the token region as a function of one chunk
+dense_graphs  prologue and epilogue as modules
+joint         forward and backward of a chunk
+accumulate    parameter gradients added in place
 """
 
 from __future__ import annotations

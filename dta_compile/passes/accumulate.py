@@ -1,7 +1,7 @@
 """accumulate: parameter gradients are added into accumulators inside the backward graph, without full-size temporaries.
 
-A matrix product that ends in a gradient becomes `addmm_` into the accumulator, an embedding's gradient an `index_add_` of
-the chunk's rows; anything else is added.
+A matrix product that ends in a gradient becomes `addmm_` into the accumulator, an embedding's gradient an `index_add_`
+of the chunk's rows; anything else is added.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def _add(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node) -> None:
 
 def _untranspose(node: fx.Node) -> tuple[fx.Node, bool]:
     transposed = False
-    while node.target in (aten.t.default, aten.transpose.int, aten.permute.default) and node.args[0].meta["val"].dim() == 2:
+    while (
+        node.target in (aten.t.default, aten.transpose.int, aten.permute.default)
+        and node.args[0].meta["val"].dim() == 2
+    ):
         if node.target is aten.permute.default and list(node.args[1]) == [0, 1]:
             node = node.args[0]
             continue
@@ -78,4 +81,3 @@ def _add_rows(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node, dtype: torch
     if rows.meta["val"].dtype != dtype:
         flat_rows = graph.call_function(aten._to_copy.default, (flat_rows,), {"dtype": dtype})
     graph.call_function(aten.index_add_.default, (accumulator, 0, flat_index, flat_rows))
-

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-
 import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
+from dta_compile.passes.layouts import sizes
 from dta_compile.passes.mask_proof import MaskProof
 from dta_compile.passes.program import (
     AttentionLayer,
@@ -16,7 +16,6 @@ from dta_compile.passes.program import (
     where,
 )
 from dta_compile.passes.token_axis import ATTENTION
-from dta_compile.passes.token_rules import sizes
 
 aten = torch.ops.aten
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -67,9 +66,12 @@ def mixing_refusal(program: Program, mixed: Mixed) -> RefusalError:
             hint="set the model's dropout to 0, or call model.eval()",
         )
     elif "expert" in where(mixed.node):
-        hint = "layers that route tokens to experts are not supported; options={'fallback': 'dense'} runs them as they are"
+        hint = "routing tokens to experts is not supported; options={'fallback': 'dense'} runs it densely"
     elif _leads_to_softmax(mixed.node):
-        hint = "write attention as torch.nn.functional.scaled_dot_product_attention (transformers: attn_implementation='sdpa')"
+        hint = (
+            "write attention as torch.nn.functional.scaled_dot_product_attention"
+            " (transformers: attn_implementation='sdpa')"
+        )
     return RefusalError(
         "tokens are mixed before the last attention by something other than attention",
         where=where(mixed.node),

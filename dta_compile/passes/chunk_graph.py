@@ -15,9 +15,8 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.attention_op import ATTENTION
+from dta_compile.passes.layouts import sizes
 from dta_compile.passes.program import Axis, ChunkInput, InputKind, Layout, Program, has_tensor, where
-from dta_compile.passes.token_axis import ATTENTION as ATTENTION_CALL
-from dta_compile.passes.token_rules import sizes
 
 aten = torch.ops.aten
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
@@ -77,7 +76,11 @@ class _Builder:
         token_dim = item.layout.token_dim
         assert token_dim is not None
         features = iter(range(1, len(item.layout.dims)))
-        order = [0 if axis in (Axis.TOKEN, Axis.ROWS) else next(features) for axis in item.layout.dims if axis is not Axis.BATCH]
+        order = [
+            0 if axis in (Axis.TOKEN, Axis.ROWS) else next(features)
+            for axis in item.layout.dims
+            if axis is not Axis.BATCH
+        ]
         if order != sorted(order):
             value = self.graph.call_function(aten.permute.default, (value, order))
         if item.layout.batch_dim is not None:
@@ -131,7 +134,9 @@ class _Builder:
             self.copies[node] = self._attention(node)
         elif node.target in RESHAPES and self._is_per_token(node):
             source = self._read(node.args[0], in_head, node)  # type: ignore[arg-type]
-            self.copies[node] = self.graph.call_function(node.target, (source, self._chunk_shape(self.program.layout(node), sizes(node), in_head)))
+            self.copies[node] = self.graph.call_function(
+                node.target, (source, self._chunk_shape(self.program.layout(node), sizes(node), in_head))
+            )
         elif self._is_token_window(node):
             self.copies[node] = self._read(node.args[0], in_head, node)  # type: ignore[arg-type]
         else:
@@ -185,4 +190,3 @@ class _Builder:
                 node.replace_input_with(arg, scalar)
                 self.program.values[scalar] = Layout(())
                 self.program.constant_inputs.append(scalar)
-

@@ -21,8 +21,8 @@ def cheapest_cut(
 ) -> set[fx.Node]:
     """Which of `nodes` to run in the first of two parts so that the values crossing to the second cost least.
 
-    The result is closed under inputs (among `nodes`), contains `first` and avoids `last`. A node of it pays `cost` once if
-    any user is in the second part or if it is in `leaving`. Among cheapest cuts the one with the fewest nodes is taken.
+    The result is closed under inputs (among `nodes`), contains `first` and avoids `last`. A node of it pays `cost` once
+    if any user is in the second part or if it is in `leaving`. Among cheapest cuts the one with the fewest nodes is taken.
     """
     nodes = list(nodes)
     members = set(nodes)

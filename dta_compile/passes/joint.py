@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch._dynamo.source import ConstantSource
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.attention_op import ATTENTION, ATTENTION_BACKWARD
@@ -37,7 +37,7 @@ class JointGraphs:
         forward_only: writes KV, returns the frontier values (an anchor with outputs, or scoring).
         forward: writes KV, returns the frontier values, then the saved values.
         backward: takes `path`, the `backward_inputs` of the chunk's inputs, the saved values, the gradients of the
-            differentiable frontier values, and (after the accumulate pass) one accumulator for each of `grad_parameters`.
+            differentiable frontier values, and (after the accumulate pass) an accumulator for each of `grad_parameters`.
         saved_kv: for each layer, where its key and value are among the saved values.
         differentiated: positions of the frontier values whose gradients the backward takes.
         grad_parameters: positions among the chunk graph's parameters that receive a gradient.
@@ -135,7 +135,9 @@ def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, s
     with mode, enable_python_dispatcher(), torch._C._DisableAutocast(), fx.traceback.preserve_node_meta():
         primals = _fake_inputs(program, tokens, head_rows)
         tangents = [
-            torch.empty((head_rows, *program.frontier[i].features), dtype=program.frontier[i].dtype, device=_device(program))
+            torch.empty(
+                (head_rows, *program.frontier[i].features), dtype=program.frontier[i].dtype, device=_device(program)
+            )
             for i in grad_outputs
         ]
         trace = _traced(differentiate, primals, tangents)
@@ -174,7 +176,9 @@ def _mutates(node: fx.Node) -> bool:
 
 
 def _free_size(shape_env: ShapeEnv, name: str, hint: int) -> Any:
-    symbol = shape_env.create_symbol(hint, source=ConstantSource(f"__dta_{name}"), dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    symbol = shape_env.create_symbol(
+        hint, source=ConstantSource(f"__dta_{name}"), dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+    )
     return shape_env.create_symintnode(symbol, hint=hint)
 
 
@@ -182,7 +186,9 @@ def _fake_inputs(program: Program, tokens: Any, head_rows: Any) -> list[torch.Te
     def whole(node: fx.Node, requires_grad: bool = False) -> torch.Tensor:
         value = node.meta["val"]
         shape, stride = [int(s) for s in value.shape], [int(s) for s in value.stride()]
-        fake = torch.empty_strided(shape, stride, dtype=value.dtype, device=_device(program) if value.is_meta else value.device)
+        fake = torch.empty_strided(
+            shape, stride, dtype=value.dtype, device=_device(program) if value.is_meta else value.device
+        )
         return fake.requires_grad_(requires_grad)
 
     def rows(item: ChunkInput, count: Any) -> torch.Tensor:

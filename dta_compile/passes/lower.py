@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dta_compile.errors import DTAError, RefusalError
-from dta_compile.passes import opaque
+from dta_compile.passes import decompositions, opaque
 from dta_compile.passes.program import Input, InputKind, Program, output_node, where
 from dta_compile.passes.size_nodes import sizes_from_inputs
 
@@ -46,68 +45,6 @@ def _attention_call_fake(
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
-# Reductions that torch fuses with per-token work: taken apart, the per-token half can run over the tree.
-FUSED_REDUCTIONS = get_decompositions(
-    [
-        aten.nll_loss_forward,
-        aten.nll_loss2d_forward,
-        aten.mse_loss,
-        aten.smooth_l1_loss,
-        aten.huber_loss,
-        aten.binary_cross_entropy,
-        aten.soft_margin_loss,
-    ]
-)
-
-# Operators without a rule, a derivative or symbolic shapes of their own, in terms of such that have them.
-SPELLED_OUT = get_decompositions(
-    [
-        aten.addcmul,
-        aten.addcdiv,
-        aten.softshrink,
-        aten.log_sigmoid_forward,
-        aten.roll,
-        aten.index_fill,
-        aten.narrow_copy,
-        aten.std_mean,
-        aten.nansum,
-        aten.aminmax,
-        aten.dot,
-        aten.unsafe_split,
-        aten.unsafe_split_with_sizes,
-    ]
-)
-CONSTRUCTORS = {
-    aten.new_empty.default: 0,
-    aten.new_zeros.default: 0,
-    aten.new_ones.default: 1,
-    aten.new_full.default: None,
-    aten.empty.memory_format: 0,
-    aten.zeros.default: 0,
-    aten.ones.default: 1,
-}
-
-
-def _copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """`target.copy_(source)` as a function that autograd knows."""
-    source = source.to(target.dtype)
-    return source if source.shape == target.shape else torch.where(target.isnan() | True, source, target)
-
-
-def _group_norm(
-    x: torch.Tensor, weight: Any, bias: Any, rows: Any, channels: int, rest: Any, groups: int, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Group norm row by row; torch's own takes the number of rows as an argument."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(rows, groups, -1)
-    variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
-    rstd = torch.rsqrt(variance + eps)
-    out = ((wide - mean) * rstd).reshape(x.shape)
-    column = (channels, *(1,) * (x.dim() - 2))
-    out = out if weight is None else out * weight.reshape(column)
-    out = out if bias is None else out + bias.reshape(column)
-    return out.to(x.dtype), mean.reshape(rows, groups), rstd.reshape(rows, groups)
-
-
 def lower(program: Program) -> None:
     """Fill `program.inputs`, `.module` and `.placeholders` from `program.captured`."""
     captured = program.captured
@@ -125,39 +62,25 @@ def lower(program: Program) -> None:
             mutated.extend(i for i, arg in enumerate(wrapped) if _was_mutated(arg))
             return pytree.tree_map(_from_functional, results)
 
-    table = {**FUSED_REDUCTIONS, **SPELLED_OUT, aten.copy.default: _copied, aten.native_group_norm.default: _group_norm}
-    with mode or contextlib.nullcontext(), enable_python_dispatcher(), fx.traceback.preserve_node_meta(), _no_autocast_cache():
-        module = make_fx(run, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
+    with (
+        mode or contextlib.nullcontext(),
+        enable_python_dispatcher(),
+        fx.traceback.preserve_node_meta(),
+        _no_autocast_cache(),
+    ):
+        module = make_fx(run, decomposition_table=decompositions.TABLE, _allow_non_fake_inputs=True)(*fakes)
 
     for index in mutated:
         raise _mutation_refusal(program.inputs[index], placeholders[index])
     _flatten_output(module)
     opaque.embed(module)
-    _spell_out_constructors(module.graph)
-    _drop_empty_parts(module.graph)
+    decompositions.spell_out_constructors(module.graph)
+    decompositions.drop_empty_parts(module.graph)
     sizes_from_inputs(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
     program.module = module
     program.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-
-
-def _spell_out_constructors(graph: fx.Graph) -> None:
-    """`x.new_zeros(size)` and its like become `full(size, value)`, which depends on nothing but sizes."""
-    for node in list(graph.nodes):
-        if node.target not in CONSTRUCTORS:
-            continue
-        of_tensor = node.target._schema.arguments[0].name == "self"
-        size, value = node.args[1 if of_tensor else 0], CONSTRUCTORS[node.target]
-        val = node.meta["val"]
-        value = node.args[2] if value is None else value
-        with graph.inserting_before(node):
-            full = graph.call_function(
-                aten.full.default, (size, value), {"dtype": val.dtype, "device": val.device, "pin_memory": False}
-            )
-        full.meta = dict(node.meta)
-        node.replace_all_uses_with(full)
-        graph.erase_node(node)
 
 
 class _AttentionCapture(TorchFunctionMode):
@@ -227,7 +150,7 @@ def _capture_attention(
     if torch.is_autocast_enabled(query.device.type):
         # The real operator is on autocast's lower-precision list; the opaque one has to say so itself.
         dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (t.to(dtype) if t.is_floating_point() else t for t in (query, key, value))
+        query, key, value = (t if t.dtype is torch.float64 else t.to(dtype) for t in (query, key, value))
     return torch.ops.dta.attention_call(query, key, value, attn_mask, is_causal, scale)
 
 
@@ -299,17 +222,6 @@ def _describe(index: int, node: fx.Node) -> Input:
     else:
         kind = InputKind.DATA
     return Input(index, name, kind, value.requires_grad)
-
-
-def _drop_empty_parts(graph: fx.Graph) -> None:
-    """`cat([empty, x])` is `x`: what a KV cache that starts empty does with the first keys."""
-    for node in list(graph.nodes):
-        if node.target is not aten.cat.default:
-            continue
-        parts = [part for part in node.args[0] if tuple(part.meta["val"].shape) != (0,)]
-        if len(parts) == 1:
-            node.replace_all_uses_with(parts[0])
-            graph.erase_node(node)
 
 
 def _to_functional(arg: Any) -> Any:

@@ -1,7 +1,7 @@
 """Proof by evaluation that an attention mask is causal (within a window, up to padding), on small concrete cases.
 
-Under `torch.compile`, models build an explicit `[B, 1, S, S]` mask from `arange`, `cumsum` and integer inputs. Such a mask
-subgraph is a pure function of sizes and a few `[B, S]` inputs, so it is run on cases that tell the supported classes
+Under `torch.compile`, models build an explicit `[B, 1, S, S]` mask from `arange`, `cumsum` and integer inputs. Such a
+mask subgraph is a pure function of sizes and a few `[B, S]` inputs, so it is run on cases that tell the supported classes
 apart: several batch and token sizes, right, left and broken padding, shifted positions, and sizes past any window.
 """
 
@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
+from dta_compile.passes.layouts import expression
 from dta_compile.passes.program import Layout, MaskClass, Mixed, Program, ancestors, has_tensor, where
-from dta_compile.passes.token_rules import expression
 
 # Windows up to this size are tried at their real size; larger ones with the constant replaced by small ones, because a
 # case past the window needs a mask of its square.

@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.cut import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.chunk_graph import UNIFORM
+from dta_compile.passes.cut import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.program import ChunkInput, Layout, Program, ancestors, where
 
 
@@ -97,7 +97,7 @@ def _constant_inputs(program: Program, nodes: list[fx.Node]) -> list[fx.Node]:
 
 
 def _keys(program: Program, inputs: list[ChunkInput]) -> list[ChunkInput]:
-    """The values that determine these inputs: what they are computed from position by position, as far back as can be."""
+    """The values that determine these inputs: what they are computed from, position by position, as far back as it goes."""
     keys: dict[tuple[fx.Node, Layout], ChunkInput] = {}
     for item in inputs:
         for root in _key_roots(program, item):

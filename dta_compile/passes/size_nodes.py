@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def sizes_from_inputs(graph: fx.Graph) -> None:
-    """Replace every size that is read off an intermediate value; expressions beyond sums and products stay as they are."""
+    """Replace every size that is read off an intermediate value, if it is a sum of products of input sizes."""
     builder = _Builder(graph)
     for node in list(graph.nodes):
         value = node.meta.get("val")

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
+from dta_compile.passes.layouts import Arguments, MixesTokens, expression, sizes
 from dta_compile.passes.program import (
     AmbiguousAxes,
     Axis,
@@ -26,7 +27,7 @@ from dta_compile.passes.program import (
     has_tensor,
     where,
 )
-from dta_compile.passes.token_rules import Arguments, MixesTokens, expression, rule_for, sizes
+from dta_compile.passes.token_rules import rule_for
 
 aten = torch.ops.aten
 ATTENTION = torch.ops.dta.attention_call.default
@@ -176,7 +177,12 @@ def apply_rule(
 def _without_axes(program: Program, node: fx.Node) -> Value:
     """An operator on values without batch or token axis (weights): its result has none either, or it is no weight."""
     shaped = layout_by_shape(program, node)
-    if node.target is aten.expand.default and isinstance(shaped, Layout) and shaped.frame and shaped.frame.start is not None:
+    if (
+        node.target is aten.expand.default
+        and isinstance(shaped, Layout)
+        and shaped.frame
+        and shaped.frame.start is not None
+    ):
         return shaped  # the same weight for every token
     layouts = shaped if isinstance(shaped, tuple) else (shaped,)
     if node in program.parameter_dependent and any(isinstance(one, Layout) and one.labelled for one in layouts):

@@ -7,143 +7,35 @@ several results), or raises `MixesTokens`. An operator without a rule mixes toke
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.program import Axis, Frame, Layout
+from dta_compile.errors import OptionError
+from dta_compile.passes import shape_rules
+from dta_compile.passes.layouts import (
+    Arguments,
+    MixesTokens,
+    Rule,
+    argument,
+    broadcast,
+    is_tensor,
+    require_feature,
+    single_token_axis,
+    sizes,
+    unify_frames,
+)
+from dta_compile.passes.program import Axis, Layout
 
 aten = torch.ops.aten
 
-Rule = Callable[[fx.Node, "Arguments"], "Layout | tuple[Layout, ...]"]
 RULES: dict[Any, Rule] = {}
-
-
-class MixesTokens(Exception):
-    """The operator makes one token's value depend on another's (or on another sequence's)."""
-
-
-class Arguments:
-    """The layouts of a node's arguments, and the adoption of dense inputs into a frame.
-
-    A value computed outside the token region (shifted labels, say) carries no frame of its own: its token axis takes
-    the frame of the token-region value that it is combined with. `adopted` records that, per argument.
-    """
-
-    def __init__(self, layouts: dict[fx.Node, Layout], dense: Callable[[fx.Node], bool]) -> None:
-        self.layouts, self.dense = layouts, dense
-        self.adopted: dict[fx.Node, Layout] = {}
-
-    def __getitem__(self, node: Any) -> Layout:
-        if not isinstance(node, fx.Node):
-            return Layout(())
-        return self.adopted.get(node) or self.layouts[node]
-
-    def adopt(self, node: fx.Node, layout: Layout) -> None:
-        if layout != self.layouts[node]:
-            self.adopted[node] = layout
-
-
-def expression(size: Any) -> sympy.Expr:
-    """A size as a sympy expression, with everything the shape environment learned substituted."""
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
-
-
-def sizes(node: fx.Node, index: int | None = None) -> tuple[sympy.Expr, ...]:
-    """The shape of a node's value (of its `index`-th result)."""
-    value = node.meta["val"]
-    value = value if index is None else value[index]
-    return tuple(expression(size) for size in value.shape)
-
-
-def broadcast(node: fx.Node, arguments: Arguments, operands: Sequence[fx.Node] | None = None) -> Layout:
-    """Layout of an elementwise result: operands aligned at the right, at most one axis a dimension, one frame."""
-    operands = [arg for arg in (operands or node.all_input_nodes) if _is_tensor(arg)]
-    rank = max(len(sizes(arg)) for arg in operands)
-    frame = unify_frames([arguments[arg].frame for arg in operands if arguments[arg].token_dim is not None])
-    dims: list[Axis | None] = []
-    for dim in range(rank):
-        axes = {axis for arg in operands if (axis := _aligned(arguments[arg], rank, dim)) is not None}
-        if len(axes) > 1:
-            raise MixesTokens("it combines the batch axis with the token axis")
-        dims.append(next(iter(axes), None))
-    result = Layout(tuple(dims), frame)
-    for arg in operands:
-        _adopt_operand(arg, result, rank, arguments)
-    return single_token_axis(result)
-
-
-def _aligned(layout: Layout, rank: int, dim: int) -> Axis | None:
-    own = dim - (rank - len(layout.dims))
-    return layout.dims[own] if own >= 0 else None
-
-
-def _adopt_operand(arg: fx.Node, result: Layout, rank: int, arguments: Arguments) -> None:
-    """Give a dense operand the axes and frame of the result where its sizes say that it has them."""
-    layout, shape = arguments[arg], sizes(arg)
-    dims = list(layout.dims)
-    for own, size in enumerate(shape):
-        axis = result.dims[own + rank - len(shape)]
-        if dims[own] is None and axis is not None and size != 1:
-            if (
-                axis is not Axis.TOKEN
-                or not arguments.dense(arg)
-                or result.frame is None
-                or size != result.frame.length
-            ):
-                raise MixesTokens(f"it lines up {arg.name} (size {size}) with the {axis.value} axis")
-            dims[own] = axis
-        if axis is Axis.TOKEN and size == 1 and Axis.BATCH in dims and arguments.dense(arg):
-            dims[own] = axis  # one value a sequence: chunks hold tokens of several sequences, so it is read per token
-    frame = result.frame if any(axis in (Axis.TOKEN, Axis.ROWS) for axis in dims) else None
-    if arguments.dense(arg):
-        arguments.adopt(arg, Layout(tuple(dims), frame))
-
-
-def unify_frames(frames: Sequence[Frame | None]) -> Frame | None:
-    """The one frame that all operands agree on; operands without a start (dense values) take the others'."""
-    known = [frame for frame in frames if frame is not None]
-    if not known:
-        return None
-    best = next((frame for frame in known if frame.start is not None), known[0])
-    for frame in known:
-        if sympy.simplify(frame.length - best.length) != 0:
-            raise MixesTokens(f"it combines {frame.length} tokens with {best.length}")
-        if frame.start is not None and sympy.simplify(frame.start - best.start) != 0:
-            raise MixesTokens("it combines tokens at different positions (a shift along the token axis)")
-    return best
-
-
-def single_token_axis(layout: Layout) -> Layout:
-    tokens = [axis for axis in layout.dims if axis in (Axis.TOKEN, Axis.ROWS)]
-    batches = [axis for axis in layout.dims if axis in (Axis.BATCH, Axis.ROWS)]
-    if len(tokens) > 1:
-        raise MixesTokens("it compares every token with every other")
-    if len(batches) > 1:
-        raise MixesTokens("it compares every sequence with every other")
-    return layout
-
-
-def require_feature(layout: Layout, dim: int, what: str) -> int:
-    """`dim` made non-negative; raises unless it is a feature dimension."""
-    dim = dim % max(len(layout.dims), 1)
-    if layout.dims and layout.dims[dim] is not None:
-        axis = "token" if layout.dims[dim] in (Axis.TOKEN, Axis.ROWS) else "batch"
-        raise MixesTokens(f"it {what} along the {axis} axis")
-    return dim
 
 
 def pointwise(node: fx.Node, arguments: Arguments) -> Layout:
     """Rule for an operator that works elementwise with broadcasting."""
     return broadcast(node, arguments)
-
-
-def like(node: fx.Node, arguments: Arguments) -> Layout:
-    """Rule for a constructor that takes its shape from its first argument."""
-    return arguments[node.args[0]]
 
 
 def along_features(what: str, dim_argument: int, keepdim_argument: int | None = None, results: int = 1) -> Rule:
@@ -154,142 +46,16 @@ def along_features(what: str, dim_argument: int, keepdim_argument: int | None = 
 
     def rule(node: fx.Node, arguments: Arguments) -> Layout | tuple[Layout, ...]:
         layout = arguments[node.args[0]]
-        chosen = _argument(node, dim_argument, "dim")
+        chosen = argument(node, dim_argument, "dim")
         if chosen is None or chosen == []:
             chosen = list(range(len(layout.dims)))
         chosen = [chosen] if isinstance(chosen, int) else list(chosen)
         dropped = {require_feature(layout, dim, what) for dim in chosen}
-        if keepdim_argument is not None and not _argument(node, keepdim_argument, "keepdim"):
+        if keepdim_argument is not None and not argument(node, keepdim_argument, "keepdim"):
             layout = Layout(tuple(axis for i, axis in enumerate(layout.dims) if i not in dropped), layout.frame)
         return layout if results == 1 else (layout,) * results
 
     return rule
-
-
-def _argument(node: fx.Node, position: int, name: str) -> Any:
-    """An argument by the operator's own schema: given by position, by name, or its default."""
-    schema = node.target._schema.arguments if hasattr(node.target, "_schema") else ()
-    if position < len(node.args):
-        return node.args[position]
-    named = {argument.name: argument.default_value for argument in schema}
-    return node.kwargs.get(name, named.get(name))
-
-
-def permuted(order: Callable[[fx.Node, int], list[int]]) -> Rule:
-    """Rule for a permutation of dimensions: `order(node, rank)` lists the source dimension of each result dimension."""
-
-    def rule(node: fx.Node, arguments: Arguments) -> Layout:
-        layout = arguments[node.args[0]]
-        return Layout(tuple(layout.dims[i] for i in order(node, len(layout.dims))), layout.frame)
-
-    return rule
-
-
-def _transpose_order(node: fx.Node, rank: int) -> list[int]:
-    order = list(range(rank))
-    if rank > 1:
-        first, second = (node.args[1], node.args[2]) if len(node.args) > 2 else (0, 1)
-        order[first], order[second] = order[second], order[first]
-    return order
-
-
-def unsqueeze(node: fx.Node, arguments: Arguments) -> Layout:
-    layout = arguments[node.args[0]]
-    dims = list(layout.dims)
-    dims.insert(node.args[1] % (len(dims) + 1), None)
-    return Layout(tuple(dims), layout.frame)
-
-
-def squeeze(node: fx.Node, arguments: Arguments) -> Layout:
-    source = node.args[0]
-    layout, shape = arguments[source], sizes(source)
-    chosen = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
-    chosen = {dim % len(shape) for dim in ([chosen] if isinstance(chosen, int) else chosen)}
-    kept = [i for i in range(len(shape)) if not (i in chosen and shape[i] == 1)]
-    return Layout(tuple(layout.dims[i] for i in kept), layout.frame)
-
-
-def expand(node: fx.Node, arguments: Arguments) -> Layout:
-    source = node.args[0]
-    layout, before, after = arguments[source], sizes(source), sizes(node)
-    added = len(after) - len(before)
-    dims: list[Axis | None] = []
-    for i, size in enumerate(after):
-        if i >= added and (before[i - added] != 1 or size == 1):
-            dims.append(layout.dims[i - added])
-        elif size.free_symbols:
-            raise MixesTokens("it repeats a value along a batch or token axis it did not have")
-        else:
-            dims.append(None)
-    return Layout(tuple(dims), layout.frame)
-
-
-def view(node: fx.Node, arguments: Arguments) -> Layout:
-    """Reshape: axes may stay, merge (batch, token) into rows, or split rows; they never merge with features."""
-    source = node.args[0]
-    layout, before, after = arguments[source], sizes(source), sizes(node)
-    dims: list[Axis | None] = [None] * len(after)
-    for group_in, group_out in reshape_groups(before, after):
-        labelled = [layout.dims[i] for i in group_in if before[i] != 1]
-        targets = [j for j in group_out if after[j] != 1]
-        if not any(labelled):
-            continue
-        if len(labelled) == len(targets) == 1:
-            dims[targets[0]] = labelled[0]
-        elif labelled == [Axis.BATCH, Axis.TOKEN] and len(targets) == 1:
-            dims[targets[0]] = Axis.ROWS
-        elif labelled == [Axis.ROWS] and len(targets) == 2:
-            dims[targets[0]], dims[targets[1]] = Axis.BATCH, Axis.TOKEN
-        else:
-            raise MixesTokens(f"it reshapes {layout} of sizes {before} to {after}, across the token axis")
-    return Layout(tuple(dims), layout.frame)
-
-
-def reshape_groups(before: Sequence[sympy.Expr], after: Sequence[sympy.Expr]) -> list[tuple[list[int], list[int]]]:
-    """Smallest runs of dimensions with equal products, left to right, for a reshape of `before` to `after`."""
-    groups, i, j = [], 0, 0
-    while i < len(before) or j < len(after):
-        group_in, group_out = [i] if i < len(before) else [], [j] if j < len(after) else []
-        product_in = before[i] if group_in else sympy.Integer(1)
-        product_out = after[j] if group_out else sympy.Integer(1)
-        i, j = i + len(group_in), j + len(group_out)
-        while (ratio := sympy.cancel(product_out / product_in)) != 1:
-            numerator, denominator = ratio.as_numer_denom()
-            if denominator == 1 and i < len(before) or j >= len(after):
-                if i >= len(before):
-                    break
-                group_in, product_in, i = [*group_in, i], product_in * before[i], i + 1
-            else:
-                group_out, product_out, j = [*group_out, j], product_out * after[j], j + 1
-        groups.append((group_in, group_out))
-    return groups
-
-
-def slice_(node: fx.Node, arguments: Arguments) -> Layout:
-    """A slice of features, or a window of tokens: the frame moves, the values stay."""
-    source = node.args[0]
-    dim = _argument(node, 1, "dim") or 0
-    layout, before, after = arguments[source], sizes(source), sizes(node)
-    dim %= len(before)
-    if layout.dims[dim] is None or before[dim] == after[dim]:
-        return layout
-    step = _argument(node, 4, "step")
-    if (
-        layout.dims[dim] is not Axis.TOKEN
-        or step not in (None, 1)
-        or layout.frame is None
-        or layout.frame.start is None
-    ):
-        axis = "token" if layout.dims[dim] is Axis.TOKEN else "batch"
-        raise MixesTokens(
-            f"it takes every {step}th entry of the {axis} axis"
-            if step not in (None, 1)
-            else f"it slices the {axis} axis"
-        )
-    start = _argument(node, 2, "start") or 0
-    start = start.meta["val"] if isinstance(start, fx.Node) else start
-    first = expression(start) + (before[dim] if start < 0 else 0)  # comparing a symbolic start leaves a guard
-    return Layout(layout.dims, Frame(sympy.simplify(layout.frame.start + first), after[dim]))
 
 
 def matmul(left: int, right: int) -> Rule:
@@ -377,13 +143,13 @@ def scatter(node: fx.Node, arguments: Arguments) -> Layout:
     source, dim, index = node.args[:3]
     require_feature(arguments[source], dim, "scatters")
     _along_others(source, index, dim, arguments)
-    if len(node.args) > 3 and isinstance(node.args[3], fx.Node) and _is_tensor(node.args[3]):
+    if len(node.args) > 3 and isinstance(node.args[3], fx.Node) and is_tensor(node.args[3]):
         _along_others(source, node.args[3], dim, arguments)
     return arguments[source]
 
 
 def _along_others(source: fx.Node, other: fx.Node, dim: int, arguments: Arguments) -> Layout:
-    """Two tensors whose dimensions other than `dim` must be the same axes with the same frame; the layout of `other`."""
+    """Two tensors whose dimensions other than `dim` must be the same axes in the same frame; the layout of `other`."""
     mine, theirs = arguments[source], arguments[other]
     rank = len(mine.dims)
     dim %= max(rank, 1)
@@ -406,50 +172,6 @@ def _along_others(source: fx.Node, other: fx.Node, dim: int, arguments: Argument
     return result
 
 
-def cat(node: fx.Node, arguments: Arguments) -> Layout:
-    parts, dim = list(node.args[0]), _argument(node, 1, "dim") or 0
-    parts = [part for part in parts if len(sizes(part)) > 1 or sizes(part) != (0,)]
-    for part in parts:
-        require_feature(arguments[part], dim, "concatenates")
-    return broadcast(node, arguments, _without_dim_check(parts, dim))
-
-
-def _without_dim_check(parts: list[fx.Node], dim: int) -> list[fx.Node]:
-    """The parts of a concatenation differ only along `dim`, a feature: they unify as an elementwise call would."""
-    return parts
-
-
-def stack(node: fx.Node, arguments: Arguments) -> Layout:
-    layout = broadcast(node, arguments, list(node.args[0]))
-    dim = (_argument(node, 1, "dim") or 0) % (len(layout.dims) + 1)
-    return Layout((*layout.dims[:dim], None, *layout.dims[dim:]), layout.frame)
-
-
-def split(node: fx.Node, arguments: Arguments) -> tuple[Layout, ...]:
-    layout = arguments[node.args[0]]
-    is_unbind = node.target is aten.unbind.int
-    dim = require_feature(layout, _argument(node, 1 if is_unbind else 2, "dim") or 0, "splits")
-    if is_unbind:
-        layout = Layout(layout.dims[:dim] + layout.dims[dim + 1 :], layout.frame)
-    return (layout,) * len(node.meta["val"])
-
-
-def select(node: fx.Node, arguments: Arguments) -> Layout:
-    layout = arguments[node.args[0]]
-    dim = require_feature(layout, node.args[1], "selects one entry")
-    return Layout(layout.dims[:dim] + layout.dims[dim + 1 :], layout.frame)
-
-
-def written_slice(node: fx.Node, arguments: Arguments) -> Layout:
-    """slice_scatter and select_scatter along a feature dimension (what `x[..., a:b] = y` becomes)."""
-    layout, part = arguments[node.args[0]], arguments[node.args[1]]
-    dim = require_feature(layout, _argument(node, 2, "dim") or 0, "writes a part")
-    others = layout.dims if node.target is aten.slice_scatter.default else (*layout.dims[:dim], *layout.dims[dim + 1 :])
-    if part.dims != others:
-        raise MixesTokens("it writes a part that lies differently along the batch and token axes")
-    return Layout(layout.dims, unify_frames([layout.frame, part.frame]))
-
-
 def normalization(results: int) -> Rule:
     """Rule for layer and RMS norms over the last `len(normalized_shape)` dimensions, with their statistics."""
 
@@ -469,35 +191,10 @@ def triangle(node: fx.Node, arguments: Arguments) -> Layout:
     return layout
 
 
-def diagonal(node: fx.Node, arguments: Arguments) -> Layout:
-    layout = arguments[node.args[0]]
-    taken = {
-        require_feature(layout, _argument(node, i, f"dim{i - 1}"), "takes the diagonal") for i in (2, 3)
-    }
-    return Layout((*(axis for i, axis in enumerate(layout.dims) if i not in taken), None), layout.frame)
-
-
-def unfold(node: fx.Node, arguments: Arguments) -> Layout:
-    layout = arguments[node.args[0]]
-    require_feature(layout, node.args[1], "takes windows")
-    return Layout((*layout.dims, None), layout.frame)
-
-
 def bucketize(node: fx.Node, arguments: Arguments) -> Layout:
     if arguments[node.args[1]].labelled:
         raise MixesTokens("it sorts into boundaries that are computed per token")
     return arguments[node.args[0]]
-
-
-def view_as_complex(node: fx.Node, arguments: Arguments) -> Layout:
-    layout = arguments[node.args[0]]
-    require_feature(layout, -1, "pairs real and imaginary parts")
-    return Layout(layout.dims[:-1], layout.frame)
-
-
-def view_as_real(node: fx.Node, arguments: Arguments) -> Layout:
-    layout = arguments[node.args[0]]
-    return Layout((*layout.dims, None), layout.frame)
 
 
 def convolution(node: fx.Node, arguments: Arguments) -> Layout:
@@ -508,23 +205,6 @@ def convolution(node: fx.Node, arguments: Arguments) -> Layout:
     if any(size != 1 for size in sizes(weight)[2:]) or any(s != 1 for s in stride) or any(padding):
         raise MixesTokens("it convolves along the token axis")
     return layout
-
-
-def constant_pad(node: fx.Node, arguments: Arguments) -> Layout:
-    layout = arguments[node.args[0]]
-    for i in range(len(node.args[1]) // 2):
-        if tuple(node.args[1][2 * i : 2 * i + 2]) != (0, 0):
-            require_feature(layout, -1 - i, "pads")
-    return layout
-
-
-def repeat(node: fx.Node, arguments: Arguments) -> Layout:
-    layout, repeats = arguments[node.args[0]], node.args[1]
-    added = len(repeats) - len(layout.dims)
-    for i, axis in enumerate(layout.dims):
-        if axis is not None and repeats[added + i] != 1:
-            raise MixesTokens("it repeats along the token or batch axis")
-    return Layout((None,) * added + layout.dims, layout.frame)
 
 
 def attention(node: fx.Node, arguments: Arguments) -> Layout:
@@ -543,10 +223,6 @@ def item(node: fx.Node, arguments: Arguments) -> Layout:
     raise AssertionError("getitem is resolved by the token_axis pass")
 
 
-def _is_tensor(node: Any) -> bool:
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
-
-
 def _register(rule: Rule, *ops: Any) -> None:
     RULES.update(dict.fromkeys(ops, rule))
 
@@ -556,19 +232,21 @@ _register(pointwise, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.wher
 _register(pointwise, aten.lift_fresh_copy.default, aten.contiguous.default, aten.fill.Scalar, aten.fill.Tensor)
 _register(pointwise, aten.hardswish.default, aten._prelu_kernel.default, aten.complex.default, aten.polar.default)
 _register(pointwise, aten._conj.default, aten._conj_physical.default, aten.resolve_conj.default, aten.real.default)
-_register(like, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default)
-_register(view, aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-_register(permuted(_transpose_order), aten.transpose.int, aten.t.default)
-_register(permuted(lambda node, rank: [d % rank for d in node.args[1]]), aten.permute.default)
-_register(unsqueeze, aten.unsqueeze.default)
-_register(squeeze, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
-_register(expand, aten.expand.default)
-_register(slice_, aten.slice.Tensor)
-_register(select, aten.select.int)
-_register(written_slice, aten.slice_scatter.default, aten.select_scatter.default)
-_register(stack, aten.stack.default)
-_register(split, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
-_register(cat, aten.cat.default)
+_register(
+    shape_rules.like, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default
+)
+_register(shape_rules.view, aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_register(shape_rules.permuted(shape_rules.transpose_order), aten.transpose.int, aten.t.default)
+_register(shape_rules.permuted(lambda node, rank: [d % rank for d in node.args[1]]), aten.permute.default)
+_register(shape_rules.unsqueeze, aten.unsqueeze.default)
+_register(shape_rules.squeeze, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+_register(shape_rules.expand, aten.expand.default)
+_register(shape_rules.slice_, aten.slice.Tensor)
+_register(shape_rules.select, aten.select.int)
+_register(shape_rules.written_slice, aten.slice_scatter.default, aten.select_scatter.default)
+_register(shape_rules.stack, aten.stack.default)
+_register(shape_rules.split, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
+_register(shape_rules.cat, aten.cat.default)
 _register(matmul(0, 1), aten.mm.default, aten.bmm.default, aten.mv.default)
 _register(matmul(1, 2), aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 _register(embedding, aten.embedding.default)
@@ -600,14 +278,14 @@ _register(normalization(3), aten.native_layer_norm.default)
 if hasattr(aten, "_fused_rms_norm"):
     _register(normalization(2), aten._fused_rms_norm.default)
 _register(triangle, aten.tril.default, aten.triu.default)
-_register(diagonal, aten.diagonal.default)
-_register(unfold, aten.unfold.default)
+_register(shape_rules.diagonal, aten.diagonal.default)
+_register(shape_rules.unfold, aten.unfold.default)
 _register(bucketize, aten.bucketize.Tensor)
-_register(view_as_complex, aten.view_as_complex.default)
-_register(view_as_real, aten.view_as_real.default)
+_register(shape_rules.view_as_complex, aten.view_as_complex.default)
+_register(shape_rules.view_as_real, aten.view_as_real.default)
 _register(convolution, aten.convolution.default)
-_register(constant_pad, aten.constant_pad_nd.default)
-_register(repeat, aten.repeat.default)
+_register(shape_rules.constant_pad, aten.constant_pad_nd.default)
+_register(shape_rules.repeat, aten.repeat.default)
 _register(attention, torch.ops.dta.attention_call.default)
 _register(item, operator.getitem)
 
@@ -616,10 +294,9 @@ def rule_for(target: Any) -> Rule | None:
     """The rule of an operator, `pointwise` for those that torch itself tags so, or None."""
     if target in RULES:
         return RULES[target]
-    if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in target.tags:
-        if torch.Tag.pointwise in target.tags:
-            return pointwise
-    return None
+    tags = target.tags if isinstance(target, torch._ops.OpOverload) else []
+    elementwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    return pointwise if elementwise else None
 
 
 def register_token_rule(op: Any, rule: Rule) -> None:
@@ -627,15 +304,13 @@ def register_token_rule(op: Any, rule: Rule) -> None:
 
     Args:
         op: an operator overload, such as `torch.ops.my_library.my_op.default`.
-        rule: called as `rule(node, arguments)`; `arguments[node.args[i]]` is the `Layout` of the i-th argument. It returns
-            the `Layout` of the result (a tuple of them for several results) or raises `MixesTokens(reason)`.
+        rule: called as `rule(node, arguments)`; `arguments[node.args[i]]` is the `Layout` of the i-th argument. It
+            returns the `Layout` of the result (a tuple of them for several results) or raises `MixesTokens(reason)`.
             `pointwise` from this module serves any elementwise operator.
 
     The operator must work on any number of tokens, and give each token the same result whatever its neighbours are.
     """
     if not isinstance(op, torch._ops.OpOverload):
-        from dta_compile.errors import OptionError
-
         raise OptionError(
             "register_token_rule needs an operator overload",
             expected="for example torch.ops.my_library.my_op.default",

@@ -69,7 +69,9 @@ def allowed_pairs(x: Operands) -> torch.Tensor:
     """Which of the `p + c` keys each of the `c` queries may read, bool `[c, p + c]`: causal, within the window."""
     prefix, chunk = x.prefix_key.shape[2], x.query.shape[2]
     device = x.query.device
-    distance = torch.arange(prefix, prefix + chunk, device=device)[:, None] - torch.arange(prefix + chunk, device=device)
+    distance = torch.arange(prefix, prefix + chunk, device=device)[:, None] - torch.arange(
+        prefix + chunk, device=device
+    )
     allowed = distance >= 0
     return allowed & (distance < x.window) if x.window else allowed
 

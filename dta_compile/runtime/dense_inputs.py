@@ -70,9 +70,7 @@ def gathered(
     return Gathered(entries_first(value, item.layout), torch.from_numpy(index).to(value.device))
 
 
-def key_codes(
-    item: ChunkInput, value: torch.Tensor, batch: int, tokens: int, window: tuple[int, int]
-) -> Integers:
+def key_codes(item: ChunkInput, value: torch.Tensor, batch: int, tokens: int, window: tuple[int, int]) -> Integers:
     """`[B, S]` codes of a key value, equal where the value is equal."""
     entries = entries_first(value.detach(), item.layout)
     codes = codes_of(to_numpy(entries))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,10 +16,10 @@ from dta_compile.passes.attention_op import statistics_dtype
 from dta_compile.passes.program import Axis, FrontierValue
 from dta_compile.plan import Plan, make_plan
 from dta_compile.plan.prefix_tree import PrefixTree
+from dta_compile.runtime import streaming
 from dta_compile.runtime.dense_inputs import Sizes, gathered, key_codes
 from dta_compile.runtime.executor import ChunkData, Executor
 from dta_compile.runtime.memory import default_budget
-from dta_compile.runtime import streaming
 from dta_compile.runtime.reference import verified
 from dta_compile.runtime.row_buffer import AllRows, RowBuffer
 from dta_compile.runtime.rows import BatchRows, Integers
@@ -34,7 +33,6 @@ class Engine:
         self.program, self.options = program, options
         self.sizes = Sizes(program)
         self.last_plan: Plan | None = None
-        self.last_call = 0  # when that was: a clock that all engines share
         self.verified = False
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
@@ -100,7 +98,7 @@ class Call:
     def _plan_tree(self, keys: list[Integers], mode: str) -> PrefixTree:
         keep = self._keep_tokens() if mode == "transparent" else None
         self.schedule_plan = make_plan(keys, self.engine.options, mode=mode, keep_tokens=keep)
-        self.engine.last_plan, self.engine.last_call = self.schedule_plan, time.monotonic_ns()
+        self.engine.last_plan = self.schedule_plan
         return self.schedule_plan.prefix_tree
 
     def replan_keeping_nothing(self) -> Plan:

@@ -156,9 +156,7 @@ class Executor:
         starts = self.rows.head_starts
         return [(int(starts[start]), int(starts[stop])) for start, stop in ranges]
 
-    def _inputs(
-        self, ranges: Sequence[tuple[int, int]], head_ranges: Sequence[tuple[int, int]]
-    ) -> list[torch.Tensor]:
+    def _inputs(self, ranges: Sequence[tuple[int, int]], head_ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         data = self.data
         return [
             *data.parameters,
@@ -168,9 +166,7 @@ class Executor:
             *(item.rows(head_ranges or [(0, 0)]) for item in data.head),
         ]
 
-    def _head_index(
-        self, ranges: Sequence[tuple[int, int]], head_ranges: Sequence[tuple[int, int]]
-    ) -> torch.Tensor:
+    def _head_index(self, ranges: Sequence[tuple[int, int]], head_ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Which chunk token each of the chunk's head rows reads."""
         parts, offset = [np.zeros(0, np.int64)], 0
         for (start, stop), (first, last) in zip(ranges, head_ranges, strict=False):

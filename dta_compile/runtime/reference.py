@@ -69,7 +69,9 @@ class _CompareGradients(torch.autograd.Function):
                 continue
             known = mine if mine is not None else theirs
             zero = torch.zeros_like(known)
-            _compare(f"the gradient of {name}", zero if mine is None else mine, zero if theirs is None else theirs, None)
+            _compare(
+                f"the gradient of {name}", zero if mine is None else mine, zero if theirs is None else theirs, None
+            )
         return (None, None, None, None, *cotangents)
 
 

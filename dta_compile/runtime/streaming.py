@@ -64,10 +64,14 @@ def step(
             compiled(*args, **kwargs)
         except Intercepted:
             return interception.result  # type: ignore[no-any-return]
-    raise RefusalError(
+    raise _not_streamed()
+
+
+def _not_streamed() -> RefusalError:
+    return RefusalError(
         "the call ran no training graph over a tree, so it cannot be streamed",
-        expected="a call with gradients, more than one token, and scaled_dot_product_attention",
-        got="a call that ran as captured",
+        expected="a call with gradients for the model, more than one token, and scaled_dot_product_attention",
+        got="a call that ran as captured, or forward only",
         hint="print(dta_compile.explain(...)) says why",
     )
 
@@ -77,6 +81,8 @@ def stream(engine: Engine, loss_fn: Callable[..., torch.Tensor], args: Sequence[
     from dta_compile.runtime.engine import finished_gradients, no_autocast, prepare_accumulators
 
     program = engine.program
+    if not program.training:
+        raise _not_streamed()
     if program.mixes_sequences is not None:
         raise RefusalError(
             "the compiled function mixes sequences, so its outputs do not exist one sequence at a time",
@@ -84,6 +90,7 @@ def stream(engine: Engine, loss_fn: Callable[..., torch.Tensor], args: Sequence[
             got=program.mixes_sequences,
             hint="compile the part up to per-token values, and put the loss of one sequence in loss_fn",
         )
+    loss_fn = _under_current_autocast(loss_fn)
     with no_autocast():
         call = engine.begin(args)
         plan = call.plan("streaming")
@@ -102,6 +109,20 @@ def stream(engine: Engine, loss_fn: Callable[..., torch.Tensor], args: Sequence[
         if pending:
             torch.autograd.backward(list(pending), list(pending.values()))
     return [rows.losses[row] for row in range(call.batch)]
+
+
+def _under_current_autocast(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The user's loss runs as outside the compiled call: the graphs spell casts out, the loss leaves them to autocast."""
+    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    dtypes = [torch.get_autocast_dtype(device) for device in devices]
+
+    def run(*args: Any) -> torch.Tensor:
+        with contextlib.ExitStack() as stack:
+            for device, dtype in zip(devices, dtypes, strict=True):
+                stack.enter_context(torch.autocast(device, dtype))
+            return function(*args)
+
+    return run
 
 
 class _Rows:
@@ -148,7 +169,11 @@ class _Rows:
         """The tensor outputs, without a returned KV cache."""
         caches = {value.node for value in self.call.program.frontier if value.is_cache}
         nodes = self.call.program.outputs
-        return [out for out, node in zip(outputs, nodes, strict=True) if isinstance(out, torch.Tensor) and node not in caches]
+        return [
+            out
+            for out, node in zip(outputs, nodes, strict=True)
+            if isinstance(out, torch.Tensor) and node not in caches
+        ]
 
     def _row_args(self, row: int) -> list[Any]:
         program = self.call.program

@@ -1,0 +1,141 @@
+"""The algebra of layouts: how the axes of operands combine, and what it means that an operator mixes tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.passes.program import Axis, Frame, Layout
+
+Rule = Callable[[fx.Node, "Arguments"], "Layout | tuple[Layout, ...]"]
+
+
+class MixesTokens(Exception):
+    """The operator makes one token's value depend on another's (or on another sequence's)."""
+
+
+class Arguments:
+    """The layouts of a node's arguments, and the adoption of dense inputs into a frame.
+
+    A value computed outside the token region (shifted labels, say) carries no frame of its own: its token axis takes
+    the frame of the token-region value that it is combined with. `adopted` records that, per argument.
+    """
+
+    def __init__(self, layouts: dict[fx.Node, Layout], dense: Callable[[fx.Node], bool]) -> None:
+        self.layouts, self.dense = layouts, dense
+        self.adopted: dict[fx.Node, Layout] = {}
+
+    def __getitem__(self, node: Any) -> Layout:
+        if not isinstance(node, fx.Node):
+            return Layout(())
+        return self.adopted.get(node) or self.layouts[node]
+
+    def adopt(self, node: fx.Node, layout: Layout) -> None:
+        if layout != self.layouts[node]:
+            self.adopted[node] = layout
+
+
+def expression(size: Any) -> sympy.Expr:
+    """A size as a sympy expression, with everything the shape environment learned substituted."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
+
+
+def sizes(node: fx.Node, index: int | None = None) -> tuple[sympy.Expr, ...]:
+    """The shape of a node's value (of its `index`-th result)."""
+    value = node.meta["val"]
+    value = value if index is None else value[index]
+    return tuple(expression(size) for size in value.shape)
+
+
+def broadcast(node: fx.Node, arguments: Arguments, operands: Sequence[fx.Node] | None = None) -> Layout:
+    """Layout of an elementwise result: operands aligned at the right, at most one axis a dimension, one frame."""
+    operands = [arg for arg in (operands or node.all_input_nodes) if is_tensor(arg)]
+    rank = max(len(sizes(arg)) for arg in operands)
+    frame = unify_frames([arguments[arg].frame for arg in operands if arguments[arg].token_dim is not None])
+    dims: list[Axis | None] = []
+    for dim in range(rank):
+        axes = {axis for arg in operands if (axis := _aligned(arguments[arg], rank, dim)) is not None}
+        if len(axes) > 1:
+            raise MixesTokens("it combines the batch axis with the token axis")
+        dims.append(next(iter(axes), None))
+    result = Layout(tuple(dims), frame)
+    for arg in operands:
+        _adopt_operand(arg, result, rank, arguments)
+    return single_token_axis(result)
+
+
+def _aligned(layout: Layout, rank: int, dim: int) -> Axis | None:
+    own = dim - (rank - len(layout.dims))
+    return layout.dims[own] if own >= 0 else None
+
+
+def _adopt_operand(arg: fx.Node, result: Layout, rank: int, arguments: Arguments) -> None:
+    """Give a dense operand the axes and frame of the result where its sizes say that it has them."""
+    layout, shape = arguments[arg], sizes(arg)
+    dims = list(layout.dims)
+    for own, size in enumerate(shape):
+        axis = result.dims[own + rank - len(shape)]
+        if dims[own] is None and axis is not None and size != 1:
+            if (
+                axis is not Axis.TOKEN
+                or not arguments.dense(arg)
+                or result.frame is None
+                or size != result.frame.length
+            ):
+                raise MixesTokens(f"it lines up {arg.name} (size {size}) with the {axis.value} axis")
+            dims[own] = axis
+        if axis is Axis.TOKEN and size == 1 and Axis.BATCH in dims and arguments.dense(arg):
+            dims[own] = axis  # one value a sequence: chunks hold tokens of several sequences, so it is read per token
+    frame = result.frame if any(axis in (Axis.TOKEN, Axis.ROWS) for axis in dims) else None
+    if arguments.dense(arg):
+        arguments.adopt(arg, Layout(tuple(dims), frame))
+
+
+def unify_frames(frames: Sequence[Frame | None]) -> Frame | None:
+    """The one frame that all operands agree on; operands without a start (dense values) take the others'."""
+    known = [frame for frame in frames if frame is not None]
+    if not known:
+        return None
+    best = next((frame for frame in known if frame.start is not None), known[0])
+    for frame in known:
+        if sympy.simplify(frame.length - best.length) != 0:
+            raise MixesTokens(f"it combines {frame.length} tokens with {best.length}")
+        if frame.start is not None and sympy.simplify(frame.start - best.start) != 0:
+            raise MixesTokens("it combines tokens at different positions (a shift along the token axis)")
+    return best
+
+
+def single_token_axis(layout: Layout) -> Layout:
+    tokens = [axis for axis in layout.dims if axis in (Axis.TOKEN, Axis.ROWS)]
+    batches = [axis for axis in layout.dims if axis in (Axis.BATCH, Axis.ROWS)]
+    if len(tokens) > 1:
+        raise MixesTokens("it compares every token with every other")
+    if len(batches) > 1:
+        raise MixesTokens("it compares every sequence with every other")
+    return layout
+
+
+def require_feature(layout: Layout, dim: int, what: str) -> int:
+    """`dim` made non-negative; raises unless it is a feature dimension."""
+    dim = dim % max(len(layout.dims), 1)
+    if layout.dims and layout.dims[dim] is not None:
+        axis = "token" if layout.dims[dim] in (Axis.TOKEN, Axis.ROWS) else "batch"
+        raise MixesTokens(f"it {what} along the {axis} axis")
+    return dim
+
+
+def argument(node: fx.Node, position: int, name: str) -> Any:
+    """An argument by the operator's own schema: given by position, by name, or its default."""
+    schema = node.target._schema.arguments if hasattr(node.target, "_schema") else ()
+    if position < len(node.args):
+        return node.args[position]
+    named = {argument.name: argument.default_value for argument in schema}
+    return node.kwargs.get(name, named.get(name))
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)

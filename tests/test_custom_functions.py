@@ -1,0 +1,80 @@
+"""A user's `torch.autograd.Function` inside the compiled function is kept whole, with its own backward."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dta_compile
+
+VOCABULARY = 32
+
+
+class ScaledLogProb(torch.autograd.Function):
+    """Log-probs of targets from flattened hidden states `[N, H]`; the backward is on purpose twice the derivative."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets):
+        logprobs = (hidden @ weight.T).log_softmax(-1)
+        ctx.save_for_backward(hidden, weight, targets, logprobs)
+        return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+    @staticmethod
+    def backward(ctx, grad, grad_entropy):
+        hidden, weight, targets, logprobs = ctx.saved_tensors
+        of_logits = F.one_hot(targets, VOCABULARY) - logprobs.exp()
+        of_logits = 2 * grad[:, None] * of_logits
+        return of_logits @ weight, of_logits.T @ hidden, None
+
+
+class FusedHead(nn.Module):
+    """Causal attention, then the function on flattened hidden states, as trainers with fused heads do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.qkv = nn.Embedding(VOCABULARY, 16), nn.Linear(16, 48)
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+
+    def backbone(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, targets = self.backbone(ids)[:, :-1], ids[:, 1:]
+        flat = hidden.reshape(-1, hidden.shape[-1]), self.head.weight, targets.reshape(-1)
+        logprobs, entropy = ScaledLogProb.apply(*flat)
+        return logprobs.view(targets.shape), entropy.view(targets.shape)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    return FusedHead().double()
+
+
+def step(model: nn.Module, call, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    logprobs, entropy = call(ids)
+    weights = torch.linspace(-1, 1, len(ids), dtype=torch.float64)[:, None]
+    return entropy.detach(), list(torch.autograd.grad((logprobs * weights).sum(), list(model.parameters())))
+
+
+@pytest.mark.parametrize("where", ["whole", "backbone"])
+def test_its_own_backward_is_used(model, where):
+    eager, ids = copy.deepcopy(model), torch.randint(VOCABULARY, (1, 12)).repeat(5, 1)
+    ids[:, 8:] = torch.randint(VOCABULARY, (5, 4))
+    compiled = torch.compile(model if where == "whole" else model.backbone, backend="dta")
+    if where == "backbone":
+        model.backbone = compiled
+    entropy, gradients = step(model, compiled if where == "whole" else model, ids)
+    expected_entropy, expected = step(eager, eager, ids)
+    assert torch.allclose(entropy, expected_entropy, rtol=1e-12)
+    for actual, wanted in zip(gradients, expected, strict=True):
+        assert (actual - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+    assert dta_compile.last_plan(compiled).stats.compression > 2
+    if where == "whole":
+        assert not torch._dynamo.utils.counters["graph_break"]

@@ -1,4 +1,4 @@
-"""Prefix sharing for training: a `torch.compile` backend named "dta" that runs causal LMs over the prefix tree of a batch.
+"""Prefix sharing for training: the `torch.compile` backend "dta" runs causal LMs over the prefix tree of a batch.
 
 The names below are the public interface. Importing the package is light: torch is imported when a name needs it.
 """

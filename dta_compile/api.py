@@ -39,13 +39,14 @@ def streaming_step(
 ) -> list[torch.Tensor]:
     """Forward and backward in one pass for a loss that is a sum over sequences (paper Algorithms 2 and 3).
 
-    Each sequence's loss is evaluated when its last token is on the stack, and what no other sequence needs goes backward
-    at once, so that outputs never exist for the whole batch. Gradients are added to `.grad`, as by `backward()`.
+    Each sequence's loss is evaluated when its last token is on the stack, and what no other sequence needs goes
+    backward at once, so that outputs never exist for the whole batch. Gradients are added to `.grad`, as by
+    `backward()`.
 
     Args:
         compiled: a compiled function or module whose outputs have the batch axis in front.
-        loss_fn: called as `loss_fn(row, *outputs)` for every row of the batch, where `outputs` are the rows `[S, ...]` of
-            the compiled callable's tensor outputs in order; returns a scalar.
+        loss_fn: called as `loss_fn(row, *outputs)` for every row of the batch, where `outputs` are the rows `[S, ...]`
+            of the compiled callable's tensor outputs in order; returns a scalar.
         *args, **kwargs: arguments of the call.
 
     Returns:
@@ -68,15 +69,15 @@ def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
         *args, **kwargs: arguments of the call to explain.
 
     Returns:
-        Regions, attention layers with their mask class, prefix-key inputs, frontier tensors with bytes, plan summary; or
-        for a refusal its reason with the user's line.
+        Regions, attention layers with their mask class, prefix-key inputs, frontier tensors with bytes, plan summary;
+        or for a refusal its reason with the user's line.
     """
     compiled = torch.compile(_innermost(fn), backend=_explain_backend)
     with streaming.intercept(explain_engine) as found:
         try:
             compiled(*args, **kwargs)
         except streaming.Intercepted:
-            return found.result  # type: ignore[no-any-return]
+            return found.result
         except RefusalError as error:
             return explain_refusal(error)
     return Explanation("no graph with attention was captured: the call runs as it is")

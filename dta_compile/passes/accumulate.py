@@ -25,7 +25,7 @@ def accumulate(program: Program) -> None:
     if module is None:
         return
     graph, output = module.graph, output_node(module.graph)
-    grads = list(output.args[0])  # type: ignore[arg-type]
+    grads = list(output.args[0])
     first_call = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first_call):
         accumulators = [graph.placeholder(f"accumulator_{i}") for i in range(len(grads))]

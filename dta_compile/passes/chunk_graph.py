@@ -133,18 +133,18 @@ class _Builder:
         if node in self.layers:
             self.copies[node] = self._attention(node)
         elif node.target in RESHAPES and self._is_per_token(node):
-            source = self._read(node.args[0], in_head, node)  # type: ignore[arg-type]
+            source = self._read(node.args[0], in_head, node)
             self.copies[node] = self.graph.call_function(
                 node.target, (source, self._chunk_shape(self.program.layout(node), sizes(node), in_head))
             )
         elif self._is_token_window(node):
-            self.copies[node] = self._read(node.args[0], in_head, node)  # type: ignore[arg-type]
+            self.copies[node] = self._read(node.args[0], in_head, node)
         else:
             self.copies[node] = self.graph.node_copy(node, lambda arg: self._read(arg, in_head, node))
         self.copies[node].meta.setdefault("stack_trace", node.meta.get("stack_trace"))
 
     def _attention(self, node: fx.Node) -> fx.Node:
-        query, key, value = (self._read(arg, False, node) for arg in node.args[:3])  # type: ignore[arg-type]
+        query, key, value = (self._read(arg, False, node) for arg in node.args[:3])
         layer = self.layers[node]
         arguments = (query, key, value, layer.index, node.args[5], layer.window or 0)
         pair = self.graph.call_function(ATTENTION, arguments)

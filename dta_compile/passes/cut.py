@@ -22,7 +22,7 @@ def cheapest_cut(
     """Which of `nodes` to run in the first of two parts so that the values crossing to the second cost least.
 
     The result is closed under inputs (among `nodes`), contains `first` and avoids `last`. A node of it pays `cost` once
-    if any user is in the second part or if it is in `leaving`. Among cheapest cuts the one with the fewest nodes is taken.
+    if any user is in the second part or if it is in `leaving`. Of equally cheap cuts the one with fewest nodes wins.
     """
     nodes = list(nodes)
     members = set(nodes)

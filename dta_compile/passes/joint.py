@@ -37,7 +37,7 @@ class JointGraphs:
         forward_only: writes KV, returns the frontier values (an anchor with outputs, or scoring).
         forward: writes KV, returns the frontier values, then the saved values.
         backward: takes `path`, the `backward_inputs` of the chunk's inputs, the saved values, the gradients of the
-            differentiable frontier values, and (after the accumulate pass) an accumulator for each of `grad_parameters`.
+            differentiable frontier values, and (after the accumulate pass) accumulators for `grad_parameters`.
         saved_kv: for each layer, where its key and value are among the saved values.
         differentiated: positions of the frontier values whose gradients the backward takes.
         grad_parameters: positions among the chunk graph's parameters that receive a gradient.
@@ -70,7 +70,7 @@ def joint(program: Program) -> None:
     tangents = dict(zip(candidates, placeholders[len(placeholders) - num_tangents :], strict=True))
     tangents = {i: tangent for i, tangent in tangents.items() if i in differentiated}
     primals = placeholders[: len(placeholders) - num_tangents]
-    results = list(output_node(graph).args[0])  # type: ignore[arg-type]
+    results = list(output_node(graph).args[0])
     outputs, grads = results[: len(program.frontier)], results[len(program.frontier) :]
     attention = [node for node in graph.nodes if node.target is ATTENTION]
 
@@ -213,7 +213,7 @@ def feature_sizes(item: ChunkInput) -> tuple[int, ...]:
 
 
 def _device(program: Program) -> torch.device:
-    return program.attention[0].node.meta["val"].device  # type: ignore[no-any-return]
+    return program.attention[0].node.meta["val"].device
 
 
 def _depending_on(graph: fx.Graph, sources: list[fx.Node]) -> set[fx.Node]:
@@ -230,7 +230,7 @@ def _saved_values(
     """Forward values that the backward reads, the keys and values of all layers among them."""
     saved: dict[fx.Node, None] = {}
     for node in attention:
-        saved.update(dict.fromkeys(node.args[1:3]))  # type: ignore[arg-type]
+        saved.update(dict.fromkeys(node.args[1:3]))
     per_token = _per_token(graph, primals)
     for node in graph.nodes:
         if node in backward_nodes and node.op not in ("placeholder", "output"):
@@ -255,7 +255,7 @@ def _extract(
     for node in reversed(attention):
         # A layer whose result nobody reads still has to leave its keys and values for later chunks.
         if node not in computed:
-            computed |= ancestors(list(node.args[1:3]))  # type: ignore[arg-type]
+            computed |= ancestors(list(node.args[1:3]))
     graph, copies = fx.Graph(), {}
     path = graph.placeholder("path")
     for node in primals:

@@ -137,8 +137,8 @@ def _capture_attention(
         )
     if query.dim() == 3:
         mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
-        heads = (tensor.unsqueeze(1) for tensor in (query, key, value))
-        return _capture_attention(*heads, mask, 0.0, is_causal, scale, enable_gqa).squeeze(1)
+        query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        return _capture_attention(query, key, value, mask, 0.0, is_causal, scale, enable_gqa).squeeze(1)
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         raise RefusalError(
             "attention over tensors of this rank is not supported",
@@ -230,7 +230,7 @@ def _to_functional(arg: Any) -> Any:
 
 def _from_functional(result: Any) -> Any:
     if isinstance(result, FunctionalTensor):
-        torch._sync(result)
+        torch._sync(result)  # type: ignore[attr-defined]
         return torch._from_functional_tensor(result.elem)
     return result
 
@@ -238,8 +238,8 @@ def _from_functional(result: Any) -> Any:
 def _was_mutated(arg: Any) -> bool:
     if not isinstance(arg, FunctionalTensor):
         return False
-    torch._sync(arg)
-    return bool(torch._functionalize_has_data_mutation(arg.elem))
+    torch._sync(arg)  # type: ignore[attr-defined]
+    return bool(torch._functionalize_has_data_mutation(arg.elem))  # type: ignore[attr-defined]
 
 
 def _mutation_refusal(mutated: Input, placeholder: fx.Node) -> RefusalError:

@@ -1,8 +1,8 @@
 """Proof by evaluation that an attention mask is causal (within a window, up to padding), on small concrete cases.
 
 Under `torch.compile`, models build an explicit `[B, 1, S, S]` mask from `arange`, `cumsum` and integer inputs. Such a
-mask subgraph is a pure function of sizes and a few `[B, S]` inputs, so it is run on cases that tell the supported classes
-apart: several batch and token sizes, right, left and broken padding, shifted positions, and sizes past any window.
+mask subgraph is a pure function of sizes and a few `[B, S]` inputs, so it is run on cases that tell the supported
+classes apart: several batch and token sizes, right, left and broken padding, shifted positions, sizes past any window.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def _with_constants(module: fx.GraphModule, constants: dict[int, int]) -> fx.Gra
             return constants[abs(arg)] * (1 if arg > 0 else -1)
         return arg
 
-    graph, copies = fx.Graph(), {}
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
         if node.op != "placeholder":

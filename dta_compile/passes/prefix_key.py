@@ -89,15 +89,14 @@ def _constant_inputs(program: Program, nodes: list[fx.Node]) -> list[fx.Node]:
     found: dict[fx.Node, None] = {}
     for node in nodes:
         for arg in node.all_input_nodes:
-            value = program.values.get(arg)
-            dense = arg not in program.parameter_dependent and isinstance(value, Layout)
-            if dense and not program.input_layouts.get((node, arg), value).labelled:
+            value = program.input_layouts.get((node, arg), program.values.get(arg))
+            if arg not in program.parameter_dependent and isinstance(value, Layout) and not value.labelled:
                 found[arg] = None
     return list(found)
 
 
 def _keys(program: Program, inputs: list[ChunkInput]) -> list[ChunkInput]:
-    """The values that determine these inputs: what they are computed from, position by position, as far back as it goes."""
+    """The values that determine these inputs: what they are computed from, position by position, back to its roots."""
     keys: dict[tuple[fx.Node, Layout], ChunkInput] = {}
     for item in inputs:
         for root in _key_roots(program, item):

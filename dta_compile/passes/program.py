@@ -150,7 +150,7 @@ class Program:
     training: bool
     inputs: list[Input] = dataclasses.field(default_factory=list)
     # lower
-    module: fx.GraphModule = None  # type: ignore[assignment]
+    module: fx.GraphModule = None
     placeholders: list[fx.Node] = dataclasses.field(default_factory=list)
     # token_axis
     batch: sympy.Expr | None = None
@@ -173,11 +173,11 @@ class Program:
     head_keys: list[ChunkInput] = dataclasses.field(default_factory=list)
     # chunk_graph
     region_parameters: list[Input] = dataclasses.field(default_factory=list)
-    chunk: fx.GraphModule = None  # type: ignore[assignment]
+    chunk: fx.GraphModule = None
     # dense_graphs
     prologue_nodes: list[fx.Node] = dataclasses.field(default_factory=list)
-    prologue: fx.GraphModule = None  # type: ignore[assignment]
-    epilogue: fx.GraphModule = None  # type: ignore[assignment]
+    prologue: fx.GraphModule = None
+    epilogue: fx.GraphModule = None
     epilogue_dense_inputs: list[fx.Node] = dataclasses.field(default_factory=list)
     mixes_sequences: str | None = None
     # joint and accumulate
@@ -197,7 +197,7 @@ class Program:
     @property
     def outputs(self) -> list[Any]:
         """The outputs of the call: nodes of the lowered graph, or constants."""
-        return list(output_node(self.graph).args[0])  # type: ignore[arg-type]
+        return list(output_node(self.graph).args[0])
 
 
 class GraphWithoutAttention(Exception):

@@ -156,8 +156,8 @@ def apply_rule(
         if isinstance(values[arg], Mixed):
             return values[arg]
     if node.target is operator.getitem:
-        source = values[node.args[0]]  # type: ignore[index]
-        return source[node.args[1]] if isinstance(source, tuple) else source  # type: ignore[index]
+        source = values[node.args[0]]
+        return source[node.args[1]] if isinstance(source, tuple) else source
     layouts = {arg: value for arg in tensors if isinstance(value := values[arg], Layout)}
     if not any(layout.labelled for layout in layouts.values()) and node.target is not ATTENTION:
         return _without_axes(program, node)

@@ -1,8 +1,8 @@
 """Attention of a chunk: its queries over the prefix (no mask) and over itself (causal), merged by log-sum-exp.
 
-One interface, several providers: `reference` in plain math, and torch's CPU flash kernels. Shapes: query `[1, Hq, c, D]`,
-key and value of the chunk `[1, Hkv, c, D]`, of the prefix `[1, Hkv, p, D]`; Hq is a multiple of Hkv. The backward takes
-the merged output and log-sum-exp, which makes the gradient of each part exact by itself.
+One interface, several providers: `Reference` in plain math, and torch's CPU flash kernels. Shapes: query
+`[1, Hq, c, D]`, key and value of the chunk `[1, Hkv, c, D]`, of the prefix `[1, Hkv, p, D]`; Hq is a multiple of Hkv.
+The backward takes the merged output and log-sum-exp, which makes the gradient of each part exact by itself.
 """
 
 from __future__ import annotations
@@ -137,10 +137,8 @@ class FlashCPU:
         grad_query, grad_key, grad_value = near[0], sum_groups(near[1], groups), sum_groups(near[2], groups)
         if not x.prefix_key.shape[2]:
             return Gradients(grad_query, grad_key, grad_value, None, None)
-        folded = (_fold(t, kv_heads) for t in (grad, x.query))
-        far = self._flash_backward(
-            *folded, x.prefix_key, x.prefix_value, _fold(out, kv_heads), _fold(logsumexp, kv_heads), x.scale
-        )
+        grad, query, out, logsumexp = (_fold(t, kv_heads) for t in (grad, x.query, out, logsumexp))
+        far = self._flash_backward(grad, query, x.prefix_key, x.prefix_value, out, logsumexp, x.scale)
         return Gradients(grad_query + far[0].reshape(grad_query.shape), grad_key, grad_value, far[1], far[2])
 
     def _windowed(self, x: Operands) -> tuple[Operands, torch.Tensor]:

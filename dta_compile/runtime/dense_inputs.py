@@ -83,4 +83,4 @@ def to_numpy(value: torch.Tensor) -> npt.NDArray[np.generic]:
     value = value.cpu()
     if value.dtype in (torch.bfloat16, torch.float16):
         value = value.contiguous().view(torch.int16)
-    return value.numpy()  # type: ignore[no-any-return]
+    return value.numpy()

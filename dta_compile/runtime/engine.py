@@ -64,7 +64,7 @@ class Engine:
     ) -> tuple[Any, ...]:
         """The outputs of the call from its dense frontier values, under ordinary autograd."""
         received = [dense[node] for node in self.program.epilogue_dense_inputs]
-        return self.program.epilogue(*args, *frontier, *received)  # type: ignore[no-any-return]
+        return self.program.epilogue(*args, *frontier, *received)
 
 
 class Call:
@@ -159,7 +159,7 @@ class Call:
         inverse = [order.index(i) for i in range(len(dims))]
         entries = entries.permute(inverse)
         # The same memory, but no view to autograd: callers may write to outputs in place (`logits.div_(temperature)`).
-        return torch.ops.aten._unsafe_view(entries.contiguous(), entries.shape)  # type: ignore[no-any-return]
+        return torch.ops.aten._unsafe_view(entries.contiguous(), entries.shape)
 
     def add_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor) -> None:
         """Add the gradient of `expand` to its rows."""
@@ -172,12 +172,13 @@ class Call:
         padding = row_map == len(self.rows.head_positions)
         if self.rows.columns.size == self.batch * self.tokens or not bool(padding.any()):
             return
-        if bool(entries[padding].any()):
+        used = (entries[padding] != 0).reshape(int(padding.sum()), -1).any(1)
+        if bool(used.any()):
             raise RuntimeContractError(
                 "the loss uses outputs at padding positions, which the prefix tree does not compute",
                 where=f"frontier value {self.program.frontier[index].node.name}",
                 expected="zero gradients wherever the attention mask is 0",
-                got=f"non-zero gradients at {int((entries[padding] != 0).flatten(1).any(1).sum()) if entries.dim() > 1 else int((entries[padding] != 0).sum())} of {int(padding.sum())} padding positions",
+                got=f"{int(used.sum())} of {len(used)} padding positions with a gradient",
                 hint="mask the loss there (labels: -100), or let the attention mask cover these positions",
             )
 
@@ -189,7 +190,7 @@ class Call:
 
     def _device(self) -> torch.device:
         for spec in self.program.region_parameters:
-            return self.args[spec.index].device  # type: ignore[no-any-return]
+            return self.args[spec.index].device
         return torch.device("cpu")
 
     def _valid(self) -> np.ndarray[Any, np.dtype[np.bool_]]:

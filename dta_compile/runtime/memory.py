@@ -16,7 +16,7 @@ def default_budget(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated now: on the GPU, or what the system calls available (within the container's limit)."""
+    """Bytes that can be allocated now: on the GPU, or of system memory within the container's limit."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))

@@ -63,7 +63,7 @@ def step(
         try:
             compiled(*args, **kwargs)
         except Intercepted:
-            return interception.result  # type: ignore[no-any-return]
+            return interception.result
     raise _not_streamed()
 
 
@@ -112,7 +112,7 @@ def stream(engine: Engine, loss_fn: Callable[..., torch.Tensor], args: Sequence[
 
 
 def _under_current_autocast(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The user's loss runs as outside the compiled call: the graphs spell casts out, the loss leaves them to autocast."""
+    """The user's loss runs as outside the compiled call: its casts are left to autocast, unlike the graphs'."""
     devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     dtypes = [torch.get_autocast_dtype(device) for device in devices]
 

@@ -211,3 +211,18 @@ def test_streaming_reaches_parameters_that_only_the_loss_uses(model, compiled):
     compiled(*case.arguments)
     actual = after(both, lambda: dta_compile.streaming_step(compiled, loss_of_row, *case.arguments) and None)
     assert_same(actual, after(both, eager))
+
+
+def test_streaming_evaluates_the_loss_under_the_users_autocast(model):
+    seen, ids = [], torch.zeros(3, 5, dtype=torch.int64)
+
+    def loss_of_row(row, logits):
+        seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+        return logits.sum()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled = torch.compile(model, backend="dta")
+        actual = after(model, lambda: dta_compile.streaming_step(compiled, loss_of_row, ids))
+        expected = after(model, lambda: [row.backward(retain_graph=True) or row for row in model(ids).sum((1, 2))])
+    assert seen == [torch.bfloat16] * 3
+    assert_same(actual, expected)  # autocast leaves float64 models alone

@@ -29,9 +29,7 @@ class Attention(nn.Module):
 
     def forward(self, x, valid):
         batch, tokens, _ = x.shape
-        q, k, v = (
-            t.view(batch, tokens, -1, WIDTH // HEADS).transpose(1, 2) for t in (self.q(x), self.k(x), self.v(x))
-        )
+        q, k, v = (t.view(batch, tokens, -1, WIDTH // HEADS).transpose(1, 2) for t in (self.q(x), self.k(x), self.v(x)))
         k, v = (
             t[:, :, None].expand(-1, -1, HEADS // KV_HEADS, -1, -1).reshape(batch, HEADS, tokens, -1) for t in (k, v)
         )

@@ -27,9 +27,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         batch, tokens, _ = x.shape
-        q, k, v = (
-            t.view(batch, tokens, HEADS, -1).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, dim=-1)
-        )
+        q, k, v = (t.view(batch, tokens, HEADS, -1).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, dim=-1))
         y = self.change(self, x, q, k, v)
         if y is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -186,3 +186,30 @@ def test_graphs_can_be_dumped(tmp_path, monkeypatch):
 def test_a_token_rule_needs_an_operator():
     with pytest.raises(OptionError, match="operator overload"):
         dta_compile.register_token_rule(torch.sin, None)
+
+
+@pytest.mark.parametrize("padding_id", [0, 36])
+def test_a_padding_mask_made_from_the_ids_is_understood(padding_id):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model(window=99).double()
+
+    def logits(ids):
+        return model(ids, ids != padding_id)
+
+    ids = torch.randint(1, VOCABULARY - 1, (4, 11))
+    ids[1:, :5] = ids[0, :5]
+    ids[1, 7:] = ids[2, 3:] = padding_id
+    real = (ids != padding_id)[..., None]
+    compiled = torch.compile(logits, backend="dta")
+    results = []
+    for run in (logits, compiled):
+        model.zero_grad()
+        out = run(ids) * real
+        out.pow(2).sum().backward()
+        results.append([out.detach(), *(p.grad for p in model.parameters())])
+    for theirs, mine in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+    (engine,) = records.of(compiled).engines
+    assert engine.program.attention[0].mask.valid is not None
+    assert dta_compile.last_plan(compiled).stats.tokens == int(real.sum())

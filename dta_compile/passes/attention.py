@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.layouts import sizes
+from dta_compile.passes.layouts import sizes, through_copies
 from dta_compile.passes.mask_proof import MaskProof
 from dta_compile.passes.program import (
     AttentionLayer,
@@ -130,13 +130,13 @@ def _true_heads(program: Program, node: fx.Node) -> fx.Node:
         return node if source is node.args[0] else _cast_like(program, source, node)
     if node.target not in RESHAPES:
         return node
-    inner = _skip(node.args[0])
+    inner = through_copies(node.args[0])
     if inner.target is not aten.expand.default:
         return node
-    raised = _skip(inner.args[0])
+    raised = through_copies(inner.args[0])
     if raised.target is not aten.unsqueeze.default or raised.args[1] not in (2, -3):
         return node
-    source = _skip(raised.args[0])
+    source = through_copies(raised.args[0])
     before, expanded, after = sizes(source), sizes(inner), sizes(node)
     if len(before) != 4 or len(expanded) != 5 or len(after) != 4:
         return node
@@ -154,15 +154,6 @@ def _cast_like(program: Program, source: fx.Node, cast: fx.Node) -> fx.Node:
     program.values[moved] = program.values[source]
     program.parameter_dependent.add(moved)
     return moved
-
-
-def _skip(node: fx.Node) -> fx.Node:
-    """Through copies and slices that take everything."""
-    while node.target in (aten.clone.default, aten.alias.default) or (
-        node.target is aten.slice.Tensor and sizes(node) == sizes(node.args[0])
-    ):
-        node = node.args[0]
-    return node
 
 
 def _describe(index: int, node: fx.Node, mask: MaskClass) -> AttentionLayer:

@@ -11,6 +11,8 @@ from torch import fx
 
 from dta_compile.passes.program import Axis, Frame, Layout
 
+aten = torch.ops.aten
+
 Rule = Callable[[fx.Node, "Arguments"], "Layout | tuple[Layout, ...]"]
 
 
@@ -139,3 +141,12 @@ def argument(node: fx.Node, position: int, name: str) -> Any:
 
 def is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def through_copies(node: fx.Node) -> fx.Node:
+    """The value that a node only copies, or slices everything of."""
+    while node.target in (aten.clone.default, aten.alias.default) or (
+        node.target is aten.slice.Tensor and sizes(node) == sizes(node.args[0])
+    ):
+        node = node.args[0]
+    return node

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.layouts import expression
-from dta_compile.passes.program import Layout, MaskClass, Mixed, Program, ancestors, has_tensor, where
+from dta_compile.passes.layouts import expression, through_copies
+from dta_compile.passes.program import Layout, MaskClass, Mixed, Program, ancestors, where
 
 # Windows up to this size are tried at their real size; larger ones with the constant replaced by small ones, because a
 # case past the window needs a mask of its square.
@@ -47,19 +47,51 @@ class MaskProof:
         self.where = where(mask)
         if nodes & program.parameter_dependent:
             raise self._refusal("a bias computed from parameters", "add no learned bias to the attention scores")
-        self.inputs = [node for node in program.placeholders if node in nodes]
-        self.row_inputs = [node for node in self.inputs if self._is_per_token(node)]
+        self._use_inputs([node for node in program.placeholders if node in nodes])
         self._refuse_ready_made_masks()
-        self.module, self.constants = _extract(program, nodes, self.inputs, mask)
+
+    def _use_inputs(self, inputs: list[fx.Node]) -> None:
+        """Take the mask as a function of these values."""
+        self.inputs = inputs
+        self.row_inputs = [node for node in inputs if self._is_per_token(node)]
+        nodes = ancestors([self.mask], stop=lambda node: node in inputs)
+        self.module, self.constants = _extract(self.program, nodes, inputs, self.mask)
 
     def classify(self) -> MaskClass:
-        """The class of the mask; raises `RefusalError` if no class fits all cases."""
-        if len(self.row_inputs) > 4:
-            raise self._refusal(
-                f"a mask that depends on {len(self.row_inputs)} inputs", "build it from one padding mask"
-            )
-        failure = "no case ran"
-        for roles in itertools.product(ROLES, repeat=len(self.row_inputs)):
+        """The class of the mask; raises `RefusalError` if no class fits all cases.
+
+        The mask is first taken as a function of the call's inputs, then of the conditions on single tokens that the
+        model derives from them (`ids != padding_id`).
+        """
+        failure = self._class_over_inputs()
+        if isinstance(failure, str) and (conditions := self._conditions()):
+            self._use_inputs(conditions)
+            found = self._class_over_inputs()
+            failure = failure if isinstance(found, str) else found
+        if isinstance(failure, str):
+            raise self._refusal(failure, "use a causal mask, a sliding window, and padding from one mask")
+        return failure
+
+    def _conditions(self) -> list[fx.Node]:
+        """Boolean `[B, S]` values that the mask reads, and the inputs that it reads otherwise."""
+        nodes = ancestors([self.mask])
+        conditions = {
+            through_copies(node)
+            for node in nodes
+            if node.op != "placeholder"
+            and self._is_per_token(node)
+            and node.meta["val"].dim() == 2
+            and node.meta["val"].dtype is torch.bool
+        }
+        read = ancestors([self.mask], stop=lambda node: node in conditions)
+        outermost = [node for node in self.program.graph.nodes if node in conditions & read]
+        return outermost and [node for node in self.program.placeholders if node in read] + outermost
+
+    def _class_over_inputs(self) -> MaskClass | str:
+        """The class that fits all cases for some roles of the inputs, or why none does."""
+        failure = f"a mask that depends on {len(self.row_inputs)} inputs"
+        rows = self.row_inputs if len(self.row_inputs) <= 4 else None
+        for roles in itertools.product(ROLES, repeat=len(rows)) if rows is not None else ():
             if roles.count("valid") > 1:
                 continue
             outcome = self._window_for(dict(zip(self.row_inputs, roles, strict=True)))
@@ -71,7 +103,7 @@ class MaskProof:
                 valid=next((n for n, role in zip(self.row_inputs, roles, strict=True) if role == "valid"), None),
                 positions=tuple(n for n, role in zip(self.row_inputs, roles, strict=True) if role == "positions"),
             )
-        raise self._refusal(failure, "use a causal mask, a sliding window, and padding at the left or right only")
+        return failure
 
     def _window_for(self, roles: dict[fx.Node, str]) -> tuple[int | None] | str:
         """`(window,)` if every case fits one window (None: unbounded) under these roles, else what went wrong."""
@@ -143,8 +175,15 @@ class MaskProof:
             return _fit(case.valid, shape).to(value.dtype)
         if role == "positions":
             return _fit(case.positions, shape).to(value.dtype)
-        generator = torch.Generator().manual_seed(case.tokens)
-        return torch.randint(0, 50, shape, generator=generator).to(value.dtype)
+        return self._arbitrary(shape, case.tokens).to(value.dtype)
+
+    def _arbitrary(self, shape: list[int], seed: int) -> torch.Tensor:
+        """Integers that hit every constant of the mask graph often: a padding id must not pass for irrelevant."""
+        generator = torch.Generator().manual_seed(seed)
+        special = torch.tensor(sorted({-100, -1, 0, 1, *self.constants, *(-c for c in self.constants)}))
+        values = torch.randint(0, 50, shape, generator=generator)
+        chosen = special[torch.randint(0, len(special), shape, generator=generator)]
+        return torch.where(torch.rand(shape, generator=generator) < 0.5, chosen, values)
 
     def _bind_symbols(self, case: Case) -> dict[sympy.Symbol, int]:
         """Numbers for all size symbols such that the batch and token sizes come out as the case says."""
@@ -199,10 +238,19 @@ def _extract(
     for node in program.graph.nodes:
         if node in nodes and node not in copies:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
-            if has_tensor(node) or node.op == "call_function":
-                constants |= {abs(c) for c in _integers(node.args) if 1 < abs(c) < 2**31}
+            constants |= {abs(c) for c in _constants(program, node) if 1 < abs(c) < 2**31}
     graph.output(copies[mask])
     return fx.GraphModule(program.module, graph), constants
+
+
+def _constants(program: Program, node: fx.Node) -> Iterator[int]:
+    """Integers among a node's arguments, or in the small tensor that it stands for."""
+    if node.op != "get_attr":
+        yield from _integers(node.args)
+        return
+    value = getattr(program.module, str(node.target), None)
+    if isinstance(value, torch.Tensor) and value.numel() <= 16 and not value.is_floating_point():
+        yield from value.flatten().tolist()
 
 
 def _integers(args: Any) -> Iterator[int]:

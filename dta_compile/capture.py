@@ -102,9 +102,11 @@ def unify_equal_sizes(graph: fx.Graph) -> None:
 
 
 def _is_data(node: fx.Node) -> bool:
-    """A tensor input that is neither parameter nor buffer of a module."""
+    """A tensor input that is neither parameter nor buffer of a module, nor a weight in any other place."""
     value, grapharg = node.meta.get("example_value"), node.meta.get("grapharg")
     if not isinstance(value, torch.Tensor) or grapharg is None or isinstance(value, torch.nn.Parameter):
+        return False
+    if value.requires_grad and value.is_leaf and value.dim() <= 2:
         return False
     name = grapharg.source.name
     name = name() if callable(name) else str(name)

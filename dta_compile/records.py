@@ -106,11 +106,11 @@ def _of_wrapper(wrapper: Any | None) -> Record:
 
 def with_graph_break(error: RefusalError) -> RefusalError:
     """The error; after a graph break, one that names the break, which is what cut the model in two."""
-    if not _last_break or not capture.resumes_after_a_break():
+    if not capture.resumes_after_a_break() and "___stack" not in error.got:
         return error
     return RefusalError(
         "a graph break inside the model: what comes after it cannot run over the tree by itself",
-        where=_last_break[-1],
+        where=_last_break[-1] if _last_break else "TORCH_LOGS=graph_breaks shows the line",
         expected="one graph from token ids to the last attention layer",
         got=error.got or error.what,
         hint="remove the graph break (torch.compile(..., fullgraph=True) points at it)",

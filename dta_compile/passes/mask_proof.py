@@ -135,7 +135,7 @@ class MaskProof:
         padded = "valid" in roles.values()
         windows: dict[int, int | None] = {}
         for tokens in token_sizes:
-            unpadded, *others = _cases(tokens)
+            unpadded, *others = _cases(tokens, self._batch_size())
             windows[tokens] = _reach(self._evaluate(unpadded, roles, constants), tokens)
             for case in (unpadded, *others):
                 problem = _difference(self._evaluate(case, roles, constants), case, padded, windows[tokens])
@@ -189,7 +189,7 @@ class MaskProof:
         """Numbers for all size symbols such that the batch and token sizes come out as the case says."""
         program = self.program
         symbols: dict[sympy.Symbol, int] = {}
-        if program.batch is not None:
+        if program.batch is not None and program.batch.free_symbols:
             symbols[next(iter(program.batch.free_symbols))] = case.batch
         assert program.tokens is not None
         parts = sorted(program.tokens.free_symbols, key=str)
@@ -205,6 +205,11 @@ class MaskProof:
             }:
                 symbols.setdefault(symbol, 4)
         return symbols
+
+    def _batch_size(self) -> int:
+        """Sequences of a case: some, or as many as the graph is traced for."""
+        batch = self.program.batch
+        return int(batch) if batch is not None and not batch.free_symbols else 4
 
     def _is_per_token(self, node: fx.Node) -> bool:
         value = self.program.values[node]
@@ -282,9 +287,9 @@ def _fit(rows: torch.Tensor, shape: list[int]) -> torch.Tensor:
     return rows[: shape[0], -shape[1] :] if len(shape) == 2 else rows[0, -shape[0] :]
 
 
-def _cases(tokens: int) -> Iterator[Case]:
+def _cases(tokens: int, batch: int) -> Iterator[Case]:
     """Cases of one size: no padding (first), right padding, left padding, padding anywhere."""
-    batch, columns = 4, torch.arange(tokens)
+    columns = torch.arange(tokens)
     generator = np.random.default_rng(tokens)
     lengths = torch.from_numpy(generator.integers(1, tokens + 1, size=(batch, 1)))
     holes = torch.from_numpy(generator.random((batch, tokens)) < 0.7)

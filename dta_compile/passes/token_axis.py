@@ -55,17 +55,18 @@ def _find_axes(program: Program) -> None:
     _require_own_keys(calls, tokens)
     if tokens in (0, 1) or batch == 0:
         raise GraphWithoutAttention("rows of a single token share nothing: such calls run as captured")
-    if not tokens.free_symbols or (not batch.free_symbols and batch != 1):
+    if not tokens.free_symbols:
         raise RefusalError(
-            "the batch or token size became a constant while the model was traced",
+            "the token size became a constant while the model was traced",
             where=where(calls[0]),
-            expected="symbolic sizes, which serve every batch",
-            got=f"batch {batch}, tokens {tokens}",
-            hint="pass dynamic=True to torch.compile, and let the model's code not depend on the numbers themselves",
+            expected="a symbolic size, which serves every batch",
+            got=f"{tokens} tokens",
+            hint="pass dynamic=True to torch.compile, and let the model's code not depend on the number itself",
         )
     if batch == tokens:
         raise AmbiguousAxes()
-    program.batch = batch if batch.free_symbols else None
+    # A loop over sequences makes the batch size a constant: Dynamo traces anew for another one.
+    program.batch = batch if batch != 1 else None
     program.tokens = tokens
 
 
@@ -195,12 +196,12 @@ def layout_by_shape(program: Program, node: fx.Node) -> Value:
     value = node.meta["val"]
     if isinstance(value, (tuple, list)):
         return tuple(
-            Layout(tuple(_axis_of_size(program, size)[0] for size in item.shape))
+            Layout(tuple(_axis_of_size(program, size, i)[0] for i, size in enumerate(item.shape)))
             if isinstance(item, torch.Tensor)
             else Layout(())
             for item in value
         )
-    axes = [_axis_of_size(program, size) for size in value.shape]
+    axes = [_axis_of_size(program, size, i) for i, size in enumerate(value.shape)]
     dims = tuple(axis for axis, _ in axes)
     frame = next((frame for axis, frame in axes if frame is not None), None)
     if sum(axis in (Axis.TOKEN, Axis.ROWS) for axis in dims) > 1:
@@ -208,12 +209,12 @@ def layout_by_shape(program: Program, node: fx.Node) -> Value:
     return Layout(dims, frame)
 
 
-def _axis_of_size(program: Program, size: int | torch.SymInt) -> tuple[Axis | None, Frame | None]:
+def _axis_of_size(program: Program, size: int | torch.SymInt, dim: int) -> tuple[Axis | None, Frame | None]:
     expr = expression(size)
+    if expr == program.batch and (expr.free_symbols or dim == 0):  # a constant counts sequences in front only
+        return Axis.BATCH, None
     if not expr.free_symbols:
         return None, None
-    if expr == program.batch:
-        return Axis.BATCH, None
     axis, length = Axis.TOKEN, expr
     if program.batch is not None:
         quotient = sympy.cancel(expr / program.batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -103,7 +104,8 @@ class Call:
 
     def replan_keeping_nothing(self) -> Plan:
         """The plan of a second backward: the kept graphs are gone, so every chunk is recomputed."""
-        return make_plan(self.rows.tree, self.engine.options, mode="transparent", keep_tokens=0)
+        same_rows = dataclasses.replace(self.engine.options, strategy=self.schedule_plan.schedule.strategy)
+        return make_plan(self.rows.tree, same_rows, mode="transparent", keep_tokens=0)
 
     def _keep_tokens(self) -> int:
         budget = self.engine.options.memory_budget

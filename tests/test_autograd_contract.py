@@ -344,7 +344,7 @@ def test_gradients_at_padding_are_an_error_not_a_loss(model, compiled):
     mask = torch.ones_like(IDS, dtype=torch.bool)
     mask[1, 5:] = False
     out = compiled(IDS, mask)
-    with pytest.raises(RuntimeContractError, match="non-zero gradients at 4 of 4 padding positions"):
+    with pytest.raises(RuntimeContractError, match="4 of 4 padding positions with a gradient"):
         out.pow(2).add(out).sum().backward()
     weighted(compiled(IDS, mask) * mask[..., None]).backward()
     assert model.head.weight.grad is not None

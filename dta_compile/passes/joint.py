@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.attention_op import ATTENTION, ATTENTION_BACKWARD
-from dta_compile.passes.program import ChunkInput, Program, ancestors, has_tensor, output_node, where
+from dta_compile.passes.program import ChunkInput, Program, ancestors, has_tensor, output_node, where, writes_in_place
 from dta_compile.passes.size_nodes import sizes_from_inputs
 
 aten = torch.ops.aten
@@ -141,7 +141,9 @@ def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, s
             for i in grad_outputs
         ]
         trace = _traced(differentiate, primals, tangents)
-        if any(_mutates(node) for node in trace.graph.nodes):  # some derivatives do: their writes are no dataflow
+        if any(
+            writes_in_place(node) for node in trace.graph.nodes
+        ):  # some derivatives do: their writes are no dataflow
             functional = torch.func.functionalize(trace, remove="mutations")
             trace = _traced(functional, primals, tangents)
     for size in (tokens, head_rows):
@@ -169,10 +171,6 @@ def _traced(function: Any, *inputs: Any) -> fx.GraphModule:
             got=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
             hint="write it with other operations",
         ) from error
-
-
-def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _free_size(shape_env: ShapeEnv, name: str, hint: int) -> Any:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from dta_compile.errors import DTAError, RefusalError
 from dta_compile.passes import decompositions, opaque
-from dta_compile.passes.program import Input, InputKind, Program, output_node, where
+from dta_compile.passes.program import Input, InputKind, Program, output_node, where, writes_in_place
 from dta_compile.passes.size_nodes import sizes_from_inputs
 
 aten = torch.ops.aten
@@ -50,28 +50,9 @@ def lower(program: Program) -> None:
     captured = program.captured
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     program.inputs = [_describe(i, node) for i, node in enumerate(placeholders)]
-    fakes = [node.meta["example_value"] for node in placeholders]
-    mode = next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None)
-
-    mutated: list[int] = []
-
-    def run(*args: Any) -> Any:
-        with FunctionalTensorMode(), _AttentionCapture(), torch.no_grad():
-            wrapped = [_to_functional(arg) for arg in args]
-            results = _DetachingInterpreter(captured).run(*wrapped)
-            mutated.extend(i for i, arg in enumerate(wrapped) if _was_mutated(arg))
-            return pytree.tree_map(_from_functional, results)
-
-    with (
-        mode or contextlib.nullcontext(),
-        enable_python_dispatcher(),
-        fx.traceback.preserve_node_meta(),
-        _no_autocast_cache(),
-    ):
-        module = make_fx(run, decomposition_table=decompositions.TABLE, _allow_non_fake_inputs=True)(*fakes)
-
-    for index in mutated:
-        raise _mutation_refusal(program.inputs[index], placeholders[index])
+    module = _trace(program, functional=False)
+    if any(writes_in_place(node) for node in module.graph.nodes):
+        module = _trace(program, functional=True)  # takes half as long again, for models that write in place
     _flatten_output(module)
     opaque.embed(module)
     decompositions.spell_out_constructors(module.graph)
@@ -81,6 +62,37 @@ def lower(program: Program) -> None:
     module.recompile()
     program.module = module
     program.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def _trace(program: Program, functional: bool) -> fx.GraphModule:
+    """The captured graph as ATen operators; `functional` turns what is written in place into new values."""
+    placeholders = [node for node in program.captured.graph.nodes if node.op == "placeholder"]
+    fakes = [node.meta["example_value"] for node in placeholders]
+    mode = next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None)
+    mutated: list[int] = []
+
+    def run(*args: Any) -> Any:
+        with _AttentionCapture(), torch.no_grad():
+            return _DetachingInterpreter(program.captured).run(*args)
+
+    def run_functional(*args: Any) -> Any:
+        with FunctionalTensorMode():
+            wrapped = [_to_functional(arg) for arg in args]
+            results = run(*wrapped)
+            mutated.extend(i for i, arg in enumerate(wrapped) if _was_mutated(arg))
+            return pytree.tree_map(_from_functional, results)
+
+    with (
+        mode or contextlib.nullcontext(),
+        enable_python_dispatcher(),
+        fx.traceback.preserve_node_meta(),
+        _no_autocast_cache(),
+    ):
+        function = run_functional if functional else run
+        module = make_fx(function, decomposition_table=decompositions.TABLE, _allow_non_fake_inputs=True)(*fakes)
+    for index in mutated:
+        raise _mutation_refusal(program.inputs[index], placeholders[index])
+    return module
 
 
 class _AttentionCapture(TorchFunctionMode):

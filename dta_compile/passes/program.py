@@ -234,6 +234,11 @@ def has_tensor(node: fx.Node) -> bool:
     )
 
 
+def writes_in_place(node: fx.Node) -> bool:
+    """Whether an operator changes one of its arguments."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 def ancestors(nodes: list[fx.Node], stop: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
     """`nodes` and everything they are computed from; the inputs of a node for which `stop` holds are not followed."""
     found: set[fx.Node] = set()

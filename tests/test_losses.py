@@ -270,3 +270,30 @@ def test_the_labels_loss_and_logits_to_keep_of_transformers(keep):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, -keep + 1 :].flatten())
 
     check(model, loss, IDS, LABELS)
+
+
+def test_a_loop_over_sequences_is_traced_for_its_batch_size(model):
+    """TRL's selective_log_softmax loops over rows to save memory: the batch size becomes a constant."""
+
+    def loss(ids):
+        logits = model(ids)[:, :-1]
+        normalisers = torch.stack([torch.logsumexp(row, -1) for row in logits])
+        return (logits.gather(-1, ids[:, 1:, None])[..., 0] - normalisers).mul(ADVANTAGES[: len(ids)]).mean()
+
+    check(model, loss, IDS)
+    check(model, loss, IDS[:4])
+
+
+def test_weights_may_be_plain_tensors():
+    table = weights_like(torch.zeros(VOCABULARY, WIDTH, dtype=torch.float64)).requires_grad_()
+
+    def loss(ids):
+        x = F.embedding(ids, table).unflatten(-1, (2, -1)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2)
+        return F.cross_entropy((y @ table.T)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    compiled = torch.compile(loss, backend="dta", options=SMALL_CHUNKS)
+    (expected,) = torch.autograd.grad(loss(IDS), table)
+    (actual,) = torch.autograd.grad(compiled(IDS), table)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+    assert dta_compile.last_plan(compiled).stats.compression > 1.5

@@ -164,7 +164,7 @@ def measure(name: str, repetitions: int, options: dict, backend: str, tick: Call
 def show(rows: list[Row], facts: dict, console: Console) -> None:
     table = Table(title="one step (forward and backward), median seconds")
     for heading in ("tree", "strategy"):
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=True)
     for heading in ("C", "ideal", "eager", facts["backend"], "speed-up", "floor", "1st call", "grad. diff."):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:

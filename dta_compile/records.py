@@ -34,6 +34,10 @@ class Record:
     plan: Plan | None = None
     graphs: int = 0
 
+    def __reduce__(self) -> tuple[type[Record], tuple[()]]:
+        """A copied or unpickled callable is compiled anew, so it starts with an empty record."""
+        return Record, ()
+
     def count_graph(self) -> None:
         """Count a new graph; warn when there are more than training, scoring and generation need."""
         self.graphs += 1

@@ -1,5 +1,7 @@
 """From a Python call to a graph with symbolic sizes: however it is called, right results and no second compilation."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -347,3 +349,12 @@ def test_nothing_leaks_into_other_compilations(model):
     """Telling B = S apart needs a setting that all of torch shares."""
     dta(model)(shared_ids(6, 6))
     assert symbolic_shape_config.use_duck_shape
+
+
+def test_a_compiled_model_can_be_copied():
+    model = TinyLM()
+    compiled = torch.compile(model, backend="dta")
+    compiled(shared_ids()).sum().backward()
+    twin = copy.deepcopy(compiled)
+    torch.testing.assert_close(twin(shared_ids()), model(shared_ids()))
+    assert dta_compile.last_plan(twin) is not dta_compile.last_plan(compiled)

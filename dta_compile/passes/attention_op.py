@@ -1,8 +1,7 @@
 """The opaque attention operator of chunk graphs: `dta::attention`, and the operator its gradient calls.
 
 The operators exist to be traced: they carry the layer's number, and the `joint` pass turns each into a call on the
-runtime's path stack, which holds the keys and values of the tokens before the chunk. Run as they are, outside a
-schedule, they attend within the chunk alone (a whole sequence is one chunk: the reference).
+runtime's path stack, which holds the keys and values of the tokens before the chunk. They have no implementation.
 """
 
 from __future__ import annotations

@@ -46,11 +46,9 @@ def expression(size: Any) -> sympy.Expr:
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
 
 
-def sizes(node: fx.Node, index: int | None = None) -> tuple[sympy.Expr, ...]:
-    """The shape of a node's value (of its `index`-th result)."""
-    value = node.meta["val"]
-    value = value if index is None else value[index]
-    return tuple(expression(size) for size in value.shape)
+def sizes(node: fx.Node) -> tuple[sympy.Expr, ...]:
+    """The shape of a node's value."""
+    return tuple(expression(size) for size in node.meta["val"].shape)
 
 
 def broadcast(node: fx.Node, arguments: Arguments, operands: Sequence[fx.Node] | None = None) -> Layout:

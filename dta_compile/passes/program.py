@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -218,13 +218,6 @@ class AmbiguousAxes(Exception):
 
 def output_node(graph: fx.Graph) -> fx.Node:
     return next(iter(reversed(graph.nodes)))
-
-
-def tensor_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The call nodes of a graph whose value holds at least one tensor."""
-    for node in graph.nodes:
-        if node.op not in ("placeholder", "output") and has_tensor(node):
-            yield node
 
 
 def has_tensor(node: fx.Node) -> bool:

@@ -112,11 +112,11 @@ class Call:
         budget = default_budget(self.device) if budget is None else budget
         return int(budget // max(self.program.joint.saved_bytes_per_token, 1))
 
-    def executor(self, plan: Plan) -> Executor:
+    def executor(self) -> Executor:
         """An executor with fresh stack and buffers."""
         longest = int(self.rows.tree.stop.max(initial=0))
         path = PathStack(self.program.attention, longest, self.device)
-        return Executor(self.program.joint, self.program.frontier, self._chunk_data(), self.rows, plan, path)
+        return Executor(self.program.joint, self.program.frontier, self._chunk_data(), self.rows, path)
 
     def _chunk_data(self) -> ChunkData:
         program, rows = self.program, self.rows
@@ -256,7 +256,7 @@ class TreeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         plan = call.schedule_plan
-        executor = call.executor(plan)
+        executor = call.executor()
         ops = forward_half(executor, plan)
         outputs = tuple(call.expand(i, buffer) for i, buffer in enumerate(executor.outputs))
         executor.outputs = []
@@ -284,7 +284,7 @@ class TreeFunction(torch.autograd.Function):
         with no_autocast():
             if executor is None:
                 plan = call.replan_keeping_nothing()
-                executor = call.executor(plan)
+                executor = call.executor()
                 ops = forward_half(executor, plan)
             accumulators = backpropagate(call, executor, ops, grads, parameters)
         return (None, *accumulators)

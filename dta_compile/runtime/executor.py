@@ -10,7 +10,6 @@ import torch
 
 from dta_compile.passes.joint import JointGraphs
 from dta_compile.passes.program import FrontierValue
-from dta_compile.plan import Plan
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Chunk, Forward, Op, Pop, Restore, Slice
 from dta_compile.runtime.row_buffer import RowBuffer
 from dta_compile.runtime.rows import BatchRows
@@ -52,7 +51,7 @@ class Graph:
 
 
 class Executor:
-    """Runs a plan's schedule over one batch; `run` may stop at an `attach` op and go on from there.
+    """Runs the operations of a schedule over one batch; `run` may stop at an `attach` op and go on from there.
 
     Attributes:
         outputs: rows of every frontier value, written by operations with `out`.
@@ -67,11 +66,9 @@ class Executor:
         frontier: Sequence[FrontierValue],
         data: ChunkData,
         rows: BatchRows,
-        plan: Plan,
         path: PathStack,
     ) -> None:
         self.joint, self.frontier, self.data, self.rows, self.path = joint, list(frontier), data, rows, path
-        self.plan = plan
         self.graphs: dict[Chunk, Graph] = {}
         self.graph_of_row = np.zeros(rows.tree.num_rows, dtype=object)
         self.outputs: list[RowBuffer] = []

@@ -94,7 +94,7 @@ def stream(engine: Engine, loss_fn: Callable[..., torch.Tensor], args: Sequence[
     with no_autocast():
         call = engine.begin(args)
         plan = call.plan("streaming")
-        executor = call.executor(plan)
+        executor = call.executor()
         parameters = [args[spec.index] for spec in program.region_parameters]
         prepare_accumulators(executor, parameters)
         executor.outputs = [executor.row_buffer(i, PathRows, v.dtype) for i, v in enumerate(program.frontier)]

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -162,15 +163,13 @@ def measure(name: str, repetitions: int, options: dict, backend: str, tick: Call
 
 
 def show(rows: list[Row], facts: dict, console: Console) -> None:
-    table = Table(title="one step (forward and backward), median seconds")
-    for heading in ("tree", "strategy"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("C", "ideal", "eager", facts["backend"], "speed-up", "floor", "1st call", "grad. diff."):
+    table = Table(title="one step (forward and backward), median seconds; diff: of gradients", box=box.SIMPLE)
+    table.add_column("tree", no_wrap=True)
+    for heading in ("C", "ideal", "eager", facts["backend"], "ratio", "floor", "1st call", "diff."):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.tree,
-            row.strategy,
             f"{row.compression:.2f}",
             f"{row.ideal:.2f}x",
             f"{statistics.median(row.eager_seconds):.3f}",

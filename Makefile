@@ -12,12 +12,13 @@ STAMP := $(VENV)/.installed
 CODE := dta_compile tests examples benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test lint format bench bench-all clean
 
 help:
 	@echo "make demo    set up, then train a small model with eager and with dta side by side"
 	@echo "make test    set up, then ruff, mypy and the whole test suite"
 	@echo "make bench   set up, then the speed floors (benchmarks/floors.py)"
+	@echo "make bench-all  set up, then every baseline, with plots (BENCH=\"--suite full\": hours)"
 	@echo "make lint    set up, then ruff and mypy only"
 	@echo "make format  set up, then let ruff rewrite the code"
 	@echo "make clean   remove the environment, caches and build results"
@@ -51,6 +52,10 @@ format: setup
 
 bench: setup
 	$(BIN)/python benchmarks/floors.py
+
+bench-all: setup
+	$(BIN)/python -m pip install --quiet -e ".[bench]"
+	$(BIN)/python -m benchmarks.run $(BENCH)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,6 +4,7 @@
 
 A step is forward and backward of a weighted sum of token log-probs over a whole batch, on a small Qwen3 in float32.
 Gradients are compared once per tree, so that a fast wrong answer is no result. Exit code 1: a floor or equality missed.
+`python -m benchmarks.run` compares with more than eager.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import json
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import transformers
@@ -25,16 +27,16 @@ from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from transformers import Qwen3Config, Qwen3ForCausalLM
-from trees import TREES, build, count, ideal_speedup
 
-import dta_compile
+from benchmarks.baselines import dense
+from benchmarks.measure import Runner
+from benchmarks.model import flops, gradient_difference, gradients
+from benchmarks.ours import compiled
+from benchmarks.trees import TREES, ideal_speedup
+from benchmarks.workloads import catalogue
 
-VOCABULARY = 2048
 FLOORS = {"short": 3.0, "mid": 1.5, "none": 0.75}
 TOLERANCE = 1e-3  # largest |difference| over largest |gradient|, per parameter, of two float32 runs
-
-LogProbs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,101 +66,35 @@ class Row:
         return self.gradient_difference < TOLERANCE and (self.floor is None or self.speedup >= self.floor)
 
 
-def build_model() -> Qwen3ForCausalLM:
-    """4 layers, hidden size 256, 2048 ids, random float32 weights."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    return Qwen3ForCausalLM(config).train()
-
-
-def flops(config: Qwen3Config) -> tuple[float, float]:
-    """Forward operations per token (matrix products) and per (query, key) pair (attention); backward is twice both."""
-    width = config.num_attention_heads * config.head_dim
-    projections = config.hidden_size * (2 * width + 2 * config.num_key_value_heads * config.head_dim)
-    layer = projections + 3 * config.hidden_size * config.intermediate_size
-    weights = config.num_hidden_layers * layer + config.hidden_size * config.vocab_size
-    return 2.0 * weights, 4.0 * config.num_hidden_layers * width
-
-
-def token_logprobs(model: torch.nn.Module) -> LogProbs:
-    """The function under test: `[B, S]` ids and labels to `[B, S]` log-probs."""
-
-    def logprobs(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = model(input_ids).logits
-        return logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-
-    return logprobs
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """Forward and backward of `(weights * logprobs(ids, labels)).sum()`, `rows` rows at a time."""
-
-    model: torch.nn.Module
-    logprobs: LogProbs
-    rows: int
-
-    def __call__(self, ids: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> float:
-        """Seconds of the step; gradients are left in `.grad`."""
-        self.model.zero_grad(set_to_none=True)
-        started = time.perf_counter()
-        for part in zip(ids.split(self.rows), labels.split(self.rows), weights.split(self.rows), strict=True):
-            (part[2] * self.logprobs(part[0], part[1])).sum().backward()
-        return time.perf_counter() - started
-
-    def gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
-
-
 def measure(name: str, repetitions: int, options: dict, backend: str, tick: Callable[[], None]) -> Row:
     """One tree: a first call of both ways, compared, then `repetitions` steps of each in turns."""
-    counts = count(TREES[name])
-    ids = torch.stack([torch.from_numpy(sequence) for sequence in build(TREES[name], VOCABULARY)])
-    labels = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], 1)
-    weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1)) / ids.numel()
-    weights[:, -1] = 0.0  # nothing follows the last token
-
-    model = build_model()
+    workload = catalogue(None, (), 0)[name].build()
     torch.compiler.reset()
-    compiled = torch.compile(token_logprobs(model), backend=backend, options=options if backend == "dta" else None)
-    eager, dta = Step(model, token_logprobs(model), 1), Step(model, compiled, len(ids))
-    eager(ids, labels, weights)
-    expected = eager.gradients()
-    first_call = dta(ids, labels, weights)
-    difference = max(
-        ((got - want).abs().max() / want.abs().max()).item()
-        for got, want in zip(dta.gradients(), expected, strict=True)
-    )
+    eager = Runner.of(dense, workload)
+    dta = Runner.of(compiled(backend, backend, **(options if backend == "dta" else {})), workload)
+    eager.seconds()
+    first_call = dta.seconds()
+    difference = gradient_difference(gradients(dta.model), gradients(eager.model))
     tick()
     eager_seconds, dta_seconds = [], []
     for repetition in range(repetitions):
-        for step, seconds in ((eager, eager_seconds), (dta, dta_seconds))[:: 1 if repetition % 2 else -1]:
-            seconds.append(step(ids, labels, weights))
+        for runner, seconds in ((eager, eager_seconds), (dta, dta_seconds))[:: 1 if repetition % 2 else -1]:
+            seconds.append(runner.seconds())
         tick()
+    counts = workload.counts
     return Row(
         tree=name,
         sequences=counts.sequences,
         tokens=counts.tokens,
         tree_tokens=counts.tree_tokens,
         compression=counts.tokens / counts.tree_tokens,
-        ideal=ideal_speedup(counts, *flops(model.config)),
+        ideal=ideal_speedup(counts, *flops(dta.model.config)),
         floor=FLOORS.get(name) if backend == "dta" else None,
         first_call_seconds=first_call,
         eager_seconds=eager_seconds,
         dta_seconds=dta_seconds,
         gradient_difference=difference,
-        strategy=dta_compile.last_plan(compiled).schedule.strategy if backend == "dta" else "-",
+        strategy=dta.step.note() or "-",
     )
 
 

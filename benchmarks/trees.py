@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+IntArray = npt.NDArray[np.int64]
 Level = tuple[int, int]  # (children per node, tokens of each)
 
 TREES: dict[str, tuple[Level, ...]] = {
@@ -28,7 +31,7 @@ class Counts:
     tree_pairs: int
 
 
-def build(levels: tuple[Level, ...], vocabulary: int, seed: int = 0) -> list[npt.NDArray[np.int64]]:
+def build(levels: tuple[Level, ...], vocabulary: int, seed: int = 0) -> list[IntArray]:
     """Sequences whose prefix tree has `levels`: random tokens, siblings with distinct first tokens.
 
     Raises:
@@ -59,10 +62,34 @@ def count(levels: tuple[Level, ...]) -> Counts:
     return Counts(nodes, nodes * depth, nodes * _triangle(depth), tree_tokens, tree_pairs)
 
 
+def neighbours(sequences: Sequence[IntArray]) -> tuple[list[int], list[int]]:
+    """Lexicographic order of the sequences, and how many tokens each one in it shares with the one before it.
+
+    A sequence comes right before those that it is a prefix of.
+    """
+    order = sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes())
+    shared = [_common_prefix(sequences[left], sequences[right]) for left, right in pairwise(order)]
+    return order, [0, *shared][: len(order)]
+
+
+def count_sequences(sequences: Sequence[IntArray]) -> Counts:
+    """Counts of any sequences, by sorting them: independent of the planner under test."""
+    order, shared = neighbours(sequences)
+    lengths = [len(sequences[index]) for index in order]
+    tokens, pairs = sum(lengths), sum(map(_triangle, lengths))
+    return Counts(len(order), tokens, pairs, tokens - sum(shared), pairs - sum(map(_triangle, shared)))
+
+
 def ideal_speedup(counts: Counts, flops_per_token: float, flops_per_pair: float) -> float:
     """Ratio of floating-point operations: every sequence on its own over every tree token once."""
     alone = counts.tokens * flops_per_token + counts.pairs * flops_per_pair
     return alone / (counts.tree_tokens * flops_per_token + counts.tree_pairs * flops_per_pair)
+
+
+def _common_prefix(left: IntArray, right: IntArray) -> int:
+    shorter = min(len(left), len(right))
+    different = np.flatnonzero(left[:shorter] != right[:shorter])
+    return int(different[0]) if len(different) else shorter
 
 
 def _triangle(depth: int) -> int:

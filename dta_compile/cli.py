@@ -64,6 +64,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=MODES, default="transparent", help="how it is driven (default: %(default)s)")
     parser.add_argument("--memory-budget", type=int, metavar="BYTES", help="of activations kept (default: all of them)")
     parser.add_argument("--bytes-per-token", type=int, help="activations of one token, for a --memory-budget above 0")
+    parser.add_argument("--kv-bytes-per-token", type=int, default=0, help="keys and values of one token, all layers")
     parser.add_argument("--leaf-only", action="store_true", help="leave out sequences that are prefixes of others")
     parser.add_argument("--schedule", action="store_true", help="print the operations too")
     parser.add_argument("--full", action="store_true", help="print tree and schedule to the end, however long")
@@ -103,6 +104,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         order=arguments.order,
         memory_budget=arguments.memory_budget,
         bytes_per_token=arguments.bytes_per_token,
+        kv_bytes_per_token=arguments.kv_bytes_per_token,
     )
     for target, render in ((arguments.json, as_json), (arguments.dot, as_dot)):
         if target:

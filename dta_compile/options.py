@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from dta_compile.errors import OptionError
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "strategy": ("auto", "vanilla", "dfs", "dense"),
+    "strategy": ("auto", "packed", "dfs", "vanilla", "dense"),
     "order": ("backward_dfs", "lexicographic", "random"),
     "verify": ("off", "first", "always"),
     "fallback": ("raise", "dense"),
@@ -23,13 +24,15 @@ class Options:
 
     Attributes:
         chunk_size: most tokens that one chunk op runs at a time (paper section 3.2; its default is 2048 too).
-        strategy: "vanilla" (Algorithm 2), "dfs" (Algorithms 1 and 3), "dense" (no sharing, same runtime), or
-            "auto": the cheapest of them by the cost model.
+        strategy: "packed" (chunks filled with whole subtrees and siblings), "dfs" (Algorithms 1 and 3), "vanilla"
+            (Algorithm 2), "dense" (no sharing, same runtime), or "auto": the cheapest of them by the cost model.
         order: leaf order of the depth-first walk: "backward_dfs" (Algorithm 1), "lexicographic" or "random".
         verify: compare calls with the captured program run densely: "off", "first" call only, or "always".
         memory_budget: bytes of activations that may be kept from the forward pass to the backward pass;
             None is the default share of the free memory, 0 keeps nothing (the paper's depth-bounded memory).
         fallback: what a refused program does: "raise" its typed error, or run "dense" with a warning.
+        cache_dir: folder of the calibration that "auto" goes by (a string or path), or "off" to read and write none;
+            None is $DTA_CACHE_DIR, else $XDG_CACHE_HOME/dta_compile, else ~/.cache/dta_compile.
     """
 
     chunk_size: int = 2048
@@ -38,6 +41,7 @@ class Options:
     verify: str = "off"
     memory_budget: int | None = None
     fallback: str = "raise"
+    cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         _check_integer("chunk_size", self.chunk_size, least=1)
@@ -45,6 +49,8 @@ class Options:
             _check_integer("memory_budget", self.memory_budget, least=0)
         for key, choices in CHOICES.items():
             _check_choice(key, getattr(self, key), choices)
+        if self.cache_dir is not None:
+            object.__setattr__(self, "cache_dir", _path("cache_dir", self.cache_dir))
 
     @classmethod
     def parse(cls, mapping: Mapping[str, Any] | None) -> Options:
@@ -64,6 +70,13 @@ class Options:
 def _check_integer(key: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptionError(f"bad value for option {key!r}", expected=f"an integer >= {least}", got=repr(value))
+
+
+def _path(key: str, value: object) -> str:
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path:
+        raise OptionError(f"bad value for option {key!r}", expected='a path, "off" or None', got=repr(value))
+    return path
 
 
 def _check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:

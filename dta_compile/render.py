@@ -6,14 +6,18 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.markup import escape
 from rich.tree import Tree
+
+from dta_compile.plan.schedule import Anchor, Chunk, Forward
 
 if TYPE_CHECKING:
     from dta_compile.plan import Plan
 
 __all__ = ["as_dot", "as_json", "levels", "tree_view"]
 
+GOLDEN_RATIO = 0.618034  # steps around the colour circle that never come close to each other soon
 MOST_SEQUENCES = 6  # sequences named beside a node
 
 
@@ -88,9 +92,29 @@ def as_json(plan: Plan) -> str:
 
 
 def as_dot(plan: Plan) -> str:
-    """The prefix tree in Graphviz' DOT language."""
-    lines = ["digraph prefix_tree {", "  rankdir=LR; node [shape=box, fontname=monospace];"]
+    """The prefix tree in Graphviz' DOT language; every segment names the chunks that run it and has their colour."""
+    lines = ["digraph prefix_tree {", "  rankdir=LR; node [shape=box, style=filled, fontname=monospace];"]
+    chunks = _chunks_of_nodes(plan)
     for node, data in plan.tree.nodes(data=True):
-        lines.append(f'  n{node} [label="{_label(data)}"];')
+        names = ", ".join(f"chunk {chunk}" for chunk in chunks[node])
+        hue = chunks[node][0] * GOLDEN_RATIO % 1
+        lines.append(f'  n{node} [label="{_label(data)}\\n{names}", fillcolor="{hue:.3f} 0.2 1.0"];')
     lines += [f"  n{parent} -> n{child};" for parent, child in plan.tree.edges]
     return "\n".join([*lines, "}", ""])
+
+
+def _chunks_of_nodes(plan: Plan) -> list[list[int]]:
+    """For every segment the chunks that run it, numbered in the order of their first run."""
+    tree = plan.prefix_tree
+    numbers: dict[Chunk, int] = {}
+    found: list[list[int]] = [[] for _ in tree.parent]
+    for op in plan.schedule.ops:
+        if not isinstance(op, (Anchor, Forward)) or not op.out or op.chunk in numbers:
+            continue
+        number = numbers[op.chunk] = len(numbers) + 1
+        for start, stop in tree.chunk_ranges(op.chunk):
+            first, last = np.searchsorted(tree.row, [start, stop - 1], side="right") - 1
+            for node in range(first, last + 1):
+                if number not in found[node]:
+                    found[node].append(number)
+    return found

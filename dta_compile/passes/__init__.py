@@ -5,6 +5,7 @@ token_axis    which dimensions run over sequences and tokens, and what mixes the
 attention     masks proven causal, KV heads un-repeated
 regions       prologue | token region | epilogue, and the frontier between the last two
 prefix_key    trunk | head, and which inputs make two prefixes the same
+head_rows     at which tokens the head is needed: not where the loss ignores it
 chunk_graph   the token region as a function of one chunk
 dense_graphs  prologue and epilogue as modules
 joint         forward and backward of a chunk
@@ -23,6 +24,7 @@ from dta_compile.passes.accumulate import accumulate
 from dta_compile.passes.attention import attention
 from dta_compile.passes.chunk_graph import chunk_graph
 from dta_compile.passes.dense_graphs import dense_graphs
+from dta_compile.passes.head_rows import head_rows
 from dta_compile.passes.joint import joint
 from dta_compile.passes.lower import lower
 from dta_compile.passes.prefix_key import prefix_key
@@ -41,6 +43,7 @@ PASSES: tuple[Pass, ...] = (
     attention,
     regions,
     prefix_key,
+    head_rows,
     chunk_graph,
     dense_graphs,
     joint,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import networkx as nx
 import torch
@@ -41,12 +42,17 @@ def cheapest_cut(
             network.add_edge((node, "in"), "sink")
         if node in leaving:
             network.add_edge((node, "out"), "sink")
+    reachable = source_side(network)
+    return {node for node in nodes if (node, "in") in reachable}
+
+
+def source_side(network: nx.DiGraph) -> set[Any]:
+    """The smallest source side of a minimum cut between the nodes "source" and "sink"."""
     residual = nx.algorithms.flow.shortest_augmenting_path(network, "source", "sink")
     open_edges = nx.subgraph_view(
         residual, filter_edge=lambda u, v: residual[u][v]["flow"] < residual[u][v]["capacity"]
     )
-    reachable = nx.descendants(open_edges, "source")
-    return {node for node in nodes if (node, "in") in reachable}
+    return set(nx.descendants(open_edges, "source"))
 
 
 def bytes_per_token(node: fx.Node, layout: Layout) -> float:

@@ -41,6 +41,7 @@ def _prologue_nodes(program: Program) -> list[fx.Node]:
     chunk_inputs = program.trunk_inputs + program.head_inputs + program.trunk_keys + program.head_keys
     nodes: dict[fx.Node, None] = dict.fromkeys(item.node for item in chunk_inputs)
     nodes.update(dict.fromkeys(program.constant_inputs))
+    nodes.update(dict.fromkeys(condition.node for condition in program.conditions))
     for layer in program.attention:
         nodes.update(dict.fromkeys(node for node in (layer.mask.valid, *layer.mask.positions) if node is not None))
     nodes.update(dict.fromkeys(program.epilogue_dense_inputs))

@@ -1,15 +1,15 @@
 """joint: forward and backward graphs of a chunk, from one joint trace.
 
 The chunk graph is differentiated symbolically by tracing `torch.autograd.grad` over fake tensors with a free number of
-chunk tokens and head rows. The trace is cut at the values that the backward needs: the forward saves exactly those
-(but no weight: what depends on parameters alone is cheap to redo and would be kept once per chunk). Every attention
-operator becomes a call on `path`, the runtime's stack, which each graph takes as its first input.
+chunk tokens and head rows. The trace is then cut in two (`saved_values`, `partition`).
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,15 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.graph import _BoxedCodeGen
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.attention_op import ATTENTION, ATTENTION_BACKWARD
-from dta_compile.passes.program import ChunkInput, Program, ancestors, has_tensor, output_node, where, writes_in_place
+from dta_compile.passes.partition import JointTrace, backward_graph, choose_saved, forward_graph
+from dta_compile.passes.program import ChunkInput, Program, output_node, where, writes_in_place
+from dta_compile.passes.simplify import simplify
 from dta_compile.passes.size_nodes import sizes_from_inputs
+from dta_compile.passes.storage import ChunkSizes, owner, total
+from dta_compile.passes.working_memory import Peaks, working_memory
 
 aten = torch.ops.aten
 
@@ -42,78 +46,133 @@ class JointGraphs:
         differentiated: positions of the frontier values whose gradients the backward takes.
         grad_parameters: positions among the chunk graph's parameters that receive a gradient.
         grad_sources: for each of `grad_parameters`, which frontier values its gradient comes from.
-        saved_bytes_per_token: bytes that the saved values take per chunk token (head rows counted as one a token).
+        token_bytes, head_bytes: what one chunk keeps for its backward, per token and per head row: saved values, and
+            the inputs of trunk and head among `backward_inputs`.
+        kv_bytes: the keys and values of all layers, per token.
+        head_dims: for each of `backward_inputs` and then of the saved values, the dimension that runs over head rows.
+        head_rows_separable: the backward may be run for some of the head rows, see `of_head_rows`.
     """
 
     cache_only: fx.GraphModule
     forward_only: fx.GraphModule
     forward: fx.GraphModule
-    backward: fx.GraphModule | None
-    backward_inputs: list[int]
-    saved_kv: list[tuple[int, int]]
-    differentiated: list[int]
-    grad_parameters: list[int]
-    grad_sources: list[set[int]]
-    saved_bytes_per_token: float
+    sizes: ChunkSizes
+    backward: fx.GraphModule | None = None
+    backward_inputs: list[int] = dataclasses.field(default_factory=list)
+    saved_kv: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    differentiated: list[int] = dataclasses.field(default_factory=list)
+    grad_parameters: list[int] = dataclasses.field(default_factory=list)
+    grad_sources: list[set[int]] = dataclasses.field(default_factory=list)
+    token_bytes: float = 0.0
+    head_bytes: float = 0.0
+    kv_bytes: float = 0.0
+    head_dims: list[int | None] = dataclasses.field(default_factory=list)
+    head_rows_separable: bool = True
+
+    @property
+    def saved_bytes_per_token(self) -> float:
+        """Bytes kept per chunk token that has one head row."""
+        return self.token_bytes + self.head_bytes
+
+    @functools.cached_property
+    def working(self) -> dict[str, Peaks]:
+        """Per graph, the bytes that it allocates at its peak: the maximum of linear functions, see `working_memory`."""
+        graphs = {name: getattr(self, name) for name in ("cache_only", "forward_only", "forward", "backward")}
+        return {name: working_memory(module.graph, self.sizes) for name, module in graphs.items() if module is not None}
+
+    @functools.cached_property
+    def boxed_backward(self) -> fx.GraphModule:
+        """The backward as a function of one list, which it empties: saved values are freed after their last use."""
+        assert self.backward is not None
+        graph = copy.copy(self.backward.graph)
+        graph.set_codegen(_BoxedCodeGen())
+        return fx.GraphModule(self.backward, graph)
+
+    def of_head_rows(self, kept: Sequence[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
+        """The kept values (`backward_inputs`, then saved values) for some of the head rows, in the memory order that
+        the backward expects. With the tangents of these rows it gives what all rows give with zeros elsewhere."""
+        return [
+            value if dim is None else _select(value, dim, rows) for value, dim in zip(kept, self.head_dims, strict=True)
+        ]
 
 
 def joint(program: Program) -> None:
     """Fill `program.joint`."""
     candidates = _differentiable(program) if program.training else []
-    trace, differentiated = _trace(program, candidates)
-    graph = trace.graph
-    for i in set(candidates) - differentiated:
+    trace = _joint_trace(program, candidates)
+    for i in set(candidates) - set(trace.tangents):
         program.frontier[i].differentiable = False  # computed from frozen parameters alone
-    program.training = bool(differentiated)
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    num_tangents = len(candidates)
-    tangents = dict(zip(candidates, placeholders[len(placeholders) - num_tangents :], strict=True))
-    tangents = {i: tangent for i, tangent in tangents.items() if i in differentiated}
-    primals = placeholders[: len(placeholders) - num_tangents]
-    results = list(output_node(graph).args[0])
-    outputs, grads = results[: len(program.frontier)], results[len(program.frontier) :]
-    attention = [node for node in graph.nodes if node.target is ATTENTION]
-
-    forward_only = _extract(trace, primals, outputs, attention)
-    cache_only = _extract(trace, primals, [], attention)
+    program.training = bool(trace.tangents)
     if not program.training:
-        program.joint = JointGraphs(cache_only, forward_only, forward_only, None, [], [], [], [], [], 0.0)
+        cache_only, forward_only = forward_graph(trace, []), forward_graph(trace, trace.outputs)
+        program.joint = JointGraphs(cache_only, forward_only, forward_only, trace.sizes)
         return
-    backward_nodes = _depending_on(graph, list(tangents.values()))
-    saved = _saved_values(graph, primals, backward_nodes, attention)
-    grad_parameters = [i for i, grad in enumerate(grads) if grad is not None]
-    wanted = [grads[i] for i in grad_parameters]
-    backward, backward_inputs = _backward_graph(trace, primals, saved, list(tangents.values()), wanted)
+    saved = choose_saved(trace)
+    backward, backward_inputs = backward_graph(trace, saved)
     positions = {node: i for i, node in enumerate(saved)}
     program.joint = JointGraphs(
-        cache_only=cache_only,
-        forward_only=forward_only,
-        forward=_extract(trace, primals, [*outputs, *saved], attention),
+        cache_only=forward_graph(trace, []),
+        forward_only=forward_graph(trace, trace.outputs),
+        forward=forward_graph(trace, [*trace.outputs, *saved]),
+        sizes=trace.sizes,
         backward=backward,
         backward_inputs=backward_inputs,
-        saved_kv=[(positions[node.args[1]], positions[node.args[2]]) for node in attention],
-        differentiated=list(tangents),
-        grad_parameters=grad_parameters,
-        grad_sources=_sources(graph, tangents, wanted),
-        saved_bytes_per_token=sum(_bytes_per_row(node) for node in saved),
+        saved_kv=[(positions[node.args[1]], positions[node.args[2]]) for node in trace.attention],
+        differentiated=list(trace.tangents),
+        grad_parameters=[i for i, grad in enumerate(trace.gradients) if grad is not None],
+        grad_sources=_sources(trace),
+        **_sizes(trace, [trace.primals[i] for i in backward_inputs], saved),
     )
+
+
+def _sizes(trace: JointTrace, inputs: list[fx.Node], saved: list[fx.Node]) -> dict[str, Any]:
+    """The fields of `JointGraphs` that measure what is kept."""
+    sizes, kept = trace.sizes, [*inputs, *saved]
+    per_chunk, of_head = trace.per_token(), trace.depending_on(trace.head_inputs)
+    memory = dict.fromkeys(owner(node) for node in kept if node in per_chunk)
+    size = total(sizes.bytes(node.meta["val"]) for node in memory)
+    head_dims = [sizes.head_dim(node.meta["val"]) for node in kept]
+    return {
+        "token_bytes": size.per_token,
+        "head_bytes": size.per_head_row,
+        "kv_bytes": total(sizes.bytes(node.meta["val"]) for node in trace.keys_and_values).per_token,
+        "head_dims": head_dims,
+        "head_rows_separable": not any(
+            dim is None and node in of_head for node, dim in zip(kept, head_dims, strict=True)
+        ),
+    }
 
 
 def _differentiable(program: Program) -> list[int]:
     return [i for i, value in enumerate(program.frontier) if value.differentiable and not value.is_cache]
 
 
-def _sources(graph: fx.Graph, tangents: dict[int, fx.Node], grads: list[fx.Node]) -> list[set[int]]:
-    """Which tangents each gradient depends on."""
-    dependent = {i: _depending_on(graph, [tangent]) for i, tangent in tangents.items()}
-    return [{i for i, nodes in dependent.items() if grad in nodes} for grad in grads]
+def _sources(trace: JointTrace) -> list[set[int]]:
+    """For each gradient, which tangents it depends on."""
+    dependent = {i: trace.depending_on([tangent]) for i, tangent in trace.tangents.items()}
+    return [{i for i, nodes in dependent.items() if grad in nodes} for grad in trace.gradients if grad is not None]
 
 
-def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, set[int]]:
-    """The joint graph: chunk inputs and gradients of the outputs to outputs and gradients of the parameters.
+def _joint_trace(program: Program, candidates: list[int]) -> JointTrace:
+    """The joint graph, differentiating those of the `candidates` that depend on trained parameters at all."""
+    module, sizes, differentiated = _trace(program, candidates)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    count = len(placeholders) - len(candidates)
+    primals, tangents = placeholders[:count], dict(zip(candidates, placeholders[count:], strict=True))
+    results = list(output_node(module.graph).args[0])
+    return JointTrace(
+        module=module,
+        sizes=sizes,
+        primals=primals,
+        head_inputs=primals[count - len(program.head_inputs) - 1 :],
+        outputs=results[: len(program.frontier)],
+        tangents={i: tangent for i, tangent in tangents.items() if i in differentiated},
+        gradients=results[len(program.frontier) :],
+    )
 
-    Also returns which of `grad_outputs` depend on trained parameters at all.
-    """
+
+def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, ChunkSizes, set[int]]:
+    """`make_fx` over the chunk and its derivative; also which of `grad_outputs` were differentiated."""
     differentiated: set[int] = set()
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
@@ -155,8 +214,8 @@ def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, s
                 hint="pass options={'fallback': 'dense'}, and please report the model",
             )
     sizes_from_inputs(trace.graph)  # a value asked for its size would be recomputed in the backward
-    trace.graph.eliminate_dead_code()
-    return trace, differentiated
+    simplify(trace.graph)
+    return trace, ChunkSizes(tokens, head_rows), differentiated
 
 
 def _traced(function: Any, *inputs: Any) -> fx.GraphModule:
@@ -214,94 +273,8 @@ def _device(program: Program) -> torch.device:
     return program.attention[0].node.meta["val"].device
 
 
-def _depending_on(graph: fx.Graph, sources: list[fx.Node]) -> set[fx.Node]:
-    found = set(sources)
-    for node in graph.nodes:
-        if node.op != "output" and any(arg in found for arg in node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _saved_values(
-    graph: fx.Graph, primals: list[fx.Node], backward_nodes: set[fx.Node], attention: list[fx.Node]
-) -> list[fx.Node]:
-    """Forward values that the backward reads, the keys and values of all layers among them."""
-    saved: dict[fx.Node, None] = {}
-    for node in attention:
-        saved.update(dict.fromkeys(node.args[1:3]))
-    per_token = _per_token(graph, primals)
-    for node in graph.nodes:
-        if node in backward_nodes and node.op not in ("placeholder", "output"):
-            for arg in node.all_input_nodes:
-                if arg not in backward_nodes and arg in per_token and has_tensor(arg):
-                    saved[arg] = None
-    return [node for node in saved if node.op != "placeholder"]
-
-
-def _per_token(graph: fx.Graph, primals: list[fx.Node]) -> set[fx.Node]:
-    """Values that depend on the chunk's tokens; the others (weights, sizes) are recomputed where they are needed."""
-    symbolic = [node for node in primals if any(not isinstance(size, int) for size in node.meta["val"].shape)]
-    return _depending_on(graph, symbolic)
-
-
-def _extract(
-    trace: fx.GraphModule, primals: list[fx.Node], outputs: Iterable[fx.Node], attention: list[fx.Node]
-) -> fx.GraphModule:
-    """The part of the forward that computes `outputs` and writes the KV of every layer to the path."""
-    outputs = list(outputs)
-    computed = ancestors(outputs)
-    for node in reversed(attention):
-        # A layer whose result nobody reads still has to leave its keys and values for later chunks.
-        if node not in computed:
-            computed |= ancestors(list(node.args[1:3]))
-    graph, copies = fx.Graph(), {}
-    path = graph.placeholder("path")
-    for node in primals:
-        copies[node] = graph.placeholder(node.name)
-    for node in trace.graph.nodes:
-        if node.target is ATTENTION and node not in computed:
-            graph.call_method("write", (path, copies[node.args[1]], copies[node.args[2]], node.args[3]))
-        elif node in computed and node not in copies:
-            copies[node] = _copy(graph, node, copies, path)
-    graph.output(tuple(copies[node] for node in outputs))
-    return fx.GraphModule(trace, graph)
-
-
-def _backward_graph(
-    trace: fx.GraphModule,
-    primals: list[fx.Node],
-    saved: list[fx.Node],
-    tangents: list[fx.Node],
-    grads: list[fx.Node],
-) -> tuple[fx.GraphModule, list[int]]:
-    boundary = {*primals, *saved, *tangents}
-    backward_attention = [node for node in trace.graph.nodes if node.target is ATTENTION_BACKWARD]
-    computed = ancestors([*grads, *backward_attention], stop=lambda node: node in boundary)
-    inputs = [i for i, node in enumerate(primals) if node in computed]
-    graph, copies = fx.Graph(), {}
-    path = graph.placeholder("path")
-    for node in [*(primals[i] for i in inputs), *saved, *tangents]:
-        copies[node] = graph.placeholder(f"saved_{node.name}" if node in saved else node.name)
-    for node in trace.graph.nodes:
-        if node in computed and node not in copies:
-            copies[node] = _copy(graph, node, copies, path)
-    graph.output(tuple(copies[node] for node in grads))
-    return fx.GraphModule(trace, graph), inputs
-
-
-def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], path: fx.Node) -> fx.Node:
-    if node.target is ATTENTION or node.target is ATTENTION_BACKWARD:
-        method = "attend" if node.target is ATTENTION else "attend_backward"
-        arguments = fx.node.map_arg(node.args, lambda arg: copies[arg])
-        copy = graph.call_method(method, (path, *arguments))
-        copy.meta = dict(node.meta)
-        return copy
-    return graph.node_copy(node, lambda arg: copies[arg])
-
-
-def _bytes_per_row(node: fx.Node) -> float:
-    value = node.meta["val"]
-    total = value.element_size()
-    for size in value.shape:
-        total *= size if isinstance(size, int) else 1
-    return float(total)
+def _select(value: torch.Tensor, dim: int, rows: torch.Tensor) -> torch.Tensor:
+    """`value.index_select(dim, rows)` with dimensions in the same order in memory, as views of it rely on that."""
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    inverse = [order.index(i) for i in range(value.dim())]
+    return value.permute(order).index_select(order.index(dim), rows).permute(inverse)

@@ -130,9 +130,33 @@ class ChunkInput:
     name: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """A prologue value, one number a token, that is non-zero (`holds`) or zero (not `holds`)."""
+
+    node: fx.Node
+    layout: Layout
+    holds: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """Tokens that a frontier value is used at: those of `frame` where all `conditions` hold."""
+
+    frame: Frame
+    conditions: frozenset[Condition] = frozenset()
+
+    def __str__(self) -> str:
+        text = " and ".join(sorted(("" if c.holds else "not ") + c.node.name for c in self.conditions))
+        return f"[{self.frame.start}:+{self.frame.length}]" + (f" where {text}" if text else "")
+
+
 @dataclasses.dataclass
 class FrontierValue:
-    """A per-token value that leaves the token region: rows `[rows, *features]` of it become dense again."""
+    """A per-token value that leaves the token region: rows `[rows, *features]` of it become dense again.
+
+    Tokens that no one of `uses` covers need no row: the dense value is zero there and its gradient is ignored.
+    """
 
     node: fx.Node
     layout: Layout
@@ -140,6 +164,7 @@ class FrontierValue:
     dtype: torch.dtype
     differentiable: bool
     is_cache: bool = False
+    uses: tuple[Use, ...] = ()
 
 
 @dataclasses.dataclass
@@ -193,6 +218,12 @@ class Program:
         value = self.values[node]
         assert isinstance(value, Layout), (node, value)
         return value
+
+    @property
+    def conditions(self) -> list[Condition]:
+        """What the prologue has to hand over to tell where frontier values are used."""
+        uses = [use for value in self.frontier for use in value.uses]
+        return sorted({one for use in uses for one in use.conditions}, key=lambda one: one.node.name)
 
     @property
     def outputs(self) -> list[Any]:

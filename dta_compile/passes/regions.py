@@ -12,7 +12,7 @@ from torch import fx
 from dta_compile.errors import RefusalError
 from dta_compile.passes.attention import cache_outputs, mixing_refusal
 from dta_compile.passes.cut import bytes_per_token, cheapest_cut, is_float, is_per_token
-from dta_compile.passes.program import FrontierValue, Layout, Mixed, Program, ancestors, has_tensor, where
+from dta_compile.passes.program import FrontierValue, Layout, Mixed, Program, Use, ancestors, has_tensor, where
 
 aten = torch.ops.aten
 DROPOUT = (aten.native_dropout.default, aten.bernoulli.p)
@@ -96,4 +96,5 @@ def _frontier_value(program: Program, node: fx.Node, is_cache: bool) -> Frontier
     shape = node.meta["val"].shape
     features = tuple(int(size) for size, axis in zip(shape, layout.dims, strict=True) if axis is None)
     differentiable = is_float(node) and program.training
-    return FrontierValue(node, layout, features, node.meta["val"].dtype, differentiable, is_cache)
+    everywhere = (Use(layout.frame),)
+    return FrontierValue(node, layout, features, node.meta["val"].dtype, differentiable, is_cache, everywhere)

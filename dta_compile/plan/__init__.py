@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dta_compile.plan.balance import balance
-from dta_compile.plan.cost import CostModel, choose
+from dta_compile.plan.chunk_tree import ChunkTree, chunk_tree
+from dta_compile.plan.cost import CostModel, Limits, Rates, choose
+from dta_compile.plan.memory import Footprint, choose_keep, peak_bytes
 from dta_compile.plan.order import leaf_order
-from dta_compile.plan.plan import Plan, Stats, make_plan, plan
-from dta_compile.plan.planner import build_schedule, choose_kept
+from dta_compile.plan.plan import Estimates, Plan, Stats, make_plan, plan
+from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule
 from dta_compile.plan.prefix_tree import PrefixTree
 from dta_compile.plan.schedule import (
     Anchor,
@@ -20,31 +22,47 @@ from dta_compile.plan.schedule import (
     Schedule,
     Slice,
 )
-from dta_compile.plan.verify import Simulation, simulate, verify
+from dta_compile.plan.segments import Rectangle, Segment, rectangles, segments
+from dta_compile.plan.verify import Simulation, Work, simulate, verify
 
 __all__ = [
+    "KEEP_ALL",
+    "KEEP_NOTHING",
     "Anchor",
     "Attach",
     "Backward",
     "Chunk",
+    "ChunkTree",
     "CostModel",
+    "Estimates",
+    "Footprint",
     "Forward",
+    "Keep",
+    "Limits",
     "Op",
     "Plan",
     "Pop",
     "PrefixTree",
+    "Rates",
+    "Rectangle",
     "Restore",
     "Schedule",
+    "Segment",
     "Simulation",
     "Slice",
     "Stats",
+    "Work",
     "balance",
     "build_schedule",
     "choose",
-    "choose_kept",
+    "choose_keep",
+    "chunk_tree",
     "leaf_order",
     "make_plan",
+    "peak_bytes",
     "plan",
+    "rectangles",
+    "segments",
     "simulate",
     "verify",
 ]

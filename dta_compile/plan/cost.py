@@ -3,95 +3,155 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from dta_compile.options import Options
-from dta_compile.plan.planner import build_schedule
-from dta_compile.plan.prefix_tree import PrefixTree
+from dta_compile.plan.chunk_tree import chunk_tree
+from dta_compile.plan.memory import Footprint, choose_keep
+from dta_compile.plan.planner import KEEP_ALL, build_schedule
+from dta_compile.plan.prefix_tree import IntArray, PrefixTree
 from dta_compile.plan.schedule import Schedule
-from dta_compile.plan.verify import Simulation, simulate
+from dta_compile.plan.verify import Simulation, Work, simulate
 
-__all__ = ["CostModel", "choose"]
+__all__ = ["CostModel", "Limits", "Rates", "choose"]
+
+CANDIDATES = ("packed", "dfs", "vanilla", "dense")  # the first of equal cost is taken
+
+
+class Rates(NamedTuple):
+    """Seconds per unit of each entry of `Work`."""
+
+    launch: float
+    slice: float
+    token: float
+    pair: float
+    head: float
+
+    def seconds(self, work: Work) -> float:
+        return sum(rate * amount for rate, amount in zip(self, work, strict=True))
+
+
+_FORWARD = Rates(2e-3, 2e-5, 8e-6, 8e-10, 2e-6)
+_BACKWARD = Rates(4e-3, 4e-5, 1.6e-5, 1.6e-9, 4e-6)
 
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """Seconds as a linear function of a schedule's counts.
+    """Seconds as a linear function of a schedule's work.
 
     The defaults are ratios for a model of about 2B parameters on a current datacentre GPU, worked out from its
     arithmetic, not measured: 4 GFLOP a token, 0.2 MFLOP a query-key pair, a few hundred kernels a launch.
 
     Attributes:
-        launch: per chunk run, whatever its size.
-        token: per token forward.
-        pair: per query-key pair forward.
-        restore: per token whose KV is copied back.
-        backward: cost of a token or pair backward, relative to forward.
+        forward, backward: rates of chunk runs.
+        restore: seconds per token whose KV is copied back.
+        source: where the rates come from.
     """
 
-    launch: float = 2e-3
-    token: float = 1e-5
-    pair: float = 8e-10
+    forward: Rates = _FORWARD
+    backward: Rates = _BACKWARD
     restore: float = 1e-7
-    backward: float = 2.0
+    source: str = "not calibrated"
+
+    def forward_seconds(self, work: Work) -> float:
+        return self.forward.seconds(work)
 
     def estimate(self, simulation: Simulation) -> float:
         """Seconds that a schedule with these counts takes."""
         s = simulation
-        tokens = s.forward_tokens + self.backward * s.backward_tokens
-        pairs = s.attention_pairs_forward + self.backward * s.attention_pairs_backward
-        return self.launch * s.launches + self.token * tokens + self.pair * pairs + self.restore * s.restored_tokens
+        return (
+            self.forward.seconds(s.forward) + self.backward.seconds(s.backward) + self.restore * s.restored_tokens
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What the planner knows of the model and the machine.
+
+    Attributes:
+        budget: bytes that may be kept from the first to the second phase; None keeps all.
+        footprint: bytes per token and chunk.
+        cost: seconds per amount of work.
+        head_starts: of the shared tree, see `simulate`; None: one head row per token.
+    """
+
+    budget: int | None = None
+    footprint: Footprint = dataclasses.field(default_factory=Footprint)
+    cost: CostModel = dataclasses.field(default_factory=CostModel)
+    head_starts: IntArray | None = None
+
+    def without_heads(self) -> Limits:
+        return dataclasses.replace(self, head_starts=None)
 
 
 def choose(
-    tree: PrefixTree, options: Options, mode: str, keep_tokens: int | None = None, model: CostModel | None = None
+    tree: PrefixTree, options: Options, mode: str, limits: Limits | None = None
 ) -> tuple[PrefixTree, Schedule, str]:
-    """Tree to run on, schedule, and why: the strategy asked for, or for "auto" the cheapest one by `model`.
+    """Tree to run on, schedule, and why: the strategy asked for, or for "auto" the cheapest one by the cost model.
 
-    A strategy that must hold more graphs than `keep_tokens` (and one chunk) is no candidate. Dense is planned only
-    if a lower bound of its cost does not rule it out, since its schedule is as long as the batch without sharing.
+    A strategy that must hold graphs of more bytes than the budget (and one chunk) is no candidate. Dense is planned
+    only if a lower bound of its cost does not rule it out, since its schedule is as long as the batch without sharing.
     """
+    limits = limits or Limits()
     if options.strategy != "auto":
-        tree = tree.unshared() if options.strategy == "dense" else tree
-        return tree, build_schedule(tree, options, mode, keep_tokens), "asked for"
-    model = model or CostModel()
-    limit = None if keep_tokens is None else max(keep_tokens, options.chunk_size)
+        shared = options.strategy != "dense"
+        run = tree if shared else tree.unshared()
+        return run, _planned(run, options, mode, limits if shared else limits.without_heads()), "asked for"
     found: list[tuple[float, PrefixTree, Schedule]] = []
     costs: dict[str, float] = {}
     refused = ""
-    for strategy in ("dfs", "vanilla", "dense"):  # the first of equal cost is taken
+    for strategy in CANDIDATES:
+        run, known = tree, limits
         if strategy == "dense":
-            bound = model.estimate(_dense_at_least(tree, options, mode))
+            bound = limits.cost.estimate(_dense_at_least(tree, options, mode))
             if bound > min(cost for cost, _, _ in found):
                 costs["dense >="] = bound
                 continue
-        candidate = tree.unshared() if strategy == "dense" else tree
-        schedule = build_schedule(candidate, dataclasses.replace(options, strategy=strategy), mode, keep_tokens)
-        simulation = simulate(candidate, schedule)
-        if limit is not None and simulation.peak_live_tokens > limit:
-            refused += f"; {strategy} holds graphs of {simulation.peak_live_tokens:,} > {limit:,} tokens"
+            run, known = tree.unshared(), limits.without_heads()
+        schedule = _planned(run, dataclasses.replace(options, strategy=strategy), mode, known)
+        simulation = simulate(run, schedule, known.head_starts)
+        if strategy == "vanilla" and (excess := _excess(simulation, options, limits)):  # the others keep to the budget
+            refused += f"; {strategy} holds graphs of {excess}"
             continue
-        costs[strategy] = model.estimate(simulation)
-        found.append((costs[strategy], candidate, schedule))
+        costs[strategy] = limits.cost.estimate(simulation)
+        found.append((costs[strategy], run, schedule))
     least, best_tree, best = min(found, key=lambda entry: entry[0])
     relative = ", ".join(f"{name} {cost / least if least else 1:.2f}" for name, cost in costs.items())
-    return best_tree, best, f"auto, by estimated cost: {relative}{refused}"
+    return best_tree, best, f"auto, by estimated cost ({limits.cost.source}): {relative}{refused}"
+
+
+def _planned(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Schedule:
+    chunks = chunk_tree(tree, options)
+    keep = KEEP_ALL
+    if mode == "transparent":
+        known = (limits.budget, limits.footprint, limits.cost, limits.head_starts)
+        keep = choose_keep(tree, options, chunks, *known)
+    return build_schedule(tree, options, mode, keep, chunks)
+
+
+def _excess(simulation: Simulation, options: Options, limits: Limits) -> str:
+    """Says by how much live graphs exceed the budget; empty if they do not."""
+    if limits.budget is None:
+        return ""
+    per_token = limits.footprint.graph_token + limits.footprint.graph_head
+    allowed = max(int(limits.budget / per_token), options.chunk_size)
+    held = simulation.peak_live_tokens
+    return f"{held:,} > {allowed:,} tokens" if held > allowed + options.chunk_size else ""
 
 
 def _dense_at_least(tree: PrefixTree, options: Options, mode: str) -> Simulation:
     """Counts that no dense schedule of these sequences can be below."""
     lengths = tree.lengths
-    passes = 1 if mode == "score" else 2
+    launches = int((-(-lengths // options.chunk_size)).sum())
     tokens, pairs = int(lengths.sum()), int((lengths * (lengths + 1)).sum()) // 2
-    launches = passes * int((-(-lengths // options.chunk_size)).sum())
+    once = Work(launches, launches, tokens, pairs, 0)
     return Simulation(
         ops=launches,
-        launches=launches,
-        forward_tokens=tokens,
+        forward=once,
+        backward=Work() if mode == "score" else once,
         recomputed_tokens=0,
-        backward_tokens=tokens * (passes - 1),
         restored_tokens=0,
         peak_stack_tokens=int(lengths.max(initial=0)),
         peak_live_tokens=0,
-        attention_pairs_forward=pairs,
-        attention_pairs_backward=pairs * (passes - 1),
+        peak_stored_tokens=0,
     )

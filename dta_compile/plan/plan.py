@@ -9,13 +9,14 @@ from typing import Any
 
 from dta_compile.errors import OptionError
 from dta_compile.options import Options
-from dta_compile.plan.cost import choose
+from dta_compile.plan.cost import Limits, choose
+from dta_compile.plan.memory import Footprint
 from dta_compile.plan.prefix_tree import IntArray, PrefixTree
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.summary import summarize
 from dta_compile.plan.verify import Simulation, verify
 
-__all__ = ["Plan", "Stats", "make_plan", "plan"]
+__all__ = ["Estimates", "Plan", "Stats", "make_plan", "plan"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Stats:
         attention_compression: causal query-key pairs of the sequences / of the tree.
         longest_path: depth of the tree.
         tokens_forwarded_twice: forward work beyond one forward of the tree.
-        peak_stack_tokens, peak_live_tokens: most tokens on the KV stack, and under live graphs.
+        peak_stack_tokens, peak_live_tokens, peak_stored_tokens: most tokens on the KV stack, under live graphs, and
+            with their KV kept alone.
     """
 
     sequences: int
@@ -46,6 +48,24 @@ class Stats:
     tokens_forwarded_twice: int
     peak_stack_tokens: int
     peak_live_tokens: int
+    peak_stored_tokens: int
+
+
+@dataclasses.dataclass
+class Estimates:
+    """What a run was expected to take, and what it took.
+
+    Attributes:
+        seconds: of all chunk runs, by the cost model.
+        measured_seconds: filled in by the runtime as the schedule runs; None before, and without a runtime.
+        peak_bytes: most bytes that the run allocates at one time; None: the runtime's sizes are not known.
+        cost_source: what the cost model rests on.
+    """
+
+    seconds: float
+    cost_source: str
+    measured_seconds: float | None = None
+    peak_bytes: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -58,6 +78,7 @@ class Plan:
         simulation: what the operations cost.
         options: as asked for; the strategy that "auto" chose is `schedule.strategy`.
         reason: why this strategy.
+        estimates: time and memory.
     """
 
     prefix_tree: PrefixTree
@@ -65,6 +86,7 @@ class Plan:
     simulation: Simulation
     options: Options
     reason: str
+    estimates: Estimates
 
     @cached_property
     def tree(self) -> Any:
@@ -90,6 +112,7 @@ class Plan:
             tokens_forwarded_twice=simulation.recomputed_tokens,
             peak_stack_tokens=simulation.peak_stack_tokens,
             peak_live_tokens=simulation.peak_live_tokens,
+            peak_stored_tokens=simulation.peak_stored_tokens,
         )
 
     def __str__(self) -> str:
@@ -101,31 +124,32 @@ class Plan:
 
 
 def make_plan(
-    sequences: Iterable[Any] | PrefixTree,
-    options: Options,
-    *,
-    mode: str = "transparent",
-    keep_tokens: int | None = None,
+    sequences: Iterable[Any] | PrefixTree, options: Options, *, mode: str = "transparent", limits: Limits | None = None
 ) -> Plan:
     """Plan for a batch: builds its tree, chooses the strategy, schedules and verifies.
 
     Args:
         sequences: 1-D integer sequences (see `PrefixTree.build`), or their tree.
-        mode, keep_tokens: see `build_schedule`.
+        mode: see `build_schedule`.
+        limits: what is known of the model and the machine.
 
     Raises:
         PlanError: a sequence that is not a run of integers, or an unknown mode.
     """
-    tree = sequences if isinstance(sequences, PrefixTree) else PrefixTree.build(sequences)
-    tree, schedule, reason = choose(tree, options, mode, keep_tokens)
-    return Plan(tree, schedule, verify(tree, schedule), options, reason)
+    shared = sequences if isinstance(sequences, PrefixTree) else PrefixTree.build(sequences)
+    limits = limits or Limits()
+    tree, schedule, reason = choose(shared, options, mode, limits)
+    simulation = verify(tree, schedule, limits.head_starts if tree is shared else None)
+    estimates = Estimates(limits.cost.estimate(simulation), limits.cost.source)
+    return Plan(tree, schedule, simulation, options, reason, estimates)
 
 
 def plan(
     sequences: Iterable[Any] | PrefixTree,
     *,
     mode: str = "transparent",
-    bytes_per_token: int | None = None,
+    bytes_per_token: float | None = None,
+    kv_bytes_per_token: float = 0.0,
     **options: Any,
 ) -> Plan:
     """Plan for a batch, without a model and without torch.
@@ -133,7 +157,8 @@ def plan(
     Args:
         sequences: token ids of every sequence: 1-D arrays, lists or tensors of integers.
         mode: "score", "transparent" or "streaming" (see `build_schedule`).
-        bytes_per_token: activations that one token's graph keeps; turns `memory_budget` into tokens.
+        bytes_per_token: activations that one token's graph keeps; what a `memory_budget` is spent on.
+        kv_bytes_per_token: keys and values of one token, all layers; 0: KV is not kept on its own.
         options: as in `torch.compile(..., options={...})` (see `Options`). Without a `memory_budget` all graphs are
             kept from forward to backward.
 
@@ -142,20 +167,14 @@ def plan(
         PlanError: a sequence that is not a run of integers, or an unknown mode.
     """
     parsed = Options.parse(options)
-    return make_plan(sequences, parsed, mode=mode, keep_tokens=_budget_tokens(parsed, bytes_per_token))
-
-
-def _budget_tokens(options: Options, bytes_per_token: int | None) -> int | None:
-    """Tokens whose graphs fit in the memory budget; None is all."""
-    if not options.memory_budget:
-        return options.memory_budget
-    if bytes_per_token is None or bytes_per_token <= 0:
+    if parsed.memory_budget and (bytes_per_token is None or bytes_per_token <= 0):
         raise OptionError(
             "memory_budget is in bytes, and a plan counts tokens",
             expected="bytes_per_token > 0, or a memory_budget of None (keep all) or 0 (keep nothing)",
-            got=f"memory_budget={options.memory_budget}, bytes_per_token={bytes_per_token}",
+            got=f"memory_budget={parsed.memory_budget}, bytes_per_token={bytes_per_token}",
         )
-    return options.memory_budget // bytes_per_token
+    footprint = Footprint(graph_token=bytes_per_token or 1.0, kv_token=kv_bytes_per_token)
+    return make_plan(sequences, parsed, mode=mode, limits=Limits(parsed.memory_budget, footprint))
 
 
 def _causal_pairs(lengths: IntArray) -> int:

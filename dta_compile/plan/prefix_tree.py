@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dta_compile.errors import PlanError
+
+if TYPE_CHECKING:
+    from dta_compile.plan.schedule import Chunk
 
 __all__ = ["IntArray", "PrefixTree"]
 
@@ -118,6 +121,10 @@ class PrefixTree:
                 break
             ranges.append((rows[run] + low - depths[run], rows[run] + high - depths[run]))
         return ranges
+
+    def chunk_ranges(self, chunk: Chunk) -> list[tuple[int, int]]:
+        """Rows of a chunk, slice after slice, as half-open ranges."""
+        return [r for part in chunk.slices for r in self.row_ranges(part.sequence, part.start, part.stop)]
 
     def rows(self, sequence: int, start: int, stop: int) -> IntArray:
         """`[stop - start]` rows of the tokens at depths `[start, stop)` of the path of `sequence`."""

@@ -20,8 +20,6 @@ __all__ = [
     "Restore",
     "Schedule",
     "Slice",
-    "chunk_tokens",
-    "format_chunk",
     "format_op",
 ]
 
@@ -44,16 +42,52 @@ class Slice:
         return f"s{self.sequence}[{self.start}:{self.stop}]"
 
 
-Chunk = tuple[Slice, ...]
-"""What one op runs: slices that hang below one point of the stack, joined by `+` in print. One slice today."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one op runs: slices that hang below one point of the stack.
+
+    Printed with `+` before every branch: `s0[0:512]`, packed `s0[0:300]+s1[200:300]+s2[250:300]`, and without a spine
+    `+s1[200:300]+s2[200:240]`.
+
+    Attributes:
+        spine: starts at the top of the stack and goes onto it; None: nothing does.
+        branches: the rest of a packed chunk. A branch continues a token of an earlier slice of the chunk, or the stack
+            where the chunk starts. All that continues a branch lies in the chunk, so its KV never goes onto the stack.
+            Listed depth-first: what hangs below a branch comes right after it.
+    """
+
+    spine: Slice | None
+    branches: tuple[Slice, ...] = ()
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """The spine, if there is one, and the branches."""
+        return self.branches if self.spine is None else (self.spine, *self.branches)
+
+    @property
+    def start(self) -> int:
+        """Depth of the stack that the chunk continues."""
+        return self.slices[0].start
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.slices)
+
+    def __str__(self) -> str:
+        spine = "" if self.spine is None else str(self.spine)
+        return spine + "".join(f"+{branch}" for branch in self.branches)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Anchor:
-    """Run `chunk` forward without a graph; its KV becomes the top of the stack. `out`: its outputs are written."""
+    """Run `chunk` forward without a graph; the KV of its spine becomes the top of the stack.
+
+    `out`: its outputs are written. `kv`: the KV of its spine is kept for `Restore` until the chunk's backward.
+    """
 
     chunk: Chunk
     out: bool = False
+    kv: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,23 +107,26 @@ class Attach:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backward:
-    """Consume the graph of `chunk`; the gradients of the KV it read are added to the stack below it."""
+    """Consume the graph of `chunk`; the gradients of the KV that it read are added to the stack below it.
+
+    The spine's KV gradients are taken off the stack.
+    """
 
     chunk: Chunk
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pop:
-    """Take `chunk` off the top of the stack."""
+    """Take `part` off the top of the stack."""
 
-    chunk: Chunk
+    part: Slice
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restore:
-    """Copy the KV of `chunk`, which a kept graph covers, onto the top of the stack."""
+    """Copy the KV of `part`, which lies in the spine of a kept chunk (graph or KV), onto the top of the stack."""
 
-    chunk: Chunk
+    part: Slice
 
 
 Op = Anchor | Forward | Attach | Backward | Pop | Restore
@@ -97,6 +134,7 @@ Op = Anchor | Forward | Attach | Backward | Pop | Restore
 _KINDS: dict[str, type[Op]] = {
     kind.__name__.lower(): kind for kind in (Anchor, Forward, Attach, Backward, Pop, Restore)
 }
+_FLAGS = ("out", "kv")  # words after a chunk, in this order
 _HEADER = "# dta schedule strategy={strategy} order={order} mode={mode} chunk_size={chunk_size}"
 _HEADER_PATTERN = re.compile(r"# dta schedule strategy=(\S+) order=(\S+) mode=(\S+) chunk_size=([1-9]\d*)")
 _SLICE_PATTERN = re.compile(r"s(\d+)\[(\d+):(\d+)\]")
@@ -152,21 +190,16 @@ class Schedule:
         return cls(ops, strategy, order, mode, int(chunk_size))
 
 
-def chunk_tokens(chunk: Chunk) -> int:
-    """Tokens of all slices of a chunk."""
-    return sum(part.tokens for part in chunk)
-
-
-def format_chunk(chunk: Chunk) -> str:
-    """`s3[100:612]`, the slices joined by `+`."""
-    return "+".join(map(str, chunk))
-
-
 def format_op(op: Op) -> str:
     """One line of the listing."""
-    body = " ".join(_sequence_runs(op.sequences)) if isinstance(op, Attach) else format_chunk(op.chunk)
-    out = " out" if isinstance(op, (Anchor, Forward)) and op.out else ""
-    return f"{type(op).__name__.lower():<8} {body}{out}".rstrip()
+    match op:
+        case Attach(sequences):
+            words = list(_sequence_runs(sequences))
+        case Pop(part) | Restore(part):
+            words = [str(part)]
+        case _:
+            words = [str(op.chunk), *(flag for flag in _FLAGS if getattr(op, flag, False))]
+    return f"{type(op).__name__.lower():<8} {' '.join(words)}".rstrip()
 
 
 def _sequence_runs(sequences: Iterable[int]) -> Iterator[str]:
@@ -188,12 +221,23 @@ def _parse_op(number: int, line: str) -> Op:
         return Attach(tuple(s for word in words for s in _parse_sequences(number, line, word)))
     if not words:
         raise _syntax_error("an operation without a chunk", number, line, f"{name} s0[0:1]", line)
-    chunk = tuple(_parse_slice(number, line, word) for word in words[0].split("+"))
-    if kind in (Anchor, Forward) and words[1:] == ["out"]:
-        return kind(chunk, True)
-    if words[1:]:
-        raise _syntax_error("too many words", number, line, f"{name} {words[0]}", line)
-    return kind(chunk)  # type: ignore[arg-type]
+    body, flags = words[0], words[1:]
+    known = [flag for flag in _FLAGS if flag in kind.__dataclass_fields__]
+    if flags != [flag for flag in known if flag in flags]:
+        raise _syntax_error("unknown words after a chunk", number, line, " ".join([name, body, *known]), line)
+    if kind in (Pop, Restore):
+        return kind(_parse_slice(number, line, body))
+    return kind(_parse_chunk(number, line, body), **dict.fromkeys(flags, True))  # type: ignore[arg-type]
+
+
+def _parse_chunk(number: int, line: str, word: str) -> Chunk:
+    spine, *branches = word.split("+")
+    if not spine and not branches:
+        raise _syntax_error("a chunk without slices", number, line, "s0[0:1]+s1[0:1] or +s1[0:1]", word)
+    return Chunk(
+        _parse_slice(number, line, spine) if spine else None,
+        tuple(_parse_slice(number, line, branch) for branch in branches),
+    )
 
 
 def _parse_slice(number: int, line: str, word: str) -> Slice:

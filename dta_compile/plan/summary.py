@@ -35,7 +35,12 @@ def summarize(plan: Plan) -> str:
         ("reason", plan.reason),
         ("ops", f"{s.ops:,}: " + (", ".join(f"{n:,} {kind}" for kind, n in sorted(kinds.items())) or "nothing to run")),
         ("recompute", f"{s.tokens_forwarded_twice:,} tokens forwarded again ({again:.1%} of the tree)"),
-        ("peaks", f"{s.peak_stack_tokens:,} tokens on the stack, {s.peak_live_tokens:,} tokens with live graphs"),
+        (
+            "peaks",
+            f"{s.peak_stack_tokens:,} tokens on the stack, {s.peak_live_tokens:,} with live graphs, "
+            f"{s.peak_stored_tokens:,} with KV alone kept",
+        ),
+        *_estimates(plan),
     ]
     title = f"dta plan: {s.sequences:,} sequences, {s.tokens:,} tokens, {s.tree_tokens:,} to run"
     lines = [title, *(line for label, text in rows for line in _row(label, text))]
@@ -68,6 +73,17 @@ def divergence(tree: PrefixTree) -> list[str]:
 
 def _row(label: str, text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=f"  {label:<9} ", subsequent_indent=" " * 12, max_lines=2)
+
+
+def _estimates(plan: Plan) -> list[tuple[str, str]]:
+    """Time and memory, as far as the runtime has told."""
+    known, rows = plan.estimates, []
+    if known.measured_seconds is not None:
+        predicted = f"{known.seconds:.3g} s predicted ({known.cost_source})"
+        rows.append(("time", f"{predicted}, {known.measured_seconds:.3g} s measured, in chunk runs"))
+    if known.peak_bytes is not None:
+        rows.append(("memory", f"{known.peak_bytes / 2**20:,.0f} MiB predicted at the peak, besides model and batch"))
+    return rows
 
 
 def _attention(plan: Plan) -> str:

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NoReturn
+import operator
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
 from dta_compile.errors import ScheduleError
 from dta_compile.plan.prefix_tree import IntArray, PrefixTree
-from dta_compile.plan.schedule import (
-    Anchor,
-    Attach,
-    Backward,
-    Chunk,
-    Forward,
-    Op,
-    Pop,
-    Restore,
-    Schedule,
-    Slice,
-    chunk_tokens,
-    format_chunk,
-)
+from dta_compile.plan.schedule import Anchor, Attach, Backward, Chunk, Forward, Op, Pop, Restore, Schedule, Slice
+from dta_compile.plan.segments import segments
 
-__all__ = ["Simulation", "simulate", "verify"]
+__all__ = ["Simulation", "Work", "simulate", "verify"]
 
 _WINDOW = 6  # rows of the listing shown on either side of the offending one
+
+
+class Work(NamedTuple):
+    """Amounts of work that the cost model prices.
+
+    Attributes:
+        launches: chunk runs.
+        slices: slices of these chunks.
+        tokens: tokens of these chunks.
+        pairs: query-key pairs, the prefix and the query itself included.
+        heads: rows of the head.
+    """
+
+    launches: int = 0
+    slices: int = 0
+    tokens: int = 0
+    pairs: int = 0
+    heads: int = 0
+
+    def plus(self, other: Work) -> Work:
+        return Work(*map(operator.add, self, other))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,73 +45,108 @@ class Simulation:
 
     Attributes:
         ops: operations.
-        launches: chunk runs: anchor, forward and backward.
-        forward_tokens: tokens run forward by anchor and forward.
-        recomputed_tokens: tokens forwarded again: `forward_tokens` less the tokens of the tree.
-        backward_tokens: tokens run backward.
+        forward, backward: work of the anchor and forward ops, and of the backward ops.
+        recomputed_tokens: tokens forwarded again: forward tokens less the tokens of the tree.
         restored_tokens: tokens whose KV is copied back.
         peak_stack_tokens: most tokens on the stack.
         peak_live_tokens: most tokens whose graphs are live at one time.
-        attention_pairs_forward, attention_pairs_backward: query-key pairs, the prefix and the query itself included.
+        peak_stored_tokens: most tokens whose KV alone is kept at one time.
     """
 
     ops: int
-    launches: int
-    forward_tokens: int
+    forward: Work
+    backward: Work
     recomputed_tokens: int
-    backward_tokens: int
     restored_tokens: int
     peak_stack_tokens: int
     peak_live_tokens: int
-    attention_pairs_forward: int
-    attention_pairs_backward: int
+    peak_stored_tokens: int
+
+    @property
+    def launches(self) -> int:
+        return self.forward.launches + self.backward.launches
 
 
-def simulate(tree: PrefixTree, schedule: Schedule) -> Simulation:
-    """Counts of a schedule that is known to be legal, in O(ops); `verify` is for the others."""
-    tokens = dict.fromkeys((Anchor, Forward, Backward, Restore, Pop), 0)
-    pairs = dict.fromkeys(tokens, 0)
-    launches = depth = live = peak_depth = peak_live = 0
+def chunk_work(tree: PrefixTree, chunk: Chunk, head_starts: IntArray | None = None, head: bool = True) -> Work:
+    """Work of running a chunk once; `head_starts` as in `simulate`, `head=False` for a run without outputs."""
+    slices = chunk.slices
+    tokens = chunk.tokens
+    heads = tokens if head else 0
+    if head and head_starts is not None:
+        heads = sum(int(head_starts[stop] - head_starts[start]) for start, stop in tree.chunk_ranges(chunk))
+    return Work(1, len(slices), tokens, sum(map(attention_pairs, slices)), heads)
+
+
+def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> Simulation:
+    """Counts of a schedule that is known to be legal, in O(ops); `verify` is for the others.
+
+    Args:
+        head_starts: `[R + 1]` the head rows of tree row r are `head_starts[r]` to `head_starts[r + 1]`; None: one each.
+    """
+    forward, backward = Work(), Work()
+    restored = depth = peak_depth = 0
+    live, stored = _Gauge(), _Gauge()
     for op in schedule.ops:
-        if isinstance(op, Attach):
-            continue
-        kind, size = type(op), chunk_tokens(op.chunk)
-        tokens[kind] += size
-        pairs[kind] += sum(_attention_pairs(part) for part in op.chunk)
-        launches += isinstance(op, (Anchor, Forward, Backward))
-        live += size * isinstance(op, Forward) - size * isinstance(op, Backward)
-        if isinstance(op, Pop):
-            depth = op.chunk[0].start
-        elif not isinstance(op, Backward):
-            depth = op.chunk[-1].stop
-        peak_depth, peak_live = max(peak_depth, depth), max(peak_live, live)
-    forward_tokens = tokens[Anchor] + tokens[Forward]
+        match op:
+            case Anchor(chunk, out, kv):
+                forward = forward.plus(chunk_work(tree, chunk, head_starts, out))
+                if kv and chunk.spine is not None:
+                    stored.add(chunk, chunk.spine.tokens)
+            case Forward(chunk):
+                forward = forward.plus(chunk_work(tree, chunk, head_starts))
+                live.add(chunk, chunk.tokens)
+            case Backward(chunk):
+                backward = backward.plus(chunk_work(tree, chunk, head_starts))
+                live.remove(chunk)
+                stored.remove(chunk)
+            case Restore(part):
+                restored += part.tokens
+                depth = part.stop
+            case Pop(part):
+                depth = part.start
+        if isinstance(op, (Anchor, Forward)) and op.chunk.spine is not None:
+            depth = op.chunk.spine.stop
+        peak_depth = max(peak_depth, depth)
     return Simulation(
         ops=len(schedule.ops),
-        launches=launches,
-        forward_tokens=forward_tokens,
-        recomputed_tokens=forward_tokens - tree.num_rows,
-        backward_tokens=tokens[Backward],
-        restored_tokens=tokens[Restore],
+        forward=forward,
+        backward=backward,
+        recomputed_tokens=forward.tokens - tree.num_rows,
+        restored_tokens=restored,
         peak_stack_tokens=peak_depth,
-        peak_live_tokens=peak_live,
-        attention_pairs_forward=pairs[Anchor] + pairs[Forward],
-        attention_pairs_backward=pairs[Backward],
+        peak_live_tokens=live.peak,
+        peak_stored_tokens=stored.peak,
     )
 
 
-def verify(tree: PrefixTree, schedule: Schedule) -> Simulation:
-    """Replays `schedule` against `tree` and returns its counts.
+def verify(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> Simulation:
+    """Replays `schedule` against `tree` and returns its counts (see `simulate`).
 
     Raises:
         ScheduleError: a rule is broken; shows the rule, what was expected and found, and the listing around the
             offending row, which is marked `>>`.
     """
     _Replay(tree, schedule).run()
-    return simulate(tree, schedule)
+    return simulate(tree, schedule, head_starts)
 
 
-def _attention_pairs(part: Slice) -> int:
+class _Gauge:
+    """Tokens held by chunks, and the most at one time."""
+
+    def __init__(self) -> None:
+        self.held: dict[Chunk, int] = {}
+        self.total = self.peak = 0
+
+    def add(self, chunk: Chunk, tokens: int) -> None:
+        self.held[chunk] = tokens
+        self.total += tokens
+        self.peak = max(self.peak, self.total)
+
+    def remove(self, chunk: Chunk) -> None:
+        self.total -= self.held.pop(chunk, 0)
+
+
+def attention_pairs(part: Slice) -> int:
     return (part.stop * (part.stop + 1) - part.start * (part.start + 1)) // 2
 
 
@@ -118,15 +163,18 @@ class _Replay:
         self.written = np.zeros(tree.num_rows, np.bool_)
         self.finished = np.zeros(tree.num_rows, np.bool_)  # backpropagated
         self.graph = np.zeros(tree.num_rows, np.int32)  # number of the live graph that covers the row, 0 for none
+        self.kept = np.zeros(tree.num_rows, np.int32)  # number of the forward or anchor that keeps its KV, 0 for none
         self.live: dict[Chunk, int] = {}  # chunk -> number of its graph
-        self.graphs = 0
+        self.runs = 0  # numbers given away
         self.attached = np.zeros(len(tree.lengths), np.bool_)  # per sequence
         self.complete = np.zeros(len(tree.stop), np.bool_)  # per node: all outputs of its path are written
         self.last_row = tree.row + tree.stop - tree.start - 1  # per node
         self.parent_row = np.arange(-1, tree.num_rows - 1)  # -1 for the first tokens
         self.parent_row[tree.row] = np.where(tree.parent < 0, -1, self.last_row[tree.parent])
-        # Children not backpropagated yet, and sequences that end here and are not attached yet.
-        self.open_children = np.bincount(self.parent_row[self.parent_row >= 0], minlength=tree.num_rows)
+        self.children = np.bincount(self.parent_row[self.parent_row >= 0], minlength=tree.num_rows)
+        self.counts = np.zeros(tree.num_rows + 1, np.int64)  # scratch; the last entry is for row -1
+        self.open_children = self.children.copy()  # not backpropagated yet
+        # Sequences that end here and are not attached yet.
         self.unattached = np.bincount(self.last_row[tree.end_node[tree.end_node >= 0]], minlength=tree.num_rows)
 
     def run(self) -> None:
@@ -136,32 +184,63 @@ class _Replay:
         self.check_end()
 
     def step(self, op: Op) -> None:
-        if isinstance(op, Attach):
-            return self.attach(op.sequences)
-        part = self.check_chunk(op.chunk)
-        if isinstance(op, Pop):
-            return self.pop(part)
-        self.check_size(part)
-        rows = self.tree.rows(part.sequence, part.start, part.stop)
-        if isinstance(op, Restore):
-            return self.restore(part, rows)
-        if isinstance(op, Backward):
-            return self.backward(op.chunk, part, rows)
-        self.forward(op, part, rows)
+        match op:
+            case Attach(sequences):
+                self.attach(sequences)
+            case Pop(part):
+                self.check_slice(part)
+                self.pop(part)
+            case Restore(part):
+                self.check_slice(part)
+                self.check_size(part.tokens)
+                self.restore(part)
+            case Anchor(chunk) | Forward(chunk):
+                self.forward(op, chunk, self.check_chunk(chunk))
+            case Backward(chunk):
+                self.backward(chunk, self.check_chunk(chunk))
 
-    def check_chunk(self, chunk: Chunk) -> Slice:
-        if len(chunk) != 1:
-            self.fail("a chunk is one slice", "a single slice", format_chunk(chunk))
-        part, lengths = chunk[0], self.tree.lengths
+    def check_slice(self, part: Slice) -> None:
+        lengths = self.tree.lengths
         if not 0 <= part.sequence < len(lengths):
             self.fail("slices name a sequence of the batch", f"s0..s{len(lengths) - 1}", str(part))
         if not 0 <= part.start < part.stop <= lengths[part.sequence]:
             self.fail("slices lie inside their sequence", f"part of [0:{lengths[part.sequence]}]", str(part))
-        return part
 
-    def check_size(self, part: Slice) -> None:
-        if part.tokens > self.schedule.chunk_size:
-            self.fail("chunks hold at most chunk_size tokens", f"<= {self.schedule.chunk_size}", f"{part.tokens}")
+    def check_size(self, tokens: int) -> None:
+        if tokens > self.schedule.chunk_size:
+            self.fail("chunks hold at most chunk_size tokens", f"<= {self.schedule.chunk_size}", f"{tokens}")
+
+    def check_chunk(self, chunk: Chunk) -> IntArray:
+        """Rows of a chunk, slice after slice."""
+        for part in chunk.slices:
+            self.check_slice(part)
+        self.check_size(chunk.tokens)
+        rows = np.concatenate([self.tree.rows(part.sequence, part.start, part.stop) for part in chunk.slices])
+        if chunk.branches:
+            self.check_packed(chunk, rows)
+        return rows
+
+    def check_packed(self, chunk: Chunk, rows: IntArray) -> None:
+        """The branches hang from the stack or from earlier slices, and nothing hangs from them but branches."""
+        first = chunk.slices[0]
+        if len(np.unique(rows)) < len(rows):
+            self.fail("slices of a chunk do not overlap", "distinct tokens", str(chunk))
+        for part, segment in zip(chunk.slices, segments(self.tree, chunk), strict=True):
+            if segment.parent < 0 and not (
+                part.start == chunk.start and self.tree.same_path(first.sequence, part.sequence, part.start)
+            ):
+                self.fail(
+                    "a branch continues the stack where the chunk starts, or an earlier slice; listed depth-first",
+                    f"above {part} a token of the chunk, or s{first.sequence}[0:{chunk.start}]",
+                    str(chunk),
+                )
+        outside = (self.children[rows] - self.children_inside(rows))[chunk.spine.tokens if chunk.spine else 0 :]
+        if outside.any():
+            self.fail(
+                "what continues a branch lies in its chunk",
+                "whole subtrees beside the spine",
+                f"{outside.sum()} continuations elsewhere",
+            )
 
     def check_prefix(self, part: Slice) -> None:
         """The KV that `part` reads, all tokens of its path above it, is on the stack."""
@@ -189,25 +268,39 @@ class _Replay:
                 f"a cut to {depth} with gradients waiting up to {self.waiting}",
             )
 
-    def forward(self, op: Anchor | Forward, part: Slice, rows: IntArray) -> None:
-        self.push(part)
+    def forward(self, op: Anchor | Forward, chunk: Chunk, rows: IntArray) -> None:
+        if chunk.spine is None:
+            self.check_prefix(chunk.slices[0])
+        else:
+            self.push(chunk.spine)
         if isinstance(op, Forward):
-            if self.schedule.mode == "score":
-                self.fail("scoring keeps no graphs", "anchor", "forward")
-            if self.finished[rows].any():
-                self.fail("every token is backpropagated once", "tokens before their backward", f"{part} is done")
-            if self.graph[rows].any():
-                self.fail("a token has one live graph", "no live graph", f"a graph of {self.owner(rows)}")
-            self.graphs += 1
-            self.live[op.chunk] = self.graphs
-            self.graph[rows] = self.graphs
+            self.check_graph(chunk, rows)
+            self.live[chunk] = self.runs + 1
+            self.graph[rows] = self.runs + 1
+        elif op.kv and (self.schedule.mode != "transparent" or chunk.spine is None):
+            self.fail(
+                "KV is kept for a spine from the first to the second phase", "transparent mode, a spine", str(op.chunk)
+            )
+        if chunk.spine is not None and (isinstance(op, Forward) or op.kv):
+            self.kept[rows[: chunk.spine.tokens]] = self.runs + 1
+        self.runs += 1
         if op.out:
             self.written[rows] = True
 
-    def restore(self, part: Slice, rows: IntArray) -> None:
-        owners = self.graph[rows]
+    def check_graph(self, chunk: Chunk, rows: IntArray) -> None:
+        if self.schedule.mode == "score":
+            self.fail("scoring keeps no graphs", "anchor", "forward")
+        if self.finished[rows].any():
+            self.fail("every token is backpropagated once", "tokens before their backward", f"{chunk} is done")
+        if self.graph[rows].any():
+            self.fail("a token has one live graph", "no live graph", f"a graph of {self.owner(rows)}")
+
+    def restore(self, part: Slice) -> None:
+        owners = self.kept[self.tree.rows(part.sequence, part.start, part.stop)]
         if owners[0] == 0 or (owners != owners[0]).any():
-            self.fail("a restore copies from one kept graph", f"a live graph that covers {part}", self.graphs_text())
+            self.fail(
+                "a restore copies from one spine that is kept", f"kept KV that covers {part}", self.graphs_text()
+            )
         self.push(part)
 
     def attach(self, sequences: tuple[int, ...]) -> None:
@@ -234,12 +327,12 @@ class _Replay:
             self.complete[node] = True
             node = int(self.tree.parent[node])
 
-    def backward(self, chunk: Chunk, part: Slice, rows: IntArray) -> None:
+    def backward(self, chunk: Chunk, rows: IntArray) -> None:
         if self.schedule.mode == "score":
             self.fail("scoring runs nothing backward", "no backward", "backward")
         if chunk not in self.live:
-            self.fail("backward consumes the graph of exactly its chunk", f"a graph of {part}", self.graphs_text())
-        self.check_prefix(part)
+            self.fail("backward consumes the graph of exactly its chunk", f"a graph of {chunk}", self.graphs_text())
+        self.check_prefix(chunk.slices[0])
         # Sequences that run on below the chunk were asked for by the backward of the tokens that they end with.
         if self.unattached[rows].any():
             self.fail(
@@ -247,25 +340,38 @@ class _Replay:
                 f"attach of {self.unattached_text(rows)} first",
                 "not attached",
             )
-        self.check_descendants(part, rows)
-        if part.start >= self.waiting or self.tree.row_at(self.sequence, part.start) == rows[0]:
-            self.waiting = part.start
+        self.check_descendants(chunk, rows)
+        takes = chunk.spine is not None and self.tree.row_at(self.sequence, chunk.start) == rows[0]
+        if chunk.start >= self.waiting or takes:
+            self.waiting = chunk.start
         self.finished[rows] = True
-        self.graph[rows] = 0
+        self.graph[rows] = self.kept[rows] = 0
         del self.live[chunk]
-        if part.start:
-            self.open_children[self.parent_row[rows[0]]] -= 1
+        if chunk.start:
+            above = self.parent_row[rows[0]]
+            self.open_children[above] -= np.count_nonzero(self.parent_row[rows] == above)
 
-    def check_descendants(self, part: Slice, rows: IntArray) -> None:
-        open_below = self.open_children[rows]
-        open_below[:-1] -= 1  # the next token of the chunk itself
+    def check_descendants(self, chunk: Chunk, rows: IntArray) -> None:
+        open_below = self.open_children[rows] - self.children_inside(rows)
         if open_below.any():
-            depth = part.start + int(np.flatnonzero(open_below)[-1])
+            worst = int(rows[np.flatnonzero(open_below)[-1]])
             self.fail(
                 "backward comes after the backward of everything below",
-                f"no open branches below {part}",
-                f"{open_below.sum()} open, the last below token {depth}",
+                f"no open branches below {chunk}",
+                f"{open_below.sum()} open, the last below token {self.depth_of(worst)}",
             )
+
+    def children_inside(self, rows: IntArray) -> IntArray:
+        """For every row of a chunk, how many of its children are rows of the chunk."""
+        above = self.parent_row[rows]
+        np.add.at(self.counts, above, 1)
+        inside = self.counts[rows]
+        self.counts[above] = 0
+        return inside
+
+    def depth_of(self, row: int) -> int:
+        node = int(np.searchsorted(self.tree.row, row, side="right")) - 1
+        return int(self.tree.start[node]) + row - int(self.tree.row[node])
 
     def pop(self, part: Slice) -> None:
         if part.stop != self.depth or not self.tree.same_path(self.sequence, part.sequence, self.depth):
@@ -289,11 +395,11 @@ class _Replay:
         return f"s{self.sequence}[0:{self.depth}]" if self.depth else "an empty stack"
 
     def graphs_text(self) -> str:
-        return ", ".join(format_chunk(chunk) for chunk in list(self.live)[:4]) or "no live graph"
+        return ", ".join(str(chunk) for chunk in list(self.live)[:4]) or "no live graph"
 
     def owner(self, rows: IntArray) -> str:
         number = self.graph[rows].max()
-        return next(format_chunk(chunk) for chunk, n in self.live.items() if n == number)
+        return next(str(chunk) for chunk, n in self.live.items() if n == number)
 
     def unattached_text(self, rows: IntArray) -> str:
         ends = self.tree.end_node[~self.attached]

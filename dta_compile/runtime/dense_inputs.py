@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import sympy
 import torch
+from torch import fx
 
-from dta_compile.passes.program import Axis, ChunkInput, Frame, Layout, Program
+from dta_compile.passes.program import Axis, ChunkInput, Frame, FrontierValue, Layout, Program
 from dta_compile.runtime.executor import Gathered
-from dta_compile.runtime.rows import BatchRows, Integers, codes_of
+from dta_compile.runtime.rows import BatchRows, Booleans, Integers, codes_of
 
 
 class Sizes:
@@ -66,16 +68,48 @@ def gathered(
     item: ChunkInput, value: torch.Tensor, rows: BatchRows, positions: Integers, window: tuple[int, int]
 ) -> Gathered:
     """A chunk input read at the given positions of the batch."""
-    index = entry_index(item, value, rows.sequences[positions], rows.columns[positions], window)
+    index = entry_index(item, value, *rows.coordinates(positions), window)
     return Gathered(entries_first(value, item.layout), torch.from_numpy(index).to(value.device))
 
 
 def key_codes(item: ChunkInput, value: torch.Tensor, batch: int, tokens: int, window: tuple[int, int]) -> Integers:
     """`[B, S]` codes of a key value, equal where the value is equal."""
     entries = entries_first(value.detach(), item.layout)
-    codes = codes_of(to_numpy(entries))
-    sequences, columns = np.divmod(np.arange(batch * tokens), tokens)
-    return codes[entry_index(item, value, sequences, columns, window)].reshape(batch, tokens)
+    return over_batch(item.layout, codes_of(to_numpy(entries)), batch, tokens, window)
+
+
+def used_tokens(
+    value: FrontierValue,
+    dense: Mapping[fx.Node, torch.Tensor],
+    batch: int,
+    tokens: int,
+    window: Callable[[Any], tuple[int, int]],
+) -> Booleans:
+    """`[B, S]` tokens at which a frontier value is used; `window` gives `(start, length)` of a frame."""
+    used = np.zeros((batch, tokens), bool)
+    for use in value.uses:
+        start, length = window(use.frame)
+        part = np.zeros((batch, tokens), bool)
+        part[:, start : start + length] = True
+        for one in use.conditions:
+            entries = to_numpy(entries_first(dense[one.node] != 0, one.layout).reshape(-1))
+            part &= over_batch(one.layout, entries, batch, tokens, window(one.layout.frame)) == one.holds
+        used |= part
+    return used
+
+
+def over_batch(
+    layout: Layout, entries: npt.NDArray[Any], batch: int, tokens: int, window: tuple[int, int]
+) -> npt.NDArray[Any]:
+    """`[B, S]` entry that every token reads of a value's `[entries]`, as `entry_index` says."""
+    start, length = window
+    offsets = np.clip(np.arange(tokens) - start, 0, length - 1)
+    if Axis.BATCH not in layout.dims and Axis.ROWS not in layout.dims:
+        return np.broadcast_to(entries[offsets], (batch, tokens))
+    by_sequence = entries.reshape(batch, -1)
+    if by_sequence.shape[1] == 1:
+        return np.broadcast_to(by_sequence, (batch, tokens))
+    return by_sequence if window == (0, tokens) else np.take(by_sequence, offsets, axis=1)
 
 
 def to_numpy(value: torch.Tensor) -> npt.NDArray[np.generic]:

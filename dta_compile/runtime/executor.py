@@ -1,19 +1,27 @@
-"""The executor: one loop over the operations of a schedule (paper Algorithms 2 and 3)."""
+"""The executor: one loop over the operations of a schedule (paper Algorithms 2 and 3, and packed chunks)."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dta_compile.passes.joint import JointGraphs
 from dta_compile.passes.program import FrontierValue
+from dta_compile.plan import Work, segments
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Chunk, Forward, Op, Pop, Restore, Slice
-from dta_compile.runtime.row_buffer import RowBuffer
+from dta_compile.plan.verify import attention_pairs
+from dta_compile.runtime.chunk_shape import ChunkShape
+from dta_compile.runtime.row_buffer import RowBuffer, Rows
 from dta_compile.runtime.rows import BatchRows
 from dta_compile.runtime.stack import PathStack
+from dta_compile.runtime.stopwatch import Stopwatch
+
+HEAD_SHARE = 0.75  # of a kept graph's head rows with a gradient, from which on dropping the others does not pay
 
 
 @dataclasses.dataclass
@@ -23,10 +31,9 @@ class Gathered:
     values: torch.Tensor
     index: torch.Tensor
 
-    def rows(self, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """`[c, *features]` for the given ranges of rows."""
-        index = [self.index[start:stop] for start, stop in ranges]
-        return self.values.index_select(0, index[0] if len(index) == 1 else torch.cat(index))
+    def read(self, rows: Rows) -> torch.Tensor:
+        """`[c, *features]` for some rows."""
+        return self.values.index_select(0, rows.read(self.index))
 
 
 @dataclasses.dataclass
@@ -40,24 +47,59 @@ class ChunkData:
 
 
 @dataclasses.dataclass
-class Graph:
-    """The graph that a `forward` op leaves for its `backward` op."""
+class Placed:
+    """A chunk on this batch.
 
-    part: Slice
-    rows: list[tuple[int, int]]
-    head_ranges: list[tuple[int, int]]
-    inputs: list[torch.Tensor]
-    saved: Sequence[torch.Tensor]
+    Attributes:
+        shape: what attention needs to know.
+        rows, heads: its tree rows and head rows.
+        readers: `[h]` which chunk token each of the head rows reads.
+        work: what running it once amounts to.
+    """
+
+    shape: ChunkShape
+    rows: Rows
+    heads: Rows
+    readers: npt.NDArray[np.int64]
+    work: Work
+
+
+@dataclasses.dataclass
+class Graph:
+    """The graph that a `forward` op leaves for its `backward` op: inputs and saved values, in the order of `backward`.
+
+    `active` are the head rows it was run for, as positions among those of the chunk; None: all.
+    """
+
+    placed: Placed
+    values: list[torch.Tensor]
+    active: torch.Tensor | None
+
+
+@dataclasses.dataclass
+class Kept:
+    """KV of a spine that starts at depth `start`: per layer key and value `[1, Hkv, n, D]`."""
+
+    start: int
+    kv: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def part(self, start: int, stop: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        window = slice(start - self.start, stop - self.start)
+        return [(key[:, :, window], value[:, :, window]) for key, value in self.kv]
 
 
 class Executor:
     """Runs the operations of a schedule over one batch; `run` may stop at an `attach` op and go on from there.
+
+    What a backward phase puts on the stack is put there when the first chunk with a gradient needs it; chunks without
+    any incoming gradient are skipped, and their head rows without one are left out.
 
     Attributes:
         outputs: rows of every frontier value, written by operations with `out`.
         gradients: rows of every differentiable frontier value's gradient (None: nothing uses the value, its gradient is
             zero), to be filled before a backward op reads them.
         accumulators: per parameter that receives a gradient.
+        stopwatch: times every run of a graph.
     """
 
     def __init__(
@@ -69,112 +111,215 @@ class Executor:
         path: PathStack,
     ) -> None:
         self.joint, self.frontier, self.data, self.rows, self.path = joint, list(frontier), data, rows, path
-        self.graphs: dict[Chunk, Graph] = {}
-        self.graph_of_row = np.zeros(rows.tree.num_rows, dtype=object)
+        self.head_rows = rows.position_rows[rows.head_positions]  # [H] tree row of every head row
+        self.graphs: dict[Chunk, Graph | None] = {}  # None: skipped
+        self.kept: dict[int, Kept] = {}  # by the first row of the spine
+        self.spine_of_row = np.full(rows.tree.num_rows, -1)  # first row of the kept spine that covers the row
+        self.waiting_ops: list[Anchor | Restore] = []
         self.outputs: list[RowBuffer] = []
         self.gradients: list[RowBuffer | None] = [None] * len(self.frontier)
+        self.active: npt.NDArray[np.bool_] | None = None  # [H] head rows with a gradient; None: not known yet
         self.accumulators: list[torch.Tensor] = []
+        self.stopwatch = Stopwatch(path.device)
 
     def row_buffer(self, index: int, kind: type[RowBuffer], dtype: torch.dtype) -> RowBuffer:
         """An empty buffer for the rows of a frontier value."""
         return kind(len(self.rows.head_positions), self.frontier[index].features, dtype, self.path.device)
 
-    def run(self, ops: Iterator[Op], on_attach: Callable[[tuple[int, ...]], bool]) -> None:
-        """Run operations until they end or `on_attach` (called with the sequences that became due) returns False."""
-        for op in ops:
+    def run(self, ops: Sequence[Op], on_attach: Callable[[tuple[int, ...]], bool], first: int = 0) -> int:
+        """Run `ops[first:]` until they end or `on_attach` (called with the sequences that became due) returns False.
+
+        Returns where to go on.
+        """
+        for position in range(first, len(ops)):
+            op = ops[position]
             match op:
-                case Anchor(chunk, out):
-                    self._anchor(chunk[0], out)
+                case Anchor(chunk, True, kv):
+                    self._anchor(chunk, True, kv)
+                case Anchor() | Restore():
+                    self._postpone(op)
                 case Forward(chunk, out):
-                    self._forward(chunk, out)
+                    is_next = position + 1 < len(ops) and ops[position + 1] == Backward(chunk)
+                    if out or not is_next or not self._skipped(chunk):
+                        self._forward(chunk, out)
                 case Backward(chunk):
                     self._backward(chunk)
-                case Restore(chunk):
-                    self._restore(chunk[0])
-                case Pop():
-                    pass  # the stack is as deep as the next chunk says; popped entries are overwritten
+                case Pop(part):
+                    self._drop_postponed(part.start)
                 case Attach(sequences):
                     if not on_attach(sequences):
-                        return
+                        return position + 1
+        return len(ops)
 
-    def _anchor(self, part: Slice, out: bool) -> None:
-        ranges = self.rows.tree.row_ranges(part.sequence, part.start, part.stop)
-        head_ranges = self._head_ranges(ranges) if out else []
-        self.path.start = part.start
+    def _postpone(self, op: Anchor | Restore) -> None:
+        self._drop_postponed(_spine(op).start)
+        self.waiting_ops.append(op)
+
+    def _drop_postponed(self, depth: int) -> None:
+        """The stack is cut at `depth`: what was to be put there is not needed any more."""
+        while self.waiting_ops and _spine(self.waiting_ops[-1]).start >= depth:
+            self.waiting_ops.pop()
+
+    def _complete_stack(self) -> None:
+        waiting, self.waiting_ops = self.waiting_ops, []
+        for op in waiting:
+            match op:
+                case Anchor(chunk):
+                    self._anchor(chunk, False, False)
+                case Restore(part):
+                    self._restore(part)
+
+    def _anchor(self, chunk: Chunk, out: bool, keep_kv: bool) -> None:
+        self._complete_stack()
+        placed = self._place(chunk, heads=out)
         graph = self.joint.forward_only if out else self.joint.cache_only
-        results = graph(self.path, *self._inputs(ranges, head_ranges))
+        results = self._launch("forward", graph, placed, (self.path, *self._inputs(placed, None)))
         if out:
-            self._write(head_ranges, results)
+            self._write(placed, results)
+        if keep_kv and chunk.spine is not None:
+            self._keep(chunk.spine, self.path.copy(chunk.spine.start, chunk.spine.stop))
+
+    def _skipped(self, chunk: Chunk) -> bool:
+        """Whether no gradient comes into a chunk that is about to be run again and go backward."""
+        placed = self._place(chunk)
+        if self._has_gradient(placed):
+            return False
+        self.graphs[chunk] = None
+        return True
 
     def _forward(self, chunk: Chunk, out: bool) -> None:
-        part = chunk[0]
-        ranges = self.rows.tree.row_ranges(part.sequence, part.start, part.stop)
-        head_ranges = self._head_ranges(ranges)
-        inputs = self._inputs(ranges, head_ranges)
-        self.path.start = part.start
-        results = self.joint.forward(self.path, *inputs)
+        self._complete_stack()
+        placed = self._place(chunk)
+        active = None if out else self._active_rows(placed)
+        inputs = self._inputs(placed, active)
+        results = self._launch("forward", self.joint.forward, placed, (self.path, *inputs), active)
         if out:
-            self._write(head_ranges, results[: len(self.frontier)])
-        backward_inputs = [inputs[i] for i in self.joint.backward_inputs]
-        graph = Graph(part, ranges, head_ranges, backward_inputs, results[len(self.frontier) :])
-        self.graphs[chunk] = graph
-        for start, stop in ranges:
-            self.graph_of_row[start:stop] = graph
+            self._write(placed, results[: len(self.frontier)])
+        saved = results[len(self.frontier) :]
+        self.graphs[chunk] = Graph(placed, [*(inputs[i] for i in self.joint.backward_inputs), *saved], active)
+        if chunk.spine is not None:
+            self._keep(chunk.spine, [(saved[key], saved[value]) for key, value in self.joint.saved_kv])
 
     def _backward(self, chunk: Chunk) -> None:
         graph = self.graphs.pop(chunk)
-        for start, stop in graph.rows:
-            self.graph_of_row[start:stop] = 0
-        tangents = [self._tangent(index, graph) for index in self.joint.differentiated]
-        self.path.start = graph.part.start
-        assert self.joint.backward is not None
-        self.joint.backward(self.path, *graph.inputs, *graph.saved, *tangents, *self.accumulators)
+        if chunk.spine is not None:
+            self._drop_postponed(chunk.start)  # of its own spine
+            self._forget(chunk.spine)
+        if graph is None or not self._has_gradient(graph.placed):
+            return
+        self._complete_stack()
+        placed, active = graph.placed, graph.active
+        values, graph.values = graph.values, []
+        if active is None:
+            active = self._enough_idle(placed)
+            values = values if active is None else self.joint.of_head_rows(values, active)
+        tangents = [self._tangent(index, placed, active) for index in self.joint.differentiated]
+        arguments = [self.path, *values, *tangents, *self.accumulators]
+        del values, tangents  # the backward frees what is in its list as it goes
+        self._launch("backward", self.joint.boxed_backward, placed, (arguments,), active)
+        self.path.finish()
         for buffer in (*self.outputs, *self.gradients):
             if buffer is not None:
-                buffer.release(graph.head_ranges)
+                buffer.release(placed.heads)
 
-    def _tangent(self, index: int, graph: Graph) -> torch.Tensor:
-        """The gradient of a frontier value at the chunk's head rows, in the value's dtype."""
+    def _enough_idle(self, placed: Placed) -> torch.Tensor | None:
+        """The active head rows of a chunk, if leaving out the others of its graph pays."""
+        active = self._active_rows(placed)
+        return None if active is None or len(active) > HEAD_SHARE * placed.heads.count else active
+
+    def _has_gradient(self, placed: Placed) -> bool:
+        if placed.shape.spine and self.path.waits_for(placed.shape.start):
+            return True
+        active = self._active_rows(placed)
+        return active is None or len(active) > 0
+
+    def _active_rows(self, placed: Placed) -> torch.Tensor | None:
+        """Positions among a chunk's head rows of those with a gradient; None: all, or not known."""
+        if self.active is None or not self.joint.head_rows_separable:
+            return None
+        active = self.active[placed.heads.numpy]
+        return None if active.all() else torch.from_numpy(np.flatnonzero(active)).to(self.path.device)
+
+    def _tangent(self, index: int, placed: Placed, active: torch.Tensor | None) -> torch.Tensor:
+        """The gradient of a frontier value at the chunk's (active) head rows, in the value's dtype."""
         value, buffer = self.frontier[index], self.gradients[index]
         if buffer is None:
-            count = sum(stop - start for start, stop in graph.head_ranges)
+            count = placed.heads.count if active is None else len(active)
             return torch.zeros((), dtype=value.dtype, device=self.path.device).expand(count, *value.features)
-        return buffer.read(graph.head_ranges).to(value.dtype)
+        gradient = buffer.read(placed.heads)
+        if active is not None:
+            gradient = gradient.index_select(0, active)
+        return gradient.to(value.dtype)
+
+    def _keep(self, spine: Slice, kv: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        ranges = self.rows.tree.row_ranges(spine.sequence, spine.start, spine.stop)
+        for start, stop in ranges:
+            self.spine_of_row[start:stop] = ranges[0][0]
+        self.kept[ranges[0][0]] = Kept(spine.start, kv)
+
+    def _forget(self, spine: Slice) -> None:
+        self.kept.pop(self.rows.tree.row_at(spine.sequence, spine.start), None)
 
     def _restore(self, part: Slice) -> None:
-        graph: Graph = self.graph_of_row[self.rows.tree.row_ranges(part.sequence, part.start, part.stop)[0][0]]
-        first = part.start - graph.part.start
-        self.path.start = part.start
-        for layer, (key, value) in enumerate(self.joint.saved_kv):
-            window = slice(first, first + part.tokens)
-            self.path.write(graph.saved[key][:, :, window], graph.saved[value][:, :, window], layer)
+        kept = self.kept[int(self.spine_of_row[self.rows.tree.row_at(part.sequence, part.start)])]
+        self.path.put(part.start, kept.part(part.start, part.stop))
 
-    def _head_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        starts = self.rows.head_starts
-        return [(int(starts[start]), int(starts[stop])) for start, stop in ranges]
-
-    def _inputs(self, ranges: Sequence[tuple[int, int]], head_ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        data = self.data
-        return [
-            *data.parameters,
-            *data.constants,
-            *(item.rows(ranges) for item in data.trunk),
-            self._head_index(ranges, head_ranges),
-            *(item.rows(head_ranges or [(0, 0)]) for item in data.head),
-        ]
-
-    def _head_index(self, ranges: Sequence[tuple[int, int]], head_ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Which chunk token each of the chunk's head rows reads."""
-        parts, offset = [np.zeros(0, np.int64)], 0
+    def _place(self, chunk: Chunk, heads: bool = True) -> Placed:
+        tree, starts, device = self.rows.tree, self.rows.head_starts, self.path.device
+        ranges = tree.chunk_ranges(chunk)
+        head_ranges = [(int(starts[start]), int(starts[stop])) for start, stop in ranges] if heads else []
+        readers, offset = [np.zeros(0, np.int64)], 0
         for (start, stop), (first, last) in zip(ranges, head_ranges, strict=False):
-            rows = self.rows.position_rows[self.rows.head_positions[first:last]]
-            parts.append(rows - start + offset)
+            readers.append(self.head_rows[first:last] - (start - offset))
             offset += stop - start
-        return torch.from_numpy(np.concatenate(parts)).to(self.path.device)
+        rows, head_rows = Rows(_merged(ranges), device), Rows(_merged(head_ranges), device)
+        parts = segments(tree, chunk)
+        shape = ChunkShape.of(chunk.start, chunk.spine.tokens if chunk.spine is not None else 0, parts)
+        pairs = sum(attention_pairs(part) for part in chunk.slices)
+        work = Work(1, len(parts), rows.count, pairs, head_rows.count)
+        return Placed(shape, rows, head_rows, np.concatenate(readers), work)
 
-    def _write(self, head_ranges: Sequence[tuple[int, int]], results: Sequence[torch.Tensor]) -> None:
+    def _inputs(self, placed: Placed, active: torch.Tensor | None) -> list[torch.Tensor]:
+        data = self.data
+        readers = torch.from_numpy(placed.readers).to(self.path.device)
+        head = [item.read(placed.heads) for item in data.head]
+        if active is not None:
+            readers, *head = (value.index_select(0, active) for value in (readers, *head))
+        return [*data.parameters, *data.constants, *(item.read(placed.rows) for item in data.trunk), readers, *head]
+
+    def _launch(
+        self,
+        kind: str,
+        graph: Callable[..., Sequence[torch.Tensor]],
+        placed: Placed,
+        arguments: Sequence[Any],
+        active: torch.Tensor | None = None,
+    ) -> Sequence[torch.Tensor]:
+        self.path.chunk = placed.shape
+        work = placed.work if active is None else placed.work._replace(heads=len(active))
+        with self.stopwatch.measure(kind, work):
+            return graph(*arguments)
+
+    def _write(self, placed: Placed, results: Sequence[torch.Tensor]) -> None:
         for output, gradient, result in zip(self.outputs, self.gradients, results, strict=True):
-            output.acquire(head_ranges)
-            output.write(head_ranges, result)
+            output.acquire(placed.heads)
+            output.write(placed.heads, result)
             if gradient is not None:
-                gradient.acquire(head_ranges)
+                gradient.acquire(placed.heads)
+
+
+def _spine(op: Anchor | Restore) -> Slice:
+    part = op.part if isinstance(op, Restore) else op.chunk.spine
+    assert part is not None
+    return part
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same rows in as few ranges as possible."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        elif start < stop:
+            merged.append((start, stop))
+    return merged

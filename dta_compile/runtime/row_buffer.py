@@ -1,12 +1,47 @@
-"""Storage for values of head rows: all rows of a batch at once, or only those on the current path."""
+"""Rows of a batch, and storage for the values of head rows: of all of them, or only of those on the current path."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
+import numpy as np
 import torch
 
-Ranges = Sequence[tuple[int, int]]
+from dta_compile.plan.prefix_tree import IntArray
+
+
+class Rows:
+    """Some rows, in the order of a chunk: a single range where possible, an index otherwise."""
+
+    def __init__(self, ranges: Sequence[tuple[int, int]], device: torch.device) -> None:
+        self.ranges, self.device = ranges, device
+        self.count = sum(stop - start for start, stop in ranges)
+
+    @cached_property
+    def numpy(self) -> IntArray:
+        """`[count]` row numbers."""
+        return np.concatenate([np.zeros(0, np.int64), *(np.arange(*bounds) for bounds in self.ranges)])
+
+    @cached_property
+    def index(self) -> torch.Tensor:
+        """`[count]` row numbers on the device."""
+        return torch.from_numpy(self.numpy).to(self.device)
+
+    def read(self, values: torch.Tensor) -> torch.Tensor:
+        """`[count, ...]` of `[rows, ...]`."""
+        if len(self.ranges) == 1:
+            start, stop = self.ranges[0]
+            return values[start:stop]
+        return values.index_select(0, self.index)
+
+    def write(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Put `[count, ...]` into `[rows, ...]`."""
+        if len(self.ranges) == 1:
+            start, stop = self.ranges[0]
+            target[start:stop] = values
+        else:
+            target.index_copy_(0, self.index, values)
 
 
 class AllRows:
@@ -15,23 +50,19 @@ class AllRows:
     def __init__(self, rows: int, features: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.values = torch.zeros((rows + 1, *features), dtype=dtype, device=device)
 
-    def acquire(self, ranges: Ranges) -> None:
+    def acquire(self, rows: Rows) -> None:
         """Make room for rows that are about to be written."""
 
-    def release(self, ranges: Ranges) -> None:
+    def release(self, rows: Rows) -> None:
         """Rows that are not read any more."""
 
-    def write(self, ranges: Ranges, values: torch.Tensor) -> None:
-        """Store `[rows, *features]` at the given ranges of rows."""
-        offset = 0
-        for start, stop in ranges:
-            self.values[start:stop] = values[offset : offset + stop - start]
-            offset += stop - start
+    def write(self, rows: Rows, values: torch.Tensor) -> None:
+        """Store `[rows, *features]`."""
+        rows.write(self.values, values)
 
-    def read(self, ranges: Ranges) -> torch.Tensor:
-        """`[rows, *features]` at the given ranges."""
-        parts = [self.values[start:stop] for start, stop in ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def read(self, rows: Rows) -> torch.Tensor:
+        """`[rows, *features]`."""
+        return rows.read(self.values)
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
         """Rows by index; index H gives zeros."""
@@ -40,6 +71,7 @@ class AllRows:
     def add(self, index: torch.Tensor, values: torch.Tensor) -> None:
         """Add to rows by index; what is added at index H is lost."""
         self.values.index_add_(0, index, values.to(self.values.dtype))
+        self.values[-1] = 0
 
 
 class PathRows:
@@ -56,9 +88,9 @@ class PathRows:
         self.values = torch.zeros((1, *self.features), dtype=dtype, device=device)
         self.free: list[int] = []
 
-    def acquire(self, ranges: Ranges) -> None:
+    def acquire(self, rows: Rows) -> None:
         """Zeroed slots for rows that have none."""
-        index = _indices(ranges)
+        index = torch.from_numpy(rows.numpy)
         index = index[self.slots[index] == 0]
         if len(self.free) < len(index):
             self._grow(len(index) - len(self.free))
@@ -66,20 +98,20 @@ class PathRows:
         self.slots[index] = taken
         self.values.index_fill_(0, taken.to(self.device), 0)
 
-    def release(self, ranges: Ranges) -> None:
+    def release(self, rows: Rows) -> None:
         """Give the rows' slots back."""
-        index = _indices(ranges)
+        index = torch.from_numpy(rows.numpy)
         used = self.slots[index]
         self.free.extend(used[used > 0].tolist())
         self.slots[index] = 0
 
-    def write(self, ranges: Ranges, values: torch.Tensor) -> None:
+    def write(self, rows: Rows, values: torch.Tensor) -> None:
         """Store `[rows, *features]` at rows that were acquired."""
-        self.values.index_copy_(0, self._slots(_indices(ranges)), values)
+        self.values.index_copy_(0, self._slots(torch.from_numpy(rows.numpy)), values)
 
-    def read(self, ranges: Ranges) -> torch.Tensor:
-        """`[rows, *features]` at the given ranges."""
-        return self.values.index_select(0, self._slots(_indices(ranges)))
+    def read(self, rows: Rows) -> torch.Tensor:
+        """`[rows, *features]`."""
+        return self.values.index_select(0, self._slots(torch.from_numpy(rows.numpy)))
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
         """Rows by index; index H gives zeros."""
@@ -102,7 +134,3 @@ class PathRows:
 
 
 RowBuffer = AllRows | PathRows
-
-
-def _indices(ranges: Ranges) -> torch.Tensor:
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(*bounds) for bounds in ranges)])

@@ -1,14 +1,14 @@
 """Where every token of a batch lives in the prefix tree: tree rows for the trunk, head rows for the head.
 
 The dense world speaks of (sequence, column); the tree of rows. A tree row is one token of the tree; a head row is one
-distinct use of a tree row by the head (a tree row with two different labels has two). Head rows are sorted by tree row,
-so that a range of tree rows is a range of head rows.
+distinct use of a tree row by the head (a tree row with two different labels has two, one whose output nobody uses has
+none). Head rows are sorted by tree row, so that a range of tree rows is a range of head rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,27 +16,58 @@ import numpy.typing as npt
 from dta_compile.plan import PrefixTree
 
 Integers = npt.NDArray[np.int64]
+Booleans = npt.NDArray[np.bool_]
+
+
+@dataclasses.dataclass
+class BatchTokens:
+    """The real tokens of a batch, and what makes their prefixes the same.
+
+    Attributes:
+        valid: `[B, S]` real tokens; the others are padding and get no rows.
+        places: `[P]` place of every real token in the flattened batch, `sequence * S + column`, ascending.
+        keys: for every sequence the codes of its real tokens; two sequences share rows as long as their codes agree.
+    """
+
+    valid: Booleans
+    places: Integers
+    keys: list[Integers]
+
+    @classmethod
+    def read(cls, valid: Booleans, trunk_keys: Sequence[Integers], by_column: bool) -> BatchTokens:
+        """Tokens of a batch.
+
+        Args:
+            valid: `[B, S]` real tokens.
+            trunk_keys: `[B, S]` codes of everything that the trunk reads token by token.
+            by_column: whether the trunk reads tables by column, so that rows must agree on their columns as well.
+        """
+        lengths = np.count_nonzero(valid, axis=1)
+        stops = np.cumsum(lengths)
+        places = np.flatnonzero(valid)
+        codes = [_take(key, places) for key in trunk_keys]
+        if by_column and len(places) < valid.size:
+            first = np.arange(len(valid)) * valid.shape[1] - (stops - lengths)
+            codes.append(places - np.arange(len(places)) - np.repeat(first, lengths))  # padding before each token
+        return cls(valid, places, np.split(combine(codes, len(places)), stops[:-1]))
 
 
 @dataclasses.dataclass
 class BatchRows:
-    """The correspondence between a batch and its prefix tree.
+    """The correspondence between a batch and its prefix tree; positions count the real tokens, as in `BatchTokens`.
 
     Attributes:
         tree: prefix tree of the sequences' keys.
-        tokens: S, columns of the batch.
-        sequences, columns: `[P]` sequence and column of every real position, sequence after sequence.
-        position_rows: `[P]` tree row of every real position.
+        tokens: the batch.
+        position_rows: `[P]` tree row of every position.
         row_positions: `[R]` a position of every tree row (they all agree on what the trunk reads).
-        head_rows: `[P]` head row of every position whose output is used, -1 where it is not.
+        head_rows: `[B, S]` head row of every token whose output is used; H, one past the last, of all others.
         head_positions: `[H]` a position of every head row.
         head_starts: `[R + 1]` the head rows of tree row r are `head_starts[r]` to `head_starts[r + 1]`.
     """
 
     tree: PrefixTree
-    tokens: int
-    sequences: Integers
-    columns: Integers
+    tokens: BatchTokens
     position_rows: Integers
     row_positions: Integers
     head_rows: Integers
@@ -44,92 +75,110 @@ class BatchRows:
     head_starts: Integers
 
     @classmethod
-    def build(
-        cls,
-        valid: npt.NDArray[np.bool_],
-        trunk_keys: Sequence[Integers],
-        head_keys: Sequence[Integers],
-        windows: Sequence[tuple[int, int]],
-        by_column: bool,
-        plan_tree: Callable[[list[Integers]], PrefixTree],
-    ) -> BatchRows:
-        """Rows of a batch.
+    def of(cls, tokens: BatchTokens, tree: PrefixTree, head_keys: Sequence[Integers], used: Booleans) -> BatchRows:
+        """Rows of a batch in a tree of its keys (shared or not).
 
         Args:
-            valid: `[B, S]` real tokens; the others are padding and get no rows.
-            trunk_keys: `[B, S]` codes; two positions with equal codes so far share a tree row.
-            head_keys: `[B, S]` codes; two positions of a tree row with equal codes share a head row.
-            windows: columns `[start, stop)` whose outputs are used.
-            by_column: whether the trunk reads tables by column, so that rows must agree on their columns as well.
-            plan_tree: the prefix tree to run for these sequences of codes.
+            tokens: the batch.
+            tree: `PrefixTree.build(tokens.keys)`, or the same unshared.
+            head_keys: `[B, S]` codes; two tokens of a tree row with equal codes share a head row.
+            used: `[B, S]` tokens whose outputs are used.
         """
-        tokens = valid.shape[1]
-        sequences, columns = (array.astype(np.int64) for array in np.nonzero(valid))
-        lengths = valid.sum(1)
-        codes = [key[sequences, columns] for key in trunk_keys]
-        if by_column:
-            depths = np.arange(len(columns)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            codes.append(columns - depths)
-        keys = combine(codes, len(columns))
-        tree = plan_tree(np.split(keys, np.cumsum(lengths)[:-1]))
         position_rows = tree.token_rows()
-        row_positions = _first_position(position_rows, tree.num_rows)
-        used = np.zeros(tokens, bool)
-        for start, stop in windows:
-            used[start:stop] = True
-        needed = np.flatnonzero(used[columns])
-        head_codes = [key[sequences[needed], columns[needed]] for key in head_keys]
-        distinct = combine([position_rows[needed], *head_codes], len(needed))
-        _, first, inverse = np.unique(distinct, return_index=True, return_inverse=True)
-        order = np.argsort(position_rows[needed][first], kind="stable")
-        rank = np.empty_like(order)
-        rank[order] = np.arange(len(order))
-        head_rows = np.full(len(columns), -1, np.int64)
-        head_rows[needed] = rank[inverse.reshape(-1)]
-        head_positions = needed[first[order]]
-        head_starts = np.searchsorted(position_rows[head_positions], np.arange(tree.num_rows + 1))
-        return cls(
-            tree, tokens, sequences, columns, position_rows, row_positions, head_rows, head_positions, head_starts
-        )
+        row_positions = _first_index(position_rows, tree.num_rows)
+        needed = np.flatnonzero(_take(used, tokens.places))
+        rows, places = _take(position_rows, needed), _take(tokens.places, needed)
+        chosen, head_of, head_starts = _distinct_uses(rows, [_take(key, places) for key in head_keys], tree.num_rows)
+        head_rows = np.full(tokens.valid.shape, len(chosen), np.int64)
+        head_rows.reshape(-1)[places] = head_of
+        return cls(tree, tokens, position_rows, row_positions, head_rows, needed[chosen], head_starts)
 
-    def frontier_map(self, batch: int, start: int, length: int) -> Integers:
-        """`[batch * length]` head row of every entry of a frontier value that covers columns `[start, start + length)`.
+    def coordinates(self, positions: Integers) -> tuple[Integers, Integers]:
+        """Sequence and column of positions."""
+        sequences, columns = np.divmod(self.tokens.places[positions], self.tokens.valid.shape[1])
+        return sequences, columns
 
-        Padding maps to one row past the last head row.
-        """
-        dense = np.full((batch, self.tokens), len(self.head_positions), np.int64)
-        dense[self.sequences, self.columns] = self.head_rows
-        return np.ascontiguousarray(dense[:, start : start + length]).reshape(-1)
+
+def _distinct_uses(rows: Integers, codes: Sequence[Integers], num_rows: int) -> tuple[Integers, Integers, Integers]:
+    """Head rows for `N` uses of tree rows: one for every distinct pair of a tree row and its `codes`.
+
+    Most uses of a row agree with its first one, so only those that do not are sorted.
+
+    Returns:
+        `[H]` a use of every head row; `[N]` head row of every use; `[R + 1]` where the head rows of a tree row begin.
+    """
+    first = _first_index(rows, num_rows)
+    leader = first[rows]
+    differs = np.zeros(len(rows), bool)
+    for code in codes:
+        differs |= code != code[leader]
+    other = np.flatnonzero(differs)
+    distinct = combine([rows[other], *(code[other] for code in codes)], len(other))  # ascending with the tree row
+    _, chosen, inverse = np.unique(distinct, return_index=True, return_inverse=True)
+    chosen = other[chosen]
+    has_use = first < len(rows)
+    starts = np.concatenate([[0], np.cumsum(has_use + np.bincount(rows[chosen], minlength=num_rows))])
+    # Of a row's head rows the first use has the first, the others follow.
+    of_chosen = starts[:-1][rows[chosen]] + 1 + _rank_in_run(rows[chosen])
+    head_of = starts[:-1][rows]
+    head_of[other] = of_chosen[inverse.reshape(-1)]
+    uses = np.empty(starts[-1], np.int64)
+    uses[starts[:-1][has_use]] = first[has_use]
+    uses[of_chosen] = chosen
+    return uses, head_of, starts
+
+
+def _rank_in_run(values: Integers) -> Integers:
+    """For sorted `values`: how many equal ones come before each."""
+    ranks: Integers = np.arange(len(values)) - np.searchsorted(values, values)
+    return ranks
+
+
+def _first_index(values: Integers, count: int) -> Integers:
+    """`[count]` first index of every number in `values`; `len(values)` if there is none."""
+    first = np.full(count, len(values), np.int64)
+    first[values[::-1]] = np.arange(len(values))[::-1]  # the last assignment stays
+    return first
+
+
+def _take(values: npt.NDArray, places: Integers) -> npt.NDArray:
+    """Entries of the flattened `values` at ascending `places` without duplicates."""
+    flat = values.reshape(-1)
+    return flat if len(places) == len(flat) else flat[places]
 
 
 def combine(codes: Sequence[Integers], length: int) -> Integers:
-    """One code per position, equal exactly where all `codes` are equal."""
-    result = np.zeros(length, np.int64)
-    for code in codes:
-        if not length:
-            break
-        low, spread = int(code.min()), int(code.max()) - int(code.min()) + 1
+    """One code per position, equal exactly where all `codes` are equal; ascending with the first of them."""
+    result, low, bound = np.zeros(length, np.int64), 0, 1
+    for code in codes if length else ():
+        least = int(code.min())
+        spread = int(code.max()) - least + 1
         if spread == 1:
             continue
-        bound = int(result.max()) - int(result.min()) + 1
+        if bound == 1:
+            result, low, bound = code, least, spread
+            continue
         if bound * spread >= 2**62:
-            result = np.unique(result, return_inverse=True)[1].reshape(-1).astype(np.int64)
-            code = np.unique(code, return_inverse=True)[1].reshape(-1).astype(np.int64)
-            low, spread = 0, int(code.max()) + 1
-        result = result * spread + (code - low) if bound > 1 else code
+            result, bound = _ranks(result)
+            code, spread = _ranks(code)
+            low = least = 0
+        result, low, bound = (result - low) * spread + (code - least), 0, bound * spread
     return result
+
+
+def _ranks(values: Integers) -> tuple[Integers, int]:
+    """The rank of every value among the distinct ones, and their number."""
+    distinct, ranks = np.unique(values, return_inverse=True)
+    return ranks.reshape(-1).astype(np.int64), len(distinct)
 
 
 def codes_of(values: npt.NDArray[np.generic]) -> Integers:
     """Integers that are equal exactly where the rows `values[i, ...]` are equal, bit for bit: `[n]` of `[n, ...]`."""
     flat = np.ascontiguousarray(values.reshape(len(values), -1))
+    width = flat.dtype.itemsize * flat.shape[1]
     if flat.shape[1] == 1 and flat.dtype.kind in "iub":
         return flat[:, 0].astype(np.int64)
-    rows = flat.view(np.dtype((np.void, flat.dtype.itemsize * flat.shape[1])))
+    if width in (1, 2, 4, 8):
+        return flat.view(f"i{width}")[:, 0].astype(np.int64)
+    rows = flat.view(np.dtype((np.void, width)))
     return np.unique(rows, return_inverse=True)[1].reshape(-1).astype(np.int64)
-
-
-def _first_position(position_rows: Integers, num_rows: int) -> Integers:
-    first = np.zeros(num_rows, np.int64)
-    first[position_rows[::-1]] = np.arange(len(position_rows))[::-1]
-    return first

@@ -8,18 +8,24 @@ import torch
 
 from dta_compile.passes.attention_op import statistics_dtype
 from dta_compile.passes.program import AttentionLayer
-from dta_compile.runtime.attention import Operands, Provider, provider_for
+from dta_compile.runtime.attention import ChunkShape, Operands, Provider, provider_for
 
 
 class PathStack:
     """KV of the active path and its gradients, per layer, preallocated to the deepest path.
 
-    Chunk graphs call `attend`, `write` and `attend_backward`; the executor sets `start`, the depth of the chunk being
-    run. KV gradients are summed in float32 (float64 for float64 models) whatever the model's dtype is.
+    Chunk graphs call `attend`, `write` and `attend_backward`; the executor sets `chunk` before it runs a graph, and
+    calls `finish` after a backward graph, when all layers have been through. KV gradients are summed in float32
+    (float64 for float64 models) whatever the model's dtype is.
+
+    Attributes:
+        chunk: the chunk being run.
+        waiting: KV gradients are zero from this depth on, in all layers.
     """
 
     def __init__(self, layers: Sequence[AttentionLayer], capacity: int, device: torch.device) -> None:
-        self.start = 0
+        self.chunk = ChunkShape.of(0, 0, ())
+        self.waiting = 0
         self.layers, self.capacity, self.device = layers, capacity, device
         self.keys = [self._buffer(layer, layer.key_dim, layer.dtype) for layer in layers]
         self.values = [self._buffer(layer, layer.value_dim, layer.dtype) for layer in layers]
@@ -38,16 +44,41 @@ class PathStack:
                 self.key_grads.append(self._buffer(layer, layer.key_dim, dtype))
                 self.value_grads.append(self._buffer(layer, layer.value_dim, dtype))
 
+    def waits_for(self, start: int) -> bool:
+        """Whether KV gradients may wait for a chunk whose spine begins at depth `start`."""
+        return start < self.waiting
+
+    def finish(self) -> None:
+        """The backward graph of `chunk` ran: what waited for its spine is taken, gradients wait above it."""
+        if self.waiting <= self.chunk.start + self.chunk.spine:
+            self.waiting = self.chunk.start
+
+    def copy(self, start: int, stop: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of the keys and values `[1, Hkv, stop - start, D]` at depths `[start, stop)`, per layer."""
+        both = zip(self.keys, self.values, strict=True)
+        return [(key[:, :, start:stop].clone(), value[:, :, start:stop].clone()) for key, value in both]
+
+    def put(self, start: int, kv: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Put keys and values `[1, Hkv, n, D]`, one pair per layer, on the stack at depth `start`."""
+        for layer, (key, value) in enumerate(kv):
+            self._put(start, key, value, layer)
+
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        """Put a chunk's `[1, Hkv, c, D]` keys and values of one layer on the stack at `start`."""
-        stop = self.start + key.shape[2]
-        self.keys[layer][:, :, self.start : stop] = key
-        self.values[layer][:, :, self.start : stop] = value
+        """Put the spine's part of a chunk's `[1, Hkv, c, D]` keys and values on the stack."""
+        spine = self.chunk.spine
+        if spine < key.shape[2]:
+            key, value = key[:, :, :spine], value[:, :, :spine]
+        self._put(self.chunk.start, key, value, layer)
+
+    def _put(self, start: int, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+        stop = start + key.shape[2]
+        self.keys[layer][:, :, start:stop] = key
+        self.values[layer][:, :, start:stop] = value
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float, window: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of a chunk over the path before it and itself; its KV goes on the stack."""
+        """Attention of a chunk over the path before it and itself; the KV of its spine goes on the stack."""
         self.write(key, value, layer)
         operands = self._operands(query, key, value, layer, scale, window)
         return self._provider(layer, query, value).forward(operands)
@@ -66,26 +97,27 @@ class PathStack:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of query, key and value of a chunk.
 
-        Adds the prefix's KV gradients to the stack, and takes from it what later chunks left for this chunk's KV.
+        Adds the prefix's KV gradients to the stack, and takes from it what later chunks left for the spine's KV.
         """
+        start = self.chunk.start
+        buffers = self.key_grads[layer], self.value_grads[layer]
+        above = (buffer[:, :, :start] for buffer in buffers)
         operands = self._operands(query, key, value, layer, scale, window)
-        grads = self._provider(layer, query, value).backward(grad, out, logsumexp, operands)
-        start, stop = self.start, self.start + key.shape[2]
-        key_grads, value_grads = self.key_grads[layer], self.value_grads[layer]
-        if grads.prefix_key is not None and grads.prefix_value is not None:
-            key_grads[:, :, :start] += grads.prefix_key
-            value_grads[:, :, :start] += grads.prefix_value
-        grad_key = (key_grads[:, :, start:stop] + grads.key).to(key.dtype)
-        grad_value = (value_grads[:, :, start:stop] + grads.value).to(value.dtype)
-        key_grads[:, :, start:stop] = 0
-        value_grads[:, :, start:stop] = 0
-        return grads.query, grad_key, grad_value
+        grads = self._provider(layer, query, value).backward(grad, out, logsumexp, operands, *above)
+        taken = min(self.waiting - start, self.chunk.spine)
+        if taken > 0:
+            for buffer, own in zip(buffers, grads[1:], strict=True):
+                waiting = buffer[:, :, start : start + taken]
+                own[:, :, :taken] += waiting
+                waiting.zero_()
+        return grads[0], grads[1].to(key.dtype), grads[2].to(value.dtype)
 
     def _operands(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float, window: int
     ) -> Operands:
-        prefix_key, prefix_value = self.keys[layer][:, :, : self.start], self.values[layer][:, :, : self.start]
-        return Operands(query, key, value, prefix_key, prefix_value, scale, window)
+        start = self.chunk.start
+        prefix_key, prefix_value = self.keys[layer][:, :, :start], self.values[layer][:, :, :start]
+        return Operands(query, key, value, prefix_key, prefix_value, self.chunk, scale, window)
 
     def _provider(self, layer: int, query: torch.Tensor, value: torch.Tensor) -> Provider:
         if layer not in self.providers:

@@ -16,7 +16,8 @@ from dta_compile.passes.program import Axis, Layout
 from dta_compile.runtime.row_buffer import PathRows
 
 if TYPE_CHECKING:
-    from dta_compile.runtime.engine import Call, Engine
+    from dta_compile.runtime.call import Call
+    from dta_compile.runtime.engine import Engine
     from dta_compile.runtime.executor import Executor
 
 
@@ -78,7 +79,7 @@ def _not_streamed() -> RefusalError:
 
 def stream(engine: Engine, loss_fn: Callable[..., torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor]:
     """Run a call's schedule in streaming mode and add the gradients to the parameters."""
-    from dta_compile.runtime.engine import finished_gradients, no_autocast, prepare_accumulators
+    from dta_compile.runtime.transparent import finished_gradients, no_autocast, prepare_accumulators
 
     program = engine.program
     if not program.training:
@@ -93,15 +94,16 @@ def stream(engine: Engine, loss_fn: Callable[..., torch.Tensor], args: Sequence[
     loss_fn = _under_current_autocast(loss_fn)
     with no_autocast():
         call = engine.begin(args)
-        plan = call.plan("streaming")
-        executor = call.executor()
+        plan = engine.last_plan = call.plan("streaming")
+        executor = call.executor(plan)
         parameters = [args[spec.index] for spec in program.region_parameters]
         prepare_accumulators(executor, parameters)
         executor.outputs = [executor.row_buffer(i, PathRows, v.dtype) for i, v in enumerate(program.frontier)]
         for i in executor.joint.differentiated:
             executor.gradients[i] = executor.row_buffer(i, PathRows, statistics_dtype(program.frontier[i].dtype))
         rows = _Rows(call, executor, loss_fn)
-        executor.run(iter(plan.schedule.ops), on_attach=rows.attach)
+        executor.run(plan.schedule.ops, on_attach=rows.attach)
+        call.record(plan, executor)
         pending = dict(rows.gradients)
         for parameter, gradient in zip(parameters, finished_gradients(executor, parameters, rows.used), strict=True):
             if gradient is not None:

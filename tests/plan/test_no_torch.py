@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 def test_planning_imports_no_torch():
     program = (
         "import sys\nfrom dta_compile.plan import balance, plan\n"
-        "made = plan([[1, 2, 3], [1, 2], [4]], strategy='dfs')\n"
+        "made = plan([[1, 2, 3], [1, 2], [4]], memory_budget=9, bytes_per_token=1, kv_bytes_per_token=1)\n"
         "made.tree, str(made), balance([[1], [2]], 2)\n"
         "assert 'torch' not in sys.modules"
     )

@@ -6,7 +6,7 @@ import pytest
 from dta_compile.data import bundled, load_rollouts
 from dta_compile.errors import OptionError, PlanError
 from dta_compile.options import Options
-from dta_compile.plan import CostModel, PrefixTree, choose, make_plan, plan, verify
+from dta_compile.plan import CostModel, PrefixTree, make_plan, plan, verify
 
 SHARED = [[1] * 20 + [n] * 5 for n in range(8)]
 
@@ -38,6 +38,30 @@ def test_a_plan_prints_on_one_screen():
     assert "low sharing" not in text
 
 
+def test_a_packed_plan_of_a_batch_that_fits_is_one_chunk():
+    made = plan(SHARED)
+    assert (made.schedule.strategy, made.stats.launches, made.stats.peak_stack_tokens) == ("packed", 2, 0)
+    assert "packed 1.00" in str(made) and "3: 1 attach, 1 backward, 1 forward" in str(made)
+
+
+def test_kv_alone_is_kept_within_a_small_budget():
+    sequences = [[1, 2, 2, 3, 3], [1, 2, 2, 4, 4], [1, 5, 5, 6, 6], [1, 5, 5, 7, 7], [1, 9]]
+    small = {"strategy": "packed", "chunk_size": 4, "memory_budget": 50, "bytes_per_token": 100}
+    made, without = plan(sequences, kv_bytes_per_token=1, **small), plan(sequences, **small)
+    assert (made.stats.peak_stored_tokens, without.stats.peak_stored_tokens) == (3, 0)
+    assert made.stats.tokens_forwarded_twice < without.stats.tokens_forwarded_twice
+    assert "3 with KV alone kept" in str(made)
+
+
+def test_estimates_are_shown_as_far_as_they_are_known():
+    made = plan(SHARED)
+    assert made.estimates.seconds == CostModel().estimate(made.simulation)
+    assert "predicted" not in str(made)
+    made.estimates.measured_seconds, made.estimates.peak_bytes = 1.25, 3 * 2**20
+    assert "s predicted (not calibrated), 1.25 s measured" in str(made)
+    assert "3 MiB predicted at the peak" in str(made)
+
+
 def test_low_sharing_is_explained():
     text = str(plan([[5, 6, 7, 17, n] for n in range(1)] + [[5, 6, 7, 42, n] for n in range(3)] + [[5], [8] * 200]))
     assert "low sharing" in text
@@ -64,25 +88,6 @@ def test_dense_plans_tell_what_sharing_would_give():
     assert "a prefix tree would have C 3.33" in str(made)
 
 
-def test_auto_takes_the_cheapest():
-    assert plan(SHARED).schedule.strategy == "dfs"
-    tree = PrefixTree.build(SHARED)
-    # With free launches Algorithm 2 wins where nothing may be kept: it forwards less.
-    free = CostModel(launch=0)
-    _, schedule, reason = choose(tree, Options(chunk_size=8), "streaming", model=free)
-    assert schedule.strategy == "vanilla"
-    assert "vanilla" in reason and "dfs" in reason and "dense >=" in reason
-    # Sharing one token costs a launch for its backward: dearer here than running that token twice.
-    chosen, schedule, _ = choose(PrefixTree.build([[8, 0], [8, 1, 7]]), Options(chunk_size=8), "streaming")
-    assert (schedule.strategy, chosen.shared) == ("dense", False)
-
-
-def test_auto_keeps_to_the_memory_that_was_given():
-    _, schedule, reason = choose(PrefixTree.build(SHARED), Options(chunk_size=8), "streaming", 0, CostModel(launch=0))
-    assert schedule.strategy == "dfs"
-    assert "vanilla holds graphs of 25 > 8 tokens" in reason
-
-
 def test_the_tree_is_a_networkx_graph_and_can_be_given():
     tree = PrefixTree.build(SHARED)
     made = make_plan(tree, Options(strategy="dfs"), mode="score")
@@ -95,7 +100,8 @@ def test_memory_budget_is_in_bytes():
     everything = plan(SHARED, strategy="dfs", chunk_size=5)
     half = plan(SHARED, strategy="dfs", chunk_size=5, memory_budget=3000, bytes_per_token=100)
     nothing = plan(SHARED, strategy="dfs", chunk_size=5, memory_budget=0)
-    assert [p.stats.peak_live_tokens for p in (everything, half, nothing)] == [60, 30, 5]
+    # The graph of the chunk that goes backward first is not counted.
+    assert [p.stats.peak_live_tokens for p in (everything, half, nothing)] == [60, 30 + 5, 5]
     for bytes_per_token in (None, 0):
         with pytest.raises(OptionError, match="bytes_per_token"):
             plan(SHARED, memory_budget=3000, bytes_per_token=bytes_per_token)

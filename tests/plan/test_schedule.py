@@ -5,19 +5,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dta_compile.errors import ScheduleError
-from dta_compile.plan import Anchor, Attach, Backward, Forward, Pop, Restore, Schedule, Slice
+from dta_compile.plan import Anchor, Attach, Backward, Chunk, Forward, Pop, Restore, Schedule, Slice
 from dta_compile.plan.schedule import MODES
 
 HEADER = "# dta schedule strategy=dfs order=backward_dfs mode=transparent chunk_size=512"
 numbers = st.integers(0, 10**6)
-chunks = st.lists(st.builds(Slice, numbers, numbers, numbers), min_size=1, max_size=3).map(tuple)
+slices = st.builds(Slice, numbers, numbers, numbers)
+branches = st.lists(slices, min_size=1, max_size=3).map(tuple)
+chunks = st.builds(Chunk, slices) | st.builds(Chunk, slices, branches) | st.builds(Chunk, st.none(), branches)
 ops = st.one_of(
-    st.builds(Anchor, chunks, st.booleans()),
+    st.builds(Anchor, chunks, st.booleans(), st.booleans()),
     st.builds(Forward, chunks, st.booleans()),
     st.builds(Attach, st.lists(st.integers(0, 30), max_size=12).map(tuple)),
-    *(st.builds(kind, chunks) for kind in (Backward, Pop, Restore)),
+    st.builds(Backward, chunks),
+    st.builds(Pop, slices),
+    st.builds(Restore, slices),
 )
-words = st.sampled_from(["dfs", "vanilla", "by-hand"])
+words = st.sampled_from(["dfs", "packed", "by-hand"])
 schedules = st.builds(
     Schedule, st.lists(ops, max_size=8).map(tuple), words, words, st.sampled_from(MODES), st.integers(1, 9999)
 )
@@ -29,13 +33,17 @@ def test_text_parses_back(schedule):
 
 
 def test_listing():
+    spine, branch, below = Slice(1, 5, 9), Slice(2, 7, 8), Slice(3, 8, 10)
     schedule = Schedule(
         (
-            Anchor((Slice(0, 0, 1200),), out=True),
-            Forward((Slice(3, 100, 612),)),
+            Anchor(Chunk(Slice(0, 0, 1200)), out=True, kv=True),
+            Anchor(Chunk(spine, (branch,)), kv=True),
+            Forward(Chunk(None, (branch, below)), out=True),
             Attach((*range(16), 18)),
             Attach((4, 5, 2)),
-            Backward((Slice(1, 5, 9), Slice(2, 5, 7))),
+            Backward(Chunk(spine, (branch, below))),
+            Restore(spine),
+            Pop(spine),
         ),
         strategy="dfs",
         order="backward_dfs",
@@ -44,17 +52,28 @@ def test_listing():
     )
     assert str(schedule).splitlines() == [
         HEADER,
-        "anchor   s0[0:1200] out",
-        "forward  s3[100:612]",
+        "anchor   s0[0:1200] out kv",
+        "anchor   s1[5:9]+s2[7:8] kv",
+        "forward  +s2[7:8]+s3[8:10] out",
         "attach   s0..s15 s18",
         "attach   s4 s5 s2",
-        "backward s1[5:9]+s2[5:7]",
+        "backward s1[5:9]+s2[7:8]+s3[8:10]",
+        "restore  s1[5:9]",
+        "pop      s1[5:9]",
     ]
+
+
+def test_parts_of_a_chunk():
+    spine, branch = Slice(1, 5, 9), Slice(2, 7, 8)
+    assert Chunk(spine, (branch,)).slices == (spine, branch)
+    assert Chunk(None, (branch,)).slices == (branch,)
+    assert (Chunk(spine, (branch,)).start, Chunk(None, (branch,)).start) == (5, 7)
+    assert (Chunk(spine, (branch,)).tokens, Chunk(None, (branch,)).tokens) == (5, 1)
 
 
 def test_blank_lines_indents_and_comments_are_skipped():
     text = f"\n  {HEADER}\n\n    # the root\n    anchor s0[0:3]   out\n"
-    assert Schedule.parse(text).ops == (Anchor((Slice(0, 0, 3),), out=True),)
+    assert Schedule.parse(text).ops == (Anchor(Chunk(Slice(0, 0, 3)), out=True),)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +81,18 @@ def test_blank_lines_indents_and_comments_are_skipped():
     [
         ("forwards s0[0:1]", "unknown operation", "forwards"),
         ("forward", "an operation without a chunk", "forward"),
-        ("forward s0[0:1] in", "too many words", "forward s0[0:1] in"),
-        ("backward s0[0:1] out", "too many words", "backward s0[0:1] out"),
+        ("restore", "an operation without a chunk", "restore"),
+        ("forward s0[0:1] in", "unknown words after a chunk", "forward s0[0:1] in"),
+        ("forward s0[0:1] kv", "unknown words after a chunk", "forward s0[0:1] kv"),
+        ("anchor s0[0:1] kv out", "unknown words after a chunk", "anchor s0[0:1] kv out"),
+        ("anchor s0[0:1] out out", "unknown words after a chunk", "anchor s0[0:1] out out"),
+        ("anchor s0[0:1] +s1[0:1]", "unknown words after a chunk", "anchor s0[0:1] +s1[0:1]"),
+        ("backward s0[0:1] out", "unknown words after a chunk", "backward s0[0:1] out"),
         ("pop s0[0-1]", "not a slice of a sequence", "s0[0-1]"),
+        ("pop s0[0:1]+s1[0:1]", "not a slice of a sequence", "s0[0:1]+s1[0:1]"),
+        ("restore +s0[0:1]", "not a slice of a sequence", "+s0[0:1]"),
         ("anchor s0[0:1]+", "not a slice of a sequence", "nothing"),
+        ("forward s0[0:1]++s1[0:1]", "not a slice of a sequence", "nothing"),
         ("attach s0 1", "not a run of sequences", "1"),
         ("attach s4..s2", "a run of sequences is empty", "s4..s2"),
     ],

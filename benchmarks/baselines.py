@@ -1,0 +1,180 @@
+"""What others do: one sequence at a time, padded, concatenated, checkpointed, leaves only, one packed tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from benchmarks.model import LogProbs, label_logprobs, token_logprobs
+from benchmarks.packed_tree import PackedTree, pack, split
+from benchmarks.steps import Prepare, Row, Step, rectangle_of, row_of
+from benchmarks.trees import IntArray, count_sequences, neighbours
+from benchmarks.workloads import FloatArray, Workload
+
+ROW_TOKENS = 8192  # of a row of concatenated sequences
+
+
+def dense(model: PreTrainedModel) -> Prepare:
+    """One sequence at a time."""
+    logprobs = token_logprobs(model)
+
+    def prepare(workload: Workload) -> Step:
+        rows = [row_of(*pair) for pair in zip(workload.sequences, workload.weights, strict=True)]
+        return Step(lambda: _backward_rows(logprobs, rows))
+
+    return prepare
+
+
+def checkpoint(model: PreTrainedModel) -> Prepare:
+    """One sequence at a time, keeping only the inputs of every layer."""
+    _enable_checkpointing(model)
+    return dense(model)
+
+
+def leaves(model: PreTrainedModel) -> Prepare:
+    """One sequence at a time, of those that are no prefix of another."""
+    logprobs = token_logprobs(model)
+
+    def prepare(workload: Workload) -> Step:
+        def run() -> None:
+            merged = merge_into_leaves(workload.sequences, workload.weights)
+            _backward_rows(logprobs, (row_of(*pair) for pair in merged))
+
+        return Step(run, lambda: f"{len(merge_into_leaves(workload.sequences, workload.weights))} leaves")
+
+    return prepare
+
+
+def padded(model: PreTrainedModel) -> Prepare:
+    """The whole batch at once, padded on the right."""
+    logprobs = token_logprobs(model)
+
+    def prepare(workload: Workload) -> Step:
+        ids, labels, weights, mask = rectangle_of(workload)
+        note = f"{1 - mask.float().mean().item():.0%} padding" if not mask.all() else ""
+        return Step(lambda: (weights * logprobs(ids, labels, mask)).sum().backward(), lambda: note)
+
+    return prepare
+
+
+def varlen(model: PreTrainedModel) -> Prepare:
+    """Sequences one after the other in rows of bounded size; only attention runs on each one apart."""
+    AttentionInterface.register("sdpa_per_sequence", _attention_per_sequence)
+    model.set_attn_implementation("sdpa_per_sequence")
+
+    def prepare(workload: Workload) -> Step:
+        rows = [_concatenated(workload, group) for group in _fill_rows(workload.sequences)]
+
+        def run() -> None:
+            for (ids, labels, weights), lengths in rows:
+                positions = torch.cat([torch.arange(length) for length in lengths])[None]
+                logits = model(ids, position_ids=positions, sequence_lengths=lengths).logits
+                (weights * label_logprobs(logits, labels)).sum().backward()
+
+        return Step(run, lambda: f"{len(rows)} rows" if len(rows) > 1 else "")
+
+    return prepare
+
+
+def sparse(model: PreTrainedModel) -> Prepare:
+    """The prefix tree in one row with a mask of ancestors; split where that mask grows too large."""
+
+    def prepare(workload: Workload) -> Step:
+        sequences, weights = workload.sequences, workload.weights
+
+        def run() -> None:
+            for group in split(sequences):
+                _backward_packed(model, pack([sequences[i] for i in group], [weights[i] for i in group]))
+
+        return Step(run, lambda: _split_note(sequences))
+
+    return prepare
+
+
+def sparse_checkpoint(model: PreTrainedModel) -> Prepare:
+    """The same, keeping only the inputs of every layer."""
+    _enable_checkpointing(model)
+    return sparse(model)
+
+
+def merge_into_leaves(
+    sequences: Sequence[IntArray], weights: Sequence[FloatArray]
+) -> list[tuple[IntArray, FloatArray]]:
+    """Sequences that are no prefix of another, with the summed weights of the sequences that they contain.
+
+    A sequence predicts the same next tokens as the leaf that contains it, but for its last token, whose weight is 0.
+    """
+    order, shared = neighbours(sequences)
+    merged: list[tuple[IntArray, FloatArray]] = []
+    for index, common_with_next in reversed(list(zip(order, [*shared[1:], 0], strict=True))):
+        sequence, weight = sequences[index], weights[index]
+        if merged and common_with_next == len(sequence):
+            merged[-1][1][: len(sequence)] += weight
+        else:
+            merged.append((sequence, weight.copy()))
+    return merged
+
+
+def _enable_checkpointing(model: PreTrainedModel) -> None:
+    # transformers 5 renames it on the way to 6.
+    name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
+    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
+
+
+def _backward_rows(logprobs: LogProbs, rows: Iterable[Row]) -> None:
+    for ids, labels, weights in rows:
+        (weights * logprobs(ids, labels)).sum().backward()
+
+
+def _attention_per_sequence(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    sequence_lengths: list[int],
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of `[1, heads, T, D]` within every sequence of a row: CPUs have no kernel for whole rows."""
+    parts = zip(*(tensor.split(sequence_lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    outputs = [sdpa_attention_forward(module, q, k, v, None, scaling=scaling)[0] for q, k, v in parts]
+    return torch.cat(outputs, dim=1), None
+
+
+def _fill_rows(sequences: Sequence[IntArray]) -> list[list[int]]:
+    rows: list[list[int]] = []
+    used = 0
+    for index, sequence in enumerate(sequences):
+        if not rows or used + len(sequence) > ROW_TOKENS:
+            rows.append([])
+            used = 0
+        rows[-1].append(index)
+        used += len(sequence)
+    return rows
+
+
+def _concatenated(workload: Workload, group: list[int]) -> tuple[Row, list[int]]:
+    rows = [row_of(workload.sequences[index], workload.weights[index]) for index in group]
+    ids, labels, weights = (torch.cat(tensors, dim=1) for tensors in zip(*rows, strict=True))
+    return (ids, labels, weights), [len(workload.sequences[index]) for index in group]
+
+
+def _backward_packed(model: PreTrainedModel, tree: PackedTree) -> None:
+    hidden = model.model(tree.tokens, attention_mask=tree.mask, position_ids=tree.depths).last_hidden_state
+    logprobs = model.lm_head(hidden[0, tree.heads]).float().log_softmax(-1)
+    (tree.weights * logprobs[tree.sources, tree.labels]).sum().backward()
+
+
+def _split_note(sequences: Sequence[IntArray]) -> str:
+    groups = split(sequences)
+    if len(groups) == 1:
+        return ""
+    counts = [count_sequences([sequences[index] for index in group]) for group in groups]
+    compression = sum(count.tokens for count in counts) / sum(count.tree_tokens for count in counts)
+    return f"split into {len(groups)} rows, C {compression:.2f}"

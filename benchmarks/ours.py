@@ -1,0 +1,65 @@
+"""`torch.compile(..., backend="dta")` of the log-probs of a whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import dta_compile
+from benchmarks.model import LogProbs, token_logprobs
+from benchmarks.steps import Build, Prepare, Step, rectangle_of
+from benchmarks.workloads import Workload
+
+
+def compiled(name: str, backend: str = "dta", **options: Any) -> Build:
+    """`torch.compile` of the log-probs of the whole batch, by `backend`; `name` tells several of them apart."""
+
+    def build(model: PreTrainedModel) -> Prepare:
+        function, note = _compile(model, name, backend, options)
+
+        def prepare(workload: Workload) -> Step:
+            ids, labels, weights, mask = rectangle_of(workload)
+            return Step(lambda: (weights * function(ids, labels, mask)).sum().backward(), note)
+
+        return prepare
+
+    return build
+
+
+def streaming(model: PreTrainedModel) -> Prepare:
+    """The paper's own loop: every sequence's loss goes backward as soon as its last token is computed."""
+    function, note = _compile(model, "streaming", "dta", {"strategy": "dfs", "memory_budget": 0})
+
+    def prepare(workload: Workload) -> Step:
+        ids, labels, weights, mask = rectangle_of(workload)
+
+        def loss(row: int, logprobs: torch.Tensor) -> torch.Tensor:
+            return (weights[row] * logprobs).sum()
+
+        def run() -> None:
+            dta_compile.streaming_step(function, loss, ids, labels, mask)
+
+        return Step(run, note)
+
+    return prepare
+
+
+def _compile(
+    model: PreTrainedModel, name: str, backend: str, options: dict[str, Any]
+) -> tuple[LogProbs, Callable[[], str]]:
+    logprobs: Any = token_logprobs(model)
+    # Dynamo keeps graphs, and limits their number, per code object: every method gets its own.
+    logprobs.__code__ = logprobs.__code__.replace(co_name="logprobs_" + name.replace("-", "_"))
+    if backend != "dta":
+        return torch.compile(logprobs, backend=backend), str
+    function = torch.compile(logprobs, backend="dta", options=options)
+    return function, lambda: _plan_note(function)
+
+
+def _plan_note(function: LogProbs) -> str:
+    plan = dta_compile.last_plan(function)
+    again = plan.stats.tokens_forwarded_twice / max(plan.stats.tree_tokens, 1)
+    return plan.schedule.strategy + (f", {again:.0%} forwarded twice" if again >= 0.005 else "")

@@ -1,0 +1,79 @@
+"""The whole prefix tree in one row: every tree token once, with a mask that shows each token its ancestors only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from benchmarks.trees import IntArray, neighbours
+from benchmarks.workloads import FloatArray
+
+TOKEN_LIMIT = 16_384  # of one row: the mask of such a row has 1 GiB
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedTree:
+    """A packed row of T tree tokens.
+
+    A token is predicted once, from its parent, with the summed weights of all sequences that contain it. So a token
+    with several children has several labels, and the head runs once on each token that has any.
+
+    Attributes:
+        tokens, depths: `[1, T]`; depths are the positions.
+        mask: `[1, 1, T, T]`, added to attention scores: 0 at ancestors and the token itself, else -inf.
+        heads: rows that the head runs on.
+        sources: for every predicted token the place of its parent in `heads`.
+        labels, weights: the predicted tokens, and what their log-probs count.
+    """
+
+    tokens: torch.Tensor
+    depths: torch.Tensor
+    mask: torch.Tensor
+    heads: torch.Tensor
+    sources: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+
+
+def pack(sequences: Sequence[IntArray], weights: Sequence[FloatArray]) -> PackedTree:
+    """The packed prefix tree of sequences, whose per-token weights are summed onto tree tokens."""
+    order, shared = neighbours(sequences)
+    size = sum(len(sequences[index]) for index in order) - sum(shared)
+    tokens, depths, parents = (np.zeros(size, np.int64) for _ in range(3))
+    summed = np.zeros(size, np.float32)
+    mask = torch.full((size, size), -torch.inf)
+    path, first = np.zeros(0, np.int64), 0  # rows of the current sequence, first free row
+    for index, common in zip(order, shared, strict=True):
+        sequence, last = sequences[index], first + len(sequences[index]) - common
+        path = np.concatenate([path[:common], np.arange(first, last)])
+        tokens[first:last], depths[first:last] = sequence[common:], np.arange(common, len(sequence))
+        parents[first:last] = np.concatenate([[-1], path])[common : len(sequence)]
+        summed[path[1:]] += weights[index][:-1]
+        mask[first:last].index_fill_(1, torch.from_numpy(path[:common]), 0.0)
+        mask[first:last, first:last].triu_(1)  # zeroes what is not above the diagonal
+        first = last
+    predicted = parents >= 0
+    heads, sources = np.unique(parents[predicted], return_inverse=True)
+    arrays = (heads, sources, tokens[predicted], summed[predicted])
+    return PackedTree(
+        torch.from_numpy(tokens)[None], torch.from_numpy(depths)[None], mask[None, None], *map(torch.from_numpy, arrays)
+    )
+
+
+def split(sequences: Sequence[IntArray], limit: int = TOKEN_LIMIT) -> list[list[int]]:
+    """Groups of neighbouring sequences whose trees have at most `limit` tokens, or one sequence.
+
+    What neighbours in different groups share is lost, as in every trainer that splits a packed tree to fit in memory.
+    """
+    groups: list[list[int]] = []
+    used = 0
+    for index, common in zip(*neighbours(sequences), strict=True):
+        if not groups or used + len(sequences[index]) - common > limit:
+            groups.append([])
+            used, common = 0, 0
+        groups[-1].append(index)
+        used += len(sequences[index]) - common
+    return groups

@@ -1,0 +1,157 @@
+"""Ours against everything else: time, peak memory and efficiency, interleaved in one process.
+
+    python -m benchmarks.run                                      # a quick look
+    python -m benchmarks.run --suite full --rollouts FOLDER       # everything
+    python -m benchmarks.run --workloads c-sweep --methods varlen,packed
+    python -m benchmarks.run --workloads tiny                     # does everything run?
+    python -m benchmarks.run --resume build/benchmarks/results.json [the same arguments]
+
+Prints a table per workload, and writes results.json (after every workload) and plots. `python -m benchmarks.report`
+makes the results page of them. Workloads can be named by group: trees, c-sweep, suffix-sweep, rollouts, check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from benchmarks.measure import Settings, measure
+from benchmarks.memory import peak_memory_is_available
+from benchmarks.methods import METHODS
+from benchmarks.plots import draw
+from benchmarks.report import show
+from benchmarks.results import Report, machine_facts
+from benchmarks.workloads import ROLLOUT_FILES, Entry, catalogue
+
+QUICK_WORKLOADS = ("short", "mid", "none", "fan", "airline_tiny")
+QUICK_METHODS = ("dense", "padded", "varlen", "leaves", "sparse", "dfs", "packed", "auto")
+
+
+def main() -> int:
+    parser = _parser()
+    arguments = parser.parse_args()
+    memory = arguments.memory and peak_memory_is_available()
+    settings = Settings(arguments.threads, arguments.repetitions, arguments.limit, memory)
+    try:
+        if arguments.repetitions < 1 or arguments.threads < 1:
+            raise ValueError("--repetitions and --threads must be at least 1")
+        entries = _choose_workloads(arguments)
+        methods = _choose(arguments.methods, METHODS, QUICK_METHODS if arguments.suite == "quick" else METHODS)
+        report = _new_report(settings, methods, arguments.max_tokens)
+        if arguments.resume:
+            report = _resumed(arguments.resume, report)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    torch.set_num_threads(settings.threads)
+    folder = arguments.resume.parent if arguments.resume else arguments.output
+    folder.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    if arguments.memory and not memory:
+        console.print("peak memory is not measured: that needs Linux", style="yellow")
+    _run(report, entries, methods, settings, folder / "results.json", console)
+    _draw(report, folder, console)
+    return 0
+
+
+def _run(
+    report: Report, entries: list[Entry], methods: list[str], settings: Settings, file: Path, console: Console
+) -> None:
+    """Measure what the report does not have yet; the report is written after every workload."""
+    entries = [entry for entry in entries if entry.name not in {result.name for result in report.results}]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        count = len({"dense", *methods}) * len(entries)
+        task = progress.add_task("", total=count * settings.ticks)
+        for entry in entries:
+            result = measure(
+                entry.build(),
+                methods,
+                settings,
+                lambda text, steps: progress.update(task, description=text, advance=steps),
+            )
+            report.results.append(result)
+            report.save(file)
+            show(result, console)
+    console.print(f"{file}: {len(report.results)} workloads")
+
+
+def _draw(report: Report, folder: Path, console: Console) -> None:
+    try:
+        for _, path in draw(report, folder):
+            console.print(str(path))
+    except ImportError:
+        console.print("no plots without matplotlib: pip install '.[bench]'", style="yellow")
+
+
+def _new_report(settings: Settings, chosen: list[str], max_tokens: int) -> Report:
+    methods = {name: {"family": method.family, "description": method.description} for name, method in METHODS.items()}
+    asked = dataclasses.asdict(settings) | {"max_tokens": max_tokens, "methods": chosen}
+    return Report(machine_facts(), asked, methods)
+
+
+def _resumed(file: Path, new: Report) -> Report:
+    """The report in a file, if its figures may stand beside new ones."""
+    old = Report.load(file)
+    if old.settings != new.settings:
+        differing = {name: value for name, value in old.settings.items() if new.settings.get(name) != value}
+        raise ValueError(f"{file} was measured with other settings: {differing}")
+    versions = [name for name in new.facts if name != "date" and old.facts.get(name) != new.facts[name]]
+    if versions:
+        raise ValueError(f"{file} was measured with another {', '.join(versions)}")
+    return old
+
+
+def _choose_workloads(arguments: argparse.Namespace) -> list[Entry]:
+    entries = catalogue(arguments.rollouts, arguments.files.split(","), arguments.max_tokens)
+    groups: dict[str, list[str]] = {}
+    for entry in entries.values():
+        groups.setdefault(entry.group, []).append(entry.name)
+    if arguments.workloads:
+        names = [name for word in arguments.workloads.split(",") for name in groups.get(word, [word])]
+    elif arguments.suite == "quick":
+        names = [name for name in QUICK_WORKLOADS if name in entries]
+    else:
+        names = [name for group in groups if group != "check" for name in groups[group]]
+    return [entries[name] for name in _known(names, entries)]
+
+
+def _choose(text: str | None, known: dict[str, object], default: object) -> list[str]:
+    return _known(text.split(","), known) if text else list(default)
+
+
+def _known(names: list[str], known: dict[str, object]) -> list[str]:
+    """The names, each once.
+
+    Raises:
+        ValueError: one of them is not known.
+    """
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"unknown {', '.join(unknown)}; known: {', '.join(known)}")
+    return list(dict.fromkeys(names))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--suite", choices=("quick", "full"), default="quick", help="default: %(default)s")
+    parser.add_argument("--workloads", metavar="NAMES", help="names or groups, instead of those of the suite")
+    parser.add_argument("--methods", metavar="NAMES", help="instead of those of the suite; dense always runs")
+    parser.add_argument("--repetitions", type=int, default=5, help="timed steps of each method (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--limit", type=float, default=120.0, help="most seconds of a first step (%(default)s)")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="do not measure peak memory")
+    parser.add_argument("--rollouts", type=Path, metavar="FOLDER", help="of rollout files; default: the bundled one")
+    parser.add_argument("--files", metavar="NAMES", default=",".join(ROLLOUT_FILES), help="default: %(default)s")
+    parser.add_argument("--max-tokens", type=int, default=50_000, help="of each rollout file (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("build/benchmarks"), help="default: %(default)s")
+    parser.add_argument("--resume", type=Path, metavar="JSON", help="go on with a run that was cut short")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""What a method makes of a workload: tensors, and a step to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.trees import IntArray
+from benchmarks.workloads import FloatArray, Workload
+
+Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ids, labels, weights, each [1, S]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Forward and backward; gradients are added to `.grad`. The note says how it was done, after the first run."""
+
+    run: Callable[[], None]
+    note: Callable[[], str] = str
+
+
+Prepare = Callable[[Workload], Step]
+Build = Callable[[PreTrainedModel], Prepare]  # on a model of its own
+
+
+def row_of(sequence: IntArray, weights: FloatArray) -> Row:
+    """One sequence; nothing follows its last token, whose label is 0."""
+    ids = torch.from_numpy(sequence)[None]
+    return ids, torch.nn.functional.pad(ids[:, 1:], (0, 1)), torch.from_numpy(weights)[None]
+
+
+def rectangle_of(workload: Workload) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, labels, weights and padding mask `[B, S]`, padded on the right."""
+    shape = len(workload.sequences), max(map(len, workload.sequences))
+    ids, mask, weights = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+    for row, (sequence, weight) in enumerate(zip(workload.sequences, workload.weights, strict=True)):
+        ids[row, : len(sequence)], mask[row, : len(sequence)], weights[row, : len(sequence)] = sequence, 1, weight
+    tensors = [torch.from_numpy(array) for array in (ids, weights, mask)]
+    return tensors[0], torch.nn.functional.pad(tensors[0][:, 1:], (0, 1)), tensors[1], tensors[2]

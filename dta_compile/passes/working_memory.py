@@ -1,0 +1,88 @@
+"""working_memory: how many bytes a chunk's graph allocates at its peak, as a function of the chunk's size.
+
+The graph is walked in its order of execution. A tensor is alive from the node that makes it to the last node that reads
+it or a view of it: the generated code drops every name after its last use. Inputs are not counted.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from dta_compile.passes.program import has_tensor
+from dta_compile.passes.storage import Bytes, ChunkSizes, Storage, is_item, storages, total, view_source
+
+Peaks = tuple[Bytes, ...]
+
+
+def working_memory(graph: fx.Graph, sizes: ChunkSizes) -> Peaks:
+    """The peak as a maximum of linear functions; what the graph returns counts from when it is made to the end."""
+    nodes = [node for node in graph.nodes if node.op != "placeholder"]
+    dying = _by_last_use(nodes)
+    peaks: list[Bytes] = []
+    live: dict[Storage, Bytes] = {}
+    allocated = Bytes()
+    for node in nodes:
+        new = dict(_allocations(node, sizes))
+        live |= new
+        allocated = allocated.plus(total(new.values()))
+        _add_peak(peaks, allocated.plus(_scratch(node, sizes)))
+        for storage in dying.get(node, ()):
+            allocated = allocated.minus(live.pop(storage, Bytes()))
+    return tuple(peaks)
+
+
+def peak(working: Iterable[tuple[float, float, float]], tokens: float, head_rows: float) -> float:
+    """Bytes at the peak, for a chunk of `tokens` tokens and `head_rows` head rows."""
+    return max((Bytes(*part).at(tokens, head_rows) for part in working), default=0.0)
+
+
+def _by_last_use(nodes: list[fx.Node]) -> dict[fx.Node, list[Storage]]:
+    last_uses: dict[Storage, fx.Node] = {}
+    for node in nodes:
+        for value in (node, *node.all_input_nodes):
+            last_uses |= dict.fromkeys(storages(value), node)
+    dying: dict[fx.Node, list[Storage]] = {}
+    for storage, node in last_uses.items():
+        dying.setdefault(node, []).append(storage)
+    return dying
+
+
+def _allocations(node: fx.Node, sizes: ChunkSizes) -> Iterable[tuple[Storage, Bytes]]:
+    if is_item(node) or view_source(node) is not None or not has_tensor(node):
+        return ()
+    value = node.meta["val"]
+    results = value if isinstance(value, (tuple, list)) else (value,)
+    return zip(storages(node), map(sizes.bytes, results), strict=True)
+
+
+def _scratch(node: fx.Node, sizes: ChunkSizes) -> Bytes:
+    """What a node allocates besides its results while it runs."""
+    if node.op == "call_method" and node.target == "attend":
+        return sizes.bytes(node.meta["val"][0])  # the prefix's part of the output, before the two are merged
+    if node.op == "call_method" and node.target == "attend_backward":
+        return sizes.bytes(node.meta["val"])  # the same gradients from the prefix, and of repeated heads
+    return _casts(node, sizes)
+
+
+def _casts(node: fx.Node, sizes: ChunkSizes) -> Bytes:
+    """On a CPU, pointwise operators first copy the operands of another dtype than the one that they compute in."""
+    values = [arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
+    operands = [value for value in values if value.dim() and value.dtype is not torch.bool]
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    if not pointwise or any(value.device.type != "cpu" for value in operands):
+        return Bytes()
+    wide = functools.reduce(torch.promote_types, (value.dtype for value in operands), torch.bool)
+    return total(
+        sizes.bytes(value).times(wide.itemsize / value.dtype.itemsize) for value in operands if value.dtype != wide
+    )
+
+
+def _add_peak(peaks: list[Bytes], candidate: Bytes) -> None:
+    """Keep the functions that no other one exceeds for every chunk."""
+    if not any(all(a <= b for a, b in zip(candidate, known, strict=True)) for known in peaks):
+        peaks[:] = [known for known in peaks if not all(a <= b for a, b in zip(known, candidate, strict=True))]
+        peaks.append(candidate)

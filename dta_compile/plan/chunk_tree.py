@@ -1,0 +1,95 @@
+"""The tree of chunks: a partition of a prefix tree into chunks, and the order in which they go backward.
+
+Every chunk continues the spine of its parent chunk. Chunks are listed in the order of their backwards: what continues a
+chunk comes before it, what continues it further up first. So KV gradients only ever wait on a prefix of the stack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from dta_compile.options import Options
+from dta_compile.plan.order import branch_depths, leaf_order
+from dta_compile.plan.packing import pack
+from dta_compile.plan.prefix_tree import PrefixTree
+from dta_compile.plan.schedule import Chunk, Slice
+
+__all__ = ["ChunkTree", "chunk_tree", "cut"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkTree:
+    """Chunks in the order of their backwards.
+
+    Attributes:
+        chunks: they partition the tokens of the prefix tree.
+        parent: for every chunk the later one whose spine it continues, -1 where it starts at the root.
+    """
+
+    chunks: list[Chunk]
+    parent: list[int]
+
+
+def chunk_tree(tree: PrefixTree, options: Options) -> ChunkTree:
+    """The chunks of a strategy: single slices along a leaf order, or packed ones."""
+    if options.strategy == "packed":
+        return ChunkTree(*pack(tree, options.chunk_size, options.order))
+    return _along_leaves(tree, options)
+
+
+def cut(sequence: int, start: int, stop: int, chunk_size: int) -> Iterator[Slice]:
+    """As few slices of at most `chunk_size` tokens as possible, sizes as even as possible; nothing if empty."""
+    count = -(-(stop - start) // chunk_size)
+    bounds = [start + (stop - start) * i // count for i in range(count + 1)] if count > 0 else []
+    for a, b in pairwise(bounds):
+        yield Slice(sequence, a, b)
+
+
+def _along_leaves(tree: PrefixTree, options: Options) -> ChunkTree:
+    """The paper's chunks. Leaf `i` owns the part of its path that no later leaf shares; it goes backward from its end.
+
+    The parts are cut evenly into chunks (Algorithm 3), or at every node as well (Algorithm 2, "vanilla").
+    """
+    leaves = leaf_order(tree, options.order)
+    low = branch_depths(tree, leaves)
+    stops: list[int] = tree.stop[leaves].tolist()
+    bounds = _node_bounds(tree, leaves, low) if options.strategy == "vanilla" else zip(low, stops, strict=True)
+    pieces = [
+        [piece for a, b in pairwise(depths) for piece in cut(int(tree.sequence[leaf]), a, b, options.chunk_size)]
+        for leaf, depths in zip(leaves, bounds, strict=True)
+    ]
+    first = [0]  # index of every leaf's last piece, which goes backward first
+    for part in pieces:
+        first.append(first[-1] + len(part))
+    parent: list[int] = []
+    for i, (part, owner) in enumerate(zip(pieces, _owners_above(low), strict=True)):
+        parent += range(first[i] + 1, first[i + 1])
+        number = bisect_right([piece.start for piece in pieces[owner]], low[i] - 1) if owner >= 0 else 0
+        parent += [first[owner + 1] - number if owner >= 0 else -1] if part else []
+    return ChunkTree([Chunk(piece) for part in pieces for piece in reversed(part)], parent)
+
+
+def _node_bounds(tree: PrefixTree, leaves: Sequence[int], low: Sequence[int]) -> Iterator[list[int]]:
+    """Depths of the nodes that every leaf owns."""
+    start, stop, parent = tree.start.tolist(), tree.stop.tolist(), tree.parent.tolist()
+    for leaf, lowest in zip(leaves, low, strict=True):
+        depths, node = [stop[leaf]], leaf
+        while depths[-1] > lowest:
+            depths.append(start[node])
+            node = parent[node]
+        yield depths[::-1]
+
+
+def _owners_above(low: Sequence[int]) -> list[int]:
+    """For every leaf the next later leaf that owns the token just above its own part; -1 at the root."""
+    above = [-1] * len(low)
+    path: list[int] = []
+    for i in reversed(range(len(low))):
+        while path and low[path[-1]] >= low[i]:
+            path.pop()
+        above[i] = path[-1] if path else -1
+        path.append(i)
+    return above

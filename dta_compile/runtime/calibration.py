@@ -1,0 +1,354 @@
+"""Calibration: the cost model's rates, fitted to the times of past runs and kept in one file per device and model.
+
+A fit takes `seconds = rates . work` to the samples of one kind of run ("forward", "backward"). It is kept sane by this:
+
+* Samples are spread over sizes and calls: of every size of run (by half powers of two) the latest `CALLS` calls leave
+  one sample each, the median of their runs. So neither a thousand equal runs nor one disturbed call outweigh the rest.
+* The error is relative and absolute values of it are summed, so that short and long runs count alike and outliers
+  (page faults, other load) do not.
+* The defaults of `CostModel`, times one common factor, are worth a little of a sample. They decide what the samples
+  leave open, such as the share of launches and tokens in runs that are all of one size.
+* In the end all rates of the kind are scaled to the times of the latest calls (by the median error, long runs weigh
+  more), so that predictions follow a machine that becomes slower or faster, while the ratios of the rates, which
+  decide between strategies, stay.
+
+The first call that has runs of a kind is not recorded: it allocates and warms up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import pathlib
+import platform
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dta_compile.options import Options
+from dta_compile.passes.program import Program
+from dta_compile.plan import CostModel, Rates, Work
+
+logger = logging.getLogger("dta_compile")
+
+Floats = npt.NDArray[np.floating[Any]]
+
+FORMAT, VERSION = "dta_compile calibration", 1
+PRIOR = CostModel()
+KINDS = ("forward", "backward")
+
+CALLS = 9  # samples of one size
+SAMPLES = 512  # of one kind; the least recently seen size is forgotten first
+MINIMUM_RUNS = 16  # of a kind; with fewer the prior's rates are used, times the common factor
+BOUND = 100.0  # a rate is within this factor of its prior, relative to the common factor
+PRIOR_WEIGHT = 0.001  # samples' worth that each of the prior's rates counts
+TOLERANCE = 0.02  # relative errors beyond it, and beyond their median, count linearly; below by their square
+HALF_LIFE, LEAST_WEIGHT = 100, 0.02  # calls after which a sample counts half; what it counts at least
+ROUNDS = 12  # of reweighting
+
+
+class Sample(NamedTuple):
+    """A run of the call with this number, standing for `runs` of its size; its work and what it took."""
+
+    call: int
+    runs: int
+    work: Work
+    seconds: float
+
+
+class Window:
+    """What is remembered of one kind of run.
+
+    Attributes:
+        prior: the default rates.
+        runs: how many were recorded.
+        sizes: samples of each size of run; the least recently seen size is first.
+    """
+
+    def __init__(self, prior: Rates) -> None:
+        self.prior, self.runs = prior, 0
+        self.sizes: dict[tuple[int, ...], list[Sample]] = {}
+
+    @property
+    def samples(self) -> Iterator[Sample]:
+        return itertools.chain.from_iterable(self.sizes.values())
+
+    def add(self, call: int, runs: list[tuple[Work, float]]) -> None:
+        """The median run of every size, by its time relative to the prior."""
+        of_size: dict[tuple[int, ...], list[tuple[float, Work, float]]] = {}
+        for work, seconds in runs:
+            relative = seconds / self.prior.seconds(work)
+            of_size.setdefault(_size(work), []).append((relative, work, seconds))
+        for found in of_size.values():
+            _, work, seconds = sorted(found)[(len(found) - 1) // 2]
+            self.insert(Sample(call, len(found), work, seconds))
+        self.runs += len(runs)
+
+    def insert(self, sample: Sample) -> None:
+        size = _size(sample.work)
+        self.sizes[size] = [*self.sizes.pop(size, []), sample][-CALLS:]
+        if sum(map(len, self.sizes.values())) > SAMPLES:
+            del self.sizes[next(iter(self.sizes))]
+
+
+class Fit(NamedTuple):
+    """What the samples of one kind say.
+
+    Attributes:
+        rates: fitted; the prior's, scaled, if there were few runs.
+        factor: measured time over that by the prior.
+        errors: of the samples by these rates, relative to the measured times.
+    """
+
+    rates: Rates
+    factor: float
+    errors: Floats
+
+
+class Calibration:
+    """Learns the rates of one model on one device.
+
+    Attributes:
+        path: the file to keep it in; None: in memory only.
+        identity: what was calibrated, for readers of the file.
+        calls: calls recorded, those of earlier processes included.
+    """
+
+    def __init__(self, path: pathlib.Path | None = None, identity: str = "") -> None:
+        self.path, self.identity, self.calls = path, identity, 0
+        self.windows = {kind: Window(getattr(PRIOR, kind)) for kind in KINDS}
+        self._calls_here = 0  # since this object was made
+        self._warm: set[str] = set()
+        self._model: CostModel | None = None
+
+    @classmethod
+    def load(cls, program: Program, device: torch.device, options: Options, attention: str = "") -> Calibration:
+        """The calibration kept for this model and device, or an empty one.
+
+        Args:
+            attention: name of what computes attention, if it is not a matter of device and layers alone.
+        """
+        folder = cache_folder(options)
+        if folder is None:
+            return cls()
+        path = folder / file_name(program, device, attention)
+        try:
+            return cls.from_json(path.read_text(), path)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (OSError, ValueError) as error:
+            logger.info("dta: the calibration in %s is not used: %s", path, error)
+        return cls(path, path.stem)
+
+    def record(self, runs: Iterable[tuple[str, Work, float]]) -> None:
+        """Learn from the runs of one call, `(kind, work, seconds)`; after the 2nd, 4th, 8th, ... call, save."""
+        of_kind: dict[str, list[tuple[Work, float]]] = {}
+        for kind, work, seconds in runs:
+            if kind in self.windows and seconds > 0 and work.launches:
+                of_kind.setdefault(kind, []).append((work, seconds))
+        ready = of_kind.keys() & self._warm
+        self._warm.update(of_kind)
+        if not ready:
+            return
+        self.calls, self._calls_here, self._model = self.calls + 1, self._calls_here + 1, None
+        for kind in ready:
+            self.windows[kind].add(self.calls, of_kind[kind])
+        if self._calls_here > 1 and self._calls_here & (self._calls_here - 1) == 0:
+            self.save()
+
+    def cost_model(self) -> CostModel:
+        """The fitted rates; the defaults before anything is recorded."""
+        if self._model is None:
+            self._model = self._fitted()
+        return self._model
+
+    def _fitted(self) -> CostModel:
+        fits = {kind: fit(window) for kind, window in self.windows.items() if window.runs}
+        if not fits:
+            return PRIOR
+        factor = next(iter(fits.values())).factor  # of the forward, if there was any
+        rates = {kind: _scaled(getattr(PRIOR, kind), factor) for kind in KINDS}
+        rates |= {kind: found.rates for kind, found in fits.items()}
+        runs = sum(window.runs for window in self.windows.values())
+        error = float(np.median(np.concatenate([found.errors for found in fits.values()])))
+        verb = "calibrated on" if runs >= MINIMUM_RUNS else "defaults scaled to"
+        source = f"{verb} {runs:,} runs, median error {error:.0%}"
+        return CostModel(**rates, restore=PRIOR.restore * factor, source=source)
+
+    def to_json(self) -> str:
+        fields = {
+            "format": FORMAT,
+            "version": VERSION,
+            "identity": self.identity,
+            "calls": self.calls,
+            "runs": {kind: window.runs for kind, window in self.windows.items()},
+            "columns": ["call", "runs", *Work._fields, "seconds"],
+            "samples": {kind: [*map(_row, window.samples)] for kind, window in self.windows.items()},
+        }
+        return json.dumps(fields) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, path: pathlib.Path | None = None) -> Calibration:
+        """Raises `ValueError` for anything that `to_json` of this version did not write."""
+        try:
+            fields = json.loads(text)
+            if (fields["format"], fields["version"]) != (FORMAT, VERSION):
+                raise ValueError(f"format {fields['format']!r}, version {fields['version']!r}")
+            made = cls(path, str(fields["identity"]))
+            made.calls = int(fields["calls"])
+            for kind, window in made.windows.items():
+                window.runs = int(fields["runs"][kind])
+                for row in fields["samples"][kind]:
+                    window.insert(_sample(row))
+                if bool(window.runs) != bool(window.sizes):
+                    raise ValueError(f"{window.runs} {kind} runs")
+        except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
+            raise ValueError(f"not a calibration: {type(error).__name__}: {error}") from error
+        return made
+
+    def save(self) -> None:
+        """Write the file as a whole, so that readers and other writers meet no half of it; failing is no error."""
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".tmp")
+            with open(handle, "w") as file:
+                file.write(self.to_json())
+            os.replace(name, self.path)
+        except OSError as error:
+            logger.info("dta: the calibration is not kept: %s", error)
+            self.path = None
+
+
+def fit(window: Window) -> Fit:
+    """Rates of least absolute relative error over the samples, scaled to the latest calls."""
+    samples = list(window.samples)
+    work = np.array([sample.work for sample in samples], np.float64)
+    seconds = np.array([sample.seconds for sample in samples], np.float64)
+    call = np.array([sample.call for sample in samples])
+    age = call.max() - call
+    # What the runs of the latest calls should have taken; not what they took, or disturbed ones would weigh more.
+    spent = np.where(age < CALLS, work @ window.prior * [sample.runs for sample in samples], 0.0)
+    factor = _median(seconds / (work @ window.prior), spent)
+    prior = factor * np.array(window.prior)
+    shares = work * prior / seconds[:, None]  # of the measured times; 1 in sum when times the factors to be found
+    factors: Floats = np.ones(len(prior))
+    if window.runs >= MINIMUM_RUNS:
+        factors = _robust(shares, np.maximum(0.5 ** (age / HALF_LIFE), LEAST_WEIGHT))
+        factors *= _median(1 / (shares @ factors), spent)
+    rates = Rates(*(factors * prior).tolist())
+    return Fit(rates, factor, np.abs(shares @ factors - 1))
+
+
+def _median(values: Floats, weights: Floats) -> float:
+    """The least value with half of the weight at or below it."""
+    order = values.argsort()
+    total = weights[order].cumsum()
+    return float(values[order][np.searchsorted(total, total[-1] / 2)])
+
+
+def _robust(shares: Floats, weights: Floats) -> Floats:
+    """Factors within the bounds with which the shares sum to 1, by iteratively reweighted least squares."""
+    factors: Floats = np.ones(shares.shape[1])
+    predicted: Floats = np.ones(len(shares))  # relative to the measured times
+    for _ in range(ROUNDS):
+        error = np.abs(1 / predicted - 1)
+        tolerance = max(TOLERANCE, _median(error, weights))
+        weighted = shares * (weights * tolerance / np.maximum(error, tolerance) / predicted**2)[:, None]
+        factors, before = _bounded(weighted.T @ shares + PRIOR_WEIGHT * np.eye(len(factors)), weighted.sum(0)), factors
+        predicted = shares @ factors
+        if np.allclose(factors, before, rtol=1e-3):
+            break
+    return factors
+
+
+def _bounded(matrix: Floats, right: Floats) -> Floats:
+    """The least of `x . matrix x / 2 - right . x` within the bounds, plus the pull towards 1 in both.
+
+    Every unknown is free or at one of its bounds; with five of them all cases are solved at once.
+    """
+    right = right + PRIOR_WEIGHT
+    inside: Floats = np.linalg.solve(matrix, right)
+    if (inside >= 1 / BOUND).all() and (inside <= BOUND).all():
+        return inside
+    free, low = _CASES[:, 0], _CASES[:, 1]
+    fixed = np.where(free, 0.0, np.where(low, 1 / BOUND, BOUND))
+    systems = np.where(free[:, :, None] & free[:, None, :], matrix, np.eye(len(matrix)))
+    found = np.linalg.solve(systems, np.where(free, right - fixed @ matrix, fixed)[..., None])[..., 0]
+    value = ((found @ matrix) * found).sum(1) / 2 - found @ right
+    legal = ((found >= 1 / BOUND - 1e-12) & (found <= BOUND + 1e-9)).all(1)
+    best: Floats = found[np.where(legal, value, np.inf).argmin()]
+    return best
+
+
+# [243, 2, 5]: whether each unknown is free, and if not, whether it is at its lower bound.
+_CASES = np.array([[[c == 0 for c in case], [c == 1 for c in case]] for case in itertools.product(range(3), repeat=5)])
+
+
+def _size(work: Work) -> tuple[int, ...]:
+    """Runs of one size differ by at most a factor of 1.4 in everything."""
+    return tuple(round(2 * math.log2(1 + amount)) for amount in work)
+
+
+def _scaled(rates: Rates, factor: float) -> Rates:
+    return Rates(*(factor * rate for rate in rates))
+
+
+def _row(sample: Sample) -> list[float]:
+    return [sample.call, sample.runs, *map(int, sample.work), float(f"{sample.seconds:.5g}")]
+
+
+def _sample(row: Any) -> Sample:
+    call, runs, *amounts, seconds = row
+    work = Work._make(map(int, amounts))
+    if min(work) < 0 or min(runs, work.launches) < 1 or not 0 < seconds < math.inf:
+        raise ValueError(f"not a sample: {row}")
+    return Sample(int(call), int(runs), work, float(seconds))
+
+
+def cache_folder(options: Options) -> pathlib.Path | None:
+    """Where calibrations are kept (see `Options.cache_dir`); None: nowhere."""
+    named = options.cache_dir or os.environ.get("DTA_CACHE_DIR")
+    if named:
+        return None if named == "off" else pathlib.Path(os.path.expanduser(named))
+    base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return base / "dta_compile" if base.is_absolute() else None
+
+
+def file_name(program: Program, device: torch.device, attention: str = "") -> str:
+    """Readable parts, then a hash of everything that a run's time depends on besides its work."""
+    values = [program.placeholders[spec.index].meta["val"] for spec in program.region_parameters]
+    dtypes = "-".join(sorted({str(value.dtype).removeprefix("torch.") for value in values})) or "no-parameters"
+    threads = f"{torch.get_num_threads()}-threads" if device.type == "cpu" else ""
+    parameters = [
+        (tuple(value.shape), str(value.dtype), spec.requires_grad)
+        for value, spec in zip(values, program.region_parameters, strict=True)
+    ]
+    layers = [(x.kv_heads, x.key_dim, x.value_dim, str(x.dtype), x.window) for x in program.attention]
+    hashed = (torch.__version__, program.training, threads, attention, parameters, layers, program.chunk.code)
+    digest = hashlib.sha256(repr(hashed).encode()).hexdigest()[:12]
+    words = [device_name(device), threads, dtypes, digest]
+    return "-".join(re.sub(r"[^a-z0-9]+", "-", word.lower()).strip("-") for word in words if word) + ".json"
+
+
+def device_name(device: torch.device) -> str:
+    """As its maker calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return f"cpu {found[1] if found else platform.processor() or platform.machine()}"

@@ -1,0 +1,212 @@
+"""One call of a compiled program: its inputs, its rows and plan, and how values of rows are dense again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from dta_compile.errors import RuntimeContractError
+from dta_compile.passes.program import Axis, FrontierValue
+from dta_compile.plan import Footprint, Limits, Plan, make_plan
+from dta_compile.plan.prefix_tree import PrefixTree
+from dta_compile.runtime.dense_inputs import gathered, key_codes, used_tokens
+from dta_compile.runtime.executor import ChunkData, Executor
+from dta_compile.runtime.memory import default_budget
+from dta_compile.runtime.row_buffer import RowBuffer
+from dta_compile.runtime.rows import BatchRows, BatchTokens, Integers
+from dta_compile.runtime.stack import PathStack
+
+if TYPE_CHECKING:
+    from dta_compile.runtime.engine import Engine
+
+
+class Call:
+    """One call: its inputs, its tree and plan, and how frontier values are dense again."""
+
+    def __init__(self, engine: Engine, args: Sequence[Any], dense: dict[Any, torch.Tensor]) -> None:
+        self.engine, self.program, self.args, self.dense = engine, engine.program, args, dense
+        self.batch = engine.sizes.evaluate(self.program.batch, args)
+        self.tokens = engine.sizes.evaluate(self.program.tokens, args)
+        self.device = self._device()
+        self.rows: BatchRows
+        self.schedule_plan: Plan
+        self.maps: list[torch.Tensor] = []  # per frontier value the head row of every entry
+        self.uncovered: list[torch.Tensor | None] = []  # entries at padding that the outputs depend on, if any
+
+    def plan(self, mode: str) -> Plan:
+        """Build tree, rows and schedule."""
+        program, valid = self.program, self._valid()
+        trunk_keys = [self._codes(item) for item in program.trunk_keys if not _by_column(item)]
+        head_keys = [self._codes(item) for item in program.head_keys]
+        used = [used_tokens(value, self.dense, self.batch, self.tokens, self._window) for value in program.frontier]
+        used_by_any = np.logical_or.reduce(used)
+        tokens = BatchTokens.read(valid, trunk_keys, by_column=any(_by_column(item) for item in program.trunk_keys))
+        tree = PrefixTree.build(tokens.keys)
+        self.rows = BatchRows.of(tokens, tree, head_keys, used_by_any)
+        self.schedule_plan = make_plan(tree, self.engine.options, mode=mode, limits=self._limits(mode))
+        if self.schedule_plan.prefix_tree is not tree:  # the plan does not share prefixes
+            self.rows = BatchRows.of(tokens, self.schedule_plan.prefix_tree, head_keys, used_by_any)
+        self.maps = [self._entries(self.rows.head_rows, value) for value in program.frontier]
+        self.uncovered = [
+            self._entries(at, value) if (at := one & ~valid).any() else None
+            for value, one in zip(program.frontier, used, strict=True)
+        ]
+        return self.schedule_plan
+
+    def _entries(self, values: np.ndarray[Any, Any], frontier: FrontierValue) -> torch.Tensor:
+        """`[B, S]` numbers as `[entries]` of a frontier value."""
+        start, length = self._window(frontier.layout.frame)
+        return torch.from_numpy(np.ascontiguousarray(values[:, start : start + length]).reshape(-1)).to(self.device)
+
+    def replan_keeping_nothing(self) -> Plan:
+        """The plan of a second backward: the kept graphs are gone, so every chunk is recomputed."""
+        same_rows = dataclasses.replace(self.engine.options, strategy=self.schedule_plan.schedule.strategy)
+        return make_plan(self.rows.tree, same_rows, mode="transparent", limits=Limits(budget=0))
+
+    def _limits(self, mode: str) -> Limits:
+        """What the planner needs to know of this model, machine and batch."""
+        joint, budget = self.program.joint, self.engine.options.memory_budget
+        cost = self.engine.calibration(self.device).cost_model()
+        if mode != "transparent":
+            return Limits(cost=cost, head_starts=self.rows.head_starts)
+        footprint = Footprint(joint.token_bytes, joint.head_bytes, joint.kv_bytes, joint.working)
+        budget = default_budget(self.device) if budget is None else budget
+        return Limits(budget, footprint, cost, self.rows.head_starts)
+
+    def record(self, plan: Plan, executor: Executor) -> None:
+        """Note what the chunk runs of a schedule took, in the plan and for the cost model."""
+        runs = executor.stopwatch.times()
+        plan.estimates.measured_seconds = sum(seconds for _, _, seconds in runs)
+        self.engine.calibration(self.device).record(runs)
+
+    def executor(self, plan: Plan) -> Executor:
+        """An executor with fresh stack and buffers."""
+        path = PathStack(self.program.attention, plan.simulation.peak_stack_tokens, self.device)
+        return Executor(self.program.joint, self.program.frontier, self._chunk_data(), self.rows, path)
+
+    def _chunk_data(self) -> ChunkData:
+        program, rows = self.program, self.rows
+        trunk = [
+            gathered(item, self.dense[item.node], rows, rows.row_positions, self._window(item.layout.frame))
+            for item in program.trunk_inputs
+        ]
+        head = [
+            gathered(item, self.dense[item.node], rows, rows.head_positions, self._window(item.layout.frame))
+            for item in program.head_inputs
+        ]
+        parameters = [self.args[spec.index].detach() for spec in program.region_parameters]
+        return ChunkData(parameters, [self.dense[node] for node in program.constant_inputs], trunk, head)
+
+    def expand(self, index: int, buffer: RowBuffer) -> torch.Tensor:
+        """The rows of a frontier value as the dense tensor of its layout; zeros at padding and where it is not used."""
+        value = self.program.frontier[index]
+        dense = buffer.gather(self.maps[index])
+        return self._from_entries(value, dense, self.batch)
+
+    def expand_row(self, index: int, buffer: RowBuffer, row: int) -> torch.Tensor:
+        """As `expand`, for one sequence: the batch axis has size one."""
+        value = self.program.frontier[index]
+        entries = buffer.gather(self._row_of(self.maps[index], row))
+        return self._from_entries(value, entries, batch=1)
+
+    def add_row_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor, row: int) -> None:
+        """Add the gradient of `expand_row` to its rows."""
+        value = self.program.frontier[index]
+        entries = grad.permute(_entry_order(value)).reshape(-1, *value.features)
+        uncovered = self.uncovered[index]
+        self._refuse_gradients_at_padding(index, entries, None if uncovered is None else self._row_of(uncovered, row))
+        buffer.add(self._row_of(self.maps[index], row), entries)
+
+    def _row_of(self, entries: torch.Tensor, row: int) -> torch.Tensor:
+        return entries.reshape(self.batch, -1)[row]
+
+    def _from_entries(self, value: FrontierValue, entries: torch.Tensor, batch: int) -> torch.Tensor:
+        dims, order = value.layout.dims, _entry_order(value)
+        if Axis.BATCH in dims:
+            entries = entries.reshape(batch, -1, *value.features)
+        inverse = [order.index(i) for i in range(len(dims))]
+        entries = entries.permute(inverse)
+        # The same memory, but no view to autograd: callers may write to outputs in place (`logits.div_(temperature)`).
+        return torch.ops.aten._unsafe_view(entries.contiguous(), entries.shape)
+
+    def add_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor) -> None:
+        """Add the gradient of `expand` to its rows."""
+        value = self.program.frontier[index]
+        entries = grad.permute(_entry_order(value)).reshape(-1, *value.features)
+        self._refuse_gradients_at_padding(index, entries, self.uncovered[index])
+        buffer.add(self.maps[index], entries)
+
+    def _refuse_gradients_at_padding(self, index: int, entries: torch.Tensor, padding: torch.Tensor | None) -> None:
+        if padding is None or not bool(padding.any()):
+            return
+        used = (entries[padding] != 0).reshape(int(padding.sum()), -1).any(1)
+        if bool(used.any()):
+            raise RuntimeContractError(
+                "the loss uses outputs at padding positions, which the prefix tree does not compute",
+                where=f"frontier value {self.program.frontier[index].node.name}",
+                expected="zero gradients wherever the attention mask is 0",
+                got=f"{int(used.sum())} of {len(used)} padding positions with a gradient",
+                hint="mask the loss there (labels: -100), or let the attention mask cover these positions",
+            )
+
+    def _window(self, frame: Any) -> tuple[int, int]:
+        return self.engine.sizes.window(frame, self.args) if frame is not None else (0, 1)
+
+    def _codes(self, item: Any) -> Integers:
+        return key_codes(item, self.dense[item.node], self.batch, self.tokens, self._window(item.layout.frame))
+
+    def _device(self) -> torch.device:
+        for spec in self.program.region_parameters:
+            return self.args[spec.index].device
+        return torch.device("cpu")
+
+    def _valid(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """`[B, S]` real tokens; checks what the masks' proofs assumed of the inputs."""
+        everything = np.ones((self.batch, self.tokens), bool)
+        layers = self.program.attention
+        valid = everything
+        if layers[0].mask.valid is not None:
+            values = self.dense[layers[0].mask.valid]
+            valid = (values != 0).reshape(-1, self.tokens).expand(self.batch, self.tokens).cpu().numpy()
+        for layer in layers:
+            for node in layer.mask.positions:
+                self._require_consecutive(node)
+            if layer.window is not None:
+                self._require_contiguous(valid)
+        return valid
+
+    def _require_consecutive(self, node: Any) -> None:
+        positions = self.dense[node].reshape(-1, self.tokens)
+        if bool((positions.diff(dim=1) != 1).any()):
+            raise RuntimeContractError(
+                "these position ids make the model treat a row as several packed sequences",
+                where=f"input {node.name}",
+                expected="position ids that grow by one along every row",
+                got="a row with a jump",
+                hint="pass an attention_mask along with position_ids, and one sequence per row",
+            )
+
+    def _require_contiguous(self, valid: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+        changes = np.diff(valid.astype(np.int8), axis=1, prepend=0, append=0)
+        if ((changes == 1).sum(1) > 1).any():
+            raise RuntimeContractError(
+                "a row has padding between real tokens, and a sliding window counts padding",
+                expected="padding at the left or right end of a row only",
+                got=f"row {int(((changes == 1).sum(1) > 1).argmax())}",
+                hint="move the padding to one end of the row",
+            )
+
+
+def _by_column(item: Any) -> bool:
+    return Axis.BATCH not in item.layout.dims and Axis.ROWS not in item.layout.dims
+
+
+def _entry_order(value: FrontierValue) -> list[int]:
+    """Dimensions of a frontier value: batch, tokens, then features."""
+    dims = value.layout.dims
+    order = sorted(range(len(dims)), key=lambda i: (dims[i] is None, dims[i] is not Axis.BATCH, i))
+    return order

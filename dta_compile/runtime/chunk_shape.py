@@ -1,0 +1,85 @@
+"""The shape of a chunk: where it hangs on the stack and which of its tokens read which."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dta_compile.plan.segments import Rectangle, Segment, rectangles
+
+__all__ = ["ChunkShape"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkShape:
+    """Where a chunk hangs and how its tokens relate.
+
+    Attributes:
+        start: tokens of the stack that it reads.
+        spine: its first tokens that go onto the stack (0: none).
+        segments: its slices, see `dta_compile.plan.segments`.
+        rectangles: what hangs from each slice against the slice.
+        kept: what attention providers derive from the shape once, for all layers, forward and backward.
+    """
+
+    start: int
+    spine: int
+    segments: tuple[Segment, ...]
+    rectangles: tuple[Rectangle, ...]
+    kept: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, start: int, spine: int, parts: Sequence[Segment]) -> ChunkShape:
+        """The shape of a chunk with these slices."""
+        return cls(start, spine, tuple(parts), tuple(rectangles(parts)))
+
+    @classmethod
+    def run(cls, start: int, tokens: int) -> ChunkShape:
+        """One slice, all of it spine."""
+        return cls.of(start, tokens, [Segment(0, tokens, tokens, start, -1)])
+
+    @functools.cached_property
+    def tokens(self) -> int:
+        """Tokens of the chunk."""
+        return self.segments[-1].last
+
+    @functools.cached_property
+    def height(self) -> int:
+        """Tokens of the longest path that ends in the chunk, from the root on."""
+        return max(part.depth + part.last - part.first for part in self.segments)
+
+    @functools.cached_property
+    def depths(self) -> npt.NDArray[np.int64]:
+        """`[tokens]` depth of every token."""
+        return np.concatenate([part.depth + np.arange(part.last - part.first) for part in self.segments])
+
+    def allowed(self, queries: range, keys: range, window: int = 0) -> npt.NDArray[np.bool_]:
+        """`[queries, keys]`: which of the chunk's tokens `keys` the tokens `queries` read: ancestors and themselves.
+
+        A window leaves those less than `window` (0: none) tokens above.
+        """
+        out = np.zeros((len(queries), len(keys)), np.bool_)
+        for part in self.segments:
+            first, last = max(part.first, queries.start), min(part.last, queries.stop)
+            if first >= last:
+                continue
+            rows = out[first - queries.start : last - queries.start]
+            own = max(part.first, keys.start)
+            width = min(last, keys.stop) - own
+            if width > 0:
+                rows[:, own - keys.start :][:, :width] = np.tri(last - first, width, first - own, np.bool_)
+            child = part
+            while child.parent >= 0:
+                above = self.segments[child.parent]
+                read = above.first + child.depth - above.depth  # one past the last token that `child` hangs from
+                rows[:, max(above.first - keys.start, 0) : max(read - keys.start, 0)] = True
+                child = above
+        if window:
+            depths = self.depths
+            out &= depths[queries.start : queries.stop, None] - depths[keys.start : keys.stop] < window
+        return out

@@ -1,0 +1,131 @@
+"""The transparent mode: forward over the tree, any loss by ordinary autograd, then backward over the tree."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dta_compile.errors import RuntimeContractError
+from dta_compile.passes.attention_op import statistics_dtype
+from dta_compile.plan import Op, Plan
+from dta_compile.runtime.call import Call
+from dta_compile.runtime.executor import Executor
+from dta_compile.runtime.row_buffer import AllRows
+
+
+@contextlib.contextmanager
+def no_autocast() -> Iterator[None]:
+    """Casts are spelled out in the graphs: autocast around the call must not add its own."""
+    with torch._C._DisableAutocast():
+        yield
+
+
+class TreeFunction(torch.autograd.Function):
+    """Dense frontier values of a call as a function of the region's parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        executor, backward_half = forward_half(call, call.schedule_plan)
+        if not backward_half:
+            call.record(call.schedule_plan, executor)
+        outputs = tuple(call.expand(i, buffer) for i, buffer in enumerate(executor.outputs))
+        executor.outputs = []
+        ctx.call, ctx.executor, ctx.backward_half = call, executor, backward_half
+        ctx.save_for_backward(*parameters)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(out for out, value in zip(outputs, call.program.frontier, strict=True) if not value.differentiable)
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeContractError(
+                "a backward over the prefix tree cannot be differentiated again",
+                expected="gradients without create_graph=True",
+                got="create_graph=True",
+                hint="take second derivatives (gradient penalties, Hessians) in eager mode",
+            )
+        parameters = ctx.saved_tensors  # checks that no parameter was changed in place since the forward
+        call: Call = ctx.call
+        executor, backward_half = ctx.executor, ctx.backward_half
+        ctx.executor = ctx.backward_half = None  # the kept graphs serve one backward; another one recomputes
+        with no_autocast():
+            if executor is None:
+                executor, backward_half = forward_half(call, call.replan_keeping_nothing())
+            accumulators = backpropagate(call, executor, backward_half, grads, parameters)
+        call.record(call.schedule_plan, executor)
+        return (None, *accumulators)
+
+
+def forward_half(call: Call, plan: Plan) -> tuple[Executor, Sequence[Op]]:
+    """Run a schedule up to its attach op; the executor, and what is left of the operations."""
+    executor = call.executor(plan)
+    executor.outputs = [executor.row_buffer(i, AllRows, v.dtype) for i, v in enumerate(executor.frontier)]
+    done = executor.run(plan.schedule.ops, on_attach=lambda sequences: False)
+    return executor, plan.schedule.ops[done:]
+
+
+def backpropagate(
+    call: Call,
+    executor: Executor,
+    ops: Sequence[Op],
+    grads: Sequence[torch.Tensor | None],
+    parameters: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """Run the backward half of a schedule; gradients of all region parameters (None for frozen ones)."""
+    set_gradients(call, executor, grads)
+    prepare_accumulators(executor, parameters)
+    executor.run(ops, on_attach=lambda sequences: True)
+    return finished_gradients(executor, parameters, {i for i, grad in enumerate(grads) if grad is not None})
+
+
+def set_gradients(call: Call, executor: Executor, grads: Sequence[torch.Tensor | None]) -> None:
+    """Sum dense gradients of the frontier onto head rows."""
+    for i, (value, grad) in enumerate(zip(call.program.frontier, grads, strict=True)):
+        if value.is_cache and grad is not None:
+            raise RuntimeContractError(
+                "a gradient reached the returned KV cache",
+                expected="a loss that does not use past_key_values",
+                got=f"a gradient for {value.node.name}",
+                hint="pass use_cache=False",
+            )
+        if i in executor.joint.differentiated and grad is not None:
+            buffer = executor.row_buffer(i, AllRows, statistics_dtype(value.dtype))
+            call.add_gradient(i, buffer, grad)
+            executor.gradients[i] = buffer
+    executor.active = rows_with_gradient(executor)
+
+
+def rows_with_gradient(executor: Executor) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """`[H]` head rows with a gradient in any frontier value. Read once per backward: no chunk waits for the device."""
+    active = torch.zeros(len(executor.head_rows), dtype=torch.bool, device=executor.path.device)
+    for buffer in executor.gradients:
+        if isinstance(buffer, AllRows):
+            active |= (buffer.values[:-1] != 0).flatten(1).any(1)
+    return active.cpu().numpy()
+
+
+def prepare_accumulators(executor: Executor, parameters: Sequence[torch.Tensor]) -> None:
+    executor.path.allocate_gradients()
+    executor.accumulators = [
+        torch.zeros_like(parameters[i], dtype=statistics_dtype(parameters[i].dtype)).detach()
+        for i in executor.joint.grad_parameters
+    ]
+
+
+def finished_gradients(
+    executor: Executor, parameters: Sequence[torch.Tensor], used: set[int]
+) -> list[torch.Tensor | None]:
+    """Gradients of all region parameters; None, not zero, where none of the frontier values `used` depends on one."""
+    gradients: list[torch.Tensor | None] = [None] * len(parameters)
+    joint = executor.joint
+    for i, sources, total in zip(joint.grad_parameters, joint.grad_sources, executor.accumulators, strict=True):
+        if sources & used:
+            gradients[i] = total.to(parameters[i].dtype)
+    return gradients

@@ -1,0 +1,145 @@
+"""What "exact" means for a schedule, token by token on explicit paths and without the planner's own code."""
+
+from collections import Counter
+from itertools import product
+
+from dta_compile.plan import Anchor, Attach, Backward, Forward, Pop, Restore, rectangles
+
+
+class Tokens:
+    """The tokens of a batch by number: sequences that share a prefix name the same ones (or none do).
+
+    Attributes:
+        paths: the tokens of every sequence.
+        above: for every token those that it attends to besides itself, from the root.
+        below: for every token those that attend to it, ascending.
+    """
+
+    def __init__(self, sequences, share=True):
+        numbers = {}
+        self.paths = [
+            [
+                numbers.setdefault((0 if share else s, *tokens[:stop]), len(numbers))
+                for stop in range(1, len(tokens) + 1)
+            ]
+            for s, tokens in enumerate(sequences)
+        ]
+        self.above = {token: path[:depth] for path in self.paths for depth, token in enumerate(path)}
+        self.below = {token: [] for token in self.above}
+        for token in sorted(self.above):
+            for reader in self.above[token]:
+                self.below[reader].append(token)
+
+    def of(self, part):
+        assert 0 <= part.sequence < len(self.paths)
+        path = self.paths[part.sequence]
+        assert 0 <= part.start < part.stop <= len(path)
+        return path[part.start : part.stop]
+
+
+def check_attention(tokens, chunk, parts):
+    """Squares and rectangles are the pairs of the tree inside a chunk, each once; and its prefix is the rest."""
+    inside = [token for part in chunk.slices for token in tokens.of(part)]
+    number = {token: k for k, token in enumerate(inside)}
+    pairs = [(q, k) for part in parts for q in range(part.first, part.last) for k in range(part.first, q + 1)]
+    for r in rectangles(parts):
+        pairs += product(range(r.query_first, r.query_last), range(r.key_first, r.key_last))
+    expected = {(number[q], number[k]): 1 for q in inside for k in (q, *tokens.above[q]) if k in number}
+    assert Counter(pairs) == Counter(expected)
+    for token in inside:
+        assert [key for key in tokens.above[token] if key not in number] == tokens.above[token][: chunk.start]
+
+
+def execute(sequences, schedule, share=True):
+    """Runs a schedule as the runtime does; fails if a token misses KV, an output, a loss or a gradient.
+
+    KV gradients wait by depth on the stack. A token reads the KV of all tokens above it, so when it goes backward it
+    must have had one gradient from each token below it.
+    """
+    run = _Execution(Tokens(sequences, share))
+    for op in schedule.ops:
+        run.step(op)
+    assert not run.stack and not run.live
+    assert run.attached == set(range(len(sequences)))
+    assert run.done == (set() if schedule.mode == "score" else set(run.tokens.above))
+
+
+class _Execution:
+    def __init__(self, tokens):
+        self.tokens = tokens
+        self.stack = []  # the token whose KV is there
+        self.waiting = {}  # depth -> (token, token that gave it a gradient), ...
+        self.live, self.kept = set(), {}
+        self.written, self.attached, self.done = set(), set(), set()
+
+    def step(self, op):
+        match op:
+            case Anchor(chunk) | Forward(chunk):
+                self.forward(op, chunk)
+            case Backward(chunk):
+                self.backward(chunk)
+            case Attach(sequences):
+                for sequence in sequences:
+                    assert sequence not in self.attached and self.written.issuperset(self.tokens.paths[sequence])
+                    self.attached.add(sequence)
+            case Restore(part):
+                assert any(_covers(spine, part, self.tokens) for spine in self.kept.values())
+                self.push(part)
+            case Pop(part):
+                assert self.tokens.of(part) == self.stack[part.start :]
+                self.cut(part.start, [])
+
+    def push(self, part):
+        assert self.stack[: part.start] == self.tokens.paths[part.sequence][: part.start]
+        self.cut(part.start, self.tokens.of(part))
+
+    def cut(self, depth, then):
+        """What comes down from `depth` on is replaced; gradients may only wait for tokens that come back at once."""
+        self.stack[depth:] = then
+        for at, gradients in self.waiting.items():
+            assert all(self.stack[at : at + 1] == [token] for token, _ in gradients)
+
+    def read(self, chunk):
+        """The tokens of a chunk, each of which finds the tokens above it on the stack or before it in the chunk."""
+        inside = []
+        for token in (token for part in chunk.slices for token in self.tokens.of(part)):
+            above = self.tokens.above[token]
+            assert self.stack[: chunk.start] == above[: chunk.start]
+            assert token not in inside and set(inside).issuperset(above[chunk.start :])
+            inside.append(token)
+        return inside
+
+    def forward(self, op, chunk):
+        inside = self.read(chunk)
+        if chunk.spine is not None:
+            self.push(chunk.spine)
+        if isinstance(op, Forward):
+            assert chunk not in self.live
+            self.live.add(chunk)
+        if chunk.spine is not None and (isinstance(op, Forward) or op.kv):
+            self.kept[chunk] = chunk.spine
+        self.written.update(inside if op.out else [])
+
+    def backward(self, chunk):
+        inside = self.read(chunk)
+        self.live.remove(chunk)
+        self.kept.pop(chunk, None)
+        received = {token: [] for token in inside}
+        for token in inside:
+            for reader in received.keys() & self.tokens.above[token]:
+                received[reader].append(token)
+        if chunk.spine is not None:
+            for depth in range(chunk.spine.start, chunk.spine.stop):
+                for token, giver in self.waiting.pop(depth, []):
+                    received[token].append(giver)
+        for token, givers in received.items():
+            assert token not in self.done and sorted(givers) == self.tokens.below[token]
+            assert all(s in self.attached for s, path in enumerate(self.tokens.paths) if token in path)
+        self.done.update(inside)
+        for depth, reader in enumerate(self.stack[: chunk.start]):
+            self.waiting.setdefault(depth, []).extend((reader, token) for token in inside)
+
+
+def _covers(spine, part, tokens):
+    inside = spine.start <= part.start and part.stop <= spine.stop
+    return inside and tokens.of(spine)[part.start - spine.start : part.stop - spine.start] == tokens.of(part)

@@ -1,0 +1,89 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dta_compile.options import Options
+from dta_compile.plan import CostModel, Footprint, Limits, PrefixTree, Rates, Work, choose, simulate, verify
+from dta_compile.plan.cost import CANDIDATES
+from dta_compile.plan.schedule import MODES
+
+SHARED = PrefixTree.build([[1] * 20 + [n] * 5 for n in range(8)])
+TOKENS_ONLY = CostModel(Rates(0, 0, 1, 0, 0), Rates(0, 0, 2, 0, 0), restore=0, source="by hand")
+LAUNCHES_ONLY = CostModel(Rates(1, 0, 0, 0, 0), Rates(1, 0, 0, 0, 0), restore=0, source="by hand")
+
+
+def test_cost_is_linear_in_the_work():
+    assert Rates(1e4, 1e3, 100, 10, 1).seconds(Work(5, 4, 3, 2, 1)) == 54_321
+    cost = CostModel(forward=Rates(0, 0, 1, 0, 0), backward=Rates(3, 0, 0, 0, 0), restore=0.5)
+    counts = simulate(*choose(SHARED, Options(strategy="dfs", chunk_size=5), "transparent")[:2])
+    assert (counts.forward.tokens, counts.backward.launches) == (60, 12)
+    assert cost.estimate(dataclasses.replace(counts, restored_tokens=8)) == 60 + 12 * 3 + 8 * 0.5
+
+
+rates = st.builds(Rates, *[st.sampled_from([0.0, 1.0, 7.0])] * 5)
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_auto_takes_the_cheapest_candidate_the_first_of_equals(batches, data):
+    tree, mode = PrefixTree.build(data.draw(batches)), data.draw(st.sampled_from(MODES))
+    chunk_size, budget = data.draw(st.sampled_from([1, 3, 8, 100])), data.draw(st.sampled_from([None, 0, 10, 40]))
+    cost = data.draw(st.builds(CostModel, rates, rates, st.sampled_from([0.0, 0.1])))
+    limits = Limits(budget, Footprint(kv_token=0.2), cost)
+    _, schedule, reason = choose(tree, Options(chunk_size=chunk_size), mode, limits)
+    seconds = {}
+    for strategy in CANDIDATES:
+        asked = Options(strategy=strategy, chunk_size=chunk_size)
+        run, candidate, why = choose(tree, asked, mode, limits)
+        assert why == "asked for"
+        seconds[strategy] = cost.estimate(verify(run, candidate))
+    if "vanilla holds" in reason:
+        del seconds["vanilla"]
+    assert schedule.strategy == min(seconds, key=seconds.__getitem__)
+
+
+def test_the_reason_tells_the_costs():
+    tree, schedule, reason = choose(SHARED, Options(chunk_size=100), "transparent")
+    assert (tree, schedule.strategy) == (SHARED, "packed")
+    assert reason.startswith("auto, by estimated cost (not calibrated): packed 1.00, dfs 6.")
+    assert "dense >= 6." in reason, "not planned, since a bound of its cost rules it out"
+    _, schedule, reason = choose(SHARED, Options(chunk_size=8), "streaming", Limits(cost=TOKENS_ONLY))
+    assert schedule.strategy == "vanilla", "it forwards nothing again"
+    assert reason == "auto, by estimated cost (by hand): packed 1.11, dfs 1.11, vanilla 1.00, dense >= 3.33"
+
+
+def test_dense_is_taken_where_sharing_costs_more_than_it_saves():
+    # The stack must be built for the second branch: a launch more than without sharing, to save one token.
+    tree = PrefixTree.build([[8, 0], [8, 1, 7]])
+    run, schedule, reason = choose(tree, Options(chunk_size=3), "streaming", Limits(cost=LAUNCHES_ONLY))
+    assert (schedule.strategy, run.shared) == ("dense", False)
+    assert reason == "auto, by estimated cost (by hand): packed 1.25, dfs 1.25, vanilla 1.50, dense 1.00"
+
+
+@pytest.mark.parametrize(
+    "budget, refusal",
+    [
+        (None, ""),
+        (0, "; vanilla holds graphs of 25 > 8 tokens"),
+        (1500, "; vanilla holds graphs of 25 > 15 tokens"),
+        (2500, ""),
+    ],
+)
+def test_a_strategy_that_must_hold_more_than_the_budget_is_refused(budget, refusal):
+    limits = Limits(budget, Footprint(graph_token=60, graph_head=40), TOKENS_ONLY)
+    _, schedule, reason = choose(SHARED, Options(chunk_size=8), "streaming", limits)
+    assert schedule.strategy == ("packed" if refusal else "vanilla")
+    assert reason.endswith(refusal)
+    assert ("holds" in reason) == bool(refusal)
+
+
+@pytest.mark.parametrize("budget", [0, 100, 400, 10**6])
+def test_something_is_always_left_however_few_head_rows_there_are(budget):
+    head_starts = np.zeros(SHARED.num_rows + 1, int)
+    head_starts[-1] = 1
+    limits = Limits(budget, Footprint(graph_token=1, graph_head=19), head_starts=head_starts)
+    tree, schedule, _ = choose(SHARED, Options(chunk_size=8), "transparent", limits)
+    assert verify(tree, schedule).peak_live_tokens <= budget + 2 * 8

@@ -15,13 +15,13 @@ CODE := dta_compile tests examples benchmarks
 .PHONY: help setup demo test lint format bench bench-all clean
 
 help:
-	@echo "make demo    set up, then train a small model with eager and with dta side by side"
-	@echo "make test    set up, then ruff, mypy and the whole test suite"
-	@echo "make bench   set up, then the speed floors (benchmarks/floors.py)"
-	@echo "make bench-all  set up, then every baseline, with plots (BENCH=\"--suite full\": hours)"
-	@echo "make lint    set up, then ruff and mypy only"
-	@echo "make format  set up, then let ruff rewrite the code"
-	@echo "make clean   remove the environment, caches and build results"
+	@echo "make demo       set up, then train a small model with eager and with dta side by side"
+	@echo "make test       set up, then ruff, mypy and the whole test suite"
+	@echo "make bench      set up, then the speed floors (benchmarks/floors.py)"
+	@echo "make bench-all  set up, then every baseline, with plots; BENCH=\"--suite full\" takes hours"
+	@echo "make lint       set up, then ruff and mypy only"
+	@echo "make format     set up, then let ruff rewrite the code"
+	@echo "make clean      remove the environment, caches and build results"
 
 setup: $(STAMP)
 

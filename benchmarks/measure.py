@@ -94,6 +94,8 @@ def _first_calls(workload: Workload, outcomes: dict[str, Outcome], limit: float,
     expected: list[torch.Tensor] = []  # of the reference, which comes first
     for method, outcome in outcomes.items():
         tick(f"{workload.name}: first call of {method}", 1)
+        if not expected and method != REFERENCE:
+            outcome.error = outcome.error or f"not run: {REFERENCE} failed, so there is nothing to compare with"
         if outcome.error:
             continue
         try:

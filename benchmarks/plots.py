@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.results import Report, Result
 
 FAMILY_COLORS = {"dense": "#8c96a3", "tree mask": "#e08e3c", "dta": "#2a7f62"}
-# What is drawn over sweeps; all methods at once would hide each other.
+# What is drawn over sweeps beside `dense`; all methods at once would hide each other.
 SWEEP_COLORS = {
     "padded": "#b8c0ca",
     "varlen": "#6b7785",
@@ -75,7 +75,7 @@ def _bars(report: Report, results: list[Result], value: Value, label: str) -> Ca
             _bar_panel(panel, report, result, value)
         for panel in panels[len(results) :]:
             panel.set_visible(False)
-        figure.supxlabel(label)
+        figure.supxlabel(f"{label} (grey: nothing shared, orange: tree mask, green: dta)", fontsize=10)
         return figure
 
     return make

@@ -24,13 +24,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.measure import Settings, measure
 from benchmarks.memory import peak_memory_is_available
 from benchmarks.methods import METHODS
-from benchmarks.plots import draw
+from benchmarks.plots import SWEEP_COLORS, draw
 from benchmarks.report import show
 from benchmarks.results import Report, machine_facts
 from benchmarks.workloads import ROLLOUT_FILES, Entry, catalogue
 
 QUICK_WORKLOADS = ("short", "mid", "none", "fan", "airline_tiny")
 QUICK_METHODS = ("dense", "padded", "varlen", "leaves", "sparse", "dfs", "packed", "auto")
+# A sweep has many points, and nothing in it is a prefix of another sequence: it runs what is drawn over it.
+SWEEPS = ("c-sweep", "suffix-sweep")
 
 
 def main() -> int:
@@ -42,7 +44,7 @@ def main() -> int:
         if arguments.repetitions < 1 or arguments.threads < 1:
             raise ValueError("--repetitions and --threads must be at least 1")
         entries = _choose_workloads(arguments)
-        methods = _choose(arguments.methods, METHODS, QUICK_METHODS if arguments.suite == "quick" else METHODS)
+        methods = _choose_methods(arguments)
         report = _new_report(settings, methods, arguments.max_tokens)
         if arguments.resume:
             report = _resumed(arguments.resume, report)
@@ -60,18 +62,23 @@ def main() -> int:
 
 
 def _run(
-    report: Report, entries: list[Entry], methods: list[str], settings: Settings, file: Path, console: Console
+    report: Report,
+    entries: list[Entry],
+    methods: dict[str, list[str]],
+    settings: Settings,
+    file: Path,
+    console: Console,
 ) -> None:
     """Measure what the report does not have yet; the report is written after every workload."""
     entries = [entry for entry in entries if entry.name not in {result.name for result in report.results}]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        count = len({"dense", *methods}) * len(entries)
+        count = sum(len({"dense", *_methods_of(entry, methods)}) for entry in entries)
         task = progress.add_task("", total=count * settings.ticks)
         for entry in entries:
             result = measure(
                 entry.build(),
-                methods,
+                _methods_of(entry, methods),
                 settings,
                 lambda text, steps: progress.update(task, description=text, advance=steps),
             )
@@ -79,6 +86,10 @@ def _run(
             report.save(file)
             show(result, console)
     console.print(f"{file}: {len(report.results)} workloads")
+
+
+def _methods_of(entry: Entry, methods: dict[str, list[str]]) -> list[str]:
+    return methods.get(entry.group, methods[""])
 
 
 def _draw(report: Report, folder: Path, console: Console) -> None:
@@ -89,7 +100,7 @@ def _draw(report: Report, folder: Path, console: Console) -> None:
         console.print("no plots without matplotlib: pip install '.[bench]'", style="yellow")
 
 
-def _new_report(settings: Settings, chosen: list[str], max_tokens: int) -> Report:
+def _new_report(settings: Settings, chosen: dict[str, list[str]], max_tokens: int) -> Report:
     methods = {name: {"family": method.family, "description": method.description} for name, method in METHODS.items()}
     asked = dataclasses.asdict(settings) | {"max_tokens": max_tokens, "methods": chosen}
     return Report(machine_facts(), asked, methods)
@@ -121,8 +132,13 @@ def _choose_workloads(arguments: argparse.Namespace) -> list[Entry]:
     return [entries[name] for name in _known(names, entries)]
 
 
-def _choose(text: str | None, known: dict[str, object], default: object) -> list[str]:
-    return _known(text.split(","), known) if text else list(default)
+def _choose_methods(arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """Names of methods by group of workloads; "" stands for all other groups."""
+    if arguments.methods:
+        return {"": _known(arguments.methods.split(","), METHODS)}
+    if arguments.suite == "quick":
+        return {"": list(QUICK_METHODS)}
+    return {"": list(METHODS), **{group: ["dense", *SWEEP_COLORS] for group in SWEEPS}}
 
 
 def _known(names: list[str], known: dict[str, object]) -> list[str]:

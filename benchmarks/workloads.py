@@ -70,11 +70,16 @@ def catalogue(rollouts: Path | None, files: Sequence[str], max_tokens: int) -> d
         rollouts: folder of rollout files; None leaves only the one that is installed with the package.
         files: their names, without the suffix.
         max_tokens: of each file the first samples are taken, up to this many tokens.
+
+    Raises:
+        ValueError: a file that is not there.
     """
     entries = [Entry("tiny", "check", functools.partial(tiny, VOCABULARY))]
     entries += [*_trees(), *_compression_sweep(), *_suffix_sweep()]
     paths = [bundled()] if rollouts is None else [rollouts / f"{name}.npz" for name in files]
     for path in paths:
+        if not path.is_file():
+            raise ValueError(f"no rollout file {path.name} in {path.parent}")
         entries.append(Entry(path.stem, "rollouts", functools.partial(_rollouts, path, max_tokens)))
     return {entry.name: entry for entry in entries}
 
@@ -141,13 +146,10 @@ def _turns() -> list[IntArray]:
 
 
 def _rollouts(path: Path, max_tokens: int) -> Workload:
-    samples, used = [], 0
-    for rollout in load_rollouts(path, dense=True):
-        if used + len(rollout) > max_tokens:
-            break
-        samples.append(rollout.tokens.astype(np.int64))
-        used += len(rollout)
-    if not samples:
+    rollouts = load_rollouts(path, dense=True)
+    fitting = int((np.cumsum([len(rollout) for rollout in rollouts]) <= max_tokens).sum())
+    if not fitting:
         raise ValueError(f"the first sample of {path.stem} has more than {max_tokens:,} tokens")
-    text = f"first {len(samples)} samples of the rollout file"
-    return Workload(path.stem, "rollouts", text, vocab_size(path, multiple=64), samples)
+    sequences = [rollout.tokens.astype(np.int64) for rollout in rollouts[:fitting]]
+    text = f"the first {fitting} of {len(rollouts)} samples"
+    return Workload(path.stem, "rollouts", text, vocab_size(path, multiple=64), sequences)

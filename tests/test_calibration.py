@@ -183,9 +183,15 @@ def test_unknown_kinds_and_times_of_zero_are_left_out():
     assert learner.cost_model() is before
 
 
-def test_the_model_is_made_once_between_calls():
-    learner = record(Calibration(), varied)
-    assert learner.cost_model() is learner.cost_model()
+def test_the_model_is_made_once_between_calls_and_later_every_few_calls():
+    learner, models = record(Calibration(), varied, calls=1), []
+    for call in range(100):
+        record(learner, varied, calls=1, runs=2, seed=call)
+        models.append(learner.cost_model())
+        assert learner.cost_model() is models[-1]
+    fitted = [i for i, (before, after) in enumerate(itertools.pairwise(models)) if after is not before]
+    assert fitted[:6] == [0, 1, 2, 3, 4, 5] and len(fitted) < 40
+    assert max(after - before for before, after in itertools.pairwise(fitted)) <= calibration.LONGEST_WAIT + 1
 
 
 def test_the_source_says_how_much_and_how_well():

@@ -114,14 +114,11 @@ def cross_entropy(logits, labels=NEXT, **options):
 
 LOSSES = {
     "mean": lambda logits: cross_entropy(logits),
-    "sum": lambda logits: cross_entropy(logits, reduction="sum"),
-    "none": lambda logits: cross_entropy(logits, reduction="none"),
     "channels first": lambda logits: F.cross_entropy(logits.transpose(1, 2), NEXT),
     "another ignored label": lambda logits: cross_entropy(logits, NEXT.masked_fill(~LABELLED, 1000), ignore_index=1000),
     "an ignored class": lambda logits: cross_entropy(logits, NEXT.masked_fill(~LABELLED, 0), ignore_index=0),
     "smoothing": lambda logits: F.cross_entropy(logits.transpose(1, 2), NEXT, label_smoothing=0.1),
     "smoothing, by token": lambda logits: cross_entropy(logits, label_smoothing=0.1, reduction="none"),
-    "class weights": lambda logits: cross_entropy(logits, weight=WEIGHTS),
     "class weights and smoothing": lambda logits: cross_entropy(
         logits, weight=WEIGHTS, label_smoothing=0.2, reduction="sum"
     ),

@@ -180,7 +180,7 @@ def test_graphs_can_be_dumped(tmp_path, monkeypatch):
     torch.compile(model, backend="dta")(torch.randint(0, VOCABULARY, (2, 7)), torch.ones(2, 7, dtype=torch.bool))
     dumped = sorted(path.name for path in tmp_path.iterdir())
     assert dumped == sorted(f"{i}_{step.__name__}.txt" for i, step in enumerate(PASSES))
-    assert "addmm_" in (tmp_path / "8_accumulate.txt").read_text()
+    assert "addmm_" in (tmp_path / f"{len(PASSES) - 1}_accumulate.txt").read_text()
 
 
 def test_a_token_rule_needs_an_operator():

@@ -341,8 +341,15 @@ class _Replay:
                 "not attached",
             )
         self.check_descendants(chunk, rows)
-        takes = chunk.spine is not None and self.tree.row_at(self.sequence, chunk.start) == rows[0]
-        if chunk.start >= self.waiting or takes:
+        if chunk.start >= self.waiting:
+            self.waiting = chunk.start
+        elif chunk.spine is not None:  # takes what waits on the stack from its start on
+            if self.tree.row_at(self.sequence, chunk.start) != rows[0]:
+                self.fail(
+                    "a spine takes the KV gradients that wait at its place, so they must be its own",
+                    f"backward of s{self.sequence}[{chunk.start}:{self.waiting}] first",
+                    f"gradients waiting up to {self.waiting}",
+                )
             self.waiting = chunk.start
         self.finished[rows] = True
         self.graph[rows] = self.kept[rows] = 0

@@ -98,15 +98,15 @@ class Reference:
 
     def _allowed(self, x: Operands) -> torch.Tensor:
         """Which of the `p + c` keys each of the `c` queries reads, bool `[c, p + c]`."""
-        kept, key = x.chunk.kept, (Reference, x.window, x.query.device)
-        if key not in kept:
-            chunk = range(x.chunk.tokens)
-            distance = torch.from_numpy(x.chunk.depths)[:, None] - torch.arange(x.chunk.start)
-            prefix = distance < x.window if x.window else torch.ones_like(distance, dtype=torch.bool)
-            own = torch.from_numpy(x.chunk.allowed(chunk, chunk, x.window))
-            kept[key] = torch.cat([prefix, own], 1).to(x.query.device)
-        allowed: torch.Tensor = kept[key]
-        return allowed
+        device, tokens = x.query.device, range(x.chunk.tokens)
+        kept, name = x.chunk.kept, (Reference, x.window, device)
+        if name not in kept:
+            depths, own = x.chunk.depths, x.chunk.allowed(tokens, tokens, x.window)
+            kept[name] = torch.from_numpy(depths).to(device), torch.from_numpy(own).to(device)
+        depths, own = kept[name]
+        reach = x.window or x.chunk.height
+        prefix = depths[:, None] - torch.arange(x.chunk.start, device=device) < reach
+        return torch.cat([prefix, own], 1)
 
 
 def repeat_heads(tensor: torch.Tensor, groups: int) -> torch.Tensor:

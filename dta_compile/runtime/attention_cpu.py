@@ -93,9 +93,7 @@ def _flash(x: Operands, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     return out, logsumexp
 
 
-def _flash_backward(
-    grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tensor, x: Operands, part: Part
-) -> Tensors:
+def _flash_backward(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tensor, x: Operands, part: Part) -> Tensors:
     """Gradients of one part's queries (rows of a group as in `_flash`), keys and values.
 
     The kernel's threads share out the heads of keys. Where those are fewer, they become the batch, and `spread` groups

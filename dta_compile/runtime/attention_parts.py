@@ -3,13 +3,14 @@
 A kernel call is either full, causal from the first pair on, or masked. Together the parts of a chunk are
 * the stack below it: one full call for all queries;
 * blocks on the diagonal: slices (causal), and neighbouring small subtrees together (masked);
-* what hangs from a slice against the slice: full, or masked where neighbours that hang from different tokens are joined.
+* what hangs from a slice against the slice: full, or masked where neighbours that hang from different tokens share one.
 With a window every call is masked, over the keys that its queries reach.
 """
 
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -23,11 +24,11 @@ from dta_compile.runtime.chunk_shape import ChunkShape
 __all__ = ["Part", "parts_of"]
 
 # Measured with torch 2.13 on two AVX-512 cores, heads of 64 and 128.
-_CALL_PAIRS = 2048  # query-key pairs of all heads that take about as long as one more call
-_BLOCK = 64  # neighbouring subtrees are joined up to so many tokens
+_CALL_PAIRS = 1024  # query-key pairs of all heads that take about as long as one more call
+_BLOCK = 48  # neighbouring subtrees are joined up to so many tokens
 _SUBTREE = 128  # a slice is joined with all that hangs from it up to so many tokens
-_PIECE = 192  # queries of a masked call; more would attend to too many masked keys
-_CAUSAL = 768  # torch's causal kernel computes blocks of 512 keys whole; only from here on it wastes less than pieces
+_PIECE = 128  # queries of a masked call; more would attend to too many masked keys
+_CAUSAL = 1280  # torch's causal kernel computes blocks of 512 keys whole; only from here on it wastes less than pieces
 
 
 class Part(NamedTuple):
@@ -99,12 +100,11 @@ def _blocks(segments: Sequence[Segment]) -> Iterator[tuple[int, int, bool]]:
 
 def _outside(found: Sequence[Rectangle], blocks: Sequence[tuple[int, int, bool]]) -> list[Rectangle]:
     """The rectangles that no block covers, those of the same keys in the order of their queries."""
-    covered = {first: last for first, last, is_slice in blocks if not is_slice}
-    starts = np.array(sorted(covered), np.int64)
+    joined = [(first, last) for first, last, is_slice in blocks if not is_slice]
     outside = []
     for rectangle in found:
-        index = int(np.searchsorted(starts, rectangle.key_first, "right")) - 1
-        if index < 0 or rectangle.query_last > covered[int(starts[index])]:
+        index = bisect_right(joined, rectangle.key_first, key=lambda block: block[0]) - 1
+        if index < 0 or rectangle.query_last > joined[index][1]:
             outside.append(rectangle)
     return sorted(outside, key=lambda r: (r.key_first, r.query_first))
 
@@ -132,14 +132,14 @@ def _pieces(start: int, first: int, last: int, dtype: torch.dtype) -> Iterator[P
     for begin in range(first, last, _PIECE):
         end = min(begin + _PIECE, last)
         skipped = _CAUSAL - _PIECE - (begin - first)
-        mask = _staircase(dtype)[: end - begin, skipped : skipped + end - first]
+        mask = _staircase(_PIECE, _CAUSAL, dtype)[: end - begin, skipped : skipped + end - first]
         yield Part(begin, end, ((start + first, start + end),), mask=mask, fresh=True)
 
 
 @functools.cache
-def _staircase(dtype: torch.dtype) -> torch.Tensor:
-    """The last `_PIECE` rows of the causal mask of `_CAUSAL` tokens."""
-    return torch.full((_PIECE, _CAUSAL), float("-inf"), dtype=dtype).triu_(_CAUSAL - _PIECE + 1)
+def _staircase(rows: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    """The last rows of the causal mask of `tokens` tokens."""
+    return torch.full((rows, tokens), float("-inf"), dtype=dtype).triu_(tokens - rows + 1)
 
 
 def _masked(chunk: ChunkShape, queries: range, keys: range, dtype: torch.dtype, fresh: bool = False) -> Part:

@@ -17,6 +17,7 @@ The first call that has runs of a kind is not recorded: it allocates and warms u
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -26,7 +27,7 @@ import os
 import pathlib
 import platform
 import re
-import tempfile
+import secrets
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -54,6 +55,7 @@ PRIOR_WEIGHT = 0.001  # samples' worth that each of the prior's rates counts
 TOLERANCE = 0.02  # relative errors beyond it, and beyond their median, count linearly; below by their square
 HALF_LIFE, LEAST_WEIGHT = 100, 0.02  # calls after which a sample counts half; what it counts at least
 ROUNDS = 12  # of reweighting
+LONGEST_WAIT = 7  # calls that may come between two fits, each of which takes a millisecond or more
 
 
 class Sample(NamedTuple):
@@ -128,7 +130,8 @@ class Calibration:
         self.windows = {kind: Window(getattr(PRIOR, kind)) for kind in KINDS}
         self._calls_here = 0  # since this object was made
         self._warm: set[str] = set()
-        self._model: CostModel | None = None
+        self._model = PRIOR
+        self._fitted_at = 0  # of `calls`
 
     @classmethod
     def load(cls, program: Program, device: torch.device, options: Options, attention: str = "") -> Calibration:
@@ -159,16 +162,16 @@ class Calibration:
         self._warm.update(of_kind)
         if not ready:
             return
-        self.calls, self._calls_here, self._model = self.calls + 1, self._calls_here + 1, None
+        self.calls, self._calls_here = self.calls + 1, self._calls_here + 1
         for kind in ready:
             self.windows[kind].add(self.calls, of_kind[kind])
         if self._calls_here > 1 and self._calls_here & (self._calls_here - 1) == 0:
             self.save()
 
     def cost_model(self) -> CostModel:
-        """The fitted rates; the defaults before anything is recorded."""
-        if self._model is None:
-            self._model = self._fitted()
+        """The fitted rates, refitted every few calls; the defaults before anything is recorded."""
+        if self.calls - self._fitted_at > min(self._fitted_at // 8, LONGEST_WAIT):
+            self._model, self._fitted_at = self._fitted(), self.calls
         return self._model
 
     def _fitted(self) -> CostModel:
@@ -219,15 +222,16 @@ class Calibration:
         """Write the file as a whole, so that readers and other writers meet no half of it; failing is no error."""
         if self.path is None:
             return
+        written = self.path.with_suffix(f".{secrets.token_hex(4)}.tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".tmp")
-            with open(handle, "w") as file:
-                file.write(self.to_json())
-            os.replace(name, self.path)
+            written.write_text(self.to_json())
+            written.replace(self.path)
         except OSError as error:
             logger.info("dta: the calibration is not kept: %s", error)
             self.path = None
+            with contextlib.suppress(OSError):
+                written.unlink()
 
 
 def fit(window: Window) -> Fit:

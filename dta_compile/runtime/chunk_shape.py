@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,10 +65,11 @@ class ChunkShape:
         A window leaves those less than `window` (0: none) tokens above.
         """
         out = np.zeros((len(queries), len(keys)), np.bool_)
-        for part in self.segments:
+        number = bisect_right(self.segments, queries.start, key=lambda part: part.first) - 1
+        while number < len(self.segments) and self.segments[number].first < queries.stop:
+            part = self.segments[number]
+            number += 1
             first, last = max(part.first, queries.start), min(part.last, queries.stop)
-            if first >= last:
-                continue
             rows = out[first - queries.start : last - queries.start]
             own = max(part.first, keys.start)
             width = min(last, keys.stop) - own

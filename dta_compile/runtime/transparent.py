@@ -107,7 +107,7 @@ def rows_with_gradient(executor: Executor) -> np.ndarray[Any, np.dtype[np.bool_]
     active = torch.zeros(len(executor.head_rows), dtype=torch.bool, device=executor.path.device)
     for buffer in executor.gradients:
         if isinstance(buffer, AllRows):
-            active |= (buffer.values[:-1] != 0).flatten(1).any(1)
+            active |= (buffer.values[:-1] != 0).unsqueeze(-1).flatten(1).any(1)
     return active.cpu().numpy()
 
 

@@ -122,6 +122,7 @@ class _Execution:
 
     def backward(self, chunk):
         inside = self.read(chunk)
+        assert chunk in self.live
         self.live.remove(chunk)
         self.kept.pop(chunk, None)
         received = {token: [] for token in inside}
@@ -131,6 +132,7 @@ class _Execution:
         if chunk.spine is not None:
             for depth in range(chunk.spine.start, chunk.spine.stop):
                 for token, giver in self.waiting.pop(depth, []):
+                    assert token in received, "another token's gradient"
                     received[token].append(giver)
         for token, givers in received.items():
             assert token not in self.done and sorted(givers) == self.tokens.below[token]

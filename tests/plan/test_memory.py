@@ -130,17 +130,23 @@ WORKING = {
 @pytest.mark.parametrize(
     "footprint, head_starts, peaks",
     [
-        # 2 bytes of KV besides a run of 60; then these and a kept graph of 3 * 13 besides a run of 97.
-        (Footprint(10, 3, 2, working=WORKING), None, (2 + 60, 2 + 39 + 97)),
-        # The first token of each branch has no head row.
-        (Footprint(10, 3, 2, working=WORKING), [0, 1, 1, 2, 2], (2 + 60, 2 + 33 + 97)),
+        # 2 bytes of KV besides a run of 60, or besides a backward of 97 (the graph that it frees is part of that).
+        (Footprint(10, 3, 2, working=WORKING), None, (2 + 60, 2 + 97)),
+        # KV and a kept graph of three tokens and head rows.
         (Footprint(10, 3, 2), None, (2 + 39, 2 + 39)),
+        # Two of these tokens have no head row.
+        (Footprint(10, 3, 2), [0, 1, 1, 2, 2], (2 + 33, 2 + 33)),
         (Footprint(1, working={"cache_only": ((50, 1, 1),)}), None, (3, 51)),
         (Footprint(1, working={"forward_only": ((50, 1, 1),)}), None, (52, 3)),
     ],
 )
 def test_peak_bytes_of_a_schedule_worked_out_by_hand(footprint, head_starts, peaks):
     assert peak_bytes(PrefixTree.build([[1, 2, 3], [1, 4]]), SCHEDULE, footprint, head_starts) == peaks
+
+
+def test_a_graph_takes_the_place_of_the_kv_that_was_kept():
+    schedule = Schedule.parse(f"{HEADER}\nanchor s0[0:1] out kv\nattach s0\nforward s0[0:1]\nbackward s0[0:1]")
+    assert peak_bytes(PrefixTree.build([[1]]), schedule, Footprint(graph_token=60, kv_token=50)) == (50, 60)
 
 
 def test_nothing_runs_in_an_empty_schedule():

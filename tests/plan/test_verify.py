@@ -214,6 +214,17 @@ def test_gradients_on_the_stack_survive_a_recompute_that_covers_them():
         verify(ONE, schedule_of(text + "pop s0[0:2]\n" + recompute))
 
 
+def test_a_spine_takes_no_gradients_that_wait_for_others():
+    # s0[1:2] and s1[1:2] have the same place on the stack; the gradients that wait there are of s0.
+    tree = PrefixTree.build([[0, 1, 2], [0, 3]])
+    phase = "forward s0[0:1] out\n forward s1[1:2] out\n forward s0[1:2] out\n forward s0[2:3] out\n attach s0 s1\n"
+    end = "backward s0[0:1]\n pop s0[0:3]"
+    legal = f"{phase} backward s0[2:3]\n backward s0[1:2]\n backward s1[1:2]\n {end}"
+    assert verify(tree, schedule_of(legal)).recomputed_tokens == 0
+    with pytest.raises(ScheduleError, match="a spine takes the KV gradients that wait at its place"):
+        verify(tree, schedule_of(f"{phase} backward s0[2:3]\n backward s1[1:2]\n backward s0[1:2]\n {end}"))
+
+
 def test_only_a_window_of_a_long_listing_is_shown():
     rows = "anchor s0[0:1] out\n pop s0[0:1]\n" * 50
     with pytest.raises(ScheduleError) as error:

@@ -25,6 +25,7 @@ from dta_compile.passes.attention import attention
 from dta_compile.passes.chunk_graph import chunk_graph
 from dta_compile.passes.dense_graphs import dense_graphs
 from dta_compile.passes.head_rows import head_rows
+from dta_compile.passes.in_place import in_place
 from dta_compile.passes.joint import joint
 from dta_compile.passes.lower import lower
 from dta_compile.passes.prefix_key import prefix_key
@@ -48,6 +49,7 @@ PASSES: tuple[Pass, ...] = (
     dense_graphs,
     joint,
     accumulate,
+    in_place,
 )
 
 logger = logging.getLogger("dta_compile")

@@ -1,7 +1,7 @@
 """accumulate: parameter gradients are added into accumulators inside the backward graph, without full-size temporaries.
 
 A matrix product that ends in a gradient becomes `addmm_` into the accumulator, an embedding's gradient an `index_add_`
-of the chunk's rows; anything else is added.
+of the chunk's rows; anything else is added. The parts of a sum are added one by one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.attention_op import statistics_dtype
+from dta_compile.passes.nodes import call
 from dta_compile.passes.program import Program, output_node
 
 aten = torch.ops.aten
@@ -31,8 +32,11 @@ def accumulate(program: Program) -> None:
         accumulators = [graph.placeholder(f"accumulator_{i}") for i in range(len(grads))]
     output.args = ((),)
     for grad, accumulator in zip(grads, accumulators, strict=True):
-        with graph.inserting_before(grad.next):
-            _add(graph, accumulator, grad)
+        value = grad.meta["val"]
+        accumulator.meta["val"] = value.new_empty(value.shape, dtype=statistics_dtype(value.dtype))
+        for part in _summands(grad):
+            with graph.inserting_before(part.next):
+                _add(graph, accumulator, part)
     graph.eliminate_dead_code(is_impure_node=_acts)
     module.recompile()
 
@@ -42,12 +46,20 @@ def _acts(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output", "call_method") or node.target in IN_PLACE
 
 
+def _summands(grad: fx.Node) -> list[fx.Node]:
+    """A gradient as a sum: a weight that is used twice (a tied embedding) gets each part as soon as there is one."""
+    is_sum = grad.target is aten.add.Tensor and not grad.kwargs
+    if not is_sum or any(part.meta["val"].shape != grad.meta["val"].shape for part in grad.all_input_nodes):
+        return [grad]
+    return [summand for part in grad.args for summand in _summands(part)]
+
+
 def _add(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node) -> None:
     source, transposed = _untranspose(grad)
     dtype = grad.meta["val"].dtype
     is_wide = statistics_dtype(dtype) == dtype
     if source.target is aten.mm.default and is_wide and source.meta["val"].dtype == dtype:
-        target = graph.call_function(aten.t.default, (accumulator,)) if transposed else accumulator
+        target = call(graph, aten.t.default, accumulator) if transposed else accumulator
         graph.call_function(aten.addmm_.default, (target, *source.args))
     elif grad.target is aten.embedding_dense_backward.default and not grad.args[4]:
         _add_rows(graph, accumulator, grad, statistics_dtype(dtype))
@@ -72,12 +84,12 @@ def _add_rows(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node, dtype: torch
     """The gradient of `embedding(weight, index)`: add each token's gradient to its row (not to the padding row)."""
     rows, index, _, padding = grad.args[:4]
     width = int(grad.meta["val"].shape[1])
-    flat_index = graph.call_function(aten.reshape.default, (index, [-1]))
-    flat_rows = graph.call_function(aten.reshape.default, (rows, [-1, width]))
+    flat_index = call(graph, aten.reshape.default, index, [-1])
+    flat_rows = call(graph, aten.reshape.default, rows, [-1, width])
     if padding is not None and padding >= 0:
-        is_padding = graph.call_function(aten.eq.Scalar, (flat_index, padding))
-        column = graph.call_function(aten.unsqueeze.default, (is_padding, 1))
-        flat_rows = graph.call_function(aten.masked_fill.Scalar, (flat_rows, column, 0))
+        is_padding = call(graph, aten.eq.Scalar, flat_index, padding)
+        column = call(graph, aten.unsqueeze.default, is_padding, 1)
+        flat_rows = call(graph, aten.masked_fill.Scalar, flat_rows, column, 0)
     if rows.meta["val"].dtype != dtype:
-        flat_rows = graph.call_function(aten._to_copy.default, (flat_rows,), {"dtype": dtype})
+        flat_rows = call(graph, aten._to_copy.default, flat_rows, dtype=dtype)
     graph.call_function(aten.index_add_.default, (accumulator, 0, flat_index, flat_rows))

@@ -12,9 +12,10 @@ import torch
 from torch import fx
 
 from dta_compile.passes.attention_op import ATTENTION, ATTENTION_BACKWARD
+from dta_compile.passes.nodes import call, is_item
 from dta_compile.passes.program import ancestors
 from dta_compile.passes.saved_values import saved_values
-from dta_compile.passes.storage import ChunkSizes, is_item, view_source
+from dta_compile.passes.storage import ChunkSizes, view_source
 
 aten = torch.ops.aten
 
@@ -95,8 +96,8 @@ def _in_order(trace: JointTrace, nodes: Iterable[fx.Node]) -> list[fx.Node]:
 def _copied(trace: JointTrace, view: fx.Node) -> fx.Node:
     """A copy of a view of a part, in the place of the view: it alone can be kept."""
     with trace.module.graph.inserting_after(view):
-        copy = trace.module.graph.call_function(aten.clone.default, (view,))
-    copy.meta = {**view.meta, "val": aten.clone.default(view.meta["val"])}
+        copy = call(trace.module.graph, aten.clone.default, view)
+    copy.meta = {**view.meta, **copy.meta}
     view.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
     return copy
 

@@ -20,8 +20,9 @@ import torch
 from torch import fx
 
 from dta_compile.passes.cut import source_side
-from dta_compile.passes.program import has_tensor, writes_in_place
-from dta_compile.passes.storage import ChunkSizes, is_item, owner, view_source
+from dta_compile.passes.nodes import is_item, is_pointwise
+from dta_compile.passes.program import has_tensor
+from dta_compile.passes.storage import ChunkSizes, owner, view_source
 
 aten = torch.ops.aten
 TOUCHED_PER_SAVED = 4
@@ -71,6 +72,7 @@ class _Cut:
 
     def __init__(self, forward: set[fx.Node], read: list[fx.Node], pinned: set[fx.Node], sizes: ChunkSizes) -> None:
         self.forward, self.read, self.pinned, self.sizes = forward, read, pinned, sizes
+        self.bytes: dict[fx.Node, int] = {}
         self.network = nx.DiGraph()
         self.network.add_nodes_from(("source", "sink"))
 
@@ -124,14 +126,11 @@ class _Cut:
         if view_source(node) is not None or is_item(node) or not has_tensor(node):
             return 0
         read = sum(self._bytes(arg) for arg in node.all_input_nodes)
-        if _is_pointwise(node) or node.target in ROW_COPIES:
+        if is_pointwise(node) or node.target in ROW_COPIES:
             return read + self._bytes(node)
         return 2 * read + self._bytes(node) if node.target in ROW_REDUCTIONS else NEVER
 
     def _bytes(self, node: fx.Node) -> int:
-        return round(self.sizes.bytes(node.meta.get("val")).at(NOMINAL_ROWS, NOMINAL_ROWS))
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags and not writes_in_place(node)
+        if node not in self.bytes:
+            self.bytes[node] = round(self.sizes.bytes(node.meta["val"]).at(NOMINAL_ROWS, NOMINAL_ROWS))
+        return self.bytes[node]

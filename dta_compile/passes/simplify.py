@@ -1,7 +1,7 @@
-"""simplify: identities in a functional graph that derivative formulas leave behind, each of them exact.
+"""simplify: exact identities in a functional graph, for what derivative formulas leave behind.
 
-The derivative of `x.pow(2).mean(-1)` comes as `expand(s) / n * (2.0 * x.pow(1.0))`: four passes over a value of full
-size where `(s / n * 2.0) * x` needs one.
+The derivative of `x.pow(2).mean(-1)` comes as `s.expand(...) / n * (2.0 * x.pow(1.0))`: four passes over values of full
+size where `(s / n * 2.0).expand(...) * x` needs one. That of a rotation pads two halves with zeros to add them.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from typing import Any
 import torch
 from torch import fx
 
+from dta_compile.passes.nodes import call
+
 aten = torch.ops.aten
 TRANSPOSITIONS = (aten.t.default, aten.transpose.int)
 SCALINGS = (aten.mul.Scalar, aten.div.Scalar)
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Apply every rule to every node, in order: a rule sees its arguments simplified."""
+    """Apply the rules to every node, in order: a rule sees arguments that are simple already."""
     for node in list(graph.nodes):
-        for rule in RULES:
-            with graph.inserting_before(node):
-                replacement = rule(node)
-            if replacement is not None:
-                node.replace_all_uses_with(replacement)
-                break
+        with graph.inserting_before(node):
+            replacement = next(filter(None, (rule(node) for rule in RULES)), None)
+        if replacement is not None:
+            replacement.meta = {**node.meta, **replacement.meta}
+            node.replace_all_uses_with(replacement)
     graph.eliminate_dead_code()
 
 
@@ -36,7 +37,7 @@ def _detached(node: fx.Node) -> fx.Node | None:
 
 
 def _first_power(node: fx.Node) -> fx.Node | None:
-    """`x ** 1.0` is x."""
+    """`x.pow(1.0)` is x."""
     if node.target is not aten.pow.Tensor_Scalar or node.args[1] != 1:
         return None
     return node.args[0] if node.args[0].meta["val"].dtype == node.meta["val"].dtype else None
@@ -49,39 +50,84 @@ def _transposed_twice(node: fx.Node) -> fx.Node | None:
 
 
 def _scaled_after_expand(node: fx.Node) -> fx.Node | None:
-    """`x.expand(...) / n` is `(x / n).expand(...)`."""
+    """`s.expand(...) / n` is `(s / n).expand(...)`."""
     if node.target not in SCALINGS or node.args[0].target is not aten.expand.default:
         return None
-    expand = node.args[0]
-    scaled = _call(node, node.target, expand.args[0], *node.args[1:])
-    return _call(node, aten.expand.default, scaled, *expand.args[1:])
+    small, *sizes = node.args[0].args
+    return call(node.graph, aten.expand.default, call(node.graph, node.target, small, *node.args[1:]), *sizes)
 
 
-def _factor_of_the_small(node: fx.Node) -> fx.Node | None:
-    """`s.expand(...) * (2.0 * x)` is `(2.0 * s).expand(...) * x`; exact for powers of two."""
-    if node.target is not aten.mul.Tensor or node.kwargs:
+def _doubling_moved(node: fx.Node) -> fx.Node | None:
+    """`s.expand(...) * (2.0 * x)` is `(2.0 * s).expand(...) * x`: scaling by a power of two does not round."""
+    if node.target is not aten.mul.Tensor or not all(isinstance(arg, fx.Node) for arg in node.args):
         return None
-    small, scaled = node.args
-    if not isinstance(small, fx.Node) or small.target is not aten.expand.default or not _is_doubling(scaled):
+    expanded, doubled = node.args
+    if expanded.target is not aten.expand.default or not _is_doubling(doubled):
         return None
-    factor = _call(node, aten.mul.Scalar, small.args[0], scaled.args[1])
-    return _call(node, aten.mul.Tensor, _call(node, aten.expand.default, factor, *small.args[1:]), scaled.args[0])
+    small, *sizes = expanded.args
+    x, factor = doubled.args
+    small = call(node.graph, aten.expand.default, call(node.graph, aten.mul.Scalar, small, factor), *sizes)
+    return call(node.graph, aten.mul.Tensor, small, x)
 
 
-def _is_doubling(node: Any) -> bool:
-    if not isinstance(node, fx.Node) or node.target is not aten.mul.Scalar:
+def _is_doubling(node: fx.Node) -> bool:
+    if node.target is not aten.mul.Scalar or node.args[0].meta["val"].dtype != node.meta["val"].dtype:
         return False
-    x, factor = node.args
-    same_dtype = x.meta["val"].dtype == node.meta["val"].dtype
-    return same_dtype and abs(math.frexp(factor)[0]) == 0.5
+    return isinstance(node.args[1], (int, float)) and abs(math.frexp(node.args[1])[0]) == 0.5
 
 
-def _call(origin: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """A node like another one, with the value that the operator has for these arguments."""
-    node = origin.graph.call_function(target, args)
-    values = fx.node.map_arg(args, lambda arg: arg.meta["val"])
-    node.meta = {**origin.meta, "val": target(*values)}
-    return node
+def _parts_joined(node: fx.Node) -> fx.Node | None:
+    """The sum of two values that are zero but in one part of a dimension each is both parts concatenated."""
+    if node.target is not aten.add.Tensor or node.kwargs or not all(_is_padded(arg) for arg in node.args):
+        return None
+    first, second = sorted(node.args, key=_start)
+    dim, start = second.args[2], second.args[3]
+    size = second.meta["val"].shape[dim]
+    covers = _start(first) == 0 and first.args[4] == start and isinstance(size, int) and second.args[4] >= size
+    if not covers or first.args[2] != dim or _shape(first) != _shape(second):
+        return None
+    return call(node.graph, aten.cat.default, [first.args[0], second.args[0]], dim)
+
+
+def _is_padded(node: Any) -> bool:
+    """`slice_backward(part, sizes, dim, start, stop, step)` with numbers for all but the sizes."""
+    if not isinstance(node, fx.Node) or node.target is not aten.slice_backward.default:
+        return False
+    return all(isinstance(arg, int) and arg >= 0 for arg in node.args[2:]) and node.args[5] == 1
+
+
+def _start(padded: fx.Node) -> int:
+    return padded.args[3]
+
+
+def _shape(node: fx.Node) -> list[str]:
+    return [str(size) for size in node.meta["val"].shape]
+
+
+def _sparse_log_softmax_gradient(node: fx.Node) -> fx.Node | None:
+    """The gradient of a gathered log-softmax, `G - exp(y) * sum(G)` with G zero but for a few entries, without G.
+
+    Scattering the entries onto `exp(y) * -sum(entries)` saves two values of the vocabulary's size.
+    """
+    if node.target is not aten._log_softmax_backward_data.default:
+        return None
+    gradient, output, dim, dtype = node.args
+    if gradient.target is not aten.scatter_add.default or len(gradient.users) > 1 or node.meta["val"].dtype != dtype:
+        return None
+    zeros, scattered, index, entries = gradient.args
+    rank = output.meta["val"].dim()
+    same = _shape(zeros) == _shape(output) and zeros.meta["val"].dtype == output.meta["val"].dtype == dtype
+    if not same or scattered % rank != dim % rank or not _is_zero(zeros) or _shape(index) != _shape(entries):
+        return None
+    total = call(node.graph, aten.neg.default, call(node.graph, aten.sum.dim_IntList, entries, [dim], True))
+    dense = call(node.graph, aten.mul.Tensor, call(node.graph, aten.exp.default, output), total)
+    return call(node.graph, aten.scatter_add.default, dense, dim, index, entries)
+
+
+def _is_zero(node: fx.Node) -> bool:
+    if node.target in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default):
+        return True
+    return node.target in (aten.full.default, aten.full_like.default) and node.args[1] == 0
 
 
 RULES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (
@@ -89,5 +135,7 @@ RULES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (
     _first_power,
     _transposed_twice,
     _scaled_after_expand,
-    _factor_of_the_small,
+    _doubling_moved,
+    _parts_joined,
+    _sparse_log_softmax_gradient,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.passes.nodes import is_item
 from dta_compile.passes.program import has_tensor
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ class ChunkSizes:
 
     def __init__(self, tokens: torch.SymInt, head_rows: torch.SymInt) -> None:
         self.symbols = (tokens.node.expr, head_rows.node.expr)
-        self._known: dict[sympy.Expr, Bytes] = {}
+        self._known: dict[Any, Bytes] = {}
 
     def bytes(self, value: Any) -> Bytes:
         """Bytes of the elements of a tensor, or of all tensors of a tuple."""
@@ -96,11 +96,6 @@ def view_source(node: fx.Node) -> fx.Node | None:
     if not schema.returns or schema.returns[0].alias_info is None:
         return None
     return next(arg for arg, formal in zip(node.args, schema.arguments, strict=False) if formal.alias_info is not None)
-
-
-def is_item(node: fx.Node) -> bool:
-    """Whether a node picks one of several results of an operator."""
-    return node.target is operator.getitem
 
 
 def owner(node: fx.Node) -> fx.Node:

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from dta_compile.passes.nodes import is_item
 from dta_compile.passes.program import has_tensor
-from dta_compile.passes.storage import Bytes, ChunkSizes, Storage, is_item, storages, total, view_source
+from dta_compile.passes.storage import Bytes, ChunkSizes, Storage, storages, total, view_source
 
 Peaks = tuple[Bytes, ...]
 
@@ -72,8 +73,9 @@ def _casts(node: fx.Node, sizes: ChunkSizes) -> Bytes:
     """On a CPU, pointwise operators first copy the operands of another dtype than the one that they compute in."""
     values = [arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
     operands = [value for value in values if value.dim() and value.dtype is not torch.bool]
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    if not pointwise or any(value.device.type != "cpu" for value in operands):
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or any(
+        value.device.type != "cpu" for value in operands
+    ):
         return Bytes()
     wide = functools.reduce(torch.promote_types, (value.dtype for value in operands), torch.bool)
     return total(

@@ -76,9 +76,17 @@ class JointGraphs:
 
     @functools.cached_property
     def working(self) -> dict[str, Peaks]:
-        """Per graph, the bytes that it allocates at its peak: the maximum of linear functions, see `working_memory`."""
-        graphs = {name: getattr(self, name) for name in ("cache_only", "forward_only", "forward", "backward")}
-        return {name: working_memory(module.graph, self.sizes) for name, module in graphs.items() if module is not None}
+        """Per graph, the bytes that it allocates at its peak: the maximum of linear functions, see `working_memory`.
+
+        The backward's includes the saved values that it is handed and frees.
+        """
+        found = {
+            name: working_memory(getattr(self, name).graph, self.sizes)
+            for name in ("cache_only", "forward_only", "forward")
+        }
+        if self.backward is not None:
+            found["backward"] = working_memory(self.backward.graph, self.sizes, frees_inputs=True)
+        return found
 
     @functools.cached_property
     def boxed_backward(self) -> fx.GraphModule:

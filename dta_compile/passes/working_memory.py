@@ -1,7 +1,8 @@
 """working_memory: how many bytes a chunk's graph allocates at its peak, as a function of the chunk's size.
 
 The graph is walked in its order of execution. A tensor is alive from the node that makes it to the last node that reads
-it or a view of it: the generated code drops every name after its last use. Inputs are not counted.
+it or a view of it: the generated code drops every name after its last use. Inputs are not counted, but for those that are
+handed over and freed.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from dta_compile.passes.storage import Bytes, ChunkSizes, Storage, storages, tot
 Peaks = tuple[Bytes, ...]
 
 
-def working_memory(graph: fx.Graph, sizes: ChunkSizes) -> Peaks:
-    """The peak as a maximum of linear functions; what the graph returns counts from when it is made to the end."""
+def working_memory(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = False) -> Peaks:
+    """The peak as a maximum of linear functions; what the graph returns counts from when it is made to the end.
+
+    With `frees_inputs`, inputs whose size depends on the chunk count until their last use.
+    """
     nodes = [node for node in graph.nodes if node.op != "placeholder"]
     dying = _by_last_use(nodes)
-    peaks: list[Bytes] = []
-    live: dict[Storage, Bytes] = {}
-    allocated = Bytes()
+    live: dict[Storage, Bytes] = dict(_inputs(graph, sizes)) if frees_inputs else {}
+    allocated = total(live.values())
+    peaks: list[Bytes] = [allocated]
     for node in nodes:
         new = dict(_allocations(node, sizes))
         live |= new
@@ -50,6 +54,14 @@ def _by_last_use(nodes: list[fx.Node]) -> dict[fx.Node, list[Storage]]:
     for storage, node in last_uses.items():
         dying.setdefault(node, []).append(storage)
     return dying
+
+
+def _inputs(graph: fx.Graph, sizes: ChunkSizes) -> Iterable[tuple[Storage, Bytes]]:
+    for node in graph.find_nodes(op="placeholder"):
+        if has_tensor(node):
+            size = sizes.bytes(node.meta["val"])
+            if size.per_token or size.per_head_row:
+                yield (node, 0), size
 
 
 def _allocations(node: fx.Node, sizes: ChunkSizes) -> Iterable[tuple[Storage, Bytes]]:

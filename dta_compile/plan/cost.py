@@ -59,9 +59,7 @@ class CostModel:
     def estimate(self, simulation: Simulation) -> float:
         """Seconds that a schedule with these counts takes."""
         s = simulation
-        return (
-            self.forward.seconds(s.forward) + self.backward.seconds(s.backward) + self.restore * s.restored_tokens
-        )
+        return self.forward.seconds(s.forward) + self.backward.seconds(s.backward) + self.restore * s.restored_tokens
 
 
 @dataclasses.dataclass(frozen=True)

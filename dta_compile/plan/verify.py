@@ -298,9 +298,7 @@ class _Replay:
     def restore(self, part: Slice) -> None:
         owners = self.kept[self.tree.rows(part.sequence, part.start, part.stop)]
         if owners[0] == 0 or (owners != owners[0]).any():
-            self.fail(
-                "a restore copies from one spine that is kept", f"kept KV that covers {part}", self.graphs_text()
-            )
+            self.fail("a restore copies from one spine that is kept", f"kept KV that covers {part}", self.graphs_text())
         self.push(part)
 
     def attach(self, sequences: tuple[int, ...]) -> None:

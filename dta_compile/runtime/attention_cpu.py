@@ -123,9 +123,9 @@ def _rows(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 def _keys_and_values(x: Operands, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     """Those of a part, `[1, Hkv, n, D]`."""
-    pairs = [_span(x.prefix_key, x.key, span, x.chunk.start) for span in part.spans]
+    keys = [_span(x.prefix_key, x.key, span, x.chunk.start) for span in part.spans]
     values = [_span(x.prefix_value, x.value, span, x.chunk.start) for span in part.spans]
-    return (pairs[0], values[0]) if len(pairs) == 1 else (torch.cat(pairs, 2), torch.cat(values, 2))
+    return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, 2), torch.cat(values, 2))
 
 
 def _add(grad: torch.Tensor, part: Part, start: int, prefix_grad: torch.Tensor, own_grad: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,13 @@ import numpy as np
 import torch
 
 from dta_compile.errors import RuntimeContractError
+from dta_compile.passes.attention_op import statistics_dtype
 from dta_compile.passes.program import Axis, FrontierValue
-from dta_compile.plan import Footprint, Limits, Plan, make_plan
+from dta_compile.plan import Footprint, Limits, Plan, make_plan, peak_bytes
 from dta_compile.plan.prefix_tree import PrefixTree
 from dta_compile.runtime.dense_inputs import gathered, key_codes, used_tokens
 from dta_compile.runtime.executor import ChunkData, Executor
-from dta_compile.runtime.memory import default_budget
+from dta_compile.runtime.memory import default_budget, keep_freed_pages
 from dta_compile.runtime.row_buffer import RowBuffer
 from dta_compile.runtime.rows import BatchRows, BatchTokens, Integers
 from dta_compile.runtime.stack import PathStack
@@ -32,6 +34,8 @@ class Call:
         self.batch = engine.sizes.evaluate(self.program.batch, args)
         self.tokens = engine.sizes.evaluate(self.program.tokens, args)
         self.device = self._device()
+        if self.device.type == "cpu":
+            keep_freed_pages()
         self.rows: BatchRows
         self.schedule_plan: Plan
         self.maps: list[torch.Tensor] = []  # per frontier value the head row of every entry
@@ -50,6 +54,7 @@ class Call:
         self.schedule_plan = make_plan(tree, self.engine.options, mode=mode, limits=self._limits(mode))
         if self.schedule_plan.prefix_tree is not tree:  # the plan does not share prefixes
             self.rows = BatchRows.of(tokens, self.schedule_plan.prefix_tree, head_keys, used_by_any)
+        self.schedule_plan.estimates.peak_bytes = self._peak_bytes(self.schedule_plan)
         self.maps = [self._entries(self.rows.head_rows, value) for value in program.frontier]
         self.uncovered = [
             self._entries(at, value) if (at := one & ~valid).any() else None
@@ -69,13 +74,35 @@ class Call:
 
     def _limits(self, mode: str) -> Limits:
         """What the planner needs to know of this model, machine and batch."""
-        joint, budget = self.program.joint, self.engine.options.memory_budget
+        budget = self.engine.options.memory_budget
         cost = self.engine.calibration(self.device).cost_model()
         if mode != "transparent":
             return Limits(cost=cost, head_starts=self.rows.head_starts)
-        footprint = Footprint(joint.token_bytes, joint.head_bytes, joint.kv_bytes, joint.working)
         budget = default_budget(self.device) if budget is None else budget
-        return Limits(budget, footprint, cost, self.rows.head_starts)
+        return Limits(budget, self._footprint(), cost, self.rows.head_starts)
+
+    def _footprint(self) -> Footprint:
+        joint = self.program.joint
+        return Footprint(joint.token_bytes, joint.head_bytes, joint.kv_bytes, joint.working)
+
+    def _peak_bytes(self, plan: Plan) -> float:
+        """Most bytes that a call and its backward allocate at one time: stack, rows, dense values, gradients, chunks."""
+        joint, frontier = self.program.joint, self.program.frontier
+        first, second = peak_bytes(self.rows.tree, plan.schedule, self._footprint(), self.rows.head_starts)
+        stack = joint.kv_bytes * plan.simulation.peak_stack_tokens
+        heads = len(self.rows.head_positions)
+        rows = sum(heads * math.prod(value.features) * value.dtype.itemsize for value in frontier)
+        dense = sum(
+            self.batch * self._window(value.layout.frame)[1] * math.prod(value.features) * value.dtype.itemsize
+            for value in frontier
+        )
+        forward = stack + rows + first
+        if not self.program.training or plan.schedule.mode == "score":
+            return max(forward, rows + dense)
+        parameters = [self.args[spec.index] for spec in self.program.region_parameters]
+        wide = [parameters[i].numel() * statistics_dtype(parameters[i].dtype).itemsize for i in joint.grad_parameters]
+        # The values, the gradients that come for them, and these summed onto rows; KV has gradients too.
+        return max(forward, 2 * stack + 2 * dense + rows + sum(wide) + second)
 
     def record(self, plan: Plan, executor: Executor) -> None:
         """Note what the chunk runs of a schedule took, in the plan and for the cost model."""

@@ -76,14 +76,15 @@ cases = st.builds(make_case, rollouts(), st.sampled_from(["right", "left", "none
 options = st.builds(
     Options,
     chunk_size=st.sampled_from([1, 2, 3, 5, 7, 10_000]),
-    strategy=st.sampled_from(["vanilla", "dfs", "dense", "auto"]),
+    strategy=st.sampled_from(["packed", "packed", "packed", "vanilla", "dfs", "dense", "auto"]),
     order=st.sampled_from(["backward_dfs", "lexicographic", "random"]),
-    memory_budget=st.sampled_from([0, 30_000, 100_000, None]),
+    memory_budget=st.none() | st.just(0) | st.integers(1_000, 150_000),
 )
 
 # Losses of logits `[B, S, V]` that are zero at padding; the last two mix sequences.
 LOSSES = {
     "weights": lambda logits, mask: (logits * weights_like(logits)).sum(),
+    "a third": lambda logits, mask: (logits[:, ::3] * weights_like(logits)[:, ::3]).sum(),
     "one token": lambda logits, mask: logits.flatten()[int(mask.flatten().long().argmax()) * logits.shape[-1] + 3],
     "entropy": lambda logits, mask: (torch.where(mask, (logits.softmax(-1) * logits).sum(-1), 0.0)).mean(),
     "group": lambda logits, mask: (logits.sum((1, 2)) - logits.sum((1, 2)).mean()).pow(2).mean().add(1).sqrt(),
@@ -180,7 +181,7 @@ def test_scoring(model, compiled, case, chosen):
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize("strategy", ["vanilla", "dfs"])
+@pytest.mark.parametrize("strategy", ["packed", "vanilla", "dfs"])
 @pytest.mark.parametrize("sequences", [chain(40), fan(49), [[2]] * 6, [[], [3], [], [3, 1]], [[i] for i in range(9)]])
 def test_extreme_trees(model, compiled, sequences, strategy, padding):
     for budget in (0, None):

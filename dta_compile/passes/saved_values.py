@@ -25,7 +25,7 @@ from dta_compile.passes.program import has_tensor
 from dta_compile.passes.storage import ChunkSizes, owner, view_source
 
 aten = torch.ops.aten
-TOUCHED_PER_SAVED = 4
+TOUCHED_PER_SAVED = 8
 NEVER = float("inf")
 NOMINAL_ROWS = 1024  # costs are those of a chunk with as many tokens and head rows
 ROW_COPIES = (
@@ -33,17 +33,15 @@ ROW_COPIES = (
     aten.arange.start_step,
     aten.cat.default,
     aten.constant_pad_nd.default,
-    aten.embedding.default,
     aten.full.default,
     aten.full_like.default,
-    aten.gather.default,
-    aten.index_select.default,
     aten.repeat.default,
     aten.scalar_tensor.default,
     aten.slice_backward.default,
     aten.stack.default,
     aten.zeros_like.default,
 )
+ROW_LOOKUPS = (aten.embedding.default, aten.gather.default, aten.index_select.default)
 ROW_REDUCTIONS = (  # they read their rows twice, or take as long
     aten.amax.default,
     aten.mean.dim,
@@ -125,10 +123,12 @@ class _Cut:
             return NEVER
         if view_source(node) is not None or is_item(node) or not has_tensor(node):
             return 0
-        read = sum(self._bytes(arg) for arg in node.all_input_nodes)
+        read, written = sum(self._bytes(arg) for arg in node.all_input_nodes), self._bytes(node)
         if is_pointwise(node) or node.target in ROW_COPIES:
-            return read + self._bytes(node)
-        return 2 * read + self._bytes(node) if node.target in ROW_REDUCTIONS else NEVER
+            return read + written
+        if node.target in ROW_LOOKUPS:
+            return 2 * written
+        return 2 * read + written if node.target in ROW_REDUCTIONS else NEVER
 
     def _bytes(self, node: fx.Node) -> int:
         if node not in self.bytes:

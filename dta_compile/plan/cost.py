@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import numpy as np
+
 from dta_compile.options import Options
 from dta_compile.plan.chunk_tree import chunk_tree
 from dta_compile.plan.memory import Footprint, choose_keep
@@ -78,8 +80,12 @@ class Limits:
     cost: CostModel = dataclasses.field(default_factory=CostModel)
     head_starts: IntArray | None = None
 
-    def without_heads(self) -> Limits:
-        return dataclasses.replace(self, head_starts=None)
+    def unshared(self, shared: PrefixTree, unshared: PrefixTree) -> Limits:
+        """The same for the tree without sharing, whose tokens have as many head rows on average."""
+        if self.head_starts is None:
+            return self
+        per_token = float(self.head_starts[-1]) / max(shared.num_rows, 1)
+        return dataclasses.replace(self, head_starts=(np.arange(unshared.num_rows + 1) * per_token).astype(np.int64))
 
 
 def choose(
@@ -92,9 +98,10 @@ def choose(
     """
     limits = limits or Limits()
     if options.strategy != "auto":
-        shared = options.strategy != "dense"
-        run = tree if shared else tree.unshared()
-        return run, _planned(run, options, mode, limits if shared else limits.without_heads()), "asked for"
+        if options.strategy == "dense":
+            tree, shared = tree.unshared(), tree
+            limits = limits.unshared(shared, tree)
+        return tree, _planned(tree, options, mode, limits), "asked for"
     found: list[tuple[float, PrefixTree, Schedule]] = []
     costs: dict[str, float] = {}
     refused = ""
@@ -105,7 +112,8 @@ def choose(
             if bound > min(cost for cost, _, _ in found):
                 costs["dense >="] = bound
                 continue
-            run, known = tree.unshared(), limits.without_heads()
+            run = tree.unshared()
+            known = limits.unshared(tree, run)
         schedule = _planned(run, dataclasses.replace(options, strategy=strategy), mode, known)
         simulation = simulate(run, schedule, known.head_starts)
         if strategy == "vanilla" and (excess := _excess(simulation, options, limits)):  # the others keep to the budget

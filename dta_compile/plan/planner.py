@@ -118,7 +118,7 @@ class _Walk:
             if training and (index == 0 or keep.graphs is None or index in keep.graphs):
                 self.forward(index, out=True)
             else:
-                kv = index in keep.kv
+                kv = index in keep.kv and self.chunks[index].spine is not None
                 self.ops.append(Anchor(self.chunks[index], True, kv))
                 self.put(index, self.chunks[index])
                 if kv:

@@ -164,6 +164,7 @@ class _Replay:
         self.finished = np.zeros(tree.num_rows, np.bool_)  # backpropagated
         self.graph = np.zeros(tree.num_rows, np.int32)  # number of the live graph that covers the row, 0 for none
         self.kept = np.zeros(tree.num_rows, np.int32)  # number of the forward or anchor that keeps its KV, 0 for none
+        self.kept_spines: dict[int, IntArray] = {}  # their rows, by the first
         self.live: dict[Chunk, int] = {}  # chunk -> number of its graph
         self.runs = 0  # numbers given away
         self.attached = np.zeros(len(tree.lengths), np.bool_)  # per sequence
@@ -212,6 +213,8 @@ class _Replay:
 
     def check_chunk(self, chunk: Chunk) -> IntArray:
         """Rows of a chunk, slice after slice."""
+        if not chunk.slices:
+            self.fail("a chunk has slices", "a spine or a branch", "neither")
         for part in chunk.slices:
             self.check_slice(part)
         self.check_size(chunk.tokens)
@@ -277,15 +280,25 @@ class _Replay:
             self.check_graph(chunk, rows)
             self.live[chunk] = self.runs + 1
             self.graph[rows] = self.runs + 1
-        elif op.kv and (self.schedule.mode != "transparent" or chunk.spine is None):
+        elif op.kv and (self.schedule.mode != "transparent" or chunk.spine is None or not op.out):
             self.fail(
-                "KV is kept for a spine from the first to the second phase", "transparent mode, a spine", str(op.chunk)
+                "KV is kept for a spine from the first to the second phase",
+                "transparent mode, a spine, out",
+                str(op.chunk),
             )
-        if chunk.spine is not None and (isinstance(op, Forward) or op.kv):
-            self.kept[rows[: chunk.spine.tokens]] = self.runs + 1
         self.runs += 1
+        if chunk.spine is not None and (isinstance(op, Forward) or op.kv):
+            self.keep(rows[: chunk.spine.tokens])
         if op.out:
             self.written[rows] = True
+
+    def keep(self, spine: IntArray) -> None:
+        """The KV of a spine is kept, in place of what was kept for a spine that starts with the same token."""
+        before = self.kept_spines.get(int(spine[0]))
+        if before is not None:
+            self.kept[before] = 0
+        self.kept_spines[int(spine[0])] = spine
+        self.kept[spine] = self.runs
 
     def check_graph(self, chunk: Chunk, rows: IntArray) -> None:
         if self.schedule.mode == "score":
@@ -302,6 +315,8 @@ class _Replay:
         self.push(part)
 
     def attach(self, sequences: tuple[int, ...]) -> None:
+        if self.schedule.mode == "transparent" and (self.attached.any() or self.finished.any()):
+            self.fail("transparent mode attaches once, before any backward", "one attach", "another one, or too late")
         for sequence in sequences:
             if not 0 <= sequence < len(self.attached):
                 self.fail("sequences are of the batch", f"s0..s{len(self.attached) - 1}", f"s{sequence}")

@@ -179,8 +179,8 @@ class Calibration:
         if not fits:
             return PRIOR
         factor = next(iter(fits.values())).factor  # of the forward, if there was any
-        rates = {kind: _scaled(getattr(PRIOR, kind), factor) for kind in KINDS}
-        rates |= {kind: found.rates for kind, found in fits.items()}
+        scaled = {kind: Rates(*(factor * rate for rate in getattr(PRIOR, kind))) for kind in KINDS}
+        rates = scaled | {kind: found.rates for kind, found in fits.items()}
         runs = sum(window.runs for window in self.windows.values())
         error = float(np.median(np.concatenate([found.errors for found in fits.values()])))
         verb = "calibrated on" if runs >= MINIMUM_RUNS else "defaults scaled to"
@@ -285,8 +285,8 @@ def _bounded(matrix: Floats, right: Floats) -> Floats:
     inside: Floats = np.linalg.solve(matrix, right)
     if (inside >= 1 / BOUND).all() and (inside <= BOUND).all():
         return inside
-    free, low = _CASES[:, 0], _CASES[:, 1]
-    fixed = np.where(free, 0.0, np.where(low, 1 / BOUND, BOUND))
+    free = _CASES == 0
+    fixed = np.choose(_CASES, (0.0, 1 / BOUND, BOUND))
     systems = np.where(free[:, :, None] & free[:, None, :], matrix, np.eye(len(matrix)))
     found = np.linalg.solve(systems, np.where(free, right - fixed @ matrix, fixed)[..., None])[..., 0]
     value = ((found @ matrix) * found).sum(1) / 2 - found @ right
@@ -295,17 +295,12 @@ def _bounded(matrix: Floats, right: Floats) -> Floats:
     return best
 
 
-# [243, 2, 5]: whether each unknown is free, and if not, whether it is at its lower bound.
-_CASES = np.array([[[c == 0 for c in case], [c == 1 for c in case]] for case in itertools.product(range(3), repeat=5)])
+_CASES = np.array(list(itertools.product(range(3), repeat=len(Rates._fields))))  # 0: free, 1: least, 2: most
 
 
 def _size(work: Work) -> tuple[int, ...]:
     """Runs of one size differ by at most a factor of 1.4 in everything."""
     return tuple(round(2 * math.log2(1 + amount)) for amount in work)
-
-
-def _scaled(rates: Rates, factor: float) -> Rates:
-    return Rates(*(factor * rate for rate in rates))
 
 
 def _row(sample: Sample) -> list[float]:

@@ -1,0 +1,97 @@
+"""Memory: what a plan predicts is what a step allocates, and budgets are kept."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import dta_compile
+from tests.tiny import TinyLM
+
+TREES = {"fan": (200, 16, 40), "branches": (150, 4, 200), "nothing shared": (0, 12, 150)}  # prefix, rows, suffix
+BUDGETS = (None, 0, 4_000_000)
+
+
+def long_context_model():
+    model = TinyLM(width=128)
+    model.position = torch.nn.Embedding(512, 128).double()
+    return model
+
+
+def batch(prefix, rows, suffix):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 31, (rows, prefix + suffix), generator=generator)
+    ids[:, :prefix] = ids[0, :prefix]
+    return ids
+
+
+def allocated_at_the_peak(step):
+    """Most bytes that live at one time, of those allocated during the step."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    pending = list(profiler.profiler.kineto_results.experimental_event_tree())
+    changes = []
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag.name == "Allocation":
+            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    live = peak = 0
+    for _, change in sorted(changes):
+        live += change
+        peak = max(peak, live)
+    return peak
+
+
+def training_step(model, options):
+    def token_logprobs(ids, labels):
+        return model(ids).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+    compiled = torch.compile(token_logprobs, backend="dta", options=options)
+
+    def step(ids):
+        compiled(ids, ids.roll(-1, 1)).sum().backward()
+        model.zero_grad()
+
+    return compiled, step
+
+
+@pytest.mark.parametrize("strategy", ["packed", "dfs"])
+def test_the_predicted_peak_is_the_measured_one(strategy):
+    for budget in BUDGETS:
+        torch._dynamo.reset()
+        options = {"strategy": strategy, "memory_budget": budget, "chunk_size": 256}
+        compiled, step = training_step(long_context_model(), options)
+        for tree in TREES.values():
+            ids = batch(*tree)
+            step(ids)
+            measured = allocated_at_the_peak(lambda ids=ids: step(ids))
+            predicted = dta_compile.last_plan(compiled).estimates.peak_bytes
+            assert predicted == pytest.approx(measured, rel=0.15), (tree, budget)
+
+
+def test_without_a_budget_memory_does_not_grow_with_the_branches():
+    compiled, step = training_step(long_context_model(), {"memory_budget": 0, "chunk_size": 256})
+    peaks = []
+    for rows in (4, 64):
+        ids = batch(200, rows, 100)
+        step(ids)
+        dense = 5 * ids.numel() * 8  # ids, labels and [B, S] results are the batch's own size
+        peaks.append(allocated_at_the_peak(lambda ids=ids: step(ids)) - dense)
+    assert peaks[1] <= 1.3 * peaks[0]
+
+
+def test_a_budget_bounds_what_is_kept():
+    ids = batch(100, 16, 100)
+    kept = []
+    for budget in (0, 2_000_000, 8_000_000, None):
+        torch._dynamo.reset()
+        compiled, step = training_step(
+            long_context_model(), {"memory_budget": budget, "chunk_size": 200, "strategy": "packed"}
+        )
+        step(ids)
+        kept.append(dta_compile.last_plan(compiled).stats)
+    assert [stats.tokens_forwarded_twice for stats in kept] == sorted(
+        (stats.tokens_forwarded_twice for stats in kept), reverse=True
+    )
+    assert kept[0].tokens_forwarded_twice > 0 and kept[-1].tokens_forwarded_twice == 0
+    assert kept[0].peak_live_tokens <= 200 < kept[1].peak_live_tokens < kept[-1].peak_live_tokens

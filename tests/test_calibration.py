@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+import dta_compile
 from dta_compile.errors import OptionError
 from dta_compile.options import Options
 from dta_compile.plan import CostModel, Rates, Work
 from dta_compile.runtime import calibration
 from dta_compile.runtime.calibration import BOUND, CALLS, MINIMUM_RUNS, SAMPLES, Calibration, cache_folder, file_name
+from tests.tiny import SMALL_CHUNKS, TinyLM, shared_ids, weighted
 
 TRUE = {"forward": Rates(3e-3, 2e-4, 1.7e-4, 2e-8, 4e-5), "backward": Rates(4e-3, 3e-4, 3.1e-4, 7e-8, 1e-4)}
 
@@ -371,3 +373,20 @@ def test_the_option_takes_strings_and_paths(tmp_path):
 def test_a_bad_folder_is_named_with_its_key(value):
     with pytest.raises(OptionError, match=r"(?s)'cache_dir'.*a path"):
         Options.parse({"cache_dir": value})
+
+
+# In the engine
+
+
+def test_a_compiled_model_is_calibrated_and_says_so(tmp_path):
+    model = TinyLM()
+    compiled = torch.compile(model, backend="dta", options={**SMALL_CHUNKS, "cache_dir": tmp_path})
+    ids, plans = shared_ids(), []
+    for _ in range(4):
+        weighted(compiled(ids)).backward()
+        plans.append(dta_compile.last_plan(compiled))
+    assert "(not calibrated)" in str(plans[1])
+    assert "(calibrated on" in str(plans[3]) or "(defaults scaled to" in str(plans[3])
+    assert 0.1 < plans[3].estimates.seconds / plans[3].estimates.measured_seconds < 10
+    (path,) = tmp_path.iterdir()
+    assert Calibration.from_json(path.read_text()).calls == 2

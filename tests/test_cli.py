@@ -24,7 +24,7 @@ def lines(tmp_path):
 
 
 def test_plan_of_the_bundled_rollouts(capsys):
-    assert main(["plan", str(bundled()), "--schedule"]) == 0
+    assert main(["plan", str(bundled()), "--schedule", "--strategy", "dfs"]) == 0
     out = capsys.readouterr().out
     recorded = json.loads(bundled("airline_tiny.json").read_text())["statistics"]["full"]
     assert f"{recorded['tokens']:,} tokens" in out

@@ -308,10 +308,27 @@ class Run:
         ]
         self.parameters = [self.inputs[i] for i in self.joint.grad_parameters]
 
+        whole = len(self.inputs) - len(program.trunk_inputs) - 1 - len(program.head_inputs)
+        self.kept_whole = sum(i < whole for i in self.joint.backward_inputs)  # parameters and constants come first
+
+    def kept_bytes(self, *others):
+        """Of memory that belongs to the chunk alone."""
+        memory = [value.untyped_storage() for value in (*self.kept[self.kept_whole :], *others)]
+        return sum({piece.data_ptr(): piece.nbytes() for piece in memory}.values())
+
+    def gradients(self):
+        return [torch.zeros_like(parameter) for parameter in self.parameters]
+
     def backward(self, kept, tangents):
-        gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
+        gradients = self.gradients()
         self.joint.boxed_backward([self.path, *kept, *tangents, *gradients])
         return gradients
+
+    def hand_over(self):
+        """The arguments of a backward, and nothing else that refers to what was kept."""
+        arguments = [self.path, *self.kept, *self.tangents, *self.gradients()]
+        self.inputs, self.outputs, self.kept, self.tangents = [], (), [], []
+        return arguments
 
 
 def test_the_forward_computes_nothing_that_only_derivatives_need(toy):
@@ -355,16 +372,9 @@ def test_less_is_kept_than_all_that_the_backward_reads(toy, monkeypatch):
 @pytest.mark.parametrize(("tokens", "head_rows"), [(8, 3), (5, 11)])
 def test_kept_bytes_are_those_of_the_storages(toy, tokens, head_rows):
     run, joint = Run(toy, tokens, head_rows), toy.joint
-    chunk_inputs = [run.inputs[i] for i in joint.backward_inputs if i >= len(run.inputs) - chunk_inputs_of(toy)]
+    assert run.kept_bytes() == joint.token_bytes * tokens + joint.head_bytes * head_rows
     saved = run.kept[len(joint.backward_inputs) :]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*chunk_inputs, *saved)}
-    assert sum(storages.values()) == joint.token_bytes * tokens + joint.head_bytes * head_rows
-    kv = {id(saved[i]): saved[i].nbytes for pair in joint.saved_kv for i in pair}
-    assert sum(kv.values()) == joint.kv_bytes * tokens
-
-
-def chunk_inputs_of(program):
-    return len(program.trunk_inputs) + 1 + len(program.head_inputs)
+    assert sum(saved[i].nbytes for pair in joint.saved_kv for i in pair) == joint.kv_bytes * tokens
 
 
 def test_head_dims_are_those_that_grow_with_the_head_rows(toy):
@@ -385,45 +395,33 @@ def test_the_backward_of_some_head_rows_is_that_of_all_with_zero_gradients_elsew
 
 
 def test_saved_values_are_freed_after_their_last_use(toy):
-    path = LinearPath()
-    run = Run(toy, 7, 5, path)
-    alive = {}
+    run, alive = Run(toy, 7, 5), {}
     logprobs = weakref.ref(run.kept[-1])
     assert logprobs().shape == (1, 5, 96)
-    path.on_backward = lambda layer: alive.setdefault(layer, logprobs() is not None)
-    kept, run.kept, run.outputs = run.kept, [], ()
-    arguments = [path, *kept, *run.tangents, *(torch.zeros_like(p) for p in run.parameters)]
-    del kept
+    run.path.on_backward = lambda layer: alive.setdefault(layer, logprobs() is not None)
+    arguments = run.hand_over()
     toy.joint.boxed_backward(arguments)
     assert arguments == [] and not any(alive.values())
-
-
-def memory(value):
-    return value.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("name", ["cache_only", "forward_only", "forward", "backward"])
 @pytest.mark.parametrize(("tokens", "head_rows"), [(300, 20), (150, 300)])
 def test_the_working_memory_is_what_a_profiler_counts(toy, name, tokens, head_rows):
-    run, graph = Run(toy, tokens, head_rows), getattr(toy.joint, name)
-    gradients = [torch.zeros_like(parameter) for parameter in run.parameters]
-    held, run.outputs = 0, ()
-    if name == "backward":  # is handed what was kept, and frees it
-        graph, of_parameters = toy.joint.boxed_backward, {memory(parameter) for parameter in run.parameters}
-        of_chunk = {memory(value): value.untyped_storage().nbytes() for value in [*run.kept, *run.tangents]}
-        held = sum(size for key, size in of_chunk.items() if key not in of_parameters)
-        inputs = ([run.path, *run.kept, *run.tangents, *gradients],)
-        run.kept = run.tangents = run.inputs = ()
-        del of_chunk
-    else:
-        inputs = (run.path, *run.inputs)
+    joint, marker = toy.joint, 1234567
+    assert all(joint.working.values()) and joint.boxed_backward  # not while the profiler counts
     with torch.profiler.profile(profile_memory=True) as profiler:
-        results = graph(*inputs)
+        run = Run(toy, tokens, head_rows)
+        if name == "backward":
+            graph, held, arguments = joint.boxed_backward, run.kept_bytes(*run.tangents), [run.hand_over()]
+        else:
+            graph, held, arguments = getattr(joint, name), 0, [run.path, *run.inputs]
+        torch.empty(marker, dtype=torch.uint8)
+        results = graph(*arguments)
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     del results
-    expected = max(itertools.accumulate(sizes, initial=held))
-    assert peak(toy.joint.working[name], tokens, head_rows) == pytest.approx(expected, rel=0.15)
+    expected = held + max(itertools.accumulate(sizes[sizes.index(-marker) + 1 :], initial=0))
+    assert peak(joint.working[name], tokens, head_rows) == pytest.approx(expected, rel=0.15)
 
 
 class FusedProjections(nn.Module):

@@ -6,7 +6,6 @@ chunk tokens and head rows. The trace is then cut in two (`saved_values`, `parti
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -92,7 +91,8 @@ class JointGraphs:
     def boxed_backward(self) -> fx.GraphModule:
         """The backward as a function of one list, which it empties: saved values are freed after their last use."""
         assert self.backward is not None
-        graph = copy.copy(self.backward.graph)
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.backward.graph, {}))
         graph.set_codegen(_BoxedCodeGen())
         return fx.GraphModule(self.backward, graph)
 

@@ -15,7 +15,7 @@ from dta_compile.passes.attention_op import ATTENTION, ATTENTION_BACKWARD
 from dta_compile.passes.nodes import call, is_item
 from dta_compile.passes.program import ancestors
 from dta_compile.passes.saved_values import saved_values
-from dta_compile.passes.storage import ChunkSizes, view_source
+from dta_compile.passes.storage import ChunkSizes, owner, view_source
 
 aten = torch.ops.aten
 
@@ -127,7 +127,7 @@ def forward_graph(trace: JointTrace, outputs: Iterable[fx.Node]) -> fx.GraphModu
     graph, copies = fx.Graph(), {}
     path = graph.placeholder("path")
     for node in trace.primals:
-        copies[node] = _input(graph, node, node.name)
+        copies[node] = _input(trace, graph, node, node.name)
     for node in trace.module.graph.nodes:
         if node.target is ATTENTION and node not in computed:
             graph.call_method("write", (path, copies[node.args[1]], copies[node.args[2]], node.args[3]))
@@ -149,7 +149,7 @@ def backward_graph(trace: JointTrace, saved: list[fx.Node]) -> tuple[fx.GraphMod
     graph, copies = fx.Graph(), {}
     path = graph.placeholder("path")
     for node in [*(trace.primals[i] for i in inputs), *saved, *tangents]:
-        copies[node] = _input(graph, node, f"saved_{node.name}" if node in saved else node.name)
+        copies[node] = _input(trace, graph, node, f"saved_{node.name}" if node in saved else node.name)
     gradients = [node for node in trace.gradients if node is not None]
     in_turn = trace.depending_on(tangents) & computed
     for node in [*_in_order(trace, in_turn), *gradients]:
@@ -174,9 +174,10 @@ def _missing(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> list[fx.Node]:
     return list(order)
 
 
-def _input(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
-    placeholder = graph.placeholder(name)
-    placeholder.meta = dict(node.meta)
+def _input(trace: JointTrace, graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
+    """An input of a graph; `meta["memory"]` names the memory that it is in, of so many bytes."""
+    placeholder, memory = graph.placeholder(name), owner(node)
+    placeholder.meta = {**node.meta, "memory": (memory.name, trace.sizes.bytes(memory.meta["val"]))}
     return placeholder
 
 

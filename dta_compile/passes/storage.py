@@ -15,7 +15,7 @@ from dta_compile.passes.program import has_tensor
 
 aten = torch.ops.aten
 UNDECLARED_VIEWS = (aten._unsafe_view.default,)
-Storage = tuple[fx.Node, int]  # the node that allocates, and which of its results
+Storage = tuple[fx.Node | str, int]  # the node that allocates (the name of an input's), and which of its results
 
 
 class Bytes(NamedTuple):
@@ -110,6 +110,8 @@ def storages(node: fx.Node) -> list[Storage]:
     if not has_tensor(node):
         return []
     node = owner(node)
+    if "memory" in node.meta:
+        return [(node.meta["memory"][0], 0)]
     if is_item(node):
         return [(node.args[0], node.args[1])]
     value = node.meta["val"]

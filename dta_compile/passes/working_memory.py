@@ -1,8 +1,8 @@
 """working_memory: how many bytes a chunk's graph allocates at its peak, as a function of the chunk's size.
 
 The graph is walked in its order of execution. A tensor is alive from the node that makes it to the last node that reads
-it or a view of it: the generated code drops every name after its last use. Inputs are not counted, but for those that are
-handed over and freed.
+it or a view of it: the generated code drops every name after its last use. Inputs are not counted, but for those that
+are handed over and freed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def working_memory(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = Fals
     """
     nodes = [node for node in graph.nodes if node.op != "placeholder"]
     dying = _by_last_use(nodes)
-    live: dict[Storage, Bytes] = dict(_inputs(graph, sizes)) if frees_inputs else {}
+    live: dict[Storage, Bytes] = dict(_inputs(graph)) if frees_inputs else {}
     allocated = total(live.values())
     peaks: list[Bytes] = [allocated]
     for node in nodes:
@@ -56,12 +56,12 @@ def _by_last_use(nodes: list[fx.Node]) -> dict[fx.Node, list[Storage]]:
     return dying
 
 
-def _inputs(graph: fx.Graph, sizes: ChunkSizes) -> Iterable[tuple[Storage, Bytes]]:
+def _inputs(graph: fx.Graph) -> Iterable[tuple[Storage, Bytes]]:
+    """The memory of the inputs whose size depends on the chunk; several of them may be in the same."""
     for node in graph.find_nodes(op="placeholder"):
-        if has_tensor(node):
-            size = sizes.bytes(node.meta["val"])
-            if size.per_token or size.per_head_row:
-                yield (node, 0), size
+        name, size = node.meta.get("memory", ("", Bytes()))
+        if size.per_token or size.per_head_row:
+            yield (name, 0), size
 
 
 def _allocations(node: fx.Node, sizes: ChunkSizes) -> Iterable[tuple[Storage, Bytes]]:

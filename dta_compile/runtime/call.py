@@ -86,7 +86,7 @@ class Call:
         return Footprint(joint.token_bytes, joint.head_bytes, joint.kv_bytes, joint.working)
 
     def _peak_bytes(self, plan: Plan) -> float:
-        """Most bytes that a call and its backward allocate at one time: stack, rows, dense values, gradients, chunks."""
+        """Most bytes that a call and its backward allocate at one time."""
         joint, frontier = self.program.joint, self.program.frontier
         first, second = peak_bytes(self.rows.tree, plan.schedule, self._footprint(), self.rows.head_starts)
         stack = joint.kv_bytes * plan.simulation.peak_stack_tokens

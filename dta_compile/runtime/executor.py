@@ -139,9 +139,8 @@ class Executor:
                 case Anchor() | Restore():
                     self._postpone(op)
                 case Forward(chunk, out):
-                    is_next = position + 1 < len(ops) and ops[position + 1] == Backward(chunk)
-                    if out or not is_next or not self._skipped(chunk):
-                        self._forward(chunk, out)
+                    goes_backward = position + 1 < len(ops) and ops[position + 1] == Backward(chunk)
+                    self._forward(chunk, out, only_for_backward=goes_backward and not out)
                 case Backward(chunk):
                     self._backward(chunk)
                 case Pop(part):
@@ -179,17 +178,12 @@ class Executor:
         if keep_kv and chunk.spine is not None:
             self._keep(chunk.spine, self.path.copy(chunk.spine.start, chunk.spine.stop))
 
-    def _skipped(self, chunk: Chunk) -> bool:
-        """Whether no gradient comes into a chunk that is about to be run again and go backward."""
+    def _forward(self, chunk: Chunk, out: bool, only_for_backward: bool) -> None:
         placed = self._place(chunk)
-        if self._has_gradient(placed):
-            return False
-        self.graphs[chunk] = None
-        return True
-
-    def _forward(self, chunk: Chunk, out: bool) -> None:
+        if only_for_backward and not self._has_gradient(placed):
+            self.graphs[chunk] = None
+            return
         self._complete_stack()
-        placed = self._place(chunk)
         active = None if out else self._active_rows(placed)
         inputs = self._inputs(placed, active)
         results = self._launch("forward", self.joint.forward, placed, (self.path, *inputs), active)
@@ -231,7 +225,7 @@ class Executor:
         if placed.shape.spine and self.path.waits_for(placed.shape.start):
             return True
         active = self._active_rows(placed)
-        return active is None or len(active) > 0
+        return placed.heads.count > 0 and (active is None or len(active) > 0)
 
     def _active_rows(self, placed: Placed) -> torch.Tensor | None:
         """Positions among a chunk's head rows of those with a gradient; None: all, or not known."""

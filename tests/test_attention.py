@@ -21,7 +21,13 @@ from dta_compile.runtime.stack import PathStack
 
 TIGHT = 1e-12
 PROVIDERS = [Reference, FlashCPU]
-TINY = {"_CALL_PAIRS": 6, "_BLOCK": 4, "_SUBTREE": 6, "_PIECE": 3, "_CAUSAL": 9}  # every kind of part in few tokens
+TINY = {
+    "_CALL_PAIRS": 6,
+    "_BLOCK": 4,
+    "_SUBTREE": 6,
+    "_PIECE": 3,
+    "_HALVED": range(4, 10),
+}  # every kind of part in few tokens
 
 
 @dataclasses.dataclass(frozen=True)

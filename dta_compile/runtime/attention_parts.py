@@ -23,12 +23,12 @@ from dta_compile.runtime.chunk_shape import ChunkShape
 
 __all__ = ["Part", "parts_of"]
 
-# Measured with torch 2.13 on two AVX-512 cores, heads of 64 and 128.
+# Measured with torch 2.13 on two AVX-512 cores, of AMD and of Intel, heads of 64 and 128.
 _CALL_PAIRS = 1024  # query-key pairs of all heads that take about as long as one more call
 _BLOCK = 48  # neighbouring subtrees are joined up to so many tokens
 _SUBTREE = 128  # a slice is joined with all that hangs from it up to so many tokens
-_PIECE = 128  # queries of a masked call; more would attend to too many masked keys
-_CAUSAL = 1280  # torch's causal kernel computes blocks of 512 keys whole; only from here on it wastes less than pieces
+_PIECE = 128  # queries of a call under a window; more would attend to too many masked keys
+_HALVED = range(257, 641)  # torch's causal kernel computes blocks of 512 keys whole: two calls pay for such slices
 
 
 class Part(NamedTuple):
@@ -69,10 +69,12 @@ def _parts(chunk: ChunkShape, dtype: torch.dtype) -> Iterator[Part]:
     for first, last, is_slice in blocks:
         if not is_slice:
             yield _masked(chunk, range(first, last), range(first, last), dtype, fresh=True)
-        elif not _PIECE < last - first < _CAUSAL:
-            yield Part(first, last, ((chunk.start + first, chunk.start + last),), causal=True, fresh=True)
+        elif last - first not in _HALVED:
+            yield _causal(chunk, first, last)
         else:
-            yield from _pieces(chunk.start, first, last, dtype)
+            middle = (first + last) // 2
+            yield _causal(chunk, first, middle)
+            yield _last_rows(chunk, first, middle, last, dtype)
     for joined, same_keys in _joined(_outside(chunk.rectangles, blocks)):
         queries, keys = range(joined.query_first, joined.query_last), range(joined.key_first, joined.key_last)
         if same_keys:
@@ -127,18 +129,25 @@ def _joined(found: Sequence[Rectangle]) -> Iterator[tuple[Rectangle, bool]]:
     yield joined, same
 
 
-def _pieces(start: int, first: int, last: int, dtype: torch.dtype) -> Iterator[Part]:
-    """The causal square of a slice by rows of pieces, each against the keys up to its end."""
-    for begin in range(first, last, _PIECE):
-        end = min(begin + _PIECE, last)
-        skipped = _CAUSAL - _PIECE - (begin - first)
-        mask = _staircase(_PIECE, _CAUSAL, dtype)[: end - begin, skipped : skipped + end - first]
-        yield Part(begin, end, ((start + first, start + end),), mask=mask, fresh=True)
+def _causal(chunk: ChunkShape, first: int, last: int) -> Part:
+    return Part(first, last, ((chunk.start + first, chunk.start + last),), causal=True, fresh=True)
+
+
+def _last_rows(chunk: ChunkShape, first: int, middle: int, last: int, dtype: torch.dtype) -> Part:
+    """Of the causal square of a slice the rows from `middle` on."""
+    mask = _staircase(last - middle, last - first, dtype)
+    return Part(middle, last, ((chunk.start + first, chunk.start + last),), mask=mask, fresh=True)
+
+
+def _staircase(rows: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    """The last rows of the causal mask of `tokens` tokens: a part of the largest one."""
+    largest = _HALVED.stop // 2
+    skipped = _HALVED.stop - largest - (tokens - rows)
+    return _largest_staircase(largest, _HALVED.stop, dtype)[:rows, skipped : skipped + tokens]
 
 
 @functools.cache
-def _staircase(rows: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """The last rows of the causal mask of `tokens` tokens."""
+def _largest_staircase(rows: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((rows, tokens), float("-inf"), dtype=dtype).triu_(tokens - rows + 1)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dta_compile.plan.balance import balance
+from dta_compile.plan.balance import TreeCost, balance
 from dta_compile.plan.chunk_tree import ChunkTree, chunk_tree
 from dta_compile.plan.cost import CostModel, Limits, Rates, choose
+from dta_compile.plan.lexicographic import LexicographicOrder, lexicographic_order
 from dta_compile.plan.memory import Footprint, choose_keep, peak_bytes
 from dta_compile.plan.order import leaf_order
 from dta_compile.plan.plan import Estimates, Plan, Stats, make_plan, plan
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule
 from dta_compile.plan.prefix_tree import PrefixTree
+from dta_compile.plan.rollout_pool import Rollout, RolloutBatch, RolloutTreeStats
+from dta_compile.plan.rollout_tree import RolloutTree
 from dta_compile.plan.schedule import (
     Anchor,
     Attach,
@@ -38,6 +41,7 @@ __all__ = [
     "Footprint",
     "Forward",
     "Keep",
+    "LexicographicOrder",
     "Limits",
     "Op",
     "Plan",
@@ -46,11 +50,16 @@ __all__ = [
     "Rates",
     "Rectangle",
     "Restore",
+    "Rollout",
+    "RolloutBatch",
+    "RolloutTree",
+    "RolloutTreeStats",
     "Schedule",
     "Segment",
     "Simulation",
     "Slice",
     "Stats",
+    "TreeCost",
     "Work",
     "balance",
     "build_schedule",
@@ -58,6 +67,7 @@ __all__ = [
     "choose_keep",
     "chunk_tree",
     "leaf_order",
+    "lexicographic_order",
     "make_plan",
     "peak_bytes",
     "plan",

@@ -58,6 +58,14 @@ class CostModel:
     def forward_seconds(self, work: Work) -> float:
         return self.forward.seconds(work)
 
+    def tree_rates(self) -> tuple[float, float]:
+        """Seconds of forward and backward per token of a tree, with its head row, and per query-key pair.
+
+        What `balance` goes by: launches depend on the schedule, which is made after the groups.
+        """
+        token = sum(rates.token + rates.head for rates in (self.forward, self.backward))
+        return token, self.forward.pair + self.backward.pair
+
     def estimate(self, simulation: Simulation) -> float:
         """Seconds that a schedule with these counts takes."""
         s = simulation

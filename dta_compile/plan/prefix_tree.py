@@ -7,18 +7,15 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dta_compile.errors import PlanError
+from dta_compile.plan.lexicographic import IntArray, LexicographicOrder, lexicographic_order
 
 if TYPE_CHECKING:
     from dta_compile.plan.schedule import Chunk
 
 __all__ = ["IntArray", "PrefixTree"]
 
-IntArray = npt.NDArray[np.int64]
-
-_KEY_DTYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
 _CACHED_PATHS = 8  # a depth-first walk asks about two neighbouring leaves at a time
 
 
@@ -29,11 +26,8 @@ class PrefixTree:
     after node, so that the token of node `n` at depth `d` is row `row[n] + d - start[n]`.
 
     Attributes:
-        lengths: `[N]` tokens of every sequence.
-        order: `[N]` sequence indices in lexicographic (numeric) order; duplicates in input order.
-        lcp: `[N]` tokens that `order[k]` shares in this tree with `order[k - 1]`; `lcp[0] = 0`, all 0 if not shared.
-        common: `[N]` like `lcp`, but of the sequences themselves, whether the tree shares prefixes or not.
-        forks: `[N, 2]` tokens of `order[k - 1]` and `order[k]` at depth `common[k]`; meaningless where one ends there.
+        sorted: the lexicographic order of the sequences, whose `lengths`, `order`, `common` and `forks` are here too.
+        lcp: `[N]` tokens that `order[k]` shares in this tree with `order[k - 1]`; all 0 if nothing is shared.
         parent: `[M]` parent node, -1 for a root.
         start, stop: `[M]` depths of the segment, half open.
         sequence: `[M]` a sequence whose path runs through the node.
@@ -44,12 +38,13 @@ class PrefixTree:
         shared: False for the forest that holds every sequence apart (`unshared`).
     """
 
-    def __init__(
-        self, lengths: IntArray, order: IntArray, lcp: IntArray, common: IntArray, forks: IntArray, shared: bool = True
-    ) -> None:
-        self.lengths, self.order, self.lcp, self.common, self.forks = lengths, order, lcp, common, forks
-        self.shared = shared
-        first, stop, parent, end = _cut_into_nodes(lengths[order].tolist(), lcp.tolist())
+    def __init__(self, sequences: LexicographicOrder, shared: bool = True) -> None:
+        self.sorted, self.shared = sequences, shared
+        self.lengths, self.order = sequences.lengths, sequences.order
+        self.common, self.forks = sequences.common, sequences.forks
+        self.lcp = self.common if shared else np.zeros_like(self.common)
+        order = self.order
+        first, stop, parent, end = _cut_into_nodes(self.lengths[order].tolist(), self.lcp.tolist())
         preorder = np.lexsort((stop, first))  # a node comes before those that begin with it and reach deeper
         number = np.empty(len(preorder) + 1, np.int64)
         number[preorder], number[-1] = np.arange(len(preorder)), -1  # so that number[-1] keeps "none" as it is
@@ -81,23 +76,11 @@ class PrefixTree:
         Raises:
             PlanError: a sequence is not a 1-D run of integers that fit in 64 bits.
         """
-        arrays = [_as_integers(index, sequence) for index, sequence in enumerate(_each(sequences))]
-        lengths = np.array([len(array) for array in arrays], np.int64)
-        keys = _sort_keys(arrays)
-        order = sorted(range(len(arrays)), key=keys.__getitem__)
-        common, forks = np.zeros(len(order), np.int64), np.zeros((len(order), 2), np.int64)
-        for k in range(1, len(order)):
-            left, right = arrays[order[k - 1]], arrays[order[k]]
-            depth = common[k] = _common_prefix(keys[order[k - 1]], keys[order[k]], int(lengths[order[k - 1]]))
-            if depth < min(len(left), len(right)):
-                forks[k] = left[depth], right[depth]
-        tree = cls(lengths, np.array(order, np.int64), common, common, forks)
-        return tree if share else tree.unshared()
+        return cls(lexicographic_order(sequences), shared=share)
 
     def unshared(self) -> PrefixTree:
         """The forest in which every sequence is a root of its own, duplicates too (dense execution)."""
-        nothing = np.zeros_like(self.lcp)
-        return PrefixTree(self.lengths, self.order, nothing, self.common, self.forks, shared=False)
+        return PrefixTree(self.sorted, shared=False)
 
     def children(self, node: int) -> list[int]:
         """Child nodes, in lexicographic order."""
@@ -228,58 +211,3 @@ def _cut_into_nodes(lengths: Sequence[int], lcp: Sequence[int]) -> tuple[IntArra
             push(position, length)
         end.append(path[-1] if path else -1)
     return np.array(first, np.int64), np.array(stop, np.int64), np.array(parent, np.int64), np.array(end, np.int64)
-
-
-def _each(sequences: Iterable[Any]) -> list[Any]:
-    try:
-        return list(sequences)
-    except TypeError:
-        raise PlanError(
-            "sequences cannot be iterated over", expected="a list of 1-D integer sequences", got=repr(sequences)
-        ) from None
-
-
-def _as_integers(index: int, sequence: Any) -> npt.NDArray[Any]:
-    """One input as a 1-D integer array, or a `PlanError` that names it."""
-    try:
-        array = np.asarray(sequence.detach().cpu().numpy() if hasattr(sequence, "detach") else sequence)
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors that numpy cannot hold
-        raise _bad_sequence(index, f"{type(sequence).__name__} ({error})") from error
-    if isinstance(sequence, (list, tuple)) and not sequence:
-        return np.zeros(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise _bad_sequence(index, f"shape {array.shape} of {array.dtype}")
-    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
-        raise _bad_sequence(index, f"the value {array.max()}")
-    return array
-
-
-def _bad_sequence(index: int, got: str) -> PlanError:
-    return PlanError(
-        "a sequence is not a run of token ids",
-        where=f"sequence {index}",
-        expected="a 1-D array, list or tensor of integers that fit in 64 bits",
-        got=got,
-    )
-
-
-def _sort_keys(arrays: Sequence[npt.NDArray[Any]]) -> list[bytes]:
-    """Byte strings that sort as the sequences do: big-endian, in the narrowest width that holds the range of values."""
-    low = min((int(array.min()) for array in arrays if array.size), default=0)
-    high = max((int(array.max()) for array in arrays if array.size), default=0)
-    dtype = next(np.dtype(d) for d in _KEY_DTYPES if high - low <= np.iinfo(d).max)
-    # int64 differences wrap around when the range is wider than int64; the cast to unsigned unwraps them.
-    shifted = ((array.astype(np.int64, copy=False) - np.int64(low)).astype(dtype) for array in arrays)
-    return [key.astype(dtype.newbyteorder(">"), copy=False).tobytes() for key in shifted]
-
-
-def _common_prefix(left: bytes, right: bytes, left_length: int) -> int:
-    """Tokens that two sort keys share; `left_length` tokens make up `left`."""
-    if not left or not right:
-        return 0
-    dtype = f"u{len(left) // left_length}"
-    a, b = np.frombuffer(left, dtype), np.frombuffer(right, dtype)
-    size = min(len(a), len(b))
-    differs = a[:size] != b[:size]
-    depth = int(differs.argmax())
-    return depth if differs[depth] else size

@@ -1,15 +1,38 @@
+import math
+from dataclasses import dataclass
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dta_compile.errors import PlanError
-from dta_compile.plan import PrefixTree, balance
+from dta_compile.plan import CostModel, LexicographicOrder, PrefixTree, balance, lexicographic_order
 
 
 def tree_tokens(sequences, group):
     return len({tuple(sequences[i][:n]) for i in group for n in range(1, len(sequences[i]) + 1)})
+
+
+def tree_pairs(sequences, group):
+    return sum(len(path) for path in {tuple(sequences[i][:n]) for i in group for n in range(1, len(sequences[i]) + 1)})
+
+
+@dataclass(frozen=True)
+class Rates:
+    token: float
+    pair: float
+
+    def tree_rates(self):
+        return self.token, self.pair
+
+
+def partitions(order, num_groups):
+    """All contiguous partitions into as many groups as `num_groups` and the sequences allow."""
+    count = len(order)
+    for cuts in combinations(range(1, count), min(num_groups, count) - 1):
+        yield [order[a:b] for a, b in pairwise([0, *cuts, count])]
 
 
 @given(st.data())
@@ -23,14 +46,88 @@ def test_groups_are_contiguous_optimal_and_not_empty(batches, data):
     assert sum(map(bool, groups)) == min(num_groups, len(sequences))
     if not sequences:
         return
-    # Brute force over all contiguous partitions into at most `num_groups` groups.
-    count, least = len(order), None
-    for cuts in combinations(range(1, count), min(num_groups, count) - 1):
-        bounds = [0, *cuts, count]
-        parts = [order[a:b] for a, b in pairwise(bounds)]
-        cost = max(tree_tokens(sequences, part) for part in parts)
-        least = cost if least is None else min(least, cost)
+    least = min(max(tree_tokens(sequences, part) for part in parts) for parts in partitions(order, num_groups))
     assert max(tree_tokens(sequences, group) for group in groups) == least
+
+
+def test_sequences_that_share_much_stay_together_where_the_largest_cost_allows_it():
+    # The last sequence sets the largest cost, 20. Filling groups up to it would part the second from the third.
+    sequences = [[0] * 4, [1] * 8 + [2] * 6, [1] * 8 + [3] * 6, [4] * 20]
+    assert balance(sequences, 3) == [[0], [1, 2], [3]]
+
+
+@st.composite
+def orders(draw):
+    """Lengths and what neighbours share, with long sequences that leave room for where to cut the others."""
+    lengths = draw(st.lists(st.sampled_from([6, 10, 14, 40]), min_size=2, max_size=11))
+    common = [0, *(draw(st.integers(0, min(pair))) for pair in pairwise(lengths))]
+    count = len(lengths)
+    return LexicographicOrder(np.array(lengths), np.arange(count), np.array(common), np.zeros((count, 2), np.int64))
+
+
+@given(orders(), st.integers(1, 5))
+def test_of_equal_largest_costs_the_least_is_computed_twice(order, num_groups):
+    def costs(group):
+        new = order.lengths - order.common
+        return int(order.lengths[group[0]] + new[group[1:]].sum())
+
+    num_groups = min(num_groups, len(order.lengths))
+    mine = [costs(group) for group in balance(order, num_groups)]
+
+    def totals(num_groups):
+        candidates = ([*map(costs, parts)] for parts in partitions(list(order.order), num_groups))
+        return [sum(candidate) for candidate in candidates if max(candidate) <= max(mine)]
+
+    # Where fewer groups would do, the surplus ones are halves, cut for balance.
+    if num_groups == 1 or not totals(num_groups - 1):
+        assert sum(mine) == min(totals(num_groups))
+
+
+@given(st.data())
+def test_a_cost_model_prices_tokens_and_pairs(batches, data):
+    sequences = data.draw(batches)[:9]
+    num_groups = data.draw(st.integers(1, 6))
+    rate = st.sampled_from([0.0, 1e-9, 3e-7, 0.7])
+    rates = Rates(*data.draw(st.tuples(rate, rate).filter(any)))
+    groups = balance(sequences, num_groups, cost=rates)
+    order = PrefixTree.build(sequences).order.tolist()
+    assert [i for group in groups for i in group] == order
+    assert sum(map(bool, groups)) == min(num_groups, len(sequences))
+    if not sequences:
+        return
+
+    def largest(parts):
+        each = (rates.token * tree_tokens(sequences, p) + rates.pair * tree_pairs(sequences, p) for p in parts)
+        return max(each)
+
+    assert largest(groups) == pytest.approx(min(map(largest, partitions(order, num_groups))), rel=1e-12)
+
+
+def test_pairs_weigh_long_sequences_more():
+    # 8 x 100 and 16 x 50 tokens, but 8 x 5,050 and 16 x 1,275 pairs.
+    sequences = [[n] * 100 for n in range(8)] + [[n] * 50 for n in range(8, 24)]
+    assert [len(group) for group in balance(sequences, 2)] == [8, 16]
+    assert [len(group) for group in balance(sequences, 2, cost=Rates(token=0.0, pair=1.0))] == [6, 18]
+
+
+def test_the_default_cost_model_and_the_order_of_the_sequences_are_accepted():
+    sequences = [[1, 2, 3, n] for n in range(20)]
+    groups = balance(sequences, 3, cost=CostModel())
+    assert groups == balance(sequences, 3)  # equal sequences cost the same by any measure
+    assert groups == balance(lexicographic_order(sequences), 3) == balance(PrefixTree.build(sequences), 3)
+    token, pair = CostModel().tree_rates()
+    assert token > pair > 0
+
+
+@pytest.mark.parametrize("cost", ["tokens", None, 3, Rates(-1.0, 0.0), Rates(0.0, 0.0), Rates(math.nan, 1.0)])
+def test_bad_costs(cost):
+    with pytest.raises(PlanError, match="expected"):
+        balance([[1], [2]], 2, cost=cost)
+
+
+def test_costs_of_long_sequences_do_not_overflow():
+    sequences = lexicographic_order([np.full(40_000, n, np.uint8) for n in range(32)])
+    assert [len(group) for group in balance(sequences, 8, cost=Rates(1e3, 1e3))] == [4] * 8
 
 
 def test_no_group_is_empty_where_one_sequence_dominates():

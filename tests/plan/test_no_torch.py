@@ -5,6 +5,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+def run(program):
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 def test_planning_imports_no_torch():
     program = (
         "import sys\nfrom dta_compile.plan import balance, plan\n"
@@ -12,5 +17,12 @@ def test_planning_imports_no_torch():
         "made.tree, str(made), balance([[1], [2]], 2)\n"
         "assert 'torch' not in sys.modules"
     )
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run(program)
+
+
+def test_streaming_imports_no_torch():
+    run(
+        "import sys\nfrom dta_compile import RolloutTree\nimport benchmarks.streaming\n"
+        "tree = RolloutTree()\ntree.add([1, 2])\ntree.take(2, rows=1)\n"
+        "assert 'torch' not in sys.modules"
+    )

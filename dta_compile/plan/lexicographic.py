@@ -1,0 +1,162 @@
+"""Lexicographic order of token sequences, and what neighbours in it share.
+
+Balancing needs no more than this, and prefix trees are cut out of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dta_compile.errors import PlanError
+
+__all__ = ["BLOCK_TOKENS", "IntArray", "LexicographicOrder", "as_integers", "lexicographic_order"]
+
+IntArray = npt.NDArray[np.int64]
+_Tokens = npt.NDArray[Any]
+
+BLOCK_TOKENS = 1024  # hashed at a time: long beside the cost of one call, short beside a rollout
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LexicographicOrder:
+    """`N` sequences in lexicographic order, which is an order of the leaves of a depth-first walk of their tree.
+
+    Attributes:
+        lengths: `[N]` tokens of every sequence.
+        order: `[N]` sequence indices in lexicographic (numeric) order; duplicates in input order.
+        common: `[N]` tokens that `order[k]` shares with `order[k - 1]`; `common[0] = 0`.
+        forks: `[N, 2]` tokens of `order[k - 1]` and `order[k]` at depth `common[k]`; meaningless where one ends there.
+    """
+
+    lengths: IntArray
+    order: IntArray
+    common: IntArray
+    forks: IntArray
+
+
+def lexicographic_order(sequences: Iterable[Any], block: int = BLOCK_TOKENS) -> LexicographicOrder:
+    """Order of 1-D integer sequences (arrays, lists, tensors; possibly empty).
+
+    Takes time proportional to the tokens, however much they share; arrays that have one type are not copied.
+
+    Args:
+        sequences: token ids.
+        block: tokens that are compared at a time.
+
+    Raises:
+        PlanError: a sequence is not a 1-D run of integers that fit in 64 bits.
+    """
+    arrays = _of_one_dtype(
+        [as_integers(sequence, f"sequence {index}") for index, sequence in enumerate(_each(sequences))]
+    )
+    order, common = _sort(arrays, block)
+    forks = np.zeros((len(order), 2), np.int64)
+    for k in range(1, len(order)):
+        left, right, depth = arrays[order[k - 1]], arrays[order[k]], common[k]
+        if depth < len(left) and depth < len(right):
+            forks[k] = left[depth], right[depth]
+    lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
+    return LexicographicOrder(lengths, np.array(order, np.int64), np.array(common, np.int64), forks)
+
+
+def _sort(arrays: Sequence[_Tokens], block: int) -> tuple[list[int], list[int]]:
+    """`order` and `common`, by a radix sort from the first token on whose digits are blocks of tokens.
+
+    Hashing a block costs the same however much the sequences share, where a comparison of two sequences reads all that
+    they share. Only where a group of them parts are its distinct blocks put in numeric order.
+    """
+    order: list[int] = []
+    common: list[int] = []
+    # Sequences of a group in input order, tokens that all of them share, tokens shared with the one before the group.
+    pending = [(list(range(len(arrays))), 0, 0)] if arrays else []
+    while pending:
+        members, depth, shared = pending.pop()
+        if len(members) == 1:
+            order.append(members[0])
+            common.append(shared)
+            continue
+        groups: defaultdict[bytes, list[int]] = defaultdict(list)
+        stop = depth + block
+        for member in members:
+            groups[arrays[member][depth:stop].tobytes()].append(member)
+        length = len(arrays[members[0]])
+        if len(groups) > 1:
+            blocks, agreeing = _in_numeric_order(list(groups), arrays[members[0]].dtype)
+            before = [shared, *(depth + tokens for tokens in agreeing)]
+            parts = [(groups[key], stop, tokens) for key, tokens in zip(blocks, before, strict=True)]
+            pending += reversed(parts)
+        elif length >= stop:
+            pending.append((members, stop, shared))
+        else:  # nothing follows in any of them: duplicates
+            order += members
+            common += [shared] + [length] * (len(members) - 1)
+    return order, common
+
+
+def _in_numeric_order(blocks: list[bytes], dtype: np.dtype[Any]) -> tuple[list[bytes], list[int]]:
+    """Distinct runs of tokens in lexicographic order, and how many tokens each shares with the one before it."""
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    sign = unsigned.type(1 << (8 * dtype.itemsize - 1) if dtype.kind == "i" else 0)
+    big_endian = unsigned.newbyteorder(">")
+    # Bytes compare as the tokens do once these are unsigned and big-endian.
+    ordered = sorted(blocks, key=lambda run: (np.frombuffer(run, unsigned) ^ sign).astype(big_endian).tobytes())
+    tokens = [np.frombuffer(run, unsigned) for run in ordered]
+    return ordered, [_common_prefix(left, right) for left, right in pairwise(tokens)]
+
+
+def _common_prefix(left: _Tokens, right: _Tokens) -> int:
+    size = min(len(left), len(right))
+    differs = left[:size] != right[:size]
+    depth = int(differs.argmax()) if size else 0
+    return depth if size and differs[depth] else size
+
+
+def _each(sequences: Iterable[Any]) -> list[Any]:
+    try:
+        return list(sequences)
+    except TypeError:
+        raise PlanError(
+            "sequences cannot be iterated over", expected="a list of 1-D integer sequences", got=repr(sequences)
+        ) from None
+
+
+def as_integers(sequence: Any, where: str) -> _Tokens:
+    """One input as a 1-D integer array, or a `PlanError` that names it."""
+    try:
+        array = np.asarray(sequence.detach().cpu().numpy() if hasattr(sequence, "detach") else sequence)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors that numpy cannot hold
+        raise _bad_sequence(where, f"{type(sequence).__name__} ({error})") from error
+    if isinstance(sequence, (list, tuple)) and not sequence:
+        return np.zeros(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise _bad_sequence(where, f"shape {array.shape} of {array.dtype}")
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise _bad_sequence(where, f"the value {array.max()}")
+    return array
+
+
+def _of_one_dtype(arrays: list[_Tokens]) -> list[_Tokens]:
+    """The same values, so that equal tokens have equal bytes; copies only what has another type than the rest."""
+    dtypes = {array.dtype for array in arrays if array.size}
+    if not dtypes:
+        return arrays
+    dtype = np.result_type(*dtypes).newbyteorder("=")
+    if dtype.kind == "f":  # 64-bit values of both kinds, which all fit in the signed one
+        dtype = np.dtype(np.int64)
+    return [array.astype(dtype, copy=False) for array in arrays]
+
+
+def _bad_sequence(where: str, got: str) -> PlanError:
+    return PlanError(
+        "a sequence is not a run of token ids",
+        where=where,
+        expected="a 1-D array, list or tensor of integers that fit in 64 bits",
+        got=got,
+    )

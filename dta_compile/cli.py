@@ -1,6 +1,6 @@
-"""The command `dta`: look at the plan of a batch of token sequences, or run the demo.
+"""The command `dta`: look at the plan of a batch of token sequences, divide GPUs, or run the demo.
 
-`dta plan` needs numpy, networkx and rich only; torch is imported by `dta demo` alone.
+`dta plan` and `dta split` need numpy, networkx and rich only; torch is imported by `dta demo` alone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dta_compile.options import CHOICES, Options
 from dta_compile.plan import Plan, PrefixTree, plan
 from dta_compile.plan.schedule import MODES
 from dta_compile.render import as_dot, as_json, levels, tree_view
+from dta_compile.split_cli import add_split
 
 # Segments and levels of the tree, and operations of the schedule, that are printed without --full.
 MOST_NODES, MOST_LEVELS, MOST_OPS = 40, 10, 40
@@ -48,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dta", description="Train causal language models over prefix trees.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_plan(commands.add_parser("plan", help="plan a batch of token sequences and print what would be run"))
+    add_split(commands.add_parser("split", help="divide GPUs between rollout generation and training"))
     _add_demo(commands.add_parser("demo", help="train a small model with eager and with dta side by side"))
     return parser
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dta_compile import errors, registration
-from dta_compile.plan import Plan, Schedule, balance, plan
+from dta_compile.plan import Plan, RolloutTree, Schedule, balance, plan
 
 if TYPE_CHECKING:
     from dta_compile.api import explain, last_plan, streaming_step
@@ -20,6 +20,7 @@ registration.register()
 
 __all__ = [
     "Plan",
+    "RolloutTree",
     "Schedule",
     "balance",
     "errors",

@@ -9,7 +9,9 @@ __all__ = [
     "RefusalError",
     "RuntimeContractError",
     "ScheduleError",
+    "TreeClosedError",
     "VerificationError",
+    "WaitTimeoutError",
 ]
 
 
@@ -52,3 +54,11 @@ class RuntimeContractError(DTAError, RuntimeError):
 
 class VerificationError(DTAError, RuntimeError):
     """`options={"verify": ...}` found a difference between the tree run and the captured program."""
+
+
+class TreeClosedError(DTAError, RuntimeError):
+    """A `RolloutTree` takes no rollouts any more, or has none left."""
+
+
+class WaitTimeoutError(DTAError, TimeoutError):
+    """A `RolloutTree` had no room for a rollout, or no batch was due, in the time allowed."""

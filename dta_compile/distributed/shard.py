@@ -1,0 +1,243 @@
+"""scatter: the rows of all ranks dealt out anew, a balanced prefix tree to each (paper Algorithm 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import numpy as np
+import torch
+
+from dta_compile.distributed.group import Group, GroupLike
+from dta_compile.distributed.transfer import IntArray, Places, to_first, transfer
+from dta_compile.errors import RuntimeContractError
+from dta_compile.plan import CostModel, PrefixTree, balance
+
+__all__ = ["Shard", "scatter"]
+
+PADDING = {"labels": -100}  # of the fields that are not padded with zeros; the value that losses ignore
+
+# Of a shard. Few models run without rows, and torch.compile traces sizes of 0 and 1 by themselves, also those of slices
+# such as `ids[:, 1:]`.
+LEAST_ROWS, LEAST_COLUMNS = 2, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """What a rank trains after `scatter`.
+
+    Attributes:
+        batch: the fields of the batch, of this rank's rows: `[B', ...]`, or `[B', S', ...]` padded on the right. Rows
+            are in lexicographic order. B' is at least 2 and S' at least 8: a rank with less has empty rows and columns
+            at the end, which are padding like any other.
+        rows: this rank's real rows, the first ones of B'; 0 on some ranks if there are fewer rows than ranks.
+        costs: tree tokens of every rank.
+    """
+
+    batch: dict[str, torch.Tensor]
+    rows: int
+    costs: list[int]
+    _group: Group = dataclasses.field(repr=False)
+    _origin: Places = dataclasses.field(repr=False)
+    _here: Places = dataclasses.field(repr=False)
+    _lengths: IntArray = dataclasses.field(repr=False)
+
+    @property
+    def imbalance(self) -> float:
+        """Largest over mean cost: 1.0 where all ranks have the same work."""
+        return max(self.costs) * len(self.costs) / max(sum(self.costs), 1)
+
+    def to_owners(self, values: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+        """Results of rows, sent back to the ranks that brought the rows; all ranks of the group must call it.
+
+        Args:
+            values: `[B', ...]` one entry per row of `batch`, or `[B', S', ...]` one per token, with S' as in `batch`.
+            fill: what stands at padding.
+
+        Returns:
+            `[B, ...]` or `[B, S, ...]` for the rows that this rank gave to `scatter`, in their order and with their
+            padding. No gradient flows back.
+
+        Raises:
+            RuntimeContractError: on all ranks, if the values of one do not fit its batch, or those of two each other.
+        """
+        rows, columns = self._here.shapes[self._group.rank]
+        field = _agree(self._group, {"values": values}, rows, columns, ())["values"]
+        return transfer(
+            field.fitted(values, rows, columns),
+            self._here,
+            self._origin,
+            self._lengths,
+            self._group,
+            field.per_token,
+            fill,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Field:
+    """What all ranks know of a tensor of the batch: whether it has a token axis, the sizes after it, and its dtype."""
+
+    per_token: bool
+    features: tuple[int, ...]
+    dtype: torch.dtype
+
+    def fitted(self, values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        """The values, detached; of a rank without rows none, but of the right kind."""
+        shape = (rows, columns) if self.per_token else (rows,)
+        return values.detach() if rows else values.new_empty((*shape, *self.features), dtype=self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Local:
+    """What a rank tells the others of its batch."""
+
+    shape: tuple[int, int]
+    starts: IntArray  # [B] column of every row's first token
+    lengths: IntArray  # [B]
+
+
+def scatter(
+    batch: Mapping[str, torch.Tensor],
+    group: GroupLike = None,
+    *,
+    tokens: str = "input_ids",
+    mask: str | None = "attention_mask",
+    per_row: Iterable[str] = (),
+    padding: Mapping[str, float] | None = None,
+    cost: Literal["tree_tokens"] | CostModel = "tree_tokens",
+) -> Shard:
+    """Deal the rows of all ranks out anew: every rank gets a prefix tree of nearly equal cost.
+
+    Every rank of the group calls it with rows of its own, of which there may be none. The first rank plans: contiguous
+    groups of the lexicographic order (`dta_compile.balance`), so that rows with long common prefixes meet on one rank.
+    Then the rows travel with one `all_to_all` per field.
+
+    Args:
+        batch: tensors by name, with the same names on every rank: `[B, S, ...]` one entry per token, or `[B, ...]` one
+            per row. Widths S and paddings of the ranks may differ.
+        group: the ranks; a process group, a one-dimensional mesh, or None for all.
+        tokens: name of the token ids `[B, S]`.
+        mask: name of the padding mask `[B, S]`, not 0 at real tokens, if the batch has it. A row's tokens are those
+            from the first to the last of them. Without the name all columns are tokens.
+        per_row: names of fields that have no token axis, though their second size might be S on every rank.
+        padding: by name what a field is padded with; by default -100 for "labels" and 0 for all others.
+        cost: what is to be nearly equal: "tree_tokens", or seconds by a cost model.
+
+    Raises:
+        RuntimeContractError: on all ranks, if the batch of one is malformed, or two do not fit.
+        OptionError: the group is of no use.
+    """
+    ranks = Group(group)
+    told = ranks.gather_checked(lambda: _read(batch, tokens, mask))
+    rows, columns = told[ranks.rank].shape
+    fields = _agree(ranks, batch, rows, columns, tuple(per_row))
+    origin, lengths = _origin(told)
+    rectangles = {name: field.fitted(batch[name], rows, columns) for name, field in fields.items()}
+    here, costs = _deal(ranks, rectangles[tokens], origin, lengths, cost)
+    fills = PADDING | dict(padding or {})
+    moved = {
+        name: transfer(rectangles[name], origin, here, lengths, ranks, field.per_token, fills.get(name, 0))
+        for name, field in fields.items()
+    }
+    return Shard(moved, int((here.rank == ranks.rank).sum()), costs, ranks, origin, here, lengths)
+
+
+def _read(batch: Mapping[str, torch.Tensor], tokens: str, mask: str | None) -> _Local:
+    ids = batch.get(tokens)
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        got = "nothing" if ids is None else f"{type(ids).__name__} {tuple(getattr(ids, 'shape', ()))}"
+        raise RuntimeContractError(
+            f"the batch has no token ids {tokens!r}", expected="an integer tensor [rows, tokens]", got=got
+        )
+    rows, columns = ids.shape
+    for name, values in batch.items():
+        if not isinstance(values, torch.Tensor) or not values.dim() or len(values) != rows:
+            raise RuntimeContractError(
+                f"field {name!r} is not one entry per row",
+                expected=f"a tensor [{rows}, ...]",
+                got=f"{tuple(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__,
+                hint="keep what belongs to no row out of the batch",
+            )
+    real = np.ones((rows, columns), bool)
+    if mask is not None and mask in batch:
+        if batch[mask].shape != ids.shape:
+            raise RuntimeContractError(
+                f"the mask {mask!r} does not fit the token ids",
+                expected=str(tuple(ids.shape)),
+                got=str(tuple(batch[mask].shape)),
+            )
+        real = (batch[mask] != 0).cpu().numpy()
+    some = real.any(1)
+    starts = np.where(some, real.argmax(1) if columns else 0, 0)
+    ends = np.where(some, columns - real[:, ::-1].argmax(1) if columns else 0, 0)
+    return _Local((rows, columns), starts.astype(np.int64), (ends - starts).astype(np.int64))
+
+
+def _agree(
+    group: Group, batch: Mapping[str, torch.Tensor], rows: int, columns: int, per_row: tuple[str, ...]
+) -> dict[str, _Field]:
+    """The fields of the batch, the same on all ranks, in one order.
+
+    A field has a token axis if its second size is S on every rank that has rows.
+    """
+
+    def describe() -> tuple[int, dict[str, tuple[bool, tuple[int, ...], torch.dtype]]]:
+        found = {
+            name: (name not in per_row and values.shape[1:2] == (columns,), tuple(values.shape[1:]), values.dtype)
+            for name, values in batch.items()
+        }
+        if rows and any(len(values) != rows for values in batch.values()):
+            raise RuntimeContractError("values do not fit the batch", expected=f"[{rows}, ...]")
+        return rows, found
+
+    told = group.gather_checked(describe)
+    speaking = [found for count, found in told if count] or [told[0][1]]
+    fields = {}
+    for name, (_, sizes, dtype) in speaking[0].items():
+        same = [found[name] for found in speaking if name in found]
+        per_token = all(one[0] for one in same)
+        features = sizes[1:] if per_token else sizes
+        if len(same) < len(speaking) or any((one[1][per_token:], one[2]) != (features, dtype) for one in same):
+            raise RuntimeContractError(
+                f"the ranks disagree about field {name!r}",
+                expected="the same names, dtypes and sizes (but for rows and tokens) on all ranks",
+                got=", ".join(sorted({f"{one[2]} {list(one[1])}" for one in same}))
+                + f" on {len(same)} of {len(speaking)}",
+            )
+        fields[name] = _Field(per_token, tuple(features), dtype)
+    if unknown := {name for found in speaking for name in found} - set(fields):
+        raise RuntimeContractError(f"only some ranks have the fields {sorted(unknown)}")
+    return fields
+
+
+def _origin(told: list[_Local]) -> tuple[Places, IntArray]:
+    """Where all rows are, and how many tokens they have: by rank, then by row."""
+    counts = [local.shape[0] for local in told]
+    rank = np.repeat(np.arange(len(told)), counts)
+    row = np.concatenate([np.arange(count) for count in counts])
+    starts, lengths = (np.concatenate([getattr(local, name) for local in told]) for name in ("starts", "lengths"))
+    return Places(rank, row, starts, [local.shape for local in told]), lengths
+
+
+def _deal(
+    group: Group, ids: torch.Tensor, origin: Places, lengths: IntArray, cost: Literal["tree_tokens"] | CostModel
+) -> tuple[Places, list[int]]:
+    """Where all rows shall be, and the tree tokens of every rank; planned by the first rank."""
+    count = len(lengths)
+    gathered = to_first(ids, origin, lengths, group)
+
+    def plan() -> tuple[list[list[int]], list[int]]:
+        sequences = np.split(gathered.cpu().numpy(), np.cumsum(lengths)[:-1]) if count else []
+        groups = balance(sequences, group.size, cost)
+        return groups, [PrefixTree.build([sequences[i] for i in chosen]).num_rows for chosen in groups]
+
+    groups, costs = group.from_first(plan)
+    rank, row = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    shapes = []
+    for number, chosen in enumerate(groups):
+        rank[chosen], row[chosen] = number, np.arange(len(chosen))
+        longest = int(lengths[chosen].max(initial=0)) if chosen else 0
+        shapes.append((max(len(chosen), LEAST_ROWS), max(longest, LEAST_COLUMNS)))
+    return Places(rank, row, np.zeros(count, np.int64), shapes), costs

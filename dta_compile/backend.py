@@ -84,6 +84,14 @@ def compile_graph(module: fx.GraphModule, options: Options, own_symbols: bool = 
 
 
 def _analyse(module: fx.GraphModule, training: bool, own_symbols: bool) -> Program:
+    if sharded := capture.sharded_part(module):
+        raise RefusalError(
+            "a part of the model is sharded while it runs: per-layer sharding, tensor, context and pipeline parallelism"
+            " are not supported",
+            expected="all parameters on every rank for the length of a step",
+            got=sharded,
+            hint="use DDP, or one fully_shard(module, reshard_after_forward=False) around what is compiled",
+        )
     capture.unify_equal_sizes(module.graph)
     try:
         return run_passes(Program(captured=module, training=training))

@@ -130,6 +130,22 @@ def resumes_after_a_break() -> bool:
     return code is not None and code.co_name.startswith("torch_dynamo_resume_in_")
 
 
+def sharded_part(module: fx.GraphModule) -> str:
+    """What of the graph now being compiled has its parameters spread over ranks while it runs; "" if nothing.
+
+    A module that is sharded as a whole (root-level `fully_shard`) has its parameters together when it runs.
+    """
+    for node in module.graph.nodes:
+        value = node.meta.get("example_value") if node.op == "placeholder" else None
+        if isinstance(value, torch.Tensor) and type(value).__name__ == "DTensor":
+            return f"{node.name} is a DTensor"
+    owner = getattr(_calling("OutputGraph"), "local_scope", {}).get("self")
+    state = getattr(owner, "_get_fsdp_state", None)
+    if state is not None and getattr(state(), "_is_root", None) is False:
+        return f"{type(owner).__name__}, a part of the model with a fully_shard of its own"
+    return ""
+
+
 def current_compile_wrapper() -> Any | None:
     """The object that `torch.compile` made for the callable now being compiled (an instance of its private wrapper)."""
     return _calling("_TorchCompileWrapper")

@@ -229,6 +229,18 @@ def test_a_parameter_changed_between_forward_and_backward_is_an_error(model, com
         loss.backward()
 
 
+@pytest.mark.parametrize("which", ["eager", "dta"])
+def test_ids_changed_between_forward_and_backward_are_an_error(model, which):
+    """A chunk that is run again would read the new ids."""
+    options = {**SMALL_CHUNKS, "memory_budget": 0}
+    forward = {"eager": model, "dta": torch.compile(model, backend="dta", options=options)}[which]
+    ids = IDS.clone()
+    loss = weighted(forward(ids))
+    ids.copy_(IDS.flip(0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_outputs_may_be_changed_in_place(model, compiled):
     both(model, compiled, lambda f: weighted(f(IDS).div_(0.7).log_softmax(-1)).backward())
     both(model, compiled, lambda f: weighted(f(IDS)[:, :-1].mul_(3.0)).backward())
@@ -348,3 +360,23 @@ def test_gradients_at_padding_are_an_error_not_a_loss(model, compiled):
         out.pow(2).add(out).sum().backward()
     weighted(compiled(IDS, mask) * mask[..., None]).backward()
     assert model.head.weight.grad is not None
+
+
+class PositionsToo(TinyLM):
+    """Returns, besides the logits, a trained value of the positions alone: no batch axis."""
+
+    def forward(self, ids, mask=None):
+        return super().forward(ids, mask), self.head(self.position(torch.arange(ids.shape[1])))
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(1)])
+def test_a_value_without_batch_axis_comes_back_without_one(rows):
+    model = PositionsToo()
+    compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+
+    def step(forward):
+        logits, positions = forward(IDS[rows])
+        (weighted(logits) + positions.pow(2).sum()).backward()
+        return logits, positions
+
+    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))

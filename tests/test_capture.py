@@ -23,6 +23,7 @@ from tests.tiny import (
     log_probs,
     shared_ids,
     weighted,
+    weights_like,
 )
 
 
@@ -88,6 +89,16 @@ def test_sizes_that_equal_a_width_of_the_model_are_no_constants(model, size):
     check(model, compiled, model, shared_ids(3, size))
     check(model, compiled, model, shared_ids(7, 11))
     assert engines(compiled) == 1
+
+
+def test_equal_sizes_when_the_user_asks_for_symbolic_ones(model):
+    def function(ids, mask):
+        return model(ids, mask).log_softmax(-1)
+
+    compiled = torch.compile(function, backend="dta", dynamic=True, options=SMALL_CHUNKS)
+    for batch, tokens in [(5, 5), (3, 7)]:
+        ids = shared_ids(batch, tokens)
+        check(model, compiled, function, ids, torch.ones_like(ids, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("order", [[(1, 7), (4, 7)], [(4, 7), (1, 9), (1, 5)], [(3, 1), (3, 6)], [(1, 1), (2, 5)]])
@@ -254,6 +265,19 @@ def test_verify_finds_a_broken_runtime(model, monkeypatch, verify, checked):
     check(model, compiled, model, ids)
 
 
+def test_verify_knows_gradients_that_are_zero_but_for_rounding(model):
+    """A bias of all keys shifts every score of a query alike, which softmax does not see."""
+    bias = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
+
+    def function(ids):
+        x = model.hidden(ids)
+        query, key = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in (x, x + bias))
+        return nn.functional.scaled_dot_product_attention(query, key, query, is_causal=True)
+
+    weighted(dta(function, verify="always")(shared_ids())).backward()
+    assert bias.grad.abs().max() < 1e-12
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -358,3 +382,19 @@ def test_a_compiled_model_can_be_copied():
     twin = copy.deepcopy(compiled)
     torch.testing.assert_close(twin(shared_ids()), model(shared_ids()))
     assert dta_compile.last_plan(twin) is not dta_compile.last_plan(compiled)
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 9])
+def test_a_batch_of_one_with_a_padding_mask(length):
+    """Traced without a batch axis: the mask is still padding, never positions."""
+    torch.compiler.reset()
+    model = TinyLM()
+    compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+    mask = torch.arange(9)[None] < length
+
+    def step(forward):
+        logits = forward(shared_ids(1), mask)
+        ((logits * mask[..., None]).sin() * weights_like(logits)).sum().backward()
+        return logits[mask]
+
+    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))

@@ -105,6 +105,19 @@ def test_left_padding_with_position_ids(name):
     assert_equal(actual, reference(model, batch, loss), tolerance)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_a_batch_of_one_padded_sequence(name):
+    """Dynamo makes the batch size a constant, and a mask of one row must not pass for position ids, or the reverse."""
+    tolerance, chunk_size = FAMILIES[name][2:]
+    model = build(name)
+    compiled = compiled_with(model, chunk_size)
+    for mask in ([0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 1]):
+        batch = Batch(torch.randint(1, V, (1, len(mask))), torch.tensor([mask]))
+        loss = random_loss(batch, V)
+        actual = measure(compiled, model, batch, loss, logits_at_positions)
+        assert_equal(actual, reference(model, batch, loss), tolerance)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
 def test_no_padding(name):
     tolerance = FAMILIES[name][2]
@@ -233,6 +246,12 @@ def _complex_rotary(m, x):
     return torch.view_as_real(pairs * rotation).flatten(2)
 
 
+def _log_prob_of_the_first_head(m, x):
+    """A gather whose index is smaller than its source in more than the dimension that it works along."""
+    log = x.unflatten(-1, (2, D // 2)).log_softmax(-1)
+    return log.gather(-1, x[..., None, :4].argmax(-1, keepdim=True)).flatten(2)
+
+
 def _choose_experts(m, x):
     weight, index = torch.topk(x[..., :4].softmax(-1), 2)
     gates = torch.zeros_like(x[..., :4]).scatter(-1, index, weight)
@@ -268,6 +287,7 @@ OPERATORS = {
         lambda m, x: x.sort(-1).values + x.topk(1, -1).values + x.gather(-1, x.argsort(-1)),
         lambda m, x: x * F.cosine_similarity(x, m.gain, dim=-1)[..., None] / (x.std(-1, keepdim=True) + 1),
         lambda m, x: x / (1 + x.norm(dim=-1, keepdim=True) + x.abs().amax(-1, keepdim=True)),
+        _log_prob_of_the_first_head,
         _choose_experts,
     ],
     "pointwise": [
@@ -279,6 +299,7 @@ OPERATORS = {
         lambda m, x: m.normed(x) + m.up(m.down(x)) + x @ m.matrix.detach() + x * m.scale,
         lambda m, x: x @ torch.linalg.qr(m.matrix)[0],  # its derivative writes in place
         lambda m, x: x @ F.normalize(m.matrix, dim=0) + m.gain.expand(*x.shape[:2], D),
+        lambda m, x: x @ m.matrix.transpose(1, -1),  # the same dimension twice
         lambda m, x: x + x.detach() * x.data.abs(),
     ],
     "writes": [_write_parts, _write_into_new],

@@ -14,6 +14,7 @@ from dta_compile.passes.nodes import call
 from dta_compile.passes.program import Program, output_node
 
 aten = torch.ops.aten
+TRANSPOSITIONS = (aten.t.default, aten.transpose.int, aten.permute.default)
 IN_PLACE = (aten.addmm_.default, aten.add_.Tensor, aten.index_add_.default)
 
 
@@ -69,15 +70,17 @@ def _add(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node) -> None:
 
 def _untranspose(node: fx.Node) -> tuple[fx.Node, bool]:
     transposed = False
-    while (
-        node.target in (aten.t.default, aten.transpose.int, aten.permute.default)
-        and node.args[0].meta["val"].dim() == 2
-    ):
-        if node.target is aten.permute.default and list(node.args[1]) == [0, 1]:
-            node = node.args[0]
-            continue
-        node, transposed = node.args[0], not transposed
+    while node.target in TRANSPOSITIONS and node.args[0].meta["val"].dim() == 2:
+        node, transposed = node.args[0], transposed != _swaps(node)
     return node, transposed
+
+
+def _swaps(node: fx.Node) -> bool:
+    """Whether a transposition of a matrix is one: it may name the same dimension twice, or leave the order."""
+    if node.target is aten.t.default:
+        return True
+    first, second = node.args[1:] if node.target is aten.transpose.int else (0, node.args[1][0])
+    return bool((first - second) % 2)
 
 
 def _add_rows(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node, dtype: torch.dtype) -> None:

@@ -56,7 +56,10 @@ def mixing_refusal(program: Program, mixed: Mixed) -> RefusalError:
     hint = "declare a rule with dta_compile.register_token_rule if the operator treats every token by itself"
     name = str(mixed.node.target)
     if "requires a gradient" in mixed.reason:
-        hint = "compute it inside the compiled function; if the model broke into several graphs, remove the graph break"
+        hint = (
+            "compute it inside the compiled function; if the model broke into several graphs, remove the graph break"
+            " (stages of a pipeline cannot run over a tree)"
+        )
     elif any(word in name for word in ("dropout", "bernoulli", "rand")):
         return RefusalError(
             "dropout cannot run over a prefix tree: every rollout would need its own random mask",

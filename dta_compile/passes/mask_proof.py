@@ -207,9 +207,11 @@ class MaskProof:
         return symbols
 
     def _batch_size(self) -> int:
-        """Sequences of a case: some, or as many as the graph is traced for."""
+        """Sequences of a case: some, or as many as the graph is traced for (one, if it has no batch axis)."""
         batch = self.program.batch
-        return int(batch) if batch is not None and not batch.free_symbols else 4
+        if batch is None:
+            return 1
+        return 4 if batch.free_symbols else int(batch)
 
     def _is_per_token(self, node: fx.Node) -> bool:
         value = self.program.values[node]
@@ -291,12 +293,18 @@ def _cases(tokens: int, batch: int) -> Iterator[Case]:
     """Cases of one size: no padding (first), right padding, left padding, padding anywhere."""
     columns = torch.arange(tokens)
     generator = np.random.default_rng(tokens)
-    lengths = torch.from_numpy(generator.integers(1, tokens + 1, size=(batch, 1)))
+    lengths = torch.from_numpy(generator.integers(1, tokens, size=(batch, 1)))
     holes = torch.from_numpy(generator.random((batch, tokens)) < 0.7)
     offsets = torch.from_numpy(generator.integers(0, 5, size=(batch, 1)))
     everything = torch.ones(batch, tokens, dtype=torch.bool)
-    for valid in (everything, columns < lengths, columns >= tokens - lengths, holes):
-        yield Case(batch, tokens, valid, offsets + columns)
+    # Positions from 0 on, too: else a padding mask would pass for positions, which are never 0.
+    for valid, first in (
+        (everything, 0),
+        (columns < lengths, offsets),
+        (columns >= tokens - lengths, 0),
+        (holes, offsets),
+    ):
+        yield Case(batch, tokens, valid, first + columns.expand(batch, tokens))
 
 
 def _distance(tokens: int) -> torch.Tensor:

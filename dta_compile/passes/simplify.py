@@ -119,6 +119,9 @@ def _sparse_log_softmax_gradient(node: fx.Node) -> fx.Node | None:
     same = _shape(zeros) == _shape(output) and zeros.meta["val"].dtype == output.meta["val"].dtype == dtype
     if not same or scattered % rank != dim % rank or not _is_zero(zeros) or _shape(index) != _shape(entries):
         return None
+    others = [i for i in range(rank) if i != dim % rank]
+    if any(_shape(index)[i] != _shape(output)[i] for i in others):  # a gather may leave rows out
+        return None
     total = call(node.graph, aten.neg.default, call(node.graph, aten.sum.dim_IntList, entries, [dim], True))
     dense = call(node.graph, aten.mul.Tensor, call(node.graph, aten.exp.default, output), total)
     return call(node.graph, aten.scatter_add.default, dense, dim, index, entries)

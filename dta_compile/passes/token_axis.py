@@ -63,7 +63,7 @@ def _find_axes(program: Program) -> None:
             got=f"{tokens} tokens",
             hint="pass dynamic=True to torch.compile, and let the model's code not depend on the number itself",
         )
-    if batch == tokens:
+    if batch.free_symbols & tokens.free_symbols:  # not only equal: `s**2 // s` is not simplified
         raise AmbiguousAxes()
     # A loop over sequences makes the batch size a constant: Dynamo traces anew for another one.
     program.batch = batch if batch != 1 else None

@@ -38,7 +38,9 @@ class Call:
             keep_freed_pages()
         self.rows: BatchRows
         self.schedule_plan: Plan
-        self.maps: list[torch.Tensor] = []  # per frontier value the head row of every entry
+        self.maps: list[
+            torch.Tensor
+        ] = []  # per frontier value the head row of every entry (streaming: of every sequence)
         self.uncovered: list[torch.Tensor | None] = []  # entries at padding that the outputs depend on, if any
 
     def plan(self, mode: str) -> Plan:
@@ -55,15 +57,16 @@ class Call:
         if self.schedule_plan.prefix_tree is not tree:  # the plan does not share prefixes
             self.rows = BatchRows.of(tokens, self.schedule_plan.prefix_tree, head_keys, used_by_any)
         self.schedule_plan.estimates.peak_bytes = self._peak_bytes(self.schedule_plan)
-        self.maps = [self._entries(self.rows.head_rows, value) for value in program.frontier]
-        self.uncovered = [
-            self._entries(at, value) if (at := one & ~valid).any() else None
-            for value, one in zip(program.frontier, used, strict=True)
-        ]
+        by_sequence = mode == "streaming"
+        for value, one in zip(program.frontier, used, strict=True):
+            chosen = ... if by_sequence or not _by_column(value) else _first_of_columns(one & valid)
+            padding = (one & ~valid)[chosen]
+            self.maps.append(self._entries(self.rows.head_rows[chosen], value))
+            self.uncovered.append(self._entries(padding, value) if padding.any() else None)
         return self.schedule_plan
 
     def _entries(self, values: np.ndarray[Any, Any], frontier: FrontierValue) -> torch.Tensor:
-        """`[B, S]` numbers as `[entries]` of a frontier value."""
+        """`[B, S]` (or `[1, S]`) numbers as `[entries]` of a frontier value."""
         start, length = self._window(frontier.layout.frame)
         return torch.from_numpy(np.ascontiguousarray(values[:, start : start + length]).reshape(-1)).to(self.device)
 
@@ -127,6 +130,13 @@ class Call:
         ]
         parameters = [self.args[spec.index].detach() for spec in program.region_parameters]
         return ChunkData(parameters, [self.dense[node] for node in program.constant_inputs], trunk, head)
+
+    def reread(self) -> list[torch.Tensor]:
+        """Dense values, inputs of the call among them, that chunks may read again in the backward."""
+        program = self.program
+        nodes = [item.node for item in (*program.trunk_inputs, *program.head_inputs)]
+        values = [self.dense[node] for node in dict.fromkeys([*nodes, *program.constant_inputs])]
+        return [value for value in values if not value.is_inference()]  # those have no version
 
     def expand(self, index: int, buffer: RowBuffer) -> torch.Tensor:
         """The rows of a frontier value as the dense tensor of its layout; zeros at padding and where it is not used."""
@@ -230,6 +240,12 @@ class Call:
 
 def _by_column(item: Any) -> bool:
     return Axis.BATCH not in item.layout.dims and Axis.ROWS not in item.layout.dims
+
+
+def _first_of_columns(valid: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[Any, Any]:
+    """Index of `[1, S]` in `[B, S]`: in every column the first valid entry. A value without batch axis is the same
+    for all of them, and one of them carries its gradient."""
+    return valid.argmax(0)[None], np.arange(valid.shape[1])[None]
 
 
 def _entry_order(value: FrontierValue) -> list[int]:

@@ -39,8 +39,10 @@ def keep_freed_pages() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # another C library
         return
-    mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-    mallopt(_M_MMAP_THRESHOLD, 2**30)
+    # Before glibc 2.35 the most is half of a heap, 32 MiB. Without a threshold of ours glibc's own must go on adapting,
+    # which setting the other one would end.
+    if mallopt(_M_MMAP_THRESHOLD, 2**30) or mallopt(_M_MMAP_THRESHOLD, 2**25):
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _system_bytes() -> int:
@@ -54,10 +56,14 @@ def _system_bytes() -> int:
 
 
 def _container_bytes() -> int:
-    """Limit minus use of the control group, where there is one."""
+    """Limit minus use of the control group (version 2), where there is one; files kept in memory are not in use."""
     group = pathlib.Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()
-        return int(limit) - int((group / "memory.current").read_text()) if limit != "max" else 2**63
+        if limit == "max":
+            return 2**63
+        facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(facts.get("inactive_file", 0))
+        return int(limit) - used
     except (OSError, ValueError):
         return 2**63

@@ -35,7 +35,7 @@ class TreeFunction(torch.autograd.Function):
         outputs = tuple(call.expand(i, buffer) for i, buffer in enumerate(executor.outputs))
         executor.outputs = []
         ctx.call, ctx.executor, ctx.backward_half = call, executor, backward_half
-        ctx.save_for_backward(*parameters)
+        ctx.save_for_backward(*parameters, *call.reread())
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(out for out, value in zip(outputs, call.program.frontier, strict=True) if not value.differentiable)
@@ -51,8 +51,9 @@ class TreeFunction(torch.autograd.Function):
                 got="create_graph=True",
                 hint="take second derivatives (gradient penalties, Hessians) in eager mode",
             )
-        parameters = ctx.saved_tensors  # checks that no parameter was changed in place since the forward
         call: Call = ctx.call
+        # Unpacking checks that no parameter and no input was changed in place since the forward.
+        parameters = ctx.saved_tensors[: len(call.program.region_parameters)]
         executor, backward_half = ctx.executor, ctx.backward_half
         ctx.executor = ctx.backward_half = None  # the kept graphs serve one backward; another one recomputes
         with no_autocast():
@@ -125,7 +126,9 @@ def finished_gradients(
     """Gradients of all region parameters; None, not zero, where none of the frontier values `used` depends on one."""
     gradients: list[torch.Tensor | None] = [None] * len(parameters)
     joint = executor.joint
-    for i, sources, total in zip(joint.grad_parameters, joint.grad_sources, executor.accumulators, strict=True):
+    totals, executor.accumulators = executor.accumulators[::-1], []
+    for i, sources in zip(joint.grad_parameters, joint.grad_sources, strict=True):
+        total = totals.pop()  # so that a wide sum is gone before the next one is rounded to its parameter's dtype
         if sources & used:
             gradients[i] = total.to(parameters[i].dtype)
     return gradients

@@ -39,7 +39,7 @@ demo: setup
 	$(BIN)/dta demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check $(CODE)

@@ -14,6 +14,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "strategy": ("auto", "packed", "dfs", "vanilla", "dense"),
     "order": ("backward_dfs", "lexicographic", "random"),
     "verify": ("off", "first", "always"),
+    "attention": ("auto", "cpu", "triton", "flash_attn", "varlen", "reference"),
     "fallback": ("raise", "dense"),
 }
 
@@ -31,6 +32,10 @@ class Options:
         memory_budget: bytes of activations that may be kept from the forward pass to the backward pass;
             None is the default share of the free memory, 0 keeps nothing (the paper's depth-bounded memory).
         fallback: what a refused program does: "raise" its typed error, or run "dense" with a warning.
+        attention: how attention is computed: "cpu" (torch's flash kernels for CPUs), "triton" (kernels of our own),
+            "flash_attn" (that package), "varlen" (torch's own FlashAttention), "reference" (plain math), or "auto": the
+            first of them that takes the model.
+        cuda_graphs: on a GPU, record small chunks once per size and replay them.
         cache_dir: folder of the calibration that "auto" goes by (a string or path), or "off" to read and write none;
             None is $DTA_CACHE_DIR, else $XDG_CACHE_HOME/dta_compile, else ~/.cache/dta_compile.
     """
@@ -41,6 +46,8 @@ class Options:
     verify: str = "off"
     memory_budget: int | None = None
     fallback: str = "raise"
+    attention: str = "auto"
+    cuda_graphs: bool = True
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -49,6 +56,7 @@ class Options:
             _check_integer("memory_budget", self.memory_budget, least=0)
         for key, choices in CHOICES.items():
             _check_choice(key, getattr(self, key), choices)
+        _check_bool("cuda_graphs", self.cuda_graphs)
         if self.cache_dir is not None:
             object.__setattr__(self, "cache_dir", _path("cache_dir", self.cache_dir))
 
@@ -70,6 +78,11 @@ class Options:
 def _check_integer(key: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptionError(f"bad value for option {key!r}", expected=f"an integer >= {least}", got=repr(value))
+
+
+def _check_bool(key: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise OptionError(f"bad value for option {key!r}", expected="True or False", got=repr(value))
 
 
 def _path(key: str, value: object) -> str:

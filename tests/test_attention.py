@@ -57,9 +57,9 @@ def shapes(draw, sizes=(1, 1, 2, 3, 5, 8, 13)):
         size, number = draw(st.sampled_from(sizes)), len(parts)
         parts.append(None)
         end = first + size
-        for _ in range(draw(st.integers(0, 3))):
+        hangs = draw(st.lists(st.one_of(st.just(size), st.integers(1, size)), max_size=3))
+        for hang in sorted(hangs, reverse=True):  # depth first: from the last token back
             if len(parts) < budget:
-                hang = draw(st.one_of(st.just(size), st.integers(1, size)))
                 end = grow(number, depth + hang, end)
         parts[number] = Segment(first, first + size, end, depth, parent)
         return end
@@ -352,6 +352,26 @@ def test_kv_is_copied_and_put_back():
     path.put(3, kept)
     for buffer, expected in zip((*path.keys, *path.values), before, strict=True):
         assert torch.equal(buffer, expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=cases(shapes()))
+def test_a_table_says_which_tokens_read_which(case):
+    """What kernels go by: token i reads token j if `j <= i < ends[j]`, and the first `start` of the stack."""
+    table, shape = case.shape.table(torch.device("cpu")), case.shape
+    number = torch.arange(shape.tokens)
+    own = (number <= number[:, None]) & (number[:, None] < table.ends)
+    depths = torch.cat([torch.arange(shape.start), table.depths])
+    allowed = torch.cat([torch.ones(shape.tokens, int(table.start), dtype=torch.bool), own], 1)
+    if case.window:
+        allowed &= table.depths[:, None] - depths < case.window
+    assert torch.equal(allowed, ancestry(case))
+
+
+def test_a_chunk_that_is_not_in_depth_first_order_has_no_table():
+    parts = [Segment(0, 4, 6, 0, -1), Segment(4, 5, 5, 2, 0), Segment(5, 6, 6, 3, 0)]  # from token 1, then from token 2
+    with pytest.raises(AssertionError, match="depth-first"):
+        ChunkShape.of(0, 4, parts).table(torch.device("cpu"))
 
 
 def test_a_shape_is_a_value():

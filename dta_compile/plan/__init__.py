@@ -8,7 +8,7 @@ from dta_compile.plan.cost import CostModel, Limits, Rates, choose
 from dta_compile.plan.lexicographic import LexicographicOrder, lexicographic_order
 from dta_compile.plan.memory import Footprint, choose_keep, peak_bytes
 from dta_compile.plan.order import leaf_order
-from dta_compile.plan.plan import Estimates, Plan, Stats, make_plan, plan
+from dta_compile.plan.plan import Estimates, Plan, ReplayCounts, Stats, make_plan, plan
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule
 from dta_compile.plan.prefix_tree import PrefixTree
 from dta_compile.plan.rollout_pool import Rollout, RolloutBatch, RolloutTreeStats
@@ -49,6 +49,7 @@ __all__ = [
     "PrefixTree",
     "Rates",
     "Rectangle",
+    "ReplayCounts",
     "Restore",
     "Rollout",
     "RolloutBatch",

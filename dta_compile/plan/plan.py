@@ -16,7 +16,7 @@ from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.summary import summarize
 from dta_compile.plan.verify import Simulation, verify
 
-__all__ = ["Estimates", "Plan", "Stats", "make_plan", "plan"]
+__all__ = ["Estimates", "Plan", "ReplayCounts", "Stats", "make_plan", "plan"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,21 @@ class Stats:
 
 
 @dataclasses.dataclass
+class ReplayCounts:
+    """What became of the chunk runs that CUDA graphs were meant for, and what the graphs hold.
+
+    Attributes:
+        recorded, replayed, eager: graphs recorded in this call, runs that were replayed, runs without a graph.
+        bytes: of memory that graphs of this model hold by now.
+    """
+
+    recorded: int = 0
+    replayed: int = 0
+    eager: int = 0
+    bytes: int = 0
+
+
+@dataclasses.dataclass
 class Estimates:
     """What a run was expected to take, and what it took.
 
@@ -60,12 +75,14 @@ class Estimates:
         measured_seconds: filled in by the runtime as the schedule runs; None before, and without a runtime.
         peak_bytes: most bytes that the run allocates at one time; None: the runtime's sizes are not known.
         cost_source: what the cost model rests on.
+        replays: what became of the runs that CUDA graphs were meant for; None: of none.
     """
 
     seconds: float
     cost_source: str
     measured_seconds: float | None = None
     peak_bytes: float | None = None
+    replays: ReplayCounts | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

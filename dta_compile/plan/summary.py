@@ -83,6 +83,9 @@ def _estimates(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("time", f"{predicted}, {known.measured_seconds:.3g} s measured, in chunk runs"))
     if known.peak_bytes is not None:
         rows.append(("memory", f"{known.peak_bytes / 2**20:,.0f} MiB predicted at the peak, besides model and batch"))
+    if (counts := known.replays) is not None:
+        text = f"{counts.replayed:,} runs replayed, {counts.eager:,} not; {counts.recorded:,} recorded in this call"
+        rows.append(("graphs", f"{text}, {counts.bytes / 2**20:,.0f} MiB held"))
     return rows
 
 

@@ -27,6 +27,8 @@ class FlashCPU:
     Parts are summed in at least float32.
     """
 
+    replayable = False
+
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         x, dtype = _with_dense_rows(x), statistics_dtype(x.query.dtype)
         first, *others = parts = parts_of(x.chunk, x.window, x.query.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,15 @@ from dta_compile.passes.attention_op import statistics_dtype
 from dta_compile.passes.program import Axis, FrontierValue
 from dta_compile.plan import Footprint, Limits, Plan, make_plan, peak_bytes
 from dta_compile.plan.prefix_tree import PrefixTree
+from dta_compile.plan.schedule import Anchor, Backward, Forward
+from dta_compile.runtime import replay
 from dta_compile.runtime.dense_inputs import gathered, key_codes, used_tokens
 from dta_compile.runtime.executor import ChunkData, Executor
 from dta_compile.runtime.memory import default_budget, keep_freed_pages
 from dta_compile.runtime.row_buffer import RowBuffer
 from dta_compile.runtime.rows import BatchRows, BatchTokens, Integers
 from dta_compile.runtime.stack import PathStack
+from dta_compile.runtime.upload import upload
 
 if TYPE_CHECKING:
     from dta_compile.runtime.engine import Engine
@@ -61,14 +65,16 @@ class Call:
         for value, one in zip(program.frontier, used, strict=True):
             chosen = ... if by_sequence or not _by_column(value) else _first_of_columns(one & valid)
             padding = (one & ~valid)[chosen]
-            self.maps.append(self._entries(self.rows.head_rows[chosen], value))
-            self.uncovered.append(self._entries(padding, value) if padding.any() else None)
+            # Rows that are read sequence by sequence are looked up on the host.
+            device = torch.device("cpu") if by_sequence else self.device
+            self.maps.append(self._entries(self.rows.head_rows[chosen], value, device))
+            self.uncovered.append(self._entries(padding, value, device) if padding.any() else None)
         return self.schedule_plan
 
-    def _entries(self, values: np.ndarray[Any, Any], frontier: FrontierValue) -> torch.Tensor:
+    def _entries(self, values: np.ndarray[Any, Any], frontier: FrontierValue, device: torch.device) -> torch.Tensor:
         """`[B, S]` (or `[1, S]`) numbers as `[entries]` of a frontier value."""
         start, length = self._window(frontier.layout.frame)
-        return torch.from_numpy(np.ascontiguousarray(values[:, start : start + length]).reshape(-1)).to(self.device)
+        return upload(np.ascontiguousarray(values[:, start : start + length]).reshape(-1), device)
 
     def replan_keeping_nothing(self) -> Plan:
         """The plan of a second backward: the kept graphs are gone, so every chunk is recomputed."""
@@ -111,12 +117,21 @@ class Call:
         """Note what the chunk runs of a schedule took, in the plan and for the cost model."""
         runs = executor.stopwatch.times()
         plan.estimates.measured_seconds = sum(seconds for _, _, seconds in runs)
+        plan.estimates.replays = executor.lease.counts if executor.lease else None
         self.engine.calibration(self.device).record(runs)
 
     def executor(self, plan: Plan) -> Executor:
         """An executor with fresh stack and buffers."""
-        path = PathStack(self.program.attention, plan.simulation.peak_stack_tokens, self.device)
-        return Executor(self.program.joint, self.program.frontier, self._chunk_data(), self.rows, path)
+        layers, capacity = self.program.attention, plan.simulation.peak_stack_tokens
+        attention, cache = self.engine.options.attention, self.engine.replays
+        data, lease = self._chunk_data(), None
+        if cache is not None and replay.is_possible(self.device) and replay.pays(_runs(plan)):
+            lease = cache.lease(layers, capacity, self.device, attention, data.parameters)
+        path = lease.path if lease else PathStack(layers, capacity, self.device, attention)
+        executor = Executor(self.program.joint, self.program.frontier, data, self.rows, path, lease)
+        if lease:
+            weakref.finalize(executor, lease.place.release)  # whatever way the call ends
+        return executor
 
     def _chunk_data(self) -> ChunkData:
         program, rows = self.program, self.rows
@@ -236,6 +251,11 @@ class Call:
                 got=f"row {int(((changes == 1).sum(1) > 1).argmax())}",
                 hint="move the padding to one end of the row",
             )
+
+
+def _runs(plan: Plan) -> list[int]:
+    """Tokens of every chunk run of a schedule."""
+    return [op.chunk.tokens for op in plan.schedule.ops if isinstance(op, (Anchor, Forward, Backward))]
 
 
 def _by_column(item: Any) -> bool:

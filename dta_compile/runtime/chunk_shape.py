@@ -1,4 +1,4 @@
-"""The shape of a chunk: where it hangs on the stack and which of its tokens read which."""
+"""The shape of a chunk: where it hangs on the stack and which of its tokens read which, for the host and the device."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import dataclasses
 import functools
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dta_compile.plan.segments import Rectangle, Segment, rectangles
+from dta_compile.runtime.upload import upload
 
-__all__ = ["ChunkShape"]
+__all__ = ["ChunkShape", "ChunkTable"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,33 @@ class ChunkShape:
         """`[tokens]` depth of every token."""
         return np.concatenate([part.depth + np.arange(part.last - part.first) for part in self.segments])
 
+    @functools.cached_property
+    def subtree_ends(self) -> npt.NDArray[np.int64]:
+        """`[tokens]` one past the last token that reads each token: token i reads j if `j <= i < subtree_ends[j]`.
+
+        That is so because chunks are in depth-first order: what hangs from a deeper token of a slice comes first.
+        """
+        ends = np.concatenate([np.full(part.last - part.first, part.last) for part in self.segments])
+        for part in self.segments:
+            if part.parent >= 0:
+                above = self.segments[part.parent]
+                reaches = ends[above.first : above.first + part.depth - above.depth]
+                # Of what came before it, nothing may hang from a token above the one it hangs from.
+                assert reaches[0] == reaches[-1] or reaches[-1] > part.first - 1, "not in depth-first order"
+                reaches[:] = part.end
+        return ends
+
+    def table(self, device: torch.device) -> ChunkTable:
+        """The shape as tensors; made once per device."""
+        if (ChunkTable, device) not in self.kept:
+            self.kept[ChunkTable, device] = ChunkTable(upload(self.table_rows(), device))
+        table: ChunkTable = self.kept[ChunkTable, device]
+        return table
+
+    def table_rows(self) -> npt.NDArray[np.int32]:
+        """What a `ChunkTable` holds."""
+        return np.concatenate([[self.start], self.subtree_ends, self.depths]).astype(np.int32)
+
     def allowed(self, queries: range, keys: range, window: int = 0) -> npt.NDArray[np.bool_]:
         """`[queries, keys]`: which of the chunk's tokens `keys` the tokens `queries` read: ancestors and themselves.
 
@@ -85,3 +114,32 @@ class ChunkShape:
             depths = self.depths
             out &= depths[queries.start : queries.stop, None] - depths[keys.start : keys.stop] < window
         return out
+
+
+class ChunkTable(NamedTuple):
+    """A chunk's shape in device memory: kernels that read it there can be replayed for another chunk.
+
+    Attributes:
+        numbers: int32 `[1 + 2 * tokens]`: the chunk's start, then `subtree_ends`, then depths.
+    """
+
+    numbers: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        return (len(self.numbers) - 1) // 2
+
+    @property
+    def start(self) -> torch.Tensor:
+        """`[1]`"""
+        return self.numbers[:1]
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """`[tokens]`"""
+        return self.numbers[1 : 1 + self.tokens]
+
+    @property
+    def depths(self) -> torch.Tensor:
+        """`[tokens]`"""
+        return self.numbers[1 + self.tokens :]

@@ -14,6 +14,7 @@ from torch import fx
 from dta_compile.passes.program import Axis, ChunkInput, Frame, FrontierValue, Layout, Program
 from dta_compile.runtime.executor import Gathered
 from dta_compile.runtime.rows import BatchRows, Booleans, Integers, codes_of
+from dta_compile.runtime.upload import upload
 
 
 class Sizes:
@@ -69,7 +70,7 @@ def gathered(
 ) -> Gathered:
     """A chunk input read at the given positions of the batch."""
     index = entry_index(item, value, *rows.coordinates(positions), window)
-    return Gathered(entries_first(value, item.layout), torch.from_numpy(index).to(value.device))
+    return Gathered(entries_first(value, item.layout), upload(index, value.device))
 
 
 def key_codes(item: ChunkInput, value: torch.Tensor, batch: int, tokens: int, window: tuple[int, int]) -> Integers:

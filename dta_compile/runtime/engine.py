@@ -15,17 +15,20 @@ from dta_compile.runtime.calibration import Calibration
 from dta_compile.runtime.call import Call
 from dta_compile.runtime.dense_inputs import Sizes
 from dta_compile.runtime.reference import verified
+from dta_compile.runtime.replay import ReplayCache
 from dta_compile.runtime.transparent import TreeFunction, no_autocast
 
 
 class Engine:
-    """Runs the passes' result on real inputs, any number of times; holds of a call only its plan and timings."""
+    """Runs the passes' result on real inputs, any number of times; holds of a call only its plan and timings, and what
+    replays are for: see `replay`."""
 
     def __init__(self, program: Program, options: Options) -> None:
         self.program, self.options = program, options
         self.sizes = Sizes(program)
         self.last_plan: Plan | None = None
         self.verified = False
+        self.replays = ReplayCache() if options.cuda_graphs else None
         self._calibration: Calibration | None = None
 
     def calibration(self, device: torch.device) -> Calibration:

@@ -12,14 +12,16 @@ import torch
 
 from dta_compile.passes.joint import JointGraphs
 from dta_compile.passes.program import FrontierValue
-from dta_compile.plan import Work, segments
+from dta_compile.plan import Segment, Work, segments
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Chunk, Forward, Op, Pop, Restore, Slice
 from dta_compile.plan.verify import attention_pairs
 from dta_compile.runtime.chunk_shape import ChunkShape
-from dta_compile.runtime.row_buffer import RowBuffer, Rows
+from dta_compile.runtime.replay import Lease
+from dta_compile.runtime.row_buffer import RowBuffer, Rows, padded
 from dta_compile.runtime.rows import BatchRows
 from dta_compile.runtime.stack import PathStack
 from dta_compile.runtime.stopwatch import Stopwatch
+from dta_compile.runtime.upload import upload
 
 HEAD_SHARE = 0.75  # of a kept graph's head rows with a gradient, from which on dropping the others does not pay
 
@@ -48,13 +50,14 @@ class ChunkData:
 
 @dataclasses.dataclass
 class Placed:
-    """A chunk on this batch.
+    """A chunk on this batch; perhaps with padding at the end, which nothing reads and which gets no gradient.
 
     Attributes:
         shape: what attention needs to know.
         rows, heads: its tree rows and head rows.
-        readers: `[h]` which chunk token each of the head rows reads.
+        readers: `[h]` which chunk token each of the head rows reads, padding included.
         work: what running it once amounts to.
+        replayable: it has the size of other chunks, so that a CUDA graph may serve them all.
     """
 
     shape: ChunkShape
@@ -62,18 +65,27 @@ class Placed:
     heads: Rows
     readers: npt.NDArray[np.int64]
     work: Work
+    replayable: bool
+
+
+@dataclasses.dataclass
+class HeadChoice:
+    """Some of a chunk's head rows: positions among those, the first one repeated for padding, and how many are real."""
+
+    index: torch.Tensor
+    count: int
 
 
 @dataclasses.dataclass
 class Graph:
     """The graph that a `forward` op leaves for its `backward` op: inputs and saved values, in the order of `backward`.
 
-    `active` are the head rows it was run for, as positions among those of the chunk; None: all.
+    `active` are the head rows it was run for; None: all.
     """
 
     placed: Placed
     values: list[torch.Tensor]
-    active: torch.Tensor | None
+    active: HeadChoice | None
 
 
 @dataclasses.dataclass
@@ -100,6 +112,7 @@ class Executor:
             zero), to be filled before a backward op reads them.
         accumulators: per parameter that receives a gradient.
         stopwatch: times every run of a graph.
+        lease: what replays graphs of small chunks, if anything does; `path` is its stack then.
     """
 
     def __init__(
@@ -109,8 +122,10 @@ class Executor:
         data: ChunkData,
         rows: BatchRows,
         path: PathStack,
+        lease: Lease | None = None,
     ) -> None:
         self.joint, self.frontier, self.data, self.rows, self.path = joint, list(frontier), data, rows, path
+        self.lease = lease
         self.head_rows = rows.position_rows[rows.head_positions]  # [H] tree row of every head row
         self.graphs: dict[Chunk, Graph | None] = {}  # None: skipped
         self.kept: dict[int, Kept] = {}  # by the first row of the spine
@@ -172,7 +187,7 @@ class Executor:
         self._complete_stack()
         placed = self._place(chunk, heads=out)
         graph = self.joint.forward_only if out else self.joint.cache_only
-        results = self._launch("forward", graph, placed, (self.path, *self._inputs(placed, None)))
+        results = self._launch("forward", graph, placed, [self.path, *self._inputs(placed, None)])
         if out:
             self._write(placed, results)
         if keep_kv and chunk.spine is not None:
@@ -186,7 +201,7 @@ class Executor:
         self._complete_stack()
         active = None if out else self._active_rows(placed)
         inputs = self._inputs(placed, active)
-        results = self._launch("forward", self.joint.forward, placed, (self.path, *inputs), active)
+        results = self._launch("forward", self.joint.forward, placed, [self.path, *inputs], active)
         if out:
             self._write(placed, results[: len(self.frontier)])
         saved = results[len(self.frontier) :]
@@ -206,43 +221,48 @@ class Executor:
         values, graph.values = graph.values, []
         if active is None:
             active = self._enough_idle(placed)
-            values = values if active is None else self.joint.of_head_rows(values, active)
+            values = values if active is None else self.joint.of_head_rows(values, active.index)
         tangents = [self._tangent(index, placed, active) for index in self.joint.differentiated]
         arguments = [self.path, *values, *tangents, *self.accumulators]
         del values, tangents  # the backward frees what is in its list as it goes
-        self._launch("backward", self.joint.boxed_backward, placed, (arguments,), active)
+        self._launch("backward", self.joint.boxed_backward, placed, arguments, active)
         self.path.finish()
         for buffer in (*self.outputs, *self.gradients):
             if buffer is not None:
                 buffer.release(placed.heads)
 
-    def _enough_idle(self, placed: Placed) -> torch.Tensor | None:
+    def _enough_idle(self, placed: Placed) -> HeadChoice | None:
         """The active head rows of a chunk, if leaving out the others of its graph pays."""
         active = self._active_rows(placed)
-        return None if active is None or len(active) > HEAD_SHARE * placed.heads.count else active
+        return None if active is None or active.count > HEAD_SHARE * placed.heads.count else active
 
     def _has_gradient(self, placed: Placed) -> bool:
         if placed.shape.spine and self.path.waits_for(placed.shape.start):
             return True
-        active = self._active_rows(placed)
-        return placed.heads.count > 0 and (active is None or len(active) > 0)
+        return placed.heads.count > 0 and (self.active is None or bool(self.active[placed.heads.numpy].any()))
 
-    def _active_rows(self, placed: Placed) -> torch.Tensor | None:
-        """Positions among a chunk's head rows of those with a gradient; None: all, or not known."""
+    def _active_rows(self, placed: Placed) -> HeadChoice | None:
+        """Those of a chunk's head rows that have a gradient; None: all, or not known."""
         if self.active is None or not self.joint.head_rows_separable:
             return None
         active = self.active[placed.heads.numpy]
-        return None if active.all() else torch.from_numpy(np.flatnonzero(active)).to(self.path.device)
+        if active.all():
+            return None
+        found = np.flatnonzero(active)
+        size = self.lease.size(len(found)) if self.lease and placed.replayable and len(found) else len(found)
+        return HeadChoice(upload(padded(found, size), self.path.device), len(found))
 
-    def _tangent(self, index: int, placed: Placed, active: torch.Tensor | None) -> torch.Tensor:
-        """The gradient of a frontier value at the chunk's (active) head rows, in the value's dtype."""
+    def _tangent(self, index: int, placed: Placed, active: HeadChoice | None) -> torch.Tensor:
+        """Gradients of a frontier value at a chunk's (active) head rows, in the value's dtype; zeros at padding."""
         value, buffer = self.frontier[index], self.gradients[index]
+        rows, real = (placed.heads.size, placed.heads.count) if active is None else (len(active.index), active.count)
         if buffer is None:
-            count = placed.heads.count if active is None else len(active)
-            return torch.zeros((), dtype=value.dtype, device=self.path.device).expand(count, *value.features)
+            return torch.zeros((), dtype=value.dtype, device=self.path.device).expand(rows, *value.features)
         gradient = buffer.read(placed.heads)
         if active is not None:
-            gradient = gradient.index_select(0, active)
+            gradient = gradient.index_select(0, active.index)
+        if real < rows:
+            gradient[real:] = 0
         return gradient.to(value.dtype)
 
     def _keep(self, spine: Slice, kv: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -266,19 +286,25 @@ class Executor:
         for (start, stop), (first, last) in zip(ranges, head_ranges, strict=False):
             readers.append(self.head_rows[first:last] - (start - offset))
             offset += stop - start
-        rows, head_rows = Rows(_merged(ranges), device), Rows(_merged(head_ranges), device)
-        parts = segments(tree, chunk)
+        parts, real = segments(tree, chunk), offset
+        size = self.lease.size(real) if self.lease else real
+        if size > real:  # padding hangs from the stack like one more branch
+            parts = [*parts, Segment(real, size, size, chunk.start, -1)]
+        rows, head_rows = Rows(_merged(ranges), device, size), Rows(_merged(head_ranges), device)
+        if self.lease:
+            head_rows.size = self.lease.size(head_rows.count)
         shape = ChunkShape.of(chunk.start, chunk.spine.tokens if chunk.spine is not None else 0, parts)
         pairs = sum(attention_pairs(part) for part in chunk.slices)
-        work = Work(1, len(parts), rows.count, pairs, head_rows.count)
-        return Placed(shape, rows, head_rows, np.concatenate(readers), work)
+        work = Work(1, len(chunk.slices), real, pairs, head_rows.count)
+        replayable = self.lease is not None and self.lease.replays(size, head_rows.size)
+        return Placed(shape, rows, head_rows, padded(np.concatenate(readers), head_rows.size), work, replayable)
 
-    def _inputs(self, placed: Placed, active: torch.Tensor | None) -> list[torch.Tensor]:
+    def _inputs(self, placed: Placed, active: HeadChoice | None) -> list[torch.Tensor]:
         data = self.data
-        readers = torch.from_numpy(placed.readers).to(self.path.device)
+        readers = upload(placed.readers, self.path.device)
         head = [item.read(placed.heads) for item in data.head]
         if active is not None:
-            readers, *head = (value.index_select(0, active) for value in (readers, *head))
+            readers, *head = (value.index_select(0, active.index) for value in (readers, *head))
         return [*data.parameters, *data.constants, *(item.read(placed.rows) for item in data.trunk), readers, *head]
 
     def _launch(
@@ -286,13 +312,17 @@ class Executor:
         kind: str,
         graph: Callable[..., Sequence[torch.Tensor]],
         placed: Placed,
-        arguments: Sequence[Any],
-        active: torch.Tensor | None = None,
+        arguments: list[Any],
+        active: HeadChoice | None = None,
     ) -> Sequence[torch.Tensor]:
+        """Run a graph; a backward takes its arguments as one list, which it empties."""
         self.path.chunk = placed.shape
-        work = placed.work if active is None else placed.work._replace(heads=len(active))
+        work = placed.work if active is None else placed.work._replace(heads=active.count)
+        run = graph if kind == "backward" else lambda given: graph(*given)
         with self.stopwatch.measure(kind, work):
-            return graph(*arguments)
+            if self.lease and placed.replayable:
+                return self.lease.run(graph, run, arguments)
+            return run(arguments)
 
     def _write(self, placed: Placed, results: Sequence[torch.Tensor]) -> None:
         for output, gradient, result in zip(self.outputs, self.gradients, results, strict=True):

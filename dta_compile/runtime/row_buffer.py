@@ -9,14 +9,19 @@ import numpy as np
 import torch
 
 from dta_compile.plan.prefix_tree import IntArray
+from dta_compile.runtime.upload import upload
 
 
 class Rows:
-    """Some rows, in the order of a chunk: a single range where possible, an index otherwise."""
+    """Some rows, in the order of a chunk: a single range where possible, an index otherwise.
 
-    def __init__(self, ranges: Sequence[tuple[int, int]], device: torch.device) -> None:
+    `size` is their number with padding: `read` then repeats the first row at the end, and `write` drops what is there.
+    """
+
+    def __init__(self, ranges: Sequence[tuple[int, int]], device: torch.device, size: int | None = None) -> None:
         self.ranges, self.device = ranges, device
         self.count = sum(stop - start for start, stop in ranges)
+        self.size = self.count if size is None or not self.count else size
 
     @cached_property
     def numpy(self) -> IntArray:
@@ -25,23 +30,28 @@ class Rows:
 
     @cached_property
     def index(self) -> torch.Tensor:
-        """`[count]` row numbers on the device."""
-        return torch.from_numpy(self.numpy).to(self.device)
+        """`[size]` row numbers on the device, padding included."""
+        return upload(padded(self.numpy, self.size), self.device)
 
     def read(self, values: torch.Tensor) -> torch.Tensor:
-        """`[count, ...]` of `[rows, ...]`."""
-        if len(self.ranges) == 1:
+        """`[size, ...]` of `[rows, ...]`."""
+        if len(self.ranges) == 1 and self.size == self.count:
             start, stop = self.ranges[0]
             return values[start:stop]
         return values.index_select(0, self.index)
 
     def write(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Put `[count, ...]` into `[rows, ...]`."""
+        """Put `[size, ...]` into `[rows, ...]`."""
         if len(self.ranges) == 1:
             start, stop = self.ranges[0]
-            target[start:stop] = values
+            target[start:stop] = values[: self.count]
         else:
-            target.index_copy_(0, self.index, values)
+            target.index_copy_(0, self.index[: self.count], values[: self.count])
+
+
+def padded(numbers: IntArray, size: int) -> IntArray:
+    """`[size]`: the first number repeated at the end."""
+    return np.concatenate([numbers, np.repeat(numbers[:1], size - len(numbers))]) if size > len(numbers) else numbers
 
 
 class AllRows:
@@ -96,7 +106,7 @@ class PathRows:
             self._grow(len(index) - len(self.free))
         taken = torch.tensor([self.free.pop() for _ in range(len(index))], dtype=torch.int64)
         self.slots[index] = taken
-        self.values.index_fill_(0, taken.to(self.device), 0)
+        self.values.index_fill_(0, upload(taken.numpy(), self.device), 0)
 
     def release(self, rows: Rows) -> None:
         """Give the rows' slots back."""
@@ -107,11 +117,11 @@ class PathRows:
 
     def write(self, rows: Rows, values: torch.Tensor) -> None:
         """Store `[rows, *features]` at rows that were acquired."""
-        self.values.index_copy_(0, self._slots(torch.from_numpy(rows.numpy)), values)
+        self.values.index_copy_(0, self._slots(torch.from_numpy(rows.numpy)), values[: rows.count])
 
     def read(self, rows: Rows) -> torch.Tensor:
         """`[rows, *features]`."""
-        return self.values.index_select(0, self._slots(torch.from_numpy(rows.numpy)))
+        return self.values.index_select(0, self._slots(torch.from_numpy(padded(rows.numpy, rows.size))))
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
         """Rows by index; index H gives zeros."""
@@ -124,7 +134,7 @@ class PathRows:
         self.values[0] = 0
 
     def _slots(self, index: torch.Tensor) -> torch.Tensor:
-        return self.slots[index].to(self.device)
+        return upload(self.slots[index].numpy(), self.device)
 
     def _grow(self, missing: int) -> None:
         before = len(self.values)

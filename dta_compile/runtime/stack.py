@@ -8,7 +8,7 @@ import torch
 
 from dta_compile.passes.attention_op import statistics_dtype
 from dta_compile.passes.program import AttentionLayer
-from dta_compile.runtime.attention import ChunkShape, Operands, Provider, provider_for
+from dta_compile.runtime.attention import ChunkShape, ChunkTable, Operands, Provider, provider_for
 
 
 class PathStack:
@@ -23,15 +23,24 @@ class PathStack:
         waiting: KV gradients are zero from this depth on, in all layers.
     """
 
-    def __init__(self, layers: Sequence[AttentionLayer], capacity: int, device: torch.device) -> None:
+    def __init__(
+        self, layers: Sequence[AttentionLayer], capacity: int, device: torch.device, attention: str = "auto"
+    ) -> None:
         self.chunk = ChunkShape.of(0, 0, ())
         self.waiting = 0
-        self.layers, self.capacity, self.device = layers, capacity, device
+        self.layers, self.capacity, self.device, self.attention = layers, capacity, device, attention
         self.keys = [self._buffer(layer, layer.key_dim, layer.dtype) for layer in layers]
         self.values = [self._buffer(layer, layer.value_dim, layer.dtype) for layer in layers]
         self.key_grads: list[torch.Tensor] = []
         self.value_grads: list[torch.Tensor] = []
-        self.providers: dict[int, Provider] = {}
+        self.providers: list[Provider] = [self._provider(layer) for layer in layers]
+
+    def _provider(self, layer: AttentionLayer) -> Provider:
+        query, value = (
+            torch.empty((1, 1, 0, width), dtype=layer.dtype, device=self.device)
+            for width in (layer.key_dim, layer.value_dim)
+        )
+        return provider_for(self.attention, query, value)
 
     def _buffer(self, layer: AttentionLayer, width: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros((1, layer.kv_heads, self.capacity, width), dtype=dtype, device=self.device)
@@ -81,7 +90,7 @@ class PathStack:
         """Attention of a chunk over the path before it and itself; the KV of its spine goes on the stack."""
         self.write(key, value, layer)
         operands = self._operands(query, key, value, layer, scale, window)
-        return self._provider(layer, query, value).forward(operands)
+        return self.providers[layer].forward(operands)
 
     def attend_backward(
         self,
@@ -99,27 +108,33 @@ class PathStack:
 
         Adds the prefix's KV gradients to the stack, and takes from it what later chunks left for the spine's KV.
         """
-        start = self.chunk.start
         buffers = self.key_grads[layer], self.value_grads[layer]
-        above = (buffer[:, :, :start] for buffer in buffers)
         operands = self._operands(query, key, value, layer, scale, window)
-        grads = self._provider(layer, query, value).backward(grad, out, logsumexp, operands, *above)
+        grads = self.providers[layer].backward(grad, out, logsumexp, operands, *self._above(buffers))
+        self._take(buffers, grads[1:])
+        return grads[0], grads[1].to(key.dtype), grads[2].to(value.dtype)
+
+    def _above(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The part of buffers that the chunk reads."""
+        return [buffer[:, :, : self.chunk.start] for buffer in buffers]
+
+    def _take(self, buffers: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        """Add what waits for the chunk's spine to the spine's gradients, and zero it."""
+        start = self.chunk.start
         taken = min(self.waiting - start, self.chunk.spine)
         if taken > 0:
-            for buffer, own in zip(buffers, grads[1:], strict=True):
+            for buffer, own in zip(buffers, grads, strict=True):
                 waiting = buffer[:, :, start : start + taken]
                 own[:, :, :taken] += waiting
                 waiting.zero_()
-        return grads[0], grads[1].to(key.dtype), grads[2].to(value.dtype)
 
     def _operands(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float, window: int
     ) -> Operands:
         start = self.chunk.start
         prefix_key, prefix_value = self.keys[layer][:, :, :start], self.values[layer][:, :, :start]
-        return Operands(query, key, value, prefix_key, prefix_value, self.chunk, scale, window)
+        return Operands(query, key, value, prefix_key, prefix_value, self.chunk, self.table, scale, window)
 
-    def _provider(self, layer: int, query: torch.Tensor, value: torch.Tensor) -> Provider:
-        if layer not in self.providers:
-            self.providers[layer] = provider_for(query, value)
-        return self.providers[layer]
+    def table(self) -> ChunkTable:
+        """The chunk's shape on the device."""
+        return self.chunk.table(self.device)

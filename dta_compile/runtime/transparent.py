@@ -114,6 +114,9 @@ def rows_with_gradient(executor: Executor) -> np.ndarray[Any, np.dtype[np.bool_]
 
 def prepare_accumulators(executor: Executor, parameters: Sequence[torch.Tensor]) -> None:
     executor.path.allocate_gradients()
+    if executor.lease is not None:
+        executor.accumulators = executor.lease.accumulators(parameters, executor.joint.grad_parameters)
+        return
     executor.accumulators = [
         torch.zeros_like(parameters[i], dtype=statistics_dtype(parameters[i].dtype)).detach()
         for i in executor.joint.grad_parameters
@@ -130,5 +133,5 @@ def finished_gradients(
     for i, sources in zip(joint.grad_parameters, joint.grad_sources, strict=True):
         total = totals.pop()  # so that a wide sum is gone before the next one is rounded to its parameter's dtype
         if sources & used:
-            gradients[i] = total.to(parameters[i].dtype)
+            gradients[i] = total.to(parameters[i].dtype, copy=executor.lease is not None)  # a lease goes on using it
     return gradients

@@ -23,7 +23,10 @@ def last_plan(compiled: Any) -> Plan:
     Raises:
         OptionError: it is not compiled, or has made no call over a tree yet.
     """
-    plan = records.of(compiled).plan
+    record = records.of(compiled)
+    plan = record.plan
+    for engine in record.engines:
+        engine.collect_times(wait=True)
     if plan is None:
         raise OptionError(
             "no plan yet",

@@ -5,7 +5,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import dta_compile
-from tests.tiny import TinyLM
+from dta_compile import records
+from tests.tiny import TinyLM, after, assert_same
 
 TREES = {"fan": (200, 16, 40), "branches": (150, 4, 200), "nothing shared": (0, 12, 150)}  # prefix, rows, suffix
 BUDGETS = (None, 0, 4_000_000)
@@ -95,3 +96,50 @@ def test_a_budget_bounds_what_is_kept():
     )
     assert kept[0].tokens_forwarded_twice > 0 and kept[-1].tokens_forwarded_twice == 0
     assert kept[0].peak_live_tokens <= 200 < kept[1].peak_live_tokens < kept[-1].peak_live_tokens
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_a_call_that_runs_out_of_memory_recomputes_once(fails_in, caplog, monkeypatch):
+    """What a GPU's allocator raises while activations are kept: the step goes on, with one line."""
+    torch.compiler.reset()
+    model = TinyLM()
+    compiled = torch.compile(model, backend="dta", options={"chunk_size": 3})
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)
+    compiled(ids).sum().backward()
+    expected = after(model, lambda: model(ids).pow(2).sum().backward())
+    joint = records.of(compiled).engines[-1].program.joint
+    name = "forward" if fails_in == "forward" else "boxed_backward"
+    run, calls = getattr(joint, name), []
+
+    def fail_once(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no more of it")
+        return run(*args)
+
+    monkeypatch.setattr(joint, name, fail_once)
+    with caplog.at_level("WARNING", "dta_compile"):
+        actual = after(model, lambda: compiled(ids).pow(2).sum().backward())
+    assert_same(actual, expected)
+    assert len(calls) > 2
+    assert not dta_compile.last_plan(compiled).keeps
+    assert [record.message[:18] for record in caplog.records if record.name == "dta_compile"] == ["dta: out of memory"]
+
+
+def test_a_call_that_keeps_nothing_and_runs_out_of_memory_fails(monkeypatch):
+    torch.compiler.reset()
+    model, ids = TinyLM(), torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)
+    compiled = torch.compile(model, backend="dta", options={"memory_budget": 0})
+    compiled(ids).sum().backward()
+    joint = records.of(compiled).engines[-1].program.joint
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("no more of it")
+
+    monkeypatch.setattr(joint, "forward_only", fail)
+    monkeypatch.setattr(joint, "forward", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="no more of it"):
+        compiled(ids).sum().backward()
+    monkeypatch.undo()
+    model.zero_grad()
+    compiled(ids).sum().backward()  # nothing is lost

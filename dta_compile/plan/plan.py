@@ -132,6 +132,12 @@ class Plan:
             peak_stored_tokens=simulation.peak_stored_tokens,
         )
 
+    @property
+    def keeps(self) -> bool:
+        """Whether activations of more than the chunk at work are kept."""
+        peaks = self.simulation
+        return peaks.peak_stored_tokens > 0 or peaks.peak_live_tokens > self.schedule.chunk_size
+
     def __str__(self) -> str:
         return summarize(self)
 

@@ -114,11 +114,10 @@ class Call:
         return max(forward, 2 * stack + 2 * dense + rows + sum(wide) + second)
 
     def record(self, plan: Plan, executor: Executor) -> None:
-        """Note what the chunk runs of a schedule took, in the plan and for the cost model."""
-        runs = executor.stopwatch.times()
-        plan.estimates.measured_seconds = sum(seconds for _, _, seconds in runs)
+        """Note what the chunk runs of a schedule took, in the plan and for the cost model, as soon as they ended."""
         plan.estimates.replays = executor.lease.counts if executor.lease else None
-        self.engine.calibration(self.device).record(runs)
+        self.engine.timed.append((plan, executor.stopwatch, self.device))
+        self.engine.collect_times()
 
     def executor(self, plan: Plan) -> Executor:
         """An executor with fresh stack and buffers."""

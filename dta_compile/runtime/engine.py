@@ -16,6 +16,7 @@ from dta_compile.runtime.call import Call
 from dta_compile.runtime.dense_inputs import Sizes
 from dta_compile.runtime.reference import verified
 from dta_compile.runtime.replay import ReplayCache
+from dta_compile.runtime.stopwatch import Stopwatch
 from dta_compile.runtime.transparent import TreeFunction, no_autocast
 
 
@@ -28,6 +29,7 @@ class Engine:
         self.sizes = Sizes(program)
         self.last_plan: Plan | None = None
         self.verified = False
+        self.timed: list[tuple[Plan, Stopwatch, torch.device]] = []  # of calls whose times have not been read
         self.replays = ReplayCache() if options.cuda_graphs else None
         self._calibration: Calibration | None = None
 
@@ -55,8 +57,21 @@ class Engine:
             frontier = TreeFunction.apply(call, *parameters)
             return self.epilogue(args, call.dense, frontier)
 
+    def collect_times(self, wait: bool = False) -> None:
+        """Note in their plans, and for the cost model, what calls took that have ended; `wait` for the others."""
+        waiting = self.timed
+        self.timed = []
+        for plan, stopwatch, device in waiting:
+            if not wait and not stopwatch.has_ended():
+                self.timed.append((plan, stopwatch, device))
+                continue
+            runs = stopwatch.times()
+            plan.estimates.measured_seconds = sum(seconds for _, _, seconds in runs)
+            self.calibration(device).record(runs)
+
     def begin(self, args: Sequence[Any]) -> Call:
         """A call with its prologue run."""
+        self.collect_times()
         with torch.no_grad():
             values = self.program.prologue(*args)
         return Call(self, args, dict(zip(self.program.prologue_nodes, values, strict=True)))

@@ -12,7 +12,7 @@ from dta_compile.plan import Work
 
 
 class Stopwatch:
-    """Collects `(kind, work, seconds)` of every run; on a GPU by events, read when the times are asked for."""
+    """Collects `(kind, work, seconds)` of every run; on a GPU by events, which `times` reads."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
@@ -33,13 +33,14 @@ class Stopwatch:
         last.record()
         self.pending.append((kind, work, first, last))
 
+    def has_ended(self) -> bool:
+        """Whether all runs so far have ended: a GPU may still be at them."""
+        return not self.pending or self.pending[-1][3].query()
+
     def times(self) -> list[tuple[str, Work, float]]:
-        """All runs so far that have ended; forgets them."""
-        waiting = []
-        for kind, work, first, last in self.pending:
-            if last.query():
-                self.runs.append((kind, work, first.elapsed_time(last) / 1000))
-            else:
-                waiting.append((kind, work, first, last))
-        runs, self.runs, self.pending = self.runs, [], waiting
+        """All runs so far; waits for those that have not ended, and forgets them."""
+        if self.pending:
+            self.pending[-1][3].synchronize()
+        ended = [(kind, work, first.elapsed_time(last) / 1000) for kind, work, first, last in self.pending]
+        runs, self.runs, self.pending = [*self.runs, *ended], [], []
         return runs

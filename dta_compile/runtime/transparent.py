@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,10 @@ from dta_compile.plan import Op, Plan
 from dta_compile.runtime.call import Call
 from dta_compile.runtime.executor import Executor
 from dta_compile.runtime.row_buffer import AllRows
+
+logger = logging.getLogger("dta_compile")
+
+Result = TypeVar("Result")
 
 
 @contextlib.contextmanager
@@ -29,7 +34,7 @@ class TreeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        executor, backward_half = forward_half(call, call.schedule_plan)
+        executor, backward_half = _or_keeping_nothing(call, lambda plan: forward_half(call, plan))
         if not backward_half:
             call.record(call.schedule_plan, executor)
         outputs = tuple(call.expand(i, buffer) for i, buffer in enumerate(executor.outputs))
@@ -54,14 +59,35 @@ class TreeFunction(torch.autograd.Function):
         call: Call = ctx.call
         # Unpacking checks that no parameter and no input was changed in place since the forward.
         parameters = ctx.saved_tensors[: len(call.program.region_parameters)]
-        executor, backward_half = ctx.executor, ctx.backward_half
+        begun = [(ctx.executor, ctx.backward_half)] if ctx.executor is not None else []
         ctx.executor = ctx.backward_half = None  # the kept graphs serve one backward; another one recomputes
+        if not begun:
+            call.schedule_plan = call.replan_keeping_nothing()
+
+        def run(plan: Plan) -> list[torch.Tensor | None]:
+            executor, backward_half = begun.pop() if begun else forward_half(call, plan)
+            gradients = backpropagate(call, executor, backward_half, grads, parameters)
+            call.record(plan, executor)
+            return gradients
+
         with no_autocast():
-            if executor is None:
-                executor, backward_half = forward_half(call, call.replan_keeping_nothing())
-            accumulators = backpropagate(call, executor, backward_half, grads, parameters)
-        call.record(call.schedule_plan, executor)
-        return (None, *accumulators)
+            return (None, *_or_keeping_nothing(call, run))
+
+
+def _or_keeping_nothing(call: Call, run: Callable[[Plan], Result]) -> Result:
+    """`run` the call's plan; if memory does not suffice for what it keeps, once more with a plan that keeps nothing."""
+    with contextlib.suppress(torch.OutOfMemoryError):
+        return run(call.schedule_plan)
+    if not call.schedule_plan.keeps:
+        return run(call.schedule_plan)  # the same error, unless others have given memory back
+    logger.warning(
+        "dta: out of memory with activations kept from forward to backward: this call starts again and recomputes all "
+        "of them (options={'memory_budget': BYTES} keeps fewer from the start)"
+    )
+    if call.device.type == "cuda":
+        torch.cuda.empty_cache()
+    call.schedule_plan = call.engine.last_plan = call.replan_keeping_nothing()
+    return run(call.schedule_plan)
 
 
 def forward_half(call: Call, plan: Plan) -> tuple[Executor, Sequence[Op]]:

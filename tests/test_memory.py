@@ -122,7 +122,7 @@ def test_a_call_that_runs_out_of_memory_recomputes_once(fails_in, caplog, monkey
         actual = after(model, lambda: compiled(ids).pow(2).sum().backward())
     assert_same(actual, expected)
     assert len(calls) > 2
-    assert not dta_compile.last_plan(compiled).keeps
+    assert fails_in == "backward" or not dta_compile.last_plan(compiled).keeps
     assert [record.message[:18] for record in caplog.records if record.name == "dta_compile"] == ["dta: out of memory"]
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -118,6 +122,16 @@ def test_triton_kernels_in_half_precision():
     parts = [Segment(0, 60, 90, 100, -1), Segment(60, 90, 90, 140, 0)]
     # The interpreter has no bfloat16.
     Run(Case(ChunkShape.of(100, 60, parts), 0, 2, 2, 32, 32, torch.float16), triton).check(4e-3)
+
+
+@pytest.mark.skipif(not attention_triton._is_at_hand(), reason="needs the package triton")
+def test_triton_kernels_compile_for_hopper(tmp_path):
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "tests.compile_kernels"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == 16
 
 
 def triton():

@@ -162,10 +162,11 @@ def _blocks_of(count: int, size: int) -> int:
     return -(-count // size)
 
 
+# As large as fits into registers and shared memory of a Hopper GPU without spills, or with few.
 def _forward_blocks(x: Operands) -> Blocks:
     tokens, width = x.query.shape[2], _padded(max(x.query.shape[-1], x.value.shape[-1]))
     if x.query.dtype is torch.float32:
-        return Blocks(32, 32, 4, 2)
+        return Blocks(32, 32, 8, 2)
     if tokens <= 64 or width > 128:
         return Blocks(max(16, min(64, _padded(tokens))), 64, 4, 2)
     return Blocks(128, 64, 8 if width > 64 else 4, 3)
@@ -174,9 +175,11 @@ def _forward_blocks(x: Operands) -> Blocks:
 def _backward_blocks(x: Operands) -> Blocks:
     width = _padded(max(x.query.shape[-1], x.value.shape[-1]))
     if x.query.dtype is torch.float32:
-        return Blocks(32, 32, 4, 1)
+        return Blocks(32, 32, 8, 1)
     queries = max(16, min(64, _padded(x.query.shape[2])))
-    return Blocks(queries, 32, 4, 1) if width > 128 else Blocks(queries, 64, 4, 2)
+    if width > 128:
+        return Blocks(queries, 32, 8, 1)
+    return Blocks(queries, 64, 8 if queries == 64 and width > 64 else 4, 2)
 
 
 def _splits(x: Operands, blocks: Blocks) -> int:

@@ -191,6 +191,9 @@ class Lease:
     def run(self, graph: object, run: Run, arguments: list[Any]) -> Sequence[torch.Tensor]:
         """Run a graph of the path and tensors: the first time of a size as it is, from the second time on replayed."""
         tensors = arguments[1:]
+        if any(tensor.device != self.path.device for tensor in tensors):
+            self.counts.eager += 1  # a graph would go on with the number that it was recorded with
+            return run(arguments)
         copied = [tensor.data_ptr() not in self.fixed for tensor in tensors]
         shapes = [tensor.shape for tensor, copy in zip(tensors, copied, strict=True) if copy]
         key = (id(graph), self.path.chunk.tokens, self.path.bound, *shapes)

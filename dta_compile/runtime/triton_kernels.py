@@ -9,7 +9,9 @@ only what is less than `window` tokens above it. `table` holds start, ends and d
 import triton
 import triton.language as tl
 
-LOG2E: tl.constexpr = 1.4426950408889634
+# Numbers that differ from chunk to chunk: one compilation must do for all of them.
+UNSPECIALIZED = ("tokens",)
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -54,7 +56,7 @@ def _attend(q, k, v, allowed, scale, top, total, out, PRECISION: tl.constexpr):
     return new_top, total, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=(*UNSPECIALIZED, "splits"))
 def forward_kernel(
     query, key, value, prefix_key, prefix_value, table, out, logsumexp,
     q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row,
@@ -121,7 +123,7 @@ def _weights(q, k, v, do, allowed, scale, statistics, delta, PRECISION: tl.const
     return weights, weights * (grad_weights - delta[:, None]) * scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def queries_kernel(
     query, key, value, prefix_key, prefix_value, table, out, logsumexp, grad, delta, grad_query,
     q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row, g_head, g_row,
@@ -176,7 +178,7 @@ def queries_kernel(
     _store(grad_query, gq_head, gq_row, head, rows, exists, acc, KEY_DIM, KEY_WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def own_keys_kernel(
     query, key, value, prefix_key, prefix_value, table, out, logsumexp, grad, delta, grad_key, grad_value,
     q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row, g_head, g_row,
@@ -217,7 +219,7 @@ def own_keys_kernel(
     _store(grad_value, gv_head, gv_row, kv_head, columns, inside, value_acc, VALUE_DIM, VALUE_WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def stack_keys_kernel(
     query, key, value, prefix_key, prefix_value, table, out, logsumexp, grad, delta, grad_key, grad_value,
     q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row, g_head, g_row,

@@ -166,7 +166,7 @@ def _concatenated(workload: Workload, group: list[int]) -> tuple[Row, list[int]]
 
 
 def _backward_packed(model: PreTrainedModel, tree: PackedTree) -> None:
-    hidden = model.model(tree.tokens, attention_mask=tree.mask, position_ids=tree.depths).last_hidden_state
+    hidden = model.model(tree.tokens, attention_mask=tree.mask(), position_ids=tree.depths).last_hidden_state
     logprobs = model.lm_head(hidden[0, tree.heads]).float().log_softmax(-1)
     (tree.weights * logprobs[tree.sources, tree.labels]).sum().backward()
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3Config
 
 from benchmarks import memory
 from benchmarks.methods import METHODS
@@ -65,7 +65,7 @@ def measure(workload: Workload, methods: list[str], settings: Settings, tick: Ti
     Memory comes first, in processes of their own: a method that runs out of it there is not run in this process.
     """
     torch.compiler.reset()
-    result = _empty_result(workload)
+    result = empty_result(workload, build_model(workload.vocabulary).config)
     result.outcomes = {method: Outcome() for method in [REFERENCE, *(name for name in methods if name != REFERENCE)]}
     if settings.memory:
         for method, outcome in result.outcomes.items():
@@ -124,7 +124,8 @@ def _objection(outcome: Outcome, limit: float) -> str:
     return ""
 
 
-def _empty_result(workload: Workload) -> Result:
+def empty_result(workload: Workload, config: Qwen3Config) -> Result:
+    """A workload and what sharing is worth to a model, without any method."""
     counts = workload.counts
     return Result(
         name=workload.name,
@@ -136,5 +137,5 @@ def _empty_result(workload: Workload) -> Result:
         pairs=counts.pairs,
         tree_tokens=counts.tree_tokens,
         tree_pairs=counts.tree_pairs,
-        ideal=ideal_speedup(counts, *flops(build_model(workload.vocabulary).config)),
+        ideal=ideal_speedup(counts, *flops(config)),
     )

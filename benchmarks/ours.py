@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,16 +13,17 @@ import dta_compile
 from benchmarks.model import LogProbs, token_logprobs
 from benchmarks.steps import Build, Prepare, Step, rectangle_of
 from benchmarks.workloads import Workload
+from dta_compile import records
 
 
 def compiled(name: str, backend: str = "dta", **options: Any) -> Build:
     """`torch.compile` of the log-probs of the whole batch, by `backend`; `name` tells several of them apart."""
 
     def build(model: PreTrainedModel) -> Prepare:
-        function, note = _compile(model, name, backend, options)
+        function, note = compile_logprobs(model, name, backend, options)
 
         def prepare(workload: Workload) -> Step:
-            ids, labels, weights, mask = rectangle_of(workload)
+            ids, labels, weights, mask = (tensor.to(model.device) for tensor in rectangle_of(workload))
             return Step(lambda: (weights * function(ids, labels, mask)).sum().backward(), note)
 
         return prepare
@@ -31,7 +33,7 @@ def compiled(name: str, backend: str = "dta", **options: Any) -> Build:
 
 def streaming(model: PreTrainedModel) -> Prepare:
     """The paper's own loop: every sequence's loss goes backward as soon as its last token is computed."""
-    function, note = _compile(model, "streaming", "dta", {"strategy": "dfs", "memory_budget": 0})
+    function, note = compile_logprobs(model, "streaming", "dta", {"strategy": "dfs", "memory_budget": 0})
 
     def prepare(workload: Workload) -> Step:
         ids, labels, weights, mask = rectangle_of(workload)
@@ -47,9 +49,10 @@ def streaming(model: PreTrainedModel) -> Prepare:
     return prepare
 
 
-def _compile(
+def compile_logprobs(
     model: PreTrainedModel, name: str, backend: str, options: dict[str, Any]
 ) -> tuple[LogProbs, Callable[[], str]]:
+    """The compiled log-probs of a model, and what is to be said of their latest call."""
     logprobs: Any = token_logprobs(model)
     # Dynamo keeps graphs, and limits their number, per code object: every method gets its own.
     logprobs.__code__ = logprobs.__code__.replace(co_name="logprobs_" + name.replace("-", "_"))
@@ -57,6 +60,12 @@ def _compile(
         return torch.compile(logprobs, backend=backend), str
     function = torch.compile(logprobs, backend="dta", options=options)
     return function, lambda: _plan_note(function)
+
+
+def replan(function: LogProbs, **options: Any) -> None:
+    """Change options that only plans depend on (not what is compiled) of a function that has been called before."""
+    for engine in records.of(function).engines:
+        engine.options = dataclasses.replace(engine.options, **options)
 
 
 def _plan_note(function: LogProbs) -> str:

@@ -23,7 +23,7 @@ class PackedTree:
 
     Attributes:
         tokens, depths: `[1, T]`; depths are the positions.
-        mask: `[1, 1, T, T]`, added to attention scores: 0 at ancestors and the token itself, else -inf.
+        ends: `[T]` where each token's subtree ends: token i reads token j if and only if `j <= i < ends[j]`.
         heads: rows that the head runs on.
         sources: for every predicted token the place of its parent in `heads`.
         labels, weights: the predicted tokens, and what their log-probs count.
@@ -31,11 +31,17 @@ class PackedTree:
 
     tokens: torch.Tensor
     depths: torch.Tensor
-    mask: torch.Tensor
+    ends: torch.Tensor
     heads: torch.Tensor
     sources: torch.Tensor
     labels: torch.Tensor
     weights: torch.Tensor
+
+    def mask(self) -> torch.Tensor:
+        """`[1, 1, T, T]`, added to attention scores: 0 at ancestors and the token itself, else -inf."""
+        rows = torch.arange(len(self.ends))[:, None]
+        allowed = (rows >= rows.T) & (rows < self.ends)
+        return torch.zeros(allowed.shape).masked_fill_(~allowed, -torch.inf)[None, None]
 
 
 def pack(sequences: Sequence[IntArray], weights: Sequence[FloatArray]) -> PackedTree:
@@ -43,24 +49,20 @@ def pack(sequences: Sequence[IntArray], weights: Sequence[FloatArray]) -> Packed
     order, shared = neighbours(sequences)
     size = sum(len(sequences[index]) for index in order) - sum(shared)
     tokens, depths, parents = (np.zeros(size, np.int64) for _ in range(3))
-    summed = np.zeros(size, np.float32)
-    mask = torch.full((size, size), -torch.inf)
+    ends, summed = np.full(size, size), np.zeros(size, np.float32)
     path, first = np.zeros(0, np.int64), 0  # rows of the current sequence, first free row
     for index, common in zip(order, shared, strict=True):
         sequence, last = sequences[index], first + len(sequences[index]) - common
+        ends[path[common:]] = first
         path = np.concatenate([path[:common], np.arange(first, last)])
         tokens[first:last], depths[first:last] = sequence[common:], np.arange(common, len(sequence))
         parents[first:last] = np.concatenate([[-1], path])[common : len(sequence)]
         summed[path[1:]] += weights[index][:-1]
-        mask[first:last].index_fill_(1, torch.from_numpy(path[:common]), 0.0)
-        mask[first:last, first:last].triu_(1)  # zeroes what is not above the diagonal
         first = last
     predicted = parents >= 0
     heads, sources = np.unique(parents[predicted], return_inverse=True)
-    arrays = (heads, sources, tokens[predicted], summed[predicted])
-    return PackedTree(
-        torch.from_numpy(tokens)[None], torch.from_numpy(depths)[None], mask[None, None], *map(torch.from_numpy, arrays)
-    )
+    arrays = (tokens[None], depths[None], ends, heads, sources, tokens[predicted], summed[predicted])
+    return PackedTree(*map(torch.from_numpy, arrays))
 
 
 def split(sequences: Sequence[IntArray], limit: int = TOKEN_LIMIT) -> list[list[int]]:

@@ -33,21 +33,26 @@ def draw(report: Report, folder: Path) -> list[tuple[str, Path]]:
     folder.mkdir(parents=True, exist_ok=True)
     single = [result for result in report.results if result.parameter is None]
     plots: list[tuple[str, str, Callable[[], Any] | None]] = [
-        ("Throughput", "throughput", _bars(report, single, _kilotokens, "thousand tokens per second")),
-        ("Peak memory", "memory", _bars(report, single, _mebibytes, "MiB above what was there before")),
+        ("Throughput", "throughput", bars(report, single, kilotokens, "thousand tokens per second")),
+        ("Peak memory", "memory", bars(report, single, _mebibytes, "MiB above what was there before")),
         ("Over the compression ratio", "efficiency", _sweep(report, "c-sweep", "compression ratio C")),
         ("Over the length of suffixes", "suffix", _sweep(report, "suffix-sweep", "tokens of each of 16 suffixes")),
     ]
     drawn = []
     for title, name, make in plots:
         if make is not None:
-            figure = make()
-            figure.savefig(folder / f"{name}.png", dpi=110, bbox_inches="tight")
-            drawn.append((title, folder / f"{name}.png"))
+            drawn.append((title, save(make(), folder / f"{name}.png")))
     return drawn
 
 
-def _kilotokens(result: Result, method: str) -> float | None:
+def save(figure: Any, path: Path) -> Path:
+    """Write a figure; returns the path."""
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    return path
+
+
+def kilotokens(result: Result, method: str) -> float | None:
+    """Thousands of tokens of all sequences per second."""
     throughput = result.throughput(method)
     return None if throughput is None else throughput / 1000
 
@@ -57,7 +62,7 @@ def _mebibytes(result: Result, method: str) -> float | None:
     return None if peak is None else peak / 2**20
 
 
-def _bars(report: Report, results: list[Result], value: Value, label: str) -> Callable[[], Any] | None:
+def bars(report: Report, results: list[Result], value: Value, label: str) -> Callable[[], Any] | None:
     """One panel of horizontal bars per workload."""
     results = [result for result in results if any(value(result, method) is not None for method in result.outcomes)]
     if not results:

@@ -51,6 +51,11 @@ class Batch:
         real = self.valid[index]
         return Batch(self.ids[index, real][None], None, {k: v[index, real][None] for k, v in self.extras.items()})
 
+    def to(self, device: torch.device) -> Batch:
+        """The same on another device."""
+        mask = None if self.mask is None else self.mask.to(device)
+        return Batch(self.ids.to(device), mask, {name: value.to(device) for name, value in self.extras.items()})
+
     def with_extras(self, **extras: torch.Tensor) -> Batch:
         return dataclasses.replace(self, extras={**self.extras, **extras})
 
@@ -122,14 +127,14 @@ def random_loss(batch: Batch, features: int, seed: int = 3) -> Loss:
     """A loss that weighs every output differently, so that no error can cancel."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(*batch.ids.shape, features, generator=generator, dtype=torch.float64)
-    return lambda outputs: (outputs * weights.to(outputs.dtype)).sum()
+    return lambda outputs: (outputs * weights.to(outputs)).sum()
 
 
 def reference(model: torch.nn.Module, batch: Batch, loss: Loss, forward: Forward = logits) -> Measurement:
     """The definition of correct: the eager model on every sequence alone, unpadded, in one autograd graph."""
     rows = [forward(model, batch.row(i))[0] if batch.valid[i].any() else None for i in range(len(batch.ids))]
     some = next(row for row in rows if row is not None)
-    outputs = torch.zeros((*batch.ids.shape, *some.shape[1:]), dtype=some.dtype)
+    outputs = torch.zeros((*batch.ids.shape, *some.shape[1:]), dtype=some.dtype, device=some.device)
     indices = [torch.nonzero(batch.valid[i])[:, 0] for i in range(len(rows))]
     for i, row in enumerate(rows):
         if row is not None:
@@ -141,7 +146,7 @@ def measure(compiled: Any, model: torch.nn.Module, batch: Batch, loss: Loss, for
     """The same through a compiled callable, whose parameters are those of `model`."""
     outputs = forward(compiled, batch)
     keep = batch.valid.reshape(*batch.valid.shape, *(1,) * (outputs.dim() - 2))
-    return _differentiate(model, torch.where(keep, outputs, torch.zeros((), dtype=outputs.dtype)), loss)
+    return _differentiate(model, torch.where(keep, outputs, outputs.new_zeros(())), loss)
 
 
 def _differentiate(model: torch.nn.Module, outputs: torch.Tensor, loss: Loss) -> Measurement:
@@ -164,9 +169,23 @@ def errors(actual: Measurement, expected: Measurement) -> dict[str, float]:
 
 
 def _relative(actual: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
-    actual, expected = actual.double(), expected.double()
+    actual, expected = actual.double().cpu(), expected.double().cpu()
     size = max(float(expected.abs().max()), floor, 1e-300)
     return float((actual - expected).abs().max()) / size
+
+
+def distances(actual: Measurement, expected: Measurement) -> dict[str, float]:
+    """L2 distance of the outputs and of every gradient, relative to its own norm: what rounding is judged by."""
+    pairs = {"outputs": (actual.outputs, expected.outputs)}
+    pairs |= {name: (actual.gradients[name], grad) for name, grad in expected.gradients.items()}
+    wide = {name: (got.double().cpu(), want.double().cpu()) for name, (got, want) in pairs.items()}
+    return {name: float((got - want).norm() / want.norm()) for name, (got, want) in wide.items()}
+
+
+def rounds_worse(actual: Measurement, eager: Measurement, exact: Measurement) -> dict[str, tuple[float, float]]:
+    """What is further from `exact` than twice as far as `eager`, which has the same precision as `actual`."""
+    ours, theirs = distances(actual, exact), distances(eager, exact)
+    return {name: (ours[name], theirs[name]) for name in ours if not ours[name] <= 2 * theirs[name]}
 
 
 def assert_equal(actual: Measurement, expected: Measurement, tolerance: float) -> None:

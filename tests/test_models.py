@@ -23,6 +23,7 @@ from tests.helpers import (
     random_loss,
     reference,
     rollouts,
+    rounds_worse,
 )
 
 V = 96
@@ -139,26 +140,12 @@ def test_one_compilation_serves_other_batches():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def _distances(actual, expected):
-    """Relative L2 distance of the outputs and of every gradient."""
-    pairs = {"outputs": (actual.outputs, expected.outputs)}
-    pairs |= {name: (actual.gradients[name], grad) for name, grad in expected.gradients.items()}
-    return {name: float((a.double() - b.double()).norm() / b.double().norm()) for name, (a, b) in pairs.items()}
-
-
-def _assert_within_rounding(actual, eager, exact):
-    """Each error against float64 at most twice that of eager at the same precision."""
-    ours, theirs = _distances(actual, exact), _distances(eager, exact)
-    worse = {name: (ours[name], theirs[name]) for name in ours if ours[name] > 2 * theirs[name]}
-    assert not worse, worse
-
-
 def test_bfloat16_rounds_no_worse_than_eager():
     model, batch = build("qwen3", torch.bfloat16), make_batch(rollouts(V))
     loss = random_loss(batch, V)
     actual = measure(compiled_with(model, 4), model, batch, loss)
     eager = reference(model, batch, loss)
-    _assert_within_rounding(actual, eager, reference(model.double(), batch, loss))
+    assert not rounds_worse(actual, eager, reference(model.double(), batch, loss))
 
 
 def test_autocast_rounds_no_worse_than_eager():
@@ -170,7 +157,7 @@ def test_autocast_rounds_no_worse_than_eager():
     loss = random_loss(batch, V)
     actual = measure(compiled_with(model, 4), model, batch, loss, in_autocast)
     eager = reference(model, batch, loss, in_autocast)
-    _assert_within_rounding(actual, eager, reference(model.double(), batch, loss))
+    assert not rounds_worse(actual, eager, reference(model.double(), batch, loss))
 
 
 D = 16

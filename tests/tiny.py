@@ -50,10 +50,10 @@ class TinyLM(nn.Module):
         self.double()
 
     def hidden(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        positions, pairs = torch.arange(ids.shape[1]), None
+        positions, pairs = torch.arange(ids.shape[1], device=ids.device), None
         if mask is not None:
             positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-            triangle = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+            triangle = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
             pairs = triangle & mask[:, None, None, :]
         x = self.embedding(ids) + self.position(positions)
         for block in self.blocks:

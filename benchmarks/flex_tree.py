@@ -1,0 +1,122 @@
+"""Packed trees for GPUs: FlexAttention skips what a token's ancestors are not, in blocks of 128 by 128.
+
+In the order of a depth-first walk a tree mask is one interval per token: token i reads token j if and only if
+`j <= i < ends[j]`. So the mask of a row is a vector, and only its blocks are ever built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import AttentionInterface
+
+from benchmarks.packed_tree import PackedTree, pack, split
+from benchmarks.trees import IntArray
+from benchmarks.workloads import FloatArray
+
+IMPLEMENTATION = "tree_mask"  # its name in transformers' registry
+BLOCK = 128
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prepared:
+    """A packed row of T tokens on a device, T padded to whole blocks; P of its tokens are predicted.
+
+    Attributes:
+        tokens, depths: `[1, T]`.
+        mask: of blocks; on CPUs, which have no such kernel with a backward pass, bool `[1, 1, T, T]`.
+        parents: `[P]` what every predicted token is predicted from.
+        labels, weights: `[P]` the predicted tokens, and what their log-probs count.
+    """
+
+    tokens: torch.Tensor
+    depths: torch.Tensor
+    mask: BlockMask | torch.Tensor
+    parents: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+
+
+def prepared_trees(
+    sequences: Sequence[IntArray], weights: Sequence[FloatArray], limit: int, device: torch.device
+) -> Iterator[Prepared]:
+    """The rows of a batch, one after the other, of at most `limit` tokens each (or of one sequence)."""
+    for group in split(sequences, limit):
+        yield prepare(pack([sequences[i] for i in group], [weights[i] for i in group]), device)
+
+
+def prepare(tree: PackedTree, device: torch.device) -> Prepared:
+    """A packed tree on a device. Padding reads itself alone, and nothing is predicted from it."""
+    size = len(tree.ends)
+    padding = -size % BLOCK
+    tokens, depths = (torch.nn.functional.pad(tensor, (0, padding)).to(device) for tensor in (tree.tokens, tree.depths))
+    ends = torch.cat([tree.ends, torch.arange(size, size + padding) + 1]).to(device, torch.int32)
+    mask = block_mask(ends) if device.type == "cuda" else pair_mask(ends)
+    rest = (tree.heads[tree.sources], tree.labels, tree.weights)
+    return Prepared(tokens, depths, mask, *(tensor.to(device) for tensor in rest))
+
+
+def block_mask(ends: torch.Tensor) -> BlockMask:
+    """The mask of T tokens, T a multiple of `BLOCK`, without ever looking at single pairs.
+
+    The intervals of a block's tokens begin in that block, so the last of their ends says which blocks of queries read
+    any of them, and the first which read all.
+    """
+
+    def allowed(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (query < ends[key])
+
+    blocks = ends.view(-1, BLOCK)
+    numbers = torch.arange(len(blocks), device=ends.device)
+    queries, keys = numbers[:, None], numbers[None]
+    read = (keys <= queries) & (queries * BLOCK < blocks.amax(1))
+    full = (keys < queries) & ((queries + 1) * BLOCK <= blocks.amin(1))
+    return BlockMask.from_kv_blocks(
+        *_ordered(read & ~full), *_ordered(full), BLOCK_SIZE=BLOCK, mask_mod=allowed, seq_lengths=(len(ends), len(ends))
+    )
+
+
+def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many of a row's `[n, n]` blocks are set, and which: the set ones first; int32 `[1, 1, n]`, `[1, 1, n, n]`."""
+    set_first = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], set_first.int()[None, None]
+
+
+def pair_mask(ends: torch.Tensor) -> torch.Tensor:
+    """The same mask as bool `[1, 1, T, T]`."""
+    rows = torch.arange(len(ends), device=ends.device)
+    return ((rows <= rows[:, None]) & (rows[:, None] < ends))[None, None]
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    tree_mask: BlockMask | torch.Tensor,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of query `[1, Hq, T, D]` over its ancestors, as transformers calls it: `[1, T, Hq, D]`."""
+    if isinstance(tree_mask, torch.Tensor):
+        dense = torch.nn.functional.scaled_dot_product_attention
+        out = dense(query, key, value, attn_mask=tree_mask, scale=scaling, enable_gqa=True)
+    else:
+        out = _flex_attention()(query, key, value, block_mask=tree_mask, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+@functools.cache
+def _flex_attention() -> Callable[..., torch.Tensor]:
+    """Compiled at first use; rows differ in length, so that the second one makes sizes symbolic."""
+    return torch.compile(flex_attention)
+
+
+AttentionInterface.register(IMPLEMENTATION, attention)

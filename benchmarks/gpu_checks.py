@@ -1,0 +1,282 @@
+"""What has to hold on a GPU besides being fast: equality, no garbage read, no waiting, no recompilation.
+
+All of it runs on a small Qwen3 with the head size and the grouped heads of the large ones. Every check takes a device
+and returns what it found; one that cannot be made (an option that is not known, a kernel that is not there) raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from transformers import Qwen3Config
+
+from benchmarks.gpu_models import build_on
+from benchmarks.gpu_report import Check
+from benchmarks.model import token_logprobs
+from benchmarks.ours import compile_logprobs, replan
+from dta_compile import records
+from dta_compile.runtime.executor import Executor
+from dta_compile.runtime.stack import PathStack
+from tests.helpers import Batch, Measurement, distances, errors, make_batch, measure, reference, rollouts, rounds_worse
+
+VOCABULARY = 512
+EQUAL = 1e-4  # float32 on the GPU and float64 on the CPU: largest difference over largest entry
+SAME = 1e-5  # the same float32 kernels on padded and unpadded chunks
+STRATEGIES, CHUNK_SIZES, BUDGETS = ("packed", "dfs", "vanilla"), (1, 7, 64, 2048), (None, 0)
+POISONED = (300, 40, 120)  # lengths; deep first: a stack that is used again keeps its depth
+WARM_UP, BATCHES = 5, 20
+
+
+class Trial:
+    """The log-probs of a small model on a device, compiled, and the same model in float64 on the CPU as reference."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, **options: Any) -> None:
+        self.device = device
+        self.model = build_on(device, small_config(), dtype)
+        self.exact = copy.deepcopy(self.model).cpu().double()
+        name = "_".join(["trial", *map(str, options.values())])
+        self.function, _ = compile_logprobs(self.model, name, "dta", options)
+
+    def ours(self, batch: Batch) -> Measurement:
+        """The compiled function's outputs and gradients."""
+        return measure(self.function, self.model, batch.to(self.device), loss_of(batch), forward)
+
+    def eager(self, batch: Batch) -> Measurement:
+        """Those of one sequence at a time in the same precision."""
+        function = token_logprobs(self.model)
+        return reference(self.model, batch.to(self.device), loss_of(batch), lambda _, row: forward(function, row))
+
+    def expected(self, batch: Batch) -> Measurement:
+        """Those of one sequence at a time in float64 on the CPU."""
+        function = token_logprobs(self.exact)
+        return reference(self.exact, batch, loss_of(batch), lambda _, row: forward(function, row))
+
+
+def small_config() -> Qwen3Config:
+    """Two layers, four query heads on two heads of keys and values."""
+    return Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+
+
+def forward(function: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
+    """Log-probs `[B, S]` of the labels of a batch."""
+    return function(batch.ids, batch.extras["labels"], batch.mask)
+
+
+def loss_of(batch: Batch) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Another weight for every log-prob, so that no error can cancel."""
+    weights = torch.randn(batch.ids.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return lambda outputs: (outputs * weights.to(outputs)).sum()
+
+
+def tree_batch(seed: int, length: int, rows: int = 8) -> Batch:
+    """Sequences that share prefixes in every way, of up to `length` tokens, on the CPU."""
+    batch = make_batch(rollouts(VOCABULARY, seed, length)[:rows])
+    return batch.with_extras(labels=batch.ids.roll(-1, 1))
+
+
+def float32_equals_float64(device: torch.device) -> Check:
+    """All strategies, chunk sizes and budgets; long sequences where chunks are long."""
+    trial, worst = Trial(device, torch.float32), {}
+    batches = {size: tree_batch(seed, 40 if size < 64 else 300) for seed, size in enumerate(CHUNK_SIZES)}
+    expected = {size: trial.expected(batch) for size, batch in batches.items()}
+    trial.ours(batches[CHUNK_SIZES[0]])  # replanning needs something compiled
+    for strategy, size, budget in itertools.product(STRATEGIES, CHUNK_SIZES, BUDGETS):
+        replan(trial.function, strategy=strategy, chunk_size=size, memory_budget=budget)
+        found = errors(trial.ours(batches[size]), expected[size])
+        worst[f"{strategy}, chunks of {size}, budget {budget}"] = max(found.values())
+    return _within("error", worst, EQUAL)
+
+
+def bfloat16_within_budget(device: torch.device, **options: Any) -> Check:
+    """Every error against float64 at most twice that of one sequence at a time in bfloat16."""
+    trial, ratios = Trial(device, torch.bfloat16, **options), {}
+    for seed, length in ((0, 40), (1, 300), (2, 700)):
+        batch = tree_batch(seed, length)
+        measured = [run(batch) for run in (trial.ours, trial.eager, trial.expected)]
+        ours, theirs = (distances(one, measured[2]) for one in measured[:2])
+        name = max(ours, key=lambda name: ours[name] / theirs[name])
+        ratios[f"{name}, {length} tokens"] = ours[name] / theirs[name]
+        worse = rounds_worse(*measured)
+        if worse:
+            return Check(False, f"{len(worse)} of {len(ours)} worse than twice as bad as eager: {worse}", ratios)
+    return _within("error over that of eager", ratios, 2.0)
+
+
+def graphs_equal_eager(device: torch.device) -> Check:
+    """CUDA graphs and no CUDA graphs, on batches of changing shapes that come back with other tokens."""
+    with_graphs, without = (Trial(device, torch.float32, strategy="packed", cuda_graphs=on) for on in (True, False))
+    trials, worst = (with_graphs, without), {}
+    for trial in trials:
+        trial.ours(tree_batch(0, 20))  # replanning needs something compiled
+    for seed, length in enumerate((40, 300, 40, 120, 300, 40)):
+        batch = tree_batch(seed, length)
+        for size in (64, 2048):
+            for trial in trials:
+                replan(trial.function, chunk_size=size)
+            found = errors(*(trial.ours(batch) for trial in trials))
+            worst[f"batch {seed}, chunks of {size}"] = max(found.values())
+    return _within("difference", worst, SAME)
+
+
+def poisoned_memory_is_not_read(device: torch.device) -> Check:
+    """Equality again where fresh memory, and the path stack beyond the path, is full of NaN."""
+    worst = {}
+    with poisoned():
+        trial = Trial(device, torch.float32)
+        for seed, length in enumerate(POISONED):
+            batch = tree_batch(seed, length)
+            expected = trial.expected(batch)
+            for size in (2048, 64):
+                trial.ours(batch)
+                replan(trial.function, chunk_size=size)
+                worst[f"{length} tokens, chunks of {size}"] = max(errors(trial.ours(batch), expected).values())
+    return _within("error", worst, EQUAL)
+
+
+def no_synchronisation(device: torch.device) -> Check:
+    """No operation of a schedule makes the host wait for the device, once everything is warm."""
+    if device.type != "cuda":
+        return Check(None, "needs a GPU")
+    trial, batch = Trial(device, torch.bfloat16, strategy="packed"), tree_batch(0, 300)
+    trial.ours(batch)
+    guarded = []
+    for size in (64, 2048):
+        replan(trial.function, chunk_size=size)
+        for _ in range(2):
+            trial.ours(batch)
+        with synchronisation_is_an_error() as runs:
+            trial.ours(batch)
+        guarded += runs
+    return Check(True if guarded else None, f"{len(guarded)} runs of schedules without waiting")
+
+
+def no_recompilation(device: torch.device) -> Check:
+    """Batches of other sizes and other trees need no compilation after the first few."""
+    trial = Trial(device, torch.bfloat16)
+    shapes = np.random.default_rng(0).integers((3, 9), (9, 400), (WARM_UP + BATCHES, 2)).tolist()
+    before: dict[str, int] = {}
+    with triton_compilations() as kernels:
+        for seed, (rows, length) in enumerate(shapes):
+            if seed == WARM_UP:
+                before = compilations(trial.function, kernels)
+            trial.ours(tree_batch(seed, length, rows))
+        after = compilations(trial.function, kernels)
+    new = {name: after[name] - before[name] for name in after}
+    text = ", ".join(f"{count} {name}" for name, count in new.items())
+    return Check(not any(new.values()), f"{BATCHES} batches: {text} more", {**new, "kernels": kernels})
+
+
+def compilations(function: Any, kernels: Sequence[str]) -> dict[str, int]:
+    """How much has been compiled so far, by everything that compiles."""
+    counters = torch._dynamo.utils.counters
+    inductor = ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass")
+    return {
+        "graphs of dta": records.of(function).graphs,
+        "frames of Dynamo": counters["frames"]["ok"],
+        "graphs of Inductor": sum(counters["inductor"][name] for name in inductor),
+        "Triton kernels": len(kernels),
+    }
+
+
+@contextlib.contextmanager
+def triton_compilations() -> Iterator[list[str]]:
+    """Names of the hand-written Triton kernels that are compiled meanwhile, for every specialisation."""
+    names: list[str] = []
+    try:
+        from triton import knobs
+    except ImportError:
+        yield names
+        return
+
+    def note(**facts: Any) -> None:
+        names.append(str(facts.get("repr", ""))[:100])
+
+    with mock.patch.object(knobs.runtime, "jit_post_compile_hook", note):
+        yield names
+
+
+@contextlib.contextmanager
+def synchronisation_is_an_error() -> Iterator[list[str]]:
+    """Whatever waits for the device inside of a schedule raises; around it (planning, the loss) waiting is allowed.
+
+    Yields a list with an entry for every run of a part of a schedule.
+    """
+    run, runs = Executor.run, []
+
+    def guarded(self: Executor, *args: Any, **kwargs: Any) -> int:
+        runs.append("run")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with mock.patch.object(Executor, "run", guarded):
+        yield runs
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill every new path stack, and all memory that is allocated without a value, with NaN."""
+    begin = PathStack.__init__
+
+    def begin_poisoned(self: PathStack, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        for buffer in (*self.keys, *self.values):
+            buffer.fill_(torch.nan)
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with mock.patch.object(PathStack, "__init__", begin_poisoned), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operations that have no deterministic form
+        torch.use_deterministic_algorithms(True, warn_only=True)  # then empty tensors are filled
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _within(what: str, worst: dict[str, float], limit: float) -> Check:
+    """The check that all of some figures are at most `limit`."""
+    name = max(worst, key=lambda name: (worst[name] != worst[name], worst[name]))  # not a number is worst
+    wrong = sum(not value <= limit for value in worst.values())
+    text = f"largest {what} {worst[name]:.1e} ({name}), limit {limit:g}" + (f"; {wrong} beyond" if wrong else "")
+    return Check(not wrong, text, worst)
+
+
+def _bfloat16(**options: Any) -> Callable[[torch.device], Check]:
+    return lambda device: bfloat16_within_budget(device, **options)
+
+
+# In order of importance.
+CHECKS: dict[str, Callable[[torch.device], Check]] = {
+    "float32 equals float64": float32_equals_float64,
+    "bfloat16 within budget": _bfloat16(),
+    "graph replay equals eager": graphs_equal_eager,
+    "poisoned memory is not read": poisoned_memory_is_not_read,
+    "no synchronisation": no_synchronisation,
+    "no recompilation": no_recompilation,
+    "bfloat16 within budget, triton": _bfloat16(attention="triton"),
+    "bfloat16 within budget, varlen": _bfloat16(attention="varlen"),
+    "bfloat16 within budget, reference": _bfloat16(attention="reference"),
+    "bfloat16 within budget, eager code": _bfloat16(codegen="eager"),
+    "bfloat16 within budget, compiled code": _bfloat16(codegen="inductor"),
+}

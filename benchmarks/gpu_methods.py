@@ -1,0 +1,270 @@
+"""The ways to run a step on a GPU: forward and backward of a weighted sum of token log-probs of a whole batch.
+
+As in `methods`, what a data loader does is done beforehand, and what depends on what is shared is done inside of every
+step. The rivals are made as strong as is simple:
+
+* Dense rows run through the flash kernel of `scaled_dot_product_attention`, without any mask and without padding.
+* Log-probs of the rivals are computed in blocks of rows, each of which goes backward at once: `[S, V]` logits of a long
+  row, for a vocabulary of 151,936 ids, never exist, and nothing is computed twice for that.
+* Packed trees run in rows as long as memory allows: they begin with a limit that usually is too high, and halve it.
+* Trees without sharing are sequences packed into rows, so the tree mask is a document mask there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from benchmarks.baselines import merge_into_leaves
+from benchmarks.flex_tree import IMPLEMENTATION, Prepared, prepared_trees
+from benchmarks.gpu_models import Limits, Subject, expected_seconds, operations
+from benchmarks.memory import describe
+from benchmarks.model import label_logprobs
+from benchmarks.ours import compile_logprobs, replan
+from benchmarks.packed_tree import split
+from benchmarks.steps import Row, Step, rectangle_of, row_of
+from benchmarks.trees import IntArray, count_sequences
+from benchmarks.workloads import FloatArray, Workload, tiny
+from dta_compile.options import Options
+
+HEAD_ROWS = 2048  # of one block of log-probs: as many as a chunk of ours has
+TREE_LIMITS = {False: 32_768, True: 65_536}  # tokens of a row to begin with; without and with checkpointing
+LEAST_LIMIT = 4096
+PLANNED = {option: getattr(Options(), option) for option in ("strategy", "chunk_size", "memory_budget")}  # defaults
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuStep(Step):
+    """A step, which may be a part of one.
+
+    Attributes:
+        share: of the batch's operations, those that `run` does; times are divided by it.
+        warm_up: run before the first timed step; None: `run`.
+    """
+
+    share: float = 1.0
+    warm_up: Callable[[], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuMethod:
+    """A way to run a step.
+
+    Attributes:
+        family: what it is drawn with: "dense", "tree mask" or "dta".
+        cost: of a step, in units of one at the expected efficiency.
+        build: from a model and a batch to a step.
+    """
+
+    name: str
+    family: str
+    description: str
+    cost: float
+    build: Callable[[Subject, Workload, Limits], GpuStep]
+
+
+def dense(subject: Subject, workload: Workload, limits: Limits, recompute: bool = False) -> GpuStep:
+    """One sequence at a time; of a batch that would take too long only every n-th by length."""
+    pairs = list(zip(workload.sequences, workload.weights, strict=True))
+    return _one_by_one(subject, pairs, limits, recompute)
+
+
+def leaves(subject: Subject, workload: Workload, limits: Limits) -> GpuStep:
+    """The same with checkpointing, of the sequences that are no prefix of another."""
+    pairs = merge_into_leaves(workload.sequences, workload.weights)
+    step = _one_by_one(subject, pairs, limits, recompute=True)
+    return dataclasses.replace(step, note=lambda: f"{len(pairs)} leaves; {step.note()}".rstrip("; "))
+
+
+def _one_by_one(subject: Subject, pairs: list[tuple[IntArray, FloatArray]], limits: Limits, recompute: bool) -> GpuStep:
+    """A step over sequences with weights. The longest is always in it, for the peak of memory, and warms up."""
+
+    def amount(some: list[tuple[IntArray, FloatArray]]) -> float:
+        return operations(subject.config, count_sequences([sequence for sequence, _ in some]), tree=False)
+
+    stride = max(math.ceil(expected_seconds(amount(pairs)) / limits.dense_seconds), 1)
+    chosen = sorted(pairs, key=lambda pair: -len(pair[0]))[::stride]
+    rows = [_on(subject.device, row_of(*pair)) for pair in chosen]
+    note = f"{len(chosen)} of {len(pairs)} sequences, scaled by operations" if stride > 1 else ""
+    return GpuStep(
+        run=lambda: _backward_rows(subject.model, rows, recompute),
+        note=lambda: note,
+        share=amount(chosen) / amount(pairs),
+        warm_up=lambda: _backward_rows(subject.model, rows[:1], recompute),
+    )
+
+
+def tree_mask(subject: Subject, workload: Workload, limits: Limits, recompute: bool = False) -> GpuStep:
+    """The prefix tree in rows as long as fit into memory, with FlexAttention under a mask of ancestors."""
+    limit = TREE_LIMITS[recompute]
+
+    def run() -> None:
+        nonlocal limit
+        while not _fits(functools.partial(_backward_trees, subject.model, workload, limit, recompute), limit):
+            subject.model.zero_grad(set_to_none=True)
+            release_memory()
+            limit //= 2
+
+    def note() -> str:
+        rows = len(split(workload.sequences, limit))
+        return f"{rows} rows of up to {limit:,} tokens" if rows > 1 else "one row"
+
+    return GpuStep(run, note)
+
+
+def ours(
+    subject: Subject,
+    workload: Workload,
+    limits: Limits,
+    compiled_with: dict[str, Any] | None = None,
+    **planned_with: Any,
+) -> GpuStep:
+    """`torch.compile(..., backend="dta")`; one compilation serves all batches and all options of plans."""
+    function, note = compiled_log_probs(subject, compiled_with or {})
+    ids, labels, weights, mask = _on(subject.device, rectangle_of(workload))
+
+    def run() -> None:
+        replan(function, **{**PLANNED, **planned_with})
+        (weights * function(ids, labels, mask)).sum().backward()
+
+    return GpuStep(run, note)
+
+
+def compiled_log_probs(subject: Subject, options: dict[str, Any]) -> tuple[Any, Callable[[], str]]:
+    """The compiled function under test, which has been called on a tiny batch; it is compiled once per subject.
+
+    Raises:
+        RuntimeError: it could not be compiled before.
+    """
+    key = tuple(sorted(options.items()))
+    if key not in subject.compiled:
+        try:
+            subject.compiled[key] = _compiled(subject, options)
+        except Exception as error:
+            subject.compiled[key] = describe(error)  # the error itself would hold on to tensors
+            raise
+    if isinstance(subject.compiled[key], str):
+        raise RuntimeError(f"not compiled: {subject.compiled[key]}")
+    return subject.compiled[key]
+
+
+def _compiled(subject: Subject, options: dict[str, Any]) -> tuple[Any, Callable[[], str]]:
+    name = "_".join(["ours", *(f"{option}_{value}" for option, value in options.items())])
+    function, note = compile_logprobs(subject.model, name, "dta", options)
+    ids, labels, weights, mask = _on(subject.device, rectangle_of(tiny(subject.config.vocab_size)))
+    (weights * function(ids, labels, mask)).sum().backward()
+    subject.model.zero_grad(set_to_none=True)
+    return function, note
+
+
+def release_memory() -> None:
+    """Give what nobody holds any more back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _fits(attempt: Callable[[], None], limit: int) -> bool:
+    """Whether it runs in the memory that there is; raises if a smaller limit would make no difference."""
+    try:
+        attempt()
+    except torch.OutOfMemoryError:
+        if limit <= LEAST_LIMIT:
+            raise
+        return False
+    return True
+
+
+def _backward_rows(model: PreTrainedModel, rows: list[Row], recompute: bool) -> None:
+    with _arranged(model, "sdpa", recompute):
+        for ids, labels, weights in rows:
+            # No mask at all, where transformers would look for one: the flash kernel is causal by itself.
+            hidden = model.model(ids, attention_mask={"full_attention": None}).last_hidden_state
+            _backward_head(model, hidden[0], labels[0], weights[0])
+
+
+def _backward_trees(model: PreTrainedModel, workload: Workload, limit: int, recompute: bool) -> None:
+    with _arranged(model, IMPLEMENTATION, recompute):
+        for tree in prepared_trees(workload.sequences, workload.weights, limit, model.device):
+            _backward_tree(model, tree)
+
+
+def _backward_tree(model: PreTrainedModel, tree: Prepared) -> None:
+    no_mask = {"full_attention": None}  # the tree's own comes as an argument of the attention function
+    hidden = model.model(
+        tree.tokens, attention_mask=no_mask, position_ids=tree.depths, tree_mask=tree.mask
+    ).last_hidden_state
+    _backward_head(model, hidden[0].index_select(0, tree.parents), tree.labels, tree.weights)
+
+
+def _backward_head(model: PreTrainedModel, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> None:
+    """Backward of the weighted log-probs of `labels` `[T]`, predicted from `hidden` `[T, D]`."""
+    parts = [part.detach().requires_grad_() for part in hidden.split(HEAD_ROWS)]
+    for part, label, weight in zip(parts, labels.split(HEAD_ROWS), weights.split(HEAD_ROWS), strict=True):
+        (weight * label_logprobs(model.lm_head(part), label)).sum().backward()
+    hidden.backward(torch.cat([part.grad for part in parts]))
+
+
+@contextlib.contextmanager
+def _arranged(model: PreTrainedModel, attention: str, recompute: bool) -> Iterator[None]:
+    """The model with an attention function and with or without checkpointing of every layer, for a while.
+
+    The public method that turns checkpointing on leaves a hook behind, for which others would have to be compiled anew.
+    """
+    store = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(attention)
+    model._set_gradient_checkpointing(enable=recompute, gradient_checkpointing_func=store)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        model._set_gradient_checkpointing(enable=False)
+
+
+def _on(device: torch.device, tensors: tuple[torch.Tensor, ...]) -> Any:
+    return tuple(tensor.to(device) for tensor in tensors)
+
+
+def _ours(name: str, description: str, cost: float, compiled_with: dict[str, Any], **planned_with: Any) -> GpuMethod:
+    build = functools.partial(ours, compiled_with=compiled_with, **planned_with)
+    return GpuMethod(name, "dta", description, cost, build)
+
+
+_recomputed = functools.partial(dense, recompute=True)
+_recomputed_tree = functools.partial(tree_mask, recompute=True)
+
+# In the order in which they run: what the acceptance lines need comes first.
+METHODS: dict[str, GpuMethod] = {
+    method.name: method
+    for method in (
+        GpuMethod("checkpoint", "dense", "one sequence at a time, layers checkpointed", 4 / 3, _recomputed),
+        _ours("auto", "all options at their defaults", 1, {}),
+        GpuMethod("tree-mask-ckpt", "tree mask", "packed tree, FlexAttention, checkpointed", 2, _recomputed_tree),
+        GpuMethod("tree-mask", "tree mask", "packed tree, FlexAttention", 1.5, tree_mask),
+        GpuMethod("dense", "dense", "one sequence at a time", 1, dense),
+        _ours("auto-0", "nothing kept from forward to backward", 4 / 3, {}, memory_budget=0),
+        _ours("auto-4096", "chunks of 4,096 tokens", 1, {}, chunk_size=4096),
+        GpuMethod("leaves", "dense", "no sequence that is a prefix of another, layers checkpointed", 1, leaves),
+    )
+}
+ON_LOW_SHARING = ("checkpoint", "auto", "dense", "tree-mask")  # few sequences are prefixes of others there
+# What single parts are worth; each is compiled by itself.
+ABLATIONS: dict[str, GpuMethod] = {
+    method.name: method
+    for method in (
+        _ours("no-graphs", "without CUDA graphs", 1, {"cuda_graphs": False}),
+        _ours("eager-code", "chunk graphs run operator by operator", 1.5, {"codegen": "eager"}),
+        _ours("triton", "attention by our Triton kernels", 1, {"attention": "triton"}),
+        _ours("varlen", "attention by torch's varlen kernels", 1, {"attention": "varlen"}),
+    )
+}

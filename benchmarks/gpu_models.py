@@ -1,0 +1,166 @@
+"""What `benchmarks.gpu` runs: the Qwen3 architectures with random weights, and batches that they can take in time."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from benchmarks.model import flops
+from benchmarks.trees import Counts, IntArray, count_sequences
+from benchmarks.workloads import Workload
+from dta_compile.data import bundled, load_rollouts, vocab_size
+
+PEAK_FLOPS = 989e12  # of an H100 or H200 in bfloat16, without sparsity
+EXPECTED_MFU = 0.4  # for estimates of how long something takes
+LONGEST = 16_384  # tokens of a sequence
+TOKENIZER_IDS = 151_669  # models with fewer take the ids that rollout files have of their own
+# Layer sizes of the published models; what is common to all of them is in `config_of`.
+MODELS: dict[str, dict[str, Any]] = {
+    "1.7b": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "4b": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 7936,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How large a batch may be.
+
+    Attributes:
+        tokens: of all sequences.
+        tree_seconds: of a step over the tree, at the expected efficiency.
+        dense_seconds: of a step over the sequences one by one. Longer ones run a part of the sequences.
+    """
+
+    tokens: int
+    tree_seconds: float
+    dense_seconds: float
+
+
+def config_of(name: str) -> Qwen3Config:
+    """Configuration of one of `MODELS`."""
+    common = {
+        "vocab_size": 151_936,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "use_cache": False,
+    }
+    return Qwen3Config(**{**common, **MODELS[name]})
+
+
+def build_on(device: torch.device, config: Qwen3Config, dtype: torch.dtype) -> PreTrainedModel:
+    """A model in training mode, always with the same weights, which the device itself draws."""
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).train()
+
+
+class Subject:
+    """A model on a device; methods leave on it what they compiled for it.
+
+    Attributes:
+        compiled: functions by what they were compiled with.
+        expected: per workload some gradients of the first method that ran the whole batch.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name, self.device = name, device
+        self.config = config_of(name)
+        self.model = build_on(device, self.config, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        self.compiled: dict[Any, Any] = {}
+        self.expected: dict[str, list[torch.Tensor]] = {}
+
+    @cached_property
+    def sampled(self) -> list[torch.nn.Parameter]:
+        """Parameters whose gradients are compared: small ones from the bottom, the middle and the top."""
+        layers = self.model.model.layers
+        middle = layers[len(layers) // 2].mlp.down_proj.weight
+        return [layers[0].self_attn.q_proj.weight, middle, self.model.model.norm.weight]
+
+
+def operations(config: Qwen3Config, counts: Counts, tree: bool) -> float:
+    """Floating-point operations of forward and backward, of the tree or of the sequences one by one."""
+    per_token, per_pair = flops(config)
+    tokens, pairs = (counts.tree_tokens, counts.tree_pairs) if tree else (counts.tokens, counts.pairs)
+    return 3 * (tokens * per_token + pairs * per_pair)
+
+
+def expected_seconds(amount: float) -> float:
+    """Time of so many operations."""
+    return amount / (EXPECTED_MFU * PEAK_FLOPS)
+
+
+def batch_of(name: str, rollouts: Path | None, config: Qwen3Config, limits: Limits) -> Workload:
+    """A training batch from a rollout file: whole groups that share about as much as the file does, if any fits.
+
+    Raises:
+        ValueError: the file is not there.
+    """
+    path = rollouts / f"{name}.npz" if rollouts else bundled(f"{name}.npz")
+    if not path.is_file():
+        raise ValueError(f"no rollout file {path.name} in {path.parent}")
+    own_ids = vocab_size(path) <= config.vocab_size < TOKENIZER_IDS
+    samples = load_rollouts(path, dense=own_ids, max_length=LONGEST)
+    groups: dict[int, list[IntArray]] = {}
+    for sample in sorted(samples, key=lambda sample: (sample.group, sample.trajectory, sample.turn)):
+        groups.setdefault(sample.group, []).append(sample.tokens.astype(np.int64))
+
+    def fits(sequences: list[IntArray]) -> bool:
+        counts = count_sequences(sequences)
+        seconds = expected_seconds(operations(config, counts, tree=True))
+        return counts.tokens <= limits.tokens and seconds <= limits.tree_seconds
+
+    target = _compression([sequence for group in groups.values() for sequence in group])
+    chosen: list[IntArray] = []
+    taken = 0
+    by_likeness = sorted(groups.values(), key=lambda group: abs(_compression(group) - target))
+    for group in by_likeness:
+        if fits(chosen + group):
+            chosen, taken = chosen + group, taken + 1
+    if not taken:
+        for sequence in by_likeness[0]:
+            if not chosen or fits([*chosen, sequence]):
+                chosen.append(sequence)
+    text = f"{len(chosen)} of {len(samples)} samples, {taken or 'a part of 1'} of {len(groups)} groups"
+    return Workload(name, "rollouts", f"{text}; C of the file {target:.2f}", config.vocab_size, chosen)
+
+
+def _compression(sequences: list[IntArray]) -> float:
+    counts = count_sequences(sequences)
+    return counts.tokens / counts.tree_tokens

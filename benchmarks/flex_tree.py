@@ -21,6 +21,7 @@ from benchmarks.workloads import FloatArray
 
 IMPLEMENTATION = "tree_mask"  # its name in transformers' registry
 BLOCK = 128
+STATIC_SIZE = 1024  # rows are padded to multiples of it where every length is compiled by itself
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,6 +31,7 @@ class Prepared:
     Attributes:
         tokens, depths: `[1, T]`.
         mask: of blocks; on CPUs, which have no such kernel with a backward pass, bool `[1, 1, T, T]`.
+        flex: FlexAttention, compiled.
         parents: `[P]` what every predicted token is predicted from.
         labels, weights: `[P]` the predicted tokens, and what their log-probs count.
     """
@@ -37,28 +39,33 @@ class Prepared:
     tokens: torch.Tensor
     depths: torch.Tensor
     mask: BlockMask | torch.Tensor
+    flex: Callable[..., torch.Tensor]
     parents: torch.Tensor
     labels: torch.Tensor
     weights: torch.Tensor
 
 
 def prepared_trees(
-    sequences: Sequence[IntArray], weights: Sequence[FloatArray], limit: int, device: torch.device
+    sequences: Sequence[IntArray], weights: Sequence[FloatArray], limit: int, device: torch.device, static: bool = False
 ) -> Iterator[Prepared]:
     """The rows of a batch, one after the other, of at most `limit` tokens each (or of one sequence)."""
     for group in split(sequences, limit):
-        yield prepare(pack([sequences[i] for i in group], [weights[i] for i in group]), device)
+        yield prepare(pack([sequences[i] for i in group], [weights[i] for i in group]), device, static)
 
 
-def prepare(tree: PackedTree, device: torch.device) -> Prepared:
-    """A packed tree on a device. Padding reads itself alone, and nothing is predicted from it."""
+def prepare(tree: PackedTree, device: torch.device, static: bool = False) -> Prepared:
+    """A packed tree on a device. Padding reads itself alone, and nothing is predicted from it.
+
+    Args:
+        static: compile FlexAttention for every length instead of once for all of them.
+    """
     size = len(tree.ends)
-    padding = -size % BLOCK
+    padding = -size % (STATIC_SIZE if static else BLOCK)
     tokens, depths = (torch.nn.functional.pad(tensor, (0, padding)).to(device) for tensor in (tree.tokens, tree.depths))
     ends = torch.cat([tree.ends, torch.arange(size, size + padding) + 1]).to(device, torch.int32)
     mask = block_mask(ends) if device.type == "cuda" else pair_mask(ends)
     rest = (tree.heads[tree.sources], tree.labels, tree.weights)
-    return Prepared(tokens, depths, mask, *(tensor.to(device) for tensor in rest))
+    return Prepared(tokens, depths, mask, _compiled_flex_attention(static), *(tensor.to(device) for tensor in rest))
 
 
 def block_mask(ends: torch.Tensor) -> BlockMask:
@@ -101,6 +108,7 @@ def attention(
     attention_mask: None,
     *,
     tree_mask: BlockMask | torch.Tensor,
+    flex: Callable[..., torch.Tensor],
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -109,14 +117,13 @@ def attention(
         dense = torch.nn.functional.scaled_dot_product_attention
         out = dense(query, key, value, attn_mask=tree_mask, scale=scaling, enable_gqa=True)
     else:
-        out = _flex_attention()(query, key, value, block_mask=tree_mask, scale=scaling, enable_gqa=True)
+        out = flex(query, key, value, block_mask=tree_mask, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
 
 
 @functools.cache
-def _flex_attention() -> Callable[..., torch.Tensor]:
-    """Compiled at first use; rows differ in length, so that the second one makes sizes symbolic."""
-    return torch.compile(flex_attention)
+def _compiled_flex_attention(static: bool) -> Callable[..., torch.Tensor]:
+    return torch.compile(flex_attention, dynamic=False if static else None)
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)

@@ -105,18 +105,28 @@ def _one_by_one(subject: Subject, pairs: list[tuple[IntArray, FloatArray]], limi
 
 def tree_mask(subject: Subject, workload: Workload, limits: Limits, recompute: bool = False) -> GpuStep:
     """The prefix tree in rows as long as fit into memory, with FlexAttention under a mask of ancestors."""
-    limit = TREE_LIMITS[recompute]
+    limit, static = TREE_LIMITS[recompute], False
 
     def run() -> None:
-        nonlocal limit
-        while not _fits(functools.partial(_backward_trees, subject.model, workload, limit, recompute), limit):
+        nonlocal limit, static
+        while True:
             subject.model.zero_grad(set_to_none=True)
+            try:
+                return _backward_trees(subject.model, workload, limit, recompute, static)
+            except torch.OutOfMemoryError:
+                if limit <= LEAST_LIMIT:
+                    raise
+                limit //= 2
+            except Exception:  # of the compiler, which may not like sizes that it does not know
+                if static:
+                    raise
+                static = True
             release_memory()
-            limit //= 2
 
     def note() -> str:
         rows = len(split(workload.sequences, limit))
-        return f"{rows} rows of up to {limit:,} tokens" if rows > 1 else "one row"
+        text = f"{rows} rows of up to {limit:,} tokens" if rows > 1 else "one row"
+        return text + ("; compiled for every length" if static else "")
 
     return GpuStep(run, note)
 
@@ -173,17 +183,6 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _fits(attempt: Callable[[], None], limit: int) -> bool:
-    """Whether it runs in the memory that there is; raises if a smaller limit would make no difference."""
-    try:
-        attempt()
-    except torch.OutOfMemoryError:
-        if limit <= LEAST_LIMIT:
-            raise
-        return False
-    return True
-
-
 def _backward_rows(model: PreTrainedModel, rows: list[Row], recompute: bool) -> None:
     with _arranged(model, "sdpa", recompute):
         for ids, labels, weights in rows:
@@ -192,17 +191,17 @@ def _backward_rows(model: PreTrainedModel, rows: list[Row], recompute: bool) -> 
             _backward_head(model, hidden[0], labels[0], weights[0])
 
 
-def _backward_trees(model: PreTrainedModel, workload: Workload, limit: int, recompute: bool) -> None:
-    with _arranged(model, IMPLEMENTATION, recompute):
-        for tree in prepared_trees(workload.sequences, workload.weights, limit, model.device):
+def _backward_trees(model: PreTrainedModel, workload: Workload, limit: int, recompute: bool, static: bool) -> None:
+    many = torch._dynamo.config.patch(recompile_limit=64)  # with static sizes there is a compilation for each
+    with _arranged(model, IMPLEMENTATION, recompute), many:
+        for tree in prepared_trees(workload.sequences, workload.weights, limit, model.device, static):
             _backward_tree(model, tree)
 
 
 def _backward_tree(model: PreTrainedModel, tree: Prepared) -> None:
-    no_mask = {"full_attention": None}  # the tree's own comes as an argument of the attention function
-    hidden = model.model(
-        tree.tokens, attention_mask=no_mask, position_ids=tree.depths, tree_mask=tree.mask
-    ).last_hidden_state
+    no_mask = {"full_attention": None}  # the tree's own is an argument of the attention function
+    own = {"tree_mask": tree.mask, "flex": tree.flex}
+    hidden = model.model(tree.tokens, attention_mask=no_mask, position_ids=tree.depths, **own).last_hidden_state
     _backward_head(model, hidden[0].index_select(0, tree.parents), tree.labels, tree.weights)
 
 

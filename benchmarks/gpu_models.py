@@ -46,7 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,

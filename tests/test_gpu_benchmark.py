@@ -8,14 +8,18 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from benchmarks import gpu, gpu_checks, gpu_run
+from benchmarks import gpu, gpu_checks, gpu_methods, gpu_run
 from benchmarks.flex_tree import BLOCK, block_mask, pair_mask, prepare
+from benchmarks.gpu_measure import UNLIMITED
 from benchmarks.gpu_methods import METHODS
+from benchmarks.gpu_models import Subject, batch_of, expected_seconds, operations
 from benchmarks.gpu_report import Check, GpuReport, acceptance
 from benchmarks.packed_tree import pack
 from benchmarks.results import Outcome, Result
 from benchmarks.trees import build
+from benchmarks.workloads import tiny
 from dta_compile.errors import OptionError
+from tests.tiny import assert_same
 
 TREES = [((1, 130), (3, 100), (2, 70)), ((5, 128),), ((1, 1), (4, 1), (3, 300))]
 
@@ -110,6 +114,57 @@ def test_what_a_dead_process_ran_has_failed():
         gpu_run._record_death(report)
     assert "died" in report.results[0].outcomes["auto"].error and "died" in report.checks["checks/equality"].error
     assert report.running == ""
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return Subject("tiny", torch.device("cpu"))
+
+
+def gradients_of(subject, step):
+    subject.model.zero_grad()
+    step.run()
+    found = [parameter.grad.clone() for parameter in subject.model.parameters()]
+    subject.model.zero_grad()
+    return found
+
+
+def test_a_packed_tree_adapts_to_memory_and_compiler(subject, monkeypatch):
+    workload = tiny(subject.config.vocab_size)
+    backward, tried = gpu_methods._backward_trees, []
+
+    def picky(model, workload, limit, recompute, static):
+        tried.append((limit, static))
+        backward(model, workload, limit, recompute, static)  # what it leaves behind must not count
+        if limit > 8192:
+            raise torch.OutOfMemoryError("too much")
+        if not static:
+            raise RuntimeError("no such size")
+
+    monkeypatch.setattr(gpu_methods, "_backward_trees", picky)
+    step = gpu_methods.tree_mask(subject, workload, UNLIMITED)
+    found = gradients_of(subject, step)
+    assert tried == [(32_768, False), (16_384, False), (8192, False), (8192, True)]
+    assert step.note() == "one row; compiled for every length"
+    assert_same(found, gradients_of(subject, gpu_methods.dense(subject, workload, UNLIMITED)), 1e-4)
+
+
+def test_long_batches_run_a_part_of_the_sequences(subject):
+    workload = tiny(subject.config.vocab_size)
+    seconds = expected_seconds(operations(subject.config, workload.counts, tree=False))
+    whole = gpu_methods.dense(subject, workload, UNLIMITED)
+    part = gpu_methods.dense(subject, workload, dataclasses.replace(UNLIMITED, dense_seconds=0.6 * seconds))
+    assert (whole.share, whole.note()) == (1.0, "")
+    assert 0.45 < part.share < 0.55 and part.note() == "2 of 4 sequences, scaled by operations"
+
+
+def test_batches_are_whole_groups_if_any_fits(subject):
+    def batch(tokens):
+        return batch_of("airline_tiny", None, subject.config, dataclasses.replace(UNLIMITED, tokens=tokens))
+
+    groups = [batch(tokens).description.split(", ")[1].split(";")[0] for tokens in (1500, 20_000, 40_000)]
+    assert groups == ["a part of 1 of 2 groups", "1 of 2 groups", "2 of 2 groups"]
+    assert batch(20_000).counts.tokens <= 20_000
 
 
 def result_of(name, rates, gibibytes=10):

@@ -64,7 +64,10 @@ def compile_logprobs(
 
 def replan(function: LogProbs, **options: Any) -> None:
     """Change options that only plans depend on (not what is compiled) of a function that has been called before."""
-    for engine in records.of(function).engines:
+    engines = records.of(function).engines
+    if not engines:
+        raise RuntimeError("nothing is compiled yet that could be planned anew")
+    for engine in engines:
         engine.options = dataclasses.replace(engine.options, **options)
 
 

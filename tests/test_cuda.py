@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
 import torch
 
+import dta_compile
 from benchmarks.gpu_checks import BUDGETS, CHECKS, CHUNK_SIZES, EQUAL, STRATEGIES, Trial, forward, loss_of, tree_batch
 from benchmarks.ours import replan
 from tests.helpers import assert_equal
@@ -24,33 +26,44 @@ DEVICE = torch.device("cuda")
 ONE_BY_ONE = "float32 equals float64"
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
+@pytest.fixture
+def fresh_compiler():
     torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")
 def trial():
+    """One compilation for all plans; no other test of this file may reset the compiler before the last use."""
     torch._dynamo.reset()
     trial = Trial(DEVICE, torch.float32)
     trial.ours(tree_batch(0, 20))
     return trial
 
 
+@pytest.fixture(scope="module")
+def expected(trial):
+    """Measurements in float64 by seed and length."""
+    return functools.cache(lambda seed, length: trial.expected(tree_batch(seed, length)))
+
+
 @pytest.mark.parametrize(("strategy", "size", "budget"), list(itertools.product(STRATEGIES, CHUNK_SIZES, BUDGETS)))
-def test_float32_equals_float64_on_the_cpu(trial, strategy, size, budget):
+def test_float32_equals_float64_on_the_cpu(trial, expected, strategy, size, budget):
     replan(trial.function, strategy=strategy, chunk_size=size, memory_budget=budget)
     for seed in range(3):
-        batch = tree_batch(seed, 30 if size < 64 else 250 + 70 * seed)
-        assert_equal(trial.ours(batch), trial.expected(batch), EQUAL)
+        length = 30 if size < 64 else 250 + 70 * seed
+        assert_equal(trial.ours(tree_batch(seed, length)), expected(seed, length), EQUAL)
+        schedule = dta_compile.last_plan(trial.function).schedule
+        assert (schedule.strategy, schedule.chunk_size) == (strategy, size)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", [name for name in CHECKS if name != ONE_BY_ONE])
 def test_checks_of_the_benchmark(name):
     found = CHECKS[name](DEVICE)
     assert found.passed, found.text
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("graphs", [True, False])
 def test_two_models_at_once(graphs):
     trials = [Trial(DEVICE, torch.float32, cuda_graphs=graphs) for _ in range(2)]
@@ -64,6 +77,7 @@ def test_two_models_at_once(graphs):
         check_gradients(one, one.expected(batch).gradients)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("graphs", [True, False])
 def test_gradients_accumulate(graphs):
     trial, batches = Trial(DEVICE, torch.float32, cuda_graphs=graphs), [tree_batch(seed, 60) for seed in range(3)]
@@ -73,6 +87,7 @@ def test_gradients_accumulate(graphs):
     check_gradients(trial, {name: sum(one[name] for one in expected) for name in expected[0]})
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("graphs", [True, False])
 def test_weights_that_change_and_move(graphs):
     """Steps of an optimizer change weights in place; moving a model to the CPU and back puts them elsewhere."""
@@ -89,6 +104,7 @@ def test_weights_that_change_and_move(graphs):
     del held
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_float64_model_is_exact():
     """No kernel but plain math takes float64."""
     model, ids = TinyLM(), shared_ids()

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dta_compile.errors import DTAError, RefusalError
-from dta_compile.passes import decompositions, opaque
+from dta_compile.passes import decompositions, opaque, row_loops
 from dta_compile.passes.program import Input, InputKind, Program, output_node, where, writes_in_place
 from dta_compile.passes.size_nodes import sizes_from_inputs
 
@@ -57,6 +57,7 @@ def lower(program: Program) -> None:
     opaque.embed(module)
     decompositions.spell_out_constructors(module.graph)
     decompositions.drop_empty_parts(module.graph)
+    row_loops.undo_row_loops(module.graph)
     sizes_from_inputs(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()

@@ -192,3 +192,9 @@ def assert_equal(actual: Measurement, expected: Measurement, tolerance: float) -
     """Outputs and every gradient within `tolerance`, each relative to its own largest entry."""
     wrong = {name: error for name, error in errors(actual, expected).items() if not error <= tolerance}
     assert not wrong, f"beyond {tolerance:g}: " + ", ".join(f"{name} {error:.2g}" for name, error in wrong.items())
+
+
+def assert_within_rounding(actual: Measurement, eager: Measurement, exact: Measurement) -> None:
+    """Each error against float64 at most twice that of eager at the same precision."""
+    worse = rounds_worse(actual, eager, exact)
+    assert not worse, worse

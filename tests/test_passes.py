@@ -18,6 +18,7 @@ import dta_compile
 from dta_compile import records
 from dta_compile.errors import OptionError
 from dta_compile.passes import PASSES, accumulate, joint, saved_values
+from dta_compile.passes.attention_op import statistics_dtype
 from dta_compile.passes.cut import cheapest_cut
 from dta_compile.passes.shape_rules import reshape_groups
 from dta_compile.passes.simplify import simplify
@@ -317,7 +318,7 @@ class Run:
         return sum({piece.data_ptr(): piece.nbytes() for piece in memory}.values())
 
     def gradients(self):
-        return [torch.zeros_like(parameter) for parameter in self.parameters]
+        return [torch.zeros_like(value, dtype=statistics_dtype(value.dtype)) for value in self.parameters]
 
     def backward(self, kept, tangents):
         gradients = self.gradients()

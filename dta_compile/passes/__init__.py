@@ -7,6 +7,7 @@ regions       prologue | token region | epilogue, and the frontier between the l
 prefix_key    trunk | head, and which inputs make two prefixes the same
 head_rows     at which tokens the head is needed: not where the loss ignores it
 chunk_graph   the token region as a function of one chunk
+lm_head       log-probs and entropies over a large vocabulary, without logits
 dense_graphs  prologue and epilogue as modules
 joint         forward and backward of a chunk
 accumulate    parameter gradients added in place
@@ -27,6 +28,7 @@ from dta_compile.passes.dense_graphs import dense_graphs
 from dta_compile.passes.head_rows import head_rows
 from dta_compile.passes.in_place import in_place
 from dta_compile.passes.joint import joint
+from dta_compile.passes.lm_head import lm_head
 from dta_compile.passes.lower import lower
 from dta_compile.passes.prefix_key import prefix_key
 from dta_compile.passes.program import GraphWithoutAttention, Program
@@ -46,6 +48,7 @@ PASSES: tuple[Pass, ...] = (
     prefix_key,
     head_rows,
     chunk_graph,
+    lm_head,
     dense_graphs,
     joint,
     accumulate,

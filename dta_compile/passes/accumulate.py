@@ -1,21 +1,24 @@
 """accumulate: parameter gradients are added into accumulators inside the backward graph, without full-size temporaries.
 
 A matrix product that ends in a gradient becomes `addmm_` into the accumulator, an embedding's gradient an `index_add_`
-of the chunk's rows; anything else is added. The parts of a sum are added one by one.
+of the chunk's rows, and a language-model head adds block by block; anything else is added. The parts of a sum are added
+one by one.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import fx
 
 from dta_compile.passes.attention_op import statistics_dtype
-from dta_compile.passes.nodes import call
+from dta_compile.passes.lm_head_op import LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
+from dta_compile.passes.nodes import TRANSPOSITIONS, call, is_item, swaps
 from dta_compile.passes.program import Program, output_node
 
 aten = torch.ops.aten
-TRANSPOSITIONS = (aten.t.default, aten.transpose.int, aten.permute.default)
-IN_PLACE = (aten.addmm_.default, aten.add_.Tensor, aten.index_add_.default)
+IN_PLACE = (aten.addmm_.default, aten.add_.Tensor, aten.index_add_.default, LINEAR_LOG_PROB_BACKWARD_)
 
 
 def accumulate(program: Program) -> None:
@@ -32,10 +35,14 @@ def accumulate(program: Program) -> None:
     with graph.inserting_before(first_call):
         accumulators = [graph.placeholder(f"accumulator_{i}") for i in range(len(grads))]
     output.args = ((),)
+    parts = []
     for grad, accumulator in zip(grads, accumulators, strict=True):
         value = grad.meta["val"]
         accumulator.meta["val"] = value.new_empty(value.shape, dtype=statistics_dtype(value.dtype))
-        for part in _summands(grad):
+        parts += [(part, accumulator) for part in _summands(grad)]
+    added = _add_in_heads(graph, parts)
+    for part, accumulator in parts:
+        if part not in added:
             with graph.inserting_before(part.next):
                 _add(graph, accumulator, part)
     graph.eliminate_dead_code(is_impure_node=_acts)
@@ -55,6 +62,40 @@ def _summands(grad: fx.Node) -> list[fx.Node]:
     return [summand for part in grad.args for summand in _summands(part)]
 
 
+def _add_in_heads(graph: fx.Graph, parts: list[tuple[fx.Node, fx.Node]]) -> set[fx.Node]:
+    """Let language-model heads add what they give to accumulators themselves; returns the parts that this covers."""
+    heads: dict[fx.Node, list[tuple[int, tuple[fx.Node, fx.Node]]]] = {}
+    for part, accumulator in parts:
+        source, _ = _untranspose(part)
+        if is_item(source) and source.args[0].target is LINEAR_LOG_PROB_BACKWARD:
+            heads.setdefault(source.args[0], []).append((source.args[1], (part, accumulator)))
+    added: set[fx.Node] = set()
+    for head, found in heads.items():
+        *operands, wanted = head.args
+        items = dict(found)
+        # Not if one result goes to several parameters, or is not the gradient of one: weights that are computed.
+        if sorted(i for i, _ in found) == [i for i in (1, 2) if wanted[i]]:
+            _add_in_head(graph, head, operands, items)
+            added |= {part for part, _ in items.values()}
+    return added
+
+
+def _add_in_head(
+    graph: fx.Graph, head: fx.Node, operands: list[Any], items: dict[int, tuple[fx.Node, fx.Node]]
+) -> None:
+    targets: list[fx.Node | None] = [None, None]
+    with graph.inserting_before(head):
+        for i, (part, accumulator) in items.items():
+            transposed = _untranspose(part)[1]
+            targets[i - 1] = call(graph, aten.t.default, accumulator) if transposed else accumulator
+        wants_hidden = head.args[-1][0]
+        of_hidden = graph.call_function(LINEAR_LOG_PROB_BACKWARD_, (*operands, wants_hidden, *targets))
+    of_hidden.meta = {**head.meta, "val": head.meta["val"][0]}
+    for item in list(head.users):
+        if item.args[1] == 0:
+            item.replace_all_uses_with(of_hidden)
+
+
 def _add(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node) -> None:
     source, transposed = _untranspose(grad)
     dtype = grad.meta["val"].dtype
@@ -71,16 +112,8 @@ def _add(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node) -> None:
 def _untranspose(node: fx.Node) -> tuple[fx.Node, bool]:
     transposed = False
     while node.target in TRANSPOSITIONS and node.args[0].meta["val"].dim() == 2:
-        node, transposed = node.args[0], transposed != _swaps(node)
+        node, transposed = node.args[0], transposed != swaps(node)
     return node, transposed
-
-
-def _swaps(node: fx.Node) -> bool:
-    """Whether a transposition of a matrix is one: it may name the same dimension twice, or leave the order."""
-    if node.target is aten.t.default:
-        return True
-    first, second = node.args[1:] if node.target is aten.transpose.int else (0, node.args[1][0])
-    return bool((first - second) % 2)
 
 
 def _add_rows(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node, dtype: torch.dtype) -> None:

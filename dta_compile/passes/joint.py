@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 
 from dta_compile.errors import RefusalError
+from dta_compile.passes.chunk_inputs import chunk_device, fake_inputs, free_sizes
 from dta_compile.passes.partition import JointTrace, backward_graph, choose_saved, forward_graph
-from dta_compile.passes.program import ChunkInput, Program, output_node, where, writes_in_place
+from dta_compile.passes.program import Program, output_node, where, writes_in_place
 from dta_compile.passes.simplify import simplify
 from dta_compile.passes.size_nodes import sizes_from_inputs
 from dta_compile.passes.storage import ChunkSizes, owner, total
@@ -184,7 +184,7 @@ def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, C
     differentiated: set[int] = set()
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-    tokens, head_rows = (_free_size(shape_env, name, hint) for name, hint in (("tokens", 61), ("head_rows", 53)))
+    tokens, head_rows = free_sizes(shape_env)
 
     def differentiate(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
         with torch.enable_grad() if program.training else torch.no_grad():
@@ -200,10 +200,12 @@ def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, C
         return [*outputs, *grads]
 
     with mode, enable_python_dispatcher(), torch._C._DisableAutocast(), fx.traceback.preserve_node_meta():
-        primals = _fake_inputs(program, tokens, head_rows)
+        primals = fake_inputs(program, tokens, head_rows)
         tangents = [
             torch.empty(
-                (head_rows, *program.frontier[i].features), dtype=program.frontier[i].dtype, device=_device(program)
+                (head_rows, *program.frontier[i].features),
+                dtype=program.frontier[i].dtype,
+                device=chunk_device(program),
             )
             for i in grad_outputs
         ]
@@ -238,47 +240,6 @@ def _traced(function: Any, *inputs: Any) -> fx.GraphModule:
             got=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
             hint="write it with other operations",
         ) from error
-
-
-def _free_size(shape_env: ShapeEnv, name: str, hint: int) -> Any:
-    symbol = shape_env.create_symbol(
-        hint, source=ConstantSource(f"__dta_{name}"), dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
-    )
-    return shape_env.create_symintnode(symbol, hint=hint)
-
-
-def _fake_inputs(program: Program, tokens: Any, head_rows: Any) -> list[torch.Tensor]:
-    def whole(node: fx.Node, requires_grad: bool = False) -> torch.Tensor:
-        value = node.meta["val"]
-        shape, stride = [int(s) for s in value.shape], [int(s) for s in value.stride()]
-        fake = torch.empty_strided(
-            shape, stride, dtype=value.dtype, device=_device(program) if value.is_meta else value.device
-        )
-        return fake.requires_grad_(requires_grad)
-
-    def rows(item: ChunkInput, count: Any) -> torch.Tensor:
-        value = item.node.meta["val"]
-        return torch.empty((count, *feature_sizes(item)), dtype=value.dtype, device=value.device)
-
-    parameters = [
-        whole(program.placeholders[spec.index], spec.requires_grad and program.training)
-        for spec in program.region_parameters
-    ]
-    constants = [whole(node) for node in program.constant_inputs]
-    index = torch.empty((head_rows,), dtype=torch.int64, device=_device(program))
-    trunk = [rows(item, tokens) for item in program.trunk_inputs]
-    head = [rows(item, head_rows) for item in program.head_inputs]
-    return [*parameters, *constants, *trunk, index, *head]
-
-
-def feature_sizes(item: ChunkInput) -> tuple[int, ...]:
-    """The sizes of a chunk input's feature dimensions."""
-    shape = item.node.meta["val"].shape
-    return tuple(int(size) for size, axis in zip(shape, item.layout.dims, strict=True) if axis is None)
-
-
-def _device(program: Program) -> torch.device:
-    return program.attention[0].node.meta["val"].device
 
 
 def _select(value: torch.Tensor, dim: int, rows: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,9 @@ from torch import fx
 
 from dta_compile.passes.program import writes_in_place
 
+aten = torch.ops.aten
+TRANSPOSITIONS = (aten.t.default, aten.transpose.int, aten.permute.default)
+
 
 def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A node at the insertion point; its value is what the operator gives for the values of its arguments."""
@@ -27,3 +30,11 @@ def is_pointwise(node: fx.Node) -> bool:
     """Whether an operator computes entry by entry, the same each time."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags and not writes_in_place(node)
+
+
+def swaps(node: fx.Node) -> bool:
+    """Whether a transposition of a matrix is one: it may name the same dimension twice, or leave the order."""
+    if node.target is aten.t.default:
+        return True
+    first, second = node.args[1:] if node.target is aten.transpose.int else (0, node.args[1][0])
+    return bool((first - second) % 2)

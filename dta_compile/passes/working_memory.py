@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from dta_compile.passes import lm_head_op
 from dta_compile.passes.nodes import is_item
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.storage import Bytes, ChunkSizes, Storage, storages, total, view_source
@@ -34,7 +35,8 @@ def working_memory(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = Fals
         new = dict(_allocations(node, sizes))
         live |= new
         allocated = allocated.plus(total(new.values()))
-        _add_peak(peaks, allocated.plus(_scratch(node, sizes)))
+        for scratch in _scratch(node, sizes):
+            _add_peak(peaks, allocated.plus(scratch))
         for storage in dying.get(node, ()):
             allocated = allocated.minus(live.pop(storage, Bytes()))
     return tuple(peaks)
@@ -72,13 +74,15 @@ def _allocations(node: fx.Node, sizes: ChunkSizes) -> Iterable[tuple[Storage, By
     return zip(storages(node), map(sizes.bytes, results), strict=True)
 
 
-def _scratch(node: fx.Node, sizes: ChunkSizes) -> Bytes:
-    """What a node allocates besides its results while it runs."""
+def _scratch(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
+    """What a node allocates besides its results while it runs, at one or several moments."""
     if node.op == "call_method" and node.target == "attend":
-        return sizes.bytes(node.meta["val"][0])  # the prefix's part of the output, before the two are merged
+        return [sizes.bytes(node.meta["val"][0])]  # the prefix's part of the output, before the two are merged
     if node.op == "call_method" and node.target == "attend_backward":
-        return sizes.bytes(node.meta["val"])  # the same gradients from the prefix, and of repeated heads
-    return _casts(node, sizes)
+        return [sizes.bytes(node.meta["val"])]  # the same gradients from the prefix, and of repeated heads
+    if node.target in lm_head_op.OPERATORS:
+        return lm_head_op.scratch(node, sizes)
+    return [_casts(node, sizes)]
 
 
 def _casts(node: fx.Node, sizes: ChunkSizes) -> Bytes:

@@ -1,0 +1,149 @@
+"""The opaque operators of a language-model head: `dta::linear_log_prob` and those that its gradient calls.
+
+For logits `z = (hidden @ weight.T + bias) / temperature`, `[rows, V]`, the operator returns
+
+    log_prob   [rows, K]  `z[labels] - logsumexp(z)`
+    logit      [rows, K]  `z[labels]`
+    logsumexp  [rows]
+    entropy    [rows]     of the softmax of z (empty unless asked for)
+
+in `dtype`, without ever holding z: the runtime goes over the vocabulary block by block, in the forward and again in the
+backward, which keeps `hidden`, `labels` and one or two numbers a row. `hidden [rows, H]` is in the dtype of the matrix
+product, whose result is rounded to it as eager's is; a `weight [V, H]` in another dtype is cast block by block.
+`temperature` is a number or one number per row (`[]` or `[rows, 1]`), and no gradient flows to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.passes.attention_op import statistics_dtype
+from dta_compile.passes.lower import LIBRARY
+from dta_compile.passes.storage import Bytes, ChunkSizes
+
+BLOCK_COLUMNS = 2**14  # of the vocabulary, at most, and fewer if that would be more than so many logits at a time:
+BLOCK_LOGITS = 2**25
+FEWEST_COLUMNS = 256
+
+HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? temperature, Tensor? labels"
+GRADIENTS = "Tensor logsumexp, Tensor? of_labels, Tensor of_softmax, Tensor? of_entropy"
+LIBRARY.define(f"linear_log_prob({HEAD}, bool entropy, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)")
+LIBRARY.define(f"linear_log_prob_backward({HEAD}, {GRADIENTS}, bool[3] wanted) -> (Tensor, Tensor, Tensor)")
+LIBRARY.define(
+    f"linear_log_prob_backward_({HEAD}, {GRADIENTS}, bool wants_hidden,"
+    " Tensor(a!)? weight_gradient, Tensor(b!)? bias_gradient) -> Tensor"
+)
+LINEAR_LOG_PROB = torch.ops.dta.linear_log_prob.default
+LINEAR_LOG_PROB_BACKWARD = torch.ops.dta.linear_log_prob_backward.default
+LINEAR_LOG_PROB_BACKWARD_ = torch.ops.dta.linear_log_prob_backward_.default
+OPERATORS = (LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_)
+
+
+def block_columns(rows: int, vocabulary: int) -> int:
+    """How many entries of the vocabulary to go over at a time."""
+    return min(vocabulary, BLOCK_COLUMNS, max(FEWEST_COLUMNS, BLOCK_LOGITS // max(rows, 1)))
+
+
+@torch.library.register_fake("dta::linear_log_prob", lib=LIBRARY)
+def _fake(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    entropy: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, chosen = hidden.shape[0], 0 if labels is None else labels.shape[1]
+    shapes = ((rows, chosen), (rows, chosen), (rows,), (rows if entropy else 0,))
+    log_prob, logit, logsumexp, found = (hidden.new_empty(shape, dtype=dtype) for shape in shapes)
+    return log_prob, logit, logsumexp, found
+
+
+@torch.library.register_fake("dta::linear_log_prob_backward", lib=LIBRARY)
+def _backward_fake(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    logsumexp: torch.Tensor,
+    of_labels: torch.Tensor | None,
+    of_softmax: torch.Tensor,
+    of_entropy: torch.Tensor | None,
+    wanted: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    values = (hidden, weight, hidden if bias is None else bias)
+    of_hidden, of_weight, of_bias = (
+        value.new_empty(value.shape if want else (0,)) for value, want in zip(values, wanted, strict=True)
+    )
+    return of_hidden, of_weight, of_bias
+
+
+@torch.library.register_fake("dta::linear_log_prob_backward_", lib=LIBRARY)
+def _backward_in_place_fake(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    logsumexp: torch.Tensor,
+    of_labels: torch.Tensor | None,
+    of_softmax: torch.Tensor,
+    of_entropy: torch.Tensor | None,
+    wants_hidden: bool,
+    weight_gradient: torch.Tensor | None,
+    bias_gradient: torch.Tensor | None,
+) -> torch.Tensor:
+    return hidden.new_empty(hidden.shape if wants_hidden else (0,))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *operands, _, _ = inputs
+    _, _, logsumexp, entropy = output
+    ctx.save_for_backward(*operands, logsumexp, entropy)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, log_prob: Any, logit: Any, logsumexp: Any, entropy: Any) -> tuple[Any, ...]:
+    """The gradient of z is `onehot(labels) * of_labels + p * (of_softmax + of_entropy * log(p))`."""
+    *operands, normaliser, found_entropy = ctx.saved_tensors
+    of_softmax = torch.zeros_like(normaliser) if logsumexp is None else logsumexp
+    of_labels, of_entropy = log_prob if logit is None else logit if log_prob is None else log_prob + logit, None
+    if log_prob is not None:
+        of_softmax = of_softmax - log_prob.sum(1)
+    if entropy is not None:
+        of_softmax, of_entropy = of_softmax - entropy * found_entropy, -entropy
+    wanted = list(ctx.needs_input_grad[:3])
+    found = LINEAR_LOG_PROB_BACKWARD(*operands, normaliser, of_labels, of_softmax, of_entropy, wanted)
+    return (*(grad if want else None for grad, want in zip(found, wanted, strict=True)), None, None, None, None)
+
+
+torch.library.register_autograd("dta::linear_log_prob", _backward, setup_context=_save, lib=LIBRARY)
+
+
+def scratch(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
+    """What one of the operators allocates besides its results, at each of the moments when that may be most."""
+    hidden, weight = (arg.meta["val"] for arg in node.args[:2])
+    narrow, wide = hidden.dtype, statistics_dtype(hidden.dtype)
+    vocabulary, width = weight.shape
+    columns = min(vocabulary, BLOCK_COLUMNS)
+    rows = sizes.bytes(hidden).times(1 / (width * narrow.itemsize))
+    is_forward = node.target is LINEAR_LOG_PROB
+    dtype = node.args[6] if is_forward else node.args[5].meta["val"].dtype
+    needs_both = bool(node.args[5]) if is_forward else node.args[8] is not None  # probabilities and their logarithms
+    rounded = 0 if narrow == dtype else narrow.itemsize
+    cast = Bytes(columns * width * narrow.itemsize if weight.dtype != narrow else 0)
+    logits = rows.times(columns * max((1 + needs_both) * dtype.itemsize, dtype.itemsize + rounded)).plus(cast)
+    if is_forward or narrow == wide:
+        return [logits]
+    # Products with the logits' gradient are rounded, and then added to sums of a wider dtype.
+    both = narrow.itemsize + wide.itemsize
+    gradient, sums = rows.times(columns * narrow.itemsize), rows.times(width * wide.itemsize)
+    if node.target is LINEAR_LOG_PROB_BACKWARD and node.args[-1][1]:
+        sums = sums.plus(Bytes(vocabulary * width * wide.itemsize))
+    products = (rows.times(width * both).plus(cast), Bytes(columns * width * both))
+    return [sums.plus(logits), *(sums.plus(gradient).plus(product) for product in products)]

@@ -68,7 +68,7 @@ def compile_graph(module: fx.GraphModule, options: Options, own_symbols: bool = 
         training = _is_training(module)
         if not training and uses_kv_cache(module):
             raise GraphWithoutAttention(GENERATION)
-        engine = Engine(_analyse(module, training, own_symbols), options)
+        engine = Engine(_analyse(module, training, options.codegen, own_symbols), options)
         record.engines.append(engine)
         return records.recorded(engine)
     except GraphWithoutAttention as plain:
@@ -83,7 +83,7 @@ def compile_graph(module: fx.GraphModule, options: Options, own_symbols: bool = 
         return Refused(error)
 
 
-def _analyse(module: fx.GraphModule, training: bool, own_symbols: bool) -> Program:
+def _analyse(module: fx.GraphModule, training: bool, codegen: str, own_symbols: bool) -> Program:
     if sharded := capture.sharded_part(module):
         raise RefusalError(
             "a part of the model is sharded while it runs: per-layer sharding, tensor, context and pipeline parallelism"
@@ -94,7 +94,7 @@ def _analyse(module: fx.GraphModule, training: bool, own_symbols: bool) -> Progr
         )
     capture.unify_equal_sizes(module.graph)
     try:
-        return run_passes(Program(captured=module, training=training))
+        return run_passes(Program(module, training, codegen))
     except AmbiguousAxes:
         capture.trace_again_without_duck_shapes(already=own_symbols)
 

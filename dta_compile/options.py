@@ -16,6 +16,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "verify": ("off", "first", "always"),
     "attention": ("auto", "cpu", "triton", "flash_attn", "varlen", "reference"),
     "fallback": ("raise", "dense"),
+    "codegen": ("auto", "eager", "inductor"),
 }
 
 
@@ -36,6 +37,8 @@ class Options:
             "flash_attn" (that package), "varlen" (torch's own FlashAttention), "reference" (plain math), or "auto": the
             first of them that takes the model.
         cuda_graphs: on a GPU, record small chunks once per size and replay them.
+        codegen: what runs the operators between matrix products and attention: "eager" (ATen, one by one), "inductor"
+            (compiled once for all batches, at the first call), or "auto": inductor on CUDA, ATen elsewhere.
         cache_dir: folder of the calibration that "auto" goes by (a string or path), or "off" to read and write none;
             None is $DTA_CACHE_DIR, else $XDG_CACHE_HOME/dta_compile, else ~/.cache/dta_compile.
     """
@@ -48,6 +51,7 @@ class Options:
     fallback: str = "raise"
     attention: str = "auto"
     cuda_graphs: bool = True
+    codegen: str = "auto"
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:

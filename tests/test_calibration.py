@@ -206,7 +206,7 @@ def test_the_source_says_how_much_and_how_well():
 # The file
 
 
-def program(code="def forward(self, x): ...", training=True, shape=(4, 4), dtype=torch.float32):
+def program(code="def forward(self, x): ...", training=True, shape=(4, 4), dtype=torch.float32, codegen="eager"):
     """As much of a captured program as names its file."""
     node = types.SimpleNamespace(meta={"val": torch.empty(shape, dtype=dtype, device="meta")})
     spec = types.SimpleNamespace(index=0, requires_grad=training)
@@ -215,6 +215,7 @@ def program(code="def forward(self, x): ...", training=True, shape=(4, 4), dtype
         region_parameters=[spec],
         attention=[types.SimpleNamespace(kv_heads=1, key_dim=4, value_dim=4, dtype=dtype, window=None)],
         training=training,
+        codegen=codegen,
         chunk=types.SimpleNamespace(code=code),
     )
 
@@ -350,7 +351,13 @@ def test_the_folder_is_the_option_the_variable_or_the_cache_of_the_user(monkeypa
 
 
 def test_everything_that_times_depend_on_has_its_own_file(monkeypatch):
-    others = [{"code": "other"}, {"training": False}, {"shape": (4, 8)}, {"dtype": torch.bfloat16}]
+    others = [
+        {"code": "other"},
+        {"training": False},
+        {"shape": (4, 8)},
+        {"dtype": torch.bfloat16},
+        {"codegen": "inductor"},
+    ]
     names = {file_name(program(**keywords), CPU) for keywords in [{}, *others]}
     names.add(file_name(program(), CPU, attention="other"))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 61)

@@ -12,7 +12,7 @@ def test_defaults():
     assert options.chunk_size == 2048
     assert (options.strategy, options.order, options.verify) == ("auto", "backward_dfs", "off")
     assert options.memory_budget is None
-    assert options.fallback == "raise"
+    assert (options.fallback, options.codegen) == ("raise", "auto")
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in CHOICES.items() for value in values])
@@ -45,6 +45,8 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(typo, meant):
         ("order", 3),
         ("verify", True),
         ("fallback", "eager"),
+        ("codegen", "triton"),
+        ("codegen", None),
     ],
 )
 def test_a_bad_value_is_named_with_its_key(key, value):

@@ -11,6 +11,8 @@ lm_head       log-probs and entropies over a large vocabulary, without logits
 dense_graphs  prologue and epilogue as modules
 joint         forward and backward of a chunk
 accumulate    parameter gradients added in place
+codegen       what lies between matrix products and attention as generated code
+in_place      results written over what dies with them
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from collections.abc import Callable
 from dta_compile.passes.accumulate import accumulate
 from dta_compile.passes.attention import attention
 from dta_compile.passes.chunk_graph import chunk_graph
+from dta_compile.passes.codegen import codegen
 from dta_compile.passes.dense_graphs import dense_graphs
 from dta_compile.passes.head_rows import head_rows
 from dta_compile.passes.in_place import in_place
@@ -52,6 +55,7 @@ PASSES: tuple[Pass, ...] = (
     dense_graphs,
     joint,
     accumulate,
+    codegen,
     in_place,
 )
 
@@ -81,5 +85,8 @@ def _dump(program: Program, directory: pathlib.Path, name: str) -> None:
         "forward": program.joint and program.joint.forward,
         "backward": program.joint and program.joint.backward,
     }
+    if program.joint is not None and program.joint.generated is not None:
+        pieces = program.joint.generated.pieces.values()
+        modules |= {piece.__name__: piece.body for each in pieces for piece in each}
     text = "\n\n".join(f"# {part}\n{module.graph}" for part, module in modules.items() if module is not None)
     (directory / f"{name}.txt").write_text(text)

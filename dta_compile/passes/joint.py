@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -27,6 +27,9 @@ from dta_compile.passes.simplify import simplify
 from dta_compile.passes.size_nodes import sizes_from_inputs
 from dta_compile.passes.storage import ChunkSizes, owner, total
 from dta_compile.passes.working_memory import Peaks, working_memory
+
+if TYPE_CHECKING:
+    from dta_compile.passes.codegen import GeneratedCode
 
 aten = torch.ops.aten
 
@@ -50,6 +53,7 @@ class JointGraphs:
         kv_bytes: the keys and values of all layers, per token.
         head_dims: for each of `backward_inputs` and then of the saved values, the dimension that runs over head rows.
         head_rows_separable: the backward may be run for some of the head rows, see `of_head_rows`.
+        generated: the code that the graphs call, if any is generated for them.
     """
 
     cache_only: fx.GraphModule
@@ -67,6 +71,7 @@ class JointGraphs:
     kv_bytes: float = 0.0
     head_dims: list[int | None] = dataclasses.field(default_factory=list)
     head_rows_separable: bool = True
+    generated: GeneratedCode | None = None
 
     @property
     def saved_bytes_per_token(self) -> float:

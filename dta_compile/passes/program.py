@@ -173,6 +173,7 @@ class Program:
 
     captured: fx.GraphModule
     training: bool
+    codegen: str = "eager"  # as in `Options`; after the pass of this name no longer "auto"
     inputs: list[Input] = dataclasses.field(default_factory=list)
     # lower
     module: fx.GraphModule = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from typing import Any
 
 import sympy
 import torch
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 
 def sizes_from_inputs(graph: fx.Graph) -> None:
     """Replace every size that is read off an intermediate value, if it is a sum of products of input sizes."""
-    builder = _Builder(graph)
+    builder = SizeNodes(graph)
     for node in list(graph.nodes):
         value = node.meta.get("val")
         asks_a_tensor = any(has_tensor(arg) and arg.op != "placeholder" for arg in node.all_input_nodes)
@@ -33,20 +34,44 @@ def sizes_from_inputs(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-class _Builder:
+def is_polynomial(value: Any) -> bool:
+    """Whether a size is a sum of products of symbols and integers, as `SizeNodes` can compute it."""
+    if not isinstance(value, torch.SymInt):
+        return isinstance(value, int)
+    return all(
+        isinstance(part, (sympy.Integer, sympy.Symbol, sympy.Add, sympy.Mul))
+        for part in sympy.preorder_traversal(value.node.expr)
+    )
+
+
+class SizeNodes:
+    """Nodes of a graph that compute sizes from those of its inputs so far."""
+
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.places: dict[sympy.Symbol, tuple[fx.Node, int | None]] = {}
         for node in graph.find_nodes(op="placeholder"):
-            value = node.meta["val"]
+            value = node.meta.get("val")
             for dim, size in enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]:
                 if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                     self.places.setdefault(size.node.expr, (node, dim))
+        self.built: dict[sympy.Expr, fx.Node] = {}
 
     def build(self, expr: sympy.Expr) -> fx.Node | int | None:
-        """Nodes that compute an expression, before the current insertion point; None if it is not a polynomial."""
+        """Nodes that compute an expression, before the current insertion point; None if it is not a polynomial.
+
+        Insertion points come in the order of the graph: what was built before is there.
+        """
         if isinstance(expr, sympy.Integer):
             return int(expr)
+        if expr not in self.built:
+            node = self._build(expr)
+            if node is None:
+                return None
+            self.built[expr] = node
+        return self.built[expr]
+
+    def _build(self, expr: sympy.Expr) -> fx.Node | None:
         if isinstance(expr, sympy.Symbol) and expr in self.places:
             node, dim = self.places[expr]
             return node if dim is None else self._call(aten.sym_size.int, node, dim)

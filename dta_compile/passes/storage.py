@@ -58,10 +58,10 @@ class ChunkSizes:
 
     def head_dim(self, value: torch.Tensor) -> int | None:
         """The dimension of a tensor that runs over head rows."""
-        return next((i for i, size in enumerate(value.shape) if _expression(size) == self.symbols[1]), None)
+        return next((i for i, size in enumerate(value.shape) if size_expression(size) == self.symbols[1]), None)
 
     def _linear(self, size: int | torch.SymInt) -> Bytes:
-        expression = _expression(size)
+        expression = size_expression(size)
         if expression not in self._known:
             at = [expression.subs(dict(zip(self.symbols, point, strict=True))) for point in ((0, 0), (1, 0), (0, 1))]
             fixed, per_token, per_head_row = (float(number) for number in at)
@@ -73,7 +73,7 @@ def total(parts: Iterable[Bytes]) -> Bytes:
     return functools.reduce(Bytes.plus, parts, Bytes())
 
 
-def _expression(size: int | torch.SymInt) -> sympy.Expr:
+def size_expression(size: int | torch.SymInt) -> sympy.Expr:
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 

@@ -76,6 +76,7 @@ class Estimates:
         peak_bytes: most bytes that the run allocates at one time; None: the runtime's sizes are not known.
         cost_source: what the cost model rests on.
         replays: what became of the runs that CUDA graphs were meant for; None: of none.
+        codegen: what code was generated for it; None: none.
     """
 
     seconds: float
@@ -83,6 +84,7 @@ class Estimates:
     measured_seconds: float | None = None
     peak_bytes: float | None = None
     replays: ReplayCounts | None = None
+    codegen: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

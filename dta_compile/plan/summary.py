@@ -76,7 +76,7 @@ def _row(label: str, text: str) -> list[str]:
 
 
 def _estimates(plan: Plan) -> list[tuple[str, str]]:
-    """Time and memory, as far as the runtime has told."""
+    """Time, memory and generated code, as far as the runtime has told."""
     known, rows = plan.estimates, []
     if known.measured_seconds is not None:
         predicted = f"{known.seconds:.3g} s predicted ({known.cost_source})"
@@ -86,6 +86,8 @@ def _estimates(plan: Plan) -> list[tuple[str, str]]:
     if (counts := known.replays) is not None:
         text = f"{counts.replayed:,} runs replayed, {counts.eager:,} not; {counts.recorded:,} recorded in this call"
         rows.append(("graphs", f"{text}, {counts.bytes / 2**20:,.0f} MiB held"))
+    if known.codegen is not None:
+        rows.append(("codegen", known.codegen))
     return rows
 
 

@@ -120,7 +120,11 @@ class Call:
         self.engine.collect_times()
 
     def executor(self, plan: Plan) -> Executor:
-        """An executor with fresh stack and buffers."""
+        """An executor with fresh stack and buffers; the code that its graphs call is compiled now, not as they run."""
+        generated = self.program.joint.generated
+        if generated is not None:
+            generated.prepare(sorted(_graphs(plan)))
+            plan.estimates.codegen = str(generated)
         layers, capacity = self.program.attention, plan.simulation.peak_stack_tokens
         attention, cache = self.engine.options.attention, self.engine.replays
         data, lease = self._chunk_data(), None
@@ -255,6 +259,20 @@ class Call:
 def _runs(plan: Plan) -> list[int]:
     """Tokens of every chunk run of a schedule."""
     return [op.chunk.tokens for op in plan.schedule.ops if isinstance(op, (Anchor, Forward, Backward))]
+
+
+def _graphs(plan: Plan) -> set[str]:
+    """Names of the executable graphs that a schedule runs."""
+    found: set[str] = set()
+    for op in plan.schedule.ops:
+        match op:
+            case Anchor(_, out):
+                found.add("forward_only" if out else "cache_only")
+            case Forward():
+                found.add("forward")
+            case Backward():
+                found.add("backward")
+    return found
 
 
 def _by_column(item: Any) -> bool:

@@ -29,7 +29,7 @@ from benchmarks.flex_tree import IMPLEMENTATION, Prepared, prepared_trees
 from benchmarks.gpu_models import Limits, Subject, expected_seconds, operations
 from benchmarks.memory import describe
 from benchmarks.model import label_logprobs
-from benchmarks.ours import compile_logprobs, replan
+from benchmarks.ours import compile_logprobs, forget_replays, replan
 from benchmarks.packed_tree import split
 from benchmarks.steps import Row, Step, rectangle_of, row_of
 from benchmarks.trees import IntArray, count_sequences
@@ -146,7 +146,21 @@ def ours(
         replan(function, **{**PLANNED, **planned_with})
         (weights * function(ids, labels, mask)).sum().backward()
 
-    return GpuStep(run, note)
+    def warm_up() -> None:
+        for _ in range(2):  # CUDA graphs are recorded in the second step
+            run()
+            subject.model.zero_grad(set_to_none=True)
+
+    return GpuStep(run, note, warm_up=warm_up)
+
+
+def clean(subject: Subject) -> None:
+    """Drop gradients, and what CUDA graphs of compiled functions hold, so that the next method starts without them."""
+    subject.model.zero_grad(set_to_none=True)
+    for compiled in subject.compiled.values():
+        if not isinstance(compiled, str):
+            forget_replays(compiled[0])
+    release_memory()
 
 
 def compiled_log_probs(subject: Subject, options: dict[str, Any]) -> tuple[Any, Callable[[], str]]:

@@ -211,7 +211,8 @@ class Worker:
             step = min(step, self.limits.dense_seconds)
         compiling = COMPILE_SECONDS * (method.family == "dta" and (self.subject is None or not self.subject.compiled))
         building = BUILD_SECONDS * (self.subject is None or self.subject.name != model)
-        return building + compiling + 2.5 * SAFETY * method.cost * step
+        steps = 2.5 if method.family == "dense" else 4.0
+        return building + compiling + steps * SAFETY * method.cost * step
 
     def _batch(self, model: str, workload: str) -> Workload:
         key = (model, workload)

@@ -71,7 +71,16 @@ def replan(function: LogProbs, **options: Any) -> None:
         engine.options = dataclasses.replace(engine.options, **options)
 
 
+def forget_replays(function: LogProbs) -> None:
+    """Give back what CUDA graphs hold; they are recorded again when they are needed."""
+    for engine in records.of(function).engines:
+        if engine.replays is not None:
+            engine.replays.places.clear()
+
+
 def _plan_note(function: LogProbs) -> str:
     plan = dta_compile.last_plan(function)
     again = plan.stats.tokens_forwarded_twice / max(plan.stats.tree_tokens, 1)
-    return plan.schedule.strategy + (f", {again:.0%} forwarded twice" if again >= 0.005 else "")
+    note = plan.schedule.strategy + (f", {again:.0%} forwarded twice" if again >= 0.005 else "")
+    replays = plan.estimates.replays
+    return note + (f", {replays.replayed} of {plan.stats.launches} runs replayed" if replays else "")

@@ -470,6 +470,11 @@ def dense(hidden, weight, bias, temperature, labels):
     return log.gather(1, labels), logits.gather(1, labels), logits.logsumexp(-1), -(log.exp() * log).sum(-1)
 
 
+def blockwise(*operands):
+    log_prob, logit, log_sum, mean, largest = LINEAR_LOG_PROB(*operands, True, torch.float64)
+    return log_prob, logit, largest + log_sum, log_sum - mean
+
+
 @pytest.mark.parametrize("rows", [0, 1, 9])
 @pytest.mark.parametrize("scale", [None, (), (1,)])
 @pytest.mark.parametrize("outputs", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
@@ -484,7 +489,7 @@ def test_the_operator_is_the_dense_formula(rows, scale, outputs):
     labels = torch.randint(0, VOCABULARY, (rows, 3), generator=generator)
     trained = [value.requires_grad_() for value in (hidden, weight, bias)]
     found = []
-    for function in (dense, lambda *args: LINEAR_LOG_PROB(*args, True, torch.float64)):
+    for function in (dense, blockwise):
         results = function(hidden, weight, bias, temperature, labels)
         chosen = [results[i] for i in outputs]
         tangents = [torch.linspace(-1, 2, value.numel(), dtype=torch.float64).view(value.shape) for value in chosen]
@@ -505,7 +510,7 @@ def test_extreme_logits():
     weight = torch.linspace(-4000, 4000, VOCABULARY, dtype=torch.float64)[:, None]
     labels = torch.tensor([[0], [3], [VOCABULARY - 1]])
     expected = dense(hidden, weight, None, None, labels)
-    found = linear_log_prob(hidden, weight, None, None, labels, True, torch.float64)
+    found = blockwise(hidden, weight, None, None, labels)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 

@@ -117,11 +117,11 @@ class _Fusion:
             self.rows = self._call(aten.sym_size.int, hidden, 0)
             temperature, (labels, columns) = self._temperature(), self._labels()
             kinds = {reduction.meaning.kind for reduction in self.reductions}
-            entropy = bool(kinds & {Kind.PROBS_LOG_PROBS, Kind.PROBS_LOGITS})
+            wants_mean = bool(kinds & {Kind.PROBS_LOG_PROBS, Kind.PROBS_LOGITS})
             bias = None if self.scaling.bias is None else self._before_cast(self.scaling.bias)
-            operands = (hidden, self._weight(weight), bias, temperature, labels, entropy, self.dtype)
+            operands = (hidden, self._weight(weight), bias, temperature, labels, wants_mean, self.dtype)
             fused = self._call(LINEAR_LOG_PROB, *operands)
-            results = [self._call(operator.getitem, fused, i) for i in range(4)]
+            results = [self._call(operator.getitem, fused, i) for i in range(5)]
             for reduction in self.reductions:
                 value = self._result(reduction, results, columns)
                 value.meta.setdefault("stack_trace", reduction.node.meta.get("stack_trace"))
@@ -189,18 +189,18 @@ class _Fusion:
 
     def _result(self, reduction: Reduction, results: list[fx.Node], columns: dict[fx.Node, tuple[int, int]]) -> fx.Node:
         """The value of a reduction, in its shape and dtype."""
-        log_prob, logit, logsumexp, entropy = results
+        log_prob, logit, log_sum, mean, largest = results
         meaning, value = reduction.meaning, self.values[reduction.node]
         if reduction.labels is not None:
             source = log_prob if meaning.kind is Kind.LOG_PROBS else logit
             result = self._picked(reduction, source, *columns[reduction.labels])
         else:
-            if meaning.kind is Kind.LOGITS:
-                result = logsumexp
-            elif meaning.kind is Kind.PROBS_LOG_PROBS:
-                result = self._call(aten.neg.default, entropy)
-            else:
-                result = self._call(aten.sub.Tensor, logsumexp, entropy)
+            target, *terms = {
+                Kind.LOGITS: (aten.add.Tensor, largest, log_sum),
+                Kind.PROBS_LOGITS: (aten.add.Tensor, largest, mean),
+                Kind.PROBS_LOG_PROBS: (aten.sub.Tensor, mean, log_sum),
+            }[meaning.kind]
+            result = self._call(target, *terms)
             result = self._call(aten.reshape.default, result, self._shape(value.shape))
         if meaning.factor != 1:
             result = self._call(aten.mul.Tensor, result, meaning.factor)

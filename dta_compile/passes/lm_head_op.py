@@ -4,11 +4,13 @@ For logits `z = (hidden @ weight.T + bias) / temperature`, `[rows, V]`, the oper
 
     log_prob   [rows, K]  `z[labels] - logsumexp(z)`
     logit      [rows, K]  `z[labels]`
-    logsumexp  [rows]
-    entropy    [rows]     of the softmax of z (empty unless asked for)
+    log_sum    [rows]     `logsumexp(z - largest)`
+    mean       [rows]     the expectation of `z - largest` (empty unless asked for): the entropy is `log_sum - mean`
+    largest    [rows]     `z.amax(1)`, to be taken as a constant: `logsumexp(z)` is `largest + log_sum`
 
 in `dtype`, without ever holding z: the runtime goes over the vocabulary block by block, in the forward and again in the
-backward, which keeps `hidden`, `labels` and one or two numbers a row. `hidden [rows, H]` is in the dtype of the matrix
+backward, which keeps `hidden`, `labels` and two or three numbers a row. They are relative to `largest`, since what is
+common to all probabilities of a row must be as exact as each of them. `hidden [rows, H]` is in the dtype of the matrix
 product, whose result is rounded to it as eager's is; a `weight [V, H]` in another dtype is cast block by block.
 `temperature` is a number or one number per row (`[]` or `[rows, 1]`), and no gradient flows to it.
 """
@@ -29,8 +31,10 @@ BLOCK_LOGITS = 2**25
 FEWEST_COLUMNS = 256
 
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? temperature, Tensor? labels"
-GRADIENTS = "Tensor logsumexp, Tensor? of_labels, Tensor of_softmax, Tensor? of_entropy"
-LIBRARY.define(f"linear_log_prob({HEAD}, bool entropy, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)")
+GRADIENTS = "Tensor log_sum, Tensor? mean, Tensor largest, Tensor? of_labels, Tensor of_log_sum, Tensor? of_mean"
+LIBRARY.define(
+    f"linear_log_prob({HEAD}, bool wants_mean, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 LIBRARY.define(f"linear_log_prob_backward({HEAD}, {GRADIENTS}, bool[3] wanted) -> (Tensor, Tensor, Tensor)")
 LIBRARY.define(
     f"linear_log_prob_backward_({HEAD}, {GRADIENTS}, bool wants_hidden,"
@@ -54,13 +58,12 @@ def _fake(
     bias: torch.Tensor | None,
     temperature: torch.Tensor | None,
     labels: torch.Tensor | None,
-    entropy: bool,
+    wants_mean: bool,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     rows, chosen = hidden.shape[0], 0 if labels is None else labels.shape[1]
-    shapes = ((rows, chosen), (rows, chosen), (rows,), (rows if entropy else 0,))
-    log_prob, logit, logsumexp, found = (hidden.new_empty(shape, dtype=dtype) for shape in shapes)
-    return log_prob, logit, logsumexp, found
+    shapes = ((rows, chosen), (rows, chosen), (rows,), (rows if wants_mean else 0,), (rows,))
+    return tuple(hidden.new_empty(shape, dtype=dtype) for shape in shapes)
 
 
 @torch.library.register_fake("dta::linear_log_prob_backward", lib=LIBRARY)
@@ -70,10 +73,12 @@ def _backward_fake(
     bias: torch.Tensor | None,
     temperature: torch.Tensor | None,
     labels: torch.Tensor | None,
-    logsumexp: torch.Tensor,
+    log_sum: torch.Tensor,
+    mean: torch.Tensor | None,
+    largest: torch.Tensor,
     of_labels: torch.Tensor | None,
-    of_softmax: torch.Tensor,
-    of_entropy: torch.Tensor | None,
+    of_log_sum: torch.Tensor,
+    of_mean: torch.Tensor | None,
     wanted: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     values = (hidden, weight, hidden if bias is None else bias)
@@ -90,10 +95,12 @@ def _backward_in_place_fake(
     bias: torch.Tensor | None,
     temperature: torch.Tensor | None,
     labels: torch.Tensor | None,
-    logsumexp: torch.Tensor,
+    log_sum: torch.Tensor,
+    mean: torch.Tensor | None,
+    largest: torch.Tensor,
     of_labels: torch.Tensor | None,
-    of_softmax: torch.Tensor,
-    of_entropy: torch.Tensor | None,
+    of_log_sum: torch.Tensor,
+    of_mean: torch.Tensor | None,
     wants_hidden: bool,
     weight_gradient: torch.Tensor | None,
     bias_gradient: torch.Tensor | None,
@@ -103,22 +110,24 @@ def _backward_in_place_fake(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     *operands, _, _ = inputs
-    _, _, logsumexp, entropy = output
-    ctx.save_for_backward(*operands, logsumexp, entropy)
+    _, _, log_sum, mean, largest = output
+    ctx.save_for_backward(*operands, log_sum, mean, largest)
+    ctx.mark_non_differentiable(largest)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, log_prob: Any, logit: Any, logsumexp: Any, entropy: Any) -> tuple[Any, ...]:
-    """The gradient of z is `onehot(labels) * of_labels + p * (of_softmax + of_entropy * log(p))`."""
-    *operands, normaliser, found_entropy = ctx.saved_tensors
-    of_softmax = torch.zeros_like(normaliser) if logsumexp is None else logsumexp
-    of_labels, of_entropy = log_prob if logit is None else logit if log_prob is None else log_prob + logit, None
+def _backward(ctx: Any, log_prob: Any, logit: Any, log_sum: Any, mean: Any, _: Any) -> tuple[Any, ...]:
+    """The gradient of z is `onehot(labels) * of_labels + p * (of_log_sum + of_mean * (z - largest - mean))`."""
+    *operands, found_log_sum, found_mean, largest = ctx.saved_tensors
+    of_log_sum = torch.zeros_like(largest) if log_sum is None else log_sum
+    of_labels = log_prob if logit is None else logit if log_prob is None else log_prob + logit
     if log_prob is not None:
-        of_softmax = of_softmax - log_prob.sum(1)
-    if entropy is not None:
-        of_softmax, of_entropy = of_softmax - entropy * found_entropy, -entropy
+        of_log_sum = of_log_sum - log_prob.sum(1)
+    if mean is not None:
+        of_log_sum = of_log_sum + mean
+    statistics = (found_log_sum, None if mean is None else found_mean, largest)
     wanted = list(ctx.needs_input_grad[:3])
-    found = LINEAR_LOG_PROB_BACKWARD(*operands, normaliser, of_labels, of_softmax, of_entropy, wanted)
+    found = LINEAR_LOG_PROB_BACKWARD(*operands, *statistics, of_labels, of_log_sum, mean, wanted)
     return (*(grad if want else None for grad, want in zip(found, wanted, strict=True)), None, None, None, None)
 
 
@@ -134,7 +143,7 @@ def scratch(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
     rows = sizes.bytes(hidden).times(1 / (width * narrow.itemsize))
     is_forward = node.target is LINEAR_LOG_PROB
     dtype = node.args[6] if is_forward else node.args[5].meta["val"].dtype
-    needs_both = bool(node.args[5]) if is_forward else node.args[8] is not None  # probabilities and their logarithms
+    needs_both = bool(node.args[5]) if is_forward else node.args[10] is not None  # probabilities and their logarithms
     rounded = 0 if narrow == dtype else narrow.itemsize
     cast = Bytes(columns * width * narrow.itemsize if weight.dtype != narrow else 0)
     logits = rows.times(columns * max((1 + needs_both) * dtype.itemsize, dtype.itemsize + rounded)).plus(cast)

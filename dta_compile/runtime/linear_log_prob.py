@@ -1,8 +1,8 @@
 """The operators of `passes/lm_head_op.py`: log-probs and entropy of a language-model head, a block of logits at a time.
 
 The forward is an online softmax (Milakov and Gimelshein, 2018): it keeps each row's largest logit m, the sum s of
-`exp(z - m)` and, for the entropy, the sum t of `exp(z - m) * (z - m)`, and rescales them when a block raises m. Then
-`logsumexp = m + log(s)` and `entropy = log(s) - t / s`. The backward computes every block's logits again.
+`exp(z - m)` and, for the mean, the sum t of `exp(z - m) * (z - m)`, and rescales them when a block raises m. Then
+`log_sum = log(s)` and `mean = t / s`. The backward computes every block's logits again.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def linear_log_prob(
     bias: torch.Tensor | None,
     temperature: torch.Tensor | None,
     labels: torch.Tensor | None,
-    entropy: bool,
+    wants_mean: bool,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`dta::linear_log_prob`."""
     head = Head(hidden, weight, bias, temperature, labels)
     rows, chosen = hidden.shape[0], 0 if labels is None else labels.shape[1]
@@ -75,7 +75,7 @@ def linear_log_prob(
         drop = largest - new
         rescale = drop.exp()
         logits.sub_(new)
-        if entropy:
+        if wants_mean:
             # Before the first block the drop is infinite, and nothing was summed that it could matter to.
             products = torch.where(exps > 0, (products + drop * exps) * rescale, products)
             block_exps = logits.exp()
@@ -86,8 +86,8 @@ def linear_log_prob(
         largest = new
         del logits, block_exps
     log_sum = exps.log()
-    found = (log_sum - products / exps)[:, 0] if entropy else hidden.new_empty((0,), dtype=dtype)
-    return (logit - largest) - log_sum, logit, (largest + log_sum)[:, 0], found
+    mean = (products / exps)[:, 0] if wants_mean else hidden.new_empty((0,), dtype=dtype)
+    return (logit - largest) - log_sum, logit, log_sum[:, 0], mean, largest[:, 0]
 
 
 def linear_log_prob_backward_(
@@ -96,25 +96,26 @@ def linear_log_prob_backward_(
     bias: torch.Tensor | None,
     temperature: torch.Tensor | None,
     labels: torch.Tensor | None,
-    logsumexp: torch.Tensor,
+    log_sum: torch.Tensor,
+    mean: torch.Tensor | None,
+    largest: torch.Tensor,
     of_labels: torch.Tensor | None,
-    of_softmax: torch.Tensor,
-    of_entropy: torch.Tensor | None,
+    of_log_sum: torch.Tensor,
+    of_mean: torch.Tensor | None,
     wants_hidden: bool,
     weight_gradient: torch.Tensor | None,
     bias_gradient: torch.Tensor | None,
 ) -> torch.Tensor:
     """`dta::linear_log_prob_backward_`: adds to the gradients of weight and bias, and returns that of hidden."""
     head = Head(hidden, weight, bias, temperature, labels)
-    normaliser = logsumexp[:, None]
     result = hidden.new_zeros(hidden.shape if wants_hidden else (0,), dtype=statistics_dtype(hidden.dtype))
     for block in head.blocks():
-        grad = head.logits(block, logsumexp.dtype).sub_(normaliser)
-        if of_entropy is None:
-            grad.exp_().mul_(of_softmax[:, None])
+        grad = head.logits(block, log_sum.dtype).sub_(largest[:, None])
+        if mean is None or of_mean is None:
+            grad.sub_(log_sum[:, None]).exp_().mul_(of_log_sum[:, None])
         else:
-            probs = grad.exp()
-            grad.mul_(of_entropy[:, None]).add_(of_softmax[:, None]).mul_(probs)
+            probs = (grad - log_sum[:, None]).exp_()
+            grad.sub_(mean[:, None]).mul_(of_mean[:, None]).add_(of_log_sum[:, None]).mul_(probs)
             del probs
         if of_labels is not None:
             inside, columns = head.places(block)
@@ -138,10 +139,12 @@ def linear_log_prob_backward(
     bias: torch.Tensor | None,
     temperature: torch.Tensor | None,
     labels: torch.Tensor | None,
-    logsumexp: torch.Tensor,
+    log_sum: torch.Tensor,
+    mean: torch.Tensor | None,
+    largest: torch.Tensor,
     of_labels: torch.Tensor | None,
-    of_softmax: torch.Tensor,
-    of_entropy: torch.Tensor | None,
+    of_log_sum: torch.Tensor,
+    of_mean: torch.Tensor | None,
     wanted: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`dta::linear_log_prob_backward`: for weights that are not parameters, whose gradients have no accumulators."""
@@ -150,7 +153,7 @@ def linear_log_prob_backward(
         torch.zeros(value.shape, dtype=statistics_dtype(value.dtype), device=value.device) if want else None
         for value, want in zip(values, wanted[1:], strict=True)
     ]
-    operands = (hidden, weight, bias, temperature, labels, logsumexp, of_labels, of_softmax, of_entropy)
+    operands = (hidden, weight, bias, temperature, labels, log_sum, mean, largest, of_labels, of_log_sum, of_mean)
     of_hidden = linear_log_prob_backward_(*operands, wanted[0], *sums)
     of_weight, of_bias = (
         value.new_empty((0,)) if grad is None else grad.to(value.dtype)

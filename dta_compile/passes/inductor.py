@@ -54,7 +54,7 @@ def generate(body: fx.GraphModule, symbols: Sequence[sympy.Symbol], inputs: Sequ
 
     Raises whatever inductor raises: no compiler, an operator that it cannot lower.
     """
-    # Imported when needed, which takes a second.
+    # Not with this module: importing it takes a second, and only some programs need it.
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
@@ -68,8 +68,10 @@ def generate(body: fx.GraphModule, symbols: Sequence[sympy.Symbol], inputs: Sequ
             fakes = [_like(env, value, known) for value in inputs]
             module = _decomposed(body, [*sizes, *fakes])
         hits = counters["inductor"]["fxgraph_cache_hit"]
-        # The number of threads is part of the code, and not of the cache's key in all versions, unless it is set.
-        with tracing(TracingContext(mode)), config.patch({"cpp.threads": torch.get_num_threads()}):
+        # C++ is made for a number of threads, which is no part of the cache's key in all versions unless it is set.
+        on_cpu = any(value.device.type == "cpu" for value in inputs)
+        changes = {"cpp.threads": torch.get_num_threads()} if on_cpu else {}
+        with tracing(TracingContext(mode)), config.patch(changes):
             run = compile_fx_inner(module, [*sizes, *fakes], cudagraphs=BoxedBool(False), is_inference=True)
     own = [size.node.expr for size in sizes]
     if not all(isinstance(symbol, sympy.Symbol) for symbol in own) or len(set(own)) < len(own):
@@ -126,8 +128,4 @@ def _tuple(parts: Iterable[str]) -> str:
 
 
 def _function(symbols: Sequence[sympy.Symbol], result: str) -> Callable[..., Any]:
-    import os
-
-    if os.environ.get("HGDEBUG"):
-        print("FUNC", result)
     return eval(f"lambda {', '.join(map(str, symbols))}: {result}", {"math": math, "torch": torch})

@@ -2,7 +2,8 @@
 
 The graph is walked in its order of execution. A tensor is alive from the node that makes it to the last node that reads
 it or a view of it: the generated code drops every name after its last use. Inputs are not counted, but for those that
-are handed over and freed.
+are handed over and freed. A piece of generated code counts with its results alone: what else it needs while it runs
+is a few numbers per row, as whole intermediate values stay in registers.
 """
 
 from __future__ import annotations

@@ -135,6 +135,33 @@ def test_no_gradient_of_the_size_of_a_weight_is_materialised(program):
     assert targets(program.joint.backward)["aten.index_add_.default"] == 1
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "autocast"])
+def test_products_of_low_precision_are_added_to_float32_sums_without_a_temporary(kind):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model(window=50).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    compiled = torch.compile(model, backend="dta", options={"chunk_size": 4})
+    ids, valid = torch.randint(0, VOCABULARY, (4, 11)), torch.ones(4, 11, dtype=torch.bool)
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        compiled(ids, valid).float().pow(2).sum().backward()
+    (engine,) = records.of(compiled).engines
+    graph = engine.program.joint.backward.graph
+    assert targets(engine.program.joint.backward)["dta.add_product_.default"] == 4 * LAYERS + 1
+    added = [node.args[0] for node in graph.nodes if node.target is aten.add_.Tensor]
+    assert not [node for node in added if node.op == "placeholder"]
+
+
+def test_wide_sums_of_products():
+    left, right = torch.randn(5, 7).bfloat16(), torch.randn(7, 3).bfloat16()
+    for total in (torch.randn(5, 3), torch.randn(3, 5).t()):
+        expected = total + (left @ right).float()
+        torch.ops.dta.add_product_(total, left, right)
+        torch.testing.assert_close(total, expected)
+    total = torch.ones(5, 3, dtype=torch.bfloat16)
+    torch.ops.dta.add_product_(total, left, right)
+    torch.testing.assert_close(total, torch.addmm(torch.ones(5, 3).bfloat16(), left, right))
+
+
 def test_an_anchor_computes_no_more_than_the_cache_needs(program):
     cache, forward = targets(program.joint.cache_only), targets(program.joint.forward_only)
     assert cache["attend"] == LAYERS - 1 and cache["write"] == 1

@@ -16,9 +16,10 @@ from dta_compile.passes.attention_op import statistics_dtype
 from dta_compile.passes.lm_head_op import LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
 from dta_compile.passes.nodes import TRANSPOSITIONS, call, is_item, swaps
 from dta_compile.passes.program import Program, output_node
+from dta_compile.passes.wide_product import ADD_PRODUCT
 
 aten = torch.ops.aten
-IN_PLACE = (aten.addmm_.default, aten.add_.Tensor, aten.index_add_.default, LINEAR_LOG_PROB_BACKWARD_)
+IN_PLACE = (aten.addmm_.default, aten.add_.Tensor, aten.index_add_.default, ADD_PRODUCT, LINEAR_LOG_PROB_BACKWARD_)
 
 
 def accumulate(program: Program) -> None:
@@ -97,16 +98,25 @@ def _add_in_head(
 
 
 def _add(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node) -> None:
+    wide = accumulator.meta["val"].dtype
     source, transposed = _untranspose(grad)
-    dtype = grad.meta["val"].dtype
-    is_wide = statistics_dtype(dtype) == dtype
-    if source.target is aten.mm.default and is_wide and source.meta["val"].dtype == dtype:
+    if source.target is aten._to_copy.default and _device(source) == _device(
+        source.args[0]
+    ):  # autocast: a cast product
+        source, again = _untranspose(source.args[0])
+        transposed = transposed != again
+    dtype = source.meta["val"].dtype
+    if source.target is aten.mm.default and statistics_dtype(dtype) == wide:
         target = call(graph, aten.t.default, accumulator) if transposed else accumulator
-        graph.call_function(aten.addmm_.default, (target, *source.args))
+        graph.call_function(aten.addmm_.default if dtype == wide else ADD_PRODUCT, (target, *source.args))
     elif grad.target is aten.embedding_dense_backward.default and not grad.args[4]:
-        _add_rows(graph, accumulator, grad, statistics_dtype(dtype))
+        _add_rows(graph, accumulator, grad, wide)
     else:
         graph.call_function(aten.add_.Tensor, (accumulator, grad))
+
+
+def _device(node: fx.Node) -> torch.device:
+    return node.meta["val"].device
 
 
 def _untranspose(node: fx.Node) -> tuple[fx.Node, bool]:

@@ -18,6 +18,7 @@ from dta_compile.passes import lm_head_op
 from dta_compile.passes.nodes import is_item
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.storage import Bytes, ChunkSizes, Storage, storages, total, view_source
+from dta_compile.passes.wide_product import ADD_PRODUCT
 
 Peaks = tuple[Bytes, ...]
 
@@ -83,6 +84,9 @@ def _scratch(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
         return [sizes.bytes(node.meta["val"])]  # the same gradients from the prefix, and of repeated heads
     if node.target in lm_head_op.OPERATORS:
         return lm_head_op.scratch(node, sizes)
+    if node.target is ADD_PRODUCT:
+        _, left, right = (arg.meta["val"] for arg in node.args)
+        return [Bytes(int(left.shape[0]) * int(right.shape[1]) * left.dtype.itemsize)]
     return [_casts(node, sizes)]
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from dta_compile.passes.attention_op import statistics_dtype
 from dta_compile.passes.lm_head_op import block_columns
 from dta_compile.passes.lower import LIBRARY
+from dta_compile.passes.wide_product import add_product
 
 
 class Head(NamedTuple):
@@ -124,9 +125,9 @@ def linear_log_prob_backward_(
             grad.div_(temperature)
         grad = grad.to(hidden.dtype)
         if wants_hidden:
-            _add_product(result, grad, head.block_weight(block))
+            add_product(result, grad, head.block_weight(block))
         if weight_gradient is not None:
-            _add_product(weight_gradient[block], grad.t(), hidden)
+            add_product(weight_gradient[block], grad.t(), hidden)
         if bias_gradient is not None:
             bias_gradient[block] += grad.sum(0)
         del grad
@@ -160,14 +161,6 @@ def linear_log_prob_backward(
         for value, grad in zip(values, sums, strict=True)
     )
     return of_hidden, of_weight, of_bias
-
-
-def _add_product(target: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """`target += left @ right`; the target may have a wider dtype, and then the product is rounded first."""
-    if target.dtype == left.dtype:
-        target.addmm_(left, right)
-    else:
-        target += left @ right
 
 
 for function in (linear_log_prob, linear_log_prob_backward, linear_log_prob_backward_):

@@ -102,7 +102,7 @@ def _add(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node) -> None:
     source, transposed = _untranspose(grad)
     if source.target is aten._to_copy.default and _device(source) == _device(
         source.args[0]
-    ):  # autocast: a cast product
+    ):  # of autocast
         source, again = _untranspose(source.args[0])
         transposed = transposed != again
     dtype = source.meta["val"].dtype

@@ -100,9 +100,7 @@ def _add_in_head(
 def _add(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node) -> None:
     wide = accumulator.meta["val"].dtype
     source, transposed = _untranspose(grad)
-    if source.target is aten._to_copy.default and _device(source) == _device(
-        source.args[0]
-    ):  # of autocast
+    if source.target is aten._to_copy.default and _device(source) == _device(source.args[0]):  # of autocast
         source, again = _untranspose(source.args[0])
         transposed = transposed != again
     dtype = source.meta["val"].dtype

@@ -42,9 +42,8 @@ class Call:
             keep_freed_pages()
         self.rows: BatchRows
         self.schedule_plan: Plan
-        self.maps: list[
-            torch.Tensor
-        ] = []  # per frontier value the head row of every entry (streaming: of every sequence)
+        # Per frontier value the head row of every entry; in streaming mode those of every sequence.
+        self.maps: list[torch.Tensor] = []
         self.uncovered: list[torch.Tensor | None] = []  # entries at padding that the outputs depend on, if any
 
     def plan(self, mode: str) -> Plan:

@@ -286,18 +286,21 @@ class Executor:
         for (start, stop), (first, last) in zip(ranges, head_ranges, strict=False):
             readers.append(self.head_rows[first:last] - (start - offset))
             offset += stop - start
-        parts, real = segments(tree, chunk), offset
-        size = self.lease.size(real) if self.lease else real
+        readers_of_all = np.concatenate(readers)
+        parts, real, heads_real = segments(tree, chunk), offset, len(readers_of_all)
+        size, heads_size = (self.lease.size(count) if self.lease else count for count in (real, heads_real))
         if size > real:  # padding hangs from the stack like one more branch
             parts = [*parts, Segment(real, size, size, chunk.start, -1)]
-        rows, head_rows = Rows(_merged(ranges), device, size), Rows(_merged(head_ranges), device)
-        if self.lease:
-            head_rows.size = self.lease.size(head_rows.count)
         shape = ChunkShape.of(chunk.start, chunk.spine.tokens if chunk.spine is not None else 0, parts)
         pairs = sum(attention_pairs(part) for part in chunk.slices)
-        work = Work(1, len(chunk.slices), real, pairs, head_rows.count)
-        replayable = self.lease is not None and self.lease.replays(size, head_rows.size)
-        return Placed(shape, rows, head_rows, padded(np.concatenate(readers), head_rows.size), work, replayable)
+        return Placed(
+            shape,
+            rows=Rows(_merged(ranges), device, size),
+            heads=Rows(_merged(head_ranges), device, heads_size),
+            readers=padded(readers_of_all, heads_size),
+            work=Work(1, len(chunk.slices), real, pairs, heads_real),
+            replayable=self.lease is not None and self.lease.replays(size, heads_size),
+        )
 
     def _inputs(self, placed: Placed, active: HeadChoice | None) -> list[torch.Tensor]:
         data = self.data

@@ -76,10 +76,12 @@ class TreeFunction(torch.autograd.Function):
 
 def _or_keeping_nothing(call: Call, run: Callable[[Plan], Result]) -> Result:
     """`run` the call's plan; if memory does not suffice for what it keeps, once more with a plan that keeps nothing."""
-    with contextlib.suppress(torch.OutOfMemoryError):
+    try:
         return run(call.schedule_plan)
-    if not call.schedule_plan.keeps:
-        return run(call.schedule_plan)  # the same error, unless others have given memory back
+    except torch.OutOfMemoryError:
+        if not call.schedule_plan.keeps:
+            raise
+    # Outside of the handler: the error's traceback holds what the run had allocated.
     logger.warning(
         "dta: out of memory with activations kept from forward to backward: this call starts again and recomputes all "
         "of them (options={'memory_budget': BYTES} keeps fewer from the start)"

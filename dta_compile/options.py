@@ -38,7 +38,8 @@ class Options:
             first of them that takes the model.
         cuda_graphs: on a GPU, record small chunks once per size and replay them.
         codegen: what runs the operators between matrix products and attention: "eager" (ATen, one by one), "inductor"
-            (compiled once for all batches, at the first call), or "auto": inductor on CUDA, ATen elsewhere.
+            (compiled once for all batches, at the first call), or "auto": inductor on CUDA, and on CPUs where the
+            first batch is large enough that it pays within 100 steps.
         cache_dir: folder of the calibration that "auto" goes by (a string or path), or "off" to read and write none;
             None is $DTA_CACHE_DIR, else $XDG_CACHE_HOME/dta_compile, else ~/.cache/dta_compile.
     """

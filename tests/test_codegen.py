@@ -289,13 +289,24 @@ def test_a_piece_that_cannot_be_compiled_leaves_the_others_alone(caplog, monkeyp
     assert len(generated(compiled).failures) == 1 and generated(compiled).compiled > 8
 
 
-def test_aten_is_the_default_on_a_cpu():
+def test_on_a_cpu_aten_is_the_default_for_batches_that_keep_little(monkeypatch):
     torch._dynamo.reset()
     model = TinyLM(layers=1)
     compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
     compiled(shared_ids())
     assert program_of(compiled).codegen == "eager" and generated(compiled) is None
     assert "codegen" not in str(dta_compile.last_plan(compiled))
+    kept = program_of(compiled).joint.saved_bytes_per_token * shared_ids().numel()
+    for least, expected in ((kept + 1, "eager"), (kept, "inductor")):
+        torch._dynamo.reset()
+        monkeypatch.setitem(CODEGEN.WORTHWHILE, "cpu", least)
+        monkeypatch.setattr(CODEGEN.GeneratedCode, "prepare", lambda *_: None)
+        compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+        compiled(shared_ids())
+        assert program_of(compiled).codegen == expected
+    with torch.no_grad():  # scoring keeps nothing
+        compiled(shared_ids())
+    assert program_of(compiled).codegen == "eager"
 
 
 # Clusters

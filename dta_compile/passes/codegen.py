@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -102,9 +101,9 @@ def codegen(program: Program) -> None:
 
 def _pays(program: Program) -> bool:
     value: torch.Tensor = program.attention[0].node.meta["val"]  # [B, H, S, D]
-    entries = math.prod(size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape[0:3:2])
+    batch, _, tokens, _ = (size.node.hint or 0 if isinstance(size, torch.SymInt) else size for size in value.shape)
     least = WORTHWHILE.get(value.device.type)
-    return least is not None and program.joint.saved_bytes_per_token * entries >= least
+    return least is not None and program.joint.saved_bytes_per_token * batch * tokens >= least
 
 
 def pieces_of(module: fx.GraphModule) -> list[Piece]:

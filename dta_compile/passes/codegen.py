@@ -6,10 +6,9 @@ Layers that are alike have the same pieces. What is saved between forward and ba
 
 This comes before `in_place`: pieces are functions without side effects, and inductor places their values by itself.
 
-On a CPU, generated code saves passes over memory and calls of operators: 4% to 6% of a step without sharing of a model
-of 4 layers with hidden size 256, 2% where much is shared (medians of 7, two threads), for 15 to 30 seconds of
-compiling, once per machine. So "auto" generates it there for models and batches that are large enough to earn this back
-within 100 steps.
+On a CPU, generated code saves passes over memory and calls of operators: 4% to 6% of a step without sharing, of a
+model of 4 layers with hidden size 256 (medians of 7, two threads), for 15 to 30 seconds of compiling, once per machine.
+So "auto" generates it there for models and batches that are large enough to earn this back within 100 steps.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class GeneratedCode:
 def codegen(program: Program) -> None:
     """Set `program.codegen` to what is done, "eager" or "inductor", and rewrite the executable graphs."""
     if program.codegen == "auto":
-        program.codegen = "inductor" if _pays(program) else "eager"
+        program.codegen = "inductor" if _worthwhile(program) else "eager"
     if program.codegen == "eager":
         return
     joint, known = program.joint, dict[str, Piece]()
@@ -99,7 +98,8 @@ def codegen(program: Program) -> None:
     joint.generated = GeneratedCode({name: pieces_of(module) for name, module in modules.items()})
 
 
-def _pays(program: Program) -> bool:
+def _worthwhile(program: Program) -> bool:
+    """Whether generated code pays, as far as the first batch tells."""
     value: torch.Tensor = program.attention[0].node.meta["val"]  # [B, H, S, D]
     batch, _, tokens, _ = (size.node.hint or 0 if isinstance(size, torch.SymInt) else size for size in value.shape)
     least = WORTHWHILE.get(value.device.type)

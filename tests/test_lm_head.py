@@ -25,7 +25,7 @@ from tests.helpers import (
     reference,
     rollouts,
 )
-from tests.test_passes import Run
+from tests.test_passes import Run, allocations
 from tests.tiny import VOCABULARY, WIDTH, TinyLM
 
 PASS = importlib.import_module("dta_compile.passes.lm_head")  # the package has the function by that name
@@ -544,23 +544,6 @@ def large(request):
         compiled = torch.compile(function, backend="dta")
         sum(value.sum() for value in compiled(*torch.randint(1, LARGE, (2, 3, 9)))).backward()
     return records.of(compiled).engines[-1].program
-
-
-def allocations(program, name, tokens, head_rows):
-    """Sizes of what a graph allocates (negative: frees), in order, and the bytes that it is handed."""
-    joint, marker = program.joint, 1234567
-    with torch.profiler.profile(profile_memory=True) as profiler:
-        run = Run(program, tokens, head_rows)
-        if name == "backward":
-            graph, held, arguments = joint.boxed_backward, run.kept_bytes(*run.tangents), [run.hand_over()]
-        else:
-            graph, held, arguments = getattr(joint, name), 0, [run.path, *run.inputs]
-        torch.empty(marker, dtype=torch.uint8)
-        results = graph(*arguments)
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    del results
-    return sizes[sizes.index(-marker) + 1 :], held
 
 
 @pytest.mark.parametrize("name", ["forward_only", "forward", "backward"])

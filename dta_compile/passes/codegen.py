@@ -6,9 +6,9 @@ Layers that are alike have the same pieces. What is saved between forward and ba
 
 This comes before `in_place`: pieces are functions without side effects, and inductor places their values by itself.
 
-On a CPU, generated code saves passes over memory and calls of operators: 4% to 6% of a step without sharing, of a
-model of 4 layers with hidden size 256 (medians of 7, two threads), for 15 to 30 seconds of compiling.
-So "auto" generates it there for models and batches that are large enough to earn this back within 100 steps.
+On a CPU, generated code saves passes over memory and calls of operators: 3% to 7% of a step without sharing, of a
+model of 4 layers with hidden size 256 (medians of 7, two threads), for 15 to 30 seconds of compiling. So "auto"
+generates it there for models and batches that are large enough to earn this back within 100 steps.
 """
 
 from __future__ import annotations

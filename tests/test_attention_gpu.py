@@ -18,6 +18,7 @@ from dta_compile.runtime.attention_cpu import FlashCPU
 from dta_compile.runtime.attention_varlen import VarlenAttention
 from tests.test_attention import Case, Run, cases, shapes
 
+
 def interpreter_runs() -> bool:
     """Whether Triton's interpreter runs here; that of 3.6 cannot loop to a loaded number with numpy 2.4 or later."""
     if not attention_triton._is_at_hand() or not attention_triton._is_interpreted():

@@ -160,9 +160,10 @@ def _capture_attention(
             got=f"rank {query.dim()}",
         )
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    if torch.is_autocast_enabled(query.device.type):
+    device = query.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         # The real operator is on autocast's lower-precision list; the opaque one has to say so itself.
-        dtype = torch.get_autocast_dtype(query.device.type)
+        dtype = torch.get_autocast_dtype(device)
         query, key, value = (t if t.dtype is torch.float64 else t.to(dtype) for t in (query, key, value))
     return torch.ops.dta.attention_call(query, key, value, attn_mask, is_causal, scale)
 

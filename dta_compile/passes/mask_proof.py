@@ -237,17 +237,23 @@ class MaskProof:
 def _extract(
     program: Program, nodes: set[fx.Node], inputs: list[fx.Node], mask: fx.Node
 ) -> tuple[fx.GraphModule, set[int]]:
-    """The subgraph that computes the mask, and the integer constants in it that could be a window."""
+    """The subgraph that computes the mask, on the CPU like the cases, and integers in it that could be a window."""
+    cpu = torch.device("cpu")
+
+    def on_cpu(arg: Any) -> Any:
+        return cpu if isinstance(arg, torch.device) else arg
+
     graph, copies = fx.Graph(), {}
     constants: set[int] = set()
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
     for node in program.graph.nodes:
         if node in nodes and node not in copies:
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            copy = copies[node] = graph.node_copy(node, lambda n: copies[n])
+            copy.args, copy.kwargs = (fx.node.map_aggregate(given, on_cpu) for given in (copy.args, copy.kwargs))
             constants |= {abs(c) for c in _constants(program, node) if 1 < abs(c) < 2**31}
     graph.output(copies[mask])
-    return fx.GraphModule(program.module, graph), constants
+    return fx.GraphModule(program.module, graph).cpu(), constants
 
 
 def _constants(program: Program, node: fx.Node) -> Iterator[int]:

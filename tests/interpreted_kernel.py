@@ -7,6 +7,6 @@ import triton.language as tl
 @triton.jit
 def count_kernel(count, counted):
     total = 0
-    for _ in range(0, tl.load(count)):
+    for _ in range(tl.load(count)):
         total += 1
     tl.store(counted, total)

@@ -6,6 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import dta_compile
 from dta_compile import records
@@ -25,16 +28,41 @@ from tests.test_equivalence import (
 from tests.tiny import TinyLM, after, assert_same, gradients
 
 
+class Recording(TorchDispatchMode):
+    """The operators that run inside, each with the tensors and numbers it got: nothing is computed until `replay`."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self.steps.append((func, args, kwargs, ()))
+            return kwargs.get("out", args[0]) if func._schema.returns else None
+        if any(result.alias_info for result in func._schema.returns):
+            return func(*args, **kwargs)  # a view
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            results, structure = tree_flatten(func(*args, **kwargs))
+        if not any(isinstance(result, torch.Tensor) for result in results):
+            return func(*args, **kwargs)  # a size
+        results = [torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype) for fake in results]
+        self.steps.append((func, args, kwargs, results))
+        return tree_unflatten(results, structure)
+
+    def replay(self):
+        for func, args, kwargs, results in self.steps:
+            for place, value in zip(results, tree_leaves(func(*args, **kwargs)), strict=bool(results)):
+                place.copy_(value)
+
+
 class Recorder:
-    """Records a function: does nothing now, and the same on the same memory whenever it is replayed."""
+    """What a CUDA graph does with a function, on a CPU."""
 
     def __call__(self, function):
-        outputs = []
-
-        def again():
-            outputs[:] = function() or ()
-
-        return outputs, again
+        with Recording() as recording:
+            outputs = function()
+        return outputs, recording.replay
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -31,9 +31,9 @@ def simplify(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _detached(node: fx.Node) -> fx.Node | None:
-    """`x.detach()` is x: nothing differentiates the graph."""
-    return node.args[0] if node.target is aten.detach.default else None
+def _aliased(node: fx.Node) -> fx.Node | None:
+    """`x.detach()` is x: nothing differentiates the graph. So is the alias that autograd of torch 2.14 makes."""
+    return node.args[0] if node.target in (aten.detach.default, aten.alias.default) else None
 
 
 def _first_power(node: fx.Node) -> fx.Node | None:
@@ -134,7 +134,7 @@ def _is_zero(node: fx.Node) -> bool:
 
 
 RULES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (
-    _detached,
+    _aliased,
     _first_power,
     _transposed_twice,
     _scaled_after_expand,

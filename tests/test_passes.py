@@ -20,6 +20,8 @@ from dta_compile.errors import OptionError
 from dta_compile.passes import PASSES, accumulate, joint, saved_values
 from dta_compile.passes.attention_op import statistics_dtype
 from dta_compile.passes.cut import cheapest_cut
+from dta_compile.passes.new_values import write_to_new_values
+from dta_compile.passes.program import writes_in_place
 from dta_compile.passes.shape_rules import reshape_groups
 from dta_compile.passes.simplify import simplify
 from dta_compile.passes.working_memory import peak
@@ -508,3 +510,26 @@ def test_simplifying_is_exact():
     assert not names["aten.slice_backward.default"] and not names["aten.detach.default"]
     for mine, theirs in zip(module(*inputs), expected, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("function", "undone"),
+    [
+        (lambda x: x * (x.pow(2).mean(-1, keepdim=True).add_(1e-6)).rsqrt_(), True),
+        (lambda x: (x + 1).mul_(x).exp_().clamp_(min=2), True),
+        (lambda x: (y := x * 2).mul_(y), True),
+        (lambda x: (y := x * 2, y.add_(1), y * y), True),  # its result is read
+        (lambda x: (y := x * 2, y.exp(), y.add_(1)), False),  # read before
+        (lambda x: (y := x * 2, y.view(-1).add_(1), y * y), False),  # by a view
+        (lambda x: x.add_(1) * 2, False),  # an input
+        (lambda x: (x * 2).half().add_(x), False),  # rounded to half precision
+        (lambda x: (x * 2).cumsum_(1), False),  # mixes entries
+    ],
+)
+def test_writes_over_what_nothing_else_reads_become_new_values(function, undone):
+    x = torch.randn(3, 4)
+    module = make_fx(function, tracing_mode="symbolic")(x)
+    assert write_to_new_values(module.graph) == undone
+    module.recompile()
+    assert any(map(writes_in_place, module.graph.nodes)) != undone
+    torch.testing.assert_close(module(x.clone()), function(x.clone()), rtol=0, atol=0)

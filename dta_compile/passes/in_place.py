@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.program import Program, has_tensor, writes_in_place
-from dta_compile.passes.storage import owner, storages
+from dta_compile.passes.storage import owner, same_memory_format, storages
 
 aten = torch.ops.aten
 VARIANTS = {
@@ -70,14 +70,7 @@ def _may_overwrite(node: fx.Node, value: Any, others: tuple[Any, ...], last_use:
         return False
     if any(isinstance(other, fx.Node) and has_tensor(other) and owner(other) is source for other in others):
         return False
-    return _same_memory_format(value.meta["val"], node.meta["val"]) and not _overlaps(value)
-
-
-def _same_memory_format(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype != other.dtype or one.dim() != other.dim():
-        return False
-    sizes = zip((*one.shape, *one.stride()), (*other.shape, *other.stride()), strict=True)
-    return all(str(a) == str(b) for a, b in sizes)
+    return same_memory_format(value.meta["val"], node.meta["val"]) and not _overlaps(value)
 
 
 def _overlaps(value: fx.Node) -> bool:

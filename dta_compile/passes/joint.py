@@ -21,8 +21,9 @@ from torch.fx.graph import _BoxedCodeGen
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.chunk_inputs import chunk_device, fake_inputs, free_sizes
+from dta_compile.passes.new_values import write_to_new_values
 from dta_compile.passes.partition import JointTrace, backward_graph, choose_saved, forward_graph
-from dta_compile.passes.program import Program, output_node, where, writes_in_place
+from dta_compile.passes.program import Program, output_node, where
 from dta_compile.passes.simplify import simplify
 from dta_compile.passes.size_nodes import sizes_from_inputs
 from dta_compile.passes.storage import ChunkSizes, owner, total
@@ -215,9 +216,7 @@ def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, C
             for i in grad_outputs
         ]
         trace = _traced(differentiate, primals, tangents)
-        if any(
-            writes_in_place(node) for node in trace.graph.nodes
-        ):  # some derivatives do: their writes are no dataflow
+        if not write_to_new_values(trace.graph):  # some derivatives write: no dataflow
             functional = torch.func.functionalize(trace, remove="mutations")
             trace = _traced(functional, primals, tangents)
     for size in (tokens, head_rows):

@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 
 from dta_compile.errors import DTAError, RefusalError
 from dta_compile.passes import decompositions, opaque, row_loops
-from dta_compile.passes.program import Input, InputKind, Program, output_node, where, writes_in_place
+from dta_compile.passes.new_values import write_to_new_values
+from dta_compile.passes.program import Input, InputKind, Program, output_node, where
 from dta_compile.passes.size_nodes import sizes_from_inputs
 
 aten = torch.ops.aten
@@ -51,7 +52,7 @@ def lower(program: Program) -> None:
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     program.inputs = [_describe(i, node) for i, node in enumerate(placeholders)]
     module = _trace(program, functional=False)
-    if any(writes_in_place(node) for node in module.graph.nodes):
+    if not write_to_new_values(module.graph):
         module = _trace(program, functional=True)  # takes half as long again, for models that write in place
     _flatten_output(module)
     opaque.embed(module)

@@ -84,6 +84,14 @@ def _product(left: Bytes, right: Bytes) -> Bytes:
     return right.times(left.fixed)
 
 
+def same_memory_format(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two values have the same dtype, sizes and strides."""
+    if one.dtype != other.dtype or one.dim() != other.dim():
+        return False
+    sizes = zip((*one.shape, *one.stride()), (*other.shape, *other.stride()), strict=True)
+    return all(str(a) == str(b) for a, b in sizes)
+
+
 def view_source(node: fx.Node) -> fx.Node | None:
     """The argument whose memory a node's result is in: for views, their items, and operators that work in place."""
     if is_item(node):

@@ -5,7 +5,7 @@ VENV ?= .venv
 #   make demo TORCH="torch==2.12.1 --index-url URL"
 # Without TORCH, any supported release is taken where this one has no wheel.
 TORCH ?= torch==2.13.0
-TORCH_SUPPORTED := torch>=2.11,<2.15
+TORCH_SUPPORTED := torch>=2.11,<2.16
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -1,6 +1,6 @@
 """Every private touch of Dynamo: symbolic sizes, graph-break records, and which compiled callable a graph belongs to.
 
-Supported torch: 2.11 to 2.14. Each trick has a test of its own; when one stops working, the error says to pass
+Supported torch: 2.11 to 2.15. Each trick has a test of its own; when one stops working, the error says to pass
 `dynamic=True` to `torch.compile`.
 """
 

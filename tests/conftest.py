@@ -1,12 +1,15 @@
-"""One thread for the tiny tensors of the tests (on shared cores, waiting for other threads outlasts the work), and a
-folder of their own for calibrations."""
+"""One thread for the tiny tensors of the tests (on shared cores, waiting for other threads outlasts the work), a folder
+of their own for calibrations, and compilation as fast as it is for models of one or two layers: the cache of fake
+tensors saves more than it costs only from about eight on. What tests run in other processes has torch's defaults."""
 
 import os
 import tempfile
 
 import torch
+import torch._dynamo.config
 
 torch.set_num_threads(1)
+torch._dynamo.config.fake_tensor_cache_enabled = False
 os.environ["DTA_CACHE_DIR"] = tempfile.mkdtemp(prefix="dta_compile_tests_")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined: they then run on a CPU

@@ -5,7 +5,7 @@ What inductor assumes about them nevertheless (two or more, products within 32 b
 are kept by inductor itself, in $TORCHINDUCTOR_CACHE_DIR, so that another process finds them there.
 
 Intermediate values stay in float32 where ATen rounds each of them to bfloat16 (`emulate_precision_casts` is off): that
-is as fast and nearer to the exact result. Supported torch: 2.11 to 2.14.
+is as fast and nearer to the exact result. Supported torch: 2.11 to 2.15.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _aliased(node: fx.Node) -> fx.Node | None:
-    """`x.detach()` is x: nothing differentiates the graph. So is the alias that autograd of torch 2.14 makes."""
+    """`x.detach()` is x: nothing differentiates the graph. So is the alias that autograd makes since torch 2.14."""
     return node.args[0] if node.target in (aten.detach.default, aten.alias.default) else None
 
 

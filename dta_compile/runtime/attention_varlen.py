@@ -250,7 +250,7 @@ def _plain() -> Provider:
 
 
 class _TorchKernel:
-    """`aten::_flash_attention_*`, which `torch.nn.attention.varlen` calls; the same from torch 2.11 to 2.14."""
+    """`aten::_flash_attention_*`, which `torch.nn.attention.varlen` calls; the same from torch 2.11 to 2.15."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: Call) -> tuple[torch.Tensor, torch.Tensor]:
         result = torch.ops.aten._flash_attention_forward(

@@ -362,6 +362,17 @@ def test_gradients_at_padding_are_an_error_not_a_loss(model, compiled):
     assert model.head.weight.grad is not None
 
 
+def test_gradients_at_padding_are_an_error_in_a_streaming_step_too(model, compiled):
+    mask = torch.ones_like(IDS, dtype=torch.bool)
+    mask[1, 5:] = mask[3, 7:] = False
+    padding = int((~mask).sum())
+    with pytest.raises(RuntimeContractError, match=f"{padding} of {padding} padding positions with a gradient"):
+        dta_compile.streaming_step(compiled, lambda row, out: out.pow(2).add(out).sum(), IDS, mask)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    dta_compile.streaming_step(compiled, lambda row, out: weighted(out * mask[row, :, None]), IDS, mask)
+    assert model.head.weight.grad is not None
+
+
 class PositionsToo(TinyLM):
     """Returns, besides the logits, a trained value of the positions alone: no batch axis."""
 

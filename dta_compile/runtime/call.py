@@ -22,7 +22,7 @@ from dta_compile.runtime.dense_inputs import gathered, key_codes, used_tokens
 from dta_compile.runtime.executor import ChunkData, Executor
 from dta_compile.runtime.memory import default_budget, keep_freed_pages
 from dta_compile.runtime.row_buffer import RowBuffer
-from dta_compile.runtime.rows import BatchRows, BatchTokens, Integers
+from dta_compile.runtime.rows import BatchRows, BatchTokens, Booleans, Integers
 from dta_compile.runtime.stack import PathStack
 from dta_compile.runtime.upload import upload
 
@@ -44,7 +44,7 @@ class Call:
         self.schedule_plan: Plan
         # Per frontier value the head row of every entry; in streaming mode those of every sequence.
         self.maps: list[torch.Tensor] = []
-        self.uncovered: list[torch.Tensor | None] = []  # entries at padding that the outputs depend on, if any
+        self.uncovered: list[Booleans | None] = []  # `[entries]` at padding that the outputs depend on, if any
 
     def plan(self, mode: str) -> Plan:
         """Build tree, rows and schedule."""
@@ -63,17 +63,17 @@ class Call:
         by_sequence = mode == "streaming"
         for value, one in zip(program.frontier, used, strict=True):
             chosen = ... if by_sequence or not _by_column(value) else _first_of_columns(one & valid)
-            padding = (one & ~valid)[chosen]
             # Rows that are read sequence by sequence are looked up on the host.
             device = torch.device("cpu") if by_sequence else self.device
-            self.maps.append(self._entries(self.rows.head_rows[chosen], value, device))
-            self.uncovered.append(self._entries(padding, value, device) if padding.any() else None)
+            self.maps.append(upload(self._entries(self.rows.head_rows[chosen], value), device))
+            padding = self._entries((one & ~valid)[chosen], value)
+            self.uncovered.append(padding if padding.any() else None)
         return self.schedule_plan
 
-    def _entries(self, values: np.ndarray[Any, Any], frontier: FrontierValue, device: torch.device) -> torch.Tensor:
+    def _entries(self, values: np.ndarray[Any, Any], frontier: FrontierValue) -> np.ndarray[Any, Any]:
         """`[B, S]` (or `[1, S]`) numbers as `[entries]` of a frontier value."""
         start, length = self._window(frontier.layout.frame)
-        return upload(np.ascontiguousarray(values[:, start : start + length]).reshape(-1), device)
+        return np.ascontiguousarray(values[:, start : start + length]).reshape(-1)
 
     def replan_keeping_nothing(self) -> Plan:
         """The plan of a second backward: the kept graphs are gone, so every chunk is recomputed."""
@@ -167,15 +167,14 @@ class Call:
         entries = buffer.gather(self._row_of(self.maps[index], row))
         return self._from_entries(value, entries, batch=1)
 
-    def add_row_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor, row: int) -> None:
-        """Add the gradient of `expand_row` to its rows."""
-        value = self.program.frontier[index]
+    def add_row_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor, row: int) -> torch.Tensor | None:
+        """Add the gradient of `expand_row` to its rows; returns what `refuse_padding` asks for."""
+        value, uncovered = self.program.frontier[index], self.uncovered[index]
         entries = grad.permute(_entry_order(value)).reshape(-1, *value.features)
-        uncovered = self.uncovered[index]
-        self._refuse_gradients_at_padding(index, entries, None if uncovered is None else self._row_of(uncovered, row))
         buffer.add(self._row_of(self.maps[index], row), entries)
+        return None if uncovered is None else _which_are_used(entries, self._row_of(uncovered, row))
 
-    def _row_of(self, entries: torch.Tensor, row: int) -> torch.Tensor:
+    def _row_of(self, entries: Any, row: int) -> Any:
         return entries.reshape(self.batch, -1)[row]
 
     def _from_entries(self, value: FrontierValue, entries: torch.Tensor, batch: int) -> torch.Tensor:
@@ -189,15 +188,14 @@ class Call:
 
     def add_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor) -> None:
         """Add the gradient of `expand` to its rows."""
-        value = self.program.frontier[index]
+        value, uncovered = self.program.frontier[index], self.uncovered[index]
         entries = grad.permute(_entry_order(value)).reshape(-1, *value.features)
-        self._refuse_gradients_at_padding(index, entries, self.uncovered[index])
+        if uncovered is not None and (used := _which_are_used(entries, uncovered)) is not None:
+            self.refuse_padding(index, used)
         buffer.add(self.maps[index], entries)
 
-    def _refuse_gradients_at_padding(self, index: int, entries: torch.Tensor, padding: torch.Tensor | None) -> None:
-        if padding is None or not bool(padding.any()):
-            return
-        used = (entries[padding] != 0).reshape(int(padding.sum()), -1).any(1)
+    def refuse_padding(self, index: int, used: torch.Tensor) -> None:
+        """Raise if a gradient came for any entry at padding; `used` says which, bool `[n]`. Waits for the device."""
         if bool(used.any()):
             raise RuntimeContractError(
                 "the loss uses outputs at padding positions, which the prefix tree does not compute",
@@ -272,6 +270,14 @@ def _graphs(plan: Plan) -> set[str]:
             case Backward():
                 found.add("backward")
     return found
+
+
+def _which_are_used(gradients: torch.Tensor, entries: Booleans) -> torch.Tensor | None:
+    """Which of some entries have a gradient, bool `[n]` on the gradients' device; None if there are no such entries."""
+    positions = upload(np.flatnonzero(entries), gradients.device)
+    if not len(positions):
+        return None
+    return (gradients.index_select(0, positions) != 0).reshape(len(positions), -1).any(1)
 
 
 def _by_column(item: Any) -> bool:

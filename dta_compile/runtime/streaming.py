@@ -103,6 +103,7 @@ def stream(engine: Engine, loss_fn: Callable[..., torch.Tensor], args: Sequence[
             executor.gradients[i] = executor.row_buffer(i, PathRows, statistics_dtype(program.frontier[i].dtype))
         rows = _Rows(call, executor, loss_fn)
         executor.run(plan.schedule.ops, on_attach=rows.attach)
+        rows.refuse_padding()
         call.record(plan, executor)
         pending = dict(rows.gradients)
         for parameter, gradient in zip(parameters, finished_gradients(executor, parameters, rows.used), strict=True):
@@ -136,11 +137,18 @@ class _Rows:
         self.used: set[int] = set()  # frontier values that a loss sends gradients to
         # Gradients that the epilogue and the loss send to parameters directly.
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.at_padding: dict[int, list[torch.Tensor]] = {}  # by frontier value: which entries there have gradients
 
     def attach(self, sequences: tuple[int, ...]) -> bool:
         for row in sequences:
             self._row(row)
         return True
+
+    def refuse_padding(self) -> None:
+        """Raise if a loss sent gradients to padding. Asking waits for the device: once, when all rows are through."""
+        for i, found in self.at_padding.items():
+            if found:
+                self.call.refuse_padding(i, torch.cat(found))
 
     def _row(self, row: int) -> None:
         call, program = self.call, self.call.program
@@ -160,7 +168,8 @@ class _Rows:
         for i in range(len(leaves)):
             buffer = self.executor.gradients[i]
             if buffer is not None and (grad := next(grads)) is not None:
-                call.add_row_gradient(i, buffer, grad, row)
+                at_padding = call.add_row_gradient(i, buffer, grad, row)
+                self.at_padding.setdefault(i, []).extend([] if at_padding is None else [at_padding])
                 self.used.add(i)
         for parameter, grad in zip(others, grads, strict=True):
             if grad is not None:

@@ -1,0 +1,169 @@
+"""A device that is not there: what Dynamo takes up is on it, its tensors are computed on the CPU, and what would fail
+or make the host wait on a GPU is noticed.
+
+with simulated() as device:
+    out = compiled(*inputs)  # tensors of the CPU; out is on the device
+    with device:  # tensors can be made on it
+        out.sum().backward()
+    device.put(parameter).grad.host
+    device.waits  # what made the host wait, inside of schedules and outside
+
+To torch it is "meta", the one kind of device that every build knows and none computes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses import fake_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from dta_compile.runtime.engine import Engine
+from dta_compile.runtime.executor import Executor
+
+DEVICE, CPU = torch.device("meta"), torch.device("cpu")
+aten = torch.ops.aten
+COPIES = (aten._to_copy.default, aten.copy_.default)
+# What a GPU has to hand a number to the host for.
+WAITING = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten._unique2.default)
+
+
+@contextlib.contextmanager
+def captured_on_device() -> Iterator[None]:
+    """Parameters and inputs that Dynamo takes up are on the device for it, and for what is compiled."""
+    convert, create = fake_tensor.FakeTensorConverter.from_real_tensor, fake_tensor.FakeTensor.__new__
+    is_input = False
+
+    def convert_input(self: Any, fake_mode: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_input
+        before, is_input = is_input, kwargs.get("source") is not None
+        try:
+            return convert(self, fake_mode, tensor, *args, **kwargs)
+        finally:
+            is_input = before
+
+    def create_on_device(cls: Any, fake_mode: Any, elem: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+        return create(cls, fake_mode, elem, DEVICE if is_input else device, *args, **kwargs)
+
+    with (
+        mock.patch.object(fake_tensor.FakeTensorConverter, "from_real_tensor", convert_input),
+        mock.patch.object(fake_tensor.FakeTensor, "__new__", create_on_device),
+    ):
+        yield
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of the device; `host` has its values."""
+
+    host: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor) -> OnDevice:
+        where = {"strides": host.stride(), "storage_offset": host.storage_offset(), "device": DEVICE}
+        tensor = torch.Tensor._make_wrapper_subclass(cls, host.shape, dtype=host.dtype, **where)
+        tensor.host = host
+        return tensor
+
+    def __repr__(self) -> str:
+        return f"OnDevice({self.host})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return Device.current.run(func, args, kwargs or {})
+
+
+class Device(TorchDispatchMode):
+    """Runs what is called on tensors of the device, or makes such.
+
+    Attributes:
+        waits: operators that a GPU would have made the host wait for, and whether that was inside of a schedule.
+    """
+
+    current: Device
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[tuple[str, bool]] = []
+        self.in_schedule = False
+        self.leaves: dict[torch.Tensor, OnDevice] = {}
+
+    def put(self, value: Any) -> Any:
+        """A tensor's values on the device; the same leaf of autograd's graph each time where it requires gradients."""
+        if not isinstance(value, torch.Tensor) or isinstance(value, OnDevice):
+            return value
+        if value.requires_grad and value in self.leaves:
+            return self.leaves[value]
+        found = OnDevice(value.detach().as_subclass(torch.Tensor)).requires_grad_(value.requires_grad)
+        if value.requires_grad:
+            self.leaves[value] = found
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        here = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
+        if not here and kwargs.get("device") != DEVICE:
+            return func(*args, **kwargs)
+        numbers = [tensor for tensor in tensors if tensor.dim() == 0]
+        if func not in COPIES and len(here) + len(numbers) < len(tensors):
+            raise RuntimeError(f"{func} got tensors of the CPU and of the device")
+        self._note(func, args, kwargs, len(here) < len(tensors))
+        given = tree_map(_on_host, (args, kwargs))
+        found = func(*given[0], **given[1])
+        if func is aten._to_copy.default and kwargs.get("device") == CPU:
+            return found
+        if func._schema.is_mutable:
+            return kwargs.get("out", args[0]) if func._schema.returns else None
+        return tree_map_only(torch.Tensor, OnDevice, found)
+
+    def _note(self, func: Any, args: Any, kwargs: Any, mixed: bool) -> None:
+        by_mask = func is aten.index.Tensor and any(i is not None and i.dtype is torch.bool for i in args[1])
+        to_host = func is aten._to_copy.default and kwargs.get("device") == CPU
+        from_host = func in COPIES and mixed and not _is_called_by("upload")  # which goes through pinned memory
+        if func in WAITING or by_mask or to_host or from_host:
+            self.waits.append((str(func), self.in_schedule))
+
+
+def _on_host(value: Any) -> Any:
+    return value.host if isinstance(value, OnDevice) else CPU if value == DEVICE else value
+
+
+def _is_called_by(name: str) -> bool:
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
+
+
+@contextlib.contextmanager
+def simulated() -> Iterator[Device]:
+    """Compiled functions run on a new simulated device, whatever device their inputs are on."""
+    device = Device.current = Device()
+    call, run = Engine.__call__, Executor.run
+
+    def call_on_device(self: Engine, *args: Any) -> Any:
+        with device:
+            return call(self, *map(device.put, args))
+
+    def run_schedule(self: Executor, *args: Any, **kwargs: Any) -> int:
+        before, device.in_schedule = device.in_schedule, True
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            device.in_schedule = before
+
+    with (
+        captured_on_device(),
+        mock.patch.object(Engine, "__call__", call_on_device),
+        mock.patch.object(Executor, "run", run_schedule),
+    ):
+        yield device

@@ -139,6 +139,25 @@ def counter(block, x, q, k, v):
     block.calls.add_(1)
 
 
+def no_grad_write(block, x, q, k, v):
+    x = x * 1.5
+    with torch.no_grad():
+        x.mul_(2)
+    return x.sin()
+
+
+def detached_write(block, x, q, k, v):
+    x = x * 1.5
+    x.view(-1).detach()[3:].mul_(2)
+    return x.sin()
+
+
+def data_write(block, x, q, k, v):
+    x = x * 1.5
+    x.data.mul_(2)
+    return x.sin()
+
+
 def eager_attention(block, x, q, k, v):
     scores = (q @ k.transpose(-1, -2)).masked_fill(~triangle(x), float("-inf"))
     return scores.softmax(-1) @ v
@@ -169,6 +188,9 @@ def soft_cap(block, x, q, k, v):
         (batch_mean, "it sums along the batch axis"),
         (reversed_tokens, "it reorders along the token axis"),
         (counter, "the model writes to"),
+        (no_grad_write, "writes to a value with a gradient behind autograd's back"),
+        (detached_write, "writes to a value with a gradient behind autograd's back"),
+        (data_write, "writes to a value with a gradient behind autograd's back"),
         (eager_attention, "attn_implementation='sdpa'"),
         (soft_cap, "attn_implementation='sdpa'"),
     ],

@@ -216,7 +216,7 @@ def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, C
             for i in grad_outputs
         ]
         trace = _traced(differentiate, primals, tangents)
-        if not write_to_new_values(trace.graph):  # some derivatives write: no dataflow
+        if not write_to_new_values(trace.graph):  # what some derivatives write is no dataflow
             functional = torch.func.functionalize(trace, remove="mutations")
             trace = _traced(functional, primals, tangents)
     for size in (tokens, head_rows):

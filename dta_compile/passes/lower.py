@@ -175,8 +175,12 @@ class _DetachingInterpreter(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self.extra_traceback = False  # our errors name the place themselves
+        self.records_gradients = True
+        self.followed: set[int] = set()  # storages of values that autograd follows since they were made
 
     def run_node(self, n: fx.Node) -> Any:
+        inputs = [(node, self.env[node]) for node in n.all_input_nodes if isinstance(self.env[node], torch.Tensor)]
+        versions = [value._version for _, value in inputs]
         try:
             result = super().run_node(n)
         except DTAError:
@@ -189,12 +193,33 @@ class _DetachingInterpreter(fx.Interpreter):
                 got=f"{n.target}: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
                 hint="write it with other operations, or move it out of the compiled function",
             ) from error
+        for (node, value), version in zip(inputs, versions, strict=True):
+            if value._version != version:
+                self._refuse_a_write_that_autograd_does_not_see(n, node)
+        if _requires_grad(n) and (n.op == "placeholder" or any(map(_requires_grad, n.all_input_nodes))):
+            self.followed.add(_storage(n))
         if n.op in ("call_function", "call_method") and _stops_gradient(n) and isinstance(result, torch.Tensor):
             return result.detach()
         return result
 
+    def _refuse_a_write_that_autograd_does_not_see(self, node: fx.Node, written: fx.Node) -> None:
+        """Its derivative in eager mode is that of the values before the write, which a functional graph forgets."""
+        if self.records_gradients and _requires_grad(written):
+            return
+        if isinstance(written.meta.get("example_value"), torch.Tensor) and _storage(written) in self.followed:
+            raise RefusalError(
+                "the model writes to a value with a gradient behind autograd's back",
+                where=where(node),
+                expected="writes that autograd records, or new values",
+                got="a write in place under torch.no_grad(), or to a detached alias",
+                hint="make a new value instead (x = x * 2, not x.mul_(2)); (y - x).detach() + x has the value of y and "
+                "the gradient of x",
+            )
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(target, "__name__", "")
+        if name == "_set_grad_enabled":
+            self.records_gradients = bool(args[0])
         if name in ("_log_api_usage_once", "_set_grad_enabled"):
             return None  # gradient mode was read off the recorded values already
         if name == "autograd_function_apply":
@@ -218,6 +243,10 @@ def _stops_gradient(node: fx.Node) -> bool:
 def _requires_grad(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _storage(node: fx.Node) -> int:
+    return int(node.meta["example_value"].untyped_storage()._cdata)
 
 
 def _describe(index: int, node: fx.Node) -> Input:

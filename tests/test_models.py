@@ -217,6 +217,16 @@ def _write_parts(m, x):
     return x
 
 
+def _write_into_filled(module, x):
+    """Buffers that were filled where autograd does not look, before they get what requires gradients."""
+    like, new = torch.zeros_like(x), x.new_zeros(x.shape)
+    with torch.no_grad():
+        like.add_(1)
+        new[..., 0].fill_(2)
+    like[..., ::2], new[..., 1:] = x[..., ::2], x[..., 1:]
+    return like * new
+
+
 def _write_into_new(m, x):
     batch, tokens, _ = x.shape
     both, zeros = x.new_empty(batch, tokens, 2 * D), torch.zeros(batch, tokens, D, dtype=x.dtype)
@@ -289,7 +299,7 @@ OPERATORS = {
         lambda m, x: x @ m.matrix.transpose(1, -1),  # the same dimension twice
         lambda m, x: x + x.detach() * x.data.abs(),
     ],
-    "writes": [_write_parts, _write_into_new],
+    "writes": [_write_parts, _write_into_new, _write_into_filled],
 }
 
 

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from dta_compile.errors import DTAError, RefusalError
 from dta_compile.passes import decompositions, opaque, row_loops
+from dta_compile.passes.followed import Followed, requires_grad
 from dta_compile.passes.new_values import write_to_new_values
 from dta_compile.passes.program import Input, InputKind, Program, output_node, where
 from dta_compile.passes.size_nodes import sizes_from_inputs
@@ -175,8 +176,7 @@ class _DetachingInterpreter(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self.extra_traceback = False  # our errors name the place themselves
-        self.records_gradients = True
-        self.followed: set[int] = set()  # storages of values that autograd follows since they were made
+        self.followed = Followed()
 
     def run_node(self, n: fx.Node) -> Any:
         inputs = [(node, self.env[node]) for node in n.all_input_nodes if isinstance(self.env[node], torch.Tensor)]
@@ -195,31 +195,16 @@ class _DetachingInterpreter(fx.Interpreter):
             ) from error
         for (node, value), version in zip(inputs, versions, strict=True):
             if value._version != version:
-                self._refuse_a_write_that_autograd_does_not_see(n, node)
-        if _requires_grad(n) and (n.op == "placeholder" or any(map(_requires_grad, n.all_input_nodes))):
-            self.followed.add(_storage(n))
+                self.followed.wrote(n, node)
+        self.followed.made(n)
         if n.op in ("call_function", "call_method") and _stops_gradient(n) and isinstance(result, torch.Tensor):
             return result.detach()
         return result
 
-    def _refuse_a_write_that_autograd_does_not_see(self, node: fx.Node, written: fx.Node) -> None:
-        """Its derivative in eager mode is that of the values before the write, which a functional graph forgets."""
-        if self.records_gradients and _requires_grad(written):
-            return
-        if isinstance(written.meta.get("example_value"), torch.Tensor) and _storage(written) in self.followed:
-            raise RefusalError(
-                "the model writes to a value with a gradient behind autograd's back",
-                where=where(node),
-                expected="writes that autograd records, or new values",
-                got="a write in place under torch.no_grad(), or to a detached alias",
-                hint="make a new value instead (x = x * 2, not x.mul_(2)); (y - x).detach() + x has the value of y and "
-                "the gradient of x",
-            )
-
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(target, "__name__", "")
         if name == "_set_grad_enabled":
-            self.records_gradients = bool(args[0])
+            self.followed.is_recording = bool(args[0])
         if name in ("_log_api_usage_once", "_set_grad_enabled"):
             return None  # gradient mode was read off the recorded values already
         if name == "autograd_function_apply":
@@ -236,17 +221,8 @@ def _stops_gradient(node: fx.Node) -> bool:
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
         and not value.requires_grad
-        and any(_requires_grad(argument) for argument in node.all_input_nodes)
+        and any(requires_grad(argument) for argument in node.all_input_nodes)
     )
-
-
-def _requires_grad(node: fx.Node) -> bool:
-    value = node.meta.get("example_value")
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _storage(node: fx.Node) -> int:
-    return int(node.meta["example_value"].untyped_storage()._cdata)
 
 
 def _describe(index: int, node: fx.Node) -> Input:

@@ -217,6 +217,18 @@ def _write_parts(m, x):
     return x
 
 
+def _write_into_halves(m, x):
+    both = x.new_empty(*x.shape[:-1], 2 * D)
+    both[..., :D].copy_(x), both[..., D:].copy_(x * x)
+    first, second = both[..., :D], both[..., D:]
+    return first + second.mul_(m.gain)
+
+
+def _write_over_temporaries(m, x):
+    x = (x * 1.5).pow_(2) + (x * 0.5).square_().add_(m.gain, alpha=3)
+    return (x * 1.5).addcmul_(x.sin(), m.gain) + (x * 2).lerp_(x.sin(), m.gain.sigmoid()).neg_()
+
+
 def _write_into_filled(module, x):
     """Buffers that were filled where autograd does not look, before they get what requires gradients."""
     like, new = torch.zeros_like(x), x.new_zeros(x.shape)
@@ -299,7 +311,7 @@ OPERATORS = {
         lambda m, x: x @ m.matrix.transpose(1, -1),  # the same dimension twice
         lambda m, x: x + x.detach() * x.data.abs(),
     ],
-    "writes": [_write_parts, _write_into_new, _write_into_filled],
+    "writes": [_write_parts, _write_into_new, _write_into_halves, _write_over_temporaries, _write_into_filled],
 }
 
 

@@ -152,6 +152,12 @@ def detached_write(block, x, q, k, v):
     return x.sin()
 
 
+def detached_write_with_a_gradient(block, x, q, k, v):
+    x = x * 1.5
+    x.detach().add_(block.mlp.bias)
+    return x.sin()
+
+
 def data_write(block, x, q, k, v):
     x = x * 1.5
     x.data.mul_(2)
@@ -190,6 +196,7 @@ def soft_cap(block, x, q, k, v):
         (counter, "the model writes to"),
         (no_grad_write, "writes to a value with a gradient behind autograd's back"),
         (detached_write, "writes to a value with a gradient behind autograd's back"),
+        (detached_write_with_a_gradient, "writes to a value with a gradient behind autograd's back"),
         (data_write, "writes to a value with a gradient behind autograd's back"),
         (eager_attention, "attn_implementation='sdpa'"),
         (soft_cap, "attn_implementation='sdpa'"),

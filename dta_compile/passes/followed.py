@@ -12,12 +12,14 @@ from torch import fx
 from dta_compile.errors import RefusalError
 from dta_compile.passes.program import where
 
+CUTS = ("detach", "_get_data_attr")
+
 
 class Followed:
     """Told of a graph's nodes in their order.
 
     Dynamo's recorded values are as they were in the end, and a buffer requires gradients once it was filled with what
-    does: that a value requires them is not enough.
+    does: that a value requires them does not say that it did when it was made.
 
     Attributes:
         is_recording: gradient mode is on.
@@ -25,20 +27,25 @@ class Followed:
 
     def __init__(self) -> None:
         self.is_recording = True
-        self._nodes: set[fx.Node] = set()
-        self._storages: set[int] = set()
+        self._nodes: set[fx.Node] = set()  # that autograd follows by now
+        self._storages: set[int | None] = set()  # of those
+        self._cut_off: set[fx.Node] = set()  # in the memory of others, but nothing to autograd
 
     def made(self, node: fx.Node) -> None:
         """A node was run."""
-        if requires_grad(node) and (node.op == "placeholder" or self._reads_followed(node)):
+        aliased = [other for other in node.all_input_nodes if _storage(other) == _storage(node) is not None]
+        is_cut = not self.is_recording or _name(node) in CUTS or not self._cut_off.isdisjoint(aliased)
+        if aliased and is_cut:
+            self._cut_off.add(node)
+        elif requires_grad(node) and (node.op == "placeholder" or self._reads_followed(node)):
             self._follow(node)
 
     def wrote(self, node: fx.Node, written: fx.Node) -> None:
-        """A node wrote to another's value; raises `RefusalError` if autograd follows that and did not see it."""
-        if self.is_recording and requires_grad(written):
+        """A node wrote to another's value; raises `RefusalError` if autograd follows that and does not see it."""
+        if self.is_recording and written not in self._cut_off:
             if self._reads_followed(node):
                 self._follow(written)
-        elif isinstance(written.meta.get("example_value"), torch.Tensor) and _storage(written) in self._storages:
+        elif _storage(written) in self._storages:
             raise RefusalError(
                 "the model writes to a value with a gradient behind autograd's back",
                 where=where(node),
@@ -49,8 +56,7 @@ class Followed:
             )
 
     def _reads_followed(self, node: fx.Node) -> bool:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        has_values_of_its_own = name.endswith("_like") or name.startswith("new_")
+        has_values_of_its_own = _name(node).endswith("_like") or _name(node).startswith("new_")
         return not has_values_of_its_own and not self._nodes.isdisjoint(node.all_input_nodes)
 
     def _follow(self, node: fx.Node) -> None:
@@ -64,5 +70,10 @@ def requires_grad(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _storage(node: fx.Node) -> int:
-    return int(node.meta["example_value"].untyped_storage()._cdata)
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = node.meta.get("example_value")
+    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None

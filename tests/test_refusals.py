@@ -210,6 +210,19 @@ def test_refusals_name_the_cause_and_the_users_line(change, message):
     assert error.expected or error.hint
 
 
+def test_without_gradients_nothing_is_written_behind_autograds_back():
+    def write(block, x, q, k, v):
+        buffer = torch.zeros_like(x)
+        buffer.add_(block.mlp.bias)
+        buffer.detach().mul_(2)
+        return x + buffer
+
+    torch._dynamo.reset()
+    model, ids = Model(write), torch.randint(0, VOCABULARY, (3, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="dta")(ids), model(ids))
+
+
 def test_a_ready_made_mask_over_pairs_is_refused():
     class Masked(Model):
         def forward(self, ids, mask):

@@ -43,7 +43,7 @@ class Followed:
     def wrote(self, node: fx.Node, written: fx.Node) -> None:
         """A node wrote to another's value; raises `RefusalError` if autograd follows that and does not see it."""
         if self.is_recording and written not in self._cut_off:
-            if self._reads_followed(node):
+            if requires_grad(written) and self._reads_followed(node):
                 self._follow(written)
         elif _storage(written) in self._storages:
             raise RefusalError(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.program import ChunkInput, FrontierValue, Program, has_tensor
+from dta_compile.passes.program import AttentionLayer, ChunkInput, FrontierValue, MaskClass, Program, has_tensor
 from dta_compile.plan import Plan
 from dta_compile.runtime.engine import Engine
 
@@ -50,7 +50,7 @@ def explain_engine(engine: Engine, args: Sequence[Any]) -> Explanation:
     call = engine.begin(args)
     plan = call.plan("transparent" if program.training else "score")
     regions = _regions(program)
-    attention = _attention(program)
+    attention = _attention(program, call.masks.classes)
     prefix_key = tuple(_input(program, item) for item in program.trunk_keys)
     frontier = tuple(_frontier(value, call.batch * call.tokens) for value in program.frontier)
     sections = {
@@ -77,12 +77,21 @@ def _regions(program: Program) -> dict[str, int]:
     }
 
 
-def _attention(program: Program) -> tuple[str, ...]:
+def _attention(program: Program, masks: Sequence[MaskClass]) -> tuple[str, ...]:
     kinds = collections.Counter(
-        f"{layer.mask!s}; {layer.kv_heads} KV heads of {layer.key_dim}, {str(layer.dtype).removeprefix('torch.')}"
-        for layer in program.attention
+        f"{mask}{_read_at_every_call(layer)}; {layer.kv_heads} KV heads of {layer.key_dim}, "
+        f"{str(layer.dtype).removeprefix('torch.')}"
+        for layer, mask in zip(program.attention, masks, strict=True)
     )
     return tuple(f"{count} layers: {kind}" for kind, count in kinds.items())
+
+
+def _read_at_every_call(layer: AttentionLayer) -> str:
+    mask = layer.mask
+    if mask is None or mask.constant is not None:
+        return ""
+    read = sorted({*map(str, mask.numbers), *(node.name for node in (*mask.scalars, *mask.tables))})
+    return f" (with {', '.join(read)} of this call)"
 
 
 def _input(program: Program, item: ChunkInput) -> str:

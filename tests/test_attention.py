@@ -136,7 +136,8 @@ class Run:
             )
         )
         path.chunk = shape
-        arguments = (0, case.scale, case.window)
+        path.windows = [case.window]
+        arguments = (0, case.scale)
         self.out, self.logsumexp = path.attend(self.query, self.key, self.value, *arguments)
         path.allocate_gradients()
         path.waiting = shape.start + shape.spine

@@ -95,7 +95,8 @@ def test_passes_run_in_their_listed_order(program):
 
 
 def test_masks_are_classified_and_gone(program):
-    assert all(layer.window == 5 and layer.mask.valid is not None for layer in program.attention)
+    classes = [layer.mask.constant for layer in program.attention]
+    assert all(one.window == 5 and one.valid is not None for one in classes)
     assert all(layer.node.args[3] is None for layer in program.attention)
     assert not any("tril" in str(t) or "logical_and" in str(t) for t in targets(program.chunk))
 
@@ -249,7 +250,7 @@ def test_a_padding_mask_made_from_the_ids_is_understood(padding_id):
     for theirs, mine in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
     (engine,) = records.of(compiled).engines
-    assert engine.program.attention[0].mask.valid is not None
+    assert engine.program.attention[0].mask.constant.valid is not None
     assert dta_compile.last_plan(compiled).stats.tokens == int(real.sum())
 
 
@@ -298,11 +299,11 @@ class LinearPath:
     def write(self, key, value, layer):
         pass
 
-    def attend(self, query, key, value, layer, scale, window):
+    def attend(self, query, key, value, layer, scale):
         repeated = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
         return query + repeated, query.sum(-1)
 
-    def attend_backward(self, grad, query, key, value, out, logsumexp, layer, scale, window):
+    def attend_backward(self, grad, query, key, value, out, logsumexp, layer, scale):
         self.on_backward(layer)
         scratch = [torch.empty_like(value) for value in (query, key, value)]
         grads = [(grad.mean() * value).clone() for value in (query, key, value)]

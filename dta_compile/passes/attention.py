@@ -7,10 +7,9 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.layouts import sizes, through_copies
-from dta_compile.passes.mask_proof import MaskProof
+from dta_compile.passes.mask_proof import Mask
 from dta_compile.passes.program import (
     AttentionLayer,
-    MaskClass,
     Mixed,
     Program,
     where,
@@ -22,17 +21,16 @@ RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def attention(program: Program) -> None:
-    """Fill `program.attention`; every call gets the true KV heads and loses its mask, which is now a `MaskClass`."""
+    """Fill `program.attention`; every call gets the true KV heads and loses its mask, which is now a `Mask`."""
     calls = [node for node in program.graph.nodes if node.target is ATTENTION]
-    proven: dict[fx.Node, MaskClass] = {}
+    masks: dict[fx.Node, Mask] = {}
     for index, node in enumerate(calls):
         _require_token_wise(program, node)
-        mask_class = _mask_class(program, node, proven)
+        mask = _mask(program, node, masks)
         query, key, value, _, _, scale = node.args
         key, value = _true_heads(program, key), _true_heads(program, value)
         node.args = (query, key, value, None, True, scale)
-        program.attention.append(_describe(index, node, mask_class))
-    _require_one_padding(program.attention)
+        program.attention.append(_describe(index, node, mask))
 
 
 def cache_outputs(program: Program) -> set[fx.Node]:
@@ -94,7 +92,7 @@ def _leads_to_softmax(node: fx.Node, steps: int = 12) -> bool:
     return False
 
 
-def _mask_class(program: Program, node: fx.Node, proven: dict[fx.Node, MaskClass]) -> MaskClass:
+def _mask(program: Program, node: fx.Node, masks: dict[fx.Node, Mask]) -> Mask | None:
     mask, is_causal = node.args[3], node.args[4]
     if mask is None:
         if not is_causal:
@@ -105,25 +103,12 @@ def _mask_class(program: Program, node: fx.Node, proven: dict[fx.Node, MaskClass
                 got="every token attends to every other",
                 hint="prefix sharing needs causal attention; compile the causal model only",
             )
-        return MaskClass()
+        return None
     if is_causal:
         raise RefusalError("attention has both a mask and is_causal=True", where=where(node), expected="one of the two")
-    if mask not in proven:
-        proven[mask] = MaskProof(program, mask).classify()
-    return proven[mask]
-
-
-def _require_one_padding(layers: list[AttentionLayer]) -> None:
-    paddings = {layer.mask.valid for layer in layers}
-    if len(paddings) > 1:
-        odd = next(layer for layer in layers if layer.mask.valid != layers[0].mask.valid)
-        raise RefusalError(
-            "attention layers take their padding from different masks",
-            where=odd.where,
-            expected=str(layers[0].mask),
-            got=str(odd.mask),
-            hint="give all layers the same padding mask",
-        )
+    if mask not in masks:
+        masks[mask] = Mask(program, mask)
+    return masks[mask]
 
 
 def _true_heads(program: Program, node: fx.Node) -> fx.Node:
@@ -159,7 +144,7 @@ def _cast_like(program: Program, source: fx.Node, cast: fx.Node) -> fx.Node:
     return moved
 
 
-def _describe(index: int, node: fx.Node, mask: MaskClass) -> AttentionLayer:
+def _describe(index: int, node: fx.Node, mask: Mask | None) -> AttentionLayer:
     key, value = sizes(node.args[1]), sizes(node.args[2])
     return AttentionLayer(
         index=index,
@@ -168,7 +153,6 @@ def _describe(index: int, node: fx.Node, mask: MaskClass) -> AttentionLayer:
         key_dim=int(key[3]),
         value_dim=int(value[3]),
         dtype=node.args[1].meta["val"].dtype,
-        window=mask.window,
         mask=mask,
         where=where(node),
     )

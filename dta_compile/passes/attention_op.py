@@ -12,12 +12,10 @@ import torch
 
 from dta_compile.passes.lower import LIBRARY
 
-LIBRARY.define(
-    "attention(Tensor query, Tensor key, Tensor value, int layer, float scale, int window) -> (Tensor, Tensor)"
-)
+LIBRARY.define("attention(Tensor query, Tensor key, Tensor value, int layer, float scale) -> (Tensor, Tensor)")
 LIBRARY.define(
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp,"
-    " int layer, float scale, int window) -> (Tensor, Tensor, Tensor)"
+    " int layer, float scale) -> (Tensor, Tensor, Tensor)"
 )
 ATTENTION = torch.ops.dta.attention.default
 ATTENTION_BACKWARD = torch.ops.dta.attention_backward.default
@@ -30,7 +28,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @torch.library.register_fake("dta::attention", lib=LIBRARY)
 def _attention_fake(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float, window: int
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     return out, query.new_empty(query.shape[:-1], dtype=statistics_dtype(query.dtype))
@@ -46,19 +44,18 @@ def _attention_backward_fake(
     logsumexp: torch.Tensor,
     layer: int,
     scale: float,
-    window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, ctx.layer, ctx.scale, ctx.window = inputs
+    query, key, value, ctx.layer, ctx.scale = inputs
     ctx.save_for_backward(query, key, value, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    grads = ATTENTION_BACKWARD(grad, *ctx.saved_tensors, ctx.layer, ctx.scale, ctx.window)
+    grads = ATTENTION_BACKWARD(grad, *ctx.saved_tensors, ctx.layer, ctx.scale)
     return (*grads, None, None, None)
 
 

@@ -146,7 +146,7 @@ class _Builder:
     def _attention(self, node: fx.Node) -> fx.Node:
         query, key, value = (self._read(arg, False, node) for arg in node.args[:3])
         layer = self.layers[node]
-        arguments = (query, key, value, layer.index, node.args[5], layer.window or 0)
+        arguments = (query, key, value, layer.index, node.args[5])
         pair = self.graph.call_function(ATTENTION, arguments)
         return self.graph.call_function(operator.getitem, (pair, 0))
 

@@ -43,7 +43,7 @@ def _prologue_nodes(program: Program) -> list[fx.Node]:
     nodes.update(dict.fromkeys(program.constant_inputs))
     nodes.update(dict.fromkeys(condition.node for condition in program.conditions))
     for layer in program.attention:
-        nodes.update(dict.fromkeys(node for node in (layer.mask.valid, *layer.mask.positions) if node is not None))
+        nodes.update(dict.fromkeys(sorted(layer.mask.leaves, key=lambda leaf: leaf.name) if layer.mask else ()))
     nodes.update(dict.fromkeys(program.epilogue_dense_inputs))
     return list(nodes)
 

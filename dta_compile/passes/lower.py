@@ -8,6 +8,7 @@ casts, and values that autograd must not follow (no_grad regions, `.detach()`) a
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,6 +66,14 @@ def lower(program: Program) -> None:
     module.recompile()
     program.module = module
     program.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        node.meta["source"] = _readable(spec.name)
+
+
+def _readable(source: str) -> str:
+    """What Dynamo calls an input, as its user would: `L['self']._buffers['tril']` is `self.tril`."""
+    plain = re.sub(r"\._(?:parameters|buffers|modules)(?=\[)", "", source)
+    return re.sub(r"\['(\w+)'\]", r".\1", plain).removeprefix("L.")
 
 
 def _trace(program: Program, functional: bool) -> fx.GraphModule:

@@ -12,8 +12,11 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.passes.mask_terms import Term, shown
+
 if TYPE_CHECKING:
     from dta_compile.passes.joint import JointGraphs
+    from dta_compile.passes.mask_proof import Mask
 
 TORCH_FOLDER = str(pathlib.Path(torch.__file__).parent)
 
@@ -92,23 +95,35 @@ class Input:
 class MaskClass:
     """What an attention mask was proven to be: causal, within `window` tokens if that is not None.
 
-    `valid` is the prologue value `[B, S]` that is non-zero at real tokens (None: all are real);
-    `positions` are prologue values `[B, S]` that the proof needs to be consecutive along each row.
+    The terms are over "row" and "key". What is said of them is what the proof takes for granted; every call checks it.
+
+    Attributes:
+        valid: which tokens are real (None: all); the others are padding, which no real token attends to.
+        segments: the same for all real tokens of a row.
+        positions: grow by one from token to token between the real tokens of a row.
+        binary: zero or one.
+        bias: zero or at most -1e4.
     """
 
     window: int | None = None
-    valid: fx.Node | None = None
-    positions: tuple[fx.Node, ...] = ()
+    valid: Term | None = None
+    segments: tuple[Term, ...] = ()
+    positions: tuple[Term, ...] = ()
+    binary: tuple[Term, ...] = ()
+    bias: tuple[Term, ...] = ()
 
     def __str__(self) -> str:
-        kind = "causal" if self.window is None else f"causal, window {self.window}"
-        padding = "" if self.valid is None else f", padding from {self.valid.name}"
-        return kind + padding + "".join(f", consecutive {node.name}" for node in self.positions)
+        parts = ["causal" if self.window is None else f"causal, window {self.window}"]
+        if self.valid is not None:
+            parts.append(f"real tokens where {shown(self.valid)}")
+        parts += [f"one segment of {shown(term)} a row" for term in self.segments]
+        parts += [f"consecutive {shown(term)}" for term in self.positions]
+        return ", ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionLayer:
-    """One attention call: `q [B, Hq, S, D]`, `k [B, Hkv, S, D]`, `v [B, Hkv, S, Dv]`."""
+    """One attention call: `q [B, Hq, S, D]`, `k [B, Hkv, S, D]`, `v [B, Hkv, S, Dv]`; without a mask it is causal."""
 
     index: int
     node: fx.Node
@@ -116,8 +131,7 @@ class AttentionLayer:
     key_dim: int
     value_dim: int
     dtype: torch.dtype
-    window: int | None
-    mask: MaskClass
+    mask: Mask | None
     where: str
 
 

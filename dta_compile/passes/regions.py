@@ -20,8 +20,8 @@ DROPOUT = (aten.native_dropout.default, aten.bernoulli.p)
 
 def regions(program: Program) -> None:
     """Fill `program.region` and `program.frontier`."""
-    paddings = {node for layer in program.attention for node in (layer.mask.valid, *layer.mask.positions)}
-    program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in paddings)
+    of_masks = {node for layer in program.attention if layer.mask for node in layer.mask.leaves}
+    program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in of_masks)
     live = [node for node in program.graph.nodes if node in program.parameter_dependent and node.op != "placeholder"]
     attention_calls = [layer.node for layer in program.attention]
     before_last_attention = ancestors(attention_calls) & set(live)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import sympy
 import torch
 
 from dta_compile.errors import RuntimeContractError
@@ -20,6 +21,7 @@ from dta_compile.plan.schedule import Anchor, Backward, Forward
 from dta_compile.runtime import replay
 from dta_compile.runtime.dense_inputs import gathered, key_codes, used_tokens
 from dta_compile.runtime.executor import ChunkData, Executor
+from dta_compile.runtime.masks import ReadMasks, read_masks
 from dta_compile.runtime.memory import default_budget, keep_freed_pages
 from dta_compile.runtime.row_buffer import RowBuffer
 from dta_compile.runtime.rows import BatchRows, BatchTokens, Booleans, Integers
@@ -40,6 +42,7 @@ class Call:
         self.device = self._device()
         if self.device.type == "cpu":
             keep_freed_pages()
+        self.masks: ReadMasks
         self.rows: BatchRows
         self.schedule_plan: Plan
         # Per frontier value the head row of every entry; in streaming mode those of every sequence.
@@ -48,7 +51,8 @@ class Call:
 
     def plan(self, mode: str) -> Plan:
         """Build tree, rows and schedule."""
-        program, valid = self.program, self._valid()
+        program, self.masks = self.program, self._read_masks()
+        valid = self.masks.valid
         trunk_keys = [self._codes(item) for item in program.trunk_keys if not _by_column(item)]
         head_keys = [self._codes(item) for item in program.head_keys]
         used = [used_tokens(value, self.dense, self.batch, self.tokens, self._window) for value in program.frontier]
@@ -130,6 +134,7 @@ class Call:
         if cache is not None and replay.is_possible(self.device) and replay.pays(_runs(plan)):
             lease = cache.lease(layers, capacity, self.device, attention, data.parameters)
         path = lease.path if lease else PathStack(layers, capacity, self.device, attention)
+        path.windows = self.masks.windows
         executor = Executor(self.program.joint, self.program.frontier, data, self.rows, path, lease)
         if lease:
             weakref.finalize(executor, lease.place.release)  # whatever way the call ends
@@ -216,41 +221,11 @@ class Call:
             return self.args[spec.index].device
         return torch.device("cpu")
 
-    def _valid(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """`[B, S]` real tokens; checks what the masks' proofs assumed of the inputs."""
-        everything = np.ones((self.batch, self.tokens), bool)
-        layers = self.program.attention
-        valid = everything
-        if layers[0].mask.valid is not None:
-            values = self.dense[layers[0].mask.valid]
-            valid = (values != 0).reshape(-1, self.tokens).expand(self.batch, self.tokens).cpu().numpy()
-        for layer in layers:
-            for node in layer.mask.positions:
-                self._require_consecutive(node)
-            if layer.window is not None:
-                self._require_contiguous(valid)
-        return valid
+    def _read_masks(self) -> ReadMasks:
+        return read_masks(self.program, self.dense, self._number, (self.batch, self.tokens))
 
-    def _require_consecutive(self, node: Any) -> None:
-        positions = self.dense[node].reshape(-1, self.tokens)
-        if bool((positions.diff(dim=1) != 1).any()):
-            raise RuntimeContractError(
-                "these position ids make the model treat a row as several packed sequences",
-                where=f"input {node.name}",
-                expected="position ids that grow by one along every row",
-                got="a row with a jump",
-                hint="pass an attention_mask along with position_ids, and one sequence per row",
-            )
-
-    def _require_contiguous(self, valid: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
-        changes = np.diff(valid.astype(np.int8), axis=1, prepend=0, append=0)
-        if ((changes == 1).sum(1) > 1).any():
-            raise RuntimeContractError(
-                "a row has padding between real tokens, and a sliding window counts padding",
-                expected="padding at the left or right end of a row only",
-                got=f"row {int(((changes == 1).sum(1) > 1).argmax())}",
-                hint="move the padding to one end of the row",
-            )
+    def _number(self, expr: sympy.Expr) -> int | float:
+        return self.engine.sizes.number(expr, self.args)
 
 
 def _runs(plan: Plan) -> list[int]:

@@ -25,18 +25,22 @@ class Sizes:
         for index, node in enumerate(program.placeholders):
             value = node.meta["val"]
             for dim, size in enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]:
-                if isinstance(size, torch.SymInt) and isinstance(expr := size.node.expr, sympy.Symbol):
+                is_symbol = isinstance(size, (torch.SymInt, torch.SymFloat))
+                if is_symbol and isinstance(expr := size.node.expr, sympy.Symbol):  # type: ignore[union-attr]
                     self._sources.setdefault(expr, (index, dim))
 
     def evaluate(self, expr: sympy.Expr | None, args: Sequence[object]) -> int:
         """The value of a size expression for the call's inputs; None counts as 1."""
-        if expr is None:
-            return 1
+        return 1 if expr is None else int(self.number(expr, args))
+
+    def number(self, expr: sympy.Expr, args: Sequence[object]) -> int | float:
+        """The value of an expression of sizes and numbers, a `float` if it is no integer."""
         values = {}
         for symbol in expr.free_symbols:
             index, dim = self._sources[symbol]
-            values[symbol] = int(args[index]) if dim is None else int(args[index].shape[dim])  # type: ignore
-        return int(expr.subs(values))
+            values[symbol] = args[index] if dim is None else int(args[index].shape[dim])  # type: ignore
+        found = expr.subs(values)
+        return int(found) if found.is_integer else float(found)
 
     def window(self, frame: Frame, args: Sequence[object]) -> tuple[int, int]:
         """`(start, length)` of a frame."""

@@ -81,7 +81,7 @@ class _CompareGradients(torch.autograd.Function):
 
 def _real(program: Program, args: Sequence[Any], node: Any, value: torch.Tensor) -> torch.Tensor | None:
     """Where an output of the token region lies at real tokens (padding is not computed); None: everywhere."""
-    mask = program.attention[0].mask.valid
+    mask = program.attention[0].mask
     layout = program.values.get(node)
     if mask is None or not isinstance(layout, Layout) or layout.token_dim is None or layout.frame is None:
         return None

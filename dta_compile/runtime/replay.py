@@ -112,9 +112,9 @@ class ReplayStack(PathStack):
         self.values[layer].index_copy_(2, put, value)
 
     def _operands(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float, window: int
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float
     ) -> Operands:
-        operands = super()._operands(query, key, value, layer, scale, window)
+        operands = super()._operands(query, key, value, layer, scale)
         if not self.replaying:
             return operands
         prefix = self.keys[layer][:, :, : self.bound], self.values[layer][:, :, : self.bound]
@@ -196,7 +196,7 @@ class Lease:
             return run(arguments)
         copied = [tensor.data_ptr() not in self.fixed for tensor in tensors]
         shapes = [tensor.shape for tensor, copy in zip(tensors, copied, strict=True) if copy]
-        key = (id(graph), self.path.chunk.tokens, self.path.bound, *shapes)
+        key = (id(graph), self.path.chunk.tokens, self.path.bound, *self.path.windows, *shapes)
         self.path.prepare()
         self.path.replaying = True
         try:

@@ -21,6 +21,7 @@ class PathStack:
     Attributes:
         chunk: the chunk being run.
         waiting: KV gradients are zero from this depth on, in all layers.
+        windows: by layer, the tokens that a token attends to, itself included; 0: all above it.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class PathStack:
     ) -> None:
         self.chunk = ChunkShape.of(0, 0, ())
         self.waiting = 0
+        self.windows = [0] * len(layers)
         self.layers, self.capacity, self.device, self.attention = layers, capacity, device, attention
         self.keys = [self._buffer(layer, layer.key_dim, layer.dtype) for layer in layers]
         self.values = [self._buffer(layer, layer.value_dim, layer.dtype) for layer in layers]
@@ -85,11 +87,11 @@ class PathStack:
         self.values[layer][:, :, start:stop] = value
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float, window: int
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of a chunk over the path before it and itself; the KV of its spine goes on the stack."""
         self.write(key, value, layer)
-        operands = self._operands(query, key, value, layer, scale, window)
+        operands = self._operands(query, key, value, layer, scale)
         return self.providers[layer].forward(operands)
 
     def attend_backward(
@@ -102,14 +104,13 @@ class PathStack:
         logsumexp: torch.Tensor,
         layer: int,
         scale: float,
-        window: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of query, key and value of a chunk.
 
         Adds the prefix's KV gradients to the stack, and takes from it what later chunks left for the spine's KV.
         """
         buffers = self.key_grads[layer], self.value_grads[layer]
-        operands = self._operands(query, key, value, layer, scale, window)
+        operands = self._operands(query, key, value, layer, scale)
         grads = self.providers[layer].backward(grad, out, logsumexp, operands, *self._above(buffers))
         self._take(buffers, grads[1:])
         return grads[0], grads[1].to(key.dtype), grads[2].to(value.dtype)
@@ -129,11 +130,11 @@ class PathStack:
                 waiting.zero_()
 
     def _operands(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float, window: int
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float
     ) -> Operands:
         start = self.chunk.start
         prefix_key, prefix_value = self.keys[layer][:, :, :start], self.values[layer][:, :, :start]
-        return Operands(query, key, value, prefix_key, prefix_value, self.chunk, self.table, scale, window)
+        return Operands(query, key, value, prefix_key, prefix_value, self.chunk, self.table, scale, self.windows[layer])
 
     def table(self) -> ChunkTable:
         """The chunk's shape on the device."""

@@ -1,0 +1,283 @@
+"""The entry of a tensor as an expression over its indices: what the derivation of attention masks computes with.
+
+`mask[row, 0, query, key]` of a causal mask with padding becomes `key <= query & attention_mask[row, key]`. Terms are
+made by one `Terms`, which gives equal terms the same object, so that they are compared by identity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "floor_divide": "//", "remainder": "%", "eq": "==", "ne": "!=",
+    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "bitwise_and": "&", "logical_and": "&", "bitwise_or": "|",
+    "logical_or": "|", "bitwise_xor": "^", "logical_xor": "^",
+}  # fmt: skip
+PREFIX = {"bitwise_not": "~", "logical_not": "~", "neg": "-"}
+OF_ITSELF = {"eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt": False}
+LONGEST = 400  # characters of a printed term
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Term:
+    """One entry of a tensor.
+
+    Attributes:
+        dtype: that of the tensor.
+        is_scalar: the tensor has no dimensions, which type promotion goes by.
+        indices: the index variables that the term depends on.
+    """
+
+    dtype: torch.dtype
+    is_scalar: bool
+    indices: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Const(Term):
+    """A number."""
+
+    value: bool | int | float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Index(Term):
+    """A variable that counts along a dimension: "row", "query", "key"."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Number(Term):
+    """A size or a number of the call, that is no tensor: `expr` of the symbols that Dynamo knows it by."""
+
+    expr: sympy.Expr
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entry(Term):
+    """The entry at `index` of a tensor that is taken as it is."""
+
+    node: fx.Node
+    index: tuple[Term, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Apply(Term):
+    """A pointwise operator of terms and Python numbers."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        """The operator's, without its overload."""
+        return _name(self.op)
+
+    @property
+    def operands(self) -> tuple[Term, ...]:
+        return tuple(arg for arg in self.args if isinstance(arg, Term))
+
+
+def _name(op: Any) -> str:
+    return str(op._schema.name).removeprefix("aten::")
+
+
+def shown(term: Term) -> str:
+    """A term for people, cut off where it gets long."""
+    known: dict[Term, str] = {}
+
+    def text(arg: Any, nested: bool = False) -> str:
+        if not isinstance(arg, Term):
+            return str(arg)
+        if arg not in known:
+            full = _text(arg, text)
+            known[arg] = full if len(full) <= LONGEST else f"{full[:LONGEST]} ..."
+        infix = isinstance(arg, Apply) and arg.name in INFIX and not arg.kwargs
+        return f"({known[arg]})" if nested and infix else known[arg]
+
+    return text(term)
+
+
+def _text(term: Term, text: Callable[..., str]) -> str:
+    if isinstance(term, Const):
+        return str(term.value)
+    if isinstance(term, Index):
+        return term.name
+    if isinstance(term, Number):
+        return str(term.expr)
+    if isinstance(term, Entry):
+        name = term.node.meta.get("source") or term.node.name
+        return f"{name}[{', '.join(map(text, term.index))}]" if term.index else name
+    assert isinstance(term, Apply)
+    parts = [text(arg, True) for arg in term.args]
+    if term.name in INFIX and len(parts) == 2 and not term.kwargs:
+        return f"{parts[0]} {INFIX[term.name]} {parts[1]}"
+    if term.name in PREFIX:
+        return f"{PREFIX[term.name]}{parts[0]}"
+    if term.name == "_to_copy":
+        return f"{parts[0]}.to({str(term.dtype).removeprefix('torch.')})"
+    return f"{term.name}({', '.join([*map(text, term.args), *(f'{k}={v}' for k, v in term.kwargs)])})"
+
+
+class Terms:
+    """Makes terms: equal ones are the same object, operators of constants are carried out."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def const(self, value: bool | int | float, dtype: torch.dtype = torch.int64, is_scalar: bool = False) -> Const:
+        key = (Const, repr(value), dtype, is_scalar)
+        return self._make(key, lambda: Const(dtype, is_scalar, frozenset(), value))
+
+    def index(self, name: str) -> Index:
+        return self._make((Index, name), lambda: Index(torch.int64, False, frozenset([name]), name))
+
+    def number(self, expr: sympy.Expr, dtype: torch.dtype = torch.int64) -> Const | Number:
+        if isinstance(expr, sympy.Integer):
+            return self.const(int(expr), is_scalar=True)
+        return self._make((Number, expr), lambda: Number(dtype, True, frozenset(), expr))
+
+    def entry(self, node: fx.Node, index: tuple[Term, ...]) -> Entry:
+        indices = frozenset().union(*(term.indices for term in index))
+        dtype = node.meta["val"].dtype
+        return self._make((Entry, node, index), lambda: Entry(dtype, not index, indices, node, index))
+
+    def apply(self, op: Any, *args: Any, result: torch.dtype | None = None, **kwargs: Any) -> Term:
+        """`op(*args, **kwargs)`; `result`: its dtype, asked of torch if it is not given."""
+        if (simple := self._simplified(op, args, result)) is not None:
+            return simple
+        operands = [arg for arg in args if isinstance(arg, Term)]
+        is_constant = all(isinstance(arg, Const) for arg in operands)
+        if is_constant or result is None:
+            value = _tried(op, args, kwargs)
+            if value is not None and is_constant and result in (None, value.dtype):
+                return self.const(value.item(), value.dtype, value.dim() == 0)
+            result = value.dtype if result is None else result
+        items = tuple(sorted(kwargs.items()))
+        is_scalar = all(arg.is_scalar for arg in operands)
+        indices = frozenset().union(*(arg.indices for arg in operands))
+        key = (Apply, op, tuple(map(_key, args)), tuple((name, _key(value)) for name, value in items))
+        return self._make(key, lambda: Apply(result, is_scalar, indices, op, args, items))
+
+    def _simplified(self, op: Any, args: tuple[Any, ...], result: torch.dtype | None) -> Term | None:
+        """What is known of an operator of two operands whatever they are: of an integer and itself, True, or 0."""
+        if len(args) != 2 or not isinstance(args[0], Term) or args[0].is_scalar:
+            return None
+        name, (one, other) = _name(op), args
+        if one is other and not one.dtype.is_floating_point and name in OF_ITSELF:
+            return self.const(OF_ITSELF[name], torch.bool)
+        if name in ("bitwise_and", "logical_and") and one.dtype == getattr(other, "dtype", None) == torch.bool:
+            for left, right in ((one, other), (other, one)):
+                if isinstance(left, Const) and not other.is_scalar:
+                    return right if left.value else left
+        number = other.value if isinstance(other, Const) and other.dtype == one.dtype else other
+        adds_nothing = name in ("add", "sub") and isinstance(number, int) and number == 0
+        return one if adds_nothing and one.dtype is torch.int64 and result in (None, torch.int64) else None
+
+    def with_index(self, term: Term, name: str, other: str) -> Any:
+        """A term with one index variable in the place of another."""
+        found: dict[Term, Term] = {}
+
+        def replaced(term: Any) -> Any:
+            if not isinstance(term, Term) or name not in term.indices:
+                return term
+            if term not in found:
+                found[term] = rebuilt(term)
+            return found[term]
+
+        def rebuilt(term: Term) -> Term:
+            if isinstance(term, Entry):
+                return self.entry(term.node, tuple(map(replaced, term.index)))
+            if isinstance(term, Apply):
+                return self.apply(term.op, *map(replaced, term.args), result=term.dtype, **dict(term.kwargs))
+            return self.index(other)
+
+        return replaced(term)
+
+    def _make(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+
+def _key(arg: Any) -> Any:
+    return arg if isinstance(arg, Term) else (type(arg), repr(arg))
+
+
+def _tried(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator of constants, or of examples of its operands; None if it takes no such."""
+    try:
+        return op(*map(_example, args), **kwargs)
+    except RuntimeError:
+        return None
+
+
+def _example(arg: Any) -> Any:
+    """An argument that tells torch's type promotion as much as the tensor would."""
+    if not isinstance(arg, Term):
+        return arg
+    if isinstance(arg, Number):
+        return 1
+    return torch.full(() if arg.is_scalar else (1,), arg.value if isinstance(arg, Const) else 1, dtype=arg.dtype)
+
+
+def subterms(term: Term) -> Iterator[Term]:
+    """A term and all that it is made of, each once."""
+    seen, pending = set[Term](), [term]
+    while pending:
+        one = pending.pop()
+        if one not in seen:
+            seen.add(one)
+            yield one
+            pending.extend(one.index if isinstance(one, Entry) else one.operands if isinstance(one, Apply) else ())
+
+
+class Evaluation:
+    """Values of terms for one call, `[B, S]` or what broadcasts to it.
+
+    Args:
+        dense: values of the tensors that terms take entries of.
+        number: gives the value of a size expression.
+        indices: by name the values of index variables, say `[B, 1]` rows and `[1, S]` keys.
+    """
+
+    def __init__(
+        self,
+        dense: Mapping[fx.Node, torch.Tensor],
+        number: Callable[[sympy.Expr], int | float],
+        indices: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.dense, self.number, self.indices = dense, number, indices
+        self._known: dict[Term, Any] = {}
+
+    def __call__(self, term: Any) -> Any:
+        """The value of a term; of anything else that thing."""
+        if not isinstance(term, Term):
+            return term
+        if term not in self._known:
+            self._known[term] = self._value(term)
+        return self._known[term]
+
+    def _value(self, term: Term) -> Any:
+        if isinstance(term, Index):
+            return self.indices[term.name]
+        if isinstance(term, Number):
+            return self.number(term.expr)
+        if isinstance(term, Entry):
+            value = self.dense[term.node]
+            return value[tuple(map(self, term.index))] if term.index else value
+        if isinstance(term, Apply):
+            return term.op(*map(self, term.args), **dict(term.kwargs))
+        assert isinstance(term, Const)
+        device = next(iter(self.indices.values())).device
+        return torch.full(() if term.is_scalar else (1, 1), term.value, dtype=term.dtype, device=device)

@@ -1,0 +1,114 @@
+"""Masks alone: a function that makes one, traced as a model would be, and what it allows by plain evaluation.
+
+    found = trace(lambda ids: make_mask(ids), ids)
+    found.check()          # the derived class allows what the mask allows; or raises the typed error
+
+`check` compares all pairs of all real queries, and also every entry of the mask with its term.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dta_compile import capture
+from dta_compile.errors import DTAError
+from dta_compile.passes.attention import attention
+from dta_compile.passes.dense_graphs import _module
+from dta_compile.passes.lower import lower
+from dta_compile.passes.mask_proof import Mask
+from dta_compile.passes.mask_terms import Evaluation
+from dta_compile.passes.program import Program
+from dta_compile.passes.token_axis import token_axis
+from dta_compile.runtime.dense_inputs import Sizes
+from dta_compile.runtime.masks import ReadMasks, read_masks
+
+
+@dataclasses.dataclass
+class Traced:
+    """A program whose attention has the mask, and the inputs of one call."""
+
+    program: Program
+    args: tuple[Any, ...]
+    shape: tuple[int, int]
+
+    @property
+    def mask(self) -> Mask:
+        return self.program.attention[0].mask
+
+    def check(self) -> ReadMasks:
+        """Compare the derived class with the mask itself."""
+        leaves = sorted(self.mask.leaves, key=lambda node: node.name)
+        *values, actual = _module(self.program, [], [*leaves, self.mask.mask])(*self.args)
+        dense, sizes = dict(zip(leaves, values, strict=True)), Sizes(self.program)
+        self._check_term(dense, sizes, actual)
+        found = read_masks(self.program, dense, lambda expr: sizes.number(expr, self.args), self.shape)
+        allowed = actual if actual.dtype is torch.bool else actual == 0
+        batch, tokens = self.shape
+        allowed = allowed[(None,) * (4 - allowed.dim())].expand(batch, 1, tokens, tokens)[:, 0]
+        distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+        expected = (distance >= 0) & torch.from_numpy(found.valid)[:, None]
+        if found.windows[0]:
+            expected &= distance < found.windows[0]
+        real = torch.from_numpy(found.valid)[:, :, None]
+        assert torch.equal(allowed & real, expected & real), f"{found.classes[0]}: {self.mask.term}"
+        return found
+
+    def _check_term(self, dense: dict[Any, torch.Tensor], sizes: Sizes, actual: torch.Tensor) -> None:
+        batch, tokens = self.shape
+        row, query = torch.arange(batch)[:, None, None], torch.arange(tokens)[None, :, None]
+        indices = {"row": row, "query": query, "key": torch.arange(tokens)[None, None]}
+
+        def number(expr: Any) -> Any:
+            return dense[self.mask.items[expr]].item() if expr in self.mask.items else sizes.number(expr, self.args)
+
+        value = Evaluation(dense, number, indices)(self.mask.term)
+        actual = actual[(None,) * (4 - actual.dim())][:, 0]
+        assert value.dtype == actual.dtype
+        assert torch.equal(*torch.broadcast_tensors(value, actual))
+
+
+def trace(make_mask: Any, ids: torch.Tensor, *inputs: Any) -> list[Traced]:
+    """The call of attention over `ids` `[B, S]` with the mask that `make_mask(ids, *inputs)` makes; see `calls`."""
+    return calls(make_mask, [(ids, *inputs)])
+
+
+def calls(make_mask: Any, inputs: list[tuple[Any, ...]]) -> list[Traced]:
+    """The same for several calls of one compiled function, traced as often as Dynamo wants to.
+
+    Raises the typed error of a mask that is refused while it is traced.
+    """
+    found: list[Traced] = []
+    errors: list[DTAError] = []
+
+    def backend(module: Any, _: Any) -> Any:
+        capture.restore_duck_shapes()
+        capture.trace_again_with_symbolic_sizes(module.graph)
+        program = Program(module, training=False)
+        try:
+            for step in (lower, token_axis, attention):
+                step(program)
+        except DTAError as error:
+            errors.append(error)
+
+        def run(*args: Any) -> Any:
+            found.append(Traced(program, args, (0, 0)))
+            return module.forward(*args)
+
+        return run
+
+    @torch.compile(backend=backend)
+    def attend(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        x = ids.double()[:, None, :, None].expand(-1, 2, -1, 4)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=make_mask(ids, *rest))
+
+    torch._dynamo.reset()
+    for ids, *rest in inputs:
+        attend(ids, *rest)
+        if errors:
+            raise errors[0]
+        found[-1].shape = tuple(ids.shape)  # type: ignore[assignment]
+    return found

@@ -74,7 +74,8 @@ class GradientFlow(CapturedInterpreter):
     def __init__(self, module: fx.GraphModule, outer: GradientFlow | None = None) -> None:
         super().__init__(module)
         self.found: dict[fx.Node, list[Flow]] = {} if outer is None else outer.found
-        self._storages: set[int] = set() if outer is None else outer._storages  # of what is followed
+        # In each piece of memory, the tensors that autograd follows by themselves: views count as what they are views of.
+        self._roots: dict[int, set[int]] = {} if outer is None else outer._roots
 
     def inside(self, body: fx.GraphModule) -> GradientFlow:
         return GradientFlow(body, self)
@@ -88,7 +89,8 @@ class GradientFlow(CapturedInterpreter):
                 self._wrote(n, value)
         memory = {_storage(value) for value in inputs}
         self.found[n] = [_flow(value, memory) for value in tensors(result)]
-        self._storages.update(_storage(value) for value in tensors(result) if _is_followed(value))
+        for value in tensors(result):
+            self._follow(value)
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,9 +107,8 @@ class GradientFlow(CapturedInterpreter):
         return any(Flow.FOLLOWED in self.found[argument] for argument in node.all_input_nodes)
 
     def _wrote(self, node: fx.Node, value: torch.Tensor) -> None:
-        if torch.is_grad_enabled() and _is_followed(value):
-            self._storages.add(_storage(value))
-        elif _storage(value) in self._storages:
+        known = self._roots.get(_storage(value), set())
+        if known and (not torch.is_grad_enabled() or known != {_root(value)}):
             raise RefusalError(
                 "the model writes to a value with a gradient behind autograd's back",
                 where=where(node),
@@ -116,6 +117,11 @@ class GradientFlow(CapturedInterpreter):
                 hint="make a new value instead (x = x * 2, not x.mul_(2)); (y - x).detach() + x has the value of y and "
                 "the gradient of x",
             )
+        self._follow(value)
+
+    def _follow(self, value: torch.Tensor) -> None:
+        if _is_followed(value):
+            self._roots.setdefault(_storage(value), set()).add(_root(value))
 
 
 def gradient_flow(module: fx.GraphModule) -> GradientFlow:
@@ -161,6 +167,10 @@ def _flow(value: torch.Tensor, memory: set[int]) -> Flow:
 def _is_followed(value: torch.Tensor) -> bool:
     """Whether gradients reach what a value was made from; a view made under `no_grad` says so of itself, wrongly."""
     return value.grad_fn is not None or (value.requires_grad and not value._is_view())
+
+
+def _root(value: torch.Tensor) -> int:
+    return int((value if value._base is None else value._base)._cdata)
 
 
 def _storage(value: torch.Tensor) -> int:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes import decompositions, opaque, row_loops
+from dta_compile.passes.draws import DrawCapture, drawing
 from dta_compile.passes.gradient_flow import CapturedInterpreter, Flow, GradientFlow, gradient_flow, tensors
 from dta_compile.passes.new_values import write_to_new_values
 from dta_compile.passes.program import Input, InputKind, Program, output_node, where
@@ -76,6 +77,7 @@ def lower(program: Program) -> None:
     module.recompile()
     program.module = module
     program.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    program.draws = drawing(module.graph)
 
 
 def _trace(program: Program, flow: GradientFlow, functional: bool) -> fx.GraphModule:
@@ -86,8 +88,8 @@ def _trace(program: Program, flow: GradientFlow, functional: bool) -> fx.GraphMo
     mutated: list[int] = []
 
     def run(*args: Any) -> Any:
-        with _AttentionCapture(), torch.no_grad():
-            return _DetachingInterpreter(program.captured, flow).run(*args)
+        with _AttentionCapture(), torch.no_grad(), DrawCapture() as draws:
+            return _DetachingInterpreter(program.captured, flow).run(*args), draws.results
 
     def run_functional(*args: Any) -> Any:
         with FunctionalTensorMode():
@@ -269,8 +271,8 @@ def _mutation_refusal(mutated: Input, placeholder: fx.Node) -> RefusalError:
 
 def _flatten_output(module: fx.GraphModule) -> None:
     node = output_node(module.graph)
-    if not isinstance(node.args[0], (tuple, list)):
-        node.args = ((node.args[0],),)
+    results, _ = node.args[0]  # the draws were outputs to be kept: from here on that is their operators' own property
+    node.args = (tuple(results) if isinstance(results, (tuple, list)) else (results,),)
 
 
 @contextlib.contextmanager

@@ -178,6 +178,7 @@ class Program:
     # lower
     module: fx.GraphModule = None
     placeholders: list[fx.Node] = dataclasses.field(default_factory=list)
+    draws: list[fx.Node] = dataclasses.field(default_factory=list)  # nodes that draw random numbers, in order
     # token_axis
     batch: sympy.Expr | None = None
     tokens: sympy.Expr | None = None

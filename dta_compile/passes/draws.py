@@ -1,4 +1,4 @@
-"""Random numbers: with the same seed a compiled call has eager's, because each is drawn once, over the same shape, in order.
+"""Random numbers: with the same seed a compiled call has eager's: each is drawn once, over the same shape, in order.
 
 The prologue runs before the epilogue and both run once a call, so order is kept as long as nothing that chunks need is
 drawn after something that only the epilogue can draw. Chunks never draw: tokens that rollouts share are computed once.

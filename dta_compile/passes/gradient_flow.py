@@ -74,7 +74,7 @@ class GradientFlow(CapturedInterpreter):
     def __init__(self, module: fx.GraphModule, outer: GradientFlow | None = None) -> None:
         super().__init__(module)
         self.found: dict[fx.Node, list[Flow]] = {} if outer is None else outer.found
-        # In each piece of memory, the tensors that autograd follows by themselves: views count as what they are views of.
+        # In each piece of memory, the tensors that autograd follows; views count as what they are views of.
         self._roots: dict[int, set[int]] = {} if outer is None else outer._roots
 
     def inside(self, body: fx.GraphModule) -> GradientFlow:

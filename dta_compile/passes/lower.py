@@ -73,7 +73,7 @@ def lower(program: Program) -> None:
     decompositions.drop_empty_parts(module.graph)
     row_loops.undo_row_loops(module.graph)
     sizes_from_inputs(module.graph)
-    module.graph.eliminate_dead_code()
+    module.graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
     module.recompile()
     program.module = module
     program.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]

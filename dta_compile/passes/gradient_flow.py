@@ -13,11 +13,20 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._functorch import (
+    get_dynamic_layer_stack_depth,
+    get_unwrapped,
+    is_batchedtensor,
+    pop_dynamic_layer_stack_and_undo_to_depth,
+)
 from torch._dispatch.python import enable_python_dispatcher
 from torch.utils import _pytree as pytree
 
 from dta_compile.errors import DTAError, RefusalError
 from dta_compile.passes.program import where
+
+
+DERIVATIVES = ("_grad_increment_nesting", "_jvp_increment_nesting")
 
 
 class Flow(enum.Enum):
@@ -34,6 +43,14 @@ class CapturedInterpreter(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.extra_traceback = False  # our errors name the place themselves
+
+    def run(self, *args: Any) -> Any:
+        """Also when it ends with an error, levels of `torch.func` that the graph has entered are left."""
+        depth = get_dynamic_layer_stack_depth()
+        try:
+            return super().run(*args)
+        finally:
+            pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
     def run_node(self, n: fx.Node) -> Any:
         """Raises `RefusalError` with the user's line."""
@@ -124,8 +141,23 @@ class GradientFlow(CapturedInterpreter):
             self._roots.setdefault(_storage(value), set()).add(_root(value))
 
 
+def _refuse_derivatives(module: fx.GraphModule) -> None:
+    """Before anything is run: what `torch.func` switches off for a derivative would stay so after an error."""
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if getattr(node.target, "__name__", "") in DERIVATIVES:
+                raise RefusalError(
+                    "a derivative is taken inside of the compiled function (torch.func.grad, vjp, jvp, hessian)",
+                    where=where(node),
+                    expected="values; derivatives are taken of what the compiled function returns",
+                    got="torch.func's own differentiation",
+                    hint="take it outside of the compiled function, or write the derivative out",
+                )
+
+
 def gradient_flow(module: fx.GraphModule) -> GradientFlow:
     """Run a captured graph under autograd, in the gradient mode of now, on the fake tensors that Dynamo recorded."""
+    _refuse_derivatives(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     values = [node.meta["example_value"] for node in placeholders]
     mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
@@ -149,8 +181,15 @@ def _fresh(value: Any) -> Any:
 
 
 def tensors(values: Any) -> list[torch.Tensor]:
-    """The tensors in a result."""
-    return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
+    """The tensors in a result; in place of one that `torch.func.vmap` runs over, the whole tensor."""
+    return [whole(value) for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """The tensor that `torch.func.vmap` runs over, of which `value` is a part; any other as it is."""
+    while is_batchedtensor(value):
+        value = get_unwrapped(value)
+    return value
 
 
 def first_line(error: Exception) -> str:

@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 from dta_compile.errors import RefusalError
 from dta_compile.passes import decompositions, opaque, row_loops
 from dta_compile.passes.draws import DrawCapture, drawing
-from dta_compile.passes.gradient_flow import CapturedInterpreter, Flow, GradientFlow, gradient_flow, tensors
+from dta_compile.passes.gradient_flow import CapturedInterpreter, Flow, GradientFlow, gradient_flow, tensors, whole
 from dta_compile.passes.new_values import write_to_new_values
-from dta_compile.passes.program import Input, InputKind, Program, output_node, where
+from dta_compile.passes.program import Input, InputKind, Program, output_node, where, where_now
 from dta_compile.passes.size_nodes import sizes_from_inputs
 
 aten = torch.ops.aten
@@ -202,7 +202,7 @@ class _DetachingInterpreter(CapturedInterpreter):
 
         def marked(value: torch.Tensor) -> torch.Tensor:
             flow = next(flows)
-            return value if id(value) in known else _marked(value, flow)
+            return value if id(whole(value)) in known else _marked(value, flow)
 
         return pytree.tree_map_only(torch.Tensor, marked, result)
 
@@ -219,7 +219,8 @@ def _marked(value: torch.Tensor, flow: Flow) -> torch.Tensor:
     if flow is Flow.FOLLOWED or not (value.is_floating_point() or value.is_complex()):
         return value
     # Writes to what has memory of its own have to stay writes to the marked value, where autograd sees them.
-    return value.detach() if flow is Flow.CUT_OFF else torch.ops.dta.stop_gradient(value)
+    is_part = value is not whole(value)  # the operator is not for parts
+    return value.detach() if flow is Flow.CUT_OFF or is_part else torch.ops.dta.stop_gradient(value)
 
 
 def _describe(index: int, node: fx.Node) -> Input:
@@ -284,11 +285,3 @@ def _no_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(previous)
-
-
-def where_now() -> str:
-    """The user's source line of the node that is being traced."""
-    meta = fx.traceback.get_current_meta()
-    probe = fx.Graph().placeholder("traced")
-    probe.meta = dict(meta)
-    return where(probe)

@@ -287,3 +287,11 @@ def where(node: fx.Node) -> str:
         return f"node {node.name}"
     own = [i for i in frames if TORCH_FOLDER not in lines[i]] or frames
     return " | ".join(lines[own[-1] : own[-1] + 2])
+
+
+def where_now() -> str:
+    """The user's source line of the node that is being traced."""
+    meta = fx.traceback.get_current_meta()
+    probe = fx.Graph().placeholder("traced")
+    probe.meta = dict(meta)
+    return where(probe)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,9 +95,18 @@ def _analyse(module: fx.GraphModule, training: bool, codegen: str, own_symbols: 
         )
     capture.unify_equal_sizes(module.graph)
     try:
-        return run_passes(Program(module, training, codegen))
+        with _autograd_of_our_own():
+            return run_passes(Program(module, training, codegen))
     except AmbiguousAxes:
         capture.trace_again_without_duck_shapes(already=own_symbols)
+
+
+@contextlib.contextmanager
+def _autograd_of_our_own() -> Iterator[None]:
+    """Anomaly detection and the hooks of a checkpoint around a call are not for what passes differentiate."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)
+    with hooks, torch.autograd.set_detect_anomaly(False):
+        yield
 
 
 class Refused:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from dta_compile.passes.draws import place_draws
 from dta_compile.passes.program import Axis, Layout, Mixed, Program, Value, ancestors, has_tensor
 from dta_compile.passes.token_axis import apply_rule
 
@@ -19,44 +20,49 @@ def dense_graphs(program: Program) -> None:
     """Fill `program.prologue`, `.epilogue`, what passes between them, and `.mixes_sequences`."""
     frontier = {value.node for value in program.frontier}
     outputs = [node for node in program.outputs if isinstance(node, fx.Node)]
-    needed = ancestors(outputs, stop=lambda node: node in frontier or _is_dense_tensor(program, node))
+    draws = place_draws(program, _chunks_need(program))
+
+    def is_dense(node: fx.Node) -> bool:
+        return _is_dense_tensor(program, node) and node not in draws.late
+
+    needed = ancestors([*outputs, *draws.epilogue], stop=lambda node: node in frontier or is_dense(node))
     program.epilogue_dense_inputs = [
-        node
-        for node in program.graph.nodes
-        if node in needed and _is_dense_tensor(program, node) and node.op != "placeholder"
+        node for node in program.graph.nodes if node in needed and is_dense(node) and node.op != "placeholder"
     ]
-    program.prologue_nodes = _prologue_nodes(program)
-    program.prologue = _module(program, [], program.prologue_nodes)
+    program.prologue_nodes = list(dict.fromkeys([*_chunks_need(program), *program.epilogue_dense_inputs]))
+    program.prologue = _module(program, [], program.prologue_nodes, draws.prologue)
     received = [value.node for value in program.frontier] + program.epilogue_dense_inputs
-    program.epilogue = _module(program, received, program.outputs)
+    program.epilogue = _module(program, received, program.outputs, draws.epilogue)
     epilogue_nodes = [node for node in program.graph.nodes if node in needed - frontier]
     program.mixes_sequences = _mixes_sequences(program, epilogue_nodes)
+    if draws.epilogue:
+        program.mixes_sequences = f"{draws.epilogue[0].target} draws random numbers for all sequences at once"
 
 
 def _is_dense_tensor(program: Program, node: fx.Node) -> bool:
     return has_tensor(node) and node not in program.parameter_dependent and node.op != "output"
 
 
-def _prologue_nodes(program: Program) -> list[fx.Node]:
+def _chunks_need(program: Program) -> list[fx.Node]:
     chunk_inputs = program.trunk_inputs + program.head_inputs + program.trunk_keys + program.head_keys
     nodes: dict[fx.Node, None] = dict.fromkeys(item.node for item in chunk_inputs)
     nodes.update(dict.fromkeys(program.constant_inputs))
     nodes.update(dict.fromkeys(condition.node for condition in program.conditions))
     for layer in program.attention:
         nodes.update(dict.fromkeys(sorted(layer.mask.leaves, key=lambda leaf: leaf.name) if layer.mask else ()))
-    nodes.update(dict.fromkeys(program.epilogue_dense_inputs))
     return list(nodes)
 
 
-def _module(program: Program, received: list[fx.Node], outputs: Iterable[Any]) -> fx.GraphModule:
-    """A graph from the call's inputs (and `received` values) to `outputs`, with just the nodes that they need."""
+def _module(program: Program, received: list[fx.Node], outputs: Iterable[Any], draws: list[fx.Node]) -> fx.GraphModule:
+    """A graph from the call's inputs (and `received` values) to `outputs`, with `draws` and what all of them need."""
     outputs = list(outputs)
     graph, copies = fx.Graph(), {}
     for node in program.placeholders:
         copies[node] = graph.placeholder(node.name)
     for node in received:
         copies[node] = graph.placeholder(f"received_{node.name}")
-    needed = ancestors([node for node in outputs if isinstance(node, fx.Node)], stop=lambda node: node in copies)
+    wanted = [*draws, *(node for node in outputs if isinstance(node, fx.Node))]
+    needed = ancestors(wanted, stop=lambda node: node in copies)
     for node in program.graph.nodes:
         if node in needed and node not in copies:
             copies[node] = graph.node_copy(node, lambda arg: copies[arg])

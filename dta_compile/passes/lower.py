@@ -21,19 +21,28 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from dta_compile.errors import DTAError, RefusalError
+from dta_compile.errors import RefusalError
 from dta_compile.passes import decompositions, opaque, row_loops
-from dta_compile.passes.followed import Followed, requires_grad
+from dta_compile.passes.draws import DrawCapture, drawing
+from dta_compile.passes.gradient_flow import CapturedInterpreter, Flow, GradientFlow, gradient_flow, tensors, whole
 from dta_compile.passes.new_values import write_to_new_values
-from dta_compile.passes.program import Input, InputKind, Program, output_node, where
+from dta_compile.passes.program import Input, InputKind, Program, output_node, where, where_now
 from dta_compile.passes.size_nodes import sizes_from_inputs
 
 aten = torch.ops.aten
+GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
 LIBRARY = torch.library.Library("dta", "DEF")
 LIBRARY.define(
     "attention_call(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float scale) -> Tensor"
 )
+LIBRARY.define("stop_gradient(Tensor value) -> Tensor")
+STOP_GRADIENT = torch.ops.dta.stop_gradient.default
+
+
+@torch.library.register_fake("dta::stop_gradient", lib=LIBRARY)
+def _stop_gradient_fake(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 @torch.library.register_fake("dta::attention_call", lib=LIBRARY)
@@ -53,19 +62,23 @@ def lower(program: Program) -> None:
     captured = program.captured
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     program.inputs = [_describe(i, node) for i, node in enumerate(placeholders)]
-    module = _trace(program, functional=False)
+    flow = gradient_flow(captured)
+    module = _trace(program, flow, functional=False)
     if not write_to_new_values(module.graph):
-        module = _trace(program, functional=True)  # takes half as long again, for models that write in place
+        module = _trace(program, flow, functional=True)  # takes half as long again, for models that write in place
+    for node in module.graph.find_nodes(op="call_function", target=STOP_GRADIENT):
+        node.target = aten.detach.default
     _flatten_output(module)
     opaque.embed(module)
     decompositions.spell_out_constructors(module.graph)
     decompositions.drop_empty_parts(module.graph)
     row_loops.undo_row_loops(module.graph)
     sizes_from_inputs(module.graph)
-    module.graph.eliminate_dead_code()
+    module.graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
     module.recompile()
     program.module = module
     program.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    program.draws = drawing(module.graph)
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         node.meta["source"] = _readable(spec.name)
 
@@ -76,7 +89,7 @@ def _readable(source: str) -> str:
     return re.sub(r"\['(\w+)'\]", r".\1", plain).removeprefix("L.")
 
 
-def _trace(program: Program, functional: bool) -> fx.GraphModule:
+def _trace(program: Program, flow: GradientFlow, functional: bool) -> fx.GraphModule:
     """The captured graph as ATen operators; `functional` turns what is written in place into new values."""
     placeholders = [node for node in program.captured.graph.nodes if node.op == "placeholder"]
     fakes = [node.meta["example_value"] for node in placeholders]
@@ -84,8 +97,8 @@ def _trace(program: Program, functional: bool) -> fx.GraphModule:
     mutated: list[int] = []
 
     def run(*args: Any) -> Any:
-        with _AttentionCapture(), torch.no_grad():
-            return _DetachingInterpreter(program.captured).run(*args)
+        with _AttentionCapture(), torch.no_grad(), DrawCapture() as draws:
+            return _DetachingInterpreter(program.captured, flow).run(*args), draws.results
 
     def run_functional(*args: Any) -> Any:
         with FunctionalTensorMode():
@@ -179,59 +192,44 @@ def _capture_attention(
     return torch.ops.dta.attention_call(query, key, value, attn_mask, is_causal, scale)
 
 
-class _DetachingInterpreter(fx.Interpreter):
+class _DetachingInterpreter(CapturedInterpreter):
     """Runs Dynamo's graph and marks each value that autograd would not have followed."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, flow: GradientFlow) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # our errors name the place themselves
-        self.followed = Followed()
+        self.flow = flow
+
+    def inside(self, body: fx.GraphModule) -> _DetachingInterpreter:
+        return _DetachingInterpreter(body, self.flow)
 
     def run_node(self, n: fx.Node) -> Any:
-        inputs = [(node, self.env[node]) for node in n.all_input_nodes if isinstance(self.env[node], torch.Tensor)]
-        versions = [value._version for _, value in inputs]
-        try:
-            result = super().run_node(n)
-        except DTAError:
-            raise
-        except Exception as error:
-            raise RefusalError(
-                "torch cannot trace this operation with symbolic sizes",
-                where=where(n),
-                expected="operations that work on any number of sequences and tokens",
-                got=f"{n.target}: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
-                hint="write it with other operations, or move it out of the compiled function",
-            ) from error
-        for (node, value), version in zip(inputs, versions, strict=True):
-            if value._version != version:
-                self.followed.wrote(n, node)
-        self.followed.made(n)
-        if n.op in ("call_function", "call_method") and _stops_gradient(n) and isinstance(result, torch.Tensor):
-            return result.detach()
-        return result
+        result = super().run_node(n)
+        if n.op not in ("call_function", "call_method") or not self.flow.reads_followed(n):
+            return result
+        known = {id(value) for value in tensors([self.env[node] for node in n.all_input_nodes])}
+        flows = iter(self.flow.found[n])
+
+        def marked(value: torch.Tensor) -> torch.Tensor:
+            flow = next(flows)
+            return value if id(whole(value)) in known else _marked(value, flow)
+
+        return pytree.tree_map_only(torch.Tensor, marked, result)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(target, "__name__", "")
-        if name == "_set_grad_enabled":
-            self.followed.is_recording = bool(args[0])
-        if name in ("_log_api_usage_once", "_set_grad_enabled"):
-            return None  # gradient mode was read off the recorded values already
+        if name in GRADIENT_MODES:
+            return None  # the flow of gradients is known already
         if name == "autograd_function_apply":
             return opaque.capture(args, kwargs)
-        if name == "tag_activation_checkpoint":
-            body, *operands = args  # the runtime decides what to keep and what to recompute
-            return _DetachingInterpreter(body).run(*operands)
         return super().call_function(target, args, kwargs)
 
 
-def _stops_gradient(node: fx.Node) -> bool:
-    value = node.meta.get("example_value")
-    return (
-        isinstance(value, torch.Tensor)
-        and value.is_floating_point()
-        and not value.requires_grad
-        and any(requires_grad(argument) for argument in node.all_input_nodes)
-    )
+def _marked(value: torch.Tensor, flow: Flow) -> torch.Tensor:
+    if flow is Flow.FOLLOWED or not (value.is_floating_point() or value.is_complex()):
+        return value
+    # Writes to what has memory of its own have to stay writes to the marked value, where autograd sees them.
+    is_part = value is not whole(value)  # the operator is not for parts
+    return value.detach() if flow is Flow.CUT_OFF or is_part else torch.ops.dta.stop_gradient(value)
 
 
 def _describe(index: int, node: fx.Node) -> Input:
@@ -283,8 +281,8 @@ def _mutation_refusal(mutated: Input, placeholder: fx.Node) -> RefusalError:
 
 def _flatten_output(module: fx.GraphModule) -> None:
     node = output_node(module.graph)
-    if not isinstance(node.args[0], (tuple, list)):
-        node.args = ((node.args[0],),)
+    results, _ = node.args[0]  # the draws were outputs to be kept: from here on that is their operators' own property
+    node.args = (tuple(results) if isinstance(results, (tuple, list)) else (results,),)
 
 
 @contextlib.contextmanager
@@ -296,11 +294,3 @@ def _no_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(previous)
-
-
-def where_now() -> str:
-    """The user's source line of the node that is being traced."""
-    meta = fx.traceback.get_current_meta()
-    probe = fx.Graph().placeholder("traced")
-    probe.meta = dict(meta)
-    return where(probe)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from dta_compile.passes.draws import DrawCapture
+
 # The calls of the graph being lowered now; the operator carries a position in this list.
 _calls: list[AutogradFunctionCall] = []
 
@@ -32,6 +34,7 @@ class AutogradFunctionCall(torch.nn.Module):
         self.template = [_placeholder(arg) for arg in self.template]
         self.present: list[bool] = []
         self.returns_tuple = False
+        self.draws = self._is_impure = False  # the second name is torch's: such a call is kept although unused
 
     def forward(self, tensors: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
         """The function's outputs that are tensors, under ordinary autograd."""
@@ -45,7 +48,9 @@ class AutogradFunctionCall(torch.nn.Module):
 
     def shapes(self, tensors: list[torch.Tensor], sizes: list[Any]) -> list[torch.Tensor]:
         """The same for fake tensors, remembering which outputs are tensors."""
-        results, _ = fx.Interpreter(self.forward_graph).run(*self._arguments(tensors, sizes))
+        with DrawCapture() as draws:
+            results, _ = fx.Interpreter(self.forward_graph).run(*self._arguments(tensors, sizes))
+        self.draws = self._is_impure = bool(draws.results)
         self.returns_tuple = isinstance(results, (tuple, list))
         self.present = [isinstance(result, torch.Tensor) for result in _as_tuple(results)]
         return [result.clone() for result in _as_tuple(results) if isinstance(result, torch.Tensor)]

@@ -192,6 +192,7 @@ class Program:
     # lower
     module: fx.GraphModule = None
     placeholders: list[fx.Node] = dataclasses.field(default_factory=list)
+    draws: list[fx.Node] = dataclasses.field(default_factory=list)  # nodes that draw random numbers, in order
     # token_axis
     batch: sympy.Expr | None = None
     tokens: sympy.Expr | None = None
@@ -300,3 +301,11 @@ def where(node: fx.Node) -> str:
         return f"node {node.name}"
     own = [i for i in frames if TORCH_FOLDER not in lines[i]] or frames
     return " | ".join(lines[own[-1] : own[-1] + 2])
+
+
+def where_now() -> str:
+    """The user's source line of the node that is being traced."""
+    meta = fx.traceback.get_current_meta()
+    probe = fx.Graph().placeholder("traced")
+    probe.meta = dict(meta)
+    return where(probe)

@@ -21,7 +21,8 @@ DROPOUT = (aten.native_dropout.default, aten.bernoulli.p)
 def regions(program: Program) -> None:
     """Fill `program.region` and `program.frontier`."""
     of_masks = {node for layer in program.attention if layer.mask for node in layer.mask.leaves}
-    program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in of_masks)
+    kept = of_masks | set(program.draws)
+    program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in kept)
     live = [node for node in program.graph.nodes if node in program.parameter_dependent and node.op != "placeholder"]
     attention_calls = [layer.node for layer in program.attention]
     before_last_attention = ancestors(attention_calls) & set(live)
@@ -51,7 +52,7 @@ def regions(program: Program) -> None:
 def _refuse_dropout(program: Program, live: list[fx.Node]) -> None:
     """Also after the last attention: a dropped hidden state or logit would differ between rollouts that share it."""
     for node in live:
-        if node.target in DROPOUT and isinstance(mixed := program.values[node], Mixed):
+        if node.target in DROPOUT and isinstance(mixed := program.values[node], Mixed) and mixed.node is node:
             raise mixing_refusal(program, mixed)
 
 

@@ -34,7 +34,7 @@ def undo_row_loops(graph: fx.Graph) -> None:
             if batched is not None and batched.meta["val"].shape == node.meta["val"].shape:
                 batched.meta = {**node.meta, **batched.meta}
                 node.replace_all_uses_with(batched)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
 
 
 def _batched(nodes: Sequence[fx.Node]) -> fx.Node | None:

@@ -33,9 +33,10 @@ aten = torch.ops.aten
 RULES: dict[Any, Rule] = {}
 
 
-def pointwise(node: fx.Node, arguments: Arguments) -> Layout:
+def pointwise(node: fx.Node, arguments: Arguments) -> Layout | tuple[Layout, ...]:
     """Rule for an operator that works elementwise with broadcasting."""
-    return broadcast(node, arguments)
+    layout, results = broadcast(node, arguments), node.meta.get("val")
+    return (layout,) * len(results) if isinstance(results, (tuple, list)) else layout
 
 
 def along_features(what: str, dim_argument: int, keepdim_argument: int | None = None, results: int = 1) -> Rule:

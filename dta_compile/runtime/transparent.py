@@ -29,6 +29,11 @@ def no_autocast() -> Iterator[None]:
         yield
 
 
+def is_batched(value: torch.Tensor) -> bool:
+    """Whether a value stands for many, in a `vmap` of either kind."""
+    return bool(torch._C._functorch.is_batchedtensor(value) or torch._C._functorch.is_legacy_batchedtensor(value))
+
+
 class TreeFunction(torch.autograd.Function):
     """Dense frontier values of a call as a function of the region's parameters."""
 
@@ -55,6 +60,13 @@ class TreeFunction(torch.autograd.Function):
                 expected="gradients without create_graph=True",
                 got="create_graph=True",
                 hint="take second derivatives (gradient penalties, Hessians) in eager mode",
+            )
+        if any(grad is not None and is_batched(grad) for grad in grads):
+            raise RuntimeContractError(
+                "a backward over the prefix tree takes one gradient at a time",
+                expected="gradients of the outputs' shapes",
+                got="a batch of gradients (is_grads_batched=True, torch.func.vmap, or vectorize=True)",
+                hint="call torch.autograd.grad in a loop, with retain_graph=True",
             )
         call: Call = ctx.call
         # Unpacking checks that no parameter and no input was changed in place since the forward.

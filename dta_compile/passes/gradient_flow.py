@@ -1,0 +1,216 @@
+"""Which values of a captured graph autograd follows: the graph is run once under autograd, on fake tensors, and asked.
+
+Autograd itself says it for every result of an operator (also of several), for views, writes in place, gradient modes,
+frozen parameters and custom functions. Writes that it does not see (under `no_grad`, through `.data` or a detached
+alias) are refused: in eager mode their derivative is that of the values before, which a functional graph has forgotten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C._functorch import (
+    get_dynamic_layer_stack_depth,
+    get_unwrapped,
+    is_batchedtensor,
+    pop_dynamic_layer_stack_and_undo_to_depth,
+)
+from torch._dispatch.python import enable_python_dispatcher
+from torch.utils import _pytree as pytree
+
+from dta_compile.errors import DTAError, RefusalError
+from dta_compile.passes.program import where
+
+
+DERIVATIVES = ("_grad_increment_nesting", "_jvp_increment_nesting")
+
+
+class Flow(enum.Enum):
+    """What autograd knows of a tensor when an operator has made it."""
+
+    FOLLOWED = "it has a derivative"
+    CUT_OFF = "it lies in the memory of an argument, without a derivative"
+    NEW = "it has memory of its own, and no derivative"
+
+
+class CapturedInterpreter(fx.Interpreter):
+    """Runs one of Dynamo's graphs, checkpointed regions as part of it; what torch cannot run is refused."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.extra_traceback = False  # our errors name the place themselves
+
+    def run(self, *args: Any) -> Any:
+        """Also when it ends with an error, levels of `torch.func` that the graph has entered are left."""
+        depth = get_dynamic_layer_stack_depth()
+        try:
+            return super().run(*args)
+        finally:
+            pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Raises `RefusalError` with the user's line."""
+        try:
+            return super().run_node(n)
+        except DTAError:
+            raise
+        except Exception as error:
+            raise RefusalError(
+                "torch cannot trace this operation with symbolic sizes",
+                where=where(n),
+                expected="operations that work on any number of sequences and tokens",
+                got=f"{n.target}: {type(error).__name__}: {first_line(error)}",
+                hint="write it with other operations, or move it out of the compiled function",
+            ) from error
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(target, "__name__", "")
+        if name == "_log_api_usage_once":
+            return None
+        if name == "tag_activation_checkpoint":
+            body, *operands = args  # the runtime decides what to keep and what to recompute
+            return self.inside(body).run(*operands)
+        return super().call_function(target, args, kwargs)
+
+    def inside(self, body: fx.GraphModule) -> CapturedInterpreter:
+        """The interpreter of a region of this graph."""
+        raise NotImplementedError
+
+
+class GradientFlow(CapturedInterpreter):
+    """To be run under autograd, with the gradient mode that the graph was captured in.
+
+    Attributes:
+        found: for each node, the tensors in its result.
+    """
+
+    def __init__(self, module: fx.GraphModule, outer: GradientFlow | None = None) -> None:
+        super().__init__(module)
+        self.found: dict[fx.Node, list[Flow]] = {} if outer is None else outer.found
+        # In each piece of memory, the tensors that autograd follows; views count as what they are views of.
+        self._roots: dict[int, set[int]] = {} if outer is None else outer._roots
+
+    def inside(self, body: fx.GraphModule) -> GradientFlow:
+        return GradientFlow(body, self)
+
+    def run_node(self, n: fx.Node) -> Any:
+        inputs = tensors([self.env[node] for node in n.all_input_nodes])
+        versions = [value._version for value in inputs]
+        result = super().run_node(n)
+        for value, version in zip(inputs, versions, strict=True):
+            if value._version != version:
+                self._wrote(n, value)
+        memory = {_storage(value) for value in inputs}
+        self.found[n] = [_flow(value, memory) for value in tensors(result)]
+        for value in tensors(result):
+            self._follow(value)
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(target, "__name__", "")
+        if name == "_enter_inference_mode":
+            without_gradients = torch.set_grad_enabled(torch.is_grad_enabled() and not args[0])
+            return without_gradients
+        if name == "_exit_inference_mode":
+            return args[0].__exit__(None, None, None)
+        return super().call_function(target, args, kwargs)
+
+    def reads_followed(self, node: fx.Node) -> bool:
+        """Whether any tensor that a node reads is followed."""
+        return any(Flow.FOLLOWED in self.found[argument] for argument in node.all_input_nodes)
+
+    def _wrote(self, node: fx.Node, value: torch.Tensor) -> None:
+        known = self._roots.get(_storage(value), set())
+        if known and (not torch.is_grad_enabled() or known != {_root(value)}):
+            raise RefusalError(
+                "the model writes to a value with a gradient behind autograd's back",
+                where=where(node),
+                expected="writes that autograd records, or new values",
+                got="a write in place under torch.no_grad(), or to a detached alias",
+                hint="make a new value instead (x = x * 2, not x.mul_(2)); (y - x).detach() + x has the value of y and "
+                "the gradient of x",
+            )
+        self._follow(value)
+
+    def _follow(self, value: torch.Tensor) -> None:
+        if _is_followed(value):
+            self._roots.setdefault(_storage(value), set()).add(_root(value))
+
+
+def _refuse_derivatives(module: fx.GraphModule) -> None:
+    """Before anything is run: what `torch.func` switches off for a derivative would stay so after an error."""
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if getattr(node.target, "__name__", "") in DERIVATIVES:
+                raise RefusalError(
+                    "a derivative is taken inside of the compiled function (torch.func.grad, vjp, jvp, hessian)",
+                    where=where(node),
+                    expected="values; derivatives are taken of what the compiled function returns",
+                    got="torch.func's own differentiation",
+                    hint="take it outside of the compiled function, or write the derivative out",
+                )
+
+
+def gradient_flow(module: fx.GraphModule) -> GradientFlow:
+    """Run a captured graph under autograd, in the gradient mode of now, on the fake tensors that Dynamo recorded."""
+    _refuse_derivatives(module)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    values = [node.meta["example_value"] for node in placeholders]
+    mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+    flow = GradientFlow(module)
+    with contextlib.ExitStack() as stack:
+        if mode is not None:
+            stack.enter_context(mode)
+            stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))  # to be restored: the graph sets it
+        flow.run(*(_fresh(value) for value in values))
+    return flow
+
+
+def _fresh(value: Any) -> Any:
+    """An input as it was before Dynamo ran the graph: one that was filled with values to follow requires gradients."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    leaf = value.detach().requires_grad_(value.requires_grad)
+    return leaf if value.is_leaf or not value.requires_grad else leaf.clone()
+
+
+def tensors(values: Any) -> list[torch.Tensor]:
+    """The tensors in a result; in place of one that `torch.func.vmap` runs over, the whole tensor."""
+    return [whole(value) for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """The tensor that `torch.func.vmap` runs over, of which `value` is a part; any other as it is."""
+    while is_batchedtensor(value):
+        value = get_unwrapped(value)
+    return value
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, not too long."""
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def _flow(value: torch.Tensor, memory: set[int]) -> Flow:
+    if _is_followed(value):
+        return Flow.FOLLOWED
+    return Flow.CUT_OFF if _storage(value) in memory else Flow.NEW
+
+
+def _is_followed(value: torch.Tensor) -> bool:
+    """Whether gradients reach what a value was made from; a view made under `no_grad` says so of itself, wrongly."""
+    return value.grad_fn is not None or (value.requires_grad and not value._is_view())
+
+
+def _root(value: torch.Tensor) -> int:
+    return int((value if value._base is None else value._base)._cdata)
+
+
+def _storage(value: torch.Tensor) -> int:
+    return int(value.untyped_storage()._cdata)

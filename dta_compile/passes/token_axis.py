@@ -196,12 +196,12 @@ def layout_by_shape(program: Program, node: fx.Node) -> Value:
     value = node.meta["val"]
     if isinstance(value, (tuple, list)):
         return tuple(
-            Layout(tuple(_axis_of_size(program, size, i)[0] for i, size in enumerate(item.shape)))
+            Layout(tuple(axis_of_size(program, size, i)[0] for i, size in enumerate(item.shape)))
             if isinstance(item, torch.Tensor)
             else Layout(())
             for item in value
         )
-    axes = [_axis_of_size(program, size, i) for i, size in enumerate(value.shape)]
+    axes = [axis_of_size(program, size, i) for i, size in enumerate(value.shape)]
     dims = tuple(axis for axis, _ in axes)
     frame = next((frame for axis, frame in axes if frame is not None), None)
     if sum(axis in (Axis.TOKEN, Axis.ROWS) for axis in dims) > 1:
@@ -209,7 +209,8 @@ def layout_by_shape(program: Program, node: fx.Node) -> Value:
     return Layout(dims, frame)
 
 
-def _axis_of_size(program: Program, size: int | torch.SymInt, dim: int) -> tuple[Axis | None, Frame | None]:
+def axis_of_size(program: Program, size: int | torch.SymInt, dim: int) -> tuple[Axis | None, Frame | None]:
+    """What dimension `dim` of a dense value counts, by its size."""
     expr = expression(size)
     if expr == program.batch and (expr.free_symbols or dim == 0):  # a constant counts sequences in front only
         return Axis.BATCH, None

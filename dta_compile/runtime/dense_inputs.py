@@ -30,13 +30,22 @@ class Sizes:
 
     def evaluate(self, expr: sympy.Expr | None, args: Sequence[object]) -> int:
         """The value of a size expression for the call's inputs; None counts as 1."""
-        if expr is None:
-            return 1
+        return 1 if expr is None else int(self._substituted(expr, args))
+
+    def number(self, value: Any, args: Sequence[object]) -> Any:
+        """A symbolic number as the number that it is for the call's inputs; anything else as it is."""
+        if isinstance(value, torch.SymInt):
+            return int(self._substituted(value.node.expr, args))
+        if isinstance(value, torch.SymFloat):
+            return float(self._substituted(value.node.expr, args))
+        return bool(self._substituted(value.node.expr, args)) if isinstance(value, torch.SymBool) else value
+
+    def _substituted(self, expr: sympy.Expr, args: Sequence[object]) -> sympy.Expr:
         values = {}
         for symbol in expr.free_symbols:
             index, dim = self._sources[symbol]
             values[symbol] = int(args[index]) if dim is None else int(args[index].shape[dim])  # type: ignore
-        return int(expr.subs(values))
+        return expr.subs(values)
 
     def window(self, frame: Frame, args: Sequence[object]) -> tuple[int, int]:
         """`(start, length)` of a frame."""

@@ -10,7 +10,7 @@ import torch
 from dta_compile.options import Options
 from dta_compile.passes import Program
 from dta_compile.plan import Plan
-from dta_compile.runtime import streaming
+from dta_compile.runtime import interception
 from dta_compile.runtime.calibration import Calibration
 from dta_compile.runtime.call import Call
 from dta_compile.runtime.dense_inputs import Sizes
@@ -41,7 +41,9 @@ class Engine:
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """The outputs of the captured call for its inputs."""
-        streaming.handle(self, args)
+        replaced = interception.handle(self, args)
+        if replaced is not None:
+            return replaced
         outputs = self._run(args)
         verify = self.options.verify
         if verify == "always" or (verify == "first" and not self.verified):

@@ -62,8 +62,7 @@ def streaming_step(
     """
     if not torch.is_grad_enabled():
         raise OptionError("streaming_step trains", expected="gradients enabled", got="torch.no_grad()")
-    records.of(compiled)
-    return streaming.step(compiled, loss_fn, args, kwargs)
+    return streaming.step(compiled, loss_fn, args, kwargs, log=records.of(compiled).log_once)
 
 
 def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:

@@ -53,8 +53,8 @@ def _find_axes(program: Program) -> None:
         raise GraphWithoutAttention(None)
     batch, _, tokens, _ = sizes(calls[0].args[0])
     _require_own_keys(calls, tokens)
-    if tokens in (0, 1) or batch == 0:
-        raise GraphWithoutAttention("rows of a single token share nothing: such calls run as captured")
+    if tokens in (0, 1, 2) or batch == 0:  # 2 as a constant: `ids[:, 1:]` has a size of 1, which torch specialises
+        raise GraphWithoutAttention("rows of one or two tokens share next to nothing: such calls run as captured")
     if not tokens.free_symbols:
         raise RefusalError(
             "the token size became a constant while the model was traced",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -30,10 +31,9 @@ class RowGradients:
         own = [leaf for leaf in leaves if leaf.requires_grad]
         edges = {get_gradient_edge(leaf)[:2] for leaf in own}
         others = [edge for edge in self._ends(loss) if edge not in edges]
+        inputs: list[Any] = [*own, *(GradientEdge(*edge) for edge in others)]
         with _without_hooks(others):
-            found = torch.autograd.grad(
-                loss, [*own, *(GradientEdge(*edge) for edge in others)], torch.ones_like(loss), allow_unused=True
-            )
+            found = torch.autograd.grad(loss, inputs, torch.ones_like(loss), allow_unused=True)
         for edge, gradient in zip(others, found[len(own) :], strict=True):
             if gradient is not None:
                 self._add(edge, gradient)
@@ -56,7 +56,8 @@ class RowGradients:
     def _ends(self, loss: torch.Tensor) -> list[tuple[Node, int]]:
         """Where the graph of a row's loss ends: at leaves, and at what is older than the row."""
         pending: list[tuple[Node, int]] = [get_gradient_edge(loss)[:2]]
-        seen, found = set(), {}
+        seen: set[tuple[Node, int]] = set()
+        found: dict[tuple[Node, int], None] = {}
         while pending:
             edge = pending.pop()
             if edge in seen:
@@ -66,7 +67,7 @@ class RowGradients:
             if hasattr(node, "variable") or node._sequence_nr() < self._first_of_row:
                 found[edge] = None
             else:
-                pending.extend(following for following in node.next_functions if following[0] is not None)
+                pending.extend((after, number) for after, number in node.next_functions if after is not None)
         return list(found)
 
 

@@ -16,26 +16,28 @@ from dta_compile.errors import RefusalError
 class StandIn(torch.Tensor):
     """A tensor without values: any operator on it raises."""
 
-    where: str
+    origin: str
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, where: str) -> StandIn:
+    def __new__(
+        cls: type[StandIn], shape: Sequence[int], dtype: torch.dtype, device: torch.device, where: str
+    ) -> StandIn:
         """`where` is the user's line that the value comes from."""
         follows = dtype.is_floating_point or dtype.is_complex
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=dtype, device=device, requires_grad=follows
         )
-        made.where = where
-        return made  # type: ignore[no-any-return]
+        made.origin = where
+        return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StandIn(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise used_as_a_whole(func, next((arg.where for arg in args if isinstance(arg, cls)), ""))
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise used_as_a_whole(func, next((arg.origin for arg in args if isinstance(arg, cls)), ""))
 
 
 def used_as_a_whole(user: object, where: str) -> RefusalError:
@@ -98,4 +100,4 @@ class StandIns:
     def where(self, position: int) -> str:
         """The user's line of one that is alive."""
         made = self._known[position]()
-        return "" if made is None else made.where
+        return "" if made is None else made.origin

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.autograd.graph import GradientEdge
 
 from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.passes.attention_op import statistics_dtype
@@ -34,13 +33,18 @@ aten = torch.ops.aten
 
 
 def step(
-    compiled: Callable[..., Any], loss_fn: Callable[..., torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+    compiled: Callable[..., Any],
+    loss_fn: Callable[..., torch.Tensor],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    log: Callable[[str], None],
 ) -> list[torch.Tensor]:
     """One streaming step of a compiled callable; see `dta_compile.streaming_step`."""
-    stream = _Stream()
+    stream = Stream()
     with intercept(stream.begin):
         returned = compiled(*args, **kwargs)
     if stream.call is None:
+        log("a streaming step ran no training graph over a tree: its outputs exist for the whole batch")
         return _whole(tensors_of(returned), loss_fn)
     sources = stream.sources(tensors_of(returned))
     stream.in_return_value = stream.stand_ins.alive()
@@ -91,7 +95,7 @@ def _checked(loss: Any, row: int) -> torch.Tensor:
     return loss
 
 
-class _Stream:
+class Stream:
     """A call that is streamed: begun when its engine is called, run when the compiled function has returned."""
 
     def __init__(self) -> None:
@@ -163,9 +167,7 @@ class _Stream:
                 hint="return the tensors themselves",
             )
 
-    def run(
-        self, sources: Sequence[int | torch.Tensor], loss_fn: Callable[..., torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def run(self, sources: Sequence[int | torch.Tensor], loss_fn: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
         """Run the schedule and add the gradients to the parameters."""
         call, plan = self.call, self.plan
         assert call is not None
@@ -182,7 +184,9 @@ class _Stream:
             executor.run(plan.schedule.ops, on_attach=rows.attach)
             rows.refuse_padding()
             call.record(plan, executor)
-            for parameter, gradient in zip(parameters, finished_gradients(executor, parameters, rows.used), strict=True):
+            for parameter, gradient in zip(
+                parameters, finished_gradients(executor, parameters, rows.used), strict=True
+            ):
                 if gradient is not None:
                     rows.gradients.add(parameter, gradient)
             rows.gradients.send()
@@ -229,7 +233,9 @@ class _Rows:
         self.gradients = RowGradients()  # that the epilogue and the loss send elsewhere: to parameters, for one
         self.at_padding: dict[int, list[torch.Tensor]] = {}  # by frontier value: which entries there have gradients
         program = call.program
-        self.inputs = [(arg, _row_dim(program, node)) for arg, node in zip(call.args, program.placeholders, strict=True)]
+        self.inputs = [
+            (arg, _row_dim(program, node)) for arg, node in zip(call.args, program.placeholders, strict=True)
+        ]
         self.dense = [(call.dense[node], _row_dim(program, node)) for node in program.epilogue_dense_inputs]
 
     def attach(self, sequences: tuple[int, ...]) -> bool:
@@ -278,7 +284,7 @@ class _Rows:
         frontier = [aten._unsafe_view(leaf, leaf.shape) for leaf in leaves]
         epilogue = self.call.program.row_epilogue
         assert isinstance(epilogue, fx.GraphModule)
-        return epilogue(batch, *inputs, *frontier, *dense)  # type: ignore[no-any-return]
+        return epilogue(batch, *inputs, *frontier, *dense)
 
 
 def _row_dim(program: Program, node: fx.Node) -> int | None:

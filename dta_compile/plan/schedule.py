@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from dta_compile.errors import ScheduleError
 
@@ -22,6 +24,8 @@ __all__ = [
     "Slice",
     "format_op",
 ]
+
+T = TypeVar("T")
 
 MODES = ("score", "transparent", "streaming")
 
@@ -136,9 +140,9 @@ _KINDS: dict[str, type[Op]] = {
 }
 _FLAGS = ("out", "kv")  # words after a chunk, in this order
 _HEADER = "# dta schedule strategy={strategy} order={order} mode={mode} chunk_size={chunk_size}"
-_HEADER_PATTERN = re.compile(r"# dta schedule strategy=(\S+) order=(\S+) mode=(\S+) chunk_size=([1-9]\d*)")
-_SLICE_PATTERN = re.compile(r"s(\d+)\[(\d+):(\d+)\]")
-_SEQUENCES_PATTERN = re.compile(r"s(\d+)(?:\.\.s(\d+))?")
+_HEADER_PATTERN = re.compile(r"# dta schedule strategy=(\S+) order=(\S+) mode=(\S+) chunk_size=([1-9][0-9]{0,17})")
+_SLICE_PATTERN = re.compile(r"s([0-9]{1,18})\[([0-9]{1,18}):([0-9]{1,18})\]")
+_SEQUENCES_PATTERN = re.compile(r"s([0-9]{1,18})(?:\.\.s([0-9]{1,18}))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +222,7 @@ def _parse_op(number: int, line: str) -> Op:
     if kind is None:
         raise _syntax_error("unknown operation", number, line, ", ".join(_KINDS), name)
     if kind is Attach:
-        return Attach(tuple(s for word in words for s in _parse_sequences(number, line, word)))
+        return Attach(_parse_sequences(number, line, words))
     if not words:
         raise _syntax_error("an operation without a chunk", number, line, f"{name} s0[0:1]", line)
     body, flags = words[0], words[1:]
@@ -234,20 +238,38 @@ def _parse_chunk(number: int, line: str, word: str) -> Chunk:
     spine, *branches = word.split("+")
     if not spine and not branches:
         raise _syntax_error("a chunk without slices", number, line, "s0[0:1]+s1[0:1] or +s1[0:1]", word)
-    return Chunk(
+    chunk = Chunk(
         _parse_slice(number, line, spine) if spine else None,
         tuple(_parse_slice(number, line, branch) for branch in branches),
     )
+    if twice := _repeated(chunk.slices):
+        raise _syntax_error("a slice comes twice in a chunk", number, line, "every slice once", str(twice[0]))
+    return chunk
 
 
 def _parse_slice(number: int, line: str, word: str) -> Slice:
     match = _SLICE_PATTERN.fullmatch(word)
     if not match:
         raise _syntax_error("not a slice of a sequence", number, line, "s<sequence>[<start>:<stop>]", word)
-    return Slice(*map(int, match.groups()))
+    part = Slice(*map(int, match.groups()))
+    if part.tokens < 1:
+        raise _syntax_error("a slice is empty", number, line, "s<sequence>[<start>:<stop>] with start < stop", word)
+    return part
 
 
-def _parse_sequences(number: int, line: str, word: str) -> range:
+def _parse_sequences(number: int, line: str, words: list[str]) -> tuple[int, ...]:
+    sequences = tuple(s for word in words for s in _parse_run(number, line, word))
+    if twice := _repeated(sequences):
+        raise _syntax_error("a sequence is attached twice", number, line, "every sequence once", f"s{twice[0]}")
+    return sequences
+
+
+def _repeated(items: Sequence[T]) -> list[T]:
+    """Items that are there more than once."""
+    return [item for item, count in Counter(items).items() if count > 1]
+
+
+def _parse_run(number: int, line: str, word: str) -> range:
     match = _SEQUENCES_PATTERN.fullmatch(word)
     if not match:
         raise _syntax_error("not a run of sequences", number, line, "s<first> or s<first>..s<last>", word)

@@ -24,9 +24,7 @@ class StandIn(torch.Tensor):
     ) -> StandIn:
         """`where` is the user's line that the value comes from."""
         follows = dtype.is_floating_point or dtype.is_complex
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=device, requires_grad=follows
-        )
+        made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device, requires_grad=follows)
         made.origin = where
         return made
 

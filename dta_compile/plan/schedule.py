@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
 
 from dta_compile.errors import ScheduleError
 
@@ -24,8 +22,6 @@ __all__ = [
     "Slice",
     "format_op",
 ]
-
-T = TypeVar("T")
 
 MODES = ("score", "transparent", "streaming")
 
@@ -222,7 +218,7 @@ def _parse_op(number: int, line: str) -> Op:
     if kind is None:
         raise _syntax_error("unknown operation", number, line, ", ".join(_KINDS), name)
     if kind is Attach:
-        return Attach(_parse_sequences(number, line, words))
+        return Attach(tuple(s for word in words for s in _parse_sequences(number, line, word)))
     if not words:
         raise _syntax_error("an operation without a chunk", number, line, f"{name} s0[0:1]", line)
     body, flags = words[0], words[1:]
@@ -238,13 +234,10 @@ def _parse_chunk(number: int, line: str, word: str) -> Chunk:
     spine, *branches = word.split("+")
     if not spine and not branches:
         raise _syntax_error("a chunk without slices", number, line, "s0[0:1]+s1[0:1] or +s1[0:1]", word)
-    chunk = Chunk(
+    return Chunk(
         _parse_slice(number, line, spine) if spine else None,
         tuple(_parse_slice(number, line, branch) for branch in branches),
     )
-    if twice := _repeated(chunk.slices):
-        raise _syntax_error("a slice comes twice in a chunk", number, line, "every slice once", str(twice[0]))
-    return chunk
 
 
 def _parse_slice(number: int, line: str, word: str) -> Slice:
@@ -257,19 +250,7 @@ def _parse_slice(number: int, line: str, word: str) -> Slice:
     return part
 
 
-def _parse_sequences(number: int, line: str, words: list[str]) -> tuple[int, ...]:
-    sequences = tuple(s for word in words for s in _parse_run(number, line, word))
-    if twice := _repeated(sequences):
-        raise _syntax_error("a sequence is attached twice", number, line, "every sequence once", f"s{twice[0]}")
-    return sequences
-
-
-def _repeated(items: Sequence[T]) -> list[T]:
-    """Items that are there more than once."""
-    return [item for item, count in Counter(items).items() if count > 1]
-
-
-def _parse_run(number: int, line: str, word: str) -> range:
+def _parse_sequences(number: int, line: str, word: str) -> range:
     match = _SEQUENCES_PATTERN.fullmatch(word)
     if not match:
         raise _syntax_error("not a run of sequences", number, line, "s<first> or s<first>..s<last>", word)

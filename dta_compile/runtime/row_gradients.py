@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Edge = tuple[Node, int]
 
 
 class RowGradients:
     """Sums of the gradients that the losses of single rows send to what was there before: parameters and other leaves,
     and values that somebody computed from such for all rows.
 
-    A row's own graph ends there. What lies behind is gone through once, after the last row, so that it need not be kept
-    for the rows to come, and that hooks see the gradient of the whole batch.
+    A row's own graph ends there. What lies behind is gone through once, after the last row, so that hooks see the
+    gradient of the whole batch; only where one of these values was computed from another, every row goes through to
+    the leaves.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[Node, int], torch.Tensor] = {}
+        self._sums: dict[Edge, torch.Tensor] = {}
+        self._behind: dict[Node, set[Node]] = {}
         self._first_of_row = 0
 
     def begin_row(self) -> None:
@@ -30,10 +34,15 @@ class RowGradients:
         """The gradients of a row's loss for some leaves (None for those that it does not depend on)."""
         own = [leaf for leaf in leaves if leaf.requires_grad]
         edges = {get_gradient_edge(leaf)[:2] for leaf in own}
-        others = [edge for edge in self._ends(loss) if edge not in edges]
+        start = get_gradient_edge(loss)[:2]
+        ends = _ends(start, lambda node: _is_leaf(node) or node._sequence_nr() < self._first_of_row)
+        overlap = self._has_one_behind_another(ends)
+        if overlap:
+            ends = _ends(start, _is_leaf)
+        others = [edge for edge in ends if edge not in edges]
         inputs: list[Any] = [*own, *(GradientEdge(*edge) for edge in others)]
         with _without_hooks(others):
-            found = torch.autograd.grad(loss, inputs, torch.ones_like(loss), allow_unused=True)
+            found = torch.autograd.grad(loss, inputs, torch.ones_like(loss), overlap, allow_unused=True)
         for edge, gradient in zip(others, found[len(own) :], strict=True):
             if gradient is not None:
                 self._add(edge, gradient)
@@ -44,7 +53,7 @@ class RowGradients:
         """Add to the gradient of a tensor."""
         self._add(get_gradient_edge(tensor)[:2], gradient)
 
-    def _add(self, edge: tuple[Node, int], gradient: torch.Tensor) -> None:
+    def _add(self, edge: Edge, gradient: torch.Tensor) -> None:
         known = self._sums.get(edge)
         self._sums[edge] = gradient if known is None else known + gradient
 
@@ -53,28 +62,43 @@ class RowGradients:
         if self._sums:
             torch.autograd.backward([GradientEdge(*edge) for edge in self._sums], list(self._sums.values()))
 
-    def _ends(self, loss: torch.Tensor) -> list[tuple[Node, int]]:
-        """Where the graph of a row's loss ends: at leaves, and at what is older than the row."""
-        pending: list[tuple[Node, int]] = [get_gradient_edge(loss)[:2]]
-        seen: set[tuple[Node, int]] = set()
-        found: dict[tuple[Node, int], None] = {}
-        while pending:
-            edge = pending.pop()
-            if edge in seen:
-                continue
-            seen.add(edge)
-            node = edge[0]
-            if hasattr(node, "variable") or node._sequence_nr() < self._first_of_row:
-                found[edge] = None
-            else:
-                pending.extend((after, number) for after, number in node.next_functions if after is not None)
-        return list(found)
+    def _has_one_behind_another(self, ends: Iterable[Edge]) -> bool:
+        """Whether going on from one end leads to another: `p` and `p.exp()` of before the row, both used in it."""
+        nodes = {node for node, _ in ends}
+        older = {node for node in nodes if not _is_leaf(node)}
+        for node in older - self._behind.keys():
+            self._behind[node] = {after for after, _ in _walk(_following(node), lambda node: False)}
+        return any(nodes & self._behind[node] for node in older)
+
+
+def _walk(start: Iterable[Edge], is_end: Callable[[Node], bool]) -> dict[Edge, bool]:
+    """Every edge of a graph from `start` on, and whether the graph ends there."""
+    pending = list(start)
+    found: dict[Edge, bool] = {}
+    while pending:
+        edge = pending.pop()
+        if edge not in found:
+            found[edge] = is_end(edge[0])
+            pending.extend([] if found[edge] else _following(edge[0]))
+    return found
+
+
+def _ends(start: Edge, is_end: Callable[[Node], bool]) -> list[Edge]:
+    return [edge for edge, ends in _walk([start], is_end).items() if ends]
+
+
+def _following(node: Node) -> list[Edge]:
+    return [(after, number) for after, number in node.next_functions if after is not None]
+
+
+def _is_leaf(node: Node) -> bool:
+    return node.name() == "torch::autograd::AccumulateGrad"
 
 
 @contextlib.contextmanager
-def _without_hooks(edges: Sequence[tuple[Node, int]]) -> Iterator[None]:
+def _without_hooks(edges: Sequence[Edge]) -> Iterator[None]:
     """Hooks of leaves wait for the gradient of the whole batch."""
-    tensors = [variable for node, _ in edges if (variable := getattr(node, "variable", None)) is not None]
+    tensors = [node.variable for node, _ in edges if _is_leaf(node)]  # type: ignore[attr-defined]
     hooks = [(tensor._backward_hooks, dict(tensor._backward_hooks)) for tensor in tensors if tensor._backward_hooks]
     for present, _ in hooks:
         present.clear()

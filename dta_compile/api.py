@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -12,6 +12,7 @@ from dta_compile.errors import OptionError, RefusalError
 from dta_compile.explanation import Explanation, explain_engine, explain_refusal
 from dta_compile.plan import Plan
 from dta_compile.runtime import streaming
+from dta_compile.runtime.interception import intercept
 
 
 def last_plan(compiled: Any) -> Plan:
@@ -49,7 +50,8 @@ def streaming_step(
     Args:
         compiled: a compiled function or module whose outputs have the batch axis in front.
         loss_fn: called as `loss_fn(row, *outputs)` for every row of the batch, where `outputs` are the rows `[S, ...]`
-            of the compiled callable's tensor outputs in order; returns a scalar.
+            of the tensors that the compiled callable returns, in its order (None, numbers and a KV cache object are
+            left out); returns a scalar. Rows of the tensors, not batches of one: `[S, ...]`.
         *args, **kwargs: arguments of the call.
 
     Returns:
@@ -60,8 +62,7 @@ def streaming_step(
     """
     if not torch.is_grad_enabled():
         raise OptionError("streaming_step trains", expected="gradients enabled", got="torch.no_grad()")
-    records.of(compiled)
-    return streaming.step(compiled, loss_fn, args, kwargs)
+    return streaming.step(compiled, loss_fn, args, kwargs, log=records.of(compiled).log_once)
 
 
 def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
@@ -76,14 +77,26 @@ def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
         or for a refusal its reason with the user's line.
     """
     compiled = torch.compile(_innermost(fn), backend=_explain_backend)
-    with streaming.intercept(explain_engine) as found:
+    with intercept(_leave_with_explanation):
         try:
             compiled(*args, **kwargs)
-        except streaming.Intercepted:
-            return found.result
+        except _Explained as explained:
+            return explained.explanation
         except RefusalError as error:
             return explain_refusal(error)
     return Explanation("no graph with attention was captured: the call runs as it is")
+
+
+class _Explained(BaseException):
+    """Leaves a call that is explained."""
+
+    def __init__(self, explanation: Explanation) -> None:
+        super().__init__()
+        self.explanation = explanation
+
+
+def _leave_with_explanation(engine: Any, args: Sequence[Any]) -> NoReturn:
+    raise _Explained(explain_engine(engine, args))
 
 
 def _explain_backend(module: Any, example_inputs: Any) -> Any:

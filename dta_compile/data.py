@@ -147,10 +147,11 @@ def pad_batch(
     for row, rollout in enumerate(rollouts):
         first = width - len(rollout) if padding_side == "left" else 0
         last = first + len(rollout)
+        before_last = max(last - 1, first)  # an empty rollout has no last token
         input_ids[row, first:last] = rollout.tokens
-        labels[row, first : last - 1] = rollout.tokens[1:]
+        labels[row, first:before_last] = rollout.tokens[1:]
         attention_mask[row, first:last] = 1
-        loss_mask[row, first : last - 1] = rollout.loss_mask[1:]
+        loss_mask[row, first:before_last] = rollout.loss_mask[1:]
     advantages = np.array([rollout.advantage for rollout in rollouts], np.float32)
     return Batch(input_ids, labels, attention_mask, loss_mask, advantages)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import operator
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -56,14 +57,17 @@ class Options:
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
-        _check_integer("chunk_size", self.chunk_size, least=1)
+        self._set("chunk_size", _integer("chunk_size", self.chunk_size, least=1))
         if self.memory_budget is not None:
-            _check_integer("memory_budget", self.memory_budget, least=0)
+            self._set("memory_budget", _integer("memory_budget", self.memory_budget, least=0))
         for key, choices in CHOICES.items():
             _check_choice(key, getattr(self, key), choices)
-        _check_bool("cuda_graphs", self.cuda_graphs)
+        self._set("cuda_graphs", _bool("cuda_graphs", self.cuda_graphs))
         if self.cache_dir is not None:
-            object.__setattr__(self, "cache_dir", _path("cache_dir", self.cache_dir))
+            self._set("cache_dir", _path("cache_dir", self.cache_dir))
+
+    def _set(self, key: str, value: object) -> None:
+        object.__setattr__(self, key, value)
 
     @classmethod
     def parse(cls, mapping: Mapping[str, Any] | None) -> Options:
@@ -80,14 +84,31 @@ class Options:
         return cls(**dict(mapping or {}))
 
 
-def _check_integer(key: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def as_integer(value: object) -> int | None:
+    """An integer of any kind (numpy's, a 0-dim array or tensor) as Python's; None for anything else, booleans too."""
+    if _is_bool(value):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+
+
+def _integer(key: str, value: object, least: int) -> int:
+    number = as_integer(value)
+    if number is None or number < least:
         raise OptionError(f"bad value for option {key!r}", expected=f"an integer >= {least}", got=repr(value))
+    return number
 
 
-def _check_bool(key: str, value: object) -> None:
-    if not isinstance(value, bool):
+def _bool(key: str, value: object) -> bool:
+    if not _is_bool(value) or getattr(value, "shape", ()) != ():
         raise OptionError(f"bad value for option {key!r}", expected="True or False", got=repr(value))
+    return bool(value)
 
 
 def _path(key: str, value: object) -> str:
@@ -98,7 +119,7 @@ def _path(key: str, value: object) -> str:
 
 
 def _check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise OptionError(
             f"bad value for option {key!r}",
             expected=", ".join(map(repr, choices)),

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dta_compile.errors import OptionError
+from dta_compile.options import as_integer
 
 __all__ = ["Cell", "Split", "Sweep", "System", "capacity", "sweep"]
 
@@ -48,7 +49,8 @@ class System:
             self._check(f"split {roll}/{train}", min(roll, train), throughput)
 
     def _check(self, what: str, gpus: int, throughput: float) -> None:
-        if gpus < 1:
+        count = as_integer(gpus)
+        if count is None or count < 1:
             raise OptionError("bad number of GPUs", where=f"{self.name}, {what}", expected="1 or more of each side")
         if not 0 < throughput < math.inf:
             expected = "a positive, finite number"
@@ -102,8 +104,10 @@ def sweep(system: System, gpus: int) -> Sweep:
     Raises:
         OptionError: fewer than 2 GPUs, a side without any figure, or a measured split of another number of GPUs.
     """
-    if gpus < 2:
-        raise OptionError("too few GPUs to split", expected="2 or more", got=str(gpus))
+    count = as_integer(gpus)
+    if count is None or count < 2:
+        raise OptionError("too few GPUs to split", expected="an integer >= 2", got=repr(gpus))
+    gpus = count
     for split in system.measured:
         if sum(split) != gpus:
             where = f"{system.name}, split {split[0]}/{split[1]}"

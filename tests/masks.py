@@ -45,7 +45,7 @@ class Traced:
         *values, actual = _module(self.program, [], [*leaves, self.mask.mask])(*self.args)
         dense, sizes = dict(zip(leaves, values, strict=True)), Sizes(self.program)
         self._check_term(dense, sizes, actual)
-        found = read_masks(self.program, dense, lambda expr: sizes.number(expr, self.args), self.shape)
+        found = read_masks(self.program, dense, lambda expr: sizes.value(expr, self.args), self.shape)
         allowed = actual if actual.dtype is torch.bool else actual == 0
         batch, tokens = self.shape
         allowed = allowed[(None,) * (4 - allowed.dim())].expand(batch, 1, tokens, tokens)[:, 0]
@@ -63,7 +63,7 @@ class Traced:
         indices = {"row": row, "query": query, "key": torch.arange(tokens)[None, None]}
 
         def number(expr: Any) -> Any:
-            return dense[self.mask.items[expr]].item() if expr in self.mask.items else sizes.number(expr, self.args)
+            return dense[self.mask.items[expr]].item() if expr in self.mask.items else sizes.value(expr, self.args)
 
         value = Evaluation(dense, number, indices)(self.mask.term)
         actual = actual[(None,) * (4 - actual.dim())][:, 0]

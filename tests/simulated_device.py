@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from dta_compile.runtime.engine import Engine
 from dta_compile.runtime.executor import Executor
+from dta_compile.runtime.streaming import Stream
 
 DEVICE, CPU = torch.device("meta"), torch.device("cpu")
 aten = torch.ops.aten
@@ -148,11 +149,15 @@ def _is_called_by(name: str) -> bool:
 def simulated() -> Iterator[Device]:
     """Compiled functions run on a new simulated device, whatever device their inputs are on."""
     device = Device.current = Device()
-    call, run = Engine.__call__, Executor.run
+    call, run, stream = Engine.__call__, Executor.run, Stream.run
 
     def call_on_device(self: Engine, *args: Any) -> Any:
         with device:
             return call(self, *map(device.put, args))
+
+    def stream_on_device(self: Stream, *args: Any) -> Any:
+        with device:
+            return stream(self, *args)
 
     def run_schedule(self: Executor, *args: Any, **kwargs: Any) -> int:
         before, device.in_schedule = device.in_schedule, True
@@ -165,5 +170,6 @@ def simulated() -> Iterator[Device]:
         captured_on_device(),
         mock.patch.object(Engine, "__call__", call_on_device),
         mock.patch.object(Executor, "run", run_schedule),
+        mock.patch.object(Stream, "run", stream_on_device),
     ):
         yield device

@@ -136,6 +136,7 @@ def test_padding_and_fields_of_rows():
         ({"attention_mask": torch.ones(2, 4)}, "mask 'attention_mask' does not fit"),
         ({"reward": torch.zeros(3)}, "field 'reward'"),
         ({"reward": [1.0, 2.0]}, "field 'reward'"),
+        ({"scores": torch.zeros(2, 5)}, r"not clear whether 'scores'.*\n.*\n.*\n.*per_row=\['scores'\]"),
     ],
 )
 def test_a_malformed_batch_is_an_error(change, message):
@@ -148,6 +149,27 @@ def test_values_that_do_not_fit_are_not_sent_back():
     shard = distributed.scatter({"input_ids": torch.zeros(2, 3, dtype=torch.long)})
     with pytest.raises(RuntimeContractError, match="do not fit"):
         shard.to_owners(torch.zeros(3))
+    with pytest.raises(RuntimeContractError, match="per_token=False"):
+        shard.to_owners(torch.zeros(2, 7))
+    with pytest.raises(RuntimeContractError, match="not one entry per token"):
+        shard.to_owners(torch.zeros(2), per_token=True)
+    square = torch.randn(2, 8)  # as wide as the shard's batch
+    assert torch.equal(shard.to_owners(square, per_token=False), square)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"per_row": "old", "per_token": ["old"]}, "not both"),
+        ({"per_row": ["input_ids"]}, "not both"),
+        ({"padding": {"lables": -1}}, "'lables'"),
+        ({"padding": {"input_ids": 0.5}}, "'input_ids' cannot be padded"),
+    ],
+)
+def test_what_is_said_of_fields_is_checked(options, message):
+    batch = {"input_ids": torch.zeros(2, 3, dtype=torch.long), "old": torch.zeros(2, 3)}
+    with pytest.raises(OptionError, match=message):
+        distributed.scatter(batch, **options)
 
 
 def test_a_mesh_of_two_dimensions_is_refused(one_rank):
@@ -217,3 +239,13 @@ def test_scatter_takes_a_cost_model():
     assert distributed.scatter(batch, cost=CostModel()).rows == 5
     with pytest.raises(RuntimeContractError, match="unknown cost"):
         distributed.scatter(batch, cost="seconds")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_token_mean_of_narrow_values_counts_all_tokens(dtype):
+    losses = torch.full((2, 40_000), 2.0, dtype=dtype, requires_grad=True)
+    mean = distributed.token_mean(losses, torch.ones_like(losses))
+    mean.backward()
+    assert mean.item() == pytest.approx(2.0)
+    assert losses.grad.double().sum().item() == pytest.approx(1.0, rel=1e-2)
+    assert distributed.token_mean(losses, losses.detach(), total=80_000).item() == pytest.approx(2.0)

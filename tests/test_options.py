@@ -1,6 +1,8 @@
 """Options are checked at once, and errors say what, where, expected, got and what to do."""
 
+import numpy as np
 import pytest
+import torch
 
 from dta_compile.errors import DTAError, OptionError, PlanError, RefusalError
 from dta_compile.options import CHOICES, Options
@@ -36,6 +38,10 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(typo, meant):
         ("chunk_size", 2.0),
         ("chunk_size", "2048"),
         ("chunk_size", True),
+        ("chunk_size", np.bool_(True)),
+        ("chunk_size", np.float64(2048)),
+        ("cuda_graphs", 1),
+        ("cuda_graphs", np.int64(1)),
         ("chunk_size", None),
         ("memory_budget", -1),
         ("memory_budget", 1.5),
@@ -43,6 +49,7 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(typo, meant):
         ("strategy", "fastest"),
         ("strategy", None),
         ("order", 3),
+        ("order", ["random"]),
         ("verify", True),
         ("fallback", "eager"),
         ("codegen", "triton"),
@@ -55,6 +62,14 @@ def test_a_bad_value_is_named_with_its_key(key, value):
     assert repr(key) in str(raised.value)
     assert repr(value) in str(raised.value)
     assert raised.value.expected
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(tmp_path):
+    given = {"chunk_size": np.int64(7), "memory_budget": np.array(9), "cuda_graphs": np.bool_(False)}
+    parsed = Options.parse(given | {"cache_dir": tmp_path})
+    assert parsed == Options(chunk_size=7, memory_budget=9, cuda_graphs=False, cache_dir=str(tmp_path))
+    assert type(parsed.chunk_size) is int and type(parsed.memory_budget) is int and parsed.cuda_graphs is False
+    assert Options(chunk_size=torch.tensor(7)).chunk_size == 7
 
 
 def test_a_near_value_is_suggested():

@@ -31,6 +31,9 @@ def token_mean(
             of `mask` on all ranks.
         group: the ranks that gradients are averaged over: a process group, a one-dimensional mesh, or None for all.
 
+    Returns:
+        a scalar; in float32 for values of a narrower dtype, which could not hold the sum or the number of tokens.
+
     Raises:
         RuntimeContractError: shapes differ.
     """
@@ -39,6 +42,8 @@ def token_mean(
             "values and mask do not fit", expected=f"a mask {tuple(values.shape)}", got=f"{tuple(mask.shape)}"
         )
     ranks = Group(group)
+    # Sums and counts of 16-bit floats end at 65,504, or are rounded from 256 on.
+    wide = torch.promote_types(values.dtype, torch.float32)
     count = global_count(mask, group) if total is None else torch.as_tensor(total, device=values.device)
-    part = values.masked_fill(mask == 0, 0.0).sum()
-    return part * (ranks.size / count.to(values.dtype).clamp(min=1.0))
+    part = values.masked_fill(mask == 0, 0).sum(dtype=wide)
+    return part * (ranks.size / count.to(wide).clamp(min=1.0))

@@ -11,7 +11,7 @@ import torch
 
 from dta_compile.distributed.group import Group, GroupLike
 from dta_compile.distributed.transfer import IntArray, Places, to_first, transfer
-from dta_compile.errors import RuntimeContractError
+from dta_compile.errors import OptionError, RuntimeContractError
 from dta_compile.plan import CostModel, PrefixTree, balance
 
 __all__ = ["Shard", "scatter"]
@@ -48,12 +48,13 @@ class Shard:
         """Largest over mean cost: 1.0 where all ranks have the same work."""
         return max(self.costs) * len(self.costs) / max(sum(self.costs), 1)
 
-    def to_owners(self, values: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+    def to_owners(self, values: torch.Tensor, fill: float = 0.0, *, per_token: bool | None = None) -> torch.Tensor:
         """Results of rows, sent back to the ranks that brought the rows; all ranks of the group must call it.
 
         Args:
             values: `[B', ...]` one entry per row of `batch`, or `[B', S', ...]` one per token, with S' as in `batch`.
             fill: what stands at padding.
+            per_token: which of the two; None: `[B']` is per row, `[B', S', ...]` per token, anything else an error.
 
         Returns:
             `[B, ...]` or `[B, S, ...]` for the rows that this rank gave to `scatter`, in their order and with their
@@ -63,7 +64,9 @@ class Shard:
             RuntimeContractError: on all ranks, if the values of one do not fit its batch, or those of two each other.
         """
         rows, columns = self._here.shapes[self._group.rank]
-        field = _agree(self._group, {"values": values}, rows, columns, ())["values"]
+        named = {} if per_token is None else {"values": per_token}
+        field = _agree(self._group, {"values": values}, rows, columns, named)["values"]
+        field.require_fill("values", fill)
         return transfer(
             field.fitted(values, rows, columns),
             self._here,
@@ -82,6 +85,18 @@ class _Field:
     per_token: bool
     features: tuple[int, ...]
     dtype: torch.dtype
+
+    def require_fill(self, name: str, fill: float) -> None:
+        """Raise unless padding of this value is possible."""
+        try:
+            held = torch.tensor(fill).to(self.dtype).item()
+        except (TypeError, ValueError, RuntimeError):
+            held = None
+        exact = self.dtype.is_floating_point or self.dtype.is_complex
+        if held is None or (held != fill and not exact):
+            raise OptionError(
+                f"field {name!r} cannot be padded with this value", expected=f"a value of {self.dtype}", got=repr(fill)
+            )
 
     def fitted(self, values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         """The values, detached; of a rank without rows none, but of the right kind."""
@@ -104,7 +119,8 @@ def scatter(
     *,
     tokens: str = "input_ids",
     mask: str | None = "attention_mask",
-    per_row: Iterable[str] = (),
+    per_row: str | Iterable[str] = (),
+    per_token: str | Iterable[str] = (),
     padding: Mapping[str, float] | None = None,
     cost: Literal["tree_tokens"] | CostModel = "tree_tokens",
 ) -> Shard:
@@ -115,13 +131,15 @@ def scatter(
     Then the rows travel with one `all_to_all` per field.
 
     Args:
-        batch: tensors by name, with the same names on every rank: `[B, S, ...]` one entry per token, or `[B, ...]` one
-            per row. Widths S and paddings of the ranks may differ.
+        batch: tensors by name, with the same names on every rank: `[B, S, ...]` one entry per token, or `[B]` one per
+            row; `[B, K, ...]` per row if `per_row` names it. Widths S and paddings of the ranks may differ.
         group: the ranks; a process group, a one-dimensional mesh, or None for all.
         tokens: name of the token ids `[B, S]`.
         mask: name of the padding mask `[B, S]`, not 0 at real tokens, if the batch has it. A row's tokens are those
             from the first to the last of them. Without the name all columns are tokens.
-        per_row: names of fields that have no token axis, though their second size might be S on every rank.
+        per_row: names of fields `[B, K, ...]` that have no token axis. They have to be named: by its size alone such a
+            field would be taken for one per token in every batch where K happens to be S.
+        per_token: names of fields that do have one; the others with S as their second size are taken to have one, too.
         padding: by name what a field is padded with; by default -100 for "labels" and 0 for all others.
         cost: what is to be nearly equal: "tree_tokens", or seconds by a cost model.
 
@@ -132,11 +150,14 @@ def scatter(
     ranks = Group(group)
     told = ranks.gather_checked(lambda: _read(batch, tokens, mask))
     rows, columns = told[ranks.rank].shape
-    fields = _agree(ranks, batch, rows, columns, tuple(per_row))
+    fields = _agree(ranks, batch, rows, columns, _named(tokens, mask, per_row, per_token))
     origin, lengths = _origin(told)
     rectangles = {name: field.fitted(batch[name], rows, columns) for name, field in fields.items()}
     here, costs = _deal(ranks, rectangles[tokens], origin, lengths, cost)
     fills = PADDING | dict(padding or {})
+    _require_known("padding", padding or {}, fields)
+    for name in fields.keys() & fills.keys():
+        fields[name].require_fill(name, fills[name])
     moved = {
         name: transfer(rectangles[name], origin, here, lengths, ranks, field.per_token, fills.get(name, 0))
         for name, field in fields.items()
@@ -175,21 +196,59 @@ def _read(batch: Mapping[str, torch.Tensor], tokens: str, mask: str | None) -> _
     return _Local((rows, columns), starts.astype(np.int64), (ends - starts).astype(np.int64))
 
 
-def _agree(
-    group: Group, batch: Mapping[str, torch.Tensor], rows: int, columns: int, per_row: tuple[str, ...]
-) -> dict[str, _Field]:
-    """The fields of the batch, the same on all ranks, in one order.
+def _named(
+    tokens: str, mask: str | None, per_row: str | Iterable[str], per_token: str | Iterable[str]
+) -> dict[str, bool]:
+    """By name whether a field has a token axis, as far as the caller says so."""
+    rows, columns = ({names} if isinstance(names, str) else set(names) for names in (per_row, per_token))
+    columns |= {tokens}
+    if both := sorted(rows & columns):
+        raise OptionError("a field is per row or per token, not both", got=", ".join(map(repr, both)))
+    return dict.fromkeys(rows, False) | dict.fromkeys(columns, True)
 
-    A field has a token axis if its second size is S on every rank that has rows.
-    """
+
+def _require_known(what: str, names: Iterable[str], fields: Mapping[str, object]) -> None:
+    if unknown := sorted(set(names) - set(fields)):
+        raise OptionError(
+            f"{what} names fields that the batch does not have",
+            expected=", ".join(map(repr, fields)),
+            got=", ".join(map(repr, unknown)),
+        )
+
+
+def _require_clear(name: str, values: torch.Tensor, columns: int, named: Mapping[str, bool]) -> None:
+    """Raise unless a field is named, or known by its shape: `[B, S, ...]` has a token axis and `[B]` has none."""
+    fits = values.shape[1:2] == (columns,)
+    if named.get(name, fits) and not fits:
+        raise RuntimeContractError(
+            f"field {name!r} is not one entry per token",
+            expected=f"[rows, {columns}, ...]",
+            got=f"{tuple(values.shape)}",
+        )
+    if not fits and values.dim() > 1 and name not in named:
+        raise RuntimeContractError(
+            f"it is not clear whether {name!r} has one entry per row or one per token",
+            expected=f"[rows] or [rows, {columns}, ...]",
+            got=f"{tuple(values.shape)}",
+            hint=f"scatter(..., per_row=[{name!r}]) says that its second axis does not count tokens (in to_owners: "
+            "per_token=False); values per token need all columns, also where there is nothing to predict",
+        )
+
+
+def _agree(
+    group: Group, batch: Mapping[str, torch.Tensor], rows: int, columns: int, named: Mapping[str, bool]
+) -> dict[str, _Field]:
+    """The fields of the batch, the same on all ranks, in one order; `named` says which of them have a token axis."""
 
     def describe() -> tuple[int, dict[str, tuple[bool, tuple[int, ...], torch.dtype]]]:
-        found = {
-            name: (name not in per_row and values.shape[1:2] == (columns,), tuple(values.shape[1:]), values.dtype)
-            for name, values in batch.items()
-        }
         if rows and any(len(values) != rows for values in batch.values()):
             raise RuntimeContractError("values do not fit the batch", expected=f"[{rows}, ...]")
+        found = {}
+        for name, values in batch.items():
+            per_token = named.get(name, values.shape[1:2] == (columns,))
+            if rows:
+                _require_clear(name, values, columns, named)
+            found[name] = per_token, tuple(values.shape[1:]), values.dtype
         return rows, found
 
     told = group.gather_checked(describe)

@@ -12,12 +12,12 @@ from typing import Any
 from torch import fx
 
 from dta_compile.passes.draws import place_draws
-from dta_compile.passes.program import Axis, Layout, Mixed, Program, Value, ancestors, has_tensor
-from dta_compile.passes.token_axis import apply_rule
+from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor
+from dta_compile.passes.row_epilogue import row_epilogue
 
 
 def dense_graphs(program: Program) -> None:
-    """Fill `program.prologue`, `.epilogue`, what passes between them, and `.mixes_sequences`."""
+    """Fill `program.prologue`, `.epilogue`, what passes between them, and `.row_epilogue`."""
     frontier = {value.node for value in program.frontier}
     outputs = [node for node in program.outputs if isinstance(node, fx.Node)]
     draws = place_draws(program, _chunks_need(program))
@@ -33,10 +33,15 @@ def dense_graphs(program: Program) -> None:
     program.prologue = _module(program, [], program.prologue_nodes, draws.prologue)
     received = [value.node for value in program.frontier] + program.epilogue_dense_inputs
     program.epilogue = _module(program, received, program.outputs, draws.epilogue)
-    epilogue_nodes = [node for node in program.graph.nodes if node in needed - frontier]
-    program.mixes_sequences = _mixes_sequences(program, epilogue_nodes)
-    if draws.epilogue:
-        program.mixes_sequences = f"{draws.epilogue[0].target} draws random numbers for all sequences at once"
+    if program.training:
+        outside = frontier | set(program.epilogue_dense_inputs)
+        nodes = [node for node in program.graph.nodes if node in needed - outside]
+        drawn = next(iter(draws.epilogue), None)
+        program.row_epilogue = (
+            row_epilogue(program, nodes, received)
+            if drawn is None
+            else Mixed(f"{drawn.target} draws random numbers for all sequences at once", drawn)
+        )
 
 
 def _is_dense_tensor(program: Program, node: fx.Node) -> bool:
@@ -68,33 +73,3 @@ def _module(program: Program, received: list[fx.Node], outputs: Iterable[Any], d
             copies[node] = graph.node_copy(node, lambda arg: copies[arg])
     graph.output(tuple(copies[node] if isinstance(node, fx.Node) else node for node in outputs))
     return fx.GraphModule(program.module, graph)
-
-
-def _mixes_sequences(program: Program, nodes: list[fx.Node]) -> str | None:
-    """Why the epilogue cannot run one sequence at a time (None: it can): the same analysis, blind to the token axis."""
-    values: dict[fx.Node, Value] = {}
-    for node in program.graph.nodes:
-        if has_tensor(node) and node not in set(nodes):
-            values[node] = _batch_only(program.values.get(node))
-    for node in nodes:
-        if node.op == "placeholder" or not has_tensor(node):
-            values.setdefault(node, _batch_only(program.values.get(node)))
-            continue
-        values[node] = apply_rule(program, node, values, adopted=None)
-        if isinstance(mixed := values[node], Mixed):
-            return mixed.reason
-    for node in program.outputs:
-        value = values.get(node) if isinstance(node, fx.Node) else None
-        if not isinstance(value, Layout) or value.batch_dim != 0:
-            return f"the output {node} has no batch axis in front"
-    return None
-
-
-def _batch_only(value: Value) -> Value:
-    if isinstance(value, tuple):
-        return tuple(_batch_only(item) for item in value)  # type: ignore[misc]
-    if isinstance(value, Layout):
-        if Axis.ROWS in value.dims:
-            return value
-        return Layout(tuple(axis if axis is Axis.BATCH else None for axis in value.dims))
-    return value

@@ -25,7 +25,6 @@ from torch.utils import _pytree as pytree
 from dta_compile.errors import DTAError, RefusalError
 from dta_compile.passes.program import where
 
-
 DERIVATIVES = ("_grad_increment_nesting", "_jvp_increment_nesting")
 
 

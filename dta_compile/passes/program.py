@@ -220,7 +220,7 @@ class Program:
     prologue: fx.GraphModule = None
     epilogue: fx.GraphModule = None
     epilogue_dense_inputs: list[fx.Node] = dataclasses.field(default_factory=list)
-    mixes_sequences: str | None = None
+    row_epilogue: fx.GraphModule | Mixed = None  # of one row; Mixed: why there is none
     # joint and accumulate
     joint: JointGraphs = None  # type: ignore[assignment]
     timings: dict[str, float] = dataclasses.field(default_factory=dict)

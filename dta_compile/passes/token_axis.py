@@ -53,8 +53,8 @@ def _find_axes(program: Program) -> None:
         raise GraphWithoutAttention(None)
     batch, _, tokens, _ = sizes(calls[0].args[0])
     _require_own_keys(calls, tokens)
-    if tokens in (0, 1) or batch == 0:
-        raise GraphWithoutAttention("rows of a single token share nothing: such calls run as captured")
+    if tokens in (0, 1, 2) or batch == 0:  # 2 as a constant: `ids[:, 1:]` has a size of 1, which torch specialises
+        raise GraphWithoutAttention("rows of one or two tokens share next to nothing: such calls run as captured")
     if not tokens.free_symbols:
         raise RefusalError(
             "the token size became a constant while the model was traced",
@@ -196,12 +196,12 @@ def layout_by_shape(program: Program, node: fx.Node) -> Value:
     value = node.meta["val"]
     if isinstance(value, (tuple, list)):
         return tuple(
-            Layout(tuple(_axis_of_size(program, size, i)[0] for i, size in enumerate(item.shape)))
+            Layout(tuple(axis_of_size(program, size, i)[0] for i, size in enumerate(item.shape)))
             if isinstance(item, torch.Tensor)
             else Layout(())
             for item in value
         )
-    axes = [_axis_of_size(program, size, i) for i, size in enumerate(value.shape)]
+    axes = [axis_of_size(program, size, i) for i, size in enumerate(value.shape)]
     dims = tuple(axis for axis, _ in axes)
     frame = next((frame for axis, frame in axes if frame is not None), None)
     if sum(axis in (Axis.TOKEN, Axis.ROWS) for axis in dims) > 1:
@@ -209,7 +209,8 @@ def layout_by_shape(program: Program, node: fx.Node) -> Value:
     return Layout(dims, frame)
 
 
-def _axis_of_size(program: Program, size: int | torch.SymInt, dim: int) -> tuple[Axis | None, Frame | None]:
+def axis_of_size(program: Program, size: int | torch.SymInt, dim: int) -> tuple[Axis | None, Frame | None]:
+    """What dimension `dim` of a dense value counts, by its size."""
     expr = expression(size)
     if expr == program.batch and (expr.free_symbols or dim == 0):  # a constant counts sequences in front only
         return Axis.BATCH, None

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from dta_compile.errors import PlanError
+from dta_compile.options import as_integer
 from dta_compile.plan.lexicographic import IntArray, LexicographicOrder, lexicographic_order
 from dta_compile.plan.prefix_tree import PrefixTree
 
@@ -50,7 +51,8 @@ def balance(
     Raises:
         PlanError: K < 1, a sequence that is not a run of integers, or an unusable cost.
     """
-    if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 1:
+    groups_wanted = as_integer(num_groups)
+    if groups_wanted is None or groups_wanted < 1:
         raise PlanError("cannot balance over this number of groups", expected="an integer >= 1", got=repr(num_groups))
     rates = _rates(cost)
     if isinstance(sequences, PrefixTree):
@@ -58,9 +60,9 @@ def balance(
     elif not isinstance(sequences, LexicographicOrder):
         sequences = lexicographic_order(sequences)
     count = len(sequences.order)
-    groups = _contiguous_groups(_Costs(sequences, *rates), min(num_groups, count)) if count else []
+    groups = _contiguous_groups(_Costs(sequences, *rates), min(groups_wanted, count)) if count else []
     order: list[int] = sequences.order.tolist()
-    return [order[a:b] for a, b in groups] + [[] for _ in range(num_groups - len(groups))]
+    return [order[a:b] for a, b in groups] + [[] for _ in range(groups_wanted - len(groups))]
 
 
 def _rates(cost: Literal["tree_tokens"] | TreeCost) -> tuple[float, float]:

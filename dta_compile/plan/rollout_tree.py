@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import threading
 import time
 from collections import deque
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dta_compile.errors import PlanError, TreeClosedError, WaitTimeoutError
+from dta_compile.options import as_integer
 from dta_compile.plan.lexicographic import as_integers
 from dta_compile.plan.rollout_pool import RolloutBatch, RolloutPool, RolloutTreeStats
 from dta_compile.plan.trie import Place
@@ -64,14 +66,10 @@ class RolloutTree:
         dtype: npt.DTypeLike = np.int32,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, value, least in (
-            ("max_staleness", max_staleness, 0),
-            ("max_rollouts", max_rollouts, 1),
-            ("max_tokens", max_tokens, 1),
-        ):
-            if value is not None:
-                _check(name, value, least)
-        _check("patience", patience, 0)
+        max_staleness = _integer_or_none("max_staleness", max_staleness, 0)
+        max_rollouts = _integer_or_none("max_rollouts", max_rollouts, 1)
+        max_tokens = _integer_or_none("max_tokens", max_tokens, 1)
+        patience = _integer("patience", patience, 0)
         if np.dtype(dtype).kind not in "iu":
             raise PlanError("bad value for dtype", expected="a numpy integer type", got=repr(dtype))
         self.max_staleness, self.max_rollouts, self.max_tokens = max_staleness, max_rollouts, max_tokens
@@ -113,12 +111,12 @@ class RolloutTree:
         """
         try:
             deadline = _deadline(timeout if block else 0)
-            _check("policy_version", policy_version, None)
+            policy_version = _integer("policy_version", policy_version, None)
             key = self._encode(tokens)
             with self._lock:
                 place = self._pool.find_room(key) if not self._closed and not self._producers else None
                 place = place or self._await_room(key, deadline)
-                name = self._pool.insert(key, place, int(policy_version), payload, self._clock())
+                name = self._pool.insert(key, place, policy_version, payload, self._clock())
                 if len(self._pool) == 1 or any(self._is_due(*limits) for limits in self._consumers):
                     self._arrived.notify_all()  # the first arrival starts the clock of those that wait for seconds
                 return name
@@ -159,7 +157,14 @@ class RolloutTree:
             WaitTimeoutError: no batch was due in time.
             TreeClosedError: the tree is closed and nothing is left in it.
         """
-        self._check_request(num_groups, rows, tokens, seconds, policy_version)
+        num_groups = _integer("num_groups", num_groups, 1)
+        rows, tokens = _integer_or_none("rows", rows, 1), _integer_or_none("tokens", tokens, 1)
+        if policy_version is not None or self.max_staleness is not None:
+            policy_version = _integer("policy_version", policy_version, None)
+        if seconds is not None and (not isinstance(seconds, numbers.Real) or not seconds >= 0):
+            raise PlanError("bad value for seconds", expected="a number >= 0 or None", got=repr(seconds))
+        if rows is None and tokens is None and seconds is None:
+            raise PlanError("nothing says when a batch is due", expected="rows, tokens or seconds", got="none of them")
         deadline = _deadline(timeout)
         limits = rows, tokens, seconds
         with self._lock:
@@ -265,35 +270,22 @@ class RolloutTree:
             return float("inf")
         return max(self._last_batch, oldest) + seconds - self._clock()
 
-    def _check_request(
-        self,
-        num_groups: int,
-        rows: int | None,
-        tokens: int | None,
-        seconds: float | None,
-        policy_version: int | None,
-    ) -> None:
-        _check("num_groups", num_groups, 1)
-        for name, value in (("rows", rows), ("tokens", tokens)):
-            if value is not None:
-                _check(name, value, 1)
-        if seconds is not None and (not isinstance(seconds, (int, float)) or not seconds >= 0):
-            raise PlanError("bad value for seconds", expected="a number >= 0 or None", got=repr(seconds))
-        if rows is None and tokens is None and seconds is None:
-            raise PlanError("nothing says when a batch is due", expected="rows, tokens or seconds", got="none of them")
-        if policy_version is not None or self.max_staleness is not None:
-            _check("policy_version", policy_version, None)
 
-
-def _check(name: str, value: object, least: int | None) -> None:
-    """Raise a `PlanError` unless the value is an integer, and at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or (least is not None and value < least):
+def _integer(name: str, value: object, least: int | None) -> int:
+    """The value as an integer; raises a `PlanError` unless it is one, and at least `least`."""
+    number = as_integer(value)
+    if number is None or (least is not None and number < least):
         expected = "an integer" if least is None else f"an integer >= {least}"
         raise PlanError(f"bad value for {name}", expected=expected, got=repr(value))
+    return number
+
+
+def _integer_or_none(name: str, value: object, least: int | None) -> int | None:
+    return None if value is None else _integer(name, value, least)
 
 
 def _deadline(timeout: float | None) -> float:
     """Time of the real clock at which a wait of `timeout` seconds from now ends."""
-    if timeout is not None and not isinstance(timeout, (int, float)):
+    if timeout is not None and (not isinstance(timeout, numbers.Real) or timeout != timeout):
         raise PlanError("bad value for timeout", expected="seconds or None", got=repr(timeout))
     return float("inf") if timeout is None else time.monotonic() + timeout

@@ -136,9 +136,9 @@ _KINDS: dict[str, type[Op]] = {
 }
 _FLAGS = ("out", "kv")  # words after a chunk, in this order
 _HEADER = "# dta schedule strategy={strategy} order={order} mode={mode} chunk_size={chunk_size}"
-_HEADER_PATTERN = re.compile(r"# dta schedule strategy=(\S+) order=(\S+) mode=(\S+) chunk_size=([1-9]\d*)")
-_SLICE_PATTERN = re.compile(r"s(\d+)\[(\d+):(\d+)\]")
-_SEQUENCES_PATTERN = re.compile(r"s(\d+)(?:\.\.s(\d+))?")
+_HEADER_PATTERN = re.compile(r"# dta schedule strategy=(\S+) order=(\S+) mode=(\S+) chunk_size=([1-9][0-9]{0,17})")
+_SLICE_PATTERN = re.compile(r"s([0-9]{1,18})\[([0-9]{1,18}):([0-9]{1,18})\]")
+_SEQUENCES_PATTERN = re.compile(r"s([0-9]{1,18})(?:\.\.s([0-9]{1,18}))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +244,10 @@ def _parse_slice(number: int, line: str, word: str) -> Slice:
     match = _SLICE_PATTERN.fullmatch(word)
     if not match:
         raise _syntax_error("not a slice of a sequence", number, line, "s<sequence>[<start>:<stop>]", word)
-    return Slice(*map(int, match.groups()))
+    part = Slice(*map(int, match.groups()))
+    if part.tokens < 1:
+        raise _syntax_error("a slice is empty", number, line, "s<sequence>[<start>:<stop>] with start < stop", word)
+    return part
 
 
 def _parse_sequences(number: int, line: str, word: str) -> range:

@@ -225,7 +225,7 @@ class Call:
         return read_masks(self.program, self.dense, self._number, (self.batch, self.tokens))
 
     def _number(self, expr: sympy.Expr) -> int | float:
-        return self.engine.sizes.number(expr, self.args)
+        return self.engine.sizes.value(expr, self.args)
 
 
 def _runs(plan: Plan) -> list[int]:

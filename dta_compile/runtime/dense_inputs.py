@@ -31,16 +31,25 @@ class Sizes:
 
     def evaluate(self, expr: sympy.Expr | None, args: Sequence[object]) -> int:
         """The value of a size expression for the call's inputs; None counts as 1."""
-        return 1 if expr is None else int(self.number(expr, args))
+        return 1 if expr is None else int(self.value(expr, args))
 
-    def number(self, expr: sympy.Expr, args: Sequence[object]) -> int | float:
+    def number(self, value: Any, args: Sequence[object]) -> Any:
+        """A symbolic number as the number that it is for the call's inputs; anything else as it is."""
+        if isinstance(value, torch.SymBool):
+            return bool(self._substituted(value.node.expr, args))
+        return self.value(value.node.expr, args) if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+
+    def value(self, expr: sympy.Expr, args: Sequence[object]) -> int | float:
         """The value of an expression of sizes and numbers, a `float` if it is no integer."""
+        found = self._substituted(expr, args)
+        return int(found) if found.is_integer else float(found)
+
+    def _substituted(self, expr: sympy.Expr, args: Sequence[object]) -> sympy.Expr:
         values = {}
         for symbol in expr.free_symbols:
             index, dim = self._sources[symbol]
             values[symbol] = args[index] if dim is None else int(args[index].shape[dim])  # type: ignore
-        found = expr.subs(values)
-        return int(found) if found.is_integer else float(found)
+        return expr.subs(values)
 
     def window(self, frame: Frame, args: Sequence[object]) -> tuple[int, int]:
         """`(start, length)` of a frame."""

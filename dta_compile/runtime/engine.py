@@ -11,7 +11,7 @@ from dta_compile.options import Options
 from dta_compile.passes import Program
 from dta_compile.passes.draws import random_numbers_of_now
 from dta_compile.plan import Plan
-from dta_compile.runtime import streaming
+from dta_compile.runtime import interception
 from dta_compile.runtime.calibration import Calibration
 from dta_compile.runtime.call import Call
 from dta_compile.runtime.dense_inputs import Sizes
@@ -42,7 +42,9 @@ class Engine:
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """The outputs of the captured call for its inputs."""
-        streaming.handle(self, args)
+        replaced = interception.handle(self, args)
+        if replaced is not None:
+            return replaced
         verify = self.options.verify
         if verify != "always" and (verify != "first" or self.verified):
             return self._run(args)

@@ -1,117 +1,206 @@
-"""The paper's own loop: losses attached and suffixes backpropagated while the tree is walked, in one pass."""
+"""The paper's own loop: losses attached and suffixes backpropagated while the tree is walked, in one pass.
+
+The compiled callable runs first, with stand-ins for the outputs of its graph, so that Dynamo's own code builds what the
+function returns. Then the schedule runs, and every row's loss gets the rows of what was returned.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
-from dta_compile.errors import RefusalError
+from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.passes.attention_op import statistics_dtype
-from dta_compile.passes.program import Axis, Layout
+from dta_compile.passes.program import Mixed, Program, has_tensor, where
+from dta_compile.passes.row_epilogue import row_dim, row_layout
+from dta_compile.runtime.interception import intercept
 from dta_compile.runtime.row_buffer import PathRows
+from dta_compile.runtime.row_gradients import RowGradients
+from dta_compile.runtime.stand_in import StandIns, tensors_of
+from dta_compile.runtime.transparent import finished_gradients, gradient_of_cache, no_autocast, prepare_accumulators
 
 if TYPE_CHECKING:
+    from dta_compile.plan import Plan
     from dta_compile.runtime.call import Call
     from dta_compile.runtime.engine import Engine
     from dta_compile.runtime.executor import Executor
 
-
-class Intercepted(BaseException):
-    """Leaves a compiled call whose engine did something else than return its outputs."""
-
-
-@dataclasses.dataclass
-class Interception:
-    """What the next engine call of this thread does in place of its work, and what came of it."""
-
-    handler: Callable[[Engine, Sequence[Any]], Any]
-    result: Any = None
-
-
-_active = threading.local()
-
-
-@contextlib.contextmanager
-def intercept(handler: Callable[[Engine, Sequence[Any]], Any]) -> Iterator[Interception]:
-    """Within the block, the first engine call runs `handler(engine, inputs)` and then raises `Intercepted`."""
-    interception = Interception(handler)
-    _active.interception = interception
-    try:
-        yield interception
-    finally:
-        _active.interception = None
-
-
-def handle(engine: Engine, args: Sequence[Any]) -> None:
-    """Called by every engine at its start."""
-    interception = getattr(_active, "interception", None)
-    if interception is not None:
-        _active.interception = None
-        interception.result = interception.handler(engine, args)
-        raise Intercepted
+aten = torch.ops.aten
 
 
 def step(
-    compiled: Callable[..., Any], loss_fn: Callable[..., torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+    compiled: Callable[..., Any],
+    loss_fn: Callable[..., torch.Tensor],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    log: Callable[[str], None],
 ) -> list[torch.Tensor]:
     """One streaming step of a compiled callable; see `dta_compile.streaming_step`."""
-    with intercept(lambda engine, inputs: stream(engine, loss_fn, inputs)) as interception:
-        try:
-            compiled(*args, **kwargs)
-        except Intercepted:
-            return interception.result
-    raise _not_streamed()
+    stream = Stream()
+    with intercept(stream.begin):
+        returned = compiled(*args, **kwargs)
+    if stream.call is None:
+        log("a streaming step ran no training graph over a tree: its outputs exist for the whole batch")
+        return _whole(tensors_of(returned), loss_fn)
+    sources = stream.sources(tensors_of(returned))
+    stream.in_return_value = stream.stand_ins.alive()
+    del returned
+    stream.refuse_other_places(sources)
+    return stream.run(sources, loss_fn)
 
 
-def _not_streamed() -> RefusalError:
-    return RefusalError(
-        "the call ran no training graph over a tree, so it cannot be streamed",
-        expected="a call with gradients for the model, more than one token, and scaled_dot_product_attention",
-        got="a call that ran as captured, or forward only",
-        hint="print(dta_compile.explain(...)) says why",
-    )
-
-
-def stream(engine: Engine, loss_fn: Callable[..., torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor]:
-    """Run a call's schedule in streaming mode and add the gradients to the parameters."""
-    from dta_compile.runtime.transparent import finished_gradients, no_autocast, prepare_accumulators
-
-    program = engine.program
-    if not program.training:
-        raise _not_streamed()
-    if program.mixes_sequences is not None:
+def _whole(outputs: Sequence[torch.Tensor], loss_fn: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """The same for outputs of all rows: of a call that had nothing to stream."""
+    if not outputs:
         raise RefusalError(
-            "the compiled function mixes sequences, so its outputs do not exist one sequence at a time",
-            expected="outputs with the batch axis in front, each row computed from its own sequence",
-            got=program.mixes_sequences,
-            hint="compile the part up to per-token values, and put the loss of one sequence in loss_fn",
+            "the compiled function returns no tensors, so its rows cannot be told", expected="outputs [rows, ...]"
         )
-    loss_fn = _under_current_autocast(loss_fn)
-    with no_autocast():
-        call = engine.begin(args)
-        plan = engine.last_plan = call.plan("streaming")
-        executor = call.executor(plan)
-        parameters = [args[spec.index] for spec in program.region_parameters]
-        prepare_accumulators(executor, parameters)
-        executor.outputs = [executor.row_buffer(i, PathRows, v.dtype) for i, v in enumerate(program.frontier)]
-        for i in executor.joint.differentiated:
-            executor.gradients[i] = executor.row_buffer(i, PathRows, statistics_dtype(program.frontier[i].dtype))
-        rows = _Rows(call, executor, loss_fn)
-        executor.run(plan.schedule.ops, on_attach=rows.attach)
-        rows.refuse_padding()
-        call.record(plan, executor)
-        pending = dict(rows.gradients)
-        for parameter, gradient in zip(parameters, finished_gradients(executor, parameters, rows.used), strict=True):
-            if gradient is not None:
-                pending[parameter] = pending[parameter] + gradient if parameter in pending else gradient
-        if pending:
-            torch.autograd.backward(list(pending), list(pending.values()))
-    return [rows.losses[row] for row in range(call.batch)]
+    rows = outputs[0].shape[0] if outputs[0].dim() else 0
+    for output in outputs:
+        _require_rows(output, rows)
+    losses = [_checked(loss_fn(row, *(output[row] for output in outputs)), row) for row in range(rows)]
+    with_gradient = [loss for loss in losses if loss.requires_grad]
+    if losses and not with_gradient:
+        raise RefusalError(
+            "no loss of this step has a gradient",
+            expected="a call with gradients for the model, or a loss_fn with parameters of its own",
+            got="parameters that are all frozen, or outputs that are detached",
+            hint="print(dta_compile.explain(...)) says how the call runs",
+        )
+    if with_gradient:
+        torch.autograd.backward(with_gradient)
+    return [loss.detach() for loss in losses]
+
+
+def _require_rows(output: torch.Tensor, rows: int) -> None:
+    if not output.dim() or output.shape[0] != rows:
+        raise RefusalError(
+            "an output of the compiled function has no batch axis in front",
+            expected=f"outputs [{rows}, ...], a row for every sequence",
+            got=f"{tuple(output.shape)}",
+            hint="compute what belongs to no sequence in loss_fn, or outside of the compiled function",
+        )
+
+
+def _checked(loss: Any, row: int) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"{tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise RuntimeContractError(
+            "loss_fn did not return a scalar tensor", where=f"row {row}", expected="the loss of one row", got=got
+        )
+    return loss
+
+
+class Stream:
+    """A call that is streamed: begun when its engine is called, run when the compiled function has returned."""
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+        self.stand_ins = StandIns()
+        self.in_return_value: set[int] = set()
+        self.plan: Plan
+
+    def begin(self, engine: Engine, args: Sequence[Any]) -> tuple[Any, ...] | None:
+        """The outputs of the graph: real ones where they exist for the whole batch, else stand-ins."""
+        program = engine.program
+        if not program.training:
+            return None  # its outputs exist for the whole batch
+        if isinstance(program.row_epilogue, Mixed):
+            raise _mixes_sequences(program.row_epilogue)
+        with no_autocast():
+            self.call = engine.begin(args)
+            self.plan = engine.last_plan = self.call.plan("streaming")
+        return tuple(self._output(i, node) for i, node in enumerate(program.outputs))
+
+    def _output(self, position: int, node: Any) -> Any:
+        call = self.call
+        assert call is not None
+        program, sizes = call.program, call.engine.sizes
+        if not isinstance(node, fx.Node):
+            return node
+        if node.op == "placeholder":
+            return call.args[program.placeholders.index(node)]
+        value = node.meta["val"]
+        if not has_tensor(node):
+            return sizes.number(value, call.args)
+        if node not in program.parameter_dependent:
+            return call.dense[node]
+        shape = [sizes.number(size, call.args) for size in value.shape]
+        return self.stand_ins.make(position, value, shape, where(node))
+
+    def sources(self, returned: Sequence[torch.Tensor]) -> list[int | torch.Tensor]:
+        """For every returned tensor which output of the graph it is, or the tensor itself if it exists."""
+        assert self.call is not None
+        found: list[int | torch.Tensor] = []
+        for tensor in returned:
+            position = self.stand_ins.position(tensor)
+            if position is None:
+                _require_rows(tensor, self.call.batch)
+            found.append(tensor if position is None else position)
+        return found
+
+    def refuse_other_places(self, sources: Sequence[int | torch.Tensor]) -> None:
+        """Raise if stand-ins went anywhere but to loss_fn; those of a returned KV cache may."""
+        assert self.call is not None
+        stored = self.stand_ins.alive()
+        if stored:
+            raise RefusalError(
+                "the compiled function stores a value outside of what it returns: in a streaming step the value never"
+                " exists for the whole batch",
+                where=self.stand_ins.where(min(stored)),
+                expected="outputs that are returned",
+                got=f"{len(stored)} stored in an attribute, a list or a global variable",
+                hint="return the value, and store what you need of it in loss_fn",
+            )
+        caches = {value.node for value in self.call.program.frontier if value.is_cache}
+        outputs = self.call.program.outputs
+        if lost := [i for i in self.in_return_value - set(sources) if outputs[i] not in caches]:
+            raise RefusalError(
+                "the compiled function returns tensors in an object that loss_fn cannot be given the rows of",
+                where=where(outputs[lost[0]]),
+                expected="tensors in tuples, lists, mappings or dataclasses",
+                got=f"{len(lost)} in objects of other classes",
+                hint="return the tensors themselves",
+            )
+
+    def run(self, sources: Sequence[int | torch.Tensor], loss_fn: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        """Run the schedule and add the gradients to the parameters."""
+        call, plan = self.call, self.plan
+        assert call is not None
+        program = call.program
+        loss_fn = _under_current_autocast(loss_fn)
+        with no_autocast():
+            executor = call.executor(plan)
+            parameters = [call.args[spec.index] for spec in program.region_parameters]
+            prepare_accumulators(executor, parameters)
+            executor.outputs = [executor.row_buffer(i, PathRows, v.dtype) for i, v in enumerate(program.frontier)]
+            for i in executor.joint.differentiated:
+                executor.gradients[i] = executor.row_buffer(i, PathRows, statistics_dtype(program.frontier[i].dtype))
+            rows = _Rows(call, executor, sources, loss_fn)
+            executor.run(plan.schedule.ops, on_attach=rows.attach)
+            rows.refuse_padding()
+            call.record(plan, executor)
+            for parameter, gradient in zip(
+                parameters, finished_gradients(executor, parameters, rows.used), strict=True
+            ):
+                if gradient is not None:
+                    rows.gradients.add(parameter, gradient)
+            rows.gradients.send()
+        return [rows.losses[row] for row in range(call.batch)]
+
+
+def _mixes_sequences(mixed: Mixed) -> RefusalError:
+    return RefusalError(
+        "the compiled function mixes sequences, so its outputs do not exist one sequence at a time",
+        where=where(mixed.node),
+        expected="outputs with the batch axis in front, each row computed from its own sequence",
+        got=mixed.reason,
+        hint="compile the part up to per-token values, and put the loss of one sequence in loss_fn",
+    )
 
 
 def _under_current_autocast(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -131,13 +220,23 @@ def _under_current_autocast(function: Callable[..., torch.Tensor]) -> Callable[.
 class _Rows:
     """Losses of single rows: dense outputs of one row, its loss, and the gradient back on the tree's rows."""
 
-    def __init__(self, call: Call, executor: Executor, loss_fn: Callable[..., torch.Tensor]) -> None:
-        self.call, self.executor, self.loss_fn = call, executor, loss_fn
+    def __init__(
+        self,
+        call: Call,
+        executor: Executor,
+        sources: Sequence[int | torch.Tensor],
+        loss_fn: Callable[..., torch.Tensor],
+    ) -> None:
+        self.call, self.executor, self.sources, self.loss_fn = call, executor, sources, loss_fn
         self.losses: dict[int, torch.Tensor] = {}
         self.used: set[int] = set()  # frontier values that a loss sends gradients to
-        # Gradients that the epilogue and the loss send to parameters directly.
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.gradients = RowGradients()  # that the epilogue and the loss send elsewhere: to parameters, for one
         self.at_padding: dict[int, list[torch.Tensor]] = {}  # by frontier value: which entries there have gradients
+        program = call.program
+        self.inputs = [
+            (arg, _row_dim(program, node)) for arg, node in zip(call.args, program.placeholders, strict=True)
+        ]
+        self.dense = [(call.dense[node], _row_dim(program, node)) for node in program.epilogue_dense_inputs]
 
     def attach(self, sequences: tuple[int, ...]) -> bool:
         for row in sequences:
@@ -151,81 +250,50 @@ class _Rows:
                 self.call.refuse_padding(i, torch.cat(found))
 
     def _row(self, row: int) -> None:
-        call, program = self.call, self.call.program
-        leaves = []
-        for i in range(len(program.frontier)):
-            dense = call.expand_row(i, self.executor.outputs[i], row)
-            leaves.append(dense.requires_grad_(self.executor.gradients[i] is not None))
+        leaves = [self._leaf(i, row) for i in range(len(self.executor.outputs))]
+        self.gradients.begin_row()
         with torch.enable_grad():
-            outputs = call.engine.epilogue(self._row_args(row), self._row_dense(row), leaves)
-            loss = self.loss_fn(row, *(out[0] for out in self._shown(outputs)))
+            outputs = self._outputs(row, leaves)
+            rows = [outputs[each][0] if isinstance(each, int) else each[row] for each in self.sources]
+            loss = _checked(self.loss_fn(row, *rows), row)
         self.losses[row] = loss.detach()
         if not loss.requires_grad:
             return
-        frontier = [leaf for leaf in leaves if leaf.requires_grad]
-        others = _leaves_of(loss, frontier)  # parameters that the epilogue or the loss itself uses
-        grads = iter(torch.autograd.grad(loss, [*frontier, *others], allow_unused=True))
-        for i in range(len(leaves)):
-            buffer = self.executor.gradients[i]
-            if buffer is not None and (grad := next(grads)) is not None:
-                at_padding = call.add_row_gradient(i, buffer, grad, row)
-                self.at_padding.setdefault(i, []).extend([] if at_padding is None else [at_padding])
-                self.used.add(i)
-        for parameter, grad in zip(others, grads, strict=True):
+        for i, grad in enumerate(self.gradients.of_row(loss, leaves)):
             if grad is not None:
-                known = self.gradients.get(parameter)
-                self.gradients[parameter] = grad if known is None else known + grad
+                self._add(i, grad, row)
 
-    def _shown(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
-        """The tensor outputs, without a returned KV cache."""
-        caches = {value.node for value in self.call.program.frontier if value.is_cache}
-        nodes = self.call.program.outputs
-        return [
-            out
-            for out, node in zip(outputs, nodes, strict=True)
-            if isinstance(out, torch.Tensor) and node not in caches
-        ]
+    def _leaf(self, index: int, row: int) -> torch.Tensor:
+        value = self.call.program.frontier[index]
+        dense = self.call.expand_row(index, self.executor.outputs[index], row)
+        return dense.requires_grad_(self.executor.gradients[index] is not None or value.is_cache)
 
-    def _row_args(self, row: int) -> list[Any]:
-        program = self.call.program
-        args = []
-        for arg, node in zip(self.call.args, program.placeholders, strict=True):
-            value = node.meta["val"]
-            if isinstance(value, torch.SymInt) and value.node.expr == program.batch:
-                args.append(1)
-            else:
-                args.append(self._cut(arg, program.values.get(node), row))
-        return args
+    def _add(self, index: int, grad: torch.Tensor, row: int) -> None:
+        value, buffer = self.call.program.frontier[index], self.executor.gradients[index]
+        if buffer is None:
+            raise gradient_of_cache(value)
+        at_padding = self.call.add_row_gradient(index, buffer, grad, row)
+        self.at_padding.setdefault(index, []).extend([] if at_padding is None else [at_padding])
+        self.used.add(index)
 
-    def _row_dense(self, row: int) -> dict[Any, torch.Tensor]:
-        values = self.call.program.values
-        return {node: self._cut(value, values[node], row) for node, value in self.call.dense.items()}
+    def _outputs(self, row: int, leaves: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """The graph's outputs for one row."""
+        batch = self.call.batch
+        inputs, dense = ([_cut(value, dim, row, batch) for value, dim in each] for each in (self.inputs, self.dense))
+        # The same memory, but no leaves to autograd: loss_fn may write to its outputs in place.
+        frontier = [aten._unsafe_view(leaf, leaf.shape) for leaf in leaves]
+        epilogue = self.call.program.row_epilogue
+        assert isinstance(epilogue, fx.GraphModule)
+        return epilogue(batch, *inputs, *frontier, *dense)
 
-    def _cut(self, value: Any, layout: Any, row: int) -> Any:
-        """A dense value cut to one row of the batch, if it has a batch axis."""
-        axes = layout.dims if isinstance(layout, Layout) else ()
-        for axis in (Axis.BATCH, Axis.ROWS):
-            if axis in axes:
-                dim = axes.index(axis)
-                length = value.shape[dim] // self.call.batch
-                return value.narrow(dim, row * length, length)
+
+def _row_dim(program: Program, node: fx.Node) -> int | None:
+    return row_dim(row_layout(program, node)) if has_tensor(node) else None
+
+
+def _cut(value: Any, dim: int | None, row: int, batch: int) -> Any:
+    """A dense value cut to one row of the batch, if it has a batch axis."""
+    if dim is None:
         return value
-
-
-def _leaves_of(loss: torch.Tensor, known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaf tensors that a loss sends gradients to, besides those that are known."""
-    seen, pending = set(), [loss.grad_fn]
-    found: dict[torch.Tensor, None] = {}
-    while pending:
-        function = pending.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        variable = getattr(function, "variable", None)
-        if isinstance(variable, torch.Tensor):
-            found[variable] = None
-        pending.extend(following for following, _ in function.next_functions)
-    if loss.grad_fn is None:
-        found[loss] = None
-    excluded = {id(tensor) for tensor in known}
-    return [tensor for tensor in found if id(tensor) not in excluded]
+    length = value.shape[dim] // batch
+    return value.narrow(dim, row * length, length)

@@ -12,6 +12,7 @@ import torch
 
 from dta_compile.errors import RuntimeContractError
 from dta_compile.passes.attention_op import statistics_dtype
+from dta_compile.passes.program import FrontierValue
 from dta_compile.plan import Op, Plan
 from dta_compile.runtime.call import Call
 from dta_compile.runtime.executor import Executor
@@ -130,17 +131,22 @@ def set_gradients(call: Call, executor: Executor, grads: Sequence[torch.Tensor |
     """Sum dense gradients of the frontier onto head rows."""
     for i, (value, grad) in enumerate(zip(call.program.frontier, grads, strict=True)):
         if value.is_cache and grad is not None:
-            raise RuntimeContractError(
-                "a gradient reached the returned KV cache",
-                expected="a loss that does not use past_key_values",
-                got=f"a gradient for {value.node.name}",
-                hint="pass use_cache=False",
-            )
+            raise gradient_of_cache(value)
         if i in executor.joint.differentiated and grad is not None:
             buffer = executor.row_buffer(i, AllRows, statistics_dtype(value.dtype))
             call.add_gradient(i, buffer, grad)
             executor.gradients[i] = buffer
     executor.active = rows_with_gradient(executor)
+
+
+def gradient_of_cache(value: FrontierValue) -> RuntimeContractError:
+    """The error for a loss that depends on returned keys or values, which are not followed back."""
+    return RuntimeContractError(
+        "a gradient reached the returned KV cache",
+        expected="a loss that does not use past_key_values",
+        got=f"a gradient for {value.node.name}",
+        hint="pass use_cache=False",
+    )
 
 
 def rows_with_gradient(executor: Executor) -> np.ndarray[Any, np.dtype[np.bool_]]:

@@ -10,7 +10,7 @@ from dta_compile.plan.schedule import MODES
 
 HEADER = "# dta schedule strategy=dfs order=backward_dfs mode=transparent chunk_size=512"
 numbers = st.integers(0, 10**6)
-slices = st.builds(Slice, numbers, numbers, numbers)
+slices = st.builds(lambda at, start, more: Slice(at, start, start + more), numbers, numbers, st.integers(1, 10**6))
 branches = st.lists(slices, min_size=1, max_size=3).map(tuple)
 chunks = st.builds(Chunk, slices) | st.builds(Chunk, slices, branches) | st.builds(Chunk, st.none(), branches)
 ops = st.one_of(
@@ -95,6 +95,11 @@ def test_blank_lines_indents_and_comments_are_skipped():
         ("forward s0[0:1]++s1[0:1]", "not a slice of a sequence", "nothing"),
         ("attach s0 1", "not a run of sequences", "1"),
         ("attach s4..s2", "a run of sequences is empty", "s4..s2"),
+        ("pop s0[3:1]", "a slice is empty", "s0[3:1]"),
+        ("forward s0[0:2]+s1[2:2]", "a slice is empty", "s1[2:2]"),
+        ("pop s0[-1:1]", "not a slice of a sequence", "s0[-1:1]"),
+        ("pop s0[0:\u0663]", "not a slice of a sequence", "s0[0:\u0663]"),
+        (f"pop s0[0:{'9' * 5000}]", "not a slice of a sequence", f"s0[0:{'9' * 5000}]"),
     ],
 )
 def test_bad_lines_are_named(line, what, got):

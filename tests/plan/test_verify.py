@@ -196,7 +196,7 @@ ONE = PrefixTree.build([[7, 8]])
         ("forward s0[0:2] out", "score", "scoring keeps no graphs"),
         ("anchor s0[0:2] out\n attach s0\n backward s0[0:2]", "score", "scoring runs nothing backward"),
         ("anchor s0[0:2] out\n restore s0[0:2]", "transparent", "a restore copies from one spine that is kept"),
-        ("anchor s0[0:1] out\n anchor s0[2:2]", "score", "slices lie inside their sequence"),
+        ("anchor s0[0:1] out\n anchor s0[1:3]", "score", "slices lie inside their sequence"),
         ("", "score", "every sequence is attached once"),
     ],
 )

@@ -1,0 +1,109 @@
+"""Gradients of row after row's loss, summed up for everything outside of the rows and sent there once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Edge = tuple[Node, int]
+
+
+class RowGradients:
+    """Sums of the gradients that the losses of single rows send to what was there before: parameters and other leaves,
+    and values that somebody computed from such for all rows.
+
+    A row's own graph ends there. What lies behind is gone through once, after the last row, so that hooks see the
+    gradient of the whole batch; only where one of these values was computed from another, every row goes through to
+    the leaves.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[Edge, torch.Tensor] = {}
+        self._behind: dict[Node, set[Node]] = {}
+        self._first_of_row = 0
+
+    def begin_row(self) -> None:
+        """What is computed from now on belongs to the row."""
+        self._first_of_row = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+    def of_row(self, loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """The gradients of a row's loss for some leaves (None for those that it does not depend on)."""
+        own = [leaf for leaf in leaves if leaf.requires_grad]
+        edges = {get_gradient_edge(leaf)[:2] for leaf in own}
+        start = get_gradient_edge(loss)[:2]
+        ends = _ends(start, lambda node: _is_leaf(node) or node._sequence_nr() < self._first_of_row)
+        overlap = self._has_one_behind_another(ends)
+        if overlap:
+            ends = _ends(start, _is_leaf)
+        others = [edge for edge in ends if edge not in edges]
+        inputs: list[Any] = [*own, *(GradientEdge(*edge) for edge in others)]
+        with _without_hooks(others):
+            found = torch.autograd.grad(loss, inputs, torch.ones_like(loss), overlap, allow_unused=True)
+        for edge, gradient in zip(others, found[len(own) :], strict=True):
+            if gradient is not None:
+                self._add(edge, gradient)
+        of_own = iter(found)
+        return [next(of_own) if leaf.requires_grad else None for leaf in leaves]
+
+    def add(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add to the gradient of a tensor."""
+        self._add(get_gradient_edge(tensor)[:2], gradient)
+
+    def _add(self, edge: Edge, gradient: torch.Tensor) -> None:
+        known = self._sums.get(edge)
+        self._sums[edge] = gradient if known is None else known + gradient
+
+    def send(self) -> None:
+        """Send the sums on."""
+        if self._sums:
+            torch.autograd.backward([GradientEdge(*edge) for edge in self._sums], list(self._sums.values()))
+
+    def _has_one_behind_another(self, ends: Iterable[Edge]) -> bool:
+        """Whether going on from one end leads to another: `p` and `p.exp()` of before the row, both used in it."""
+        nodes = {node for node, _ in ends}
+        older = {node for node in nodes if not _is_leaf(node)}
+        for node in older - self._behind.keys():
+            self._behind[node] = {after for after, _ in _walk(_following(node), lambda node: False)}
+        return any(nodes & self._behind[node] for node in older)
+
+
+def _walk(start: Iterable[Edge], is_end: Callable[[Node], bool]) -> dict[Edge, bool]:
+    """Every edge of a graph from `start` on, and whether the graph ends there."""
+    pending = list(start)
+    found: dict[Edge, bool] = {}
+    while pending:
+        edge = pending.pop()
+        if edge not in found:
+            found[edge] = is_end(edge[0])
+            pending.extend([] if found[edge] else _following(edge[0]))
+    return found
+
+
+def _ends(start: Edge, is_end: Callable[[Node], bool]) -> list[Edge]:
+    return [edge for edge, ends in _walk([start], is_end).items() if ends]
+
+
+def _following(node: Node) -> list[Edge]:
+    return [(after, number) for after, number in node.next_functions if after is not None]
+
+
+def _is_leaf(node: Node) -> bool:
+    return node.name() == "torch::autograd::AccumulateGrad"
+
+
+@contextlib.contextmanager
+def _without_hooks(edges: Sequence[Edge]) -> Iterator[None]:
+    """Hooks of leaves wait for the gradient of the whole batch."""
+    tensors = [node.variable for node, _ in edges if _is_leaf(node)]  # type: ignore[attr-defined]
+    hooks = [(tensor._backward_hooks, dict(tensor._backward_hooks)) for tensor in tensors if tensor._backward_hooks]
+    for present, _ in hooks:
+        present.clear()
+    try:
+        yield
+    finally:
+        for present, before in hooks:
+            present.update(before)

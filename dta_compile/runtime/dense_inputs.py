@@ -32,11 +32,15 @@ class Sizes:
         """The value of a size expression for the call's inputs; None counts as 1."""
         if expr is None:
             return 1
-        values = {}
-        for symbol in expr.free_symbols:
-            index, dim = self._sources[symbol]
-            values[symbol] = int(args[index]) if dim is None else int(args[index].shape[dim])  # type: ignore
-        return int(expr.subs(values))
+        return int(expr.subs({symbol: self._value(symbol, args) for symbol in expr.free_symbols}))
+
+    def values(self, args: Sequence[object]) -> dict[sympy.Symbol, int]:
+        """The value of every symbol that an input gives."""
+        return {symbol: self._value(symbol, args) for symbol in self._sources}
+
+    def _value(self, symbol: Any, args: Sequence[Any]) -> int:
+        index, dim = self._sources[symbol]
+        return int(args[index]) if dim is None else int(args[index].shape[dim])
 
     def window(self, frame: Frame, args: Sequence[object]) -> tuple[int, int]:
         """`(start, length)` of a frame."""

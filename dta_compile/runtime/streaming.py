@@ -92,9 +92,9 @@ def stream(engine: Engine, loss_fn: Callable[..., torch.Tensor], args: Sequence[
             hint="compile the part up to per-token values, and put the loss of one sequence in loss_fn",
         )
     loss_fn = _under_current_autocast(loss_fn)
+    call = engine.planned(args, "streaming")
+    plan = call.schedule_plan
     with no_autocast():
-        call = engine.begin(args)
-        plan = engine.last_plan = call.plan("streaming")
         executor = call.executor(plan)
         parameters = [args[spec.index] for spec in program.region_parameters]
         prepare_accumulators(executor, parameters)

@@ -8,7 +8,8 @@ out of bounds (on a GPU it ends the process): an axis that is indexed by data ke
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +31,7 @@ MOST_ROWS = 4
 LEAST_TOKENS = 256  # that are always few enough; of a larger call, a share of what its tree runs
 SHARE = 20
 LEAST_COLUMNS = 16
-WHOLE = 4  # times so many tokens if the columns cannot be cut
+WHOLE = 4  # times so many tokens if the sizes cannot be cut further
 
 # Operators that read or write one axis by index: where the tensor, the axis (or its number) and the index are.
 BY_AXIS = {
@@ -66,28 +67,27 @@ def sample(call: Call) -> Sample:
     """
     values = call.engine.sizes.values(call.args)
     limit = max(LEAST_TOKENS, call.rows.tree.num_rows // SHARE)
-    allowed = _Guards(call.program)
-    for rows, columns in _candidates(call, limit):
-        new = _resized(call, values, rows, columns)
+    allowed, fixed = _Guards(call.program), _indexed_by_data(call.program)
+    for (rows, columns), together in itertools.product(_candidates(call, limit, fixed), (False, True)):
+        new = _resized(call, values, rows, columns, fixed if together else values.keys())
         if new is None or not allowed(new):
             continue
         return Sample(_cut(call, values, new, rows, columns), rows, columns, _bytes(call, new))
     raise NotSampled("its inputs cannot be cut to a few tokens, and whole rows would take too long")
 
 
-def _candidates(call: Call, limit: int) -> Iterator[tuple[int, int]]:
+def _candidates(call: Call, limit: int, fixed: Collection[sympy.Basic]) -> Iterator[tuple[int, int]]:
     """Numbers of rows and columns, the most wanted first."""
-    fixed = _indexed_by_data(call.program)
     batch, tokens = _free_symbol(call.program.batch), _free_symbol(call.program.tokens)
     whole_rows = batch is None or batch in fixed or batch != call.program.batch
     some = range(min(2, call.batch), min(MOST_ROWS, call.batch) + 1)
     numbers = [call.batch] if whole_rows else [*some, *([call.batch] if call.batch > MOST_ROWS else [])]
     for rows in numbers:
         columns = max(LEAST_COLUMNS, limit // rows // LEAST_COLUMNS * LEAST_COLUMNS)
-        if columns < call.tokens and tokens is not None and tokens not in fixed:
-            yield rows, columns
-        if rows * call.tokens <= (limit if columns >= call.tokens else WHOLE * limit):
-            yield rows, call.tokens
+        may_cut = columns < call.tokens and tokens is not None and tokens not in fixed
+        for count in (columns, call.tokens) if may_cut else (call.tokens,):
+            if rows * count <= WHOLE * limit:
+                yield rows, count
 
 
 def _free_symbol(expr: sympy.Expr | None) -> sympy.Symbol | None:
@@ -96,14 +96,21 @@ def _free_symbol(expr: sympy.Expr | None) -> sympy.Symbol | None:
     return next(iter(symbols)) if len(symbols) == 1 else None
 
 
-def _resized(call: Call, values: Sizes, rows: int, columns: int) -> dict[sympy.Symbol, int] | None:
-    """Numbers for the symbols with which the call has so many rows and columns."""
+def _resized(
+    call: Call, values: Sizes, rows: int, columns: int, fixed: Collection[sympy.Basic]
+) -> dict[sympy.Symbol, int] | None:
+    """Numbers for the symbols with which the call has so many rows and columns.
+
+    Inputs may have symbols of their own for these sizes: those that are equal change too, unless they are `fixed`.
+    """
     new, program = dict(values), call.program
     for expr, size, wanted in ((program.batch, call.batch, rows), (program.tokens, call.tokens, columns)):
         if size != wanted:
             symbol = _free_symbol(expr)
             assert symbol is not None
-            new[symbol] -= size - wanted
+            for one, value in values.items():
+                if one == symbol or (value == values[symbol] and one not in fixed):
+                    new[one] -= size - wanted
             if _evaluate(expr, new) != wanted:
                 return None
     return new

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,7 +70,9 @@ def compile_graph(module: fx.GraphModule, options: Options, own_symbols: bool = 
         training = _is_training(module)
         if not training and uses_kv_cache(module):
             raise GraphWithoutAttention(GENERATION)
-        engine = Engine(_analyse(module, training, options.codegen, own_symbols), options)
+        started = time.perf_counter()
+        program = _analyse(module, training, options.codegen, own_symbols)
+        engine = Engine(program, options, compile_seconds=time.perf_counter() - started)
         record.engines.append(engine)
         return records.recorded(engine)
     except GraphWithoutAttention as plain:

@@ -14,7 +14,7 @@ from dta_compile.errors import OptionError
 CHOICES: dict[str, tuple[str, ...]] = {
     "strategy": ("auto", "packed", "dfs", "vanilla", "dense"),
     "order": ("backward_dfs", "lexicographic", "random"),
-    "verify": ("off", "first", "always"),
+    "verify": ("auto", "off", "first", "always"),
     "attention": ("auto", "cpu", "triton", "flash_attn", "varlen", "reference"),
     "fallback": ("raise", "dense"),
     "codegen": ("auto", "eager", "inductor"),
@@ -30,7 +30,8 @@ class Options:
         strategy: "packed" (chunks filled with whole subtrees and siblings), "dfs" (Algorithms 1 and 3), "vanilla"
             (Algorithm 2), "dense" (no sharing, same runtime), or "auto": the cheapest of them by the cost model.
         order: leaf order of the depth-first walk: "backward_dfs" (Algorithm 1), "lexicographic" or "random".
-        verify: compare calls with the captured program run densely: "off", "first" call only, or "always".
+        verify: compare calls with the captured program run densely, outputs and gradients: "auto" (of the first call a
+            few rows and columns, in at most a tenth of its time), "off", the whole "first" call, or "always".
         memory_budget: bytes of activations that may be kept from the forward pass to the backward pass;
             None is the default share of the free memory, 0 keeps nothing (the paper's depth-bounded memory).
         fallback: what a refused program does: "raise" its typed error, or run "dense" with a warning.
@@ -48,7 +49,7 @@ class Options:
     chunk_size: int = 2048
     strategy: str = "auto"
     order: str = "backward_dfs"
-    verify: str = "off"
+    verify: str = "auto"
     memory_budget: int | None = None
     fallback: str = "raise"
     attention: str = "auto"

@@ -42,7 +42,7 @@ class Traced:
     def check(self) -> ReadMasks:
         """Compare the derived class with the mask itself."""
         leaves = sorted(self.mask.leaves, key=lambda node: node.name)
-        *values, actual = _module(self.program, [], [*leaves, self.mask.mask])(*self.args)
+        *values, actual = _module(self.program, [], [*leaves, self.mask.mask], [])(*self.args)
         dense, sizes = dict(zip(leaves, values, strict=True)), Sizes(self.program)
         self._check_term(dense, sizes, actual)
         found = read_masks(self.program, dense, lambda expr: sizes.value(expr, self.args), self.shape)

@@ -238,7 +238,7 @@ def test_explain_of_what_has_no_attention():
 DIFFERS = r"(output 0|the gradient of) .*differs from the captured"
 
 
-@pytest.mark.parametrize(("verify", "checked"), [("off", 0), ("first", 1), ("always", 2)])
+@pytest.mark.parametrize(("verify", "checked"), [("off", 0), ("auto", 1), ("first", 1), ("always", 2)])
 def test_verify_finds_a_broken_runtime(model, monkeypatch, verify, checked):
     """Gradients and outputs that are wrong are found in the calls that are checked, and in these alone."""
     from dta_compile.runtime.stack import PathStack

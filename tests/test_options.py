@@ -12,7 +12,7 @@ def test_defaults():
     options = Options.parse(None)
     assert options == Options.parse({}) == Options()
     assert options.chunk_size == 2048
-    assert (options.strategy, options.order, options.verify) == ("auto", "backward_dfs", "off")
+    assert (options.strategy, options.order, options.verify) == ("auto", "backward_dfs", "auto")
     assert options.memory_budget is None
     assert (options.fallback, options.codegen) == ("raise", "auto")
 

@@ -6,9 +6,8 @@ drawn after something that only the epilogue can draw. Chunks never draw: tokens
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -88,19 +87,3 @@ def _refusal(node: fx.Node, got: str) -> RefusalError:
         got=got,
         hint="draw them outside of the compiled function and pass them in",
     )
-
-
-def random_numbers_of_now(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """To be entered later: random numbers in it are those that would be drawn now."""
-    devices = [device] if device.type == "cuda" else []
-    state = torch.get_rng_state(), [torch.cuda.get_rng_state(one) for one in devices]
-
-    @contextlib.contextmanager
-    def again() -> Iterator[None]:
-        with torch.random.fork_rng(devices):
-            torch.set_rng_state(state[0])
-            for one, on_device in zip(devices, state[1], strict=True):
-                torch.cuda.set_rng_state(on_device, one)
-            yield
-
-    return again()

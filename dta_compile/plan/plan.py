@@ -77,6 +77,7 @@ class Estimates:
         cost_source: what the cost model rests on.
         replays: what became of the runs that CUDA graphs were meant for; None: of none.
         codegen: what code was generated for it; None: none.
+        self_check: what comparing the compiled program with the captured one came to; None: not compared.
     """
 
     seconds: float
@@ -85,6 +86,7 @@ class Estimates:
     peak_bytes: float | None = None
     replays: ReplayCounts | None = None
     codegen: str | None = None
+    self_check: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -76,7 +76,7 @@ def _row(label: str, text: str) -> list[str]:
 
 
 def _estimates(plan: Plan) -> list[tuple[str, str]]:
-    """Time, memory and generated code, as far as the runtime has told."""
+    """Time, memory, generated code and the self-check, as far as the runtime has told."""
     known, rows = plan.estimates, []
     if known.measured_seconds is not None:
         predicted = f"{known.seconds:.3g} s predicted ({known.cost_source})"
@@ -88,6 +88,8 @@ def _estimates(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("graphs", f"{text}, {counts.bytes / 2**20:,.0f} MiB held"))
     if known.codegen is not None:
         rows.append(("codegen", known.codegen))
+    if known.self_check is not None:
+        rows.append(("self-check", known.self_check))
     return rows
 
 

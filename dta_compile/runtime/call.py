@@ -82,7 +82,9 @@ class Call:
     def replan_keeping_nothing(self) -> Plan:
         """The plan of a second backward: the kept graphs are gone, so every chunk is recomputed."""
         same_rows = dataclasses.replace(self.engine.options, strategy=self.schedule_plan.schedule.strategy)
-        return make_plan(self.rows.tree, same_rows, mode="transparent", limits=Limits(budget=0))
+        made = make_plan(self.rows.tree, same_rows, mode="transparent", limits=Limits(budget=0))
+        made.estimates.self_check = self.schedule_plan.estimates.self_check
+        return made
 
     def _limits(self, mode: str) -> Limits:
         """What the planner needs to know of this model, machine and batch."""
@@ -165,6 +167,14 @@ class Call:
         value = self.program.frontier[index]
         dense = buffer.gather(self.maps[index])
         return self._from_entries(value, dense, self.batch)
+
+    def padding(self, index: int) -> torch.Tensor | None:
+        """Where the dense frontier value lies at padding that the outputs depend on, bool; None: nowhere."""
+        value, uncovered = self.program.frontier[index], self.uncovered[index]
+        if uncovered is None:
+            return None
+        entries = upload(uncovered, self.device).reshape(-1, *[1] * len(value.features))
+        return self._from_entries(value, entries.expand(-1, *value.features), self.batch)
 
     def expand_row(self, index: int, buffer: RowBuffer, row: int) -> torch.Tensor:
         """As `expand`, for one sequence: the batch axis has size one."""

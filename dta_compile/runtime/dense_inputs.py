@@ -44,12 +44,16 @@ class Sizes:
         found = self._substituted(expr, args)
         return int(found) if found.is_integer else float(found)
 
+    def values(self, args: Sequence[object]) -> dict[sympy.Symbol, int]:
+        """The value of every symbol that an input gives."""
+        return {symbol: self._value(symbol, args) for symbol in self._sources}
+
     def _substituted(self, expr: sympy.Expr, args: Sequence[object]) -> sympy.Expr:
-        values = {}
-        for symbol in expr.free_symbols:
-            index, dim = self._sources[symbol]
-            values[symbol] = args[index] if dim is None else int(args[index].shape[dim])  # type: ignore
-        return expr.subs(values)
+        return expr.subs({symbol: self._value(symbol, args) for symbol in expr.free_symbols})
+
+    def _value(self, symbol: Any, args: Sequence[Any]) -> int:
+        index, dim = self._sources[symbol]
+        return args[index] if dim is None else int(args[index].shape[dim])
 
     def window(self, frame: Frame, args: Sequence[object]) -> tuple[int, int]:
         """`(start, length)` of a frame."""

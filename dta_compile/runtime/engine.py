@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,27 +10,36 @@ import torch
 
 from dta_compile.options import Options
 from dta_compile.passes import Program
-from dta_compile.passes.draws import random_numbers_of_now
 from dta_compile.plan import Plan
 from dta_compile.runtime import interception
 from dta_compile.runtime.calibration import Calibration
 from dta_compile.runtime.call import Call
 from dta_compile.runtime.dense_inputs import Sizes
-from dta_compile.runtime.reference import verified
+from dta_compile.runtime.reference import self_check, verified
 from dta_compile.runtime.replay import ReplayCache
 from dta_compile.runtime.stopwatch import Stopwatch
 from dta_compile.runtime.transparent import TreeFunction, no_autocast
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A call, its dense frontier values and its outputs."""
+
+    call: Call
+    frontier: Sequence[torch.Tensor]
+    outputs: tuple[Any, ...]
 
 
 class Engine:
     """Runs the passes' result on real inputs, any number of times; holds of a call only its plan and timings, and what
     replays are for: see `replay`."""
 
-    def __init__(self, program: Program, options: Options) -> None:
-        self.program, self.options = program, options
+    def __init__(self, program: Program, options: Options, compile_seconds: float = 0.0) -> None:
+        self.program, self.options, self.compile_seconds = program, options, compile_seconds
         self.sizes = Sizes(program)
         self.last_plan: Plan | None = None
-        self.verified = False
+        self.checked = False
+        self.verdict: str | None = None  # of the self-check
         self.timed: list[tuple[Plan, Stopwatch, torch.device]] = []  # of calls whose times have not been read
         self.replays = ReplayCache() if options.cuda_graphs else None
         self._calibration: Calibration | None = None
@@ -46,21 +56,49 @@ class Engine:
         if replaced is not None:
             return replaced
         verify = self.options.verify
-        if verify != "always" and (verify != "first" or self.verified):
-            return self._run(args)
-        same_random_numbers = random_numbers_of_now(next(arg.device for arg in args if isinstance(arg, torch.Tensor)))
-        outputs = self._run(args)
-        self.verified = True
-        with same_random_numbers:
-            return verified(self.program, args, outputs)
+        if verify == "always" or (verify == "first" and not self.checked):
+            self.checked = True
+            return verified(self, args)
+        return self.run(args).outputs
 
-    def _run(self, args: Sequence[Any]) -> tuple[Any, ...]:
+    def run(self, args: Sequence[Any]) -> Run:
+        """A call under ordinary autograd."""
+        call = self.planned(args, "transparent" if self.program.training and torch.is_grad_enabled() else "score")
+        parameters = [args[spec.index] for spec in self.program.region_parameters]
+        with no_autocast():
+            frontier = TreeFunction.apply(call, *parameters)
+        return Run(call, frontier, self.outputs_of(call, frontier))
+
+    def planned(self, args: Sequence[Any], mode: str) -> Call:
+        """A call with its prologue run and its plan; before the first one goes on, the program is checked."""
         with no_autocast():
             call = self.begin(args)
-            self.last_plan = call.plan("transparent" if self.program.training and torch.is_grad_enabled() else "score")
-            parameters = [args[spec.index] for spec in self.program.region_parameters]
-            frontier = TreeFunction.apply(call, *parameters)
-            return self.epilogue(args, call.dense, frontier)
+            self.last_plan = plan = call.plan(mode)
+        if call.rows.tree.num_rows and self._is_check_due(mode):
+            self.checked = True
+            self.verdict = self_check(call, self.compile_seconds)
+        plan.estimates.self_check = self.verdict
+        return call
+
+    def _is_check_due(self, mode: str) -> bool:
+        verify = self.options.verify
+        if mode == "streaming":  # has no outputs that could be compared as a whole
+            return verify == "always" or (verify != "off" and not self.checked)
+        return verify == "auto" and not self.checked
+
+    def for_check(self, columns: int) -> Engine:
+        """An engine of the same program for a small call that shares prefixes, needs several chunks and leaves nothing
+        behind: no times, no graphs."""
+        options = dataclasses.replace(
+            self.options,
+            verify="off",
+            strategy="packed" if self.options.strategy == "auto" else self.options.strategy,
+            chunk_size=min(self.options.chunk_size, max(1, columns // 2)),
+            memory_budget=None,
+            cuda_graphs=False,
+            cache_dir="off",
+        )
+        return Engine(self.program, options)
 
     def collect_times(self, wait: bool = False) -> None:
         """Note in their plans, and for the cost model, what calls took that have ended; `wait` for the others."""
@@ -80,6 +118,11 @@ class Engine:
         with torch.no_grad():
             values = self.program.prologue(*args)
         return Call(self, args, dict(zip(self.program.prologue_nodes, values, strict=True)))
+
+    def outputs_of(self, call: Call, frontier: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """The outputs of a call for some dense frontier values."""
+        with no_autocast():
+            return self.epilogue(call.args, call.dense, frontier)
 
     def epilogue(
         self, args: Sequence[Any], dense: dict[Any, torch.Tensor], frontier: Sequence[torch.Tensor]

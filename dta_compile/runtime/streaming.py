@@ -111,9 +111,8 @@ class Stream:
             return None  # its outputs exist for the whole batch
         if isinstance(program.row_epilogue, Mixed):
             raise _mixes_sequences(program.row_epilogue)
-        with no_autocast():
-            self.call = engine.begin(args)
-            self.plan = engine.last_plan = self.call.plan("streaming")
+        self.call = engine.planned(args, "streaming")
+        self.plan = self.call.schedule_plan
         return tuple(self._output(i, node) for i, node in enumerate(program.outputs))
 
     def _output(self, position: int, node: Any) -> Any:

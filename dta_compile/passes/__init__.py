@@ -9,6 +9,7 @@ head_rows     at which tokens the head is needed: not where the loss ignores it
 chunk_graph   the token region as a function of one chunk
 lm_head       log-probs and entropies over a large vocabulary, without logits
 dense_graphs  prologue and epilogue as modules
+other_batches an epilogue that has attention over a batch of other sizes, as a program of its own
 joint         forward and backward of a chunk
 accumulate    parameter gradients added in place
 codegen       what lies between matrix products and attention as generated code
@@ -21,7 +22,7 @@ import logging
 import os
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dta_compile.passes.accumulate import accumulate
 from dta_compile.passes.attention import attention
@@ -33,6 +34,7 @@ from dta_compile.passes.in_place import in_place
 from dta_compile.passes.joint import joint
 from dta_compile.passes.lm_head import lm_head
 from dta_compile.passes.lower import lower
+from dta_compile.passes.other_batches import other_batches
 from dta_compile.passes.prefix_key import prefix_key
 from dta_compile.passes.program import GraphWithoutAttention, Program
 from dta_compile.passes.regions import regions
@@ -53,6 +55,7 @@ PASSES: tuple[Pass, ...] = (
     chunk_graph,
     lm_head,
     dense_graphs,
+    other_batches,
     joint,
     accumulate,
     codegen,
@@ -62,16 +65,18 @@ PASSES: tuple[Pass, ...] = (
 logger = logging.getLogger("dta_compile")
 
 
-def run_passes(program: Program) -> Program:
-    """Run all passes in order, timing each; `DTA_DEBUG=<directory>` writes the graphs after every pass there."""
+def run_passes(program: Program, passes: Sequence[Pass] = PASSES, batch: int = 0) -> Program:
+    """Run passes in order, timing each; `DTA_DEBUG=<directory>` writes the graphs after every pass there."""
     directory = os.environ.get("DTA_DEBUG")
-    for number, step in enumerate(PASSES):
+    for number, step in enumerate(passes, len(PASSES) - len(passes)):
         start = time.perf_counter()
         step(program)
         program.timings[step.__name__] = time.perf_counter() - start
         if directory:
-            _dump(program, pathlib.Path(directory), f"{number}_{step.__name__}")
+            _dump(program, pathlib.Path(directory), f"{number}_{step.__name__}" + f"_batch_{batch}" * (batch > 0))
     logger.debug("passes: %s", {name: f"{seconds:.2f} s" for name, seconds in program.timings.items()})
+    if program.rest is not None:
+        run_passes(program.rest, PASSES[1:], batch + 1)
     return program
 
 

@@ -25,10 +25,10 @@ def dense_graphs(program: Program) -> None:
         for node in program.graph.nodes
         if node in needed and _is_dense_tensor(program, node) and node.op != "placeholder"
     ]
-    program.prologue_nodes = _prologue_nodes(program)
-    program.prologue = _module(program, [], program.prologue_nodes)
+    program.prologue_nodes = prologue_nodes(program)
+    program.prologue = graph_of(program, [], program.prologue_nodes)
     received = [value.node for value in program.frontier] + program.epilogue_dense_inputs
-    program.epilogue = _module(program, received, program.outputs)
+    program.epilogue = graph_of(program, received, program.outputs)
     epilogue_nodes = [node for node in program.graph.nodes if node in needed - frontier]
     program.mixes_sequences = _mixes_sequences(program, epilogue_nodes)
 
@@ -37,7 +37,7 @@ def _is_dense_tensor(program: Program, node: fx.Node) -> bool:
     return has_tensor(node) and node not in program.parameter_dependent and node.op != "output"
 
 
-def _prologue_nodes(program: Program) -> list[fx.Node]:
+def prologue_nodes(program: Program) -> list[fx.Node]:
     chunk_inputs = program.trunk_inputs + program.head_inputs + program.trunk_keys + program.head_keys
     nodes: dict[fx.Node, None] = dict.fromkeys(item.node for item in chunk_inputs)
     nodes.update(dict.fromkeys(program.constant_inputs))
@@ -48,7 +48,7 @@ def _prologue_nodes(program: Program) -> list[fx.Node]:
     return list(nodes)
 
 
-def _module(program: Program, received: list[fx.Node], outputs: Iterable[Any]) -> fx.GraphModule:
+def graph_of(program: Program, received: list[fx.Node], outputs: Iterable[Any]) -> fx.GraphModule:
     """A graph from the call's inputs (and `received` values) to `outputs`, with just the nodes that they need."""
     outputs = list(outputs)
     graph, copies = fx.Graph(), {}

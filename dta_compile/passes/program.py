@@ -185,6 +185,7 @@ class Program:
     input_layouts: dict[tuple[fx.Node, fx.Node], Layout] = dataclasses.field(default_factory=dict)
     parameter_dependent: set[fx.Node] = dataclasses.field(default_factory=set)
     roots: dict[fx.Node, frozenset[fx.Node]] = dataclasses.field(default_factory=dict)
+    other_batches: set[fx.Node] = dataclasses.field(default_factory=set)  # leads to attention over other sizes only
     # attention
     attention: list[AttentionLayer] = dataclasses.field(default_factory=list)
     # regions
@@ -206,6 +207,8 @@ class Program:
     epilogue: fx.GraphModule = None
     epilogue_dense_inputs: list[fx.Node] = dataclasses.field(default_factory=list)
     mixes_sequences: str | None = None
+    # other_batches
+    rest: Program | None = None  # in place of the epilogue, if that has attention over a batch of other sizes
     # joint and accumulate
     joint: JointGraphs = None  # type: ignore[assignment]
     timings: dict[str, float] = dataclasses.field(default_factory=dict)

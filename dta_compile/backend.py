@@ -94,8 +94,10 @@ def _analyse(module: fx.GraphModule, training: bool, codegen: str, own_symbols: 
         )
     capture.unify_equal_sizes(module.graph)
     try:
-        return run_passes(Program(module, training, codegen))
-    except AmbiguousAxes:
+        return run_passes(Program(module, training, codegen, own_symbols))
+    except AmbiguousAxes as ambiguous:
+        if own_symbols and ambiguous.refusal is not None:
+            raise ambiguous.refusal from None
         capture.trace_again_without_duck_shapes(already=own_symbols)
 
 

@@ -94,8 +94,9 @@ def unify_equal_sizes(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op != "placeholder" or not _is_data(node):
             continue
-        for dim, size in enumerate(node.meta["example_value"].shape[:2]):
-            if isinstance(size, torch.SymInt) and node.meta["example_value"].dim() > 1:
+        value = node.meta["example_value"]
+        for dim, size in enumerate(value.shape[:2]):
+            if isinstance(size, torch.SymInt) and value.dim() > 1 and not value.requires_grad:  # that may be a weight
                 same = next((one for one in known[dim] if one.node.hint == size.node.hint), None)
                 if same is None:
                     known[dim].append(size)

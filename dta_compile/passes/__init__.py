@@ -1,6 +1,7 @@
 """From a captured graph to executable regions: one ordered list of passes over one `Program`.
 
 lower         Dynamo's graph -> functional ATen graph, attention as one opaque op
+input_sizes   which inputs are weights, and which sizes of ids are constants
 token_axis    which dimensions run over sequences and tokens, and what mixes them
 attention     masks proven causal, KV heads un-repeated
 regions       prologue | token region | epilogue, and the frontier between the last two
@@ -31,6 +32,7 @@ from dta_compile.passes.codegen import codegen
 from dta_compile.passes.dense_graphs import dense_graphs
 from dta_compile.passes.head_rows import head_rows
 from dta_compile.passes.in_place import in_place
+from dta_compile.passes.input_sizes import input_sizes
 from dta_compile.passes.joint import joint
 from dta_compile.passes.lm_head import lm_head
 from dta_compile.passes.lower import lower
@@ -47,6 +49,7 @@ Pass = Callable[[Program], None]
 
 PASSES: tuple[Pass, ...] = (
     lower,
+    input_sizes,
     token_axis,
     attention,
     regions,
@@ -76,7 +79,7 @@ def run_passes(program: Program, passes: Sequence[Pass] = PASSES, batch: int = 0
             _dump(program, pathlib.Path(directory), f"{number}_{step.__name__}" + f"_batch_{batch}" * (batch > 0))
     logger.debug("passes: %s", {name: f"{seconds:.2f} s" for name, seconds in program.timings.items()})
     if program.rest is not None:
-        run_passes(program.rest, PASSES[1:], batch + 1)
+        run_passes(program.rest, PASSES[PASSES.index(token_axis) :], batch + 1)
     return program
 
 

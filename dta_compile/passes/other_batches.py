@@ -34,7 +34,7 @@ def other_batches(program: Program) -> None:
     program.epilogue_dense_inputs = []
     program.prologue_nodes = prologue_nodes(program)
     program.prologue = graph_of(program, [], program.prologue_nodes)
-    program.rest = Program(module, program.training, program.codegen, inputs, module, placeholders)
+    program.rest = Program(module, program.training, program.codegen, program.own_symbols, inputs, module, placeholders)
 
 
 def _refuse_random_operators(program: Program) -> None:

@@ -12,6 +12,8 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.errors import RefusalError
+
 if TYPE_CHECKING:
     from dta_compile.passes.joint import JointGraphs
 
@@ -174,6 +176,7 @@ class Program:
     captured: fx.GraphModule
     training: bool
     codegen: str = "eager"  # as in `Options`; after the pass of this name no longer "auto"
+    own_symbols: bool = False  # Dynamo gave every size a symbol of its own, also where sizes are equal
     inputs: list[Input] = dataclasses.field(default_factory=list)
     # lower
     module: fx.GraphModule = None
@@ -248,7 +251,15 @@ class GraphWithoutAttention(Exception):
 
 
 class AmbiguousAxes(Exception):
-    """Raised by a pass when batch and token size share one symbol, so that the axes cannot be told apart."""
+    """Raised by a pass when a size may share its symbol with another one, so that the axes cannot be told apart.
+
+    Attributes:
+        refusal: the error if every size has a symbol of its own.
+    """
+
+    def __init__(self, refusal: RefusalError | None = None) -> None:
+        super().__init__()
+        self.refusal = refusal
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

@@ -61,13 +61,14 @@ def _find_axes(program: Program) -> None:
     if tokens in (0, 1) or batch == 0:
         raise GraphWithoutAttention("rows of a single token share nothing: such calls run as captured")
     if not tokens.free_symbols:
-        raise RefusalError(
+        refusal = RefusalError(
             "the token size became a constant while the model was traced",
             where=where(calls[0]),
             expected="a symbolic size, which serves every batch",
             got=f"{tokens} tokens",
             hint="pass dynamic=True to torch.compile, and let the model's code not depend on the number itself",
         )
+        raise AmbiguousAxes(refusal)  # it may have shared its symbol with a weight that is as wide
     if any(batch.free_symbols & _batch_and_tokens(call)[1].free_symbols for call in calls):
         raise AmbiguousAxes()  # not only where they are equal: `s**2 // s` is not simplified
     # A loop over sequences makes the batch size a constant: Dynamo traces anew for another one.
@@ -118,7 +119,8 @@ def _index_position_tables(program: Program) -> None:
             continue
         dim = node.args[1] if len(node.args) > 1 else 0
         start = node.args[2] if len(node.args) > 2 else 0
-        if sizes(node)[dim] != program.tokens or not isinstance(start, int) or start < 0:
+        first = start.meta["val"] if isinstance(start, fx.Node) else start
+        if sizes(node)[dim] != program.tokens or bool(first < 0):  # a guard, if it is an argument of the function
             continue
         with program.graph.inserting_before(node):
             stop = node.args[3]
@@ -172,6 +174,9 @@ def _in_own_batch(program: Program, node: fx.Node, value: Layout | Mixed) -> Lay
     if isinstance(value, Layout) and value.labelled:
         if node in program.other_batches:
             return Mixed("it belongs to a batch of other sizes", node)
+        for size, axis in zip(node.meta["val"].shape, value.dims, strict=True):
+            if axis is None:
+                int(size)  # a guard, if it is an argument of the function: `x[..., :k]`
         if value.frame is not None and value.frame.start is None:
             return Mixed(f"the positions of its {value.frame.length} tokens are unknown", node)
     return value

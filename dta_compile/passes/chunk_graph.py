@@ -176,7 +176,7 @@ class _Builder:
             if node.target in RESHAPES or node.target is aten.slice.Tensor:
                 continue
             for arg in node.all_input_nodes:
-                if has_tensor(arg) or node.target not in TAKES_A_TENSOR and self._fix_argument(arg):
+                if has_tensor(arg) or (node.target not in TAKES_A_TENSOR and self._fix_argument(arg)):
                     continue
                 if node.target not in TAKES_A_TENSOR:
                     raise RefusalError(
@@ -194,11 +194,11 @@ class _Builder:
                 self.program.constant_inputs.append(scalar)
 
     def _fix_argument(self, node: fx.Node) -> bool:
-        """Make a number that is an argument of the function a constant, under a guard; False: it counts rows or tokens."""
+        """Make a number given to the function a constant, under a guard; False: it counts rows or tokens."""
         value, program = node.meta["val"], self.program
-        counting = program.tokens.free_symbols | (program.batch.free_symbols if program.batch is not None else set())
+        counting = [size.free_symbols for size in (program.batch, program.tokens) if size is not None]
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
-            if value.node.expr.free_symbols & counting:
+            if any(value.node.expr.free_symbols & symbols for symbols in counting):
                 return False
             int(value) if isinstance(value, torch.SymInt) else float(value)
         return True

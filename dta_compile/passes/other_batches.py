@@ -8,7 +8,6 @@ a prefix tree of its own, whose epilogue may again be one. Ordinary autograd joi
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.attention import ATTENTION

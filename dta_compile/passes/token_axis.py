@@ -159,7 +159,7 @@ def _interpret(program: Program, node: fx.Node) -> Value:
     dense = node not in program.parameter_dependent
     value = apply_rule(program, node, program.values, program.input_layouts)
     if not dense:
-        return value if isinstance(value, tuple) else _in_own_batch(program, node, value)
+        return _in_own_batch(program, node, value) if isinstance(value, Layout) else value
     # Outside the token region any operator may run: shapes say where the axes are, and token-wise ones pass on roots.
     token_wise = not isinstance(value, Mixed)
     inherited = [program.roots[arg] for arg in node.all_input_nodes if has_tensor(arg)]
@@ -169,16 +169,17 @@ def _interpret(program: Program, node: fx.Node) -> Value:
     return shaped
 
 
-def _in_own_batch(program: Program, node: fx.Node, value: Layout | Mixed) -> Layout | Mixed:
+def _in_own_batch(program: Program, node: fx.Node, value: Layout) -> Layout | Mixed:
     """A value with a gradient; mixed, if its tokens are others than those of the program's attention."""
-    if isinstance(value, Layout) and value.labelled:
-        if node in program.other_batches:
-            return Mixed("it belongs to a batch of other sizes", node)
-        for size, axis in zip(node.meta["val"].shape, value.dims, strict=True):
-            if axis is None:
-                int(size)  # a guard, if it is an argument of the function: `x[..., :k]`
-        if value.frame is not None and value.frame.start is None:
-            return Mixed(f"the positions of its {value.frame.length} tokens are unknown", node)
+    if not value.labelled:
+        return value
+    if node in program.other_batches:
+        return Mixed("it belongs to a batch of other sizes", node)
+    if value.frame is not None and value.frame.start is None:
+        return Mixed(f"the positions of its {value.frame.length} tokens are unknown", node)
+    for size, axis in zip(node.meta["val"].shape, value.dims, strict=True):
+        if axis is None:
+            int(size)  # a guard, if it is an argument of the function: `x[..., :k]`
     return value
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from dta_compile.errors import VerificationError
-from dta_compile.passes.program import Axis, InputKind, Layout, Program
+from dta_compile.passes.dense_graphs import graph_of
+from dta_compile.passes.program import Axis, InputKind, Layout, Mixed, Program
 
 # Largest accepted difference relative to the largest entry; rounding differs because sums run in another order.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -83,12 +84,14 @@ def _real(program: Program, args: Sequence[Any], node: Any, value: torch.Tensor)
     """Where an output of the token region lies at real tokens (padding is not computed); None: everywhere."""
     mask = program.attention[0].mask.valid
     layout = program.values.get(node)
+    if isinstance(layout, Mixed) and program.rest is not None:  # perhaps the token region of another batch
+        unread = [None] * len(program.frontier)
+        return _real(program.rest, [*args, *unread], program.rest.outputs[program.outputs.index(node)], value)
     if mask is None or not isinstance(layout, Layout) or layout.token_dim is None or layout.frame is None:
         return None
     if layout.dims[layout.token_dim] is Axis.ROWS or layout.frame.start != 0 or layout.frame.length != program.tokens:
         return None
-    dense = dict(zip(program.prologue_nodes, program.prologue(*args), strict=True))
-    valid = dense[mask] != 0
+    valid = graph_of(program, [], [mask])(*args)[0] != 0
     shape = [value.shape[i] if axis is not None else 1 for i, axis in enumerate(layout.dims)]
     return valid.reshape(shape).expand_as(value)
 

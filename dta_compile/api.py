@@ -16,7 +16,7 @@ from dta_compile.runtime.interception import intercept
 
 
 def last_plan(compiled: Any) -> Plan:
-    """The plan of the latest call of a compiled function or module.
+    """The plan of the latest call of a compiled function or module; of several batches of different sizes, the first's.
 
     Args:
         compiled: what `torch.compile(..., backend="dta")` returned, or a module after `.compile(backend="dta")`.
@@ -84,7 +84,9 @@ def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
             return explained.explanation
         except RefusalError as error:
             return explain_refusal(error)
-    return Explanation("no graph with attention was captured: the call runs as it is")
+    return Explanation(
+        "no graph with scaled_dot_product_attention was captured: the call runs as it is, and rows share nothing"
+    )
 
 
 class _Explained(BaseException):

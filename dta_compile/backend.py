@@ -17,7 +17,7 @@ from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
 from dta_compile.passes.generation import attention_calls, uses_kv_cache
 from dta_compile.passes.program import AmbiguousAxes
-from dta_compile.passes.written_out import written_out_attention
+from dta_compile.passes.written_out import trains_parameters, written_out_attention
 from dta_compile.runtime.engine import Engine
 
 logger = logging.getLogger("dta_compile")
@@ -27,6 +27,16 @@ Compiled = Callable[..., Sequence[Any]]
 GENERATION = (
     "a call without gradients reads or returns a KV cache, as generation does: such calls run as captured "
     "(for scoring over the prefix tree, pass use_cache=False)"
+)
+
+SEVERAL_BATCHES = (
+    "the model runs on batches of different sizes in one function: each has a prefix tree of its own (padded to one "
+    "size and concatenated, they would share what their rows have in common)"
+)
+
+NO_ATTENTION = (
+    "a graph that trains parameters has no scaled_dot_product_attention: it runs as captured, and rows share nothing "
+    "(state-space, recurrent and convolutional models do not run over a prefix tree)"
 )
 
 
@@ -57,8 +67,14 @@ def dta(
 
 def without_attention(module: fx.GraphModule, options: Options) -> Compiled:
     """The graph as it is, unless what it trains is attention in another spelling."""
-    error = written_out_attention(module) if _is_training(module) and options.fallback == "raise" else None
-    return Refused(records.with_graph_break(error)) if error else module.forward
+    if not _is_training(module):
+        return module.forward
+    error = written_out_attention(module)
+    if error is not None:
+        return _refused(error, module, options)
+    if trains_parameters(module):
+        records.current().log_once(NO_ATTENTION)
+    return module.forward
 
 
 def compile_graph(module: fx.GraphModule, options: Options, own_symbols: bool = False) -> Compiled:
@@ -74,17 +90,23 @@ def compile_graph(module: fx.GraphModule, options: Options, own_symbols: bool = 
         program = _analyse(module, training, options.codegen, own_symbols)
         engine = Engine(program, options, compile_seconds=time.perf_counter() - started)
         record.engines.append(engine)
+        if engine.rest is not None:
+            record.log_once(SEVERAL_BATCHES)
         return records.recorded(engine)
     except GraphWithoutAttention as plain:
         if plain.log:
             record.log_once(plain.log)
         return module.forward
     except RefusalError as refusal:
-        error = records.with_graph_break(refusal)
-        if options.fallback == "dense":
-            logger.warning("dta: running densely, as fallback='dense' says: %s", error)
-            return module.forward
-        return Refused(error)
+        return _refused(refusal, module, options)
+
+
+def _refused(refusal: RefusalError, module: fx.GraphModule, options: Options) -> Compiled:
+    error = records.with_graph_break(refusal)
+    if options.fallback == "dense":
+        logger.warning("dta: running densely, as fallback='dense' says: %s", error)
+        return module.forward
+    return Refused(error)
 
 
 def _analyse(module: fx.GraphModule, training: bool, codegen: str, own_symbols: bool) -> Program:
@@ -99,8 +121,10 @@ def _analyse(module: fx.GraphModule, training: bool, codegen: str, own_symbols: 
     capture.unify_equal_sizes(module.graph)
     try:
         with _autograd_of_our_own():
-            return run_passes(Program(module, training, codegen))
-    except AmbiguousAxes:
+            return run_passes(Program(module, training, codegen, own_symbols))
+    except AmbiguousAxes as ambiguous:
+        if own_symbols and ambiguous.refusal is not None:
+            raise ambiguous.refusal from None
         capture.trace_again_without_duck_shapes(already=own_symbols)
 
 

@@ -90,15 +90,18 @@ def unify_equal_sizes(graph: fx.Graph) -> None:
 
     Dynamo gives every input symbols of its own until an operation proves two of them equal, and `gather` never does.
     """
-    first: dict[int, Any] = {}
+    known: dict[int, list[Any]] = {0: [], 1: []}  # there may be several batches
     for node in graph.nodes:
         if node.op != "placeholder" or not _is_data(node):
             continue
-        for dim, size in enumerate(node.meta["example_value"].shape[:2]):
-            if isinstance(size, torch.SymInt) and node.meta["example_value"].dim() > 1:
-                known = first.setdefault(dim, size)
-                if known is not size and known.node.hint == size.node.hint:
-                    bool(known == size)  # a guard: another call where they differ is traced anew
+        value = node.meta["example_value"]
+        for dim, size in enumerate(value.shape[:2]):
+            if isinstance(size, torch.SymInt) and value.dim() > 1 and not value.requires_grad:  # that may be a weight
+                same = next((one for one in known[dim] if one.node.hint == size.node.hint), None)
+                if same is None:
+                    known[dim].append(size)
+                else:
+                    bool(same == size)  # a guard: another call where they differ is traced anew
 
 
 def _is_data(node: fx.Node) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dta_compile.errors import RefusalError
+from dta_compile.passes.mask_proof import Mask
+from dta_compile.passes.other_batches import programs_of
 from dta_compile.passes.program import AttentionLayer, ChunkInput, FrontierValue, MaskClass, Program, has_tensor
 from dta_compile.plan import Plan
 from dta_compile.runtime.engine import Engine
@@ -60,6 +62,11 @@ def explain_engine(engine: Engine, args: Sequence[Any]) -> Explanation:
         "head inputs": [_input(program, item) for item in program.head_inputs],
         "frontier": list(frontier),
         "activations": [f"{program.joint.saved_bytes_per_token:,.0f} bytes per kept token"] if program.training else [],
+        "batches of other sizes, each with a tree of its own": [
+            line
+            for rest in programs_of(program)[1:]
+            for line in _attention(rest, [layer.mask or MaskClass() for layer in rest.attention])
+        ],
     }
     lines = [line for title, items in sections.items() if items for line in (title, *(f"  {item}" for item in items))]
     text = "\n".join([*lines, str(plan)])
@@ -77,7 +84,7 @@ def _regions(program: Program) -> dict[str, int]:
     }
 
 
-def _attention(program: Program, masks: Sequence[MaskClass]) -> tuple[str, ...]:
+def _attention(program: Program, masks: Sequence[MaskClass | Mask]) -> tuple[str, ...]:
     kinds = collections.Counter(
         f"{mask}{_read_at_every_call(layer)}; {layer.kv_heads} KV heads of {layer.key_dim}, "
         f"{str(layer.dtype).removeprefix('torch.')}"

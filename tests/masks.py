@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from dta_compile import capture
 from dta_compile.errors import DTAError
 from dta_compile.passes.attention import attention
-from dta_compile.passes.dense_graphs import _module
+from dta_compile.passes.dense_graphs import graph_of
 from dta_compile.passes.lower import lower
 from dta_compile.passes.mask_proof import Mask
 from dta_compile.passes.mask_terms import Evaluation
@@ -42,7 +42,7 @@ class Traced:
     def check(self) -> ReadMasks:
         """Compare the derived class with the mask itself."""
         leaves = sorted(self.mask.leaves, key=lambda node: node.name)
-        *values, actual = _module(self.program, [], [*leaves, self.mask.mask], [])(*self.args)
+        *values, actual = graph_of(self.program, [], [*leaves, self.mask.mask])(*self.args)
         dense, sizes = dict(zip(leaves, values, strict=True)), Sizes(self.program)
         self._check_term(dense, sizes, actual)
         found = read_masks(self.program, dense, lambda expr: sizes.value(expr, self.args), self.shape)

@@ -280,6 +280,64 @@ def test_packed_rows_by_position_ids_are_refused_at_the_call():
         compiled(ids, position_ids=packed)
 
 
+def over_pairs(q, k):
+    return q @ k.transpose(-1, -2) / 3
+
+
+WRITTEN_OUT = {
+    "a view in between": lambda q, k, v: over_pairs(q, k).softmax(-1).flatten(0, 1).view(-1, 9, 9) @ v.flatten(0, 1),
+    "baddbmm": lambda q, k, v: torch.bmm(
+        F.softmax(torch.baddbmm(torch.zeros(6, 9, 9), q.flatten(0, 1), k.flatten(0, 1).mT), -1).float(), v.flatten(0, 1)
+    ),
+    "einsum": lambda q, k, v: torch.einsum(
+        "bhqk,bhkd->bhqd", torch.einsum("bhqd,bhkd->bhqk", q, k).log_softmax(-1).exp(), v
+    ),
+    "by hand": lambda q, k, v: (lambda w: w / w.sum(-1, keepdim=True))(over_pairs(q, k).exp()) @ v,
+    "sums": lambda q, k, v: ((q[:, :, :, None] * k[:, :, None]).sum(-1).softmax(-1)[..., None] * v[:, :, None]).sum(3),
+    "checkpointed": lambda q, k, v: torch.utils.checkpoint.checkpoint(
+        lambda *qkv: over_pairs(*qkv[:2]).softmax(-1) @ qkv[2], q, k, v, use_reentrant=False
+    ),
+    "operator of torch": lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0],
+}
+
+
+class OneLayer(nn.Module):
+    """Embedding, a way to mix tokens, head; no scaled_dot_product_attention."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.mix, self.embedding, self.qkv = mix, nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, ids):
+        split = self.qkv(self.embedding(ids)).view(*ids.shape, 3, HEADS, -1)
+        return self.mix(*split.permute(2, 0, 3, 1, 4))
+
+
+@pytest.mark.parametrize("mix", WRITTEN_OUT.values(), ids=WRITTEN_OUT)
+def test_attention_in_any_other_spelling_is_refused(mix):
+    torch._dynamo.reset()
+    with pytest.raises(RefusalError, match=r"attention is written out|attention through _scaled") as caught:
+        torch.compile(OneLayer(mix), backend="dta")(torch.randint(0, VOCABULARY, (3, 9)))
+    assert "test_refusals.py" in caught.value.where
+    assert "scaled_dot_product_attention" in caught.value.expected
+
+
+def test_models_without_attention_say_that_they_share_nothing_and_losses_say_nothing(caplog):
+    torch._dynamo.reset()
+    recurrent = OneLayer(lambda q, k, v: (q * k).cumsum(2) + torch.einsum("bhsd,bhse->bhsde", k, v).cumsum(2).sum(-1))
+    ids, logits = torch.randint(0, VOCABULARY, (3, 9)), torch.randn(3, 9, VOCABULARY, requires_grad=True)
+    with caplog.at_level("INFO", logger="dta_compile"):
+        loss = torch.compile(lambda x, y: F.cross_entropy((x @ x.mT @ x).flatten(0, 1), y.flatten()), backend="dta")
+        loss(logits * 1, ids).backward()
+        assert not caplog.text
+        compiled = torch.compile(recurrent, backend="dta")
+        for _ in range(2):
+            torch.testing.assert_close(compiled(ids), recurrent(ids))
+        compiled(ids[:, :5])
+    assert caplog.text.count("rows share nothing") == 1
+    assert "rows share nothing" in str(dta_compile.explain(recurrent, ids))
+
+
 def test_a_refusal_can_fall_back_to_dense_with_a_warning(caplog):
     torch._dynamo.reset()
     torch.manual_seed(0)

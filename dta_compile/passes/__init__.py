@@ -1,6 +1,7 @@
 """From a captured graph to executable regions: one ordered list of passes over one `Program`.
 
 lower         Dynamo's graph -> functional ATen graph, attention as one opaque op
+input_sizes   which inputs are weights, and which sizes of ids are constants
 token_axis    which dimensions run over sequences and tokens, and what mixes them
 attention     masks proven causal, KV heads un-repeated
 regions       prologue | token region | epilogue, and the frontier between the last two
@@ -9,6 +10,7 @@ head_rows     at which tokens the head is needed: not where the loss ignores it
 chunk_graph   the token region as a function of one chunk
 lm_head       log-probs and entropies over a large vocabulary, without logits
 dense_graphs  prologue and epilogue as modules
+other_batches an epilogue that has attention over a batch of other sizes, as a program of its own
 joint         forward and backward of a chunk
 accumulate    parameter gradients added in place
 codegen       what lies between matrix products and attention as generated code
@@ -21,7 +23,7 @@ import logging
 import os
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dta_compile.passes.accumulate import accumulate
 from dta_compile.passes.attention import attention
@@ -30,9 +32,11 @@ from dta_compile.passes.codegen import codegen
 from dta_compile.passes.dense_graphs import dense_graphs
 from dta_compile.passes.head_rows import head_rows
 from dta_compile.passes.in_place import in_place
+from dta_compile.passes.input_sizes import input_sizes
 from dta_compile.passes.joint import joint
 from dta_compile.passes.lm_head import lm_head
 from dta_compile.passes.lower import lower
+from dta_compile.passes.other_batches import other_batches
 from dta_compile.passes.prefix_key import prefix_key
 from dta_compile.passes.program import GraphWithoutAttention, Program
 from dta_compile.passes.regions import regions
@@ -45,6 +49,7 @@ Pass = Callable[[Program], None]
 
 PASSES: tuple[Pass, ...] = (
     lower,
+    input_sizes,
     token_axis,
     attention,
     regions,
@@ -53,6 +58,7 @@ PASSES: tuple[Pass, ...] = (
     chunk_graph,
     lm_head,
     dense_graphs,
+    other_batches,
     joint,
     accumulate,
     codegen,
@@ -62,16 +68,18 @@ PASSES: tuple[Pass, ...] = (
 logger = logging.getLogger("dta_compile")
 
 
-def run_passes(program: Program) -> Program:
-    """Run all passes in order, timing each; `DTA_DEBUG=<directory>` writes the graphs after every pass there."""
+def run_passes(program: Program, passes: Sequence[Pass] = PASSES, batch: int = 0) -> Program:
+    """Run passes in order, timing each; `DTA_DEBUG=<directory>` writes the graphs after every pass there."""
     directory = os.environ.get("DTA_DEBUG")
-    for number, step in enumerate(PASSES):
+    for number, step in enumerate(passes, len(PASSES) - len(passes)):
         start = time.perf_counter()
         step(program)
         program.timings[step.__name__] = time.perf_counter() - start
         if directory:
-            _dump(program, pathlib.Path(directory), f"{number}_{step.__name__}")
+            _dump(program, pathlib.Path(directory), f"{number}_{step.__name__}" + f"_batch_{batch}" * (batch > 0))
     logger.debug("passes: %s", {name: f"{seconds:.2f} s" for name, seconds in program.timings.items()})
+    if program.rest is not None:
+        run_passes(program.rest, PASSES[PASSES.index(token_axis) :], batch + 1)
     return program
 
 

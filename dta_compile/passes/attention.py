@@ -14,7 +14,7 @@ from dta_compile.passes.program import (
     Program,
     where,
 )
-from dta_compile.passes.token_axis import ATTENTION
+from dta_compile.passes.token_axis import ATTENTION, own_attention
 
 aten = torch.ops.aten
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -22,7 +22,7 @@ RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 def attention(program: Program) -> None:
     """Fill `program.attention`; every call gets the true KV heads and loses its mask, which is now a `Mask`."""
-    calls = [node for node in program.graph.nodes if node.target is ATTENTION]
+    calls = own_attention(program)
     masks: dict[fx.Node, Mask] = {}
     for index, node in enumerate(calls):
         _require_token_wise(program, node)

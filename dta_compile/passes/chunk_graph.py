@@ -98,7 +98,7 @@ class _Builder:
             value = self.graph.call_function(aten.permute.default, (value, order))
         return value
 
-    def _read(self, node: fx.Node, in_head: bool, reader: fx.Node | None = None) -> fx.Node:
+    def _read(self, node: fx.Node, in_head: bool, reader: fx.Node | None = None) -> Any:
         """The copy of an argument as its reader sees it: placed inputs, and trunk values gathered at head rows."""
         program = self.program
         if node in program.region:
@@ -119,6 +119,8 @@ class _Builder:
             if node.target is UNIFORM and layout.labelled:
                 shape = self._chunk_shape(layout, sizes(node), in_head)
                 return self.graph.call_function(UNIFORM, (shape, node.args[1]), node.kwargs)
+        if node not in self.copies and (number := _number(node)) is not None:
+            return number
         if node not in self.copies:
             raise RefusalError(
                 "the token region uses a value that depends on the number of sequences or tokens",
@@ -174,7 +176,7 @@ class _Builder:
             if node.target in RESHAPES or node.target is aten.slice.Tensor:
                 continue
             for arg in node.all_input_nodes:
-                if has_tensor(arg):
+                if has_tensor(arg) or (node.target not in TAKES_A_TENSOR and self._fix_argument(arg)):
                     continue
                 if node.target not in TAKES_A_TENSOR:
                     raise RefusalError(
@@ -190,3 +192,21 @@ class _Builder:
                 node.replace_input_with(arg, scalar)
                 self.program.values[scalar] = Layout(())
                 self.program.constant_inputs.append(scalar)
+
+    def _fix_argument(self, node: fx.Node) -> bool:
+        """Make a number given to the function a constant, under a guard; False: it counts rows or tokens."""
+        value, program = node.meta["val"], self.program
+        counting = [size.free_symbols for size in (program.batch, program.tokens) if size is not None]
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            if any(value.node.expr.free_symbols & symbols for symbols in counting):
+                return False
+            int(value) if isinstance(value, torch.SymInt) else float(value)
+        return True
+
+
+def _number(node: fx.Node) -> int | float | None:
+    """The number that a node always has by now, if it is one."""
+    value = node.meta.get("val")
+    if isinstance(value, (torch.SymInt, torch.SymFloat)) and value.node.expr.is_number:
+        return int(value) if isinstance(value, torch.SymInt) else float(value)
+    return value if isinstance(value, (int, float)) else None

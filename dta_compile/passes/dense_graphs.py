@@ -6,7 +6,7 @@ dense frontier values and those prologue values, and returns the outputs of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import fx
@@ -29,10 +29,10 @@ def dense_graphs(program: Program) -> None:
     program.epilogue_dense_inputs = [
         node for node in program.graph.nodes if node in needed and is_dense(node) and node.op != "placeholder"
     ]
-    program.prologue_nodes = list(dict.fromkeys([*_chunks_need(program), *program.epilogue_dense_inputs]))
-    program.prologue = _module(program, [], program.prologue_nodes, draws.prologue)
+    program.prologue_nodes = prologue_nodes(program)
+    program.prologue = graph_of(program, [], program.prologue_nodes, draws.prologue)
     received = [value.node for value in program.frontier] + program.epilogue_dense_inputs
-    program.epilogue = _module(program, received, program.outputs, draws.epilogue)
+    program.epilogue = graph_of(program, received, program.outputs, draws.epilogue)
     if program.training:
         outside = frontier | set(program.epilogue_dense_inputs)
         nodes = [node for node in program.graph.nodes if node in needed - outside]
@@ -42,6 +42,11 @@ def dense_graphs(program: Program) -> None:
             if drawn is None
             else Mixed(f"{drawn.target} draws random numbers for all sequences at once", drawn)
         )
+
+
+def prologue_nodes(program: Program) -> list[fx.Node]:
+    """What the prologue hands over: to chunks, and to the epilogue."""
+    return list(dict.fromkeys([*_chunks_need(program), *program.epilogue_dense_inputs]))
 
 
 def _is_dense_tensor(program: Program, node: fx.Node) -> bool:
@@ -58,7 +63,9 @@ def _chunks_need(program: Program) -> list[fx.Node]:
     return list(nodes)
 
 
-def _module(program: Program, received: list[fx.Node], outputs: Iterable[Any], draws: list[fx.Node]) -> fx.GraphModule:
+def graph_of(
+    program: Program, received: list[fx.Node], outputs: Iterable[Any], draws: Sequence[fx.Node] = ()
+) -> fx.GraphModule:
     """A graph from the call's inputs (and `received` values) to `outputs`, with `draws` and what all of them need."""
     outputs = list(outputs)
     graph, copies = fx.Graph(), {}

@@ -68,6 +68,9 @@ class Mask:
         self._classes: dict[object, MaskClass] = {}
         self.constant = self._constant_class()
 
+    def __str__(self) -> str:
+        return shown(self.term) if self.constant is None else str(self.constant)
+
     def _entry(self) -> Term:
         """The mask's term; a dimension of several heads is a "head"."""
         shape = self.mask.meta["val"].shape

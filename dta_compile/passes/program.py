@@ -12,6 +12,7 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.errors import RefusalError
 from dta_compile.passes.mask_terms import Term, shown
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ class Program:
     captured: fx.GraphModule
     training: bool
     codegen: str = "eager"  # as in `Options`; after the pass of this name no longer "auto"
+    own_symbols: bool = False  # Dynamo gave every size a symbol of its own, also where sizes are equal
     inputs: list[Input] = dataclasses.field(default_factory=list)
     # lower
     module: fx.GraphModule = None
@@ -200,6 +202,7 @@ class Program:
     input_layouts: dict[tuple[fx.Node, fx.Node], Layout] = dataclasses.field(default_factory=dict)
     parameter_dependent: set[fx.Node] = dataclasses.field(default_factory=set)
     roots: dict[fx.Node, frozenset[fx.Node]] = dataclasses.field(default_factory=dict)
+    other_batches: set[fx.Node] = dataclasses.field(default_factory=set)  # leads to attention over other sizes only
     # attention
     attention: list[AttentionLayer] = dataclasses.field(default_factory=list)
     # regions
@@ -221,6 +224,8 @@ class Program:
     epilogue: fx.GraphModule = None
     epilogue_dense_inputs: list[fx.Node] = dataclasses.field(default_factory=list)
     row_epilogue: fx.GraphModule | Mixed = None  # of one row; Mixed: why there is none
+    # other_batches
+    rest: Program | None = None  # in place of the epilogue, if that has attention over a batch of other sizes
     # joint and accumulate
     joint: JointGraphs = None  # type: ignore[assignment]
     timings: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -260,7 +265,15 @@ class GraphWithoutAttention(Exception):
 
 
 class AmbiguousAxes(Exception):
-    """Raised by a pass when batch and token size share one symbol, so that the axes cannot be told apart."""
+    """Raised by a pass when a size may share its symbol with another one, so that the axes cannot be told apart.
+
+    Attributes:
+        refusal: the error if every size has a symbol of its own.
+    """
+
+    def __init__(self, refusal: RefusalError | None = None) -> None:
+        super().__init__()
+        self.refusal = refusal
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

@@ -24,6 +24,7 @@ from dta_compile.passes.program import (
     Mixed,
     Program,
     Value,
+    ancestors,
     has_tensor,
     where,
 )
@@ -47,32 +48,55 @@ def token_axis(program: Program) -> None:
 
 
 def _find_axes(program: Program) -> None:
-    """The first attention call's query `[B, heads, S, D]` says what the batch and token sizes are."""
+    """The first attention call's query `[B, heads, S, D]` says what the batch and token sizes are.
+
+    Calls over other sizes are for the program of the epilogue, see `other_batches`.
+    """
     calls = [node for node in program.graph.nodes if node.target is ATTENTION]
     if not calls:
         raise GraphWithoutAttention(None)
-    batch, _, tokens, _ = sizes(calls[0].args[0])
-    _require_own_keys(calls, tokens)
+    _require_own_keys(calls)
+    batch, tokens = _batch_and_tokens(calls[0])
+    batch = next((other for other, length in map(_batch_and_tokens, calls) if length == tokens and other != 1), batch)
     if tokens in (0, 1, 2) or batch == 0:  # 2 as a constant: `ids[:, 1:]` has a size of 1, which torch specialises
         raise GraphWithoutAttention("rows of one or two tokens share next to nothing: such calls run as captured")
     if not tokens.free_symbols:
-        raise RefusalError(
+        refusal = RefusalError(
             "the token size became a constant while the model was traced",
             where=where(calls[0]),
             expected="a symbolic size, which serves every batch",
             got=f"{tokens} tokens",
             hint="pass dynamic=True to torch.compile, and let the model's code not depend on the number itself",
         )
-    if batch.free_symbols & tokens.free_symbols:  # not only equal: `s**2 // s` is not simplified
-        raise AmbiguousAxes()
+        raise AmbiguousAxes(refusal)  # it may have shared its symbol with a weight that is as wide
+    if any(batch.free_symbols & _batch_and_tokens(call)[1].free_symbols for call in calls):
+        raise AmbiguousAxes()  # not only where they are equal: `s**2 // s` is not simplified
     # A loop over sequences makes the batch size a constant: Dynamo traces anew for another one.
     program.batch = batch if batch != 1 else None
     program.tokens = tokens
+    others = [call for call in calls if not _has_sizes(call, batch, tokens)]
+    program.other_batches = ancestors(others) - ancestors([call for call in calls if call not in others])
 
 
-def _require_own_keys(calls: list[fx.Node], tokens: sympy.Expr) -> None:
+def own_attention(program: Program) -> list[fx.Node]:
+    """The attention calls over the program's own batch."""
+    return [node for node in program.graph.nodes if node.target is ATTENTION and node not in program.other_batches]
+
+
+def _batch_and_tokens(call: fx.Node) -> tuple[sympy.Expr, sympy.Expr]:
+    batch, _, tokens, _ = sizes(call.args[0])
+    return batch, tokens
+
+
+def _has_sizes(call: fx.Node, batch: sympy.Expr, tokens: sympy.Expr) -> bool:
+    """Whether a call is over these rows, or over one row that stands for all of them."""
+    return _batch_and_tokens(call) in ((batch, tokens), (1, tokens))
+
+
+def _require_own_keys(calls: list[fx.Node]) -> None:
     for call in calls:
-        for operand in call.args[:3]:
+        _, tokens = _batch_and_tokens(call)
+        for operand in call.args[1:3]:
             if sizes(operand)[2] != tokens:
                 raise RefusalError(
                     "attention over other tokens than the ones being trained (a KV cache, or cross-attention)",
@@ -95,7 +119,8 @@ def _index_position_tables(program: Program) -> None:
             continue
         dim = node.args[1] if len(node.args) > 1 else 0
         start = node.args[2] if len(node.args) > 2 else 0
-        if sizes(node)[dim] != program.tokens or not isinstance(start, int) or start < 0:
+        first = start.meta["val"] if isinstance(start, fx.Node) else start
+        if sizes(node)[dim] != program.tokens or bool(first < 0):  # a guard, if it is an argument of the function
             continue
         with program.graph.inserting_before(node):
             stop = node.args[3]
@@ -134,7 +159,7 @@ def _interpret(program: Program, node: fx.Node) -> Value:
     dense = node not in program.parameter_dependent
     value = apply_rule(program, node, program.values, program.input_layouts)
     if not dense:
-        return value
+        return _in_own_batch(program, node, value) if isinstance(value, Layout) else value
     # Outside the token region any operator may run: shapes say where the axes are, and token-wise ones pass on roots.
     token_wise = not isinstance(value, Mixed)
     inherited = [program.roots[arg] for arg in node.all_input_nodes if has_tensor(arg)]
@@ -142,6 +167,20 @@ def _interpret(program: Program, node: fx.Node) -> Value:
     keeps_positions = token_wise and value == shaped and inherited
     program.roots[node] = frozenset().union(*inherited) if keeps_positions else frozenset([node])
     return shaped
+
+
+def _in_own_batch(program: Program, node: fx.Node, value: Layout) -> Layout | Mixed:
+    """A value with a gradient; mixed, if its tokens are others than those of the program's attention."""
+    if not value.labelled:
+        return value
+    if node in program.other_batches:
+        return Mixed("it belongs to a batch of other sizes", node)
+    if value.frame is not None and value.frame.start is None:
+        return Mixed(f"the positions of its {value.frame.length} tokens are unknown", node)
+    for size, axis in zip(node.meta["val"].shape, value.dims, strict=True):
+        if axis is None:
+            int(size)  # a guard, if it is an argument of the function: `x[..., :k]`
+    return value
 
 
 def apply_rule(

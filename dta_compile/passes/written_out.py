@@ -1,48 +1,160 @@
-"""Attention written out as matrix products and a softmax: recognised to be refused, not trained densely in silence."""
+"""Attention in another spelling than scaled_dot_product_attention is refused, not trained densely in silence.
+
+Recognised by what flows where on Dynamo's graph: a product of two activations, a softmax (or another function of a
+score) of it, and again a product with an activation, with no weights in between. Activations are what is computed from
+data and from parameters, so that a loss over embeddings that come from outside is none.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import operator
+from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.program import where
 
-SOFTMAX = (F.softmax, torch.softmax, "softmax")
-PRODUCTS = (torch.matmul, torch.bmm, torch.einsum, operator.matmul, "matmul", "bmm", "__matmul__")
-TANH = (torch.tanh, F.tanh, "tanh")
-PASSING_ON = ("to", "float", "type_as", "type", "contiguous", "clone", F.dropout, torch.dropout, operator.getitem)
+WEIGHINGS = ("softmax", "_softmax", "exp", "exp_", "exp2", "sigmoid", "sigmoid_", "relu", "relu_", "softmax_")
+PRODUCTS = ("matmul", "bmm", "mm", "einsum", "baddbmm", "addbmm", "addmm", "tensordot", "__matmul__", "__rmatmul__")
+OUTER = ("mul", "mul_", "__mul__", "multiply")
+OPAQUE = (
+    "multi_head_attention",
+    "scaled_dot_product",
+    "flex_attention",
+    "flash_attn",
+    "varlen_attn",
+    "attention_forward",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Origin:
+    """What a value is computed from: data, parameters, and how much of attention lies behind it without weights since.
+
+    Attributes:
+        scores: a product of two activations. weights: a softmax, or the like, of scores.
+    """
+
+    data: bool = False
+    parameters: bool = False
+    scores: bool = False
+    weights: bool = False
+
+    @property
+    def is_activation(self) -> bool:
+        return self.data and self.parameters
+
+    def __or__(self, other: _Origin) -> _Origin:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return _Origin(*(one or another for one, another in pairs))
 
 
 def written_out_attention(module: fx.GraphModule) -> RefusalError | None:
-    """The refusal of a graph that weighs tokens by a softmax over all pairs of them; None if it has no such thing."""
-    for node in module.graph.nodes:
-        if node.target in SOFTMAX and _over_pairs(node) and _weighs(node):
-            capped = any(other.target in TANH for other in module.graph.nodes)
-            return RefusalError(
-                "attention is written out as matrix products and a softmax, which this backend does not take apart",
-                where=where(node),
-                expected="torch.nn.functional.scaled_dot_product_attention (transformers: attn_implementation='sdpa')",
-                got="a softmax over all pairs of tokens"
-                + (", of scores that may be soft-capped (tanh)" if capped else ""),
-                hint="soft-capped scores and attention sinks are not supported; "
-                "options={'fallback': 'dense'} runs such a model without sharing",
-            )
-    return None
+    """The refusal of a graph that weighs activations by a function of products of activations; None: it has none."""
+    inputs = [_of_input(node) for node in module.graph.nodes if node.op == "placeholder"]
+    node, _ = _follow(module, inputs)
+    if node is None:
+        return None
+    if any(part in _name(node) for part in OPAQUE):
+        what, got = f"attention through {_name(node)}, which this backend does not take apart", _name(node)
+    else:
+        what = "attention is written out as matrix products and a softmax, which this backend does not take apart"
+        got = "products of activations, weighed by a function of products of activations"
+    if any(_name(other) == "tanh" for part in _graphs(module) for other in part.nodes):
+        got += ", of scores that may be soft-capped (tanh)"
+    return RefusalError(
+        what,
+        where=where(node),
+        expected="torch.nn.functional.scaled_dot_product_attention (transformers: attn_implementation='sdpa')",
+        got=got,
+        hint="soft-capped scores and attention sinks are not supported; "
+        "options={'fallback': 'dense'} runs such a model without sharing",
+    )
 
 
-def _over_pairs(node: fx.Node) -> bool:
-    """Scores `[..., S, S]`, or `[..., S, S + 1]` with a sink, that carry a gradient."""
+def trains_parameters(module: fx.GraphModule) -> bool:
+    """Whether parameters meet data in a graph: more than a loss that is compiled on its own."""
+    origins = [_of_input(node) for node in module.graph.nodes if node.op == "placeholder"]
+    return any(one.parameters for one in origins) and any(one.data for one in origins)
+
+
+def _of_input(node: fx.Node) -> _Origin:
     value = node.meta.get("example_value")
-    if not isinstance(value, torch.Tensor) or value.dim() < 3 or not value.requires_grad:
+    if not isinstance(value, torch.Tensor):
+        return _Origin()
+    weight = isinstance(value, torch.nn.Parameter) or (value.requires_grad and value.is_leaf and value.dim() <= 2)
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", "")
+    buffer = "_buffers" in str(name() if callable(name) else name)
+    return _Origin(data=not weight and not buffer, parameters=weight)
+
+
+def _follow(module: fx.GraphModule, inputs: Sequence[_Origin]) -> tuple[fx.Node | None, _Origin]:
+    """The first node that is attention, if there is one, and where the graph's outputs come from."""
+    origins: dict[fx.Node, _Origin] = {}
+    given = iter(inputs)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            origins[node] = next(given, _Origin())
+            continue
+        operands = [origins[arg] for arg in node.all_input_nodes]
+        origins[node] = _combined(operands)
+        body = _body(module, node)
+        if body is not None:
+            arguments = [origins[arg] for arg in node.args[1:] if isinstance(arg, fx.Node)]
+            found, origins[node] = _follow(body, arguments)
+            if found is not None:
+                return found, origins[node]
+        elif node.op in ("call_function", "call_method"):
+            activations = [one for one in operands if one.is_activation]
+            if any(part in _name(node) for part in OPAQUE) and activations:
+                return node, origins[node]
+            if _is_product(node):
+                if len(activations) > 1 and any(one.weights for one in activations):
+                    return node, origins[node]
+                origins[node] = dataclasses.replace(origins[node], scores=len(activations) > 1, weights=False)
+            elif origins[node].scores and _name(node) in WEIGHINGS:
+                origins[node] = dataclasses.replace(origins[node], weights=True)
+            elif len(activations) < len(operands) and _name(node) in ("linear", "conv1d", "conv2d"):
+                origins[node] = dataclasses.replace(origins[node], scores=False, weights=False)
+    return None, _combined([origins[node] for node in module.graph.nodes if node.op == "output"])
+
+
+def _combined(origins: Sequence[_Origin]) -> _Origin:
+    total = _Origin()
+    for one in origins:
+        total |= one
+    return total
+
+
+def _body(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    """The graph that a higher-order operator such as activation checkpointing calls with its other arguments."""
+    first = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(first, fx.Node) or first.op != "get_attr":
+        return None
+    body = getattr(module, str(first.target), None)
+    return body if isinstance(body, fx.GraphModule) else None
+
+
+def _is_product(node: fx.Node) -> bool:
+    """A product that sums over an index, or one over all pairs: its result is larger than each of its operands."""
+    if _name(node) in PRODUCTS or node.target is operator.matmul:
+        return True
+    shapes = [arg.meta.get("example_value") for arg in (*node.all_input_nodes, node)]
+    if _name(node) not in OUTER or not all(isinstance(value, torch.Tensor) for value in shapes) or len(shapes) < 3:
         return False
-    queries, keys = value.shape[-2:]
-    return bool(queries != 1) and str(keys) in (str(queries), str(queries + 1))
+    return all(value.numel() < shapes[-1].numel() for value in shapes[:-1])
 
 
-def _weighs(node: fx.Node) -> bool:
-    """Whether the result becomes a factor of a matrix product."""
-    return any(user.target in PRODUCTS or (user.target in PASSING_ON and _weighs(user)) for user in node.users)
+def _name(node: fx.Node) -> str:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return name.removesuffix(".default").removesuffix(".Tensor").removesuffix(".int")
+
+
+def _graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            yield part.graph

@@ -43,6 +43,10 @@ class Engine:
         self.timed: list[tuple[Plan, Stopwatch, torch.device]] = []  # of calls whose times have not been read
         self.replays = ReplayCache() if options.cuda_graphs else None
         self._calibration: Calibration | None = None
+        # Of further batches; what is checked is the whole program.
+        self.rest = None
+        if program.rest is not None:
+            self.rest = Engine(program.rest, dataclasses.replace(options, verify="off"))
 
     def calibration(self, device: torch.device) -> Calibration:
         """What runs of this model have taken so far."""
@@ -104,6 +108,8 @@ class Engine:
         """Note in their plans, and for the cost model, what calls took that have ended; `wait` for the others."""
         waiting = self.timed
         self.timed = []
+        if self.rest is not None:
+            self.rest.collect_times(wait)
         for plan, stopwatch, device in waiting:
             if not wait and not stopwatch.has_ended():
                 self.timed.append((plan, stopwatch, device))
@@ -128,5 +134,7 @@ class Engine:
         self, args: Sequence[Any], dense: dict[Any, torch.Tensor], frontier: Sequence[torch.Tensor]
     ) -> tuple[Any, ...]:
         """The outputs of the call from its dense frontier values, under ordinary autograd."""
+        if self.rest is not None:
+            return self.rest.run([*args, *frontier]).outputs
         received = [dense[node] for node in self.program.epilogue_dense_inputs]
         return self.program.epilogue(*args, *frontier, *received)

@@ -21,6 +21,7 @@ from torch import fx
 
 from dta_compile.errors import DTAError, VerificationError
 from dta_compile.passes.layouts import is_tensor
+from dta_compile.passes.other_batches import programs_of
 from dta_compile.passes.program import Program, ancestors
 from dta_compile.runtime.memory import default_budget
 from dta_compile.runtime.sample import NotSampled, indices_from_values, sample
@@ -165,6 +166,9 @@ def _not_comparable(program: Program) -> str:
             return f"{node.target} draws random numbers"
         if "c10d" in str(getattr(node.target, "namespace", "")):
             return f"{node.target} waits for other ranks"
+    further = programs_of(program)[1:]
+    if any(layer.mask is not None for one in further for layer in one.attention):
+        return "it runs the model on batches of several sizes, with masks of their own"
     return "it indexes by rounded values" if indices_from_values(program) else ""
 
 

@@ -14,6 +14,7 @@ from dta_compile import capture, records
 from dta_compile.errors import DTAError, OptionError, RefusalError
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
+from dta_compile.passes.as_captured import as_captured
 from dta_compile.passes.generation import attention_calls, uses_kv_cache
 from dta_compile.passes.program import AmbiguousAxes
 from dta_compile.passes.written_out import written_out_attention
@@ -57,7 +58,7 @@ def dta(
 def without_attention(module: fx.GraphModule, options: Options) -> Compiled:
     """The graph as it is, unless what it trains is attention in another spelling."""
     error = written_out_attention(module) if _is_training(module) and options.fallback == "raise" else None
-    return Refused(records.with_graph_break(error)) if error else module.forward
+    return Refused(records.with_graph_break(error)) if error else as_captured(module)
 
 
 def compile_graph(module: fx.GraphModule, options: Options, own_symbols: bool = False) -> Compiled:
@@ -75,12 +76,12 @@ def compile_graph(module: fx.GraphModule, options: Options, own_symbols: bool = 
     except GraphWithoutAttention as plain:
         if plain.log:
             record.log_once(plain.log)
-        return module.forward
+        return as_captured(module)
     except RefusalError as refusal:
         error = records.with_graph_break(refusal)
         if options.fallback == "dense":
             logger.warning("dta: running densely, as fallback='dense' says: %s", error)
-            return module.forward
+            return as_captured(module)
         return Refused(error)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dta_compile.errors import VerificationError
+from dta_compile.passes.as_captured import as_captured
 from dta_compile.passes.program import Axis, InputKind, Layout, Program
 
 # Largest accepted difference relative to the largest entry; rounding differs because sums run in another order.
@@ -26,7 +27,7 @@ def verified(program: Program, args: Sequence[Any], outputs: tuple[Any, ...]) ->
     Raises:
         VerificationError: naming the output or parameter that differs, by how much, and the tolerance.
     """
-    expected = program.captured(*args)
+    expected = as_captured(program.captured)(*args)
     for index, (node, mine, theirs) in enumerate(zip(program.outputs, outputs, expected, strict=True)):
         if isinstance(mine, torch.Tensor):
             mask = _real(program, args, node, mine)

@@ -15,6 +15,7 @@ from dta_compile import capture, records
 from dta_compile.errors import DTAError, OptionError, RefusalError
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
+from dta_compile.passes.as_captured import as_captured
 from dta_compile.passes.generation import attention_calls, uses_kv_cache
 from dta_compile.passes.program import AmbiguousAxes
 from dta_compile.passes.written_out import trains_parameters, written_out_attention
@@ -68,13 +69,13 @@ def dta(
 def without_attention(module: fx.GraphModule, options: Options) -> Compiled:
     """The graph as it is, unless what it trains is attention in another spelling."""
     if not _is_training(module):
-        return module.forward
+        return as_captured(module)
     error = written_out_attention(module)
     if error is not None:
         return _refused(error, module, options)
     if trains_parameters(module):
         records.current().log_once(NO_ATTENTION)
-    return module.forward
+    return as_captured(module)
 
 
 def compile_graph(module: fx.GraphModule, options: Options, own_symbols: bool = False) -> Compiled:
@@ -96,7 +97,7 @@ def compile_graph(module: fx.GraphModule, options: Options, own_symbols: bool = 
     except GraphWithoutAttention as plain:
         if plain.log:
             record.log_once(plain.log)
-        return module.forward
+        return as_captured(module)
     except RefusalError as refusal:
         return _refused(refusal, module, options)
 
@@ -105,7 +106,7 @@ def _refused(refusal: RefusalError, module: fx.GraphModule, options: Options) ->
     error = records.with_graph_break(refusal)
     if options.fallback == "dense":
         logger.warning("dta: running densely, as fallback='dense' says: %s", error)
-        return module.forward
+        return as_captured(module)
     return Refused(error)
 
 

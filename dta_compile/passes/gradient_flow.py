@@ -122,6 +122,10 @@ class GradientFlow(CapturedInterpreter):
         """Whether any tensor that a node reads is followed."""
         return any(Flow.FOLLOWED in self.found[argument] for argument in node.all_input_nodes)
 
+    def follows(self, node: fx.Node) -> bool:
+        """Whether autograd follows a value anywhere: where it is read, it may always be detached."""
+        return any(user.op == "output" or Flow.FOLLOWED in self.found[user] for user in node.users)
+
     def _wrote(self, node: fx.Node, value: torch.Tensor) -> None:
         known = self._roots.get(_storage(value), set())
         if known and (not torch.is_grad_enabled() or known != {_root(value)}):
@@ -143,11 +147,13 @@ class GradientFlow(CapturedInterpreter):
 def _refuse_derivatives(module: fx.GraphModule) -> None:
     """Before anything is run: what `torch.func` switches off for a derivative would stay so after an error."""
     for part in module.modules():
-        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+        nodes = list(part.graph.nodes) if isinstance(part, fx.GraphModule) else []
+        for i, node in enumerate(nodes):
             if getattr(node.target, "__name__", "") in DERIVATIVES:
+                named = next((later for later in nodes[i:] if later.meta.get("stack_trace")), node)
                 raise RefusalError(
                     "a derivative is taken inside of the compiled function (torch.func.grad, vjp, jvp, hessian)",
-                    where=where(node),
+                    where=where(named),
                     expected="values; derivatives are taken of what the compiled function returns",
                     got="torch.func's own differentiation",
                     hint="take it outside of the compiled function, or write the derivative out",

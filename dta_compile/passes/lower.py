@@ -61,8 +61,8 @@ def lower(program: Program) -> None:
     """Fill `program.inputs`, `.module` and `.placeholders` from `program.captured`."""
     captured = program.captured
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
-    program.inputs = [_describe(i, node) for i, node in enumerate(placeholders)]
     flow = gradient_flow(captured)
+    program.inputs = [_describe(i, node, flow.follows(node)) for i, node in enumerate(placeholders)]
     module = _trace(program, flow, functional=False)
     if not write_to_new_values(module.graph):
         module = _trace(program, flow, functional=True)  # takes half as long again, for models that write in place
@@ -232,7 +232,7 @@ def _marked(value: torch.Tensor, flow: Flow) -> torch.Tensor:
     return value.detach() if flow is Flow.CUT_OFF or is_part else torch.ops.dta.stop_gradient(value)
 
 
-def _describe(index: int, node: fx.Node) -> Input:
+def _describe(index: int, node: fx.Node, is_followed: bool) -> Input:
     value = node.meta["example_value"]
     grapharg = node.meta.get("grapharg")
     source = getattr(grapharg, "source", None)
@@ -245,7 +245,8 @@ def _describe(index: int, node: fx.Node) -> Input:
     if isinstance(value, torch.nn.Parameter) or isinstance(example, torch.nn.Parameter):
         kind = InputKind.PARAMETER
     elif value.requires_grad:
-        kind = InputKind.DIFFERENTIABLE_DATA if dynamic else InputKind.PARAMETER
+        data = InputKind.DIFFERENTIABLE_DATA if is_followed else InputKind.DATA
+        kind = data if dynamic else InputKind.PARAMETER
     else:
         kind = InputKind.DATA
     return Input(index, name, kind, value.requires_grad)

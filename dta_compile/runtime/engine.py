@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from dta_compile.errors import RefusalError
 from dta_compile.options import Options
 from dta_compile.passes import Program
+from dta_compile.passes.as_captured import as_captured
 from dta_compile.plan import Plan
 from dta_compile.runtime import interception
 from dta_compile.runtime.calibration import Calibration
@@ -19,6 +22,8 @@ from dta_compile.runtime.reference import self_check, verified
 from dta_compile.runtime.replay import ReplayCache
 from dta_compile.runtime.stopwatch import Stopwatch
 from dta_compile.runtime.transparent import TreeFunction, no_autocast
+
+logger = logging.getLogger("dta_compile")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +64,15 @@ class Engine:
         replaced = interception.handle(self, args)
         if replaced is not None:
             return replaced
+        try:
+            return self._checked_run(args)
+        except RefusalError as refusal:  # of a mask with the numbers and tables of this call
+            if self.options.fallback != "dense":
+                raise
+            logger.warning("dta: running densely, as fallback='dense' says: %s", refusal)
+            return tuple(as_captured(self.program.captured)(*args))
+
+    def _checked_run(self, args: Sequence[Any]) -> tuple[Any, ...]:
         verify = self.options.verify
         if verify == "always" or (verify == "first" and not self.checked):
             self.checked = True

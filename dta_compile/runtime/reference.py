@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import DTAError, VerificationError
+from dta_compile.passes.as_captured import as_captured
 from dta_compile.passes.layouts import is_tensor
 from dta_compile.passes.other_batches import programs_of
 from dta_compile.passes.program import Program, ancestors
@@ -143,7 +144,7 @@ def _detached(args: Sequence[Any]) -> list[Any]:
 
 
 def _captured(program: Program, args: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(program.captured(*args))
+    return tuple(as_captured(program.captured)(*args))
 
 
 @contextlib.contextmanager

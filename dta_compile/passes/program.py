@@ -47,6 +47,11 @@ class Layout:
         return next((i for i, axis in enumerate(self.dims) if axis in (Axis.TOKEN, Axis.ROWS)), None)
 
     @property
+    def row_dim(self) -> int | None:
+        """The dimension that runs over a chunk's rows: that of tokens, or of sequences in a value without tokens."""
+        return self.batch_dim if self.token_dim is None else self.token_dim
+
+    @property
     def batch_dim(self) -> int | None:
         return self.dims.index(Axis.BATCH) if Axis.BATCH in self.dims else None
 

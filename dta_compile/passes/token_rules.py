@@ -68,7 +68,8 @@ def matmul(left: int, right: int) -> Rule:
         outer = tuple(_same_axis(x, y) for x, y in zip(a.dims[:-2], b.dims[:-2], strict=True))
         rows = a.dims[-2:-1]
         columns = b.dims[-1:] if len(b.dims) > 1 else ()
-        return single_token_axis(Layout((*outer, *rows, *columns), unify_frames([a.frame, b.frame])))
+        product = single_token_axis(Layout((*outer, *rows, *columns), unify_frames([a.frame, b.frame])))
+        return product if left == 0 else broadcast(node, arguments, [node.args[0]], beside=product)
 
     return rule
 
@@ -212,10 +213,13 @@ def attention(node: fx.Node, arguments: Arguments) -> Layout:
     query = arguments[node.args[0]]
     for operand in node.args[:3]:
         layout = arguments[operand]
-        if layout.dims[1:] != (None, Axis.TOKEN, None) or layout.dims[0] not in (Axis.BATCH, None):
-            raise MixesTokens(f"attention expects [batch, heads, tokens, head_dim], got {layout}")
+        one_sequence = layout.dims[0] is None and sizes(operand)[0] == 1
+        if layout.dims[1:] != (None, Axis.TOKEN, None) or not (layout.dims[0] is Axis.BATCH or one_sequence):
+            raise MixesTokens(f"attention expects [batch, heads, tokens, head_dim], got {layout} of {sizes(operand)}")
         if layout.frame != query.frame:
             raise MixesTokens("its queries and keys are different tokens (a KV cache, or cross-attention)")
+        if one_sequence != (query.dims[0] is None):
+            raise MixesTokens("its queries and keys are of different numbers of sequences")
     return query
 
 

@@ -77,7 +77,7 @@ class _Builder:
         ]
 
     def _place(self, value: fx.Node, item: ChunkInput) -> fx.Node:
-        """`[rows, *features]` to the layout that the region expects; a batch axis beside that of tokens has size one."""
+        """`[rows, *features]` to the layout that the region expects; the batch axis beside tokens has size one."""
         dims = item.layout.dims
         rows, features = item.layout.row_dim, iter(range(1, len(dims)))
         order = [0 if i == rows else next(features) for i, axis in enumerate(dims) if i == rows or axis is None]
@@ -101,7 +101,7 @@ class _Builder:
     def _read(self, node: fx.Node, in_head: bool, reader: fx.Node | None = None) -> fx.Node:
         """The copy of an argument as its reader sees it: placed inputs, and trunk values gathered at head rows."""
         copy = self._rows(node, in_head, reader)
-        own, result = self._layout(node, reader), self.program.values.get(reader)  # type: ignore[arg-type]
+        own, result = self._layout(node, reader), self.program.values.get(reader)
         if not isinstance(own, Layout) or not isinstance(result, Layout) or result.token_dim is None:
             return copy
         return self._beside_tokens(copy, own, result) if own.labelled and own.token_dim is None else copy
@@ -113,7 +113,7 @@ class _Builder:
         return self.graph.call_function(aten.transpose.int, (value, result.batch_dim, result.token_dim))
 
     def _layout(self, node: fx.Node, reader: fx.Node | None) -> Any:
-        return self.program.input_layouts.get((reader, node), self.program.values.get(node))  # type: ignore[arg-type]
+        return self.program.input_layouts.get((reader, node), self.program.values.get(node))
 
     def _rows(self, node: fx.Node, in_head: bool, reader: fx.Node | None) -> fx.Node:
         program = self.program

@@ -51,6 +51,18 @@ def sizes(node: fx.Node) -> tuple[sympy.Expr, ...]:
     return tuple(expression(size) for size in node.meta["val"].shape)
 
 
+def memory_order(value: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the widest stride to the narrowest, as copies of the value have them (preserve_format)."""
+    shape, strides = ([_at_first_call(n) for n in numbers] for numbers in (value.shape, value.stride()))
+    copy = torch.empty_like(torch.empty_strided(shape, strides, device="meta"))
+    return tuple(sorted(range(len(shape)), key=lambda dim: (-int(copy.stride()[dim]), dim)))
+
+
+def _at_first_call(size: Any) -> int:
+    """The number that a size had when it was traced; asking for it so leaves no guard."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
 def broadcast(
     node: fx.Node, arguments: Arguments, operands: Sequence[fx.Node] | None = None, beside: Layout | None = None
 ) -> Layout:

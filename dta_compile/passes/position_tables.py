@@ -1,7 +1,8 @@
 """Rows of learned position tables, picked by an index that the prologue computes.
 
-`table[a:b:c]`, `.flip`, `.roll` and `cat` along the positions only say which rows of a table come in which order. Done to
-the numbers of the rows instead, whatever they are, the table is left with one `index_select`, which works token by token.
+`table[a:b:c]`, `.flip`, `.roll` and `cat` along the positions only say which rows of a table come in which order. Done
+to the numbers of the rows instead, whatever they are, one `index_select` is left of it, which works token by
+token.
 """
 
 from __future__ import annotations

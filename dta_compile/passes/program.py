@@ -160,6 +160,7 @@ class Use:
 class FrontierValue:
     """A per-token value that leaves the token region: rows `[rows, *features]` of it become dense again.
 
+    `memory_order` lists its dimensions from the widest stride to the narrowest, as the epilogue was traced with.
     Tokens that no one of `uses` covers need no row: the dense value is zero there and its gradient is ignored.
     """
 
@@ -168,6 +169,7 @@ class FrontierValue:
     features: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
+    memory_order: tuple[int, ...]
     is_cache: bool = False
     uses: tuple[Use, ...] = ()
 

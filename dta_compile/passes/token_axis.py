@@ -138,6 +138,8 @@ def apply_rule(
         source = values[node.args[0]]
         return source[node.args[1]] if isinstance(source, tuple) else source
     layouts = {arg: value for arg in tensors if isinstance(value := values[arg], Layout)}
+    if repeated := _repeated_for_tokens(program, node, layouts):
+        return repeated
     if not any(layout.labelled for layout in layouts.values()) and node.target is not ATTENTION:
         return _without_axes(program, node)
     rule = rule_for(node.target)
@@ -167,12 +169,13 @@ def _contradiction(program: Program, node: fx.Node, value: Value) -> str | None:
             continue
         length = layout.frame.length if layout.frame else None
         for axis, size in zip(layout.dims, map(expression, result.shape), strict=True):
-            if axis is None and size.free_symbols:
-                return f"a feature dimension of its result has the size {size}, which depends on the batch"
-            expected = {Axis.BATCH: program.batch, Axis.TOKEN: length}.get(axis, size)
-            if axis is Axis.ROWS:
-                expected = length * (1 if program.batch is None else program.batch)
-            if expected is None or size != expected and sympy.simplify(size - expected) != 0:
+            if axis is None:
+                if size.free_symbols:
+                    return f"a feature dimension of its result has the size {size}, which depends on the batch"
+                continue
+            factors = {Axis.BATCH: [program.batch], Axis.TOKEN: [length], Axis.ROWS: [program.batch or 1, length]}[axis]
+            expected = None if None in factors else sympy.Mul(*factors)
+            if expected is None or (size != expected and sympy.simplify(size - expected) != 0):
                 return f"its result {layout} has {size} entries along {axis.value}, not {expected}"
     return None
 
@@ -187,18 +190,22 @@ def _rows_of_no_token(node: fx.Node, rule: Rule, arguments: Arguments, value: Va
     return None
 
 
+def _repeated_for_tokens(program: Program, node: fx.Node, layouts: dict[fx.Node, Layout]) -> Layout | None:
+    """The layout of one value (a weight, or one per sequence) expanded to all tokens; None if there is none."""
+    shaped = layout_by_shape(program, node) if node.target is aten.expand.default else None
+    if not isinstance(shaped, Layout) or shaped.frame is None or shaped.frame.start is None:
+        return None
+    source = node.args[0]
+    own = layouts[source]
+    given = zip(own.dims, sizes(source), shaped.dims[len(shaped.dims) - len(own.dims) :], strict=True)
+    same = all(size == 1 or axis is wanted for axis, size, wanted in given)
+    return shaped if same and own.token_dim is None else None
+
+
 def _without_axes(program: Program, node: fx.Node) -> Value:
     """An operator on values without batch or token axis (weights): its result has none either, or it is no weight."""
     shaped = layout_by_shape(program, node)
-    if (
-        node.target is aten.expand.default
-        and isinstance(shaped, Layout)
-        and shaped.frame
-        and shaped.frame.start is not None
-    ):
-        return shaped  # the same weight for every token
-    layouts = shaped if isinstance(shaped, tuple) else (shaped,)
-    if node in program.parameter_dependent and any(isinstance(one, Layout) and one.labelled for one in layouts):
+    if node in program.parameter_dependent and _is_labelled(shaped):
         return Mixed(f"{node.target} gives a weight a batch or token axis", node)
     return shaped
 
@@ -217,7 +224,8 @@ def layout_by_shape(program: Program, node: fx.Node) -> Value:
     dims = tuple(axis for axis, _ in axes)
     frame = next((frame for axis, frame in axes if frame is not None), None)
     if sum(axis in (Axis.TOKEN, Axis.ROWS) for axis in dims) > 1:
-        return Mixed(f"{node.name} has two token axes", node)
+        used = next(iter(node.users), node) if node.op == "placeholder" else node  # an input has no line of its own
+        return Mixed(f"{node.name} has two token axes: sizes {value.shape}", used)
     return Layout(dims, frame)
 
 

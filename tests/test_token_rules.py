@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dta_compile.passes.chunk_graph import RESHAPES
 from dta_compile.passes.layouts import Arguments, MixesTokens, Rule
 from dta_compile.passes.program import Axis, Frame, Layout
-from dta_compile.passes.token_rules import rule_for
+from dta_compile.passes.token_rules import RULES, rule_for
 
 pytest.importorskip("expecttest", reason="torch's own samples need it")
 from torch.testing._internal.common_methods_invocations import op_db
@@ -59,12 +59,18 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if rule_for(func) is not None and not func._schema.is_mutable:
+        if rule_for(func) is not None and _is_recorded(func):
             known = self.calls.setdefault(func, {})
             call = Call(func, args, kwargs, result)
             if len(known) < CALLS_PER_OPERATOR and call.signature not in known and _is_small(call):
                 known[call.signature] = Call(func, *pytree.tree_map(_copy, (args, kwargs, result)))
         return result
+
+
+def _is_recorded(target: Any) -> bool:
+    """Functions that are not taken apart into others before they are called."""
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    return not target._schema.is_mutable and not composite
 
 
 def _copy(value: Any) -> Any:
@@ -221,4 +227,16 @@ def test_what_a_rule_calls_token_wise_commutes_with_picking_tokens(recorded: dic
                     labels = [str(layout) for layout in layouts.values()]
                     wrong.setdefault(str(target), f"{labels} {sizes} {call.signature}: {type(error).__name__} {error}")
     assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())
-    print(sorted({str(target) for target in recorded} - accepted))
+    assert {str(target) for target in recorded} - accepted == NEVER_TOKEN_WISE
+
+
+def test_operators_without_samples(recorded: dict[Any, dict[str, Call]]) -> None:
+    packets = [getattr(aten, name) for name in dir(aten)]
+    overloads = [
+        getattr(packet, name)
+        for packet in packets
+        if isinstance(packet, torch._ops.OpOverloadPacket)
+        for name in packet.overloads()
+    ]
+    elementwise = [one for one in overloads if rule_for(one) is not None and _is_recorded(one)]
+    print(sorted({str(target) for target in [*RULES, *elementwise]} - {str(target) for target in recorded}))

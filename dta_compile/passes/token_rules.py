@@ -33,9 +33,10 @@ aten = torch.ops.aten
 RULES: dict[Any, Rule] = {}
 
 
-def pointwise(node: fx.Node, arguments: Arguments) -> Layout:
+def pointwise(node: fx.Node, arguments: Arguments) -> Layout | tuple[Layout, ...]:
     """Rule for an operator that works elementwise with broadcasting."""
-    return broadcast(node, arguments)
+    layout, results = broadcast(node, arguments), node.meta["val"]
+    return (layout,) * len(results) if isinstance(results, (tuple, list)) else layout
 
 
 def along_features(what: str, dim_argument: int, keepdim_argument: int | None = None, results: int = 1) -> Rule:
@@ -69,7 +70,9 @@ def matmul(left: int, right: int) -> Rule:
         rows = a.dims[-2:-1]
         columns = b.dims[-1:] if len(b.dims) > 1 else ()
         product = single_token_axis(Layout((*outer, *rows, *columns), unify_frames([a.frame, b.frame])))
-        return product if left == 0 else broadcast(node, arguments, [node.args[0]], beside=product)
+        if left and broadcast(node, arguments, [node.args[0]], beside=product).dims != product.dims:
+            raise MixesTokens("it adds a value with axes that the product lacks")
+        return product
 
     return rule
 
@@ -180,6 +183,8 @@ def normalization(results: int) -> Rule:
         layout = arguments[node.args[0]]
         for dim in range(len(layout.dims) - len(node.args[1]), len(layout.dims)):
             require_feature(layout, dim, "normalises")
+        if any(isinstance(weight, fx.Node) and arguments[weight].labelled for weight in node.args[2:4]):
+            raise MixesTokens("its weights differ between tokens or sequences")
         return (layout,) * results
 
     return rule
@@ -300,7 +305,9 @@ def rule_for(target: Any) -> Rule | None:
         return RULES[target]
     tags = target.tags if isinstance(target, torch._ops.OpOverload) else []
     elementwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return pointwise if elementwise else None
+    if not elementwise or any(not isinstance(one.type, torch.TensorType) for one in target._schema.returns):
+        return None  # some give a number for the whole tensor (aten.equal)
+    return pointwise
 
 
 def register_token_rule(op: Any, rule: Rule) -> None:

@@ -11,7 +11,9 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import sympy
@@ -29,8 +31,67 @@ pytest.importorskip("expecttest", reason="torch's own samples need it")
 from torch.testing._internal.common_methods_invocations import op_db
 
 aten = torch.ops.aten
-SAMPLES_PER_INFO, CALLS_PER_OPERATOR, LABELLINGS_PER_CALL = 6, 4, 40
+SAMPLES_PER_INFO, CALLS_PER_OPERATOR, LABELLINGS_PER_CALL = 8, 6, 60
 DTYPES = (torch.float64, torch.int64, torch.bool, torch.complex128)
+
+
+# Operators with a rule that none of torch's samples calls (polynomials of or with a number aside).
+WITHOUT_SAMPLES = {
+    f"aten.{name}"
+    for name in [
+        "__lshift__.Scalar",
+        "__lshift__.Tensor",
+        "__rshift__.Scalar",
+        "__rshift__.Tensor",
+        "_fused_rms_norm.default",
+        "bitwise_and.Scalar",
+        "bitwise_and.Scalar_Tensor",
+        "bitwise_left_shift.Scalar_Tensor",
+        "bitwise_left_shift.Tensor_Scalar",
+        "bitwise_or.Scalar",
+        "bitwise_or.Scalar_Tensor",
+        "bitwise_right_shift.Scalar_Tensor",
+        "bitwise_right_shift.Tensor_Scalar",
+        "bitwise_xor.Scalar",
+        "bitwise_xor.Scalar_Tensor",
+        "clamp_max.default",
+        "contiguous.default",
+        "copy.default",
+        "copysign.Scalar",
+        "div.Scalar_mode",
+        "fill.Tensor",
+        "fmod.Scalar",
+        "gelu_backward.default",
+        "gt.Scalar",
+        "lift_fresh_copy.default",
+        "logit_backward.default",
+        "pow.Scalar",
+        "real.default",
+        "remainder.Scalar_Tensor",
+        "reshape.default",
+        "resolve_conj.default",
+        "scatter.value",
+        "sigmoid_backward.default",
+        "special_xlog1py.other_scalar",
+        "special_xlog1py.self_scalar",
+        "special_zeta.other_scalar",
+        "special_zeta.self_scalar",
+        "tanh_backward.default",
+        "threshold_backward.default",
+        "xlogy.Scalar_Other",
+        "xlogy.Scalar_Self",
+    ]
+}
+# Operators whose samples have nothing but features by their rule: kernels wider than a token, all dimensions taken.
+NEVER_TOKEN_WISE = {
+    "aten.all.dim",
+    "aten.amin.default",
+    "aten.any.dim",
+    "aten.convolution.default",
+    "aten.diagonal.default",
+    "aten.ge.Scalar",
+    "aten.slice_scatter.default",
+}
 
 
 @dataclasses.dataclass
@@ -86,7 +147,9 @@ def _is_small(call: Call) -> bool:
 def _recorded() -> dict[Any, dict[str, Call]]:
     torch.manual_seed(0)
     recorder = _Recorder()
-    with warnings.catch_warnings(), torch.no_grad():
+    # Samples seed all devices time and again, which formats a stack trace for every device that is not there.
+    seed_cpu = mock.patch.object(torch, "manual_seed", torch.default_generator.manual_seed)
+    with warnings.catch_warnings(), torch.no_grad(), seed_cpu:
         warnings.simplefilter("ignore")
         for info in op_db:
             dtype = next((one for one in DTYPES if one in info.dtypes), None)
@@ -196,19 +259,20 @@ def _sizes_to_try(tensors: list[torch.Tensor]) -> Iterator[Sizes]:
 
 
 def _labellings(case: _Case, seed: int) -> Iterator[tuple[dict[fx.Node, Layout], Sizes]]:
-    """Some ways to label the operands, at least one of them, drawn without preference."""
+    """Some ways to label the operands, at least one of them; the first layout of each has no labels."""
     tensors, generator = list(case.tensors.values()), random.Random(seed)
     every = [(sizes, [sizes.layouts(one) for one in tensors]) for sizes in _sizes_to_try(tensors)]
     for _ in range(LABELLINGS_PER_CALL if every else 0):
         sizes, options = generator.choice(every)
-        layouts = [generator.choice(some) for some in options]
+        layouts = [generator.choice(some) if generator.random() < 0.6 else some[0] for some in options]
         if any(layout.labelled for layout in layouts):
             yield dict(zip(case.tensors, layouts, strict=True)), sizes
 
 
 @pytest.fixture(scope="module")
 def recorded() -> dict[Any, dict[str, Call]]:
-    return _recorded()
+    with ThreadPoolExecutor(1) as thread:  # every sample looks at the whole stack, which is deep under pytest
+        return thread.submit(_recorded).result()
 
 
 def test_what_a_rule_calls_token_wise_commutes_with_picking_tokens(recorded: dict[Any, dict[str, Call]]) -> None:
@@ -239,4 +303,7 @@ def test_operators_without_samples(recorded: dict[Any, dict[str, Call]]) -> None
         for name in packet.overloads()
     ]
     elementwise = [one for one in overloads if rule_for(one) is not None and _is_recorded(one)]
-    print(sorted({str(target) for target in [*RULES, *elementwise]} - {str(target) for target in recorded}))
+    known = {str(target) for target in [*RULES, *elementwise] if getattr(target, "namespace", "") == "aten"}
+    missing = known - {str(target) for target in recorded}
+    polynomials = {name for name in missing if "_polynomial_" in name and name.endswith("_scalar")}
+    assert missing - polynomials == WITHOUT_SAMPLES

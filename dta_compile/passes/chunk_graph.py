@@ -20,8 +20,13 @@ from dta_compile.passes.program import Axis, ChunkInput, InputKind, Layout, Prog
 
 aten = torch.ops.aten
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
-UNIFORM = aten.full.default  # one number in every entry: chunks make their own, of their own size
+SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 TAKES_A_TENSOR = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor)
+
+
+def is_uniform(node: fx.Node) -> bool:
+    """One number in every entry: chunks make their own, of their own size."""
+    return node.target is aten.full.default and not isinstance(node.args[1], fx.Node)
 
 
 def chunk_graph(program: Program) -> None:
@@ -72,18 +77,13 @@ class _Builder:
         ]
 
     def _place(self, value: fx.Node, item: ChunkInput) -> fx.Node:
-        """`[rows, *features]` to the layout that the region expects, with a batch of one."""
-        token_dim = item.layout.token_dim
-        assert token_dim is not None
-        features = iter(range(1, len(item.layout.dims)))
-        order = [
-            0 if axis in (Axis.TOKEN, Axis.ROWS) else next(features)
-            for axis in item.layout.dims
-            if axis is not Axis.BATCH
-        ]
+        """`[rows, *features]` to the layout that the region expects; the batch axis beside tokens has size one."""
+        dims = item.layout.dims
+        rows, features = item.layout.row_dim, iter(range(1, len(dims)))
+        order = [0 if i == rows else next(features) for i, axis in enumerate(dims) if i == rows or axis is None]
         if order != sorted(order):
             value = self.graph.call_function(aten.permute.default, (value, order))
-        if item.layout.batch_dim is not None:
+        if item.layout.batch_dim not in (None, rows):
             value = self.graph.call_function(aten.unsqueeze.default, (value, item.layout.batch_dim))
         return value
 
@@ -100,25 +100,40 @@ class _Builder:
 
     def _read(self, node: fx.Node, in_head: bool, reader: fx.Node | None = None) -> Any:
         """The copy of an argument as its reader sees it: placed inputs, and trunk values gathered at head rows."""
+        copy = self._rows(node, in_head, reader)
+        own, result = self._layout(node, reader), self.program.values.get(reader)
+        if not isinstance(own, Layout) or not isinstance(result, Layout) or result.token_dim is None:
+            return copy
+        return self._beside_tokens(copy, own, result) if own.labelled and own.token_dim is None else copy
+
+    def _beside_tokens(self, value: fx.Node, layout: Layout, result: Layout) -> fx.Node:
+        """A row for every token of what has no token axis, `[rows, ..., 1]`, where the tokens of `result` are."""
+        for _ in range(len(result.dims) - len(layout.dims)):
+            value = self.graph.call_function(aten.unsqueeze.default, (value, 0))
+        return self.graph.call_function(aten.transpose.int, (value, result.batch_dim, result.token_dim))
+
+    def _layout(self, node: fx.Node, reader: fx.Node | None) -> Any:
+        return self.program.input_layouts.get((reader, node), self.program.values.get(node))
+
+    def _rows(self, node: fx.Node, in_head: bool, reader: fx.Node | None) -> fx.Node:
         program = self.program
         if node in program.region:
             copy = self.copies[node]
             value = program.values[node]
-            per_token = isinstance(value, Layout) and value.token_dim is not None
+            per_token = isinstance(value, Layout) and value.labelled
             if not in_head or node not in program.trunk or not per_token:
                 return copy
             if node not in self.gathered:
-                dim = program.layout(node).token_dim
+                dim = program.layout(node).row_dim
                 self.gathered[node] = self.graph.call_function(aten.index_select.default, (copy, dim, self.head_rows))
             return self.gathered[node]
-        value = program.values.get(node)
-        if isinstance(value, Layout) and reader is not None:
-            layout = program.input_layouts.get((reader, node), value)
+        layout = self._layout(node, reader)
+        if isinstance(layout, Layout) and reader is not None:
             if (node, layout, in_head) in self.placed:
                 return self.placed[node, layout, in_head]
-            if node.target is UNIFORM and layout.labelled:
+            if is_uniform(node) and layout.labelled:
                 shape = self._chunk_shape(layout, sizes(node), in_head)
-                return self.graph.call_function(UNIFORM, (shape, node.args[1]), node.kwargs)
+                return self.graph.call_function(node.target, (shape, node.args[1]), node.kwargs)
         if node not in self.copies and (number := _number(node)) is not None:
             return number
         if node not in self.copies:
@@ -139,11 +154,21 @@ class _Builder:
             self.copies[node] = self.graph.call_function(
                 node.target, (source, self._chunk_shape(self.program.layout(node), sizes(node), in_head))
             )
+        elif node.target in SQUEEZES and self._is_per_token(node):
+            self.copies[node] = self._squeeze(node, self._read(node.args[0], in_head, node))
         elif self._is_token_window(node):
             self.copies[node] = self._read(node.args[0], in_head, node)
         else:
             self.copies[node] = self.graph.node_copy(node, lambda arg: self._read(arg, in_head, node))
         self.copies[node].meta.setdefault("stack_trace", node.meta.get("stack_trace"))
+
+    def _squeeze(self, node: fx.Node, source: fx.Node) -> fx.Node:
+        """Without the dimensions that had size one in the whole batch: in a chunk the batch axis has, too."""
+        shape = sizes(node.args[0])
+        chosen = node.args[1] if len(node.args) > 1 else range(len(shape))
+        chosen = [chosen] if isinstance(chosen, int) else chosen
+        dims = [dim % len(shape) for dim in chosen if shape[dim] == 1]
+        return self.graph.call_function(aten.squeeze.dims, (source, dims))
 
     def _attention(self, node: fx.Node) -> fx.Node:
         query, key, value = (self._read(arg, False, node) for arg in node.args[:3])
@@ -166,8 +191,8 @@ class _Builder:
     def _chunk_shape(self, layout: Layout, shape: tuple[Any, ...], in_head: bool) -> list[Any]:
         rows = self.num_head_rows if in_head else self.num_tokens
         return [
-            1 if axis is Axis.BATCH else rows if axis is not None else int(size)
-            for axis, size in zip(layout.dims, shape, strict=True)
+            rows if i == layout.row_dim else 1 if axis is Axis.BATCH else int(size)
+            for i, (axis, size) in enumerate(zip(layout.dims, shape, strict=True))
         ]
 
     def _add_sizes_used_as_numbers(self, region: list[fx.Node]) -> None:

@@ -10,7 +10,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from dta_compile.passes.program import Axis, Layout
+from dta_compile.passes.program import Layout
 
 
 def cheapest_cut(
@@ -63,7 +63,8 @@ def bytes_per_token(node: fx.Node, layout: Layout) -> float:
 
 
 def is_per_token(layout: Layout) -> bool:
-    return any(axis in (Axis.TOKEN, Axis.ROWS) for axis in layout.dims)
+    """Whether a chunk has a row of the value for every token (of its sequence, if the value has no token axis)."""
+    return layout.row_dim is not None
 
 
 def is_float(node: fx.Node) -> bool:

@@ -158,7 +158,7 @@ def _mask_layout(program: Program, node: fx.Node, mask: fx.Node) -> Layout | Non
     """The layout of a mask with one number a token that is computed without parameters; None for other masks."""
     value = program.values[node]
     own = program.input_layouts.get((node, mask), program.values[mask])
-    if mask in program.parameter_dependent or not isinstance(own, Layout) or own.token_dim is None:
+    if mask in program.parameter_dependent or not isinstance(own, Layout) or not own.labelled:
         return None
     shape = mask.meta["val"].shape
     if any(axis is None and size != 1 for size, axis in zip(shape, own.dims, strict=True)):

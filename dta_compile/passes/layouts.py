@@ -51,14 +51,32 @@ def sizes(node: fx.Node) -> tuple[sympy.Expr, ...]:
     return tuple(expression(size) for size in node.meta["val"].shape)
 
 
-def broadcast(node: fx.Node, arguments: Arguments, operands: Sequence[fx.Node] | None = None) -> Layout:
-    """Layout of an elementwise result: operands aligned at the right, at most one axis a dimension, one frame."""
+def memory_order(value: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the widest stride to the narrowest, as copies of the value have them (preserve_format)."""
+    shape, strides = ([_at_first_call(n) for n in numbers] for numbers in (value.shape, value.stride()))
+    copy = torch.empty_like(torch.empty_strided(shape, strides, device="meta"))
+    return tuple(sorted(range(len(shape)), key=lambda dim: (-int(copy.stride()[dim]), dim)))
+
+
+def _at_first_call(size: Any) -> int:
+    """The number that a size had when it was traced; asking for it so leaves no guard."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def broadcast(
+    node: fx.Node, arguments: Arguments, operands: Sequence[fx.Node] | None = None, beside: Layout | None = None
+) -> Layout:
+    """Layout of an elementwise result: operands aligned at the right, at most one axis a dimension, one frame.
+
+    `beside` is the layout of one more operand, which is no argument of the node.
+    """
     operands = [arg for arg in (operands or node.all_input_nodes) if is_tensor(arg)]
-    rank = max(len(sizes(arg)) for arg in operands)
-    frame = unify_frames([arguments[arg].frame for arg in operands if arguments[arg].token_dim is not None])
+    layouts = [arguments[arg] for arg in operands] + ([beside] if beside else [])
+    rank = max(len(layout.dims) for layout in layouts)
+    frame = unify_frames([layout.frame for layout in layouts if layout.token_dim is not None])
     dims: list[Axis | None] = []
     for dim in range(rank):
-        axes = {axis for arg in operands if (axis := _aligned(arguments[arg], rank, dim)) is not None}
+        axes = {axis for layout in layouts if (axis := _aligned(layout, rank, dim)) is not None}
         if len(axes) > 1:
             raise MixesTokens("it combines the batch axis with the token axis")
         dims.append(next(iter(axes), None))
@@ -88,8 +106,6 @@ def _adopt_operand(arg: fx.Node, result: Layout, rank: int, arguments: Arguments
             ):
                 raise MixesTokens(f"it lines up {arg.name} (size {size}) with the {axis.value} axis")
             dims[own] = axis
-        if axis is Axis.TOKEN and size == 1 and Axis.BATCH in dims and arguments.dense(arg):
-            dims[own] = axis  # one value a sequence: chunks hold tokens of several sequences, so it is read per token
     frame = result.frame if any(axis in (Axis.TOKEN, Axis.ROWS) for axis in dims) else None
     if arguments.dense(arg):
         arguments.adopt(arg, Layout(tuple(dims), frame))

@@ -173,9 +173,11 @@ def _capture_attention(
             hint="set the model's attention dropout to 0, or call model.eval()",
         )
     if query.dim() == 3:
-        mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
-        query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
-        return _capture_attention(query, key, value, mask, 0.0, is_causal, scale, enable_gqa).squeeze(1)
+        # A constant in front counts the heads of one sequence; another size counts sequences of one head.
+        dim = 0 if isinstance(query.shape[0], int) else 1
+        mask = attn_mask.unsqueeze(dim) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
+        query, key, value = (tensor.unsqueeze(dim) for tensor in (query, key, value))
+        return _capture_attention(query, key, value, mask, 0.0, is_causal, scale, enable_gqa).squeeze(dim)
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         raise RefusalError(
             "attention over tensors of this rank is not supported",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.chunk_graph import UNIFORM
+from dta_compile.passes.chunk_graph import is_uniform
 from dta_compile.passes.cut import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.program import ChunkInput, Layout, Program, ancestors, where
 
@@ -50,7 +50,7 @@ def _chunk_inputs(program: Program, nodes: list[fx.Node]) -> list[ChunkInput]:
             if arg in program.parameter_dependent or not isinstance(program.values.get(arg), Layout):
                 continue
             layout = program.input_layouts.get((node, arg), program.layout(arg))
-            if not layout.labelled or arg.target is UNIFORM:
+            if not layout.labelled or is_uniform(arg):
                 continue
             if layout.frame is not None and layout.frame.start is None:
                 raise RefusalError(

@@ -51,6 +51,11 @@ class Layout:
         return next((i for i, axis in enumerate(self.dims) if axis in (Axis.TOKEN, Axis.ROWS)), None)
 
     @property
+    def row_dim(self) -> int | None:
+        """The dimension that runs over a chunk's rows: that of tokens, or of sequences in a value without tokens."""
+        return self.batch_dim if self.token_dim is None else self.token_dim
+
+    @property
     def batch_dim(self) -> int | None:
         return self.dims.index(Axis.BATCH) if Axis.BATCH in self.dims else None
 
@@ -170,6 +175,7 @@ class Use:
 class FrontierValue:
     """A per-token value that leaves the token region: rows `[rows, *features]` of it become dense again.
 
+    `memory_order` lists its dimensions from the widest stride to the narrowest, as the epilogue was traced with.
     Tokens that no one of `uses` covers need no row: the dense value is zero there and its gradient is ignored.
     """
 
@@ -178,6 +184,7 @@ class FrontierValue:
     features: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
+    memory_order: tuple[int, ...]
     is_cache: bool = False
     uses: tuple[Use, ...] = ()
 

@@ -6,13 +6,25 @@ parameters token by token (the LM head) always belongs to it. The values that le
 
 from __future__ import annotations
 
+import sympy
 import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.attention import cache_outputs, mixing_refusal
 from dta_compile.passes.cut import bytes_per_token, cheapest_cut, is_float, is_per_token
-from dta_compile.passes.program import FrontierValue, Layout, Mixed, Program, Use, ancestors, has_tensor, where
+from dta_compile.passes.layouts import expression, memory_order
+from dta_compile.passes.program import (
+    Axis,
+    FrontierValue,
+    Layout,
+    Mixed,
+    Program,
+    Use,
+    ancestors,
+    has_tensor,
+    where,
+)
 
 aten = torch.ops.aten
 DROPOUT = (aten.native_dropout.default, aten.bernoulli.p)
@@ -45,8 +57,9 @@ def regions(program: Program) -> None:
     program.frontier = [
         _frontier_value(program, node, node in caches)
         for node in live
-        if node in program.region and not _is_weight(program, node) and _leaves(program, node, outputs)
+        if node in program.region and _is_handed_over(program, node) and _leaves(program, node, outputs)
     ]
+    _refuse_absolute_strides(program)
 
 
 def _refuse_dropout(program: Program, live: list[fx.Node]) -> None:
@@ -69,6 +82,28 @@ def _is_weight(program: Program, node: fx.Node) -> bool:
     value = program.values.get(node)
     items = value if isinstance(value, tuple) else (value,)
     return has_tensor(node) and all(isinstance(item, Layout) and not item.labelled for item in items)
+
+
+def _is_handed_over(program: Program, node: fx.Node) -> bool:
+    """Whether the epilogue takes a value's rows from the tree, and does not compute it anew from the parameters.
+
+    What is the same for all sequences or for all tokens of one is cheap to have twice, and exists at padding, too.
+    """
+    value = program.values.get(node)
+    if _is_weight(program, node) or (isinstance(value, Layout) and value.token_dim is None):
+        return False
+    if not isinstance(value, Layout) or Axis.BATCH in value.dims or Axis.ROWS in value.dims:
+        return True
+    sources = ancestors([node])
+    if any(layer.node in sources for layer in program.attention):
+        return True
+    data = [source for source in sources if source.op == "placeholder" and has_tensor(source)]
+    return program.batch is None and any(_has_axes(program, source) for source in data)
+
+
+def _has_axes(program: Program, node: fx.Node) -> bool:
+    value = program.values[node]
+    return not isinstance(value, Layout) or value.labelled
 
 
 def _uses_weights(program: Program, node: fx.Node) -> bool:
@@ -98,4 +133,31 @@ def _frontier_value(program: Program, node: fx.Node, is_cache: bool) -> Frontier
     features = tuple(int(size) for size, axis in zip(shape, layout.dims, strict=True) if axis is None)
     differentiable = is_float(node) and program.training
     everywhere = (Use(layout.frame),)
-    return FrontierValue(node, layout, features, node.meta["val"].dtype, differentiable, is_cache, everywhere)
+    order = memory_order(node.meta["val"])
+    return FrontierValue(node, layout, features, node.meta["val"].dtype, differentiable, order, is_cache, everywhere)
+
+
+def _refuse_absolute_strides(program: Program) -> None:
+    """`as_strided` in the epilogue counts entries of memory, so that only values without gaps have them in place."""
+    gaps = {value.node for value in program.frontier if not _is_dense(value)}
+    for node in program.graph.nodes:
+        if node.target is not aten.as_strided.default or node in program.region:
+            continue
+        if found := gaps & ancestors([node], stop=lambda one: one in program.region):
+            raise RefusalError(
+                "as_strided counts entries of memory, and this value has other memory than in eager mode",
+                where=where(node),
+                expected="as_strided of a value that fills its memory",
+                got=f"a part or repetition of one: {next(iter(found)).name}",
+                hint="index or reshape the value instead, or call .contiguous() first",
+            )
+
+
+def _is_dense(value: FrontierValue) -> bool:
+    """Whether a value's strides, as traced, are those that its memory order gives it, from the start of its memory."""
+    traced, expected = value.node.meta["val"], sympy.Integer(1)
+    for dim in reversed(value.memory_order):
+        if expression(traced.stride(dim)) != expected:
+            return False
+        expected *= expression(traced.shape[dim])
+    return traced.storage_offset() == 0

@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.layouts import Arguments, MixesTokens, expression, sizes
+from dta_compile.passes.layouts import Arguments, MixesTokens, Rule, expression, sizes
+from dta_compile.passes.position_tables import index_position_tables
 from dta_compile.passes.program import (
     AmbiguousAxes,
     Axis,
@@ -28,7 +29,7 @@ from dta_compile.passes.program import (
     has_tensor,
     where,
 )
-from dta_compile.passes.token_rules import rule_for
+from dta_compile.passes.token_rules import pointwise, rule_for
 
 aten = torch.ops.aten
 ATTENTION = torch.ops.dta.attention_call.default
@@ -37,7 +38,7 @@ ATTENTION = torch.ops.dta.attention_call.default
 def token_axis(program: Program) -> None:
     """Fill `program.batch`, `.tokens`, `.values`, `.parameter_dependent`, `.roots` and `.input_layouts`."""
     _find_axes(program)
-    _index_position_tables(program)
+    index_position_tables(program)
     for node in program.graph.nodes:
         if node.op == "output":
             continue
@@ -107,37 +108,6 @@ def _require_own_keys(calls: list[fx.Node]) -> None:
                 )
 
 
-def _index_position_tables(program: Program) -> None:
-    """`table[:S]` of a learned table becomes `table.index_select(0, arange(S))`, so that chunks can take their rows."""
-    placeholders = dict(zip(program.placeholders, program.inputs, strict=True))
-    tables = {node for node, spec in placeholders.items() if spec.kind is InputKind.PARAMETER}
-    for node in list(program.graph.nodes):
-        operands = node.all_input_nodes
-        if operands and tables.issuperset(operands) and not any(size.free_symbols for size in _sizes_of_tensor(node)):
-            tables.add(node)
-        if node.target is not aten.slice.Tensor or node.args[0] not in tables or node in tables:
-            continue
-        dim = node.args[1] if len(node.args) > 1 else 0
-        start = node.args[2] if len(node.args) > 2 else 0
-        first = start.meta["val"] if isinstance(start, fx.Node) else start
-        if sizes(node)[dim] != program.tokens or bool(first < 0):  # a guard, if it is an argument of the function
-            continue
-        with program.graph.inserting_before(node):
-            stop = node.args[3]
-            positions = program.graph.call_function(
-                aten.arange.start, (start, stop), {"device": node.meta["val"].device}
-            )
-            picked = program.graph.call_function(aten.index_select.default, (node.args[0], dim, positions))
-        positions.meta["val"] = node.meta["val"].new_empty((node.meta["val"].shape[dim],), dtype=torch.int64)
-        picked.meta = dict(node.meta)
-        node.replace_all_uses_with(picked)
-        program.graph.erase_node(node)
-
-
-def _sizes_of_tensor(node: fx.Node) -> tuple[sympy.Expr, ...]:
-    return sizes(node) if isinstance(node.meta.get("val"), torch.Tensor) else ()
-
-
 def _depends_on_parameters(program: Program, node: fx.Node) -> bool:
     if node.op == "placeholder":
         kind = program.inputs[program.placeholders.index(node)].kind
@@ -161,11 +131,13 @@ def _interpret(program: Program, node: fx.Node) -> Value:
     if not dense:
         return _in_own_batch(program, node, value) if isinstance(value, Layout) else value
     # Outside the token region any operator may run: shapes say where the axes are, and token-wise ones pass on roots.
-    token_wise = not isinstance(value, Mixed)
-    inherited = [program.roots[arg] for arg in node.all_input_nodes if has_tensor(arg)]
+    # Not so what gives a value axes that its arguments lack (a slice of a buffer): nothing else tells its positions.
+    arguments = [arg for arg in node.all_input_nodes if has_tensor(arg)]
     shaped = layout_by_shape(program, node)
-    keeps_positions = token_wise and value == shaped and inherited
-    program.roots[node] = frozenset().union(*inherited) if keeps_positions else frozenset([node])
+    had_axes = any(_is_labelled(program.values[arg]) for arg in arguments)
+    keeps_positions = value == shaped and (had_axes or not _is_labelled(shaped))
+    inherited = frozenset().union(*(program.roots[arg] for arg in arguments))
+    program.roots[node] = inherited if keeps_positions and arguments else frozenset([node])
     return shaped
 
 
@@ -181,6 +153,11 @@ def _in_own_batch(program: Program, node: fx.Node, value: Layout) -> Layout | Mi
         if axis is None:
             int(size)  # a guard, if it is an argument of the function: `x[..., :k]`
     return value
+
+
+def _is_labelled(value: Value) -> bool:
+    items = value if isinstance(value, tuple) else (value,)
+    return any(isinstance(item, Layout) and item.labelled for item in items)
 
 
 def apply_rule(
@@ -199,6 +176,8 @@ def apply_rule(
         source = values[node.args[0]]
         return source[node.args[1]] if isinstance(source, tuple) else source
     layouts = {arg: value for arg in tensors if isinstance(value := values[arg], Layout)}
+    if repeated := _repeated_for_tokens(program, node, layouts):
+        return repeated
     if not any(layout.labelled for layout in layouts.values()) and node.target is not ATTENTION:
         return _without_axes(program, node)
     rule = rule_for(node.target)
@@ -209,23 +188,62 @@ def apply_rule(
         value = rule(node, arguments)
     except MixesTokens as error:
         return Mixed(f"{node.target}: {error}", node)
-    if adopted is not None:
-        adopted.update({(node, arg): layout for arg, layout in arguments.adopted.items()})
-    return value
+    if adopted is None:
+        return value
+    adopted.update({(node, arg): layout for arg, layout in arguments.adopted.items()})
+    reason = _contradiction(program, node, value) or _rows_of_no_token(node, rule, arguments, value)
+    return Mixed(f"{node.target}: {reason}", node) if reason else value
+
+
+def _contradiction(program: Program, node: fx.Node, value: Value) -> str | None:
+    """Where sizes deny what a rule says: every axis has its own size, and no other dimension depends on the call's.
+
+    `[B * S, D]` viewed as `[S, B, D]` has the right axes in the wrong places.
+    """
+    results = node.meta["val"]
+    pairs = zip(value, results, strict=True) if isinstance(value, tuple) else [(value, results)]
+    for layout, result in pairs:
+        if not isinstance(layout, Layout) or not isinstance(result, torch.Tensor):
+            continue
+        length = layout.frame.length if layout.frame else None
+        for axis, size in zip(layout.dims, map(expression, result.shape), strict=True):
+            if axis is None:
+                if size.free_symbols:
+                    return f"a feature dimension of its result has the size {size}, which depends on the batch"
+                continue
+            factors = {Axis.BATCH: [program.batch], Axis.TOKEN: [length], Axis.ROWS: [program.batch or 1, length]}[axis]
+            expected = None if None in factors else sympy.Mul(*factors)
+            if expected is None or (size != expected and sympy.simplify(size - expected) != 0):
+                return f"its result {layout} has {size} entries along {axis.value}, not {expected}"
+    return None
+
+
+def _rows_of_no_token(node: fx.Node, rule: Rule, arguments: Arguments, value: Value) -> str | None:
+    """Why an operator cannot combine one value per sequence with tokens: chunks hold tokens of several sequences."""
+    if rule is pointwise or not isinstance(value, Layout) or value.token_dim is None:
+        return None
+    for arg, layout in arguments.layouts.items():
+        if layout.batch_dim is not None and layout.token_dim is None:
+            return f"it takes one value per sequence, {arg.name}, to tokens"
+    return None
+
+
+def _repeated_for_tokens(program: Program, node: fx.Node, layouts: dict[fx.Node, Layout]) -> Layout | None:
+    """The layout of one value (a weight, or one per sequence) expanded to all tokens; None if there is none."""
+    shaped = layout_by_shape(program, node) if node.target is aten.expand.default else None
+    if not isinstance(shaped, Layout) or shaped.frame is None or shaped.frame.start is None:
+        return None
+    source = node.args[0]
+    own = layouts[source]
+    given = zip(own.dims, sizes(source), shaped.dims[len(shaped.dims) - len(own.dims) :], strict=True)
+    same = all(size == 1 or axis is wanted for axis, size, wanted in given)
+    return shaped if same and own.token_dim is None else None
 
 
 def _without_axes(program: Program, node: fx.Node) -> Value:
     """An operator on values without batch or token axis (weights): its result has none either, or it is no weight."""
     shaped = layout_by_shape(program, node)
-    if (
-        node.target is aten.expand.default
-        and isinstance(shaped, Layout)
-        and shaped.frame
-        and shaped.frame.start is not None
-    ):
-        return shaped  # the same weight for every token
-    layouts = shaped if isinstance(shaped, tuple) else (shaped,)
-    if node in program.parameter_dependent and any(isinstance(one, Layout) and one.labelled for one in layouts):
+    if node in program.parameter_dependent and _is_labelled(shaped):
         return Mixed(f"{node.target} gives a weight a batch or token axis", node)
     return shaped
 
@@ -244,7 +262,8 @@ def layout_by_shape(program: Program, node: fx.Node) -> Value:
     dims = tuple(axis for axis, _ in axes)
     frame = next((frame for axis, frame in axes if frame is not None), None)
     if sum(axis in (Axis.TOKEN, Axis.ROWS) for axis in dims) > 1:
-        return Mixed(f"{node.name} has two token axes", node)
+        used = next(iter(node.users), node) if node.op == "placeholder" else node  # an input has no line of its own
+        return Mixed(f"{node.name} has two token axes: sizes {value.shape}", used)
     return Layout(dims, frame)
 
 

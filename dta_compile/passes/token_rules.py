@@ -69,7 +69,10 @@ def matmul(left: int, right: int) -> Rule:
         outer = tuple(_same_axis(x, y) for x, y in zip(a.dims[:-2], b.dims[:-2], strict=True))
         rows = a.dims[-2:-1]
         columns = b.dims[-1:] if len(b.dims) > 1 else ()
-        return single_token_axis(Layout((*outer, *rows, *columns), unify_frames([a.frame, b.frame])))
+        product = single_token_axis(Layout((*outer, *rows, *columns), unify_frames([a.frame, b.frame])))
+        if left and broadcast(node, arguments, [node.args[0]], beside=product).dims != product.dims:
+            raise MixesTokens("it adds a value with axes that the product lacks")
+        return product
 
     return rule
 
@@ -180,6 +183,8 @@ def normalization(results: int) -> Rule:
         layout = arguments[node.args[0]]
         for dim in range(len(layout.dims) - len(node.args[1]), len(layout.dims)):
             require_feature(layout, dim, "normalises")
+        if any(isinstance(weight, fx.Node) and arguments[weight].labelled for weight in node.args[2:4]):
+            raise MixesTokens("its weights differ between tokens or sequences")
         return (layout,) * results
 
     return rule
@@ -213,10 +218,13 @@ def attention(node: fx.Node, arguments: Arguments) -> Layout:
     query = arguments[node.args[0]]
     for operand in node.args[:3]:
         layout = arguments[operand]
-        if layout.dims[1:] != (None, Axis.TOKEN, None) or layout.dims[0] not in (Axis.BATCH, None):
-            raise MixesTokens(f"attention expects [batch, heads, tokens, head_dim], got {layout}")
+        one_sequence = layout.dims[0] is None and sizes(operand)[0] == 1
+        if layout.dims[1:] != (None, Axis.TOKEN, None) or not (layout.dims[0] is Axis.BATCH or one_sequence):
+            raise MixesTokens(f"attention expects [batch, heads, tokens, head_dim], got {layout} of {sizes(operand)}")
         if layout.frame != query.frame:
             raise MixesTokens("its queries and keys are different tokens (a KV cache, or cross-attention)")
+        if one_sequence != (query.dims[0] is None):
+            raise MixesTokens("its queries and keys are of different numbers of sequences")
     return query
 
 
@@ -297,7 +305,9 @@ def rule_for(target: Any) -> Rule | None:
         return RULES[target]
     tags = target.tags if isinstance(target, torch._ops.OpOverload) else []
     elementwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return pointwise if elementwise else None
+    if not elementwise or any(not isinstance(one.type, torch.TensorType) for one in target._schema.returns):
+        return None  # some give a number for the whole tensor (aten.equal)
+    return pointwise
 
 
 def register_token_rule(op: Any, rule: Rule) -> None:

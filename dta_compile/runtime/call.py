@@ -66,11 +66,10 @@ class Call:
         self.schedule_plan.estimates.peak_bytes = self._peak_bytes(self.schedule_plan)
         by_sequence = mode == "streaming"
         for value, one in zip(program.frontier, used, strict=True):
-            chosen = ... if by_sequence or not _by_column(value) else _first_of_columns(one & valid)
             # Rows that are read sequence by sequence are looked up on the host.
             device = torch.device("cpu") if by_sequence else self.device
-            self.maps.append(upload(self._entries(self.rows.head_rows[chosen], value), device))
-            padding = self._entries((one & ~valid)[chosen], value)
+            self.maps.append(upload(self._entries(self.rows.head_rows, value), device))
+            padding = self._entries(one & ~valid, value)
             self.uncovered.append(padding if padding.any() else None)
         return self.schedule_plan
 
@@ -196,10 +195,11 @@ class Call:
         dims, order = value.layout.dims, _entry_order(value)
         if Axis.BATCH in dims:
             entries = entries.reshape(batch, -1, *value.features)
-        inverse = [order.index(i) for i in range(len(dims))]
-        entries = entries.permute(inverse)
+        entries = entries.permute([order.index(i) for i in value.memory_order]).contiguous()
+        entries = entries.permute([value.memory_order.index(i) for i in range(len(dims))])
         # The same memory, but no view to autograd: callers may write to outputs in place (`logits.div_(temperature)`).
-        return torch.ops.aten._unsafe_view(entries.contiguous(), entries.shape)
+        whole = entries.new_empty(0)
+        return whole.set_(entries.untyped_storage(), entries.storage_offset(), entries.shape, entries.stride())
 
     def add_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor) -> None:
         """Add the gradient of `expand` to its rows."""
@@ -267,12 +267,6 @@ def _which_are_used(gradients: torch.Tensor, entries: Booleans) -> torch.Tensor 
 
 def _by_column(item: Any) -> bool:
     return Axis.BATCH not in item.layout.dims and Axis.ROWS not in item.layout.dims
-
-
-def _first_of_columns(valid: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[Any, Any]:
-    """Index of `[1, S]` in `[B, S]`: in every column the first valid entry. A value without batch axis is the same
-    for all of them, and one of them carries its gradient."""
-    return valid.argmax(0)[None], np.arange(valid.shape[1])[None]
 
 
 def _entry_order(value: FrontierValue) -> list[int]:

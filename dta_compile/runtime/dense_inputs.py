@@ -69,14 +69,10 @@ def entries_first(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     return value.reshape(-1, *value.shape[len(leading) :])
 
 
-def entry_index(
-    item: ChunkInput, value: torch.Tensor, sequences: Integers, columns: Integers, window: tuple[int, int]
-) -> Integers:
+def entry_index(item: ChunkInput, sequences: Integers, columns: Integers, window: tuple[int, int]) -> Integers:
     """Which entry each (sequence, column) reads; columns outside the value's window read any entry (never used)."""
     dims = item.layout.dims
     by_sequence = Axis.BATCH in dims or Axis.ROWS in dims
-    if Axis.TOKEN in dims and value.shape[dims.index(Axis.TOKEN)] == 1 and by_sequence:
-        return sequences
     start, length = window
     offsets = np.clip(columns - start, 0, length - 1)
     return sequences * length + offsets if by_sequence else offsets
@@ -86,7 +82,7 @@ def gathered(
     item: ChunkInput, value: torch.Tensor, rows: BatchRows, positions: Integers, window: tuple[int, int]
 ) -> Gathered:
     """A chunk input read at the given positions of the batch."""
-    index = entry_index(item, value, *rows.coordinates(positions), window)
+    index = entry_index(item, *rows.coordinates(positions), window)
     return Gathered(entries_first(value, item.layout), upload(index, value.device))
 
 

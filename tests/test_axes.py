@@ -1,0 +1,206 @@
+"""Programs whose sequence and token axes are easily mistaken: equal to eager, all gradients, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dta_compile.errors import RefusalError
+from tests.tiny import SMALL_CHUNKS, WIDTH, TinyLM, after, assert_same, shared_ids, weighted
+
+Program = Callable[..., tuple[torch.Tensor, ...]]
+
+
+class Odd(TinyLM):
+    """One block, a position table that is used as it is, one that is a buffer, and attention of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.table = nn.Parameter(torch.randn(64, WIDTH, dtype=torch.float64))
+        self.register_buffer("waves", torch.randn(64, WIDTH, dtype=torch.float64))
+
+    def block(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.blocks[0](x, mask)
+
+
+def compare(program: Program, *calls: tuple[Any, ...], model: nn.Module | None = None) -> None:
+    """Outputs and all gradients of a program, compiled once for all calls, against eager on the whole batch."""
+    model = model or Odd()
+    compiled = torch.compile(program, backend="dta", options=SMALL_CHUNKS)
+    for args in calls:
+
+        def step(function: Program, args: tuple[Any, ...] = args) -> list[torch.Tensor]:
+            outputs = function(model, *args)
+            sum(weighted(one) for one in outputs if one.requires_grad).backward()
+            return [one.detach() for one in outputs]
+
+        assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(program)))
+
+
+def test_rows_of_position_tables_may_come_in_any_order() -> None:
+    def program(m: Odd, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tokens, table = ids.shape[1], m.table
+        x = m.embedding(ids) + table[0 : 2 * tokens : 2] + table[:tokens].flip(0) * 2 + table[-tokens:].cos()
+        x = x + table[None][:, 1 : 3 * tokens : 3][0].sin() + table.flip(0)[:tokens] + table[tokens : 2 * tokens].exp()
+        x = x + table.roll(3, 0)[:tokens].abs() + table[:tokens].roll(2, 0) * 3 + table[: tokens + 1][1:].tanh()
+        x = x + m.position(torch.arange(tokens)).flip(0) + table[tokens - 1 - torch.arange(tokens)].sigmoid()
+        return (m.head(m.block(x)),)
+
+    compare(program, (shared_ids(5, 9),), (shared_ids(4, 4),), (shared_ids(3, 2),))
+
+
+def test_values_of_one_entry_per_sequence_reach_its_tokens() -> None:
+    def program(m: Odd, ids: torch.Tensor, kind: torch.Tensor, factor: torch.Tensor, flag: torch.Tensor) -> Any:
+        time_first = m.embedding(ids.t()) * factor[:, None] + m.position(kind)
+        gate = m.table[kind].mean(-1, keepdim=True).squeeze().sigmoid()
+        x = time_first.transpose(0, 1) * gate[:, None, None]
+        features = F.linear(factor[:, None] * m.table[:3, 0], m.table[:WIDTH, :3])
+        wide = torch.cat([x, features[:, None].expand(-1, ids.shape[1], -1)], -1)
+        x = wide @ m.blocks[0].up.weight.t()[:, :].reshape(-1, WIDTH)[: 2 * WIDTH]
+        h = m.block(torch.where(flag[:, None, None], x, -x)) * features[:, None]
+        return m.head(h).masked_fill(flag[:, None, None], 0), (h.sum(1) * features).cumsum(0), features
+
+    def call(batch: int, tokens: int) -> tuple[Any, ...]:
+        rows = torch.arange(batch)
+        return shared_ids(batch, tokens), rows % 3, 0.5 + rows.double() % 2, rows % 2 == 0
+
+    compare(program, call(5, 9), call(4, 4))
+
+
+def test_axes_of_size_one_in_a_chunk_are_not_squeezed() -> None:
+    def program(m: Odd, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gate = F.linear(m.embedding(ids), m.table[:1]).squeeze().sigmoid()
+        h = m.block((m.embedding(ids) * gate[..., None]).squeeze(0).squeeze(1))
+        full = torch.full((*ids.shape, 1), ids.shape[1], dtype=torch.float64)
+        return h * full, F.linear(h, m.table[:1]).squeeze(), F.linear(h, m.table[:1]).squeeze(0)
+
+    compare(program, (shared_ids(5, 9),), (shared_ids(3, 2),))
+
+
+def test_the_epilogue_finds_values_in_the_memory_it_was_traced_with() -> None:
+    def program(m: Odd, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batch, tokens = ids.shape
+        h = m.block(m.embedding(ids))
+        time_first, channels_first = m.norm(h).transpose(0, 1), h.sigmoid().transpose(1, 2)
+        kernel = m.table[:48].view(WIDTH, 3, WIDTH).transpose(1, 2)
+        flat = torch.as_strided(h.tanh().permute(1, 2, 0), (batch * tokens * WIDTH,), (1,))
+        return (
+            time_first.cumsum(0),
+            time_first.transpose(0, 1).view(-1).cumsum(0),
+            F.conv1d(channels_first, kernel, padding=1),
+            F.conv2d(channels_first[:, :, None], kernel[:, :, None], stride=(1, 2)),
+            F.avg_pool1d(channels_first, 2),
+            flat.cumsum(0),
+        )
+
+    compare(program, (shared_ids(5, 9),), (shared_ids(4, 4),))
+
+
+def test_rows_are_told_apart_from_their_transpose() -> None:
+    def program(m: Odd, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batch, tokens = ids.shape
+        x = m.embedding(ids.reshape(-1)).view(batch, tokens, WIDTH)
+        h = m.block(x + m.embedding(ids.t().reshape(-1, batch).t()))
+        rows = h.view(batch * tokens, WIDTH)
+        shifted = torch.addmm(h[:, 1:].reshape(-1, WIDTH), h[:, :-1].reshape(-1, WIDTH), m.table[:WIDTH])
+        return m.head(rows).view(tokens, batch, -1).log_softmax(-1), shifted
+
+    def other_ids(m: Odd, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = m.embedding(ids.reshape(-1).view(ids.shape[1], ids.shape[0]))
+        return (m.head(m.block(x.transpose(0, 1))),)
+
+    compare(program, (shared_ids(5, 9),), (shared_ids(4, 4),), (shared_ids(WIDTH, 3),), (shared_ids(3, WIDTH),))
+    compare(other_ids, (shared_ids(5, 9),), (shared_ids(4, 4),))
+
+
+def test_tables_at_columns_where_rows_are_padded() -> None:
+    """Rows that start at other columns read other rows of a table; values of columns exist where all are padded."""
+
+    def program(m: Odd, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tokens = ids.shape[1]
+        pairs = torch.ones(tokens, tokens, dtype=torch.bool).tril() & mask[:, None, None, :]
+        places = F.linear(m.position(torch.arange(tokens)), m.table[:WIDTH])
+        h = m.block(m.embedding(ids) + m.waves[:tokens] + places, pairs)
+        return m.head(h).masked_fill(~mask[..., None], 0), places, places.cumsum(0) * places
+
+    ids, mask = shared_ids(5, 9), torch.ones(5, 9, dtype=torch.bool)
+    ids[1, 3:], ids[2, 1:] = ids[0, :-3].clone(), ids[0, :-1].clone()
+    mask[1, :3], mask[2, :1], mask[:, -2:] = False, False, False
+    compare(program, (ids, mask), (ids[:1], mask[:1]))
+
+
+def test_a_buffer_alone_tells_columns_apart() -> None:
+    def program(m: Odd, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tokens = ids.shape[1]
+        pairs = torch.ones(tokens, tokens, dtype=torch.bool).tril() & mask[:, None, None, :]
+        h = m.block(m.embedding(ids) + m.waves[:tokens], pairs)
+        return (m.head(h).masked_fill(~mask[..., None], 0),)
+
+    ids, mask = shared_ids(3, 9), torch.ones(3, 9, dtype=torch.bool)
+    ids[1, 3:], mask[1, :3] = ids[0, :-3].clone(), False
+    compare(program, (ids, mask))
+
+
+def heads(m: Odd, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(F.linear(x, m.table[i : i + WIDTH]).unflatten(-1, (2, -1)) for i in (0, 16, 32))
+
+
+def test_attention_without_a_batch_axis() -> None:
+    def program(m: Odd, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value = (one.transpose(0, 1) for one in heads(m, m.embedding(ids)))
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return (m.head(y.transpose(0, 1).flatten(1)),)
+
+    compare(program, (shared_ids(2, 9)[0],), (shared_ids(2, 4)[0],))
+    compare(lambda m, ids: program(m, ids[0]), (shared_ids(5, 9),))
+
+
+def merged_heads(m: Odd, ids: torch.Tensor) -> Any:
+    query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in heads(m, m.embedding(ids)))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def transposed_rows(m: Odd, ids: torch.Tensor) -> Any:
+    x = m.embedding(ids).view(-1, WIDTH).view(ids.shape[1], ids.shape[0], WIDTH)
+    return m.block(x.transpose(0, 1))
+
+
+def cumulative_table(m: Odd, ids: torch.Tensor) -> Any:
+    return m.block(m.embedding(ids) + m.table[: ids.shape[1]].cumsum(0))
+
+
+def matrix_per_sequence(m: Odd, ids: torch.Tensor) -> Any:
+    return m.block(torch.bmm(m.embedding(ids), m.table[None, :WIDTH] * ids[:, :1, None]))
+
+
+def features_per_token(m: Odd, ids: torch.Tensor) -> Any:
+    x = m.embedding(ids)
+    return m.block(x + x[..., : ids.shape[1]].sum(-1, keepdim=True))
+
+
+def strided_slice(m: Odd, ids: torch.Tensor) -> Any:
+    h = F.linear(m.block(m.embedding(ids)), m.table[:WIDTH])[..., :4]
+    return torch.as_strided(h, (ids.numel() * 4,), (1,)).cumsum(0)
+
+
+REFUSED: list[tuple[Callable[..., Any], str, str]] = [
+    (merged_heads, "two token axes", "embedding(ids)"),
+    (transposed_rows, "entries along B", ".view(ids.shape[1], ids.shape[0], WIDTH)"),
+    (cumulative_table, "accumulates along the token axis", ".cumsum(0)"),
+    (matrix_per_sequence, "one value per sequence", "torch.bmm"),
+    (features_per_token, "a feature dimension", "x[..., : ids.shape[1]]"),
+    (strided_slice, "a part or repetition", "torch.as_strided"),
+]
+
+
+@pytest.mark.parametrize(("program", "reason", "line"), REFUSED, ids=[program.__name__ for program, *_ in REFUSED])
+def test_refusals_name_the_axis_and_the_line(program: Callable[..., Any], reason: str, line: str) -> None:
+    model = Odd()
+    with pytest.raises(RefusalError) as caught:
+        torch.compile(program, backend="dta", options=SMALL_CHUNKS)(model, shared_ids(5, 9))
+    assert reason in str(caught.value) and line in str(caught.value)

@@ -1,5 +1,6 @@
 """The rollout format: the bundled file against its own statistics, spans, and padding."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -81,6 +82,15 @@ def test_padding_aligns_labels_masks_and_tokens(side):
         )
         assert not batch.loss_mask[row, ~here].any()
         assert batch.advantages[row] == np.float32(rollout.advantage)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_an_empty_rollout_is_a_row_of_padding(side):
+    first = load_rollouts(bundled())[0]
+    empty = dataclasses.replace(first, tokens=first.tokens[:0], spans=())
+    batch = pad_batch([empty, first], padding_side=side)
+    assert not batch.attention_mask[0].any() and not batch.loss_mask[0].any() and not batch.labels[0].any()
+    assert batch.attention_mask[1].all()
 
 
 def test_padding_refuses_what_it_cannot_do():

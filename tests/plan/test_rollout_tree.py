@@ -665,11 +665,18 @@ def test_bad_requests(request_, message):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"max_staleness": -1}, {"max_tokens": 0}, {"max_rollouts": True}, {"patience": None}, {"dtype": float}],
+    [{"max_staleness": -1}, {"max_tokens": 0}, {"max_rollouts": np.bool_(True)}, {"patience": None}, {"dtype": float}],
 )
 def test_bad_settings(arguments):
     with pytest.raises(PlanError, match=f"bad value for {next(iter(arguments))}"):
         RolloutTree(**arguments)
+
+
+def test_numbers_of_numpy():
+    tree = RolloutTree(max_staleness=np.int64(1), max_rollouts=np.array(4), patience=np.uint8(2))
+    tree.add([1], policy_version=np.int32(3), timeout=np.float32(1))
+    batch = tree.take(np.int64(1), rows=np.int64(1), seconds=np.float32(5), policy_version=np.int64(3))
+    assert len(batch.groups) == 1 and type(tree.max_rollouts) is int
 
 
 def test_batches_are_in_lexicographic_order_of_balanced_groups():

@@ -50,7 +50,7 @@ def index_position_tables(program: Program) -> None:
         picked[rows] = found
         node.replace_all_uses_with(rows)
         program.graph.erase_node(node)
-    program.graph.eliminate_dead_code()
+    program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in program.draws)
 
 
 def _has_constant_sizes(node: fx.Node) -> bool:

@@ -93,7 +93,7 @@ def report(found: list[dict[str, Any]], folder: pathlib.Path) -> int:
     print(f"{kinds['refused']} refused, {kinds['wrong']} wrong, {kinds['crashed']} crashed")
     print(f"{100 * ran / valid:.0f}% ran rather than being refused (at least {WORTHWHILE}% are expected)")
     for kind in ("refused", "discarded"):
-        reasons = collections.Counter(one["detail"].splitlines()[0][:150] for one in found if one["kind"] == kind)
+        reasons = collections.Counter(_reason(one["detail"]) for one in found if one["kind"] == kind)
         for reason, count in reasons.most_common(20):
             print(f"  {kind} {count:4d}  {reason}")
     failures = [one for one in found if one["kind"] in BAD]
@@ -103,6 +103,13 @@ def report(found: list[dict[str, Any]], folder: pathlib.Path) -> int:
         path.write_text(failure["source"] or f"# {failure['detail']}\n")
         print(f"\n{path}: {failure['kind']}: {failure['detail'][:1500]}")
     return int(bool(failures))
+
+
+def _reason(detail: str) -> str:
+    """The first line of a message, and what was got."""
+    lines = detail.splitlines()
+    got = [line.strip() for line in lines if line.strip().startswith("got: ")]
+    return " | ".join([lines[0][:120], *got])[:260]
 
 
 def main() -> int:

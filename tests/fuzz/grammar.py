@@ -195,7 +195,8 @@ def favouring(common: list, odd: list, percent: int) -> st.SearchStrategy:
 
 def operators() -> st.SearchStrategy[Part]:
     """One operator between attentions: per token, with several results, reshaped, or (seldom) mixing tokens."""
-    kinds = [st.sampled_from(OPERATORS)] * 8 + [several_results()] * 6 + [st.sampled_from(RESHAPED)] * 5 + [mixing()]
+    usual = [st.sampled_from(OPERATORS)] * 16 + [several_results()] * 12
+    kinds = [*usual, *[st.sampled_from(RESHAPED)] * 7, mixing()]
     return st.integers(0, len(kinds) - 1).flatmap(kinds.__getitem__)
 
 
@@ -203,16 +204,17 @@ def operators() -> st.SearchStrategy[Part]:
 def layers(draw: st.DrawFn) -> Layer:
     return Layer(
         tuple(draw(st.lists(operators(), max_size=2))),
-        draw(st.sampled_from(PROJECTIONS)),
+        draw(favouring(PROJECTIONS[:4], PROJECTIONS, 40)),
         draw(st.sampled_from(ATTENTION)),
-        draw(st.sampled_from(MERGES)),
+        draw(favouring(MERGES[:3], MERGES, 40)),
         tuple(draw(st.lists(operators(), max_size=1))),
     )
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    rows, tokens = draw(st.sampled_from([3, 4, 2, 3, 1])), draw(st.sampled_from([7, 9, 12, 4, 3, 2, 8]))
+    rows = draw(st.sampled_from([3, 4, 2, 3, 4, 3, 2, 1]))
+    tokens = draw(st.sampled_from([7, 9, 12, 4, 3, 8, 5, 11, 2]))
     rows, tokens = draw(st.sampled_from([(rows, tokens), (rows, tokens), (rows, tokens), (4, 4)]))
     return Batch(rows, tokens, draw(st.sampled_from(FORMATS)), draw(st.integers(0, 10_000)))
 
@@ -226,8 +228,8 @@ def programs(draw: st.DrawFn) -> Program:
     if draw(st.integers(0, 3)):  # trainers keep to one format
         second = Batch(second.rows, second.tokens, first.format, second.seed)
     return Program(
-        draw(favouring(EMBEDDINGS[:2], EMBEDDINGS, 60)),
-        draw(favouring(POSITIONS[:6], POSITIONS, 60)),
+        draw(favouring(EMBEDDINGS[:2], EMBEDDINGS, 40)),
+        draw(favouring(POSITIONS[:6], POSITIONS, 40)),
         mask,
         tuple(draw(st.lists(layers(), min_size=1, max_size=2))),
         draw(st.sampled_from(HEADS)),

@@ -106,12 +106,12 @@ def masks(draw: st.DrawFn) -> Mask:
     if draw(st.integers(0, 99)) < 15:
         return CAUSAL
     keys = _some(draw, KEYS, 50)
-    terms = [draw(st.sampled_from(CAUSES)), *_some(draw, WINDOWS, 35), *keys, *_some(draw, SEGMENTS, 25)]
+    terms = [draw(st.sampled_from(CAUSES)), *_some(draw, WINDOWS, 35), *keys, *_some(draw, SEGMENTS, 15)]
     if draw(st.integers(0, 9)) == 9 and len(terms) > 1:  # as older models multiply them
         product = " * ".join(f"({term}).to(x.dtype)" for term in terms)
         return _mask(draw, _MULTIPLIED.replace("$m", product), keys)
     text = " & ".join(draw(st.permutations(terms)))
-    for odd in _some(draw, ODD, 15):
+    for odd in _some(draw, ODD, 10):
         text = f"({text}) {draw(st.sampled_from(['&', '|', '^']))} {odd}"
     return _mask(draw, draw(st.sampled_from(FORMS)).replace("$m", text), keys)
 

@@ -73,7 +73,7 @@ def attempt(make, seen, calls, expected, **compilation):
         beyond = {name: error for name, error in worst.items() if not error <= TOLERANCE}
         if beyond:
             return "wrong", f"call {number}: " + ", ".join(f"{name} {error:.2g}" for name, error in beyond.items())
-    return "equal", "" if records.of(compiled) is None or records.of(compiled).engines else "dense"
+    return "equal", "" if records.of(compiled).engines else "dense"
 
 
 def seeded(make):

@@ -11,14 +11,18 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := dta_compile tests examples benchmarks
 
+N ?= 200
+SEED ?= 0
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench bench-all clean
+.PHONY: help setup demo test fuzz lint format bench bench-all clean
 
 help:
 	@echo "make demo       set up, then train a small model with eager and with dta side by side"
 	@echo "make test       set up, then ruff, mypy and the whole test suite"
 	@echo "make bench      set up, then the speed floors (benchmarks/floors.py)"
 	@echo "make bench-all  set up, then every baseline, with plots; BENCH=\"--suite full\" takes hours"
+	@echo "make fuzz       set up, then N=2000 drawn programs against eager on all cores, reproducible by SEED=7"
 	@echo "make lint       set up, then ruff and mypy only"
 	@echo "make format     set up, then let ruff rewrite the code"
 	@echo "make clean      remove the environment, caches and build results"
@@ -40,6 +44,9 @@ demo: setup
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+
+fuzz: setup
+	$(BIN)/python -m tests.fuzz -n $(N) --seed $(SEED)
 
 lint: setup
 	$(BIN)/ruff check $(CODE)

@@ -1,0 +1,123 @@
+"""Attention masks: boolean combinations over query `i`, key `j` and inputs of every rank, as bools and as floats."""
+
+from __future__ import annotations
+
+import re
+
+from hypothesis import strategies as st
+
+from tests.fuzz.program import Mask
+
+CAUSAL = Mask("")
+
+INDICES = [
+    "i, j = torch.arange(S)[:, None], torch.arange(S)[None, :]",
+    "i, j = torch.meshgrid(torch.arange(S), torch.arange(S), indexing='ij')",
+    "i = torch.arange(S).view(S, 1)\nj = torch.arange(S)",
+    "i = torch.ones(S, dtype=torch.int64).cumsum(0)[:, None]\nj = i.T",
+    "i, j = torch.arange(1, S + 1)[:, None] * 2, 2 * torch.arange(1, S + 1)",
+]
+_BUFFER = 'self.register_buffer("tril", torch.ones(LONGEST, LONGEST, dtype=torch.bool).tril())'
+CAUSES = [
+    "(j <= i)",
+    "(i >= j)",
+    "torch.ones(S, S, dtype=torch.bool).tril()",
+    "(i - j >= 0)",
+    "~(j > i)",
+    "(j < i + 1)",
+    "torch.ones(S, S).triu(1).logical_not()",
+    "self.tril[:S, :S]",
+    "(torch.ones(S, S).tril() == 1)",
+    "torch.tril(torch.ones(B, 1, S, S, dtype=torch.bool))",
+]
+# Further conditions, with the arguments of every rank; `n` is a small number.
+WINDOWS = [
+    "(i - j < $n)",
+    "(j > i - $n)",
+    "(i - j < window)",
+    "(i - j <= limit)",
+    "(i - j < windows[:, None, None, None])",
+    "((i - j) // 2 < $n)",
+    "(i - j <= $n / 2)",
+    "((i - j).abs() < $n)",
+    "((i - j).clamp(min=0) < $n)",
+    "torch.ones(S, S, dtype=torch.bool).triu(-$n)",
+    "(torch.minimum(i - j, torch.tensor($n)) < $n)",
+]
+KEYS = [
+    "(pad[:, None, None, :] != 0)",
+    "pad[:, None, None, :].bool()",
+    "(pad[:, None, None, :] == 1)",
+    "(pad[:, None, None, :] > 0)",
+    "(pad * 1.0)[:, None, None, :].to(torch.bool)",
+    "(ids != 0)[:, None, None, :]",
+    "(pad[:, None, :, None] * pad[:, None, None, :] != 0)",
+    "(1 - (pad == 0).long())[:, None, None, :].bool()",
+]
+SEGMENTS = [
+    "(segments[:, None, :, None] == segments[:, None, None, :])",
+    "(segments[:, None, :, None] - segments[:, None, None, :] == 0)",
+    "((ids == 1).cumsum(1)[:, None, :, None] == (ids == 1).cumsum(1)[:, None, None, :])",
+    "((pos == 0).cumsum(1)[:, None, :, None] == (pos == 0).cumsum(1)[:, None, None, :])",
+]
+ODD = [
+    "(i // $n - j // $n < 2)",
+    "(i // $n == j // $n)",
+    "((i + j) % 2 == 0)",
+    "((i - j) % $n == 0)",
+    "(j < $n)",
+    "(i > $n)",
+    "((ids > 6)[:, None, :, None] & (ids > 6)[:, None, None, :])",
+    "(ids > 3)[:, None, :, None]",
+    "self.allowed[ids][:, None, None, :]",
+    "(advantage[:, None, None, :] < 1.5)",
+    "(pos[:, None, None, :] <= pos[:, None, :, None])",
+    "(factor > 1)[:, None, None, None]",
+    "(limit > 2)",
+    "torch.tensor([[True]])",
+    "(i * j >= 0)",
+    "(j.clamp(max=$n) <= i)",
+    "(i - j != $n)",
+    "(j * $n < i * $n + 1)",
+]
+_ALLOWED = 'self.register_buffer("allowed", torch.arange(V) % 3 > 0)'
+FORMS = [
+    *["m = $m"] * 6,
+    "m = torch.zeros(()).masked_fill(~($m), float('-inf'))",
+    "m = torch.where($m, 0.0, -1e9)",
+    "m = torch.where($m, 0.0, torch.finfo(x.dtype).min)",
+    "m = (1.0 - ($m).to(x.dtype)) * -1e9",
+    "m = ($m).to(x.dtype).log()",
+    "m = ($m).expand(B, H, S, S)",
+    "m = ($m).logical_not().logical_not()",
+]
+_MULTIPLIED = "m = (1 - $m) * -1e9"
+
+
+def _some(draw: st.DrawFn, choices: list[str], percent: int) -> list[str]:
+    if draw(st.integers(0, 99)) < 100 - percent:
+        return []
+    return [draw(st.sampled_from(choices)).replace("$n", str(draw(st.integers(1, 4))))]
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> Mask:
+    """`is_causal`, a conjunction as models have it, or (seldom) any combination."""
+    if draw(st.integers(0, 99)) < 15:
+        return CAUSAL
+    keys = _some(draw, KEYS, 50)
+    terms = [draw(st.sampled_from(CAUSES)), *_some(draw, WINDOWS, 35), *keys, *_some(draw, SEGMENTS, 15)]
+    if draw(st.integers(0, 9)) == 9 and len(terms) > 1:  # as older models multiply them
+        product = " * ".join(f"({term}).to(x.dtype)" for term in terms)
+        return _mask(draw, _MULTIPLIED.replace("$m", product), keys)
+    text = " & ".join(draw(st.permutations(terms)))
+    for odd in _some(draw, ODD, 10):
+        text = f"({text}) {draw(st.sampled_from(['&', '|', '^']))} {odd}"
+    return _mask(draw, draw(st.sampled_from(FORMS)).replace("$m", text), keys)
+
+
+def _mask(draw: st.DrawFn, text: str, keys: list[str]) -> Mask:
+    init = "\n".join(line for name, line in (("tril", _BUFFER), ("allowed", _ALLOWED)) if f"self.{name}" in text)
+    indices = draw(st.sampled_from(INDICES)) + "\n" if re.search(r"\b[ij]\b", text) else ""
+    real = ("(ids != 0)" if "ids !=" in keys[0] else "(pad != 0)") if keys else ""
+    return Mask(indices + text, init, attend="attn_mask=m", real=real)

@@ -1,0 +1,141 @@
+"""Operators between attentions: from `x` of shape `[B, S, D]` to the next `x`."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from tests.fuzz.program import Part
+
+_GAIN = "self.gain$ = nn.Parameter(torch.rand(D) + 0.5)"
+_WIDE = "self.wide$ = nn.Linear(D, 2 * D)"
+_NARROW = "self.narrow$ = nn.Linear(D, 1)"
+
+OPERATORS = [
+    Part("x = F.rms_norm(x, (D,), self.gain$)", _GAIN),
+    Part("x = F.layer_norm(x, (D,), self.gain$)", _GAIN),
+    Part("x = x / (x.norm(dim=-1, keepdim=True) + 1)"),
+    Part("x = F.group_norm(x.reshape(B * S, D), 2, self.gain$).view(B, S, D)", _GAIN),
+    Part("x = x + F.glu(self.wide$(x), -1)", _WIDE),
+    Part("first, second = self.wide$(x).chunk(2, -1)\nx = x + F.silu(first) * second", _WIDE),
+    Part("x = x * torch.sigmoid(self.narrow$(x))", _NARROW),
+    Part(
+        "weights = self.router$(x).softmax(-1)\nbest, which = weights.topk(2, -1)\n"
+        "gates = torch.zeros_like(weights).scatter(-1, which, best)\n"
+        "x = x + torch.einsum('bse,edf,bsd->bsf', gates, self.experts$, x)",
+        "self.router$, self.experts$ = nn.Linear(D, 3), nn.Parameter(torch.randn(3, D, D) / 3)",
+    ),
+    Part("x = torch.where(x > 0, x, 0.1 * x)"),
+    Part("x = x.clone()\nx[..., :4] = x[..., 4:] * 2\nx[..., 5] = 1.0"),
+    Part("x = x * self.gain$\nx += 1\nx *= 0.5", _GAIN),
+    Part("x = torch.tanh(x).clone().masked_fill_(x > 1, 0.5)"),
+    Part("both = x.new_zeros(B, S, 2 * D)\nboth[..., :D], both[..., D:] = x, x.sin()\nx = both[..., ::2]"),
+    Part("x = x * 1.5\nwith torch.no_grad():\n    x.mul_(2)\nx = x.sin()"),
+    Part("x = x * 1.5\nx.detach().mul_(2)\nx = x.sin()"),
+    Part("x = x * factor[:, None, None]"),
+    Part("x = (x.transpose(0, 1) * factor[None, :, None]).transpose(0, 1)"),
+    Part("x = (x.flatten(0, 1) * factor.repeat_interleave(S)[:, None]).view(B, S, D)"),
+    Part("x = x * advantage[..., None]"),
+    Part("x = x + self.embed(ids).detach()"),
+    Part("x = torch.where((ids > 6)[..., None], x * 2, x)"),
+    Part("x = x.masked_fill((pad == 0)[..., None], 0.0)"),
+    Part("x = x / math.sqrt(S)"),
+    Part("x = x / B"),
+    Part("x = x + 0.1 * Cube.apply(x.tanh())"),
+    Part("x = torch.utils.checkpoint.checkpoint(lambda t: F.gelu(t) + t, x, use_reentrant=False)"),
+    Part("x = x.cumsum(-1) / D"),
+    Part("x = x.flip(-1) + x.roll(1, -1)"),
+    Part(
+        "x = F.conv1d(x.transpose(1, 2), self.point$).transpose(1, 2)",
+        "self.point$ = nn.Parameter(torch.randn(D, D, 1) / 3)",
+    ),
+    Part("with torch.no_grad():\n    gate = torch.sigmoid(x)\nx = x * gate"),
+    Part("x = x - x.logsumexp(-1, keepdim=True)"),
+    Part("x = x + torch.sigmoid(limit) * x.sin()"),
+    Part("x = x * window"),
+    Part("x = x.softmax(-1) * D"),
+    Part(
+        "pairs = x.view(B * S, 2, 4)\n"
+        "x = x + torch.bmm(pairs, pairs.transpose(1, 2)).flatten(1).view(B, S, 4).repeat(1, 1, 2).tanh()"
+    ),
+    Part("x = torch.lerp(x, x.sin(), 0.25)"),
+]
+
+RESHAPED = [
+    Part("x = x.transpose(0, 1).contiguous().sin().transpose(0, 1)"),
+    Part("x = x.reshape(B * S, D).sin().reshape(B, S, D)"),
+    Part("x = x.transpose(0, 1).reshape(S * B, D).sin().view(S, B, D).transpose(0, 1)"),
+    Part("x = x.permute(2, 0, 1).sin().permute(1, 2, 0)"),
+    Part("x = x.unflatten(-1, (2, 4)).transpose(-1, -2).flatten(2)"),
+    Part("x = x.reshape(B, S * D).sin().view(B, S, D)"),
+    Part("x = x.view(B, 1, S, D).squeeze(1)"),
+    Part("x = torch.cat([x[:, :1], x[:, 1:]], 1)"),
+    Part("x = torch.stack(x.unbind(-1), -1)"),
+    Part("x = x.reshape(-1, D).view(S, B, D).view(B, S, D)"),
+    Part("x = x.reshape(B * S * 2, 4).tanh().view(B, S, D)"),
+    Part("x = x.unfold(-1, 4, 4).flatten(2)"),
+    Part("x = x[..., torch.tensor([7, 6, 5, 4, 3, 2, 1, 0])]"),
+    Part("x = x.view(B, S, 4, 2).sum(-1).repeat_interleave(2, -1)"),
+    Part("x = x.movedim(1, 0).flatten(1).view(S, B, D).movedim(0, 1)"),
+    Part("x = x.expand(2, B, S, D).sum(0) / 2"),
+    Part("x = x.mT.contiguous().mT"),
+    Part("x = x.swapaxes(0, 1).reshape(-1, D).sin().reshape(S, B, -1).swapaxes(0, 1)"),
+    Part("x = F.pad(x, (1, 1))[..., 2:].sin()"),
+    Part("x = x[torch.arange(B)]"),
+    Part("x = x[:, torch.arange(S)]"),
+    Part("x = x.narrow(1, 0, S)"),
+]
+
+MIXING = [
+    Part("x = x.cumsum(1) / S"),
+    Part("x = x + x.roll(1, 1)"),
+    Part("x = x - x.mean(1, keepdim=True)"),
+    Part("x = x + x.flip(1)"),
+    Part("x = x + F.pad(x, (0, 0, 1, 0))[:, :-1]"),
+    Part("x = x - x.mean(0, keepdim=True)"),
+    Part("x = x.reshape(S, B, D).sin().reshape(B, S, D)"),
+    Part("x = x + x.reshape(B * S, D).view(S, B, D).transpose(0, 1)"),
+    Part("x = x + x.transpose(0, 1).reshape(B, S, D)"),
+    Part("x = x / x.detach().abs().max()"),
+    Part("x = x + x[:, :1]"),
+    Part("x = x.sort(1)[0]"),
+]
+
+# From `x` to `r`, which broadcasts with it.
+RESULTS = [
+    "r, _ = x.max(-1, keepdim=True)",
+    "_, which = x.min(-1, keepdim=True)\nr = which.to(x.dtype) / D",
+    "r = x.topk(2, -1)[0].sum(-1, keepdim=True)",
+    "values, places = x.sort(-1)\nr = values.gather(-1, places.argsort(-1)) + values",
+    "r = x.kthvalue(3, -1, keepdim=True)[0]",
+    "r = x.median(-1, keepdim=True).values",
+    "low, high = torch.aminmax(x, dim=-1, keepdim=True)\nr = high - low",
+    "variance, mean = torch.var_mean(x, -1, keepdim=True)\nr = mean / (variance + 1)",
+    "deviation, r = torch.std_mean(x, -1, keepdim=True)",
+    "mantissa, exponent = torch.frexp(x)\nr = mantissa",
+    "a, b = x.chunk(2, -1)\nr = torch.cat([b, a.sin()], -1)",
+    "a, b, c = x.split([2, 2, 4], -1)\nr = torch.cat([c, a, b], -1)",
+    "parts = x.unbind(-1)\nr = parts[3][..., None]",
+    "r = x.cummax(-1)[0]",
+    "r = x.mode(-1, keepdim=True)[0]",
+    "r = torch.stack(torch.max(x, x.sin()).tensor_split(2, -1)).sum(0).repeat(1, 1, 2)",
+    "r = x.logsumexp(-1, keepdim=True)",
+    "r = F.layer_norm(x, (D,))",
+    "r = x.amax(-1, keepdim=True)",
+]
+COMBINED = ["x = x - r", "x = x * torch.sigmoid(r)", "x = x.logsumexp(-1, keepdim=True) - r + x", "x = x + r.sin() * x"]
+FLOWS = ["{0}", "with torch.no_grad():\n{1}", "{0}\nr = r.detach()", "kept, x = x, x.detach()\n{0}\nx = kept"]
+
+
+def several_results() -> st.SearchStrategy[Part]:
+    """An operator with several results, whose gradient flows, or is stopped in one of several ways."""
+
+    def put_together(result: str, flow: str, combined: str) -> Part:
+        inside = "\n".join(f"    {line}" for line in result.splitlines())
+        return Part(flow.format(result, inside) + "\n" + combined)
+
+    return st.builds(put_together, *map(st.sampled_from, (RESULTS, FLOWS, COMBINED)))
+
+
+def mixing() -> st.SearchStrategy[Part]:
+    """Tokens or rows that see each other outside of attention: refused, or exact."""
+    return st.sampled_from(MIXING)

@@ -1,0 +1,123 @@
+"""What a drawn program comes to: equal, refused, wrong, crashed or discarded. Printed whole into failing scripts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dta_compile import records
+from dta_compile.errors import RefusalError, RuntimeContractError
+
+TOLERANCE = 1e-9  # relative, in float64
+NOISE_FLOOR = 1e-6  # a gradient that is zero but for rounding is compared on the scale of the others
+PERTURBATION, STEEPEST = 1e-13, 1e5  # programs that magnify rounding more than that show nothing
+
+
+def judge(make: Callable[[], Any], seen: Callable[..., tuple[Any, ...]], calls: list[dict[str, Any]], options: Any):
+    """The verdict on `make()` called with each of `calls`, and what to say about it.
+
+    Args:
+        make: builds the module; called anew, from one seed, wherever its state must be fresh.
+        seen: the arguments of a call -> for every output a bool mask of what counts (padding does not), or None.
+        calls: keyword arguments, call by call.
+        options: those of the backend.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _judge(make, seen, calls, options)
+    finally:
+        torch.set_default_dtype(before)
+        torch._dynamo.reset()
+
+
+def _judge(make, seen, calls, options):
+    try:
+        expected = [measure(model, model, seen, call) for model in [seeded(make)] for call in calls]
+        shaken = [measure(model, model, seen, call) for model in [perturbed(seeded(make))] for call in calls]
+    except Exception as error:
+        return "discarded", f"eager: {type(error).__name__}: {error}"
+    if not all(torch.isfinite(t).all() for one in expected for t in one.values() if t.is_floating_point()):
+        return "discarded", "eager: not finite"
+    steepest = max(difference(*pair) for pair in zip(shaken, expected, strict=True))
+    if not steepest <= PERTURBATION * STEEPEST:
+        return "discarded", "eager: magnifies rounding"
+    verdict = attempt(make, seen, calls, expected, backend="dta", options={"verify": "off", **options})
+    if verdict[0] in ("wrong", "crashed"):
+        plain = attempt(make, seen, calls, expected, backend="eager")
+        if plain[0] != "equal":
+            return "discarded", f"torch.compile without dta: {plain[1]}"
+    return verdict
+
+
+def attempt(make, seen, calls, expected, **compilation):
+    """The calls through torch.compile."""
+    torch._dynamo.reset()
+    model = seeded(make)
+    compiled = torch.compile(model, **compilation)
+    for number, (call, wanted) in enumerate(zip(calls, expected, strict=True)):
+        try:
+            found = measure(compiled, model, seen, call)
+        except (RefusalError, RuntimeContractError) as error:
+            return ("refused", str(error)) if error.what else ("crashed", "a typed error that names nothing")
+        except Exception as error:
+            return "crashed", f"call {number}: {type(error).__name__}: {error}"
+        if found.keys() != wanted.keys():
+            return "wrong", f"call {number}: on one side only: {sorted(found.keys() ^ wanted.keys())}"
+        worst = {name: difference({name: found[name]}, {name: wanted[name]}, wanted) for name in wanted}
+        beyond = {name: error for name, error in worst.items() if not error <= TOLERANCE}
+        if beyond:
+            return "wrong", f"call {number}: " + ", ".join(f"{name} {error:.2g}" for name, error in beyond.items())
+    return "equal", "" if records.of(compiled).engines else "dense"
+
+
+def seeded(make):
+    torch.manual_seed(0)
+    return make()
+
+
+def perturbed(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + PERTURBATION * torch.randn_like(parameter))
+    return model
+
+
+def measure(function, model, seen, call):
+    """Outputs, zero where they do not count, and the gradient of a weighted sum of them for every parameter."""
+    model.zero_grad()
+    outputs = function(**call)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    found, loss = {}, 0
+    for index, (output, mask) in enumerate(zip(outputs, seen(**call), strict=True)):
+        if mask is not None:
+            output = torch.where(mask.reshape(*mask.shape, *(1,) * (output.dim() - mask.dim())), output, 0)
+        found[f"output {index}"] = output.detach().clone()
+        if output.requires_grad:
+            generator = torch.Generator().manual_seed(index)
+            loss = loss + (output * torch.randn(output.shape, generator=generator)).sum()
+    if isinstance(loss, torch.Tensor):
+        loss.backward()
+    found |= {f"grad {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def difference(found, wanted, scales=None):
+    """The largest difference, relative to the largest entry of each tensor."""
+    scale = max((float(t.abs().max()) for n, t in (scales or wanted).items() if n[0] == "g" and t.numel()), default=0.0)
+    worst = 0.0
+    for name, want in wanted.items():
+        got = found[name]
+        if got.shape != want.shape or got.dtype != want.dtype:
+            return float("inf")
+        if want.numel():
+            size = max(float(want.abs().max()), scale * NOISE_FLOOR if name[0] == "g" else 0.0, 1e-12)
+            error = float((got.double() - want.double()).abs().max()) / size
+            worst = max(worst, error if error == error else float("inf"))
+    return worst

@@ -1,0 +1,57 @@
+"""Drawn decoders equal eager, outputs and gradients, or are refused by name. `make fuzz` draws many more."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from dta_compile.errors import RefusalError
+from tests.fuzz import oracle
+from tests.fuzz.__main__ import drawn
+from tests.fuzz.grammar import PLAIN
+from tests.fuzz.minimise import minimised
+from tests.fuzz.program import load, verdict
+
+PROGRAMS = 20
+
+
+@pytest.mark.parametrize("number", range(PROGRAMS))
+def test_drawn_programs_equal_eager_or_are_refused_by_name(number):
+    program = drawn(number)
+    kind, detail = verdict(program)
+    if kind in ("wrong", "crashed"):
+        print(minimised(program, kind, attempts=30).source())
+    assert kind not in ("wrong", "crashed"), detail
+
+
+def test_the_oracle_sees_wrong_values_crashes_and_refusals():
+    def returns(change):
+        def backend(module, _):
+            return lambda *inputs: tuple(map(change, module(*inputs)))
+
+        return backend
+
+    def refuses(what):
+        def refuse(value):
+            raise RefusalError(what)
+
+        return returns(refuse)
+
+    script = load(dataclasses.replace(drawn(0), **PLAIN).source())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = oracle.seeded(script.Model)
+        expected = [oracle.measure(model, model, script.seen, call) for call in script.CALLS]
+        backends = [
+            returns(lambda t: t),
+            returns(lambda t: t * (1 + 1e-6)),
+            returns(lambda t: t.no_such_attribute),
+            refuses(""),
+            refuses("cannot"),
+        ]
+        kinds = [oracle.attempt(script.Model, script.seen, script.CALLS, expected, backend=b)[0] for b in backends]
+    finally:
+        torch.set_default_dtype(before)
+        torch._dynamo.reset()
+    assert kinds == ["equal", "wrong", "crashed", "crashed", "refused"]

@@ -97,6 +97,10 @@ class GradientFlow(CapturedInterpreter):
         return GradientFlow(body, self)
 
     def run_node(self, n: fx.Node) -> Any:
+        recorded = n.meta.get("example_value")
+        if n.op == "call_method" and isinstance(recorded, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            self.found[n] = []
+            return recorded  # a number of the call: fake tensors have none
         inputs = tensors([self.env[node] for node in n.all_input_nodes])
         versions = [value._version for value in inputs]
         result = super().run_node(n)

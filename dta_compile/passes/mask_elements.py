@@ -234,18 +234,27 @@ class Elements:
     def _permuted(self, node: fx.Node, index: Indices, order: Sequence[int]) -> Term:
         return self.entry(node.args[0], tuple(index[order.index(dim)] for dim in range(len(order))))
 
-    def _slice(self, node: fx.Node, index: Indices) -> Term:
+    def _from_start(self, place: Any, size: sympy.Expr) -> sympy.Expr | None:
+        """A place along a dimension, counted from its start; None if nobody knows from where it is counted."""
+        place = self._number(place)
+        if place.is_negative:
+            return place + size
+        return place if place.is_nonnegative else None
+
+    def _slice(self, node: fx.Node, index: Indices) -> Term | None:
         source, dim = node.args[0], (argument(node, 1, "dim") or 0) % len(index)
-        start, step = self._number(argument(node, 2, "start") or 0), argument(node, 4, "step") or 1
-        if start.is_negative:
-            start = start + sizes(source)[dim]
+        step = argument(node, 4, "step") or 1
+        start = self._from_start(argument(node, 2, "start") or 0, sizes(source)[dim])
+        if start is None:
+            return None
         at = self._plus(self._times(index[dim], self._number(step)), start)
         return self.entry(source, (*index[:dim], at, *index[dim + 1 :]))
 
-    def _select(self, node: fx.Node, index: Indices) -> Term:
+    def _select(self, node: fx.Node, index: Indices) -> Term | None:
         source, dim = node.args[0], node.args[1] % (len(index) + 1)
-        at = self._number(node.args[2])
-        at = at + sizes(source)[dim] if at.is_negative else at
+        at = self._from_start(node.args[2], sizes(source)[dim])
+        if at is None:
+            return None
         return self.entry(source, (*index[:dim], self._as_tensor(at), *index[dim:]))
 
     def _flip(self, node: fx.Node, index: Indices) -> Term:
@@ -332,15 +341,16 @@ class Elements:
     def _slice_scatter(self, node: fx.Node, index: Indices) -> Term | None:
         base, part = node.args[:2]
         dim = (argument(node, 2, "dim") or 0) % len(index)
-        start = self._number(argument(node, 3, "start") or 0)
-        if (argument(node, 5, "step") or 1) != 1:
+        start = self._from_start(argument(node, 3, "start") or 0, sizes(base)[dim])
+        if start is None or (argument(node, 5, "step") or 1) != 1:
             return None
-        start = start + sizes(base)[dim] if start.is_negative else start
         return self._written(base, part, index, dim, start, sizes(part)[dim], keeps_dim=True)
 
-    def _select_scatter(self, node: fx.Node, index: Indices) -> Term:
-        base, part, dim, at = node.args[0], node.args[1], node.args[2] % len(index), self._number(node.args[3])
-        at = at + sizes(base)[dim] if at.is_negative else at
+    def _select_scatter(self, node: fx.Node, index: Indices) -> Term | None:
+        base, part, dim = node.args[0], node.args[1], node.args[2] % len(index)
+        at = self._from_start(node.args[3], sizes(base)[dim])
+        if at is None:
+            return None
         return self._written(base, part, index, dim, at, sympy.Integer(1), keeps_dim=False)
 
     def _index_put(self, node: fx.Node, index: Indices) -> Term | None:

@@ -37,7 +37,7 @@ from dta_compile.passes.mask_terms import Apply, Const, Entry, Index, Number, Te
 LONGEST_ROW = 2**24  # tokens; exact in float32
 MOST_CASES = 64
 FEW = 3  # numbers that are told apart one by one
-TIMEOUT = 5000  # milliseconds of one question
+TIMEOUT = 2000  # milliseconds of one question
 
 # Integers up to these are exact, of either sign.
 EXACT = {

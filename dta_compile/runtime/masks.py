@@ -75,14 +75,15 @@ class _Reader:
         shape: tuple[int, int],
     ) -> None:
         self.program, self.dense, self.shape = program, dense, shape
-        masks = [layer.mask for layer in program.attention if layer.mask is not None]
-        items = {expr: node for mask in masks for expr, node in mask.items.items()}
+        self.masks = [layer.mask for layer in program.attention if layer.mask is not None]
+        items = {expr: node for mask in self.masks for expr, node in mask.items.items()}
         self.number = lambda expr: dense[items[expr]].item() if expr in items else number(expr)
 
     @functools.cached_property
     def _evaluate(self) -> Evaluation:
         batch, tokens = self.shape
-        device = next((value.device for value in self.dense.values()), torch.device("cpu"))
+        read = (self.dense[node] for mask in self.masks for node in mask.leaves)
+        device = next((value.device for value in read if value.dim()), torch.device("cpu"))
         rows, keys = (torch.arange(size, device=device) for size in (batch, tokens))
         return Evaluation(self.dense, self.number, {"row": rows[:, None], "key": keys[None]})
 

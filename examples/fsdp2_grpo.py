@@ -134,6 +134,8 @@ def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=Settings.steps)
+    parser.add_argument("--turns", type=int, default=Settings.turns, help="of each bundled rollout")
+    parser.add_argument("--layers", type=int, default=Settings.layers)
     parser.add_argument("--check", action="store_true", help="compare with one process")
     settings = Settings(**vars(parser.parse_args()))
     if torch.cuda.is_available():

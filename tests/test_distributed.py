@@ -198,7 +198,19 @@ def test_a_rank_that_fails_leaves_the_others_with_torchs_error(tmp_path):
 
 def test_the_example_under_torchrun_equals_one_process():
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, "-m", *launch, "examples/fsdp2_grpo.py", "--steps", "2", "--check"]
+    command = [
+        sys.executable,
+        "-m",
+        *launch,
+        "examples/fsdp2_grpo.py",
+        "--steps",
+        "2",
+        "--turns",
+        "1",
+        "--layers",
+        "1",
+        "--check",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "step 1: loss" in done.stdout and "largest difference of the weights" in done.stdout

@@ -18,7 +18,7 @@ def build() -> torch.nn.Module:
     """A Qwen3 with use_cache=True, as transformers has it by default."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     config = transformers.Qwen3Config(**sizes, **heads, pad_token_id=PADDING, eos_token_id=EOS)
     return transformers.Qwen3ForCausalLM(config).double()
 

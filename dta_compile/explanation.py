@@ -97,7 +97,9 @@ def _read_at_every_call(layer: AttentionLayer) -> str:
     mask = layer.mask
     if mask is None or mask.constant is not None:
         return ""
-    read = sorted({*map(str, mask.numbers), *(node.name for node in (*mask.scalars, *mask.tables))})
+    tensors = (*mask.scalars, *mask.tables, *mask.items.values())
+    numbers = [str(number) for number in mask.numbers if number not in mask.items]
+    read = sorted({*numbers, *(node.meta.get("source") or node.name for node in tensors)})
     return f" (with {', '.join(read)} of this call)"
 
 

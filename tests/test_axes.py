@@ -118,6 +118,20 @@ def test_rows_are_told_apart_from_their_transpose() -> None:
     compare(other_ids, (shared_ids(5, 9),), (shared_ids(4, 4),))
 
 
+def test_time_first_values_may_be_flattened_token_by_token() -> None:
+    def program(m: Odd, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tokens, batch = ids.t().shape
+        x = m.embedding(ids.t())
+        x = x + (x.reshape(tokens * batch, WIDTH) @ m.table[:WIDTH]).view(tokens, batch, WIDTH).sin()
+        hidden = m.block(x.transpose(0, 1)).transpose(0, 1)
+        logits = m.head(hidden)
+        rows = logits.flatten(0, 1)
+        picked = rows.log_softmax(-1).gather(-1, ids.t().reshape(-1, 1))[:, 0]
+        return logits, m.head(hidden.reshape(-1, WIDTH)).cos(), picked, rows.logsumexp(-1).view(tokens, batch).sum(0)
+
+    compare(program, (shared_ids(5, 9),), (shared_ids(4, 4),), (shared_ids(1, 6),))
+
+
 def test_tables_at_columns_where_rows_are_padded() -> None:
     """Rows that start at other columns read other rows of a table; values of columns exist where all are padded."""
 

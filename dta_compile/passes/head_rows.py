@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.layouts import argument, is_tensor
-from dta_compile.passes.program import Axis, Condition, FrontierValue, Layout, Program, Use, Value
+from dta_compile.passes.program import Condition, FrontierValue, Layout, Program, Use, Value
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ def head_rows(program: Program) -> None:
     """Narrow `uses` of every frontier value."""
     reads, nonzero = _reads(program), _nonzero(program)
     for value in program.frontier:
-        by_sequence = {Axis.BATCH, Axis.ROWS} & set(value.layout.dims) or program.batch is None
+        by_sequence = value.layout.is_over_sequences or program.batch is None
         if by_sequence and not value.is_cache:
             value.uses = _combined(value, reads[value.node], nonzero[value.node])
 

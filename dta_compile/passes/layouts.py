@@ -106,7 +106,7 @@ def _adopt_operand(arg: fx.Node, result: Layout, rank: int, arguments: Arguments
             ):
                 raise MixesTokens(f"it lines up {arg.name} (size {size}) with the {axis.value} axis")
             dims[own] = axis
-    frame = result.frame if any(axis in (Axis.TOKEN, Axis.ROWS) for axis in dims) else None
+    frame = result.frame if Layout(tuple(dims)).token_dim is not None else None
     if arguments.dense(arg):
         arguments.adopt(arg, Layout(tuple(dims), frame))
 
@@ -126,11 +126,10 @@ def unify_frames(frames: Sequence[Frame | None]) -> Frame | None:
 
 
 def single_token_axis(layout: Layout) -> Layout:
-    tokens = [axis for axis in layout.dims if axis in (Axis.TOKEN, Axis.ROWS)]
-    batches = [axis for axis in layout.dims if axis in (Axis.BATCH, Axis.ROWS)]
-    if len(tokens) > 1:
+    axes = [axis for axis in layout.dims if axis is not None]
+    if sum(axis.is_over_tokens for axis in axes) > 1:
         raise MixesTokens("it compares every token with every other")
-    if len(batches) > 1:
+    if sum(axis.is_over_sequences for axis in axes) > 1:
         raise MixesTokens("it compares every sequence with every other")
     return layout
 
@@ -138,9 +137,9 @@ def single_token_axis(layout: Layout) -> Layout:
 def require_feature(layout: Layout, dim: int, what: str) -> int:
     """`dim` made non-negative; raises unless it is a feature dimension."""
     dim = dim % max(len(layout.dims), 1)
-    if layout.dims and layout.dims[dim] is not None:
-        axis = "token" if layout.dims[dim] in (Axis.TOKEN, Axis.ROWS) else "batch"
-        raise MixesTokens(f"it {what} along the {axis} axis")
+    axis = layout.dims[dim] if layout.dims else None
+    if axis is not None:
+        raise MixesTokens(f"it {what} along the {'token' if axis.is_over_tokens else 'batch'} axis")
     return dim
 
 

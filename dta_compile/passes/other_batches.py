@@ -17,8 +17,18 @@ from dta_compile.passes.program import Input, InputKind, Program, where
 
 def other_batches(program: Program) -> None:
     """Fill `program.rest` if there is attention left; it starts with what the pass `lower` fills."""
-    if not any(node.target is ATTENTION for node in program.epilogue.graph.nodes):
+    left = [node for node in program.epilogue.graph.nodes if node.target is ATTENTION]
+    if not left:
         return
+    others = [node for node in program.other_batches if node.target is ATTENTION]
+    if len(left) > len(others):
+        raise RefusalError(
+            "what follows attention would compute it again for all sequences",
+            where=where(program.attention[-1].node),
+            expected="outputs that are computed from values of tokens",
+            got=f"{len(left)} attention calls after the token region",
+            hint="please report the model",
+        )
     _refuse_random_operators(program)
     # What needs no gradient is computed again: masks are proven on how they are made.
     received = [value.node for value in program.frontier]

@@ -23,11 +23,21 @@ TORCH_FOLDER = str(pathlib.Path(torch.__file__).parent)
 
 
 class Axis(enum.Enum):
-    """What a tensor dimension counts: sequences of the batch, tokens of a sequence, or both flattened."""
+    """What a tensor dimension counts: sequences of the batch, tokens of a sequence, or both flattened: all tokens of a
+    sequence and then the next, or a token of all sequences and then the next."""
 
     BATCH = "B"
     TOKEN = "T"
     ROWS = "BT"
+    TOKEN_ROWS = "TB"
+
+    @property
+    def is_over_tokens(self) -> bool:
+        return self is not Axis.BATCH
+
+    @property
+    def is_over_sequences(self) -> bool:
+        return self is not Axis.TOKEN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +57,8 @@ class Layout:
 
     @property
     def token_dim(self) -> int | None:
-        """The dimension that runs over tokens (TOKEN or ROWS), or None."""
-        return next((i for i, axis in enumerate(self.dims) if axis in (Axis.TOKEN, Axis.ROWS)), None)
+        """The dimension that runs over tokens (also of several sequences), or None."""
+        return next((i for i, axis in enumerate(self.dims) if axis is not None and axis.is_over_tokens), None)
 
     @property
     def row_dim(self) -> int | None:
@@ -58,6 +68,11 @@ class Layout:
     @property
     def batch_dim(self) -> int | None:
         return self.dims.index(Axis.BATCH) if Axis.BATCH in self.dims else None
+
+    @property
+    def is_over_sequences(self) -> bool:
+        """Whether a dimension runs over sequences (also over their tokens)."""
+        return any(axis is not None and axis.is_over_sequences for axis in self.dims)
 
     @property
     def labelled(self) -> bool:

@@ -15,7 +15,6 @@ from dta_compile.passes.attention import cache_outputs, mixing_refusal
 from dta_compile.passes.cut import bytes_per_token, cheapest_cut, is_float, is_per_token
 from dta_compile.passes.layouts import expression, memory_order
 from dta_compile.passes.program import (
-    Axis,
     FrontierValue,
     Layout,
     Mixed,
@@ -92,7 +91,7 @@ def _is_handed_over(program: Program, node: fx.Node) -> bool:
     value = program.values.get(node)
     if _is_weight(program, node) or (isinstance(value, Layout) and value.token_dim is None):
         return False
-    if not isinstance(value, Layout) or Axis.BATCH in value.dims or Axis.ROWS in value.dims:
+    if not isinstance(value, Layout) or value.is_over_sequences:
         return True
     sources = ancestors([node])
     if any(layer.node in sources for layer in program.attention):

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 # Their second argument is the shape of the result.
 TAKE_A_SHAPE = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
-PER_ROW = (Axis.BATCH, Axis.ROWS)
+PER_ROW = tuple(axis for axis in Axis if axis.is_over_sequences)
 
 
 def row_epilogue(program: Program, nodes: Sequence[fx.Node], received: Sequence[fx.Node]) -> fx.GraphModule | Mixed:
@@ -193,6 +193,6 @@ def _take_shape_of_row(copy: fx.Node, layout: Value, batch: fx.Node) -> None:
 def _of_row(size: Any, axis: Axis | None, batch: fx.Node) -> Any:
     if axis is Axis.BATCH:
         return 1
-    if axis is Axis.ROWS and size != -1:
+    if axis in PER_ROW and size != -1:
         return batch.graph.call_function(operator.floordiv, (size, batch))
     return size

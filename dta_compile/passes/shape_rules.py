@@ -22,6 +22,10 @@ from dta_compile.passes.layouts import (
 from dta_compile.passes.program import Axis, Frame, Layout
 
 aten = torch.ops.aten
+FLATTENED: dict[tuple[Axis | None, ...], Axis] = {
+    (Axis.BATCH, Axis.TOKEN): Axis.ROWS,
+    (Axis.TOKEN, Axis.BATCH): Axis.TOKEN_ROWS,
+}
 
 
 def like(node: fx.Node, arguments: Arguments) -> Layout:
@@ -60,6 +64,8 @@ def squeeze(node: fx.Node, arguments: Arguments) -> Layout:
     chosen = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
     chosen = {dim % len(shape) for dim in ([chosen] if isinstance(chosen, int) else chosen)}
     kept = [i for i in range(len(shape)) if not (i in chosen and shape[i] == 1)]
+    if layout.token_dim is not None and layout.token_dim not in kept:
+        raise MixesTokens("it drops the axis of a single token")
     return Layout(tuple(layout.dims[i] for i in kept), layout.frame)
 
 
@@ -90,13 +96,24 @@ def view(node: fx.Node, arguments: Arguments) -> Layout:
             continue
         if len(labelled) == len(targets) == 1:
             dims[targets[0]] = labelled[0]
-        elif labelled == [Axis.BATCH, Axis.TOKEN] and len(targets) == 1:
-            dims[targets[0]] = Axis.ROWS
-        elif labelled == [Axis.ROWS] and len(targets) == 2:
-            dims[targets[0]], dims[targets[1]] = Axis.BATCH, Axis.TOKEN
+        elif len(targets) == 1 and tuple(labelled) in FLATTENED:
+            dims[targets[0]] = FLATTENED[tuple(labelled)]
+        elif len(targets) == 2 and len(labelled) == 1 and labelled[0] in FLATTENED.values():
+            dims[targets[0]], dims[targets[1]] = next(axes for axes, flat in FLATTENED.items() if flat is labelled[0])
         else:
             raise MixesTokens(f"it reshapes {layout} of sizes {before} to {after}, across the token axis")
+    _keep_single_token(layout, dims, after)
     return Layout(tuple(dims), layout.frame)
+
+
+def _keep_single_token(layout: Layout, dims: list[Axis | None], after: Sequence[sympy.Expr]) -> None:
+    """The axis of a window of one token stays one, wherever there is a dimension of its size."""
+    if layout.token_dim is None or Layout(tuple(dims)).token_dim is not None:
+        return
+    place = next((j for j, size in enumerate(after) if size == 1 and dims[j] is None), None)
+    if place is None:
+        raise MixesTokens("it drops the axis of a single token")
+    dims[place] = Axis.TOKEN
 
 
 def reshape_groups(before: Sequence[sympy.Expr], after: Sequence[sympy.Expr]) -> list[tuple[list[int], list[int]]]:

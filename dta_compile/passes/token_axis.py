@@ -211,7 +211,8 @@ def _contradiction(program: Program, node: fx.Node, value: Value) -> str | None:
                 if size.free_symbols:
                     return f"a feature dimension of its result has the size {size}, which depends on the batch"
                 continue
-            factors = {Axis.BATCH: [program.batch], Axis.TOKEN: [length], Axis.ROWS: [program.batch or 1, length]}[axis]
+            both = [program.batch or 1, length]
+            factors = {Axis.BATCH: [program.batch], Axis.TOKEN: [length]}.get(axis, both)
             expected = None if None in factors else sympy.Mul(*factors)
             if expected is None or (size != expected and sympy.simplify(size - expected) != 0):
                 return f"its result {layout} has {size} entries along {axis.value}, not {expected}"
@@ -261,7 +262,7 @@ def layout_by_shape(program: Program, node: fx.Node) -> Value:
     axes = [axis_of_size(program, size, i) for i, size in enumerate(value.shape)]
     dims = tuple(axis for axis, _ in axes)
     frame = next((frame for axis, frame in axes if frame is not None), None)
-    if sum(axis in (Axis.TOKEN, Axis.ROWS) for axis in dims) > 1:
+    if sum(axis is not None and axis.is_over_tokens for axis in dims) > 1:
         used = next(iter(node.users), node) if node.op == "placeholder" else node  # an input has no line of its own
         return Mixed(f"{node.name} has two token axes: sizes {value.shape}", used)
     return Layout(dims, frame)

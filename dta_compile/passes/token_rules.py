@@ -166,7 +166,7 @@ def _along_others(source: fx.Node, other: fx.Node, dim: int, arguments: Argument
         if not adoptable or mine.dims[i] is not Axis.TOKEN or sizes(other)[i] != frame.length:  # type: ignore[union-attr]
             raise MixesTokens("its operands lie differently along the batch and token axes")
         dims[i] = Axis.TOKEN
-    result = Layout(tuple(dims), frame if any(axis in (Axis.TOKEN, Axis.ROWS) for axis in dims) else None)
+    result = Layout(tuple(dims), frame if Layout(tuple(dims)).token_dim is not None else None)
     if dims and dims[dim] is not None:
         raise MixesTokens("it indexes with the token or batch axis")
     if arguments.dense(other):

@@ -184,7 +184,7 @@ class Call:
     def add_row_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor, row: int) -> torch.Tensor | None:
         """Add the gradient of `expand_row` to its rows; returns what `refuse_padding` asks for."""
         value, uncovered = self.program.frontier[index], self.uncovered[index]
-        entries = grad.permute(_entry_order(value)).reshape(-1, *value.features)
+        entries = _to_entries(value, grad, batch=1)
         buffer.add(self._row_of(self.maps[index], row), entries)
         return None if uncovered is None else _which_are_used(entries, self._row_of(uncovered, row))
 
@@ -195,16 +195,21 @@ class Call:
         dims, order = value.layout.dims, _entry_order(value)
         if Axis.BATCH in dims:
             entries = entries.reshape(batch, -1, *value.features)
-        entries = entries.permute([order.index(i) for i in value.memory_order]).contiguous()
-        entries = entries.permute([value.memory_order.index(i) for i in range(len(dims))])
-        # The same memory, but no view to autograd: callers may write to outputs in place (`logits.div_(temperature)`).
-        whole = entries.new_empty(0)
-        return whole.set_(entries.untyped_storage(), entries.storage_offset(), entries.shape, entries.stride())
+        elif Axis.TOKEN_ROWS in dims:
+            entries = entries.reshape(batch, -1, *value.features).transpose(0, 1).reshape(-1, *value.features)
+        ordered = entries.permute([order.index(i) for i in value.memory_order]).contiguous()
+        # No view to autograd: callers may write to outputs in place (`logits.div_(temperature)`).
+        if value.memory_order == tuple(range(len(dims))):
+            return torch.ops.aten._unsafe_view(ordered, ordered.shape)
+        ordered = ordered.permute([value.memory_order.index(i) for i in range(len(dims))])
+        return torch.empty_strided(ordered.shape, ordered.stride(), dtype=ordered.dtype, device=ordered.device).copy_(
+            ordered
+        )
 
     def add_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor) -> None:
         """Add the gradient of `expand` to its rows."""
         value, uncovered = self.program.frontier[index], self.uncovered[index]
-        entries = grad.permute(_entry_order(value)).reshape(-1, *value.features)
+        entries = _to_entries(value, grad, self.batch)
         if uncovered is not None and (used := _which_are_used(entries, uncovered)) is not None:
             self.refuse_padding(index, used)
         buffer.add(self.maps[index], entries)
@@ -266,7 +271,15 @@ def _which_are_used(gradients: torch.Tensor, entries: Booleans) -> torch.Tensor 
 
 
 def _by_column(item: Any) -> bool:
-    return Axis.BATCH not in item.layout.dims and Axis.ROWS not in item.layout.dims
+    return not item.layout.is_over_sequences
+
+
+def _to_entries(value: FrontierValue, dense: torch.Tensor, batch: int) -> torch.Tensor:
+    """`[entries, *features]` of a dense frontier value, sequence by sequence."""
+    if Axis.TOKEN_ROWS in value.layout.dims:
+        dim = value.layout.dims.index(Axis.TOKEN_ROWS)
+        dense = dense.unflatten(dim, (-1, batch)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+    return dense.permute(_entry_order(value)).reshape(-1, *value.features)
 
 
 def _entry_order(value: FrontierValue) -> list[int]:

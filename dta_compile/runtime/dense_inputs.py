@@ -71,11 +71,9 @@ def entries_first(value: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def entry_index(item: ChunkInput, sequences: Integers, columns: Integers, window: tuple[int, int]) -> Integers:
     """Which entry each (sequence, column) reads; columns outside the value's window read any entry (never used)."""
-    dims = item.layout.dims
-    by_sequence = Axis.BATCH in dims or Axis.ROWS in dims
     start, length = window
     offsets = np.clip(columns - start, 0, length - 1)
-    return sequences * length + offsets if by_sequence else offsets
+    return sequences * length + offsets if item.layout.is_over_sequences else offsets
 
 
 def gathered(
@@ -118,7 +116,7 @@ def over_batch(
     """`[B, S]` entry that every token reads of a value's `[entries]`, as `entry_index` says."""
     start, length = window
     offsets = np.clip(np.arange(tokens) - start, 0, length - 1)
-    if Axis.BATCH not in layout.dims and Axis.ROWS not in layout.dims:
+    if not layout.is_over_sequences:
         return np.broadcast_to(entries[offsets], (batch, tokens))
     by_sequence = entries.reshape(batch, -1)
     if by_sequence.shape[1] == 1:

@@ -270,14 +270,14 @@ def test_rows_that_are_not_contiguous():
     shape = ChunkShape.run(0, 9)
     run = Run(Case(shape, groups=2), FlashCPU)
     columns = [tensor.mT.contiguous().mT for tensor in (run.query, run.key, run.value)]
-    out, logsumexp = run.path.attend(*columns, 0, run.case.scale, 0)
+    out, logsumexp = run.path.attend(*columns, 0, run.case.scale)
     assert torch.equal(out, run.out)
     run.path.waiting = 0
     for grad in (run.grad.sum().expand(run.grad.shape), run.grad.mT.contiguous().mT):
         expected = run.path.attend_backward(
-            grad.contiguous(), run.query, run.key, run.value, out, logsumexp, 0, run.case.scale, 0
+            grad.contiguous(), run.query, run.key, run.value, out, logsumexp, 0, run.case.scale
         )
-        actual = run.path.attend_backward(grad, *columns, out, logsumexp, 0, run.case.scale, 0)
+        actual = run.path.attend_backward(grad, *columns, out, logsumexp, 0, run.case.scale)
         for a, b in zip(actual, expected, strict=True):
             assert torch.equal(a, b)
 
@@ -319,8 +319,8 @@ def test_gradients_wait_until_all_layers_have_taken_theirs():
         inputs = [random(1, 1, shape.tokens, 4, seed=seed) for seed in range(4)]
         taken = []
         for layer in range(len(layers)):
-            out, logsumexp = path.attend(*inputs[:3], layer, 1.0, 0)
-            taken.append(path.attend_backward(inputs[3], *inputs[:3], out, logsumexp, layer, 1.0, 0))
+            out, logsumexp = path.attend(*inputs[:3], layer, 1.0)
+            taken.append(path.attend_backward(inputs[3], *inputs[:3], out, logsumexp, layer, 1.0))
         path.finish()
         return taken
 

@@ -13,7 +13,7 @@ BUDGETS = (None, 0, 4_000_000)
 
 
 def long_context_model():
-    model = TinyLM(width=128, layers=1)
+    model = TinyLM(width=128)
     model.position = torch.nn.Embedding(512, 128).double()
     return model
 

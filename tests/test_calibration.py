@@ -213,7 +213,7 @@ def program(code="def forward(self, x): ...", training=True, shape=(4, 4), dtype
     return types.SimpleNamespace(
         placeholders=[node],
         region_parameters=[spec],
-        attention=[types.SimpleNamespace(kv_heads=1, key_dim=4, value_dim=4, dtype=dtype, window=None)],
+        attention=[types.SimpleNamespace(kv_heads=1, key_dim=4, value_dim=4, dtype=dtype, mask=None)],
         training=training,
         codegen=codegen,
         chunk=types.SimpleNamespace(code=code),

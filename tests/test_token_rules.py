@@ -216,7 +216,12 @@ class Sizes:
         assert len(layout.dims) == value.dim()
         rows, columns = (torch.arange(size).roll(1)[: max(2, size - 1)] for size in (self.batch, self.tokens))
         columns = columns.flip(0)
-        chosen = {Axis.BATCH: rows, Axis.TOKEN: columns, Axis.ROWS: (rows[:, None] * self.tokens + columns).reshape(-1)}
+        chosen = {
+            Axis.BATCH: rows,
+            Axis.TOKEN: columns,
+            Axis.ROWS: (rows[:, None] * self.tokens + columns).reshape(-1),
+            Axis.TOKEN_ROWS: (columns[:, None] * self.batch + rows).reshape(-1),
+        }
         for dim, axis in enumerate(layout.dims):
             if axis is not None:
                 assert value.shape[dim] == self.entries(axis), f"{axis} of size {value.shape[dim]}"
@@ -224,7 +229,12 @@ class Sizes:
         return value
 
     def entries(self, axis: Axis) -> int:
-        return {Axis.BATCH: self.batch, Axis.TOKEN: self.tokens, Axis.ROWS: self.batch * self.tokens}[axis]
+        return {
+            Axis.BATCH: self.batch,
+            Axis.TOKEN: self.tokens,
+            Axis.ROWS: self.batch * self.tokens,
+            Axis.TOKEN_ROWS: self.batch * self.tokens,
+        }[axis]
 
     def layouts(self, value: torch.Tensor) -> list[Layout]:
         """All ways to label the dimensions of a value, no axis twice."""
@@ -232,9 +242,9 @@ class Sizes:
         frame = Frame(sympy.Integer(0), sympy.Integer(self.tokens))
         found = []
         for dims in itertools.product(*options):
-            tokens = sum(axis in (Axis.TOKEN, Axis.ROWS) for axis in dims)
-            if tokens < 2 and sum(axis in (Axis.BATCH, Axis.ROWS) for axis in dims) < 2:
-                found.append(Layout(dims, frame if tokens else None))
+            axes = [axis for axis in dims if axis is not None]
+            if sum(a.is_over_tokens for a in axes) < 2 and sum(a.is_over_sequences for a in axes) < 2:
+                found.append(Layout(dims, frame if any(a.is_over_tokens for a in axes) else None))
         return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,11 +87,11 @@ class StandIns:
         """Which output a tensor stands for."""
         return next((i for i, known in self._known.items() if known() is tensor), None)
 
-    def alive(self) -> set[int]:
-        """Positions of those that somebody still refers to."""
+    def alive(self, expected: Collection[object] = ()) -> set[int]:
+        """Positions of those that somebody still refers to, where it is `expected` or not."""
         found = {i for i, known in self._known.items() if known() is not None}
-        if found:
-            gc.collect()  # the return value may have been a cycle
+        if not found.issubset(expected):
+            gc.collect()  # what refers to it may be a cycle that nobody refers to; slow, so only if in doubt
             found = {i for i in found if self._known[i]() is not None}
         return found
 

@@ -47,7 +47,7 @@ def step(
         log("a streaming step ran no training graph over a tree: its outputs exist for the whole batch")
         return _whole(tensors_of(returned), loss_fn)
     sources = stream.sources(tensors_of(returned))
-    stream.in_return_value = stream.stand_ins.alive()
+    stream.in_return_value = stream.stand_ins.alive(expected=[one for one in sources if isinstance(one, int)])
     del returned
     stream.refuse_other_places(sources)
     return stream.run(sources, loss_fn)

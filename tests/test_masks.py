@@ -180,6 +180,12 @@ CLASSES = {
         [3],
     ),
     "no documents": (lambda ids: causal(ids) & pairs((ids == 77).cumsum(1), torch.eq), [(IDS,)], "one segment", [0]),
+    "documents counted for each side": (
+        lambda ids: causal(ids) & ((ids == 77).cumsum(1)[:, None, :, None] == (ids == 77).cumsum(1)[:, None, None, :]),
+        [(IDS,)],
+        "one segment",
+        [0],
+    ),
     "segments that are padding, too": (
         lambda ids, mask: causal(ids) & pairs(mask, torch.eq) & (mask > 0)[:, None, None],
         [(IDS, MASK * 3)],

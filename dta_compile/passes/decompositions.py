@@ -72,7 +72,27 @@ def _group_norm(
     return out.to(x.dtype), mean.reshape(rows, groups), rstd.reshape(rows, groups)
 
 
-TABLE = {**FUSED_REDUCTIONS, **SPELLED_OUT, aten.copy.default: _copied, aten.native_group_norm.default: _group_norm}
+def _repeat(x: torch.Tensor, repeats: list[Any]) -> Any:
+    """Repeating along dimensions of one entry and new ones is expanding."""
+    sizes = (*(1,) * (len(repeats) - x.dim()), *x.shape)
+    if any(not _is(times, 1) and not _is(size, 1) for times, size in zip(repeats, sizes, strict=True)):
+        return NotImplemented
+    wanted = (times if _is(size, 1) else size for times, size in zip(repeats, sizes, strict=True))
+    return x.expand(*wanted).clone(memory_format=torch.contiguous_format)
+
+
+def _is(size: Any, number: int) -> bool:
+    """Whether a size is that number in every call."""
+    return isinstance(size, int) and size == number
+
+
+TABLE = {
+    **FUSED_REDUCTIONS,
+    **SPELLED_OUT,
+    aten.copy.default: _copied,
+    aten.native_group_norm.default: _group_norm,
+    aten.repeat.default: _repeat,
+}
 
 
 def spell_out_constructors(graph: fx.Graph) -> None:

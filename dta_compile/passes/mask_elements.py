@@ -55,6 +55,8 @@ class Elements:
         self.program, self.terms, self.constant_of = program, terms, constant_of
         self.items: dict[sympy.Expr, fx.Node] = {}
         self._known: dict[tuple[fx.Node, Indices], Term] = {}
+        self._first: dict[fx.Node, fx.Node] = {}
+        self._computed: dict[tuple[Any, str], fx.Node] = {}
 
     def entry(self, node: fx.Node, index: Indices) -> Term:
         """The entry of a node's tensor at an index; along dimensions of size 1 the index is taken for 0."""
@@ -63,8 +65,17 @@ class Elements:
         if key not in self._known:
             rule = self._rule(node)
             found = rule(node, index) if rule is not None else None
-            self._known[key] = self.terms.entry(node, index) if found is None else found
+            self._known[key] = self.terms.entry(self._first_like(node), index) if found is None else found
         return self._known[key]
+
+    def _first_like(self, node: fx.Node) -> fx.Node:
+        """The first node asked for that computes the same: `ids.eq(1).cumsum(1)` may be written once for each side."""
+        if node.op != "call_function" or node in self.program.draws:
+            return node
+        if node not in self._first:
+            same = fx.node.map_arg((node.args, node.kwargs), self._first_like)
+            self._first[node] = self._computed.setdefault((node.target, repr(same)), node)
+        return self._first[node]
 
     @property
     def _zero(self) -> Const:

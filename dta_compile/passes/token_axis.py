@@ -230,15 +230,16 @@ def _rows_of_no_token(node: fx.Node, rule: Rule, arguments: Arguments, value: Va
 
 
 def _repeated_for_tokens(program: Program, node: fx.Node, layouts: dict[fx.Node, Layout]) -> Layout | None:
-    """The layout of one value (a weight, or one per sequence) expanded to all tokens; None if there is none."""
+    """The layout of a value expanded along axes that it lacks (a weight, positions for every row); None if unclear."""
     shaped = layout_by_shape(program, node) if node.target is aten.expand.default else None
-    if not isinstance(shaped, Layout) or shaped.frame is None or shaped.frame.start is None:
+    if not isinstance(shaped, Layout) or shaped.frame is None:
         return None
     source = node.args[0]
     own = layouts[source]
     given = zip(own.dims, sizes(source), shaped.dims[len(shaped.dims) - len(own.dims) :], strict=True)
     same = all(size == 1 or axis is wanted for axis, size, wanted in given)
-    return shaped if same and own.token_dim is None else None
+    frame = shaped.frame if own.token_dim is None else own.frame
+    return Layout(shaped.dims, frame) if same and frame is not None and frame.start is not None else None
 
 
 def _without_axes(program: Program, node: fx.Node) -> Value:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.batches import FORMATS, Batch
 from tests.fuzz.masks import CAUSAL, masks
-from tests.fuzz.operators import OPERATORS, RESHAPED, mixing, several_results
+from tests.fuzz.operators import MIXING, OPERATORS, RESHAPED, UNUSUAL, several_results
 from tests.fuzz.program import Finish, Layer, Part, Positions, Program
 
 EMBEDDINGS = [
@@ -194,9 +194,9 @@ def favouring(common: list, odd: list, percent: int) -> st.SearchStrategy:
 
 
 def operators() -> st.SearchStrategy[Part]:
-    """One operator between attentions: per token, with several results, reshaped, or (seldom) mixing tokens."""
+    """One operator between attentions: per token, with several results, reshaped, or (seldom) refused for its kind."""
     usual = [st.sampled_from(OPERATORS)] * 16 + [several_results()] * 12
-    kinds = [*usual, *[st.sampled_from(RESHAPED)] * 7, mixing()]
+    kinds = [*usual, *[st.sampled_from(RESHAPED)] * 7, st.sampled_from(UNUSUAL), st.sampled_from(MIXING)]
     return st.integers(0, len(kinds) - 1).flatmap(kinds.__getitem__)
 
 

@@ -119,5 +119,6 @@ def masks(draw: st.DrawFn) -> Mask:
 def _mask(draw: st.DrawFn, text: str, keys: list[str]) -> Mask:
     init = "\n".join(line for name, line in (("tril", _BUFFER), ("allowed", _ALLOWED)) if f"self.{name}" in text)
     indices = draw(st.sampled_from(INDICES)) + "\n" if re.search(r"\b[ij]\b", text) else ""
-    real = ("(ids != 0)" if "ids !=" in keys[0] else "(pad != 0)") if keys else ""
+    real = next((compared[0] for key in keys if (compared := re.match(r"\((ids|pad) (!=|==|>) \d\)", key))), "")
+    real = real or ("(pad != 0)" if keys else "")
     return Mask(indices + text, init, attend="attn_mask=m", real=real)

@@ -229,6 +229,15 @@ def test_a_parameter_changed_between_forward_and_backward_is_an_error(model, com
         loss.backward()
 
 
+def test_a_buffer_changed_between_forward_and_backward_is_a_typed_error(model):
+    shift = torch.zeros(1, dtype=torch.float64)
+    compiled = torch.compile(lambda ids: model.head(model.hidden(ids) + shift), backend="dta", options=SMALL_CHUNKS)
+    loss = weighted(compiled(IDS))
+    shift.add_(1)
+    with pytest.raises(RuntimeContractError, match="buffer or input of the compiled call was changed in place"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("which", ["eager", "dta"])
 def test_ids_changed_between_forward_and_backward_are_an_error(model, which):
     """A chunk that is run again would read the new ids."""
@@ -356,8 +365,11 @@ def test_gradients_at_padding_are_an_error_not_a_loss(model, compiled):
     mask = torch.ones_like(IDS, dtype=torch.bool)
     mask[1, 5:] = False
     out = compiled(IDS, mask)
-    with pytest.raises(RuntimeContractError, match="4 of 4 padding positions with a gradient"):
-        out.pow(2).add(out).sum().backward()
+    for uses_padding in (lambda x: x.pow(2).add(x), torch.square, torch.abs, lambda x: x.relu().pow(3), torch.cosh):
+        with pytest.raises(RuntimeContractError, match="4 of 4 padding positions with a gradient"):
+            uses_padding(out).sum().backward(retain_graph=True)
+    with torch.no_grad():
+        assert not compiled(IDS, mask)[~mask].any()
     weighted(compiled(IDS, mask) * mask[..., None]).backward()
     assert model.head.weight.grad is not None
 
@@ -367,7 +379,7 @@ def test_gradients_at_padding_are_an_error_in_a_streaming_step_too(model, compil
     mask[1, 5:] = mask[3, 7:] = False
     padding = int((~mask).sum())
     with pytest.raises(RuntimeContractError, match=f"{padding} of {padding} padding positions with a gradient"):
-        dta_compile.streaming_step(compiled, lambda row, out: out.pow(2).add(out).sum(), IDS, mask)
+        dta_compile.streaming_step(compiled, lambda row, out: out.abs().sum(), IDS, mask)
     assert all(parameter.grad is None for parameter in model.parameters())
     dta_compile.streaming_step(compiled, lambda row, out: weighted(out * mask[row, :, None]), IDS, mask)
     assert model.head.weight.grad is not None

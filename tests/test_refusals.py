@@ -223,6 +223,21 @@ def test_without_gradients_nothing_is_written_behind_autograds_back():
         torch.testing.assert_close(torch.compile(model, backend="dta")(ids), model(ids))
 
 
+def test_gradients_switched_on_inside_a_call_without_them_are_refused():
+    model, ids = Model(), torch.randint(0, VOCABULARY, (3, 9))
+
+    def function(ids):
+        with torch.enable_grad():
+            return model(ids), model.head.weight
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="dta")
+    with torch.no_grad(), pytest.raises(RefusalError, match="switches gradients on") as caught:
+        compiled(ids)
+    assert "return model(ids), model.head.weight" in caught.value.where
+    assert all(output.requires_grad for output in compiled(ids))
+
+
 def test_a_ready_made_mask_over_pairs_is_refused():
     class Masked(Model):
         def forward(self, ids, mask):

@@ -62,6 +62,7 @@ def lower(program: Program) -> None:
     captured = program.captured
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     flow = gradient_flow(captured)
+    _refuse_gradients_switched_on(captured, flow)
     program.inputs = [_describe(i, node, flow.follows(node)) for i, node in enumerate(placeholders)]
     module = _trace(program, flow, functional=False)
     if not write_to_new_values(module.graph):
@@ -81,6 +82,21 @@ def lower(program: Program) -> None:
     program.draws = drawing(module.graph)
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         node.meta["source"] = _readable(spec.name)
+
+
+def _refuse_gradients_switched_on(captured: fx.GraphModule, flow: GradientFlow) -> None:
+    """Of a call under `no_grad` no derivatives are taken."""
+    if torch.is_grad_enabled():
+        return
+    for result in output_node(captured.graph).all_input_nodes:
+        if result.op != "placeholder" and Flow.FOLLOWED in flow.found[result]:
+            raise RefusalError(
+                "the compiled function switches gradients on while they are off for its caller",
+                where=where(result),
+                expected="one gradient mode, or gradients switched off inside",
+                got="torch.enable_grad() inside of a call under torch.no_grad()",
+                hint="put torch.enable_grad() around the call of the compiled function",
+            )
 
 
 def _readable(source: str) -> str:

@@ -17,7 +17,7 @@ from dta_compile.plan.schedule import Anchor, Attach, Backward, Chunk, Forward, 
 from dta_compile.plan.verify import attention_pairs
 from dta_compile.runtime.chunk_shape import ChunkShape
 from dta_compile.runtime.replay import Lease
-from dta_compile.runtime.row_buffer import RowBuffer, Rows, padded
+from dta_compile.runtime.row_buffer import RowBuffer, Rows, next_to_zero, padded
 from dta_compile.runtime.rows import BatchRows
 from dta_compile.runtime.stack import PathStack
 from dta_compile.runtime.stopwatch import Stopwatch
@@ -140,6 +140,13 @@ class Executor:
     def row_buffer(self, index: int, kind: type[RowBuffer], dtype: torch.dtype) -> RowBuffer:
         """An empty buffer for the rows of a frontier value."""
         return kind(len(self.rows.head_positions), self.frontier[index].features, dtype, self.path.device)
+
+    def prepare_outputs(self, kind: type[RowBuffer], training: bool) -> None:
+        """Empty buffers for all frontier values."""
+        self.outputs = [self.row_buffer(i, kind, value.dtype) for i, value in enumerate(self.frontier)]
+        if training:
+            for buffer in self.outputs:
+                next_to_zero(buffer.padding)
 
     def run(self, ops: Sequence[Op], on_attach: Callable[[tuple[int, ...]], bool], first: int = 0) -> int:
         """Run `ops[first:]` until they end or `on_attach` (called with the sequences that became due) returns False.

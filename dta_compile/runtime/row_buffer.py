@@ -54,11 +54,24 @@ def padded(numbers: IntArray, size: int) -> IntArray:
     return np.concatenate([numbers, np.repeat(numbers[:1], size - len(numbers))]) if size > len(numbers) else numbers
 
 
+def next_to_zero(row: torch.Tensor) -> None:
+    """Fill what is read for padding, so that a loss that uses it sends a gradient there: that of x**2 or abs(x) is 0 at
+    0, that of relu on one side of it. Entries differ in sign, and their fourth power is a number still."""
+    if row.is_floating_point():
+        row.fill_(-min(torch.finfo(row.dtype).tiny ** 0.25, 2.0**-10))
+        row.view(-1)[1::2].neg_()
+
+
 class AllRows:
-    """`[H + 1, *features]` in one zeroed tensor; the last row is read for padding and stays zero."""
+    """`[H + 1, *features]` in one zeroed tensor; the last row is read for padding, and nothing is written to it."""
 
     def __init__(self, rows: int, features: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.values = torch.zeros((rows + 1, *features), dtype=dtype, device=device)
+
+    @property
+    def padding(self) -> torch.Tensor:
+        """`[*features]`: what is read for padding, zero unless somebody fills it."""
+        return self.values[-1]
 
     def acquire(self, rows: Rows) -> None:
         """Make room for rows that are about to be written."""
@@ -75,7 +88,7 @@ class AllRows:
         return rows.read(self.values)
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
-        """Rows by index; index H gives zeros."""
+        """Rows by index; index H gives the padding."""
         return self.values.index_select(0, index)
 
     def add(self, index: torch.Tensor, values: torch.Tensor) -> None:
@@ -93,10 +106,15 @@ class PathRows:
 
     def __init__(self, rows: int, features: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.features, self.dtype, self.device = tuple(features), dtype, device
-        # Slot 0 is the zero row; index H and rows that are not in use map to it.
+        # Slot 0 is read for padding; index H and rows that are not in use map to it.
         self.slots = torch.zeros(rows + 1, dtype=torch.int64)
         self.values = torch.zeros((1, *self.features), dtype=dtype, device=device)
         self.free: list[int] = []
+
+    @property
+    def padding(self) -> torch.Tensor:
+        """`[*features]`: what is read for padding, zero unless somebody fills it."""
+        return self.values[0]
 
     def acquire(self, rows: Rows) -> None:
         """Zeroed slots for rows that have none."""
@@ -124,7 +142,7 @@ class PathRows:
         return self.values.index_select(0, self._slots(torch.from_numpy(padded(rows.numpy, rows.size))))
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
-        """Rows by index; index H gives zeros."""
+        """Rows by index; index H gives the padding."""
         return self.values.index_select(0, self._slots(index.cpu()))
 
     def add(self, index: torch.Tensor, values: torch.Tensor) -> None:

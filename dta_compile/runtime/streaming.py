@@ -176,7 +176,7 @@ class Stream:
             executor = call.executor(plan)
             parameters = [call.args[spec.index] for spec in program.region_parameters]
             prepare_accumulators(executor, parameters)
-            executor.outputs = [executor.row_buffer(i, PathRows, v.dtype) for i, v in enumerate(program.frontier)]
+            executor.prepare_outputs(PathRows, training=True)
             for i in executor.joint.differentiated:
                 executor.gradients[i] = executor.row_buffer(i, PathRows, statistics_dtype(program.frontier[i].dtype))
             rows = _Rows(call, executor, sources, loss_fn)

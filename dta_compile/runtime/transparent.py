@@ -70,8 +70,7 @@ class TreeFunction(torch.autograd.Function):
                 hint="call torch.autograd.grad in a loop, with retain_graph=True",
             )
         call: Call = ctx.call
-        # Unpacking checks that no parameter and no input was changed in place since the forward.
-        parameters = ctx.saved_tensors[: len(call.program.region_parameters)]
+        parameters = _unchanged(ctx)[: len(call.program.region_parameters)]
         begun = [(ctx.executor, ctx.backward_half)] if ctx.executor is not None else []
         ctx.executor = ctx.backward_half = None  # the kept graphs serve one backward; another one recomputes
         if not begun:
@@ -85,6 +84,21 @@ class TreeFunction(torch.autograd.Function):
 
         with no_autocast():
             return (None, *_or_keeping_nothing(call, run))
+
+
+def _unchanged(ctx: Any) -> tuple[torch.Tensor, ...]:
+    """What was saved; torch checks that no parameter and no input was changed in place since the forward."""
+    try:
+        return tuple(ctx.saved_tensors)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise RuntimeContractError(
+            "a parameter, buffer or input of the compiled call was changed in place between its forward and its backward",
+            expected="the same values, which chunks read again (eager mode may have saved none of them)",
+            got=str(error).split(" Hint:")[0],
+            hint="call backward first, or write to a copy",
+        ) from error
 
 
 def _or_keeping_nothing(call: Call, run: Callable[[Plan], Result]) -> Result:
@@ -108,7 +122,7 @@ def _or_keeping_nothing(call: Call, run: Callable[[Plan], Result]) -> Result:
 def forward_half(call: Call, plan: Plan) -> tuple[Executor, Sequence[Op]]:
     """Run a schedule up to its attach op; the executor, and what is left of the operations."""
     executor = call.executor(plan)
-    executor.outputs = [executor.row_buffer(i, AllRows, v.dtype) for i, v in enumerate(executor.frontier)]
+    executor.prepare_outputs(AllRows, training=plan.schedule.mode != "score")
     done = executor.run(plan.schedule.ops, on_attach=lambda sequences: False)
     return executor, plan.schedule.ops[done:]
 

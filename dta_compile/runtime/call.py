@@ -162,7 +162,7 @@ class Call:
         return [value for value in values if not value.is_inference()]  # those have no version
 
     def expand(self, index: int, buffer: RowBuffer) -> torch.Tensor:
-        """The rows of a frontier value as the dense tensor of its layout; next to zero at padding and where it is not used."""
+        """The rows of a frontier value in its dense layout; next to zero at padding and where it is not used."""
         value = self.program.frontier[index]
         dense = buffer.gather(self.maps[index])
         return self._from_entries(value, dense, self.batch)

@@ -94,7 +94,7 @@ def _unchanged(ctx: Any) -> tuple[torch.Tensor, ...]:
         if "modified by an inplace operation" not in str(error):
             raise
         raise RuntimeContractError(
-            "a parameter, buffer or input of the compiled call was changed in place between its forward and its backward",
+            "a parameter, buffer or input of the compiled call was changed in place before its backward",
             expected="the same values, which chunks read again (eager mode may have saved none of them)",
             got=str(error).split(" Hint:")[0],
             hint="call backward first, or write to a copy",

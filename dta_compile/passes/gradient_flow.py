@@ -1,6 +1,7 @@
 """Which values of a captured graph autograd follows: the graph is run once under autograd, on fake tensors, and asked.
 
-Autograd itself says it for every result of an operator (also of several), for views, writes in place, gradient modes,
+Only where there is something to ask: most graphs do nothing with values that autograd follows but what it follows further.
+Otherwise autograd itself says it for every result of an operator (also of several), for views, writes in place, gradient modes,
 frozen parameters and custom functions. Writes that it does not see (under `no_grad`, through `.data` or a detached
 alias) are refused: in eager mode their derivative is that of the values before, which a functional graph has forgotten.
 """
@@ -25,6 +26,17 @@ from torch.utils import _pytree as pytree
 from dta_compile.errors import DTAError, RefusalError
 from dta_compile.passes.program import where
 
+# Torch's own functions, operators and methods by name, all of whose floating-point results autograd follows if it
+# follows an argument. None of them writes to an argument, detaches, or changes the gradient mode.
+FOLLOWED_THROUGH = frozenset(
+    """abs add addmm baddbmm bmm cat chunk clamp clone contiguous cos cross_entropy cumsum div double dropout einsum
+    embedding exp expand expand_as flatten float gather gelu getitem group_norm index_select layer_norm leaky_relu linear
+    log log_softmax logsumexp masked_fill matmul mean mm movedim mul narrow neg nll_loss norm normalize pad permute pow
+    relu repeat repeat_interleave reshape rms_norm rsqrt scaled_dot_product_attention select sigmoid silu sin softmax
+    softplus split sqrt square squeeze stack sub sum swapaxes t tanh to transpose truediv type_as unbind unflatten
+    unsqueeze view view_as where""".split()
+)
+OF_TORCH = (None, "_operator", "torch", "torch._C._nn", "torch.functional", "torch.nn.functional")
 DERIVATIVES = ("_grad_increment_nesting", "_jvp_increment_nesting")
 
 
@@ -85,10 +97,12 @@ class GradientFlow(CapturedInterpreter):
 
     Attributes:
         found: for each node, the tensors in its result.
+        cuts: whether any value is cut off; if none is, nothing is run and `found` stays empty.
     """
 
     def __init__(self, module: fx.GraphModule, outer: GradientFlow | None = None) -> None:
         super().__init__(module)
+        self.cuts = outer is not None or not torch.is_grad_enabled() or _may_cut(module.graph)
         self.found: dict[fx.Node, list[Flow]] = {} if outer is None else outer.found
         # In each piece of memory, the tensors that autograd follows; views count as what they are views of.
         self._roots: dict[int, set[int]] = {} if outer is None else outer._roots
@@ -123,12 +137,12 @@ class GradientFlow(CapturedInterpreter):
         return super().call_function(target, args, kwargs)
 
     def reads_followed(self, node: fx.Node) -> bool:
-        """Whether any tensor that a node reads is followed."""
-        return any(Flow.FOLLOWED in self.found[argument] for argument in node.all_input_nodes)
+        """Whether any tensor that a node reads is followed, and its results may be cut off."""
+        return self.cuts and any(Flow.FOLLOWED in self.found[argument] for argument in node.all_input_nodes)
 
     def follows(self, node: fx.Node) -> bool:
         """Whether autograd follows a value anywhere: where it is read, it may always be detached."""
-        return any(user.op == "output" or Flow.FOLLOWED in self.found[user] for user in node.users)
+        return any(user.op == "output" or not self.cuts or Flow.FOLLOWED in self.found[user] for user in node.users)
 
     def _wrote(self, node: fx.Node, value: torch.Tensor) -> None:
         known = self._roots.get(_storage(value), set())
@@ -146,6 +160,28 @@ class GradientFlow(CapturedInterpreter):
     def _follow(self, value: torch.Tensor) -> None:
         if _is_followed(value):
             self._roots.setdefault(_storage(value), set()).add(_root(value))
+
+
+def _may_cut(graph: fx.Graph) -> bool:
+    """Whether autograd might not follow a result of a value that it follows."""
+    followed, is_on = set(), True
+    for node in graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if name == "_set_grad_enabled":
+            is_on = node.args[0]
+        elif name == "_enter_inference_mode":
+            return True
+        elif node.op == "placeholder":
+            if getattr(node.meta["example_value"], "requires_grad", False):
+                followed.add(node)
+        elif not followed.isdisjoint(node.all_input_nodes) and node.op != "output":
+            if "example_value" in node.meta and not tensors(node.meta["example_value"]):
+                continue  # a size, say
+            is_plain = node.op == "call_method" or getattr(node.target, "__module__", "") in OF_TORCH
+            if not (is_on and is_plain and name in FOLLOWED_THROUGH):
+                return True
+            followed.add(node)
+    return False
 
 
 def _refuse_derivatives(module: fx.GraphModule) -> None:
@@ -171,6 +207,8 @@ def gradient_flow(module: fx.GraphModule) -> GradientFlow:
     values = [node.meta["example_value"] for node in placeholders]
     mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
     flow = GradientFlow(module)
+    if not flow.cuts:
+        return flow
     with contextlib.ExitStack() as stack:
         if mode is not None:
             stack.enter_context(mode)

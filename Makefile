@@ -15,11 +15,12 @@ N ?= 200
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz lint format bench bench-all clean
+.PHONY: help setup demo test test-all fuzz lint format bench bench-all clean
 
 help:
 	@echo "make demo       set up, then train a small model with eager and with dta side by side"
 	@echo "make test       set up, then ruff, mypy and the whole test suite"
+	@echo "make test-all   the same with the tests that take long"
 	@echo "make bench      set up, then the speed floors (benchmarks/floors.py)"
 	@echo "make bench-all  set up, then every baseline, with plots; BENCH=\"--suite full\" takes hours"
 	@echo "make fuzz       set up, then N=2000 drawn programs against eager on all cores, reproducible by SEED=7"
@@ -44,6 +45,9 @@ demo: setup
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+
+test-all: lint
+	$(BIN)/python -m pytest -m "" --numprocesses auto --dist loadfile
 
 fuzz: setup
 	$(BIN)/python -m tests.fuzz -n $(N) --seed $(SEED)

@@ -74,6 +74,7 @@ def test_pools_share_as_real_rollouts_do():
     assert generate(3, 50, Shape(vocabulary=151_936))[0].dtype == np.uint32
 
 
+@pytest.mark.slow
 def test_ours_is_balanced_repeats_little_and_is_ahead_of_every_rival():
     result = compare("pool", generate(600, 300), [8], schedule_tokens=10**6)
     outcomes = {outcome.method: outcome for outcome in result.outcomes}
@@ -89,6 +90,7 @@ def test_ours_is_balanced_repeats_little_and_is_ahead_of_every_rival():
             assert outcome.step_seconds > 1.5 * slowest
 
 
+@pytest.mark.slow
 def test_both_predictions_rest_on_the_same_costs():
     sequences = generate(60, 3000)
     by = {tokens: compare("pool", sequences, [1], tokens) for tokens in (0, 10**9)}

@@ -169,6 +169,7 @@ def qwen3(layers=1):
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().train()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_model_of_transformers():
     torch._dynamo.reset()
@@ -178,6 +179,7 @@ def test_a_model_of_transformers():
     assert not generated(compiled).failures
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_bfloat16_loses_no_more_than_twice_what_aten_does():
     ids, found = shared_ids(8, 20), {}
@@ -237,6 +239,7 @@ print(json.dumps({**counts, "codegen": dta_compile.last_plan(compiled).estimates
 """
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_scoring_in_another_process_finds_the_code_on_disk():
     root = os.path.dirname(os.path.dirname(__file__))

@@ -40,7 +40,12 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("scenario", "ranks"), [(name, n) for name, (ranks, _) in distributed_worker.SCENARIOS.items() for n in ranks]
+    ("scenario", "ranks"),
+    [
+        pytest.param(name, n, marks=[pytest.mark.slow] if n > 2 else [])
+        for name, (ranks, _) in distributed_worker.SCENARIOS.items()
+        for n in ranks
+    ],
 )
 def test_ranks_agree_with_one_process(results, scenario, ranks):
     assert results(ranks)[scenario] == "", results(ranks)[scenario]
@@ -218,6 +223,7 @@ def test_a_rank_that_fails_leaves_the_others_with_torchs_error(tmp_path):
     assert float(seconds) < 40 and "gloo" in message.lower()
 
 
+@pytest.mark.slow
 def test_the_example_under_torchrun_equals_one_process():
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [

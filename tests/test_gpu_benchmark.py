@@ -45,6 +45,7 @@ def test_blocks_of_a_tree_mask_are_those_of_its_pairs(levels):
     assert torch.equal(pair_mask(ends), prepared.mask)
 
 
+@pytest.mark.slow
 def test_everything_runs_without_a_gpu(tmp_path, monkeypatch, capsys):
     def fails(device):
         raise OptionError("unknown option 'cuda_graphs'")
@@ -73,6 +74,7 @@ def test_everything_runs_without_a_gpu(tmp_path, monkeypatch, capsys):
     assert not any(outcome.error for outcome in report.results[0].outcomes.values())
 
 
+@pytest.mark.slow
 def test_checks_run_without_a_gpu(monkeypatch):
     for name, few in (("STRATEGIES", ("packed",)), ("CHUNK_SIZES", (7, 64)), ("POISONED", (40,))):
         monkeypatch.setattr(gpu_checks, name, few)
@@ -129,6 +131,7 @@ def gradients_of(subject, step):
     return found
 
 
+@pytest.mark.slow
 def test_a_packed_tree_adapts_to_memory_and_compiler(subject, monkeypatch):
     workload = tiny(subject.config.vocab_size)
     backward, tried = gpu_methods._backward_trees, []

@@ -138,7 +138,12 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+OFTEN_USED = {"mean", "an ignored class", "class weights and smoothing", "nll", "where", "assignment", "PPO", "entropy"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN_USED else pytest.param(name, marks=pytest.mark.slow) for name in LOSSES]
+)
 def test_losses_that_ignore_tokens(model, name):
     def loss(ids):
         return LOSSES[name](model(ids, MASK))

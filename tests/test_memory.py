@@ -56,7 +56,7 @@ def training_step(model, options):
     return compiled, step
 
 
-@pytest.mark.parametrize("strategy", ["packed", "dfs"])
+@pytest.mark.parametrize("strategy", ["packed", pytest.param("dfs", marks=pytest.mark.slow)])
 def test_the_predicted_peak_is_the_measured_one(strategy):
     for budget in BUDGETS:
         torch._dynamo.reset()

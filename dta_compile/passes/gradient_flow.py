@@ -1,9 +1,9 @@
 """Which values of a captured graph autograd follows: the graph is run once under autograd, on fake tensors, and asked.
 
-Only where there is something to ask: most graphs do nothing with values that autograd follows but what it follows further.
-Otherwise autograd itself says it for every result of an operator (also of several), for views, writes in place, gradient modes,
-frozen parameters and custom functions. Writes that it does not see (under `no_grad`, through `.data` or a detached
-alias) are refused: in eager mode their derivative is that of the values before, which a functional graph has forgotten.
+That is done only where there is something to ask: most graphs do nothing that might cut a value off. Otherwise autograd
+itself says it for every result of an operator (also of several), for views, writes in place, gradient modes, frozen
+parameters and custom functions. Writes that it does not see (under `no_grad`, through `.data` or a detached alias) are
+refused: in eager mode their derivative is that of the values before, which a functional graph has forgotten.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from dta_compile.passes.program import where
 # Torch's own functions, operators and methods by name, all of whose floating-point results autograd follows if it
 # follows an argument. None of them writes to an argument, detaches, or changes the gradient mode.
 FOLLOWED_THROUGH = frozenset(
-    """abs add addmm baddbmm bmm cat chunk clamp clone contiguous cos cross_entropy cumsum div double dropout einsum
-    embedding exp expand expand_as flatten float gather gelu getitem group_norm index_select layer_norm leaky_relu linear
-    log log_softmax logsumexp masked_fill matmul mean mm movedim mul narrow neg nll_loss norm normalize pad permute pow
-    relu repeat repeat_interleave reshape rms_norm rsqrt scaled_dot_product_attention select sigmoid silu sin softmax
-    softplus split sqrt square squeeze stack sub sum swapaxes t tanh to transpose truediv type_as unbind unflatten
-    unsqueeze view view_as where""".split()
+    """
+    abs add addmm baddbmm bmm cat chunk clamp clone contiguous cos cross_entropy cumsum div double
+    dropout einsum embedding exp expand expand_as flatten float gather gelu getitem group_norm
+    index_select layer_norm leaky_relu linear log log_softmax logsumexp masked_fill matmul mean mm
+    movedim mul narrow neg nll_loss norm normalize pad permute pow relu repeat repeat_interleave
+    reshape rms_norm rsqrt scaled_dot_product_attention select sigmoid silu sin softmax softplus
+    split sqrt square squeeze stack sub sum swapaxes t tanh to transpose truediv type_as unbind
+    unflatten unsqueeze view view_as where
+    """.split()  # noqa: SIM905
 )
 OF_TORCH = (None, "_operator", "torch", "torch._C._nn", "torch.functional", "torch.nn.functional")
 DERIVATIVES = ("_grad_increment_nesting", "_jvp_increment_nesting")

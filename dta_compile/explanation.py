@@ -98,7 +98,7 @@ def _read_at_every_call(layer: AttentionLayer) -> str:
     if mask is None or mask.constant is not None:
         return ""
     tensors = (*mask.scalars, *mask.tables, *mask.items.values())
-    numbers = [str(number) for number in mask.numbers if number not in mask.items]
+    numbers = [str(number) for number in mask.numbers if not number.free_symbols <= mask.items.keys()]
     read = sorted({*numbers, *(node.meta.get("source") or node.name for node in tensors)})
     return f" (with {', '.join(read)} of this call)"
 

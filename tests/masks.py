@@ -24,7 +24,7 @@ from dta_compile.passes.mask_terms import Evaluation
 from dta_compile.passes.program import Program
 from dta_compile.passes.token_axis import token_axis
 from dta_compile.runtime.dense_inputs import Sizes
-from dta_compile.runtime.masks import ReadMasks, read_masks
+from dta_compile.runtime.masks import ReadMasks, number_of_call, read_masks
 
 
 @dataclasses.dataclass
@@ -63,7 +63,7 @@ class Traced:
         indices = {"row": row, "query": query, "key": torch.arange(tokens)[None, None]}
 
         def number(expr: Any) -> Any:
-            return dense[self.mask.items[expr]].item() if expr in self.mask.items else sizes.value(expr, self.args)
+            return number_of_call(lambda one: sizes.value(one, self.args), dense, self.mask.items, expr)
 
         value = Evaluation(dense, number, indices)(self.mask.term)
         actual = actual[(None,) * (4 - actual.dim())][:, 0]

@@ -192,6 +192,50 @@ CLASSES = {
         "one segment",
         [0],
     ),
+    "segments of any number": (
+        lambda ids, segments: causal(ids) & pairs(segments, torch.eq),
+        [(IDS, (IDS * 0).add(2**62))],
+        "one segment",
+        [0],
+    ),
+    "the last of few rows": (
+        lambda ids: causal(ids) & (torch.arange(ids.shape[1])[-16:, None] - positions(ids)[1] < 3),
+        [(IDS,)],
+        "window 3",
+        [3],
+    ),
+    "the last of few rows, written": (
+        lambda ids: causal(ids) & (positions(ids)[0] - positions(ids)[1] < _last_written(ids)),
+        [(IDS,)],
+        "",
+        [3],
+    ),
+    "any fraction": (
+        lambda ids: causal(ids) & (~_full(ids, 0.5).any(1)[:, None] | near(ids, 3)),
+        [(IDS,)],
+        "window 3",
+        [3],
+    ),
+    "all infinite": (lambda ids: causal(ids) & _full(ids, -torch.inf).all(1)[:, None], [(IDS,)], "causal", [0]),
+    "any of bytes": (
+        lambda ids: causal(ids) & (_full(ids, 7).to(torch.uint8).any(1)[:, None] * 3 > near_by(ids)),
+        [(IDS,)],
+        "window 3",
+        [3],
+    ),
+    "a number for a truth value": (
+        lambda ids: causal(ids) & (near_by(ids) < 3 * torch.full(ids.shape[1:], ids.shape[1], dtype=torch.bool).long()),
+        [(IDS,)],
+        "",
+        [3],
+    ),
+    "an argument for every token": (
+        lambda ids, window: causal(ids) & (near_by(ids).float() <= window.expand(ids.shape[1])[:, None]),
+        [(IDS, torch.tensor(2.5, dtype=torch.float64))],
+        "",
+        [3],
+    ),
+    "written over behind whole dimensions": (lambda ids: _future_hidden(ids), [(IDS,)], "causal", [0]),
     "written over": (lambda ids, mask: _written_over(ids, mask), [(IDS, MASK)], "real tokens", [0]),
     "rolled and cut": (
         lambda ids: torch.cat([causal(ids)[-1:], causal(ids)])[1:].flip(0).flip(0),
@@ -209,6 +253,27 @@ CLASSES = {
 }
 
 
+def near_by(ids):
+    query, key = positions(ids)
+    return query - key
+
+
+def _full(ids, number):
+    return torch.full((ids.shape[1],) * 2, number)
+
+
+def _last_written(ids):
+    width = torch.full((ids.shape[1],), 5)
+    width[-100:] = 3
+    return width[:, None]
+
+
+def _future_hidden(ids):
+    allowed = torch.ones(len(ids), 1, ids.shape[1], ids.shape[1], dtype=torch.bool)
+    allowed[:, :, ~causal(ids)] = False
+    return allowed
+
+
 def _written_over(ids, mask):
     allowed = torch.zeros(len(ids), 1, ids.shape[1], ids.shape[1], dtype=torch.bool)
     allowed[:, :, :, :] = causal(ids)
@@ -222,6 +287,30 @@ def test_masks_that_are_understood(name):
     found = [traced.check() for traced in calls(make_mask, inputs)]
     assert [one.windows[0] for one in found] == windows
     assert all(text in str(one.classes[0]) for one in found)
+
+
+WRITES = {
+    "in place": lambda table, new: table.copy_(new),
+    "behind autograd": lambda table, new: table.data.copy_(new),
+    "in numpy": lambda table, new: table.numpy().__setitem__(slice(None), new.numpy()),
+    "other storage": lambda table, new: setattr(table, "data", new),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_tables_are_read_as_they_are_at_each_call(write):
+    table = TABLES["near"].clone()
+    (traced,) = calls(lambda ids, table: causal(ids) & table[near_by(ids).clamp(0, 31)], [(IDS, table)])
+    assert traced.check().windows == [5]
+    WRITES[write](table, torch.arange(32) < 2)
+    assert traced.check().windows == [2]
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_numbers_are_read_from_tensors(factor):
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        (traced,) = calls(lambda ids, half: near(ids, half.item() * factor), [(IDS, torch.tensor(2))])
+    assert traced.check().windows == [2 * factor]
 
 
 REFUSED = {
@@ -332,6 +421,71 @@ REFUSED = {
         (IDS, MASK),
         RefusalError,
         "cannot be decided",
+    ),
+    "a rounded quotient": (
+        lambda ids: causal(ids) & ((near_by(ids) / 4).bfloat16() <= 1),
+        (IDS,),
+        RefusalError,
+        "a quotient that is rounded",
+    ),
+    "a quotient of nothing": (
+        lambda ids: causal(ids) & (near_by(ids) / 2.0**127 <= 0),
+        (IDS,),
+        RefusalError,
+        "a quotient that is rounded",
+    ),
+    "steps of a half": (
+        lambda ids: (
+            causal(ids) & (torch.full(ids.shape[1:], 0.5).cumsum(0)[:, None] - positions(ids)[1].float() * 0.5 < 1.5)
+        ),
+        (IDS,),
+        RefusalError,
+        "cannot be decided|itself",
+    ),
+    "rounded by promotion": (
+        lambda ids: (
+            torch.where(positions(ids)[1] >= 0, positions(ids)[1], torch.zeros(1, dtype=torch.bfloat16)).long()
+            <= positions(ids)[0]
+        ),
+        (IDS,),
+        RefusalError,
+        "cannot be decided|later ones|itself",
+    ),
+    "beyond 64 bits": (
+        lambda ids: causal(ids) & (positions(ids)[0] < positions(ids)[1] + (2**63 - 1)),
+        (IDS,),
+        RefusalError,
+        "from itself|cannot be decided",
+    ),
+    "both beyond 64 bits": (
+        lambda ids: positions(ids)[1] + (2**63 - 1) <= positions(ids)[0] + (2**63 - 1),
+        (IDS,),
+        RuntimeContractError,
+        "between -2147483648 and",
+    ),
+    "positions beyond 64 bits": (
+        lambda ids, place: pairs(place, torch.ge),
+        (IDS, IN_ORDER + (2**63 - 5)),
+        RuntimeContractError,
+        "no arithmetic with it overflows",
+    ),
+    "differences beyond 64 bits": (
+        lambda ids, place: causal(ids) & (pairs(place, torch.sub) >= 0),
+        (IDS, IN_ORDER * 2**61),
+        RuntimeContractError,
+        "no arithmetic with it overflows",
+    ),
+    "no bound": (
+        lambda ids: causal(ids) & (near_by(ids).clamp(min=-torch.inf) < 3),
+        (IDS,),
+        RefusalError,
+        "cannot be decided",
+    ),
+    "a bound that wraps": (
+        lambda ids: causal(ids) & (near_by(ids).clamp(0, 255).to(torch.uint8) < 300),
+        (IDS,),
+        RefusalError,
+        "uint8 may not hold its numbers",
     ),
     "several sequences by positions": (packed, (IDS, RESTARTING), RuntimeContractError, "several packed sequences"),
     "documents": (

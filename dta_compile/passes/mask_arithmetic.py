@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import z3
 
 from dta_compile.passes.mask_cases import Untranslatable, exact_int, formula
@@ -27,10 +28,10 @@ ALWAYS = {"lt": math.inf, "le": math.inf, "gt": -math.inf, "ge": -math.inf}  # c
 def arithmetic(term: Apply, args: list[Any], proves: Proves) -> Any:
     """The operator of a term of integers, as if they were unbounded; raises `Untranslatable`."""
     name, kwargs = term.name, dict(term.kwargs)
-    if name in ("floor", "trunc", "ceil") or (name == "_to_copy" and z3.is_real(args[0])):
-        return _rounded(name if term.dtype.is_floating_point else "trunc", args[0])
+    if name in ("floor", "trunc", "ceil"):
+        return _rounded(name, args[0])
     if name == "_to_copy":
-        return args[0]
+        return args[0] if term.dtype.is_floating_point else _rounded("trunc", args[0])
     if name == "div" and kwargs.get("rounding_mode") is None:
         return _quotient(term, *args)
     if any(z3.is_real(arg) for arg in args if isinstance(arg, z3.ExprRef)):
@@ -40,10 +41,14 @@ def arithmetic(term: Apply, args: list[Any], proves: Proves) -> Any:
         return SIMPLE[name](*ints)
     if name in ("add", "sub", "rsub"):
         first, second = ints[:2] if name != "rsub" else ints[1::-1]
-        second = exact_int(kwargs.get("alpha", 1), term) * second
+        factor = exact_int(kwargs.get("alpha", 1), term)
+        if factor != 1 and term.dtype.is_floating_point:
+            raise Untranslatable(term, "a product that may be rounded")
+        second = factor * second
         return first + second if name == "add" else first - second
     if name in ("clamp", "clamp_min", "clamp_max"):
-        return _clamped(name, ints, kwargs)
+        bounds = {key: None if bound is None else exact_int(bound, term) for key, bound in kwargs.items()}
+        return _clamped(name, ints, bounds)
     if name in ("floor_divide", "remainder", "fmod", "div"):
         mode = "floor" if name in ("floor_divide", "remainder") else kwargs.get("rounding_mode", "trunc")
         if not proves(formula(ints[1]) > 0):
@@ -53,9 +58,9 @@ def arithmetic(term: Apply, args: list[Any], proves: Proves) -> Any:
 
 
 def _quotient(term: Apply, dividend: Any, divisor: Any) -> Any:
-    """A quotient that floating point does not round: by a power of two."""
-    is_exact = isinstance(divisor, (int, float)) and divisor >= 1 and math.frexp(divisor)[0] == 0.5
-    if not is_exact or z3.is_real(dividend):
+    """A quotient that floating point does not round: by a power of two, and of one it is not too small for it."""
+    is_power = isinstance(divisor, (int, float)) and divisor >= 1 and math.frexp(divisor)[0] == 0.5
+    if not is_power or z3.is_real(dividend) or 1 / divisor < torch.finfo(term.dtype).tiny:
         raise Untranslatable(term, "a quotient that is rounded")
     return z3.ToReal(dividend) / int(divisor)
 

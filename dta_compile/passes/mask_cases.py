@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import z3
@@ -99,3 +99,19 @@ def as_integer(value: Any, term: Term) -> Any:
     if isinstance(value, z3.BoolRef):
         return z3.If(value, 1, 0)
     return value if isinstance(value, z3.ExprRef) else z3.IntVal(exact_int(value, term))
+
+
+def applications(formula: z3.ExprRef, functions: Collection[str]) -> Sequence[z3.ExprRef]:
+    """The values of these functions in a formula."""
+    found: dict[int, z3.ExprRef] = {}
+    pending, seen = [formula], set()
+    while pending:
+        one = pending.pop()
+        if one.get_id() in seen:
+            continue
+        seen.add(one.get_id())
+        if str(one.decl()) in functions:
+            found[one.get_id()] = one
+        else:
+            pending.extend(one.children())
+    return list(found.values())

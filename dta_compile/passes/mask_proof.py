@@ -4,6 +4,8 @@ An entry of the mask is a term of the row, the query and the key (`mask_elements
 Which keys are real is what the mask says of a token and itself. That it allows just what a causal mask allows, with
 such padding, is then proven for all rows, queries and keys; what a proof assumes of the inputs is checked at every call
 (`runtime.masks`). A mask that depends on numbers or tables is proven for those of each call.
+
+One assumption is of the scores and is not checked: what a finite additive mask forbids gets no weight (`FORBIDDEN`).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 
 import sympy
 import torch
@@ -21,13 +23,18 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.layouts import expression
+from dta_compile.passes.mask_cases import Cases, Untranslatable, applications
 from dta_compile.passes.mask_elements import Elements
-from dta_compile.passes.mask_logic import Atom, Cases, Logic, Untranslatable
+from dta_compile.passes.mask_formulas import Atom
+from dta_compile.passes.mask_logic import Logic
 from dta_compile.passes.mask_tables import Facts, Table, read_table
 from dta_compile.passes.mask_terms import Entry, Number, Term, Terms, shown, subterms
 from dta_compile.passes.program import MaskClass, Program, ancestors, where
 
-FORBIDDEN = -1e4  # an additive mask of this or less leaves no weight
+# An additive mask of this or less is taken to leave no weight. That is so in floating point if the scores of a query
+# differ by less than about 9,900, and with -1e9 for all scores that occur. Not checked: the older models that write
+# -1e4 take it for granted, too.
+FORBIDDEN = -1e4
 SMALL = 40  # tokens of examples in messages
 MOST_ROLES = 3  # functions of a token that a mask compares between query and key
 
@@ -49,7 +56,7 @@ class Mask:
         term: an entry of it, over "row", "query" and "key".
         constant: its class, if that is the same for every call.
         numbers, scalars, tables: what has to be known of a call to say the class otherwise.
-        items: tensors that numbers are read from, by number.
+        items: tensors that numbers are read from, by the symbol that Dynamo knows the number by.
         leaves: tensors that the class is read from.
     """
 
@@ -84,9 +91,7 @@ class Mask:
         if len(shape) > 2:
             self.sizes["head"] = expression(shape[-3])
         index = tuple(self.terms.index(name) if name else self.terms.const(0) for name in names)
-        elements = Elements(self.program, self.terms, constant_of)
-        self.items = elements.items
-        return elements.entry(self.mask, index)
+        return Elements(self.program, self.terms, constant_of, self.sizes.values()).entry(self.mask, index)
 
     def _list_sources(self) -> None:
         parts = list(subterms(self.term))
@@ -102,12 +107,27 @@ class Mask:
                 raise self._pair_refusal(entry.node)
         self.scalars = {entry.node for entry in entries if not entry.index}
         self.numbers = [part.expr for part in parts if isinstance(part, Number)]
+        self.items = self._items()
         self.fixed: dict[fx.Node, Table] = {}
         for node in pairs:
             if node.op == "get_attr" and (table := read_table(getattr(self.program.module, str(node.target)))):
                 self.fixed[node] = table
         self.tables = {node for node in pairs if node.op != "get_attr"}
         self.leaves = {entry.node for entry in entries if entry.node.op != "get_attr"} | set(self.items.values())
+
+    def _items(self) -> dict[sympy.Symbol, fx.Node]:
+        """The tensors that symbols of the numbers are read from; raises `RefusalError` if nobody knows one."""
+        symbols = {symbol for expr in (*self.numbers, *self.sizes.values()) for symbol in expr.free_symbols}
+        read = {}
+        for node in self.program.graph.find_nodes(
+            op="call_function", target=torch.ops.aten._local_scalar_dense.default
+        ):
+            read[getattr(getattr(node.meta["val"], "node", None), "expr", None)] = node.args[0]
+        unknown = symbols - read.keys() - set(self.program.input_symbols)
+        if unknown:
+            got = f"{', '.join(sorted(map(str, unknown)))}, a number that is computed from tensors"
+            raise self.refusal(got, "pass the number to the compiled function")
+        return {symbol: read[symbol] for symbol in sorted(symbols & read.keys(), key=str)}
 
     def _constant_class(self) -> MaskClass | None:
         """The class, if nothing has to be known for it; None: it depends on the call. Raises `RefusalError`."""
@@ -207,6 +227,7 @@ class _Proof:
             positions=tuple(atom.term for atom in roles.positions),
             binary=tuple(self.logic.assumed["binary"]),
             bias=tuple(self.logic.assumed["bias"]),
+            bounded=tuple(self.logic.assumed["bounded"]),
         )
 
     def _most_permissive(self) -> tuple[Roles, int | None]:
@@ -238,9 +259,7 @@ class _Proof:
     def _require_padding(self) -> None:
         """That a token is padding depends on the inputs, not on its place alone: any token may be real."""
         atoms = self.logic.atoms.values()
-        inputs = _applications(
-            self.valid_key, {str(one.function) for one in atoms if self.logic.reads_inputs(one.term)}
-        )
+        inputs = applications(self.valid_key, {str(one.function) for one in atoms if self.logic.reads_inputs(one.term)})
         fresh = [z3.FreshConst(one.sort()) for one in inputs]
         never = z3.substitute(z3.Not(self.valid_key), *zip(inputs, fresh, strict=True))
         claim = z3.Not(z3.ForAll(fresh, never)) if fresh else self.valid_key
@@ -305,22 +324,6 @@ class _Proof:
     @staticmethod
     def _number(example: z3.ModelRef, value: z3.ArithRef) -> int:
         return int(example.eval(value, model_completion=True).as_long())
-
-
-def _applications(formula: z3.ExprRef, functions: Collection[str]) -> Sequence[z3.ExprRef]:
-    """The values of these functions in a formula."""
-    found: dict[int, z3.ExprRef] = {}
-    pending, seen = [formula], set()
-    while pending:
-        one = pending.pop()
-        if one.get_id() in seen:
-            continue
-        seen.add(one.get_id())
-        if str(one.decl()) in functions:
-            found[one.get_id()] = one
-        else:
-            pending.extend(one.children())
-    return list(found.values())
 
 
 def _is_of_one_token(entry: Entry) -> bool:

@@ -23,6 +23,7 @@ INFIX = {
 }  # fmt: skip
 PREFIX = {"bitwise_not": "~", "logical_not": "~", "neg": "-"}
 OF_ITSELF = {"eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt": False}
+RANKED = aten.view.default  # one number as a tensor with or without dimensions
 LONGEST = 400  # characters of a printed term
 
 
@@ -122,6 +123,8 @@ def _text(term: Term, text: Callable[..., str]) -> str:
     parts = [text(arg, True) for arg in term.args]
     if term.name in INFIX and len(parts) == 2 and not term.kwargs:
         return f"{parts[0]} {INFIX[term.name]} {parts[1]}"
+    if term.op is RANKED:
+        return text(term.args[0])
     if term.name in PREFIX:
         return f"{PREFIX[term.name]}{parts[0]}"
     if term.name == "_to_copy":
@@ -157,14 +160,16 @@ class Terms:
         if (simple := self._simplified(op, args, result)) is not None:
             return simple
         operands = [arg for arg in args if isinstance(arg, Term)]
-        is_constant = all(isinstance(arg, Const) for arg in operands)
+        constants = [arg.value for arg in operands if isinstance(arg, Const)]
+        is_constant = len(constants) == len(operands)
         if is_constant or result is None:
             value = _tried(op, args, kwargs)
-            if value is not None and is_constant and result in (None, value.dtype):
+            is_known = is_constant and value is not None and result in (None, value.dtype)
+            if is_known and not any(is_undefined(op, number, value.dtype) for number in constants):
                 return self.const(value.item(), value.dtype, value.dim() == 0)
             result = value.dtype if result is None else result
         items = tuple(sorted(kwargs.items()))
-        is_scalar = all(arg.is_scalar for arg in operands)
+        is_scalar = not args[1] if op is RANKED else all(arg.is_scalar for arg in operands)
         indices = frozenset().union(*(arg.indices for arg in operands))
         key = (Apply, op, tuple(map(_key, args)), tuple((name, _key(value)) for name, value in items))
         return self._make(key, lambda: Apply(result, is_scalar, indices, op, args, items))
@@ -183,6 +188,14 @@ class Terms:
         number = other.value if isinstance(other, Const) and other.dtype == one.dtype else other
         adds_nothing = name in ("add", "sub") and isinstance(number, int) and number == 0
         return one if adds_nothing and one.dtype is torch.int64 and result in (None, torch.int64) else None
+
+    def with_rank(self, term: Term, is_scalar: bool) -> Term:
+        """A term that depends on no index as an entry of a tensor without dimensions, or with some."""
+        if term.is_scalar == is_scalar:
+            return term
+        if isinstance(term, Const):
+            return self.const(term.value, term.dtype, is_scalar)
+        return self.apply(RANKED, term, () if is_scalar else (1,), result=term.dtype)
 
     def with_index(self, term: Term, name: str, other: str) -> Any:
         """A term with one index variable in the place of another."""
@@ -208,6 +221,15 @@ class Terms:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
+
+
+def is_undefined(op: Any, number: bool | int | float, dtype: torch.dtype) -> bool:
+    """Whether an operator casts a number to an integer that the dtype does not have: every device makes another."""
+    is_cast = op is aten._to_copy.default and isinstance(number, float) and dtype is not torch.bool
+    if not is_cast or dtype.is_floating_point or dtype.is_complex:
+        return False
+    known = torch.iinfo(dtype)
+    return not known.min <= number <= known.max
 
 
 def _key(arg: Any) -> Any:
@@ -272,7 +294,8 @@ class Evaluation:
         if isinstance(term, Index):
             return self.indices[term.name]
         if isinstance(term, Number):
-            return self.number(term.expr)
+            number = self.number(term.expr)
+            return float(number) if term.dtype.is_floating_point else number
         if isinstance(term, Entry):
             value = self.dense[term.node]
             return value[tuple(map(self, term.index))] if term.index else value

@@ -124,6 +124,7 @@ class MaskClass:
         positions: grow by one from token to token between the real tokens of a row.
         binary: zero or one.
         bias: zero or at most -1e4.
+        bounded: integers less than 2**31, of either sign.
     """
 
     window: int | None = None
@@ -132,6 +133,7 @@ class MaskClass:
     positions: tuple[Term, ...] = ()
     binary: tuple[Term, ...] = ()
     bias: tuple[Term, ...] = ()
+    bounded: tuple[Term, ...] = ()
 
     def __str__(self) -> str:
         parts = ["causal" if self.window is None else f"causal, window {self.window}"]
@@ -255,6 +257,18 @@ class Program:
     @property
     def graph(self) -> fx.Graph:
         return self.module.graph
+
+    @property
+    def input_symbols(self) -> dict[sympy.Symbol, tuple[int, int | None]]:
+        """Where the inputs of a call give each symbol: the input, and its dimension, or None if it is the number."""
+        found: dict[sympy.Symbol, tuple[int, int | None]] = {}
+        for index, node in enumerate(self.placeholders):
+            value = node.meta["val"]
+            for dim, size in enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]:
+                is_symbol = isinstance(size, (torch.SymInt, torch.SymFloat))
+                if is_symbol and isinstance(expr := size.node.expr, sympy.Symbol):  # type: ignore[union-attr]
+                    found.setdefault(expr, (index, dim))
+        return found
 
     def layout(self, node: fx.Node) -> Layout:
         """The layout of a node that is known to be a token-wise single tensor."""

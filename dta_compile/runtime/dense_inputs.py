@@ -21,13 +21,7 @@ class Sizes:
     """Numbers for the size symbols of one call."""
 
     def __init__(self, program: Program) -> None:
-        self._sources: dict[sympy.Symbol, tuple[int, int | None]] = {}
-        for index, node in enumerate(program.placeholders):
-            value = node.meta["val"]
-            for dim, size in enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]:
-                is_symbol = isinstance(size, (torch.SymInt, torch.SymFloat))
-                if is_symbol and isinstance(expr := size.node.expr, sympy.Symbol):  # type: ignore[union-attr]
-                    self._sources.setdefault(expr, (index, dim))
+        self._sources = program.input_symbols
 
     def evaluate(self, expr: sympy.Expr | None, args: Sequence[object]) -> int:
         """The value of a size expression for the call's inputs; None counts as 1."""

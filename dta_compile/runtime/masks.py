@@ -15,13 +15,15 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.passes.mask_logic import LONGEST_ROW
 from dta_compile.passes.mask_proof import FORBIDDEN, Mask
+from dta_compile.passes.mask_ranges import BOUND, LONGEST_ROW
 from dta_compile.passes.mask_tables import Facts, Table, read_table
 from dta_compile.passes.mask_terms import Entry, Evaluation, Term, shown, subterms
 from dta_compile.passes.program import MaskClass, Program, ancestors, has_tensor
 
 Booleans = npt.NDArray[np.bool_]
+
+BINARY_HINT = "pass a mask of zeros and ones, or compare (mask > 0) before you use it"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,19 @@ def read_masks(
     return ReadMasks(on_host, [classes[layer.mask] for layer in program.attention])
 
 
+def number_of_call(
+    number: Callable[[sympy.Expr], int | float],
+    dense: Mapping[fx.Node, torch.Tensor],
+    items: Mapping[sympy.Symbol, fx.Node],
+    expr: sympy.Expr,
+) -> int | float:
+    """The value of an expression some of whose symbols are read from tensors; `number` knows the others."""
+    if expr in items:
+        return dense[items[expr]].item()
+    read = {symbol: dense[items[symbol]].item() for symbol in expr.free_symbols & items.keys()}
+    return number(expr.subs(read))
+
+
 class _Reader:
     def __init__(
         self,
@@ -76,8 +91,8 @@ class _Reader:
     ) -> None:
         self.program, self.dense, self.shape = program, dense, shape
         self.masks = [layer.mask for layer in program.attention if layer.mask is not None]
-        items = {expr: node for mask in self.masks for expr, node in mask.items.items()}
-        self.number = lambda expr: dense[items[expr]].item() if expr in items else number(expr)
+        items = {symbol: node for mask in self.masks for symbol, node in mask.items.items()}
+        self.number = functools.partial(number_of_call, number, dense, items)
 
     @functools.cached_property
     def _evaluate(self) -> Evaluation:
@@ -95,10 +110,11 @@ class _Reader:
     def class_of(self, mask: Mask | None) -> MaskClass:
         if mask is None:
             return MaskClass()
+        for size in mask.sizes.values():
+            if (found := self.number(size)) > LONGEST_ROW:
+                raise _too_large(found)
         if mask.constant is not None:
             return mask.constant
-        if self.shape[1] > LONGEST_ROW:
-            raise _too_long(self.shape[1])
         numbers = {symbol: self.number(symbol) for expr in self._expressions(mask) for symbol in expr.free_symbols}
         scalars = {node: self.dense[node].item() for node in mask.scalars}
         tables = {node: table for node in mask.tables if (table := _table(self.dense[node])) is not None}
@@ -134,8 +150,15 @@ class _Reader:
         for term in one.bias:
             values = self.value(term)
             self._require(term, (values == 0) | (values <= FORBIDDEN), f"zero, or at most {FORBIDDEN:g}")
+        for term in one.bounded:
+            self._require_bounded(term)
 
-    def _require(self, term: Term, holds: torch.Tensor, expected: str) -> None:
+    def _require_bounded(self, term: Term) -> None:
+        values = self.value(term)
+        expected = f"between {-BOUND} and {BOUND}, so that no arithmetic with it overflows"
+        self._require(term, (values >= -BOUND) & (values <= BOUND), expected, "pass smaller numbers")
+
+    def _require(self, term: Term, holds: torch.Tensor, expected: str, hint: str = BINARY_HINT) -> None:
         if bool(holds.all()):
             return
         row, column = (int(number) for number in (~holds).nonzero()[0])
@@ -144,7 +167,7 @@ class _Reader:
             where=self._inputs(term),
             expected=f"{shown(term)} to be {expected}",
             got=f"{self.value(term)[row, column].item()} at row {row}, token {column}",
-            hint="pass a mask of zeros and ones, or compare (mask > 0) before you use it",
+            hint=hint,
         )
 
     def _require_one_segment(self, term: Term, valid: torch.Tensor) -> None:
@@ -164,6 +187,8 @@ class _Reader:
         )
 
     def _require_consecutive(self, term: Term, valid: torch.Tensor) -> None:
+        if term.dtype is torch.int64:
+            self._require_bounded(term)
         offsets = self.value(term) - torch.arange(self.shape[1], device=valid.device)
         first = offsets.gather(1, valid.to(torch.int8).argmax(1, keepdim=True))
         differs = (offsets != first) & valid
@@ -189,8 +214,9 @@ def _padding(term: Term | None) -> str:
     return "no padding" if term is None else f"real tokens where {shown(term)}"
 
 
-def _too_long(tokens: int) -> RuntimeContractError:
-    return RuntimeContractError("rows are too long", expected=f"at most {LONGEST_ROW} tokens", got=f"{tokens}")
+def _too_large(size: float) -> RuntimeContractError:
+    expected = f"at most {LONGEST_ROW} rows, and as many tokens in each"
+    return RuntimeContractError("the batch is too large for the proof of its mask", expected=expected, got=f"{size}")
 
 
 def _require_contiguous(valid: Booleans) -> None:
@@ -204,17 +230,19 @@ def _require_contiguous(valid: Booleans) -> None:
         )
 
 
-# By the tensor's address; what is known of a tensor is good while it lives and nothing is written to it.
-_tables: dict[int, tuple[weakref.ref[torch.Tensor], int, Table | None]] = {}
+# By tensor: its contents when it was read, and what they say. Writes through `.data` and numpy leave no other trace.
+_tables: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, Table | None]] = {}
 
 
 def _table(values: torch.Tensor) -> Table | None:
-    """`read_table`, once for each state of a tensor."""
-    if values.is_inference():
-        return read_table(values)
+    """`read_table`, once for all calls that find the same contents."""
     known = _tables.get(id(values))
-    if known is None or known[0]() is not values or known[1] != values._version:
-        key = id(values)
+    if known is None or known[0]() is not values or not _is_same(values, known[1]):
+        key, contents = id(values), values.detach().clone()
         reference = weakref.ref(values, lambda _: _tables.pop(key, None))
-        known = _tables[key] = (reference, values._version, read_table(values.detach()))
+        known = _tables[key] = (reference, contents, read_table(contents))
     return known[2]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)

@@ -132,6 +132,24 @@ def test_time_first_values_may_be_flattened_token_by_token() -> None:
     compare(program, (shared_ids(5, 9),), (shared_ids(4, 4),), (shared_ids(1, 6),))
 
 
+def test_what_is_written_where_a_mask_says_may_be_trained() -> None:
+    def program(m: Odd, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        number, entry, rare = m.table[0, 0], m.table[1, :1], ids > 20
+        x = m.embedding(ids) * 1.0
+        x[rare] = m.table[2]
+        x[ids < 3] = number
+        x[ids[:, 0] > 9] = entry
+        x[..., 1:4][ids == 5] = m.table[3:4, :3]
+        x = x.index_put([rare], number, accumulate=True).index_put([rare], m.table[4], accumulate=True)
+        x[x > 0.3] = entry
+        h = m.block(x)
+        h[rare] = number
+        h[h < -1] = 0
+        return (m.head(h).index_put([ids > 9], entry, accumulate=True),)
+
+    compare(program, (shared_ids(5, 9),), (shared_ids(4, 4),))
+
+
 def test_tables_at_columns_where_rows_are_padded() -> None:
     """Rows that start at other columns read other rows of a table; values of columns exist where all are padded."""
 

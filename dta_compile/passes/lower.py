@@ -26,6 +26,7 @@ from dta_compile.passes import decompositions, opaque, row_loops
 from dta_compile.passes.attention_capture import capture_attention
 from dta_compile.passes.draws import DrawCapture, drawing
 from dta_compile.passes.gradient_flow import CapturedInterpreter, Flow, GradientFlow, gradient_flow, tensors, whole
+from dta_compile.passes.masked_writes import select_masked_writes
 from dta_compile.passes.new_values import write_to_new_values
 from dta_compile.passes.program import Input, InputKind, Program, output_node, where
 from dta_compile.passes.size_nodes import sizes_from_inputs
@@ -74,6 +75,7 @@ def lower(program: Program) -> None:
     decompositions.spell_out_constructors(module.graph)
     decompositions.drop_empty_parts(module.graph)
     row_loops.undo_row_loops(module.graph)
+    select_masked_writes(module.graph)
     sizes_from_inputs(module.graph)
     module.graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
     module.recompile()

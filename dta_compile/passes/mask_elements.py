@@ -364,16 +364,6 @@ class Elements:
             return None
         return self._written(base, part, index, dim, at, sympy.Integer(1), keeps_dim=False)
 
-    def _index_put(self, node: fx.Node, index: Indices) -> Term | None:
-        """`x[mask] = number`."""
-        base, picks, value = node.args[:3]
-        picks = [pick for pick in picks if pick is not None]
-        is_mask = len(picks) == 1 == value.meta["val"].numel() and picks[0].meta["val"].dtype is torch.bool
-        if not is_mask or argument(node, 3, "accumulate"):
-            return None
-        written = self._cast(self._aligned(value, index), base.meta["val"].dtype)
-        return self._chosen(self.entry(picks[0], index[: picks[0].meta["val"].dim()]), written, self.entry(base, index))
-
     def _written(
         self,
         base: fx.Node,
@@ -477,7 +467,6 @@ RULES: dict[Any, str] = {
     aten.slice_scatter.default: "_slice_scatter",
     aten.select_scatter.default: "_select_scatter",
     aten.index.Tensor: "_index",
-    aten.index_put.default: "_index_put",
     aten.index_select.default: "_index_select",
     aten.gather.default: "_gather",
     aten.embedding.default: "_embedding",

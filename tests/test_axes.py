@@ -150,6 +150,16 @@ def test_what_is_written_where_a_mask_says_may_be_trained() -> None:
     compare(program, (shared_ids(5, 9),), (shared_ids(4, 4),))
 
 
+def test_tokens_may_be_counted_where_no_chunk_needs_the_counts() -> None:
+    def program(m: Odd, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = F.embedding(ids, m.embedding.weight, scale_grad_by_freq=True)
+        return (m.block(x) + F.embedding(ids, m.table, scale_grad_by_freq=True),)
+
+    model = Odd()
+    model.embedding.requires_grad_(False)
+    compare(program, (shared_ids(5, 9),), model=model)
+
+
 def test_tables_at_columns_where_rows_are_padded() -> None:
     """Rows that start at other columns read other rows of a table; values of columns exist where all are padded."""
 
@@ -287,6 +297,10 @@ def features_per_token(m: Odd, ids: torch.Tensor) -> Any:
     return m.block(x + x[..., : ids.shape[1]].sum(-1, keepdim=True))
 
 
+def counted_tokens(m: Odd, ids: torch.Tensor) -> Any:
+    return m.block(F.embedding(ids, m.embedding.weight, scale_grad_by_freq=True))
+
+
 def strided_slice(m: Odd, ids: torch.Tensor) -> Any:
     h = F.linear(m.block(m.embedding(ids)), m.table[:WIDTH])[..., :4]
     return torch.as_strided(h, (ids.numel() * 4,), (1,)).cumsum(0)
@@ -298,6 +312,7 @@ REFUSED: list[tuple[Callable[..., Any], str, str]] = [
     (cumulative_table, "accumulates along the token axis", ".cumsum(0)"),
     (matrix_per_sequence, "one value per sequence", "torch.bmm"),
     (features_per_token, "a feature dimension", "x[..., : ids.shape[1]]"),
+    (counted_tokens, "how often tokens occur in the batch", "F.embedding"),
     (strided_slice, "a part or repetition", "torch.as_strided"),
 ]
 

@@ -65,6 +65,8 @@ def mixing_refusal(program: Program, mixed: Mixed) -> RefusalError:
             got=mixed.reason,
             hint="set the model's dropout to 0, or call model.eval()",
         )
+    elif "scale_grad_by_freq" in mixed.reason:
+        hint = "a chunk does not know the counts of the batch: set scale_grad_by_freq=False"
     elif "expert" in where(mixed.node):
         hint = "routing tokens to experts is not supported; options={'fallback': 'dense'} runs it densely"
     elif _leads_to_softmax(mixed.node):

@@ -76,6 +76,7 @@ def lower(program: Program) -> None:
     decompositions.drop_empty_parts(module.graph)
     row_loops.undo_row_loops(module.graph)
     select_masked_writes(module.graph)
+    _forget_counts(module.graph, program)
     sizes_from_inputs(module.graph)
     module.graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
     module.recompile()
@@ -84,6 +85,15 @@ def lower(program: Program) -> None:
     program.draws = drawing(module.graph)
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         node.meta["source"] = _readable(spec.name)
+
+
+def _forget_counts(graph: fx.Graph, program: Program) -> None:
+    """An embedding that gets no gradient does not scale it by how often tokens occur."""
+    placeholders = zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True)
+    trained = {node for node, spec in placeholders if spec.requires_grad and program.training}
+    for node in graph.find_nodes(op="call_function", target=aten.embedding.default):
+        if node.args[0].op == "placeholder" and node.args[0] not in trained:
+            node.args = node.args[:3]
 
 
 def _readable(source: str) -> str:

@@ -87,6 +87,8 @@ def embedding(node: fx.Node, arguments: Arguments) -> Layout:
     table, index = arguments[node.args[0]], arguments[node.args[1]]
     if table.labelled:
         raise MixesTokens("it looks up rows of a table that is itself computed per token")
+    if argument(node, 3, "scale_grad_by_freq"):
+        raise MixesTokens("with scale_grad_by_freq, its gradient is divided by how often tokens occur in the batch")
     return Layout((*index.dims, None), index.frame)
 
 

@@ -132,6 +132,34 @@ def test_time_first_values_may_be_flattened_token_by_token() -> None:
     compare(program, (shared_ids(5, 9),), (shared_ids(4, 4),), (shared_ids(1, 6),))
 
 
+def test_what_is_written_where_a_mask_says_may_be_trained() -> None:
+    def program(m: Odd, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        number, entry, rare = m.table[0, 0], m.table[1, :1], ids > 20
+        x = m.embedding(ids) * 1.0
+        x[rare] = m.table[2]
+        x[ids < 3] = number
+        x[ids[:, 0] > 9] = entry
+        x[..., 1:4][ids == 5] = m.table[3:4, :3]
+        x = x.index_put([rare], number, accumulate=True).index_put([rare], m.table[4], accumulate=True)
+        x[x > 0.3] = entry
+        h = m.block(x)
+        h[rare] = number
+        h[h < -1] = 0
+        return (m.head(h).index_put([ids > 9], entry, accumulate=True),)
+
+    compare(program, (shared_ids(5, 9),), (shared_ids(4, 4),))
+
+
+def test_tokens_may_be_counted_where_no_chunk_needs_the_counts() -> None:
+    def program(m: Odd, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = F.embedding(ids, m.embedding.weight, scale_grad_by_freq=True)
+        return (m.block(x) + F.embedding(ids, m.table, scale_grad_by_freq=True),)
+
+    model = Odd()
+    model.embedding.requires_grad_(False)
+    compare(program, (shared_ids(5, 9),), model=model)
+
+
 def test_tables_at_columns_where_rows_are_padded() -> None:
     """Rows that start at other columns read other rows of a table; values of columns exist where all are padded."""
 
@@ -164,6 +192,16 @@ def heads(m: Odd, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(F.linear(x, m.table[i : i + WIDTH]).unflatten(-1, (2, -1)) for i in (0, 16, 32))
 
 
+def test_gradients_of_means_are_expanded_where_they_are_viewed() -> None:
+    def program(m: Odd, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = m.block(m.embedding(ids))
+        parts = hidden.sin().unflatten(-1, (2, 8)).mean(-1)
+        query, key, value = (one.transpose(1, 2) for one in heads(m, hidden))
+        return parts, F.scaled_dot_product_attention(query, key, value, is_causal=True).mean(1).mean(-1)
+
+    compare(program, (shared_ids(5, 9),))
+
+
 def test_attention_without_a_batch_axis() -> None:
     def program(m: Odd, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value = (one.transpose(0, 1) for one in heads(m, m.embedding(ids)))
@@ -172,6 +210,68 @@ def test_attention_without_a_batch_axis() -> None:
 
     compare(program, (shared_ids(2, 9)[0],), (shared_ids(2, 4)[0],))
     compare(lambda m, ids: program(m, ids[0]), (shared_ids(5, 9),))
+
+
+def test_attention_broadcasts_heads_and_sequences() -> None:
+    """Every way in which query, key and value may differ in sizes; value heads may be wider, too."""
+    numbers = [(2, 1, 2), (2, 2, 1), (1, 2, 2), (1, 1, 2), (4, 1, 1)]
+    grouped = [(4, 2, 1), (4, 1, 2), (6, 2, 3), (2, 1, 1)]
+
+    def program(m: Odd, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, places = m.embedding(ids), m.position(torch.arange(ids.shape[1]))[None]
+
+        def project(y: torch.Tensor, count: int, width: int = 4) -> torch.Tensor:
+            return F.linear(y, m.table[: count * width]).unflatten(-1, (count, width)).transpose(1, 2)
+
+        found = []
+        for counts in numbers:
+            query, key, value = (project(x, count) for count in counts)
+            found.append(F.scaled_dot_product_attention(query, key, value, is_causal=True))
+        for counts in grouped:
+            query, key, value = (project(x, count, 4 + i // 2) for i, count in enumerate(counts))
+            found.append(F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
+        query, key, value = (project(x, count) for count in (4, 2, 1))
+        found.append(
+            F.scaled_dot_product_attention(query, repeated(key, 2), repeated(value, 4).contiguous(), is_causal=True)
+        )
+        for sources in ((x, places, x), (places, x, x), (x, places, places)):
+            query, key, value = (project(y, 2) for y in sources)
+            found.append(F.scaled_dot_product_attention(query, key, value, is_causal=True))
+            found.append(
+                F.scaled_dot_product_attention(*(y[:, 0] for y in (query, key, value)), is_causal=True)[:, None]
+            )
+        return tuple(one.mean(1).mean(-1) for one in found)
+
+    compare(program, (shared_ids(5, 9),), (shared_ids(4, 4),))
+
+
+def repeated(x: torch.Tensor, times: int) -> torch.Tensor:
+    """`repeat_kv`, as models have it."""
+    batch, count, tokens, width = x.shape
+    return x[:, :, None].expand(batch, count, times, tokens, width).reshape(batch, count * times, tokens, width)
+
+
+def test_scales_of_attention_may_be_negative_or_zero() -> None:
+    def program(m: Odd, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        query, key, value = (one.transpose(1, 2) for one in heads(m, m.embedding(ids)))
+        found = []
+        for scale in (-0.7, 0.0, -2):  # causal in three dimensions: in four, torch's kernel gives no numbers
+            first = query[:, 0], key[:, 0], value[:, 0]
+            found.append(F.scaled_dot_product_attention(*first, is_causal=True, scale=scale))
+            found.append(F.scaled_dot_product_attention(query, key, value, mask, scale=scale).mean(1))
+        return tuple(found)
+
+    compare(program, (shared_ids(5, 9),), (shared_ids(4, 4),))
+
+
+def test_attention_of_other_ranks_is_refused() -> None:
+    def program(m: Odd, ids: torch.Tensor) -> torch.Tensor:
+        query, key, value = (one.transpose(1, 2)[:, None] for one in heads(m, m.embedding(ids)))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    with pytest.raises(RefusalError, match="ranks 5, 5 and 5"):
+        torch.compile(program, backend="dta", options=SMALL_CHUNKS)(Odd(), shared_ids(5, 9))
 
 
 def merged_heads(m: Odd, ids: torch.Tensor) -> Any:
@@ -197,6 +297,10 @@ def features_per_token(m: Odd, ids: torch.Tensor) -> Any:
     return m.block(x + x[..., : ids.shape[1]].sum(-1, keepdim=True))
 
 
+def counted_tokens(m: Odd, ids: torch.Tensor) -> Any:
+    return m.block(F.embedding(ids, m.embedding.weight, scale_grad_by_freq=True))
+
+
 def strided_slice(m: Odd, ids: torch.Tensor) -> Any:
     h = F.linear(m.block(m.embedding(ids)), m.table[:WIDTH])[..., :4]
     return torch.as_strided(h, (ids.numel() * 4,), (1,)).cumsum(0)
@@ -208,6 +312,7 @@ REFUSED: list[tuple[Callable[..., Any], str, str]] = [
     (cumulative_table, "accumulates along the token axis", ".cumsum(0)"),
     (matrix_per_sequence, "one value per sequence", "torch.bmm"),
     (features_per_token, "a feature dimension", "x[..., : ids.shape[1]]"),
+    (counted_tokens, "how often tokens occur in the batch", "F.embedding"),
     (strided_slice, "a part or repetition", "torch.as_strided"),
 ]
 

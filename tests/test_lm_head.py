@@ -515,6 +515,61 @@ def test_extreme_logits():
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
+INFINITE = {
+    "the first block": (slice(0, 7), -torch.inf),
+    "the first blocks": (slice(0, 16), -torch.inf),
+    "the last blocks": (slice(12, None), -torch.inf),
+    "every second": (slice(0, None, 2), -torch.inf),
+    "the first block, almost": (slice(0, 7), -1e308),
+    "all": (slice(None), -torch.inf),
+    "one of the first block": (slice(3, 4), torch.inf),
+    "one of the last block": (slice(30, 31), torch.inf),
+}
+
+
+@pytest.mark.parametrize("name", INFINITE)
+@pytest.mark.parametrize("temperature", [None, 0.7])
+def test_infinite_logits(name, temperature):
+    """Log-probs and logsumexps as eager has them, gradients too where it has any; entropies are no numbers in eager."""
+    entries, number = INFINITE[name]
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (4, VOCABULARY))
+    bias = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
+    bias[entries] = number
+    temperature = None if temperature is None else torch.tensor(temperature, dtype=torch.float64)
+    labels = torch.tensor([[8, 25], [21, 11], [17, 9], [11, 27]])
+    trained = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    for outputs in ((0,), (2,), (0, 1, 2)):
+        found = []
+        for function in (dense, blockwise):
+            chosen = [function(hidden, weight, bias, temperature, labels)[i] for i in outputs]
+            tangents = [torch.linspace(-1, 2, value.numel(), dtype=torch.float64).view(value.shape) for value in chosen]
+            chosen += torch.autograd.grad(chosen, trained, tangents) if number < 0 else ()
+            found.append(chosen)
+        for theirs, mine in zip(*found, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-11, equal_nan=True)
+    entropies = [function(hidden, weight, bias, temperature, labels)[3] for function in (dense, blockwise)]
+    torch.testing.assert_close(*entropies, rtol=1e-10, atol=1e-11, equal_nan=True)
+    assert bool(entropies[0].isnan().all()) == (abs(number) == torch.inf)
+
+
+def test_logits_of_masked_entries_are_minus_infinity():
+    class Masked(TinyLM):
+        def __init__(self):
+            super().__init__(layers=1)
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False).double()
+            self.register_buffer("allowed", torch.zeros(VOCABULARY, dtype=torch.float64))
+            self.allowed[:20] = -torch.inf
+
+        def forward(self, ids, mask=None):
+            return super().forward(ids, mask) + self.allowed
+
+    def allowed_labels(logits, labels):
+        return log_softmax(logits, 20 + labels % 11), logits.logsumexp(-1)
+
+    assert_no_logits(compare(Masked(), allowed_labels, outputs=2))
+
+
 @pytest.mark.parametrize("label", [-100, VOCABULARY])
 def test_labels_outside_of_the_vocabulary_are_an_error_as_in_eager(label):
     hidden, weight = torch.randn(1, 5), torch.randn(VOCABULARY, 5)

@@ -28,8 +28,7 @@ def attention(program: Program) -> None:
         _require_token_wise(program, node)
         mask = _mask(program, node, masks)
         query, key, value, _, _, scale = node.args
-        key, value = _true_heads(program, key), _true_heads(program, value)
-        node.args = (query, key, value, None, True, scale)
+        node.args = (query, *_with_true_heads(program, key, value), None, True, scale)
         program.attention.append(_describe(index, node, mask))
 
 
@@ -66,6 +65,8 @@ def mixing_refusal(program: Program, mixed: Mixed) -> RefusalError:
             got=mixed.reason,
             hint="set the model's dropout to 0, or call model.eval()",
         )
+    elif "scale_grad_by_freq" in mixed.reason:
+        hint = "a chunk does not know the counts of the batch: set scale_grad_by_freq=False"
     elif "expert" in where(mixed.node):
         hint = "routing tokens to experts is not supported; options={'fallback': 'dense'} runs it densely"
     elif _leads_to_softmax(mixed.node):
@@ -109,6 +110,12 @@ def _mask(program: Program, node: fx.Node, masks: dict[fx.Node, Mask]) -> Mask |
     if mask not in masks:
         masks[mask] = Mask(program, mask)
     return masks[mask]
+
+
+def _with_true_heads(program: Program, key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Keys and values without the repetition of their heads, if then they still have equal numbers of them."""
+    true_key, true_value = _true_heads(program, key), _true_heads(program, value)
+    return (true_key, true_value) if sizes(true_key)[1] == sizes(true_value)[1] else (key, value)
 
 
 def _true_heads(program: Program, node: fx.Node) -> fx.Node:

@@ -137,21 +137,12 @@ def _branches(program: Program, node: fx.Node) -> list[tuple[Any, Condition]]:
         mask, taken, other = node.args
     elif node.target in FILLS:
         other, mask, taken = node.args
-    elif node.target is aten.index_put.default and _writes_where_a_mask_says(node):
-        other, (mask,), taken = node.args[:3]
     else:
         return []
     layout = _mask_layout(program, node, mask)
     if layout is None:
         return []
     return [(taken, Condition(mask, layout, True)), (other, Condition(mask, layout, False))]
-
-
-def _writes_where_a_mask_says(node: fx.Node) -> bool:
-    """`x[mask] = number`, which the token rules allow for masks of bool only."""
-    indices = node.args[1]
-    is_mask = len(indices) == 1 and indices[0] is not None and indices[0].meta["val"].dtype is torch.bool
-    return is_mask and not argument(node, 3, "accumulate")
 
 
 def _mask_layout(program: Program, node: fx.Node, mask: fx.Node) -> Layout | None:

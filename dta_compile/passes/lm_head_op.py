@@ -6,7 +6,7 @@ For logits `z = (hidden @ weight.T + bias) / temperature`, `[rows, V]`, the oper
     logit      [rows, K]  `z[labels]`
     log_sum    [rows]     `logsumexp(z - largest)`
     mean       [rows]     the expectation of `z - largest` (empty unless asked for): the entropy is `log_sum - mean`
-    largest    [rows]     `z.amax(1)`, to be taken as a constant: `logsumexp(z)` is `largest + log_sum`
+    largest    [rows]     `z.amax(1)`, to be taken as a constant: `logsumexp(z)` is `largest + log_sum`; 0 if infinite
 
 in `dtype`, without ever holding z: the runtime goes over the vocabulary block by block, in the forward and again in the
 backward, which keeps `hidden`, `labels` and two or three numbers a row. They are relative to `largest`, since what is

@@ -23,10 +23,12 @@ from torch.utils import _pytree as pytree
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes import decompositions, opaque, row_loops
+from dta_compile.passes.attention_capture import capture_attention
 from dta_compile.passes.draws import DrawCapture, drawing
 from dta_compile.passes.gradient_flow import CapturedInterpreter, Flow, GradientFlow, gradient_flow, tensors, whole
+from dta_compile.passes.masked_writes import select_masked_writes
 from dta_compile.passes.new_values import write_to_new_values
-from dta_compile.passes.program import Input, InputKind, Program, output_node, where, where_now
+from dta_compile.passes.program import Input, InputKind, Program, output_node, where
 from dta_compile.passes.size_nodes import sizes_from_inputs
 
 aten = torch.ops.aten
@@ -74,6 +76,8 @@ def lower(program: Program) -> None:
     decompositions.spell_out_constructors(module.graph)
     decompositions.drop_empty_parts(module.graph)
     row_loops.undo_row_loops(module.graph)
+    select_masked_writes(module.graph)
+    _forget_counts(module.graph, program)
     sizes_from_inputs(module.graph)
     module.graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
     module.recompile()
@@ -97,6 +101,15 @@ def _refuse_gradients_switched_on(captured: fx.GraphModule, flow: GradientFlow) 
                 got="torch.enable_grad() inside of a call under torch.no_grad()",
                 hint="put torch.enable_grad() around the call of the compiled function",
             )
+
+
+def _forget_counts(graph: fx.Graph, program: Program) -> None:
+    """An embedding that gets no gradient does not scale it by how often tokens occur."""
+    placeholders = zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True)
+    trained = {node for node, spec in placeholders if spec.requires_grad and program.training}
+    for node in graph.find_nodes(op="call_function", target=aten.embedding.default):
+        if node.args[0].op == "placeholder" and node.args[0] not in trained:
+            node.args = node.args[:3]
 
 
 def _readable(source: str) -> str:
@@ -144,7 +157,7 @@ class _AttentionCapture(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return _capture_attention(*args, **kwargs)
+            return capture_attention(*args, **kwargs)
         if func in (F.dropout, torch.dropout) and _dropout_is_identity(*args, **kwargs):
             return args[0] if args else kwargs["input"]
         if func in MATMULS and not kwargs and _broadcasts(*args):
@@ -168,46 +181,6 @@ def _matmul_without_expanding(left: torch.Tensor, right: torch.Tensor) -> torch.
 
 def _dropout_is_identity(input: Any, p: float = 0.5, train: Any = True, *args: Any, **kwargs: Any) -> bool:
     return p == 0 or not kwargs.get("training", train)
-
-
-def _capture_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    if dropout_p:
-        raise RefusalError(
-            "attention dropout cannot run over a prefix tree: every rollout would need its own random mask",
-            where=where_now(),
-            expected="dropout_p=0.0",
-            got=f"dropout_p={dropout_p}",
-            hint="set the model's attention dropout to 0, or call model.eval()",
-        )
-    if query.dim() == 3:
-        # A constant in front counts the heads of one sequence; another size counts sequences of one head.
-        dim = 0 if isinstance(query.shape[0], int) else 1
-        mask = attn_mask.unsqueeze(dim) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
-        query, key, value = (tensor.unsqueeze(dim) for tensor in (query, key, value))
-        return _capture_attention(query, key, value, mask, 0.0, is_causal, scale, enable_gqa).squeeze(dim)
-    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-        raise RefusalError(
-            "attention over tensors of this rank is not supported",
-            where=where_now(),
-            expected="query, key and value of shape [batch, heads, tokens, head_dim]",
-            got=f"rank {query.dim()}",
-        )
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    device = query.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        # The real operator is on autocast's lower-precision list; the opaque one has to say so itself.
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = (t if t.dtype is torch.float64 else t.to(dtype) for t in (query, key, value))
-    return torch.ops.dta.attention_call(query, key, value, attn_mask, is_causal, scale)
 
 
 class _DetachingInterpreter(CapturedInterpreter):

@@ -63,7 +63,6 @@ RULES: dict[Any, str] = {
     aten.slice_scatter.default: "_slice_scatter",
     aten.select_scatter.default: "_select_scatter",
     aten.index.Tensor: "_index",
-    aten.index_put.default: "_index_put",
     aten.index_select.default: "_index_select",
     aten.gather.default: "_gather",
     aten.embedding.default: "_embedding",
@@ -279,17 +278,6 @@ class Elements(Entries):
         if at is None:
             return None
         return self._written(base, part, index, dim, at, sympy.Integer(1), keeps_dim=False)
-
-    def _index_put(self, node: fx.Node, index: Indices) -> Term | None:
-        """`x[mask] = number`, where whole dimensions may come before the mask."""
-        base, (*whole, mask), value = node.args[:3]
-        is_mask = mask is not None and mask.meta["val"].dtype is torch.bool and all(pick is None for pick in whole)
-        if not is_mask or value.meta["val"].numel() != 1 or argument(node, 3, "accumulate"):
-            return None
-        written = self._cast(self._aligned(value, index), base.meta["val"].dtype)
-        first = len(whole)
-        is_picked = self.entry(mask, index[first : first + mask.meta["val"].dim()])
-        return self._chosen(is_picked, written, self.entry(base, index))
 
     def _written(
         self,

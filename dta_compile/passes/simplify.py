@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.passes.nodes import call
+from dta_compile.passes.nodes import call, is_pointwise
+from dta_compile.passes.storage import same_memory_format
 
 aten = torch.ops.aten
 TRANSPOSITIONS = (aten.t.default, aten.transpose.int)
@@ -25,10 +26,29 @@ def simplify(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         with graph.inserting_before(node):
             replacement = next(filter(None, (rule(node) for rule in RULES)), None)
-        if replacement is not None:
+        if replacement is not None and _fits(node, replacement):
             replacement.meta = {**node.meta, **replacement.meta}
             node.replace_all_uses_with(replacement)
     graph.eliminate_dead_code()
+
+
+def _fits(node: fx.Node, replacement: fx.Node) -> bool:
+    """Whether what reads a value finds it in memory as it was traced, or does not mind.
+
+    What is not expanded any more may have been viewed in ways in which an expanded value cannot be.
+    """
+    value = replacement.meta["val"]
+    return same_memory_format(value, node.meta["val"]) or all(
+        _keeps_its_result(user, node, value) for user in node.users
+    )
+
+
+def _keeps_its_result(user: fx.Node, node: fx.Node, value: torch.Tensor) -> bool:
+    """Whether an operator's result stays what it is, its place in memory included, with `value` for a node."""
+    if not is_pointwise(user):
+        return False
+    args, kwargs = fx.node.map_arg((user.args, user.kwargs), lambda arg: value if arg is node else arg.meta["val"])
+    return same_memory_format(user.target(*args, **kwargs), user.meta["val"])
 
 
 def _aliased(node: fx.Node) -> fx.Node | None:

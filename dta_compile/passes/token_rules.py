@@ -87,6 +87,8 @@ def embedding(node: fx.Node, arguments: Arguments) -> Layout:
     table, index = arguments[node.args[0]], arguments[node.args[1]]
     if table.labelled:
         raise MixesTokens("it looks up rows of a table that is itself computed per token")
+    if argument(node, 3, "scale_grad_by_freq"):
+        raise MixesTokens("with scale_grad_by_freq, its gradient is divided by how often tokens occur in the batch")
     return Layout((*index.dims, None), index.frame)
 
 
@@ -107,17 +109,11 @@ def index_tensor(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def index_put(node: fx.Node, arguments: Arguments) -> Layout:
-    """`x[..., index] = y` over features with constant indices, and `x[mask] = number`."""
+    """`x[..., index] = y` over features with constant indices; `masked_writes` has what can be done with masks."""
     source, indices, value = node.args[:3]
     target, given = arguments[source], arguments[value]
-    first = indices[0]
-    if first is not None and first.meta["val"].dtype is torch.bool:
-        mask = arguments[first]
-        if len(indices) > 1 or any(size != 1 for size in sizes(value)):
-            raise MixesTokens("it writes different values where a mask says")
-        if mask.dims != target.dims[: len(mask.dims)]:
-            raise MixesTokens("it writes where a mask with other axes says")
-        return Layout(target.dims, unify_frames([target.frame, mask.frame]))
+    if any(index is not None and index.meta["val"].dtype is torch.bool for index in indices):
+        raise MixesTokens("it writes different values where a mask says")
     written = index_tensor(node, arguments)
     if any(arguments[index].labelled for index in indices if index is not None) or written.frame != target.frame:
         raise MixesTokens("it writes at indices that differ between tokens")

@@ -2,7 +2,8 @@
 
 The forward is an online softmax (Milakov and Gimelshein, 2018): it keeps each row's largest logit m, the sum s of
 `exp(z - m)` and, for the mean, the sum t of `exp(z - m) * (z - m)`, and rescales them when a block raises m. Then
-`log_sum = log(s)` and `mean = t / s`. The backward computes every block's logits again.
+`log_sum = log(s)` and `mean = t / s`. Where m is infinite, 0 takes its place. The backward computes every block's
+logits again.
 """
 
 from __future__ import annotations
@@ -73,12 +74,14 @@ def linear_log_prob(
             inside, columns = head.places(block)
             logit = torch.where(inside, logits.gather(1, columns), logit)
         new = torch.maximum(largest, logits.amax(1, keepdim=True))
-        drop = largest - new
+        base = _finite(new)
+        drop = largest - base
         rescale = drop.exp()
-        logits.sub_(new)
+        logits.sub_(base)
         if wants_mean:
-            # Before the first block the drop is infinite, and nothing was summed that it could matter to.
-            products = torch.where(exps > 0, (products + drop * exps) * rescale, products)
+            # Before the first block with finite logits the drop is infinite, and nothing was summed that it could
+            # matter to. A drop may be as large as numbers get: it shrinks before it multiplies.
+            products = torch.where(exps > 0, products * rescale + exps * (drop * rescale), products)
             block_exps = logits.exp()
             products += logits.mul_(block_exps).sum(1, keepdim=True)
         else:
@@ -86,9 +89,16 @@ def linear_log_prob(
         exps = exps * rescale + block_exps.sum(1, keepdim=True)
         largest = new
         del logits, block_exps
-    log_sum = exps.log()
+    log_sum, base = exps.log(), _finite(largest)
     mean = (products / exps)[:, 0] if wants_mean else hidden.new_empty((0,), dtype=dtype)
-    return (logit - largest) - log_sum, logit, log_sum[:, 0], mean, largest[:, 0]
+    # As torch has it, where the sum is infinite `logsumexp` is, too, and all of `log_softmax` is NaN.
+    log_prob = ((logit - base) - log_sum).masked_fill_(log_sum.isinf(), torch.nan)
+    return log_prob, logit, log_sum[:, 0], mean, base[:, 0]
+
+
+def _finite(largest: torch.Tensor) -> torch.Tensor:
+    """What to subtract from logits: 0 where all are -inf so far, or one is inf, which minus itself is no number."""
+    return largest.masked_fill(largest.isinf(), 0)
 
 
 def linear_log_prob_backward_(

@@ -13,13 +13,15 @@ from typing import Any, NoReturn
 import torch
 import torch._dynamo
 from torch import fx
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch.fx.experimental import _config as symbolic_shape_config
 
 from dta_compile.errors import RefusalError
 
-DEFAULT_DUCK_SHAPE = symbolic_shape_config.use_duck_shape
 MARKED = "_dta_marked_dynamic"
+# What `use_duck_shape` was before the trace now running, if that is one with a symbol for every dimension.
+_duck_shapes_before: list[bool] = []
 EVAL_FRAME = torch._dynamo.eval_frame.__file__
 
 
@@ -74,15 +76,24 @@ def trace_again_without_duck_shapes(already: bool) -> NoReturn:
             got="one symbol for both",
             hint="pass dynamic=True to torch.compile, or make the first call with different sizes",
         )
-    symbolic_shape_config.use_duck_shape = False  # until that trace reaches the backend
+    if _restore not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(_restore)  # for a trace that fails
+    _duck_shapes_before.append(symbolic_shape_config.use_duck_shape)
+    symbolic_shape_config.use_duck_shape = False
     raise TensorifyScalarRestartAnalysis("dta: trace with a symbol for every dimension")
 
 
 def restore_duck_shapes() -> bool:
-    """Undo `trace_again_without_duck_shapes` once its trace is here; whether this is that trace."""
-    without = DEFAULT_DUCK_SHAPE and not symbolic_shape_config.use_duck_shape
-    symbolic_shape_config.use_duck_shape = DEFAULT_DUCK_SHAPE
+    """Undo `trace_again_without_duck_shapes` once its trace is here; whether dimensions have symbols of their own."""
+    without = not symbolic_shape_config.use_duck_shape
+    _restore()
     return without
+
+
+def _restore(*_: Any) -> None:
+    """Give `use_duck_shape` its value from before; Dynamo calls this at the end of every compilation."""
+    if _duck_shapes_before:
+        symbolic_shape_config.use_duck_shape = _duck_shapes_before.pop()
 
 
 def unify_equal_sizes(graph: fx.Graph) -> None:

@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import counters
 from torch.fx.experimental import _config as symbolic_shape_config
 from torch.utils.checkpoint import checkpoint
 
 import dta_compile
-from dta_compile import records
+from dta_compile import capture, records
 from dta_compile.errors import OptionError, RefusalError, VerificationError
 from tests.tiny import (
     SMALL_CHUNKS,
@@ -370,9 +371,19 @@ def test_gradient_checkpointing_of_transformers():
     check(model, dta(function), function, shared_ids())
 
 
-def test_nothing_leaks_into_other_compilations(model):
+@pytest.mark.parametrize("duck_shapes", [True, False])
+def test_nothing_leaks_into_other_compilations(model, duck_shapes):
     """Telling B = S apart needs a setting that all of torch shares."""
-    dta(model)(shared_ids(6, 6))
+    with symbolic_shape_config.patch(use_duck_shape=duck_shapes):
+        dta(model)(shared_ids(6, 6))
+        assert symbolic_shape_config.use_duck_shape is duck_shapes
+
+
+def test_a_trace_that_fails_leaves_nothing_behind():
+    with pytest.raises(RestartAnalysis):
+        capture.trace_again_without_duck_shapes(already=False)
+    assert not symbolic_shape_config.use_duck_shape
+    torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(2))
     assert symbolic_shape_config.use_duck_shape
 
 

@@ -216,10 +216,16 @@ def test_graphs_can_be_dumped(tmp_path, monkeypatch):
     monkeypatch.setenv("DTA_DEBUG", str(tmp_path))
     torch._dynamo.reset()
     model = Model(window=99)
-    torch.compile(model, backend="dta")(torch.randint(0, VOCABULARY, (2, 7)), torch.ones(2, 7, dtype=torch.bool))
-    dumped = sorted(path.name for path in tmp_path.iterdir())
-    assert dumped == sorted(f"{i}_{step.__name__}.txt" for i, step in enumerate(PASSES))
-    assert "addmm_" in (tmp_path / f"{PASSES.index(accumulate)}_accumulate.txt").read_text()
+    compiled = torch.compile(model, backend="dta")
+    inputs = torch.randint(0, VOCABULARY, (2, 7)), torch.ones(2, 7, dtype=torch.bool)
+    compiled(*inputs)
+    with torch.no_grad():
+        compiled(*inputs)
+    folders = sorted(tmp_path.iterdir())
+    assert [folder.name for folder in folders] == ["graph_000", "graph_001"]
+    names = [f"{i:02d}_{step.__name__}.txt" for i, step in enumerate(PASSES)]
+    assert all(sorted(path.name for path in folder.iterdir()) == sorted(names) == names for folder in folders)
+    assert "addmm_" in (folders[0] / names[PASSES.index(accumulate)]).read_text()
 
 
 def test_a_token_rule_needs_an_operator():

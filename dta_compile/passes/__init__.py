@@ -19,6 +19,7 @@ in_place      results written over what dies with them
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import pathlib
@@ -68,23 +69,32 @@ PASSES: tuple[Pass, ...] = (
 logger = logging.getLogger("dta_compile")
 
 
-def run_passes(program: Program, passes: Sequence[Pass] = PASSES, batch: int = 0) -> Program:
-    """Run passes in order, timing each; `DTA_DEBUG=<directory>` writes the graphs after every pass there."""
-    directory = os.environ.get("DTA_DEBUG")
+def run_passes(program: Program, passes: Sequence[Pass] = PASSES) -> Program:
+    """Run passes in order, timing each; `DTA_DEBUG=<directory>` writes graphs after every pass to a folder there."""
+    folder = _new_folder(os.environ.get("DTA_DEBUG"))
     for number, step in enumerate(passes, len(PASSES) - len(passes)):
         start = time.perf_counter()
         step(program)
         program.timings[step.__name__] = time.perf_counter() - start
-        if directory:
-            _dump(program, pathlib.Path(directory), f"{number}_{step.__name__}" + f"_batch_{batch}" * (batch > 0))
+        if folder is not None:
+            _dump(program, folder / f"{number:02d}_{step.__name__}.txt")
     logger.debug("passes: %s", {name: f"{seconds:.2f} s" for name, seconds in program.timings.items()})
     if program.rest is not None:
-        run_passes(program.rest, PASSES[PASSES.index(token_axis) :], batch + 1)
+        run_passes(program.rest, PASSES[PASSES.index(token_axis) :])
     return program
 
 
-def _dump(program: Program, directory: pathlib.Path, name: str) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
+def _new_folder(directory: str | None) -> pathlib.Path | None:
+    """`graph_000` for the first graph that is compiled, and so on; None without a directory."""
+    if not directory:
+        return None
+    numbers = (pathlib.Path(directory) / f"graph_{number:03d}" for number in itertools.count())
+    folder = next(path for path in numbers if not path.exists())
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _dump(program: Program, file: pathlib.Path) -> None:
     modules = {
         "lowered": program.module,
         "chunk": program.chunk,
@@ -97,4 +107,4 @@ def _dump(program: Program, directory: pathlib.Path, name: str) -> None:
         pieces = program.joint.generated.pieces.values()
         modules |= {piece.__name__: piece.body for each in pieces for piece in each}
     text = "\n\n".join(f"# {part}\n{module.graph}" for part, module in modules.items() if module is not None)
-    (directory / f"{name}.txt").write_text(text)
+    file.write_text(text)

@@ -66,13 +66,14 @@ def lower(program: Program) -> None:
     flow = gradient_flow(captured)
     _refuse_gradients_switched_on(captured, flow)
     program.inputs = [_describe(i, node, flow.follows(node)) for i, node in enumerate(placeholders)]
-    module = _trace(program, flow, functional=False)
-    if not write_to_new_values(module.graph):
-        module = _trace(program, flow, functional=True)  # takes half as long again, for models that write in place
+    with opaque.captured():
+        module = _trace(program, flow, functional=False)
+        if not write_to_new_values(module.graph):
+            module = _trace(program, flow, functional=True)  # takes half as long again, for models that write in place
+        opaque.embed(module)
     for node in module.graph.find_nodes(op="call_function", target=STOP_GRADIENT):
         node.target = aten.detach.default
     _flatten_output(module)
-    opaque.embed(module)
     decompositions.spell_out_constructors(module.graph)
     decompositions.drop_empty_parts(module.graph)
     row_loops.undo_row_loops(module.graph)

@@ -6,6 +6,7 @@ that runs the function with the user's own backward. It has no token-wise rule, 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,13 +73,22 @@ def capture(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     return results if call.returns_tuple else results[0]
 
 
+@contextlib.contextmanager
+def captured() -> Iterator[None]:
+    """In which graphs are traced and embedded; calls of one that fails half-way are forgotten."""
+    try:
+        yield
+    finally:
+        _calls.clear()
+
+
 @torch.library.register_fake("dta_opaque::call", lib=LIBRARY)
 def _call_fake(tensors: list[torch.Tensor], sizes: list[Any], index: int) -> list[torch.Tensor]:
     return _calls[index].shapes(tensors, sizes)
 
 
 def embed(module: fx.GraphModule) -> None:
-    """Turn the opaque operators of a lowered graph into submodules, and forget the calls."""
+    """Turn the opaque operators of a lowered graph into submodules."""
     for node in list(module.graph.nodes):
         if node.target is CALL:
             name = f"autograd_function_{node.args[2]}"
@@ -88,7 +98,6 @@ def embed(module: fx.GraphModule) -> None:
             call.meta = dict(node.meta)
             node.replace_all_uses_with(call)
             module.graph.erase_node(node)
-    _calls.clear()
 
 
 def _placeholder(arg: Any) -> Any:

@@ -56,7 +56,8 @@ class Engine:
     def calibration(self, device: torch.device) -> Calibration:
         """What runs of this model have taken so far."""
         if self._calibration is None:
-            self._calibration = Calibration.load(self.program, device, self.options)
+            chosen = "" if self.options.attention == "auto" else self.options.attention
+            self._calibration = Calibration.load(self.program, device, self.options, chosen)
         return self._calibration
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.mask_proof import Mask
-from dta_compile.passes.other_batches import programs_of
+from dta_compile.passes.cuts.other_batches import programs_of
+from dta_compile.passes.masks.proof import Mask
 from dta_compile.passes.program import AttentionLayer, ChunkInput, FrontierValue, MaskClass, Program, has_tensor
 from dta_compile.plan import Plan
 from dta_compile.runtime.engine import Engine

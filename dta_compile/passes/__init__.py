@@ -26,23 +26,23 @@ import pathlib
 import time
 from collections.abc import Callable, Sequence
 
-from dta_compile.passes.accumulate import accumulate
-from dta_compile.passes.attention import attention
-from dta_compile.passes.chunk_graph import chunk_graph
-from dta_compile.passes.codegen import codegen
-from dta_compile.passes.dense_graphs import dense_graphs
-from dta_compile.passes.head_rows import head_rows
-from dta_compile.passes.in_place import in_place
-from dta_compile.passes.input_sizes import input_sizes
-from dta_compile.passes.joint import joint
-from dta_compile.passes.lm_head import lm_head
-from dta_compile.passes.lower import lower
-from dta_compile.passes.other_batches import other_batches
-from dta_compile.passes.prefix_key import prefix_key
+from dta_compile.passes.axes.input_sizes import input_sizes
+from dta_compile.passes.axes.token_axis import token_axis
+from dta_compile.passes.axes.token_rules import register_token_rule
+from dta_compile.passes.chunk.chunk_graph import chunk_graph
+from dta_compile.passes.chunk.lm_head import lm_head
+from dta_compile.passes.cuts.dense_graphs import dense_graphs
+from dta_compile.passes.cuts.head_rows import head_rows
+from dta_compile.passes.cuts.other_batches import other_batches
+from dta_compile.passes.cuts.prefix_key import prefix_key
+from dta_compile.passes.cuts.regions import regions
+from dta_compile.passes.fusion.codegen import codegen
+from dta_compile.passes.gradients.accumulate import accumulate
+from dta_compile.passes.gradients.joint import joint
+from dta_compile.passes.lowering.lower import lower
+from dta_compile.passes.masks.attention import attention
+from dta_compile.passes.memory.in_place import in_place
 from dta_compile.passes.program import GraphWithoutAttention, Program
-from dta_compile.passes.regions import regions
-from dta_compile.passes.token_axis import token_axis
-from dta_compile.passes.token_rules import register_token_rule
 
 __all__ = ["PASSES", "GraphWithoutAttention", "Program", "register_token_rule", "run_passes"]
 

@@ -13,11 +13,11 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.mask_terms import Term, shown
+from dta_compile.passes.masks.terms import Term, shown
 
 if TYPE_CHECKING:
-    from dta_compile.passes.joint import JointGraphs
-    from dta_compile.passes.mask_proof import Mask
+    from dta_compile.passes.gradients.joint import JointGraphs
+    from dta_compile.passes.masks.proof import Mask
 
 TORCH_FOLDER = str(pathlib.Path(torch.__file__).parent)
 

@@ -11,8 +11,6 @@ from dta_compile.plan.order import leaf_order
 from dta_compile.plan.plan import Estimates, Plan, ReplayCounts, Stats, make_plan, plan
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule
 from dta_compile.plan.prefix_tree import PrefixTree
-from dta_compile.plan.rollout_pool import Rollout, RolloutBatch, RolloutTreeStats
-from dta_compile.plan.rollout_tree import RolloutTree
 from dta_compile.plan.schedule import (
     Anchor,
     Attach,
@@ -51,10 +49,6 @@ __all__ = [
     "Rectangle",
     "ReplayCounts",
     "Restore",
-    "Rollout",
-    "RolloutBatch",
-    "RolloutTree",
-    "RolloutTreeStats",
     "Schedule",
     "Segment",
     "Simulation",

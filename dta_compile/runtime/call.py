@@ -13,20 +13,20 @@ import sympy
 import torch
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.passes.attention_op import statistics_dtype
+from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.passes.program import Axis, FrontierValue
 from dta_compile.plan import Footprint, Limits, Plan, make_plan, peak_bytes
 from dta_compile.plan.prefix_tree import PrefixTree
 from dta_compile.plan.schedule import Anchor, Backward, Forward
 from dta_compile.runtime import replay
-from dta_compile.runtime.dense_inputs import gathered, key_codes, used_tokens
 from dta_compile.runtime.executor import ChunkData, Executor
 from dta_compile.runtime.masks import ReadMasks, read_masks
-from dta_compile.runtime.memory import default_budget, keep_freed_pages
-from dta_compile.runtime.row_buffer import RowBuffer
-from dta_compile.runtime.rows import BatchRows, BatchTokens, Booleans, Integers
+from dta_compile.runtime.measure.budget import default_budget, keep_freed_pages
+from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Booleans, Integers
+from dta_compile.runtime.rows.buffers import RowBuffer
+from dta_compile.runtime.rows.dense import gathered, key_codes, used_tokens
+from dta_compile.runtime.rows.upload import upload
 from dta_compile.runtime.stack import PathStack
-from dta_compile.runtime.upload import upload
 
 if TYPE_CHECKING:
     from dta_compile.runtime.engine import Engine

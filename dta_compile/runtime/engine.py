@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
+from dta_compile.capture.as_captured import as_captured
 from dta_compile.errors import RefusalError
 from dta_compile.options import Options
 from dta_compile.passes import Program
-from dta_compile.passes.as_captured import as_captured
 from dta_compile.plan import Plan
 from dta_compile.runtime import interception
-from dta_compile.runtime.calibration import Calibration
 from dta_compile.runtime.call import Call
-from dta_compile.runtime.dense_inputs import Sizes
+from dta_compile.runtime.measure.calibration import Calibration
+from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.reference import self_check, verified
 from dta_compile.runtime.replay import ReplayCache
-from dta_compile.runtime.stopwatch import Stopwatch
+from dta_compile.runtime.rows.dense import Sizes
 from dta_compile.runtime.transparent import TreeFunction, no_autocast
 
 logger = logging.getLogger("dta_compile")

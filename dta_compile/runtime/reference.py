@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from dta_compile.capture.as_captured import as_captured
 from dta_compile.errors import DTAError, VerificationError
-from dta_compile.passes.as_captured import as_captured
-from dta_compile.passes.layouts import is_tensor
-from dta_compile.passes.other_batches import programs_of
+from dta_compile.passes.axes.layouts import is_tensor
+from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.program import Program, ancestors
-from dta_compile.runtime.memory import default_budget
+from dta_compile.runtime.measure.budget import default_budget
 from dta_compile.runtime.sample import NotSampled, indices_from_values, sample
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.attention_op import statistics_dtype
-from dta_compile.passes.layouts import expression, is_tensor
+from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.passes.axes.layouts import expression, is_tensor
 from dta_compile.passes.program import Program
 from dta_compile.plan import PrefixTree
 

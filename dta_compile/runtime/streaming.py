@@ -14,12 +14,12 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError, RuntimeContractError
-from dta_compile.passes.attention_op import statistics_dtype
+from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
 from dta_compile.passes.program import Mixed, Program, has_tensor, where
-from dta_compile.passes.row_epilogue import row_dim, row_layout
 from dta_compile.runtime.interception import intercept
-from dta_compile.runtime.row_buffer import PathRows
-from dta_compile.runtime.row_gradients import RowGradients
+from dta_compile.runtime.rows.buffers import PathRows
+from dta_compile.runtime.rows.gradients import RowGradients
 from dta_compile.runtime.stand_in import StandIns, tensors_of
 from dta_compile.runtime.transparent import finished_gradients, gradient_of_cache, no_autocast, prepare_accumulators
 

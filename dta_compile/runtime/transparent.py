@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.passes.attention_op import statistics_dtype
+from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.passes.program import FrontierValue
 from dta_compile.plan import Op, Plan
 from dta_compile.runtime.call import Call
 from dta_compile.runtime.executor import Executor
-from dta_compile.runtime.row_buffer import AllRows
+from dta_compile.runtime.rows.buffers import AllRows
 
 logger = logging.getLogger("dta_compile")
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.plan import Chunk, PrefixTree, Segment, Slice, segments
 from dta_compile.runtime.attention import cpu, cpu_parts
+from dta_compile.runtime.attention.chunk_shape import ChunkShape
 from dta_compile.runtime.attention.cpu import FlashCPU
-from dta_compile.runtime.attention.providers import ChunkShape, Reference
+from dta_compile.runtime.attention.reference import Reference
 from dta_compile.runtime.stack import PathStack
 
 TIGHT = 1e-12

@@ -23,7 +23,8 @@ import torch
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.passes.program import AttentionLayer
 from dta_compile.plan import ReplayCounts
-from dta_compile.runtime.attention.providers import ChunkTable, Operands
+from dta_compile.runtime.attention.chunk_shape import ChunkTable
+from dta_compile.runtime.attention.interface import Operands
 from dta_compile.runtime.rows.upload import upload
 from dta_compile.runtime.stack import PathStack
 

@@ -8,7 +8,9 @@ import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.passes.program import AttentionLayer
-from dta_compile.runtime.attention.providers import ChunkShape, ChunkTable, Operands, Provider, provider_for
+from dta_compile.runtime.attention.chunk_shape import ChunkShape, ChunkTable
+from dta_compile.runtime.attention.interface import Operands, Provider
+from dta_compile.runtime.attention.providers import provider_for
 
 
 class PathStack:

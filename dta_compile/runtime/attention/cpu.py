@@ -6,15 +6,11 @@ the merged output and log-sum-exp, the backward of each part is exact by itself.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.runtime.attention.cpu_parts import Part, parts_of
-
-if TYPE_CHECKING:
-    from dta_compile.runtime.attention.providers import Operands, Tensors
+from dta_compile.runtime.attention.interface import Operands, Tensors
 
 __all__ = ["FlashCPU"]
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
-
-if TYPE_CHECKING:
-    from dta_compile.runtime.attention.providers import Operands, Provider, Tensors
+from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
 
 __all__ = ["TritonAttention", "make"]
 

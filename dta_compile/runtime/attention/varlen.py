@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,10 +18,9 @@ import torch
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.plan.segments import Rectangle
 from dta_compile.runtime.attention.chunk_shape import ChunkShape
+from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
+from dta_compile.runtime.attention.reference import Reference
 from dta_compile.runtime.rows.upload import upload
-
-if TYPE_CHECKING:
-    from dta_compile.runtime.attention.providers import Operands, Provider, Tensors
 
 __all__ = ["VarlenAttention", "VarlenKernel", "make_flash_attn", "make_varlen"]
 
@@ -118,7 +117,7 @@ class VarlenAttention:
 
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         if _is_windowed(x):
-            return _plain().forward(x)
+            return Reference().forward(x)
         first, *others = _calls(x)
         query, keys_of = _tokens_first(x.query), _KeysAndValues(x)
         part, logsumexp = self.kernel.forward(query, *keys_of(first), first)
@@ -147,7 +146,7 @@ class VarlenAttention:
         prefix_value_grad: torch.Tensor,
     ) -> Tensors:
         if _is_windowed(x):
-            return _plain().backward(grad, out, logsumexp, x, prefix_key_grad, prefix_value_grad)
+            return Reference().backward(grad, out, logsumexp, x, prefix_key_grad, prefix_value_grad)
         keys_of = _KeysAndValues(x)
         grad, query, out = (_tokens_first(tensor).contiguous() for tensor in (grad, x.query, out))
         dtype = statistics_dtype(x.query.dtype)
@@ -241,12 +240,6 @@ def _add(total: torch.Tensor, rows: torch.Tensor | None, part: torch.Tensor) -> 
 
 def _is_windowed(x: Operands) -> bool:
     return 0 < x.window < x.chunk.height
-
-
-def _plain() -> Provider:
-    from dta_compile.runtime.attention.providers import Reference
-
-    return Reference()
 
 
 class _TorchKernel:

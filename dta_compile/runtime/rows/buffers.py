@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -47,6 +48,18 @@ class Rows:
             target[start:stop] = values[: self.count]
         else:
             target.index_copy_(0, self.index[: self.count], values[: self.count])
+
+
+@dataclasses.dataclass
+class Gathered:
+    """A dense value that chunks read row by row: `values [N, *features]` and, for every row, which entry it reads."""
+
+    values: torch.Tensor
+    index: torch.Tensor
+
+    def read(self, rows: Rows) -> torch.Tensor:
+        """`[c, *features]` for some rows."""
+        return self.values.index_select(0, rows.read(self.index))
 
 
 def padded(numbers: IntArray, size: int) -> IntArray:

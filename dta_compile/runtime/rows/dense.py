@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from dta_compile.passes.program import Axis, ChunkInput, Frame, FrontierValue, Layout, Program
-from dta_compile.runtime.executor import Gathered
 from dta_compile.runtime.rows.batch_rows import BatchRows, Booleans, Integers, codes_of
+from dta_compile.runtime.rows.buffers import Gathered
 from dta_compile.runtime.rows.upload import upload
 
 

@@ -16,17 +16,13 @@ from torch import fx
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION
 from dta_compile.passes.axes.layouts import sizes
+from dta_compile.passes.graphs.nodes import is_uniform
 from dta_compile.passes.program import Axis, ChunkInput, InputKind, Layout, Program, has_tensor, where
 
 aten = torch.ops.aten
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 TAKES_A_TENSOR = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor)
-
-
-def is_uniform(node: fx.Node) -> bool:
-    """One number in every entry: chunks make their own, of their own size."""
-    return node.target is aten.full.default and not isinstance(node.args[1], fx.Node)
 
 
 def chunk_graph(program: Program) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from torch import fx
 
 from dta_compile.passes.graphs.nodes import call
+from dta_compile.passes.graphs.operators import IN_PLACE_VARIANTS
 from dta_compile.passes.graphs.storage import same_memory_format, view_source
-from dta_compile.passes.memory.in_place import VARIANTS
 from dta_compile.passes.program import writes_in_place
 
-FUNCTIONAL = {variant: operator for operator, variant in VARIANTS.items()}
+FUNCTIONAL = {variant: operator for operator, variant in IN_PLACE_VARIANTS.items()}
 
 
 def write_to_new_values(graph: fx.Graph) -> bool:

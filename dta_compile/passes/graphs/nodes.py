@@ -32,6 +32,11 @@ def is_pointwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags and not writes_in_place(node)
 
 
+def is_uniform(node: fx.Node) -> bool:
+    """Whether a value has one number in every entry: chunks make their own, of their own size."""
+    return node.target is aten.full.default and not isinstance(node.args[1], fx.Node)
+
+
 def swaps(node: fx.Node) -> bool:
     """Whether a transposition of a matrix is one: it may name the same dimension twice, or leave the order."""
     if node.target is aten.t.default:

@@ -11,23 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from dta_compile.passes.graphs.operators import IN_PLACE_VARIANTS
 from dta_compile.passes.graphs.storage import owner, same_memory_format, storages
 from dta_compile.passes.program import Program, has_tensor, writes_in_place
 
 aten = torch.ops.aten
-VARIANTS = {
-    aten.add.Tensor: aten.add_.Tensor,
-    aten.add.Scalar: aten.add_.Scalar,
-    aten.sub.Tensor: aten.sub_.Tensor,
-    aten.mul.Tensor: aten.mul_.Tensor,
-    aten.mul.Scalar: aten.mul_.Scalar,
-    aten.div.Tensor: aten.div_.Tensor,
-    aten.div.Scalar: aten.div_.Scalar,
-    aten.exp.default: aten.exp_.default,
-    aten.neg.default: aten.neg_.default,
-    aten.scatter_add.default: aten.scatter_add_.default,
-    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
-}
 COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 
 
@@ -46,10 +34,10 @@ def _write_over_dying(graph: fx.Graph) -> None:
         for value in (node, *node.all_input_nodes):
             last_use |= dict.fromkeys(storages(value), node)
     for node in graph.nodes:
-        if node.target in VARIANTS and not node.kwargs:
+        if node.target in IN_PLACE_VARIANTS and not node.kwargs:
             for args in _argument_orders(node):
                 if _may_overwrite(node, args[0], args[1:], last_use):
-                    node.target, node.args = VARIANTS[node.target], args
+                    node.target, node.args = IN_PLACE_VARIANTS[node.target], args
                     # From here on the result is the argument's memory.
                     (memory,) = storages(args[0])
                     last_use[memory] = last_use.pop((node, 0))

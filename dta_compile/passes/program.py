@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.masks.terms import Term, shown
+from dta_compile.passes.terms import Term, shown
 
 if TYPE_CHECKING:
     from dta_compile.passes.gradients.joint import JointGraphs

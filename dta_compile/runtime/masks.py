@@ -18,8 +18,8 @@ from dta_compile.errors import RuntimeContractError
 from dta_compile.passes.masks.proof import FORBIDDEN, Mask
 from dta_compile.passes.masks.ranges import BOUND, LONGEST_ROW
 from dta_compile.passes.masks.tables import Facts, Table, read_table
-from dta_compile.passes.masks.terms import Entry, Evaluation, Term, shown, subterms
 from dta_compile.passes.program import MaskClass, Program, ancestors, has_tensor
+from dta_compile.passes.terms import Entry, Evaluation, Term, shown, subterms
 
 Booleans = npt.NDArray[np.bool_]
 

@@ -10,7 +10,7 @@ import torch
 import z3
 
 from dta_compile.passes.masks.cases import Untranslatable, exact_int, formula
-from dta_compile.passes.masks.terms import Apply
+from dta_compile.passes.terms import Apply
 
 Proves = Callable[[z3.BoolRef], bool]
 

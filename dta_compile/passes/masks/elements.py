@@ -18,8 +18,8 @@ from dta_compile.passes.axes.layouts import argument, sizes
 from dta_compile.passes.axes.shape_rules import reshape_groups, transpose_order
 from dta_compile.passes.masks.entries import FILLED, Entries, Indices
 from dta_compile.passes.masks.ranges import LONGEST_ROW, held_by
-from dta_compile.passes.masks.terms import Term, Terms
 from dta_compile.passes.program import Program
+from dta_compile.passes.terms import Term, Terms
 
 aten = torch.ops.aten
 

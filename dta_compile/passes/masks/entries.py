@@ -15,8 +15,8 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import expression, sizes
 from dta_compile.passes.graphs.nodes import is_pointwise
-from dta_compile.passes.masks.terms import Const, Index, Term, Terms
 from dta_compile.passes.program import Program
+from dta_compile.passes.terms import Const, Index, Term, Terms
 
 aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ import z3
 from dta_compile.passes.masks.cases import Cases, Untranslatable, Value, boolean, case, chain, exact_int, merged
 from dta_compile.passes.masks.ranges import LONGEST_ROW, Ranges
 from dta_compile.passes.masks.tables import Facts
-from dta_compile.passes.masks.terms import Apply, Const, Entry, Index, Number, Term, Terms
+from dta_compile.passes.terms import Apply, Const, Entry, Index, Number, Term, Terms
 
 FEW = 3  # numbers that are told apart one by one
 TIMEOUT = 2000  # milliseconds of one question

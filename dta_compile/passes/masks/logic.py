@@ -32,7 +32,7 @@ from dta_compile.passes.masks.cases import (
 )
 from dta_compile.passes.masks.formulas import Formulas, values_of
 from dta_compile.passes.masks.ranges import BOUND, held_by, within
-from dta_compile.passes.masks.terms import RANKED, Apply, Const, Number, Term, is_undefined
+from dta_compile.passes.terms import RANKED, Apply, Const, Number, Term, is_undefined
 
 MOST_CASES = 64
 

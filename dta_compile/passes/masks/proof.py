@@ -28,8 +28,8 @@ from dta_compile.passes.masks.elements import Elements
 from dta_compile.passes.masks.formulas import Atom
 from dta_compile.passes.masks.logic import Logic
 from dta_compile.passes.masks.tables import Facts, Table, read_table
-from dta_compile.passes.masks.terms import Entry, Number, Term, Terms, shown, subterms
 from dta_compile.passes.program import MaskClass, Program, ancestors, where
+from dta_compile.passes.terms import Entry, Number, Term, Terms, shown, subterms
 
 # An additive mask of this or less is taken to leave no weight. That is so in floating point if the scores of a query
 # differ by less than about 9,900, and with -1e9 for all scores that occur. Not checked: the older models that write

@@ -15,6 +15,7 @@ joint         forward and backward of a chunk
 accumulate    parameter gradients added in place
 codegen       what lies between matrix products and attention as generated code
 in_place      results written over what dies with them
+working_memory  bytes that a graph allocates at its peak
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from dta_compile.passes.gradients.joint import joint
 from dta_compile.passes.lowering.lower import lower
 from dta_compile.passes.masks.attention import attention
 from dta_compile.passes.memory.in_place import in_place
+from dta_compile.passes.memory.working_memory import working_memory
 from dta_compile.passes.program import GraphWithoutAttention, Program
 
 __all__ = ["PASSES", "GraphWithoutAttention", "Program", "register_token_rule", "run_passes"]
@@ -64,6 +66,7 @@ PASSES: tuple[Pass, ...] = (
     accumulate,
     codegen,
     in_place,
+    working_memory,
 )
 
 logger = logging.getLogger("dta_compile")

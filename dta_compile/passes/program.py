@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
+from dta_compile.passes.joint_graphs import JointGraphs
 from dta_compile.passes.terms import Term, shown
 
 if TYPE_CHECKING:
-    from dta_compile.passes.gradients.joint import JointGraphs
     from dta_compile.passes.masks.proof import Mask
 
 TORCH_FOLDER = str(pathlib.Path(torch.__file__).parent)

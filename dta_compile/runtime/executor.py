@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dta_compile.passes.gradients.joint import JointGraphs
+from dta_compile.passes.joint_graphs import JointGraphs
 from dta_compile.passes.program import FrontierValue
 from dta_compile.plan import Segment, Work, segments
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Chunk, Forward, Op, Pop, Restore, Slice

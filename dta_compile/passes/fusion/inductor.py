@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
-from dta_compile.passes.graphs.storage import size_expression
+from dta_compile.passes.chunk_sizes import size_expression
 from dta_compile.passes.program import output_node
 
 TYPICAL_SIZES = (2039, 1021)  # what the code is tuned for; primes, so that none of their divisors is taken for granted

@@ -10,10 +10,10 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.passes.chunk_sizes import ChunkSizes, size_expression
 from dta_compile.passes.fusion.clusters import clusters, is_view, readers, sources
 from dta_compile.passes.fusion.inductor import Code
 from dta_compile.passes.graphs.sizes import SizeNodes, is_polynomial
-from dta_compile.passes.graphs.storage import ChunkSizes, size_expression
 from dta_compile.passes.program import ancestors, has_tensor
 
 

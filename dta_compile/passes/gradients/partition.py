@@ -12,9 +12,10 @@ import torch
 from torch import fx
 
 from dta_compile.ops.attention import ATTENTION, ATTENTION_BACKWARD
+from dta_compile.passes.chunk_sizes import ChunkSizes
 from dta_compile.passes.gradients.saved_values import saved_values
 from dta_compile.passes.graphs.nodes import call, is_item
-from dta_compile.passes.graphs.storage import ChunkSizes, owner, view_source
+from dta_compile.passes.graphs.storage import owner, view_source
 from dta_compile.passes.program import ancestors
 
 aten = torch.ops.aten

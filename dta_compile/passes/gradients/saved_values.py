@@ -19,9 +19,10 @@ import networkx as nx
 import torch
 from torch import fx
 
+from dta_compile.passes.chunk_sizes import ChunkSizes
 from dta_compile.passes.graphs.min_cut import source_side
 from dta_compile.passes.graphs.nodes import is_item, is_pointwise
-from dta_compile.passes.graphs.storage import ChunkSizes, owner, view_source
+from dta_compile.passes.graphs.storage import owner, view_source
 from dta_compile.passes.program import has_tensor
 
 aten = torch.ops.aten

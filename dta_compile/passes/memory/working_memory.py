@@ -1,6 +1,6 @@
-"""working_memory: how many bytes a chunk's graph allocates at its peak, as a function of the chunk's size.
+"""working_memory: how many bytes each graph of a chunk allocates at its peak, as a function of the chunk's size.
 
-The graph is walked in its order of execution. A tensor is alive from the node that makes it to the last node that reads
+A graph is walked in its order of execution. A tensor is alive from the node that makes it to the last node that reads
 it or a view of it: the generated code drops every name after its last use. Inputs are not counted, but for those that
 are handed over and freed. A piece of generated code counts with its results alone: what else it needs while it runs
 is a few numbers per row, as whole intermediate values stay in registers.
@@ -17,14 +17,23 @@ from torch import fx
 from dta_compile.ops import linear_log_prob
 from dta_compile.ops.add_product import ADD_PRODUCT
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.passes.chunk_sizes import Bytes, ChunkSizes, Peaks, total
 from dta_compile.passes.graphs.nodes import is_item
-from dta_compile.passes.graphs.storage import Bytes, ChunkSizes, Storage, storages, total, view_source
-from dta_compile.passes.program import has_tensor
-
-Peaks = tuple[Bytes, ...]
+from dta_compile.passes.graphs.storage import Storage, storages, view_source
+from dta_compile.passes.program import Program, has_tensor
 
 
-def working_memory(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = False) -> Peaks:
+def working_memory(program: Program) -> None:
+    """Fill `program.joint.working`."""
+    joint = program.joint
+    joint.working = {
+        name: peaks_of(getattr(joint, name).graph, joint.sizes) for name in ("cache_only", "forward_only", "forward")
+    }
+    if joint.backward is not None:
+        joint.working["backward"] = peaks_of(joint.backward.graph, joint.sizes, frees_inputs=True)
+
+
+def peaks_of(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = False) -> Peaks:
     """The peak as a maximum of linear functions; what the graph returns counts from when it is made to the end.
 
     With `frees_inputs`, inputs whose size depends on the chunk count until their last use.

@@ -9,8 +9,15 @@ from typing import Any
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.cuts.other_batches import programs_of
-from dta_compile.passes.masks.proof import Mask
-from dta_compile.passes.program import AttentionLayer, ChunkInput, FrontierValue, MaskClass, Program, has_tensor
+from dta_compile.passes.program import (
+    AttentionLayer,
+    AttentionMask,
+    ChunkInput,
+    FrontierValue,
+    MaskClass,
+    Program,
+    has_tensor,
+)
 from dta_compile.plan import Plan
 from dta_compile.runtime.engine import Engine
 
@@ -84,7 +91,7 @@ def _regions(program: Program) -> dict[str, int]:
     }
 
 
-def _attention(program: Program, masks: Sequence[MaskClass | Mask]) -> tuple[str, ...]:
+def _attention(program: Program, masks: Sequence[MaskClass | AttentionMask]) -> tuple[str, ...]:
     kinds = collections.Counter(
         f"{mask}{_read_at_every_call(layer)}; {layer.kv_heads} KV heads of {layer.key_dim}, "
         f"{str(layer.dtype).removeprefix('torch.')}"

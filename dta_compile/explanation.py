@@ -19,7 +19,7 @@ from dta_compile.passes.program import (
     has_tensor,
 )
 from dta_compile.plan import Plan
-from dta_compile.runtime.engine import Engine
+from dta_compile.runtime.interception import Intercepted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def explain_refusal(error: RefusalError) -> Explanation:
     return Explanation(f"refused: {error}", refusal=error)
 
 
-def explain_engine(engine: Engine, args: Sequence[Any]) -> Explanation:
+def explain_engine(engine: Intercepted, args: Sequence[Any]) -> Explanation:
     """The report of a call that runs over a tree: its prologue and plan are run, its token region is not."""
     program = engine.program
     call = engine.begin(args)

@@ -115,7 +115,8 @@ def _or_keeping_nothing(call: Call, run: Callable[[Plan], Result]) -> Result:
     )
     if call.device.type == "cuda":
         torch.cuda.empty_cache()
-    call.schedule_plan = call.engine.last_plan = call.replan_keeping_nothing()
+    call.schedule_plan = call.replan_keeping_nothing()
+    call.context.note_plan(call.schedule_plan)
     return run(call.schedule_plan)
 
 

@@ -1,21 +1,21 @@
 """From a captured graph to executable regions: one ordered list of passes over one `Program`.
 
-lower         Dynamo's graph -> functional ATen graph, attention as one opaque op
-input_sizes   which inputs are weights, and which sizes of ids are constants
-token_axis    which dimensions run over sequences and tokens, and what mixes them
-attention     masks proven causal, KV heads un-repeated
-regions       prologue | token region | epilogue, and the frontier between the last two
-prefix_key    trunk | head, and which inputs make two prefixes the same
-head_rows     at which tokens the head is needed: not where the loss ignores it
-chunk_graph   the token region as a function of one chunk
-lm_head       log-probs and entropies over a large vocabulary, without logits
-dense_graphs  prologue and epilogue as modules
-other_batches an epilogue that has attention over a batch of other sizes, as a program of its own
-joint         forward and backward of a chunk
-accumulate    parameter gradients added in place
-codegen       what lies between matrix products and attention as generated code
-in_place      results written over what dies with them
-working_memory  bytes that a graph allocates at its peak
+lower          Dynamo's graph -> functional ATen graph, attention as one opaque op
+input_sizes    which inputs are weights, and which sizes of ids are constants
+token_axis     which dimensions run over sequences and tokens, and what mixes them
+attention      masks proven causal, KV heads un-repeated
+regions        prologue | token region | epilogue, and the frontier between the last two
+prefix_key     trunk | head, and which inputs make two prefixes the same
+head_rows      at which tokens the head is needed: not where the loss ignores it
+chunk_graph    the token region as a function of one chunk
+lm_head        log-probs and entropies over a large vocabulary, without logits
+dense_graphs   prologue and epilogue as modules
+other_batches  an epilogue that has attention over a batch of other sizes, as a program of its own
+joint          forward and backward of a chunk
+accumulate     parameter gradients added in place
+codegen        what lies between matrix products and attention as generated code
+in_place       results written over what dies with them
+working_memory bytes that a graph allocates at its peak
 """
 
 from __future__ import annotations

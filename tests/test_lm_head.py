@@ -13,7 +13,7 @@ from dta_compile import records
 from dta_compile.ops import linear_log_prob as head_operators
 from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
 from dta_compile.ops.linear_log_prob_blocks import linear_log_prob
-from dta_compile.passes.memory.working_memory import peak
+from dta_compile.passes.memory.working_memory import peak, working_memory
 from tests.helpers import (
     EXACT,
     FLOAT32_ISLANDS,
@@ -613,7 +613,7 @@ def test_nothing_of_the_size_of_logits_or_weight_is_allocated(large, monkeypatch
 @pytest.mark.parametrize(("tokens", "head_rows"), [(40, 200), (150, 60)])
 def test_the_working_memory_is_what_a_profiler_counts(large, monkeypatch, name, tokens, head_rows):
     monkeypatch.setattr(head_operators, "BLOCK_COLUMNS", 128)
-    large.joint.__dict__.pop("working", None)
+    working_memory(large)
     assert all(large.joint.working.values()) and large.joint.boxed_backward  # not while the profiler counts
     sizes, held = allocations(large, name, tokens, head_rows)
     measured = held + max(itertools.accumulate(sizes, initial=0))

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dta_compile import errors, registration
-from dta_compile.plan import Plan, RolloutTree, Schedule, balance, plan
+from dta_compile.plan import Plan, Schedule, balance, plan
+from dta_compile.rollouts import RolloutTree
 
 if TYPE_CHECKING:
     from dta_compile.api import explain, last_plan, streaming_step

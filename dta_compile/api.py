@@ -12,7 +12,7 @@ from dta_compile.errors import OptionError, RefusalError
 from dta_compile.explanation import Explanation, explain_engine, explain_refusal
 from dta_compile.plan import Plan
 from dta_compile.runtime import streaming
-from dta_compile.runtime.interception import intercept
+from dta_compile.runtime.interception import Intercepted, intercept
 
 
 def last_plan(compiled: Any) -> Plan:
@@ -97,7 +97,7 @@ class _Explained(BaseException):
         self.explanation = explanation
 
 
-def _leave_with_explanation(engine: Any, args: Sequence[Any]) -> NoReturn:
+def _leave_with_explanation(engine: Intercepted, args: Sequence[Any]) -> NoReturn:
     raise _Explained(explain_engine(engine, args))
 
 

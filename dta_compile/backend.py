@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile import capture, records
+from dta_compile import records
+from dta_compile.capture import dynamo
+from dta_compile.capture.as_captured import as_captured
+from dta_compile.capture.generation import attention_calls, uses_kv_cache
+from dta_compile.capture.written_out import trains_parameters, written_out_attention
 from dta_compile.errors import DTAError, OptionError, RefusalError
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
-from dta_compile.passes.as_captured import as_captured
-from dta_compile.passes.generation import attention_calls, uses_kv_cache
 from dta_compile.passes.program import AmbiguousAxes
-from dta_compile.passes.written_out import trains_parameters, written_out_attention
 from dta_compile.runtime.engine import Engine
 
 logger = logging.getLogger("dta_compile")
@@ -58,11 +59,11 @@ def dta(
         parsed = Options.parse(options)
     except OptionError as error:
         return Refused(error)
-    own_symbols = capture.restore_duck_shapes()
-    records.note_graph_break(capture.graph_break(module))
+    own_symbols = dynamo.restore_duck_shapes()
+    records.note_graph_break(dynamo.graph_break(module))
     if not any(attention_calls(module)):
         return without_attention(module, parsed)
-    capture.trace_again_with_symbolic_sizes(module.graph)
+    dynamo.trace_again_with_symbolic_sizes(module.graph)
     return compile_graph(module, parsed, own_symbols)
 
 
@@ -80,7 +81,7 @@ def without_attention(module: fx.GraphModule, options: Options) -> Compiled:
 
 def compile_graph(module: fx.GraphModule, options: Options, own_symbols: bool = False) -> Compiled:
     """An engine for a captured graph, or what runs in its place; `own_symbols`: traced without duck shapes."""
-    capture.allow_one_more_graph()
+    dynamo.allow_one_more_graph()
     record = records.current()
     record.count_graph()
     try:
@@ -111,7 +112,7 @@ def _refused(refusal: RefusalError, module: fx.GraphModule, options: Options) ->
 
 
 def _analyse(module: fx.GraphModule, training: bool, codegen: str, own_symbols: bool) -> Program:
-    if sharded := capture.sharded_part(module):
+    if sharded := dynamo.sharded_part(module):
         raise RefusalError(
             "a part of the model is sharded while it runs: per-layer sharding, tensor, context and pipeline parallelism"
             " are not supported",
@@ -119,14 +120,14 @@ def _analyse(module: fx.GraphModule, training: bool, codegen: str, own_symbols: 
             got=sharded,
             hint="use DDP, or one fully_shard(module, reshard_after_forward=False) around what is compiled",
         )
-    capture.unify_equal_sizes(module.graph)
+    dynamo.unify_equal_sizes(module.graph)
     try:
         with _autograd_of_our_own():
             return run_passes(Program(module, training, codegen, own_symbols))
     except AmbiguousAxes as ambiguous:
         if own_symbols and ambiguous.refusal is not None:
             raise ambiguous.refusal from None
-        capture.trace_again_without_duck_shapes(already=own_symbols)
+        dynamo.trace_again_without_duck_shapes(already=own_symbols)
 
 
 @contextlib.contextmanager

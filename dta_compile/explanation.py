@@ -8,11 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.mask_proof import Mask
-from dta_compile.passes.other_batches import programs_of
-from dta_compile.passes.program import AttentionLayer, ChunkInput, FrontierValue, MaskClass, Program, has_tensor
+from dta_compile.passes.cuts.other_batches import programs_of
+from dta_compile.passes.program import (
+    AttentionLayer,
+    AttentionMask,
+    ChunkInput,
+    FrontierValue,
+    MaskClass,
+    Program,
+    has_tensor,
+)
 from dta_compile.plan import Plan
-from dta_compile.runtime.engine import Engine
+from dta_compile.runtime.interception import Intercepted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +53,7 @@ def explain_refusal(error: RefusalError) -> Explanation:
     return Explanation(f"refused: {error}", refusal=error)
 
 
-def explain_engine(engine: Engine, args: Sequence[Any]) -> Explanation:
+def explain_engine(engine: Intercepted, args: Sequence[Any]) -> Explanation:
     """The report of a call that runs over a tree: its prologue and plan are run, its token region is not."""
     program = engine.program
     call = engine.begin(args)
@@ -84,7 +91,7 @@ def _regions(program: Program) -> dict[str, int]:
     }
 
 
-def _attention(program: Program, masks: Sequence[MaskClass | Mask]) -> tuple[str, ...]:
+def _attention(program: Program, masks: Sequence[MaskClass | AttentionMask]) -> tuple[str, ...]:
     kinds = collections.Counter(
         f"{mask}{_read_at_every_call(layer)}; {layer.kv_heads} KV heads of {layer.key_dim}, "
         f"{str(layer.dtype).removeprefix('torch.')}"

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from dta_compile import capture
+from dta_compile.capture import dynamo
 from dta_compile.errors import OptionError, RefusalError
 from dta_compile.plan import Plan
 from dta_compile.runtime.engine import Engine
@@ -68,7 +68,7 @@ def note_graph_break(graph_break: str | None) -> None:
 
 def current() -> Record:
     """The record of the callable now being compiled (a fresh one if Dynamo was driven without torch.compile)."""
-    return _of_wrapper(capture.current_compile_wrapper())
+    return _of_wrapper(dynamo.current_compile_wrapper())
 
 
 def recorded(engine: Engine) -> Callable[..., tuple[Any, ...]]:
@@ -80,7 +80,7 @@ def recorded(engine: Engine) -> Callable[..., tuple[Any, ...]]:
             return engine(*args)
         finally:
             if engine.last_plan is not before:
-                record = _of_wrapper(capture.calling_wrapper())
+                record = _of_wrapper(dynamo.calling_wrapper())
                 record.plan = engine.last_plan
                 if engine not in record.engines:
                     record.engines.append(engine)
@@ -90,7 +90,7 @@ def recorded(engine: Engine) -> Callable[..., tuple[Any, ...]]:
 
 def of(compiled: Any) -> Record:
     """The record of a compiled function or module; raises `OptionError` for anything else."""
-    wrapper = capture.compile_wrapper_of(compiled)
+    wrapper = dynamo.compile_wrapper_of(compiled)
     if wrapper is None:
         raise OptionError(
             "not a compiled function or module",
@@ -110,7 +110,7 @@ def _of_wrapper(wrapper: Any | None) -> Record:
 
 def with_graph_break(error: RefusalError) -> RefusalError:
     """The error; after a graph break, one that names the break, which is what cut the model in two."""
-    if not capture.resumes_after_a_break() and "___stack" not in error.got:
+    if not dynamo.resumes_after_a_break() and "___stack" not in error.got:
         return error
     return RefusalError(
         "a graph break inside the model: what comes after it cannot run over the tree by itself",

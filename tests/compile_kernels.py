@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dta_compile.runtime import triton_kernels as kernels
+from dta_compile.runtime.attention import triton_kernels as kernels
 
 KERNELS = (kernels.forward_kernel, kernels.queries_kernel, kernels.own_keys_kernel, kernels.stack_keys_kernel)
 STATISTICS = ("logsumexp", "delta", "grad_key", "grad_value")

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dta_compile import capture
+from dta_compile.capture import dynamo
 from dta_compile.errors import DTAError
-from dta_compile.passes.attention import attention
-from dta_compile.passes.dense_graphs import graph_of
-from dta_compile.passes.lower import lower
-from dta_compile.passes.mask_proof import Mask
-from dta_compile.passes.mask_terms import Evaluation
+from dta_compile.passes.axes.token_axis import token_axis
+from dta_compile.passes.cuts.dense_graphs import graph_of
+from dta_compile.passes.lowering.lower import lower
+from dta_compile.passes.masks.attention import attention
+from dta_compile.passes.masks.proof import Mask
 from dta_compile.passes.program import Program
-from dta_compile.passes.token_axis import token_axis
-from dta_compile.runtime.dense_inputs import Sizes
+from dta_compile.passes.terms import Evaluation
 from dta_compile.runtime.masks import ReadMasks, number_of_call, read_masks
+from dta_compile.runtime.rows.dense import Sizes
 
 
 @dataclasses.dataclass
@@ -85,8 +85,8 @@ def calls(make_mask: Any, inputs: list[tuple[Any, ...]]) -> list[Traced]:
     errors: list[DTAError] = []
 
     def backend(module: Any, _: Any) -> Any:
-        capture.restore_duck_shapes()
-        capture.trace_again_with_symbolic_sizes(module.graph)
+        dynamo.restore_duck_shapes()
+        dynamo.trace_again_with_symbolic_sizes(module.graph)
         program = Program(module, training=False)
         try:
             for step in (lower, token_axis, attention):

@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dta_compile.passes.attention_op import statistics_dtype
+from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.plan import Chunk, PrefixTree, Segment, Slice, segments
-from dta_compile.runtime import attention_cpu, attention_parts
-from dta_compile.runtime.attention import ChunkShape, Reference
-from dta_compile.runtime.attention_cpu import FlashCPU
+from dta_compile.runtime.attention import cpu, cpu_parts
+from dta_compile.runtime.attention.chunk_shape import ChunkShape
+from dta_compile.runtime.attention.cpu import FlashCPU
+from dta_compile.runtime.attention.reference import Reference
 from dta_compile.runtime.stack import PathStack
 
 TIGHT = 1e-12
@@ -196,8 +197,8 @@ def test_chunks_attend_as_the_dense_softmax_over_the_tree(provider, case):
 @given(case=cases(shapes()), threads=st.sampled_from([1, 2, 4, 64]))
 def test_every_kind_of_part(case, threads):
     with (
-        mock.patch.dict(vars(attention_parts), TINY),
-        mock.patch.object(attention_cpu.torch, "get_num_threads", lambda: threads),
+        mock.patch.dict(vars(cpu_parts), TINY),
+        mock.patch.object(cpu.torch, "get_num_threads", lambda: threads),
     ):
         Run(case, FlashCPU).check()
 
@@ -219,8 +220,8 @@ def test_one_slice_of_any_length(tokens, start):
 @given(case=cases(shapes(sizes=(1, 2, 3, 5, 20, 60))), cuts=st.sampled_from([TINY, {}]))
 def test_parts_are_the_pairs_of_the_tree_each_once(case, cuts):
     shape = case.shape
-    with mock.patch.dict(vars(attention_parts), cuts):
-        parts = attention_parts.parts_of(shape, case.window, torch.float32)
+    with mock.patch.dict(vars(cpu_parts), cuts):
+        parts = cpu_parts.parts_of(shape, case.window, torch.float32)
     found = torch.zeros(shape.tokens, shape.start + shape.tokens, dtype=torch.int)
     for part in parts:
         columns = list(itertools.chain.from_iterable(range(*span) for span in part.spans))
@@ -241,7 +242,7 @@ def test_branches_that_are_small_share_a_call_and_long_ones_do_not():
     def count(*sizes):
         ends = list(itertools.accumulate(sizes))
         parts = [Segment(end - size, end, end, 5, -1) for size, end in zip(sizes, ends, strict=True)]
-        found = attention_parts.parts_of(ChunkShape.of(0, 0, parts), 0, torch.float32)
+        found = cpu_parts.parts_of(ChunkShape.of(0, 0, parts), 0, torch.float32)
         return [(part.first, part.last, part.causal) for part in found]
 
     assert count(8, 8, 8) == [(0, 24, False)]
@@ -377,7 +378,7 @@ def test_a_chunk_that_is_not_in_depth_first_order_has_no_table():
 
 def test_a_shape_is_a_value():
     first, second = ChunkShape.run(3, 5), ChunkShape.run(3, 5)
-    attention_parts.parts_of(first, 0, torch.float32)
+    cpu_parts.parts_of(first, 0, torch.float32)
     assert first == second
     assert hash(first) == hash(second)
     assert (first.tokens, first.height, first.spine) == (5, 8, 5)

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 
 from dta_compile.errors import OptionError
 from dta_compile.plan import Segment
-from dta_compile.runtime import attention_triton
-from dta_compile.runtime.attention import PROVIDERS, ChunkShape, Reference, provider_for
-from dta_compile.runtime.attention_cpu import FlashCPU
-from dta_compile.runtime.attention_varlen import VarlenAttention
+from dta_compile.runtime.attention import triton as attention_triton
+from dta_compile.runtime.attention.chunk_shape import ChunkShape
+from dta_compile.runtime.attention.cpu import FlashCPU
+from dta_compile.runtime.attention.providers import PROVIDERS, provider_for
+from dta_compile.runtime.attention.reference import Reference
+from dta_compile.runtime.attention.varlen import VarlenAttention
 from tests.test_attention import Case, Run, cases, shapes
 
 

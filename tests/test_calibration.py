@@ -15,8 +15,16 @@ import dta_compile
 from dta_compile.errors import OptionError
 from dta_compile.options import Options
 from dta_compile.plan import CostModel, Rates, Work
-from dta_compile.runtime import calibration
-from dta_compile.runtime.calibration import BOUND, CALLS, MINIMUM_RUNS, SAMPLES, Calibration, cache_folder, file_name
+from dta_compile.runtime.measure import calibration
+from dta_compile.runtime.measure.calibration import (
+    BOUND,
+    CALLS,
+    MINIMUM_RUNS,
+    SAMPLES,
+    Calibration,
+    cache_folder,
+    file_name,
+)
 from tests.tiny import SMALL_CHUNKS, TinyLM, shared_ids, weighted
 
 TRUE = {"forward": Rates(3e-3, 2e-4, 1.7e-4, 2e-8, 4e-5), "backward": Rates(4e-3, 3e-4, 3.1e-4, 7e-8, 1e-4)}

@@ -11,7 +11,8 @@ from torch.fx.experimental import _config as symbolic_shape_config
 from torch.utils.checkpoint import checkpoint
 
 import dta_compile
-from dta_compile import capture, records
+from dta_compile import records
+from dta_compile.capture import dynamo
 from dta_compile.errors import OptionError, RefusalError, VerificationError
 from tests.tiny import (
     SMALL_CHUNKS,
@@ -314,7 +315,7 @@ class Smoothing(nn.Module):
 
 
 def test_a_custom_operator_runs_once_it_has_a_rule():
-    from dta_compile.passes.token_rules import RULES, pointwise
+    from dta_compile.passes.axes.token_rules import RULES, pointwise
 
     @torch.library.custom_op("dta_test_capture::soften", mutates_args=())
     def soften(x: torch.Tensor) -> torch.Tensor:
@@ -381,7 +382,7 @@ def test_nothing_leaks_into_other_compilations(model, duck_shapes):
 
 def test_a_trace_that_fails_leaves_nothing_behind():
     with pytest.raises(RestartAnalysis):
-        capture.trace_again_without_duck_shapes(already=False)
+        dynamo.trace_again_without_duck_shapes(already=False)
     assert not symbolic_shape_config.use_duck_shape
     torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(2))
     assert symbolic_shape_config.use_duck_shape

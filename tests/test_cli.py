@@ -129,8 +129,8 @@ def test_bad_options_are_refused_with_a_suggestion(lines, capsys):
 
 
 def test_demo_says_what_it_needs(monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "dta_compile.demo", raising=False)
-    monkeypatch.delattr("dta_compile.demo", raising=False)
+    monkeypatch.delitem(sys.modules, "dta_compile.cli.demo", raising=False)
+    monkeypatch.delattr("dta_compile.cli.demo", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["demo"]) == 2
     error = capsys.readouterr().err

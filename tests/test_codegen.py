@@ -21,13 +21,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import dta_compile
 from dta_compile import records
-from dta_compile.passes.clusters import clusters
-from dta_compile.passes.piece import Piece, outlined
+from dta_compile.passes.fusion.clusters import clusters
+from dta_compile.passes.fusion.piece import Piece, outlined
 from tests.helpers import FLOAT32_ISLANDS, assert_equal, logits, make_batch, measure, random_loss, reference, rollouts
 from tests.tiny import SMALL_CHUNKS, TinyLM, after, assert_same, gradients, shared_ids, weighted
 
 aten = torch.ops.aten
-CODEGEN = sys.modules["dta_compile.passes.codegen"]  # the package calls its function by this name
+CODEGEN = sys.modules["dta_compile.passes.fusion.codegen"]
 INDUCTOR = {**SMALL_CHUNKS, "codegen": "inductor"}
 
 needs_compiler = pytest.mark.skipif(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from dta_compile import demo
+from dta_compile.cli import demo
 from dta_compile.data import bundled, load_rollouts
 
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dta_compile
 from dta_compile.errors import RefusalError, RuntimeContractError
-from dta_compile.passes import lm_head_op
+from dta_compile.ops import linear_log_prob
 from tests.tiny import SMALL_CHUNKS, VOCABULARY, TinyLM, after, assert_same, shared_ids, weighted
 
 IDS = shared_ids()
@@ -172,8 +172,8 @@ def test_frozen_parts(model):
 
 
 def test_fused_head(model, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("dta_compile.passes.lm_head"), "LEAST_VOCABULARY", VOCABULARY)
-    monkeypatch.setattr(lm_head_op, "BLOCK_COLUMNS", 7)
+    monkeypatch.setattr(importlib.import_module("dta_compile.passes.chunk.lm_head"), "LEAST_VOCABULARY", VOCABULARY)
+    monkeypatch.setattr(linear_log_prob, "BLOCK_COLUMNS", 7)
 
     def reductions(logits, labels):
         log = logits.log_softmax(-1)

@@ -10,10 +10,10 @@ import transformers
 from torch import nn
 
 from dta_compile import records
-from dta_compile.passes import lm_head_op
-from dta_compile.passes.lm_head_op import LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
-from dta_compile.passes.working_memory import peak
-from dta_compile.runtime.linear_log_prob import linear_log_prob
+from dta_compile.ops import linear_log_prob as head_operators
+from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
+from dta_compile.ops.linear_log_prob_blocks import linear_log_prob
+from dta_compile.passes.memory.working_memory import peak, working_memory
 from tests.helpers import (
     EXACT,
     FLOAT32_ISLANDS,
@@ -28,7 +28,7 @@ from tests.helpers import (
 from tests.test_passes import Run, allocations
 from tests.tiny import VOCABULARY, WIDTH, TinyLM
 
-PASS = importlib.import_module("dta_compile.passes.lm_head")  # the package has the function by that name
+PASS = importlib.import_module("dta_compile.passes.chunk.lm_head")
 aten = torch.ops.aten
 
 
@@ -37,7 +37,7 @@ def small_vocabularies(monkeypatch):
     """Tiny vocabularies count as large, and take several blocks, the last one shorter."""
     torch._dynamo.reset()
     monkeypatch.setattr(PASS, "LEAST_VOCABULARY", VOCABULARY)
-    monkeypatch.setattr(lm_head_op, "BLOCK_COLUMNS", 7)
+    monkeypatch.setattr(head_operators, "BLOCK_COLUMNS", 7)
 
 
 @pytest.fixture
@@ -604,7 +604,7 @@ def large(request):
 @pytest.mark.parametrize("name", ["forward_only", "forward", "backward"])
 @pytest.mark.parametrize(("tokens", "head_rows"), [(40, 200), (150, 60)])
 def test_nothing_of_the_size_of_logits_or_weight_is_allocated(large, monkeypatch, name, tokens, head_rows):
-    monkeypatch.setattr(lm_head_op, "BLOCK_COLUMNS", 128)
+    monkeypatch.setattr(head_operators, "BLOCK_COLUMNS", 128)
     sizes, _ = allocations(large, name, tokens, head_rows)
     assert max(sizes) < LARGE * min(64, head_rows) * large.attention[0].dtype.itemsize
 
@@ -612,8 +612,8 @@ def test_nothing_of_the_size_of_logits_or_weight_is_allocated(large, monkeypatch
 @pytest.mark.parametrize("name", ["forward_only", "forward", "backward"])
 @pytest.mark.parametrize(("tokens", "head_rows"), [(40, 200), (150, 60)])
 def test_the_working_memory_is_what_a_profiler_counts(large, monkeypatch, name, tokens, head_rows):
-    monkeypatch.setattr(lm_head_op, "BLOCK_COLUMNS", 128)
-    large.joint.__dict__.pop("working", None)
+    monkeypatch.setattr(head_operators, "BLOCK_COLUMNS", 128)
+    working_memory(large)
     assert all(large.joint.working.values()) and large.joint.boxed_backward  # not while the profiler counts
     sizes, held = allocations(large, name, tokens, head_rows)
     measured = held + max(itertools.accumulate(sizes, initial=0))

@@ -17,14 +17,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import dta_compile
 from dta_compile import records
 from dta_compile.errors import OptionError
-from dta_compile.passes import PASSES, accumulate, joint, saved_values
-from dta_compile.passes.attention_op import statistics_dtype
-from dta_compile.passes.cut import cheapest_cut
-from dta_compile.passes.new_values import write_to_new_values
+from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.passes import PASSES, accumulate, joint
+from dta_compile.passes.axes.shape_rules import reshape_groups
+from dta_compile.passes.gradients import saved_values
+from dta_compile.passes.gradients.simplify import simplify
+from dta_compile.passes.graphs.min_cut import cheapest_cut
+from dta_compile.passes.graphs.new_values import write_to_new_values
+from dta_compile.passes.memory.working_memory import peak
 from dta_compile.passes.program import writes_in_place
-from dta_compile.passes.shape_rules import reshape_groups
-from dta_compile.passes.simplify import simplify
-from dta_compile.passes.working_memory import peak
 
 aten = torch.ops.aten
 LAYERS, WIDTH, VOCABULARY, HEADS, KV_HEADS = 2, 16, 37, 4, 2

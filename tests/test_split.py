@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dta_compile.cli import main
+from dta_compile.cli.split import System, capacity, sweep
 from dta_compile.errors import OptionError
-from dta_compile.split import System, capacity, sweep
 
 # The paper's measured sweep over 8 GPUs, K tokens/s, from 1/7 (rollout/training GPUs) to 7/1.
 PAPER = {

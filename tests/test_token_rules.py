@@ -22,10 +22,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dta_compile.passes.chunk_graph import RESHAPES
-from dta_compile.passes.layouts import Arguments, MixesTokens, Rule
+from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule
+from dta_compile.passes.axes.token_rules import RULES, rule_for
+from dta_compile.passes.chunk.chunk_graph import RESHAPES
 from dta_compile.passes.program import Axis, Frame, Layout
-from dta_compile.passes.token_rules import RULES, rule_for
 
 pytest.importorskip("expecttest", reason="torch's own samples need it")
 from torch.testing._internal.common_methods_invocations import op_db

@@ -1,20 +1,21 @@
 """From a captured graph to executable regions: one ordered list of passes over one `Program`.
 
-lower         Dynamo's graph -> functional ATen graph, attention as one opaque op
-input_sizes   which inputs are weights, and which sizes of ids are constants
-token_axis    which dimensions run over sequences and tokens, and what mixes them
-attention     masks proven causal, KV heads un-repeated
-regions       prologue | token region | epilogue, and the frontier between the last two
-prefix_key    trunk | head, and which inputs make two prefixes the same
-head_rows     at which tokens the head is needed: not where the loss ignores it
-chunk_graph   the token region as a function of one chunk
-lm_head       log-probs and entropies over a large vocabulary, without logits
-dense_graphs  prologue and epilogue as modules
-other_batches an epilogue that has attention over a batch of other sizes, as a program of its own
-joint         forward and backward of a chunk
-accumulate    parameter gradients added in place
-codegen       what lies between matrix products and attention as generated code
-in_place      results written over what dies with them
+lower          Dynamo's graph -> functional ATen graph, attention as one opaque op
+input_sizes    which inputs are weights, and which sizes of ids are constants
+token_axis     which dimensions run over sequences and tokens, and what mixes them
+attention      masks proven causal, KV heads un-repeated
+regions        prologue | token region | epilogue, and the frontier between the last two
+prefix_key     trunk | head, and which inputs make two prefixes the same
+head_rows      at which tokens the head is needed: not where the loss ignores it
+chunk_graph    the token region as a function of one chunk
+lm_head        log-probs and entropies over a large vocabulary, without logits
+dense_graphs   prologue and epilogue as modules
+other_batches  an epilogue that has attention over a batch of other sizes, as a program of its own
+joint          forward and backward of a chunk
+accumulate     parameter gradients added in place
+codegen        what lies between matrix products and attention as generated code
+in_place       results written over what dies with them
+working_memory bytes that a graph allocates at its peak
 """
 
 from __future__ import annotations
@@ -26,23 +27,24 @@ import pathlib
 import time
 from collections.abc import Callable, Sequence
 
-from dta_compile.passes.accumulate import accumulate
-from dta_compile.passes.attention import attention
-from dta_compile.passes.chunk_graph import chunk_graph
-from dta_compile.passes.codegen import codegen
-from dta_compile.passes.dense_graphs import dense_graphs
-from dta_compile.passes.head_rows import head_rows
-from dta_compile.passes.in_place import in_place
-from dta_compile.passes.input_sizes import input_sizes
-from dta_compile.passes.joint import joint
-from dta_compile.passes.lm_head import lm_head
-from dta_compile.passes.lower import lower
-from dta_compile.passes.other_batches import other_batches
-from dta_compile.passes.prefix_key import prefix_key
+from dta_compile.passes.axes.input_sizes import input_sizes
+from dta_compile.passes.axes.token_axis import token_axis
+from dta_compile.passes.axes.token_rules import register_token_rule
+from dta_compile.passes.chunk.chunk_graph import chunk_graph
+from dta_compile.passes.chunk.lm_head import lm_head
+from dta_compile.passes.cuts.dense_graphs import dense_graphs
+from dta_compile.passes.cuts.head_rows import head_rows
+from dta_compile.passes.cuts.other_batches import other_batches
+from dta_compile.passes.cuts.prefix_key import prefix_key
+from dta_compile.passes.cuts.regions import regions
+from dta_compile.passes.fusion.codegen import codegen
+from dta_compile.passes.gradients.accumulate import accumulate
+from dta_compile.passes.gradients.joint import joint
+from dta_compile.passes.lowering.lower import lower
+from dta_compile.passes.masks.attention import attention
+from dta_compile.passes.memory.in_place import in_place
+from dta_compile.passes.memory.working_memory import working_memory
 from dta_compile.passes.program import GraphWithoutAttention, Program
-from dta_compile.passes.regions import regions
-from dta_compile.passes.token_axis import token_axis
-from dta_compile.passes.token_rules import register_token_rule
 
 __all__ = ["PASSES", "GraphWithoutAttention", "Program", "register_token_rule", "run_passes"]
 
@@ -64,6 +66,7 @@ PASSES: tuple[Pass, ...] = (
     accumulate,
     codegen,
     in_place,
+    working_memory,
 )
 
 logger = logging.getLogger("dta_compile")

@@ -6,18 +6,15 @@ import dataclasses
 import enum
 import pathlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import sympy
 import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.mask_terms import Term, shown
-
-if TYPE_CHECKING:
-    from dta_compile.passes.joint import JointGraphs
-    from dta_compile.passes.mask_proof import Mask
+from dta_compile.passes.joint_graphs import JointGraphs
+from dta_compile.passes.terms import Term, shown
 
 TORCH_FOLDER = str(pathlib.Path(torch.__file__).parent)
 
@@ -144,6 +141,24 @@ class MaskClass:
         return ", ".join(parts)
 
 
+class AttentionMask(Protocol):
+    """A mask, as far as it is known before any call; printed, its class or what it computes. See `masks.proof`.
+
+    Attributes:
+        constant: its class, if that is the same for every call.
+        numbers, scalars, tables: what has to be known of a call to say the class otherwise.
+        items: tensors that numbers are read from, by the symbol that Dynamo knows the number by.
+        leaves: tensors that the class is read from.
+    """
+
+    constant: MaskClass | None
+    numbers: list[sympy.Expr]
+    scalars: set[fx.Node]
+    tables: set[fx.Node]
+    items: dict[sympy.Symbol, fx.Node]
+    leaves: set[fx.Node]
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionLayer:
     """One attention call: `q [B, Hq, S, D]`, `k [B, Hkv, S, D]`, `v [B, Hkv, S, Dv]`; without a mask it is causal."""
@@ -154,7 +169,7 @@ class AttentionLayer:
     key_dim: int
     value_dim: int
     dtype: torch.dtype
-    mask: Mask | None
+    mask: AttentionMask | None
     where: str
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dta_compile.plan.balance import TreeCost, balance
 from dta_compile.plan.chunk_tree import ChunkTree, chunk_tree
-from dta_compile.plan.cost import CostModel, Limits, Rates, choose
+from dta_compile.plan.cost import CostModel, Limits, Rates, choose, choose_keep
 from dta_compile.plan.lexicographic import LexicographicOrder, lexicographic_order
-from dta_compile.plan.memory import Footprint, choose_keep, peak_bytes
+from dta_compile.plan.memory import Footprint, peak_bytes
 from dta_compile.plan.order import leaf_order
-from dta_compile.plan.plan import Estimates, Plan, ReplayCounts, Stats, make_plan, plan
+from dta_compile.plan.plan import Plan, make_plan, plan
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule
 from dta_compile.plan.prefix_tree import PrefixTree
-from dta_compile.plan.rollout_pool import Rollout, RolloutBatch, RolloutTreeStats
-from dta_compile.plan.rollout_tree import RolloutTree
 from dta_compile.plan.schedule import (
     Anchor,
     Attach,
@@ -26,6 +24,7 @@ from dta_compile.plan.schedule import (
     Slice,
 )
 from dta_compile.plan.segments import Rectangle, Segment, rectangles, segments
+from dta_compile.plan.summary import Estimates, ReplayCounts, Stats
 from dta_compile.plan.verify import Simulation, Work, simulate, verify
 
 __all__ = [
@@ -51,10 +50,6 @@ __all__ = [
     "Rectangle",
     "ReplayCounts",
     "Restore",
-    "Rollout",
-    "RolloutBatch",
-    "RolloutTree",
-    "RolloutTreeStats",
     "Schedule",
     "Segment",
     "Simulation",

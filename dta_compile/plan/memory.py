@@ -1,22 +1,15 @@
-"""Bytes: what chunks that are kept take, which ones to keep within a budget, and the peak of a whole schedule."""
+"""Bytes: what chunks that are kept take, and the peak of a whole schedule."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from dta_compile.options import Options
-from dta_compile.plan.chunk_tree import ChunkTree
-from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, rebuilt_slices
 from dta_compile.plan.prefix_tree import IntArray, PrefixTree
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Chunk, Forward, Schedule
 from dta_compile.plan.verify import Work, chunk_work
 
-if TYPE_CHECKING:
-    from dta_compile.plan.cost import CostModel
-
-__all__ = ["Footprint", "choose_keep", "peak_bytes"]
+__all__ = ["Footprint", "peak_bytes"]
 
 Linear = tuple[float, float, float]
 """Bytes as `a + b * tokens + c * head rows`."""
@@ -49,56 +42,6 @@ class Footprint:
     def while_running(self, graph: str, work: Work) -> float:
         """Bytes that live at the peak of a graph's run, its results included."""
         return max((a + b * work.tokens + c * work.heads for a, b, c in self.working.get(graph, ())), default=0.0)
-
-
-def choose_keep(
-    tree: PrefixTree,
-    options: Options,
-    chunks: ChunkTree,
-    budget: int | None,
-    footprint: Footprint,
-    cost: CostModel,
-    head_starts: IntArray | None = None,
-) -> Keep:
-    """What to keep from the first to the second phase: the most seconds saved per byte first, within `budget` bytes.
-
-    A chunk may keep the KV of its spine, which saves running it again for what continues it, or its graph, which saves
-    its second forward too. None keeps all, 0 nothing (the graph of the chunk that goes backward first is not counted).
-    """
-    if budget is None:
-        return KEEP_ALL
-    if budget <= 0:
-        return KEEP_NOTHING
-    rebuilt = dict.fromkeys(range(len(chunks.chunks)), 0.0)  # seconds to put spines on the stack again
-    if options.strategy != "vanilla":  # which rebuilds with graphs that stay
-        for index, part in rebuilt_slices(tree, options, chunks):
-            work = chunk_work(tree, Chunk(part), head=False)._replace(launches=1)
-            rebuilt[index] += cost.forward_seconds(work) - cost.restore * part.tokens
-    upgrades: list[tuple[float, int, float, bool]] = []  # seconds saved per byte, chunk, bytes, graph rather than KV
-    for index, chunk in enumerate(chunks.chunks):
-        if index == 0:
-            continue
-        work = chunk_work(tree, chunk, head_starts)
-        graph, kv = footprint.graph(work), footprint.kv(chunk)
-        again, below = cost.forward_seconds(work), max(rebuilt[index], 0.0)
-        if below > 0 and kv > 0 and below * graph > (again + below) * kv:  # KV alone saves more per byte
-            upgrades.append((below / kv, index, kv, False))
-            upgrades.append((again / max(graph - kv, 1.0), index, graph, True))
-        else:
-            upgrades.append(((again + below) / max(graph, 1.0), index, graph, True))
-    graphs, left = set(), float(budget)
-    stored: dict[int, float] = {}  # bytes of the KV that is kept on its own
-    for _, index, size, is_graph in sorted(upgrades, key=lambda entry: (-entry[0], entry[1])):
-        more = size - stored.get(index, 0.0)
-        if more > left:
-            continue
-        left -= more
-        if is_graph:
-            graphs.add(index)
-            stored.pop(index, None)
-        else:
-            stored[index] = size
-    return Keep(frozenset(graphs), frozenset(stored))
 
 
 def peak_bytes(

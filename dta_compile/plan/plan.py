@@ -13,80 +13,10 @@ from dta_compile.plan.cost import Limits, choose
 from dta_compile.plan.memory import Footprint
 from dta_compile.plan.prefix_tree import IntArray, PrefixTree
 from dta_compile.plan.schedule import Schedule
-from dta_compile.plan.summary import summarize
+from dta_compile.plan.summary import Estimates, Stats, summarize
 from dta_compile.plan.verify import Simulation, verify
 
-__all__ = ["Estimates", "Plan", "ReplayCounts", "Stats", "make_plan", "plan"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Stats:
-    """Figures of a plan; tokens unless said otherwise.
-
-    Attributes:
-        sequences, leaves, ops, launches: counts.
-        tokens, tree_tokens: of all sequences, of the tree that is run.
-        compression: `tokens / tree_tokens` (the paper's C).
-        leaf_compression: as `compression`, of the distinct sequences that are no strict prefix of another.
-        attention_compression: causal query-key pairs of the sequences / of the tree.
-        longest_path: depth of the tree.
-        tokens_forwarded_twice: forward work beyond one forward of the tree.
-        peak_stack_tokens, peak_live_tokens, peak_stored_tokens: most tokens on the KV stack, under live graphs, and
-            with their KV kept alone.
-    """
-
-    sequences: int
-    tokens: int
-    tree_tokens: int
-    compression: float
-    leaf_compression: float
-    attention_compression: float
-    leaves: int
-    longest_path: int
-    ops: int
-    launches: int
-    tokens_forwarded_twice: int
-    peak_stack_tokens: int
-    peak_live_tokens: int
-    peak_stored_tokens: int
-
-
-@dataclasses.dataclass
-class ReplayCounts:
-    """What became of the chunk runs that CUDA graphs were meant for, and what the graphs hold.
-
-    Attributes:
-        recorded, replayed, eager: graphs recorded in this call, runs that were replayed, runs without a graph.
-        bytes: of memory that graphs of this model hold by now.
-    """
-
-    recorded: int = 0
-    replayed: int = 0
-    eager: int = 0
-    bytes: int = 0
-
-
-@dataclasses.dataclass
-class Estimates:
-    """What a run was expected to take, and what it took.
-
-    Attributes:
-        seconds: of all chunk runs, by the cost model.
-        measured_seconds: filled in by the runtime as the schedule runs; None before, and without a runtime.
-        peak_bytes: most bytes that the run allocates at one time; None: the runtime's sizes are not known.
-        cost_source: what the cost model rests on.
-        replays: what became of the runs that CUDA graphs were meant for; None: of none.
-        codegen: what code was generated for it; None: none.
-        self_check: what comparing the compiled program with the captured one came to; None: not compared.
-    """
-
-    seconds: float
-    cost_source: str
-    measured_seconds: float | None = None
-    peak_bytes: float | None = None
-    replays: ReplayCounts | None = None
-    codegen: str | None = None
-    self_check: str | None = None
+__all__ = ["Plan", "make_plan", "plan"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -143,7 +73,7 @@ class Plan:
         return peaks.peak_stored_tokens > 0 or peaks.peak_live_tokens > self.schedule.chunk_size
 
     def __str__(self) -> str:
-        return summarize(self)
+        return summarize(self.stats, self.prefix_tree, self.schedule, self.reason, self.estimates)
 
     def __repr__(self) -> str:
         sequences, ops = len(self.prefix_tree.lengths), len(self.schedule.ops)

@@ -1,50 +1,123 @@
-"""The one-screen summary of a plan, with the place where neighbours diverge when they share little."""
+"""The figures of a plan and its one-screen summary, with the place where neighbours diverge when they share little."""
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dta_compile.plan.prefix_tree import PrefixTree
+from dta_compile.plan.schedule import Schedule
 
-if TYPE_CHECKING:
-    from dta_compile.plan.plan import Plan
-
-__all__ = ["divergence", "summarize"]
+__all__ = ["Estimates", "ReplayCounts", "Stats", "divergence", "summarize"]
 
 _WIDTH = 100
 _LOW_SHARING = 2.0  # compression below which the summary explains itself
 _LARGEST_GROUPS = 3
 
 
-def summarize(plan: Plan) -> str:
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Figures of a plan; tokens unless said otherwise.
+
+    Attributes:
+        sequences, leaves, ops, launches: counts.
+        tokens, tree_tokens: of all sequences, of the tree that is run.
+        compression: `tokens / tree_tokens` (the paper's C).
+        leaf_compression: as `compression`, of the distinct sequences that are no strict prefix of another.
+        attention_compression: causal query-key pairs of the sequences / of the tree.
+        longest_path: depth of the tree.
+        tokens_forwarded_twice: forward work beyond one forward of the tree.
+        peak_stack_tokens, peak_live_tokens, peak_stored_tokens: most tokens on the KV stack, under live graphs, and
+            with their KV kept alone.
+    """
+
+    sequences: int
+    tokens: int
+    tree_tokens: int
+    compression: float
+    leaf_compression: float
+    attention_compression: float
+    leaves: int
+    longest_path: int
+    ops: int
+    launches: int
+    tokens_forwarded_twice: int
+    peak_stack_tokens: int
+    peak_live_tokens: int
+    peak_stored_tokens: int
+
+
+@dataclasses.dataclass
+class ReplayCounts:
+    """What became of the chunk runs that CUDA graphs were meant for, and what the graphs hold.
+
+    Attributes:
+        recorded, replayed, eager: graphs recorded in this call, runs that were replayed, runs without a graph.
+        bytes: of memory that graphs of this model hold by now.
+    """
+
+    recorded: int = 0
+    replayed: int = 0
+    eager: int = 0
+    bytes: int = 0
+
+
+@dataclasses.dataclass
+class Estimates:
+    """What a run was expected to take, and what it took.
+
+    Attributes:
+        seconds: of all chunk runs, by the cost model.
+        measured_seconds: filled in by the runtime as the schedule runs; None before, and without a runtime.
+        peak_bytes: most bytes that the run allocates at one time; None: the runtime's sizes are not known.
+        cost_source: what the cost model rests on.
+        replays: what became of the runs that CUDA graphs were meant for; None: of none.
+        codegen: what code was generated for it; None: none.
+        self_check: what comparing the compiled program with the captured one came to; None: not compared.
+    """
+
+    seconds: float
+    cost_source: str
+    measured_seconds: float | None = None
+    peak_bytes: float | None = None
+    replays: ReplayCounts | None = None
+    codegen: str | None = None
+    self_check: str | None = None
+
+
+def summarize(stats: Stats, tree: PrefixTree, schedule: Schedule, reason: str, estimates: Estimates) -> str:
     """Counts, strategy and reason, ops by kind and peaks in at most 24 lines of 100 columns."""
-    s, schedule, tree = plan.stats, plan.schedule, plan.prefix_tree
     kinds = Counter(type(op).__name__.lower() for op in schedule.ops)
-    again = s.tokens_forwarded_twice / max(s.tree_tokens, 1)
+    again = stats.tokens_forwarded_twice / max(stats.tree_tokens, 1)
     rows = [
-        ("tree", f"{s.leaves:,} leaves, longest path {s.longest_path:,} tokens"),
-        ("sharing", f"C {s.compression:.2f}, leaves only {s.leaf_compression:.2f}, attention {_attention(plan)}"),
+        ("tree", f"{stats.leaves:,} leaves, longest path {stats.longest_path:,} tokens"),
+        (
+            "sharing",
+            f"C {stats.compression:.2f}, leaves only {stats.leaf_compression:.2f}, attention {_attention(stats, tree)}",
+        ),
         (
             "strategy",
             f"{schedule.strategy}, order {schedule.order}, mode {schedule.mode}, chunk_size {schedule.chunk_size}",
         ),
-        ("reason", plan.reason),
-        ("ops", f"{s.ops:,}: " + (", ".join(f"{n:,} {kind}" for kind, n in sorted(kinds.items())) or "nothing to run")),
-        ("recompute", f"{s.tokens_forwarded_twice:,} tokens forwarded again ({again:.1%} of the tree)"),
+        ("reason", reason),
+        (
+            "ops",
+            f"{stats.ops:,}: " + (", ".join(f"{n:,} {kind}" for kind, n in sorted(kinds.items())) or "nothing to run"),
+        ),
+        ("recompute", f"{stats.tokens_forwarded_twice:,} tokens forwarded again ({again:.1%} of the tree)"),
         (
             "peaks",
-            f"{s.peak_stack_tokens:,} tokens on the stack, {s.peak_live_tokens:,} with live graphs, "
-            f"{s.peak_stored_tokens:,} with KV alone kept",
+            f"{stats.peak_stack_tokens:,} tokens on the stack, {stats.peak_live_tokens:,} with live graphs, "
+            f"{stats.peak_stored_tokens:,} with KV alone kept",
         ),
-        *_estimates(plan),
+        *_estimates(estimates),
     ]
-    title = f"dta plan: {s.sequences:,} sequences, {s.tokens:,} tokens, {s.tree_tokens:,} to run"
+    title = f"dta plan: {stats.sequences:,} sequences, {stats.tokens:,} tokens, {stats.tree_tokens:,} to run"
     lines = [title, *(line for label, text in rows for line in _row(label, text))]
-    if s.sequences > 1 and _possible_compression(tree) < _LOW_SHARING:
+    if stats.sequences > 1 and _possible_compression(tree) < _LOW_SHARING:
         lines += ["low sharing: where neighbours in lexicographic order first differ"]
         lines += ["  " + textwrap.shorten(line, _WIDTH - 2) for line in divergence(tree)]
     return "\n".join(lines)
@@ -75,9 +148,9 @@ def _row(label: str, text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=f"  {label:<9} ", subsequent_indent=" " * 12, max_lines=2)
 
 
-def _estimates(plan: Plan) -> list[tuple[str, str]]:
+def _estimates(known: Estimates) -> list[tuple[str, str]]:
     """Time, memory, generated code and the self-check, as far as the runtime has told."""
-    known, rows = plan.estimates, []
+    rows: list[tuple[str, str]] = []
     if known.measured_seconds is not None:
         predicted = f"{known.seconds:.3g} s predicted ({known.cost_source})"
         rows.append(("time", f"{predicted}, {known.measured_seconds:.3g} s measured, in chunk runs"))
@@ -93,11 +166,11 @@ def _estimates(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
-def _attention(plan: Plan) -> str:
-    text = f"{plan.stats.attention_compression:.2f}"
-    if plan.prefix_tree.shared:
+def _attention(stats: Stats, tree: PrefixTree) -> str:
+    text = f"{stats.attention_compression:.2f}"
+    if tree.shared:
         return text
-    return f"{text} (not shared; a prefix tree would have C {_possible_compression(plan.prefix_tree):.2f})"
+    return f"{text} (not shared; a prefix tree would have C {_possible_compression(tree):.2f})"
 
 
 def _possible_compression(tree: PrefixTree) -> float:

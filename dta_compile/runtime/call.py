@@ -5,40 +5,62 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import sympy
 import torch
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.passes.attention_op import statistics_dtype
-from dta_compile.passes.program import Axis, FrontierValue
+from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.options import Options
+from dta_compile.passes.program import Axis, FrontierValue, Program
 from dta_compile.plan import Footprint, Limits, Plan, make_plan, peak_bytes
 from dta_compile.plan.prefix_tree import PrefixTree
 from dta_compile.plan.schedule import Anchor, Backward, Forward
 from dta_compile.runtime import replay
-from dta_compile.runtime.dense_inputs import gathered, key_codes, used_tokens
 from dta_compile.runtime.executor import ChunkData, Executor
 from dta_compile.runtime.masks import ReadMasks, read_masks
-from dta_compile.runtime.memory import default_budget, keep_freed_pages
-from dta_compile.runtime.row_buffer import RowBuffer
-from dta_compile.runtime.rows import BatchRows, BatchTokens, Booleans, Integers
+from dta_compile.runtime.measure.budget import default_budget, keep_freed_pages
+from dta_compile.runtime.measure.calibration import Calibration
+from dta_compile.runtime.measure.stopwatch import Stopwatch
+from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Booleans, Integers
+from dta_compile.runtime.rows.buffers import RowBuffer
+from dta_compile.runtime.rows.dense import Sizes, gathered, key_codes, used_tokens
+from dta_compile.runtime.rows.upload import upload
 from dta_compile.runtime.stack import PathStack
-from dta_compile.runtime.upload import upload
 
-if TYPE_CHECKING:
-    from dta_compile.runtime.engine import Engine
+
+@dataclasses.dataclass(frozen=True)
+class CallContext:
+    """What an engine gives each of its calls.
+
+    Attributes:
+        program, options: what was compiled, and how it is to run.
+        sizes: numbers for the program's size symbols.
+        replays: CUDA graphs of its chunks, if there are to be any.
+        calibration: what runs on a device have taken so far.
+        note_run: takes the plan, the stopwatch and the device of a schedule that has been run.
+        note_plan: takes a plan that the call goes on with in place of its first one.
+    """
+
+    program: Program
+    options: Options
+    sizes: Sizes
+    replays: replay.ReplayCache | None
+    calibration: Callable[[torch.device], Calibration]
+    note_run: Callable[[Plan, Stopwatch, torch.device], None]
+    note_plan: Callable[[Plan], None]
 
 
 class Call:
     """One call: its inputs, its tree and plan, and how frontier values are dense again."""
 
-    def __init__(self, engine: Engine, args: Sequence[Any], dense: dict[Any, torch.Tensor]) -> None:
-        self.engine, self.program, self.args, self.dense = engine, engine.program, args, dense
-        self.batch = engine.sizes.evaluate(self.program.batch, args)
-        self.tokens = engine.sizes.evaluate(self.program.tokens, args)
+    def __init__(self, context: CallContext, args: Sequence[Any], dense: dict[Any, torch.Tensor]) -> None:
+        self.context, self.program, self.args, self.dense = context, context.program, args, dense
+        self.batch = context.sizes.evaluate(self.program.batch, args)
+        self.tokens = context.sizes.evaluate(self.program.tokens, args)
         self.device = self._device()
         if self.device.type == "cpu":
             keep_freed_pages()
@@ -60,7 +82,7 @@ class Call:
         tokens = BatchTokens.read(valid, trunk_keys, by_column=any(_by_column(item) for item in program.trunk_keys))
         tree = PrefixTree.build(tokens.keys)
         self.rows = BatchRows.of(tokens, tree, head_keys, used_by_any)
-        self.schedule_plan = make_plan(tree, self.engine.options, mode=mode, limits=self._limits(mode))
+        self.schedule_plan = make_plan(tree, self.context.options, mode=mode, limits=self._limits(mode))
         if self.schedule_plan.prefix_tree is not tree:  # the plan does not share prefixes
             self.rows = BatchRows.of(tokens, self.schedule_plan.prefix_tree, head_keys, used_by_any)
         self.schedule_plan.estimates.peak_bytes = self._peak_bytes(self.schedule_plan)
@@ -80,15 +102,15 @@ class Call:
 
     def replan_keeping_nothing(self) -> Plan:
         """The plan of a second backward: the kept graphs are gone, so every chunk is recomputed."""
-        same_rows = dataclasses.replace(self.engine.options, strategy=self.schedule_plan.schedule.strategy)
+        same_rows = dataclasses.replace(self.context.options, strategy=self.schedule_plan.schedule.strategy)
         made = make_plan(self.rows.tree, same_rows, mode="transparent", limits=Limits(budget=0))
         made.estimates.self_check = self.schedule_plan.estimates.self_check
         return made
 
     def _limits(self, mode: str) -> Limits:
         """What the planner needs to know of this model, machine and batch."""
-        budget = self.engine.options.memory_budget
-        cost = self.engine.calibration(self.device).cost_model()
+        budget = self.context.options.memory_budget
+        cost = self.context.calibration(self.device).cost_model()
         if mode != "transparent":
             return Limits(cost=cost, head_starts=self.rows.head_starts)
         budget = default_budget(self.device) if budget is None else budget
@@ -120,8 +142,7 @@ class Call:
     def record(self, plan: Plan, executor: Executor) -> None:
         """Note what the chunk runs of a schedule took, in the plan and for the cost model, as soon as they ended."""
         plan.estimates.replays = executor.lease.counts if executor.lease else None
-        self.engine.timed.append((plan, executor.stopwatch, self.device))
-        self.engine.collect_times()
+        self.context.note_run(plan, executor.stopwatch, self.device)
 
     def executor(self, plan: Plan) -> Executor:
         """An executor with fresh stack and buffers; the code that its graphs call is compiled now, not as they run."""
@@ -130,7 +151,7 @@ class Call:
             generated.prepare(sorted(_graphs(plan)))
             plan.estimates.codegen = str(generated)
         layers, capacity = self.program.attention, plan.simulation.peak_stack_tokens
-        attention, cache = self.engine.options.attention, self.engine.replays
+        attention, cache = self.context.options.attention, self.context.replays
         data, lease = self._chunk_data(), None
         if cache is not None and replay.is_possible(self.device) and replay.pays(_runs(plan)):
             lease = cache.lease(layers, capacity, self.device, attention, data.parameters)
@@ -226,7 +247,7 @@ class Call:
             )
 
     def _window(self, frame: Any) -> tuple[int, int]:
-        return self.engine.sizes.window(frame, self.args) if frame is not None else (0, 1)
+        return self.context.sizes.window(frame, self.args) if frame is not None else (0, 1)
 
     def _codes(self, item: Any) -> Integers:
         return key_codes(item, self.dense[item.node], self.batch, self.tokens, self._window(item.layout.frame))
@@ -240,7 +261,21 @@ class Call:
         return read_masks(self.program, self.dense, self._number, (self.batch, self.tokens))
 
     def _number(self, expr: sympy.Expr) -> int | float:
-        return self.engine.sizes.value(expr, self.args)
+        return self.context.sizes.value(expr, self.args)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A call that was run: its dense frontier values and its outputs.
+
+    Attributes:
+        outputs_of: the outputs for other frontier values.
+    """
+
+    call: Call
+    frontier: Sequence[torch.Tensor]
+    outputs: tuple[Any, ...]
+    outputs_of: Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
 
 
 def _runs(plan: Plan) -> list[int]:

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from dta_compile.capture.as_captured import as_captured
 from dta_compile.errors import RefusalError
 from dta_compile.options import Options
 from dta_compile.passes import Program
-from dta_compile.passes.as_captured import as_captured
 from dta_compile.plan import Plan
 from dta_compile.runtime import interception
-from dta_compile.runtime.calibration import Calibration
-from dta_compile.runtime.call import Call
-from dta_compile.runtime.dense_inputs import Sizes
+from dta_compile.runtime.call import Call, CallContext, Run
+from dta_compile.runtime.measure.calibration import Calibration
+from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.reference import self_check, verified
 from dta_compile.runtime.replay import ReplayCache
-from dta_compile.runtime.stopwatch import Stopwatch
+from dta_compile.runtime.rows.dense import Sizes
 from dta_compile.runtime.transparent import TreeFunction, no_autocast
 
 logger = logging.getLogger("dta_compile")
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A call, its dense frontier values and its outputs."""
-
-    call: Call
-    frontier: Sequence[torch.Tensor]
-    outputs: tuple[Any, ...]
 
 
 class Engine:
@@ -77,7 +69,7 @@ class Engine:
         verify = self.options.verify
         if verify == "always" or (verify == "first" and not self.checked):
             self.checked = True
-            return verified(self, args)
+            return verified(self.program, self.run, args)
         return self.run(args).outputs
 
     def run(self, args: Sequence[Any]) -> Run:
@@ -86,7 +78,7 @@ class Engine:
         parameters = [args[spec.index] for spec in self.program.region_parameters]
         with no_autocast():
             frontier = TreeFunction.apply(call, *parameters)
-        return Run(call, frontier, self.outputs_of(call, frontier))
+        return Run(call, frontier, self.outputs_of(call, frontier), functools.partial(self.outputs_of, call))
 
     def planned(self, args: Sequence[Any], mode: str) -> Call:
         """A call with its prologue run and its plan; before the first one goes on, the program is checked."""
@@ -95,7 +87,7 @@ class Engine:
             self.last_plan = plan = call.plan(mode)
         if call.rows.tree.num_rows and self._is_check_due(mode):
             self.checked = True
-            self.verdict = self_check(call, self.compile_seconds)
+            self.verdict = self_check(call, self.run_small, self.compile_seconds)
         plan.estimates.self_check = self.verdict
         return call
 
@@ -105,9 +97,9 @@ class Engine:
             return verify == "always" or (verify != "off" and not self.checked)
         return verify == "auto" and not self.checked
 
-    def for_check(self, columns: int) -> Engine:
-        """An engine of the same program for a small call that shares prefixes, needs several chunks and leaves nothing
-        behind: no times, no graphs."""
+    def run_small(self, columns: int, args: Sequence[Any]) -> Run:
+        """Run a small call so that it shares prefixes, needs several chunks and leaves nothing behind: no times, no
+        graphs."""
         options = dataclasses.replace(
             self.options,
             verify="off",
@@ -117,7 +109,7 @@ class Engine:
             cuda_graphs=False,
             cache_dir="off",
         )
-        return Engine(self.program, options)
+        return Engine(self.program, options).run(args)
 
     def collect_times(self, wait: bool = False) -> None:
         """Note in their plans, and for the cost model, what calls took that have ended; `wait` for the others."""
@@ -138,7 +130,19 @@ class Engine:
         self.collect_times()
         with torch.no_grad():
             values = self.program.prologue(*args)
-        return Call(self, args, dict(zip(self.program.prologue_nodes, values, strict=True)))
+        return Call(self._context(), args, dict(zip(self.program.prologue_nodes, values, strict=True)))
+
+    def _context(self) -> CallContext:
+        return CallContext(
+            self.program, self.options, self.sizes, self.replays, self.calibration, self._note_run, self._note_plan
+        )
+
+    def _note_run(self, plan: Plan, stopwatch: Stopwatch, device: torch.device) -> None:
+        self.timed.append((plan, stopwatch, device))
+        self.collect_times()
+
+    def _note_plan(self, plan: Plan) -> None:
+        self.last_plan = plan
 
     def outputs_of(self, call: Call, frontier: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """The outputs of a call for some dense frontier values."""

@@ -10,32 +10,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dta_compile.passes.joint import JointGraphs
+from dta_compile.passes.joint_graphs import JointGraphs
 from dta_compile.passes.program import FrontierValue
 from dta_compile.plan import Segment, Work, segments
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Chunk, Forward, Op, Pop, Restore, Slice
 from dta_compile.plan.verify import attention_pairs
-from dta_compile.runtime.chunk_shape import ChunkShape
+from dta_compile.runtime.attention.chunk_shape import ChunkShape
+from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.replay import Lease
-from dta_compile.runtime.row_buffer import RowBuffer, Rows, next_to_zero, padded
-from dta_compile.runtime.rows import BatchRows
+from dta_compile.runtime.rows.batch_rows import BatchRows
+from dta_compile.runtime.rows.buffers import Gathered, RowBuffer, Rows, next_to_zero, padded
+from dta_compile.runtime.rows.upload import upload
 from dta_compile.runtime.stack import PathStack
-from dta_compile.runtime.stopwatch import Stopwatch
-from dta_compile.runtime.upload import upload
 
 HEAD_SHARE = 0.75  # of a kept graph's head rows with a gradient, from which on dropping the others does not pay
-
-
-@dataclasses.dataclass
-class Gathered:
-    """A dense value that chunks read row by row: `values [N, *features]` and, for every row, which entry it reads."""
-
-    values: torch.Tensor
-    index: torch.Tensor
-
-    def read(self, rows: Rows) -> torch.Tensor:
-        """`[c, *features]` for some rows."""
-        return self.values.index_select(0, rows.read(self.index))
 
 
 @dataclasses.dataclass

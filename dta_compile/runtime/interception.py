@@ -5,13 +5,26 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from dta_compile.runtime.engine import Engine
+from dta_compile.passes.program import Program
+from dta_compile.runtime.call import Call
+
+
+class Intercepted(Protocol):
+    """An engine, as far as its call may be replaced."""
+
+    program: Program
+
+    def begin(self, args: Sequence[Any]) -> Call:
+        """A call with its prologue run."""
+
+    def planned(self, args: Sequence[Any], mode: str) -> Call:
+        """A call with its prologue run and its plan, in a program that was checked."""
+
 
 # Returns what the engine is to return instead of the call's outputs, or None: nothing, the engine runs as always.
-Handler = Callable[["Engine", Sequence[Any]], "tuple[Any, ...] | None"]
+Handler = Callable[[Intercepted, Sequence[Any]], tuple[Any, ...] | None]
 
 _active = threading.local()
 
@@ -26,7 +39,7 @@ def intercept(handler: Handler) -> Iterator[None]:
         _active.handler = None
 
 
-def handle(engine: Engine, args: Sequence[Any]) -> tuple[Any, ...] | None:
+def handle(engine: Intercepted, args: Sequence[Any]) -> tuple[Any, ...] | None:
     """Called by every engine at its start."""
     handler = getattr(_active, "handler", None)
     if handler is None:

@@ -15,11 +15,11 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.passes.mask_proof import FORBIDDEN, Mask
-from dta_compile.passes.mask_ranges import BOUND, LONGEST_ROW
-from dta_compile.passes.mask_tables import Facts, Table, read_table
-from dta_compile.passes.mask_terms import Entry, Evaluation, Term, shown, subterms
-from dta_compile.passes.program import MaskClass, Program, ancestors, has_tensor
+from dta_compile.passes.masks.proof import FORBIDDEN, Mask
+from dta_compile.passes.masks.ranges import BOUND, LONGEST_ROW
+from dta_compile.passes.masks.tables import Facts, Table, read_table
+from dta_compile.passes.program import AttentionMask, MaskClass, Program, ancestors, has_tensor
+from dta_compile.passes.terms import Entry, Evaluation, Term, shown, subterms
 
 Booleans = npt.NDArray[np.bool_]
 
@@ -107,9 +107,10 @@ class _Reader:
         with torch.no_grad():
             return torch.as_tensor(self._evaluate(term)).expand(self.shape)
 
-    def class_of(self, mask: Mask | None) -> MaskClass:
+    def class_of(self, mask: AttentionMask | None) -> MaskClass:
         if mask is None:
             return MaskClass()
+        assert isinstance(mask, Mask)
         for size in mask.sizes.values():
             if (found := self.number(size)) > LONGEST_ROW:
                 raise _too_large(found)

@@ -13,23 +13,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
+from dta_compile.capture.as_captured import as_captured
 from dta_compile.errors import DTAError, VerificationError
-from dta_compile.passes.as_captured import as_captured
-from dta_compile.passes.layouts import is_tensor
-from dta_compile.passes.other_batches import programs_of
+from dta_compile.passes.axes.layouts import is_tensor
+from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.program import Program, ancestors
-from dta_compile.runtime.memory import default_budget
+from dta_compile.runtime.call import Call, Run
+from dta_compile.runtime.measure.budget import default_budget
 from dta_compile.runtime.sample import NotSampled, indices_from_values, sample
 
-if TYPE_CHECKING:
-    from dta_compile.runtime.call import Call
-    from dta_compile.runtime.engine import Engine, Run
+RunSmall = Callable[[int, Sequence[Any]], Run]  # of a number of columns and the inputs of a small call
 
 # Largest accepted difference relative to the largest entry; rounding differs because sums run in another order.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -54,27 +53,27 @@ class Verdict:
         return ", ".join(f"{name} not comparable" if x is None else f"{name} within {x:.1g}" for name, x in parts)
 
 
-def verified(engine: Engine, args: Sequence[Any]) -> tuple[Any, ...]:
-    """The outputs of a call, after comparing them and their gradients with the reference.
+def verified(program: Program, run: Callable[[Sequence[Any]], Run], args: Sequence[Any]) -> tuple[Any, ...]:
+    """The outputs of a call, which `run` runs, after comparing them and their gradients with the reference.
 
     Raises:
         VerificationError: naming the output or parameter that differs, by how much, and the tolerance.
     """
     # Gradients are taken for views: hooks that are registered on the parameters are for the user's own backward.
     viewed = [arg.view_as(arg) if _takes_gradient(arg) else arg for arg in args]
-    run = engine.run(viewed)
-    if reason := _not_comparable(engine.program):
+    ran = run(viewed)
+    if reason := _not_comparable(program):
         verdict = f"skipped: {reason}"
     else:
-        with _undisturbed(run.call.device):
+        with _undisturbed(ran.call.device):
             detached = _detached(args)
-            expected = _captured(engine.program, detached)
-            verdict = f"the whole call: {compare(engine.program, run, viewed, expected, detached)}"
-    run.call.schedule_plan.estimates.self_check = verdict
-    return run.outputs
+            expected = _captured(program, detached)
+            verdict = f"the whole call: {compare(program, ran, viewed, expected, detached)}"
+    ran.call.schedule_plan.estimates.self_check = verdict
+    return ran.outputs
 
 
-def self_check(call: Call, compile_seconds: float) -> str:
+def self_check(call: Call, run_small: RunSmall, compile_seconds: float) -> str:
     """Compare a few rows of a planned call, as a small call of its own; returns the verdict, or why there is none.
 
     Whatever else fails is left to the call itself.
@@ -84,7 +83,7 @@ def self_check(call: Call, compile_seconds: float) -> str:
     """
     try:
         with _undisturbed(call.device):
-            return _self_check(call, compile_seconds)
+            return _self_check(call, run_small, compile_seconds)
     except VerificationError:
         raise
     except (NotSampled, DTAError) as reason:
@@ -93,7 +92,7 @@ def self_check(call: Call, compile_seconds: float) -> str:
         return f"skipped: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:150]}"
 
 
-def _self_check(call: Call, compile_seconds: float) -> str:
+def _self_check(call: Call, run_small: RunSmall, compile_seconds: float) -> str:
     program = call.program
     if program.joint.generated is not None:  # the call itself needs it, too
         program.joint.generated.prepare(["forward", "backward"] if _trains(program) else ["forward_only"])
@@ -106,7 +105,7 @@ def _self_check(call: Call, compile_seconds: float) -> str:
     theirs, mine = _detached(small.args), _detached(small.args)
     scale = call.rows.tree.num_rows / (small.rows * small.columns)
     expected = _captured_in_time(call, theirs, compile_seconds, scale)
-    run = call.engine.for_check(small.columns).run(mine)
+    run = run_small(small.columns, mine)
     verdict = compare(program, run, mine, expected, theirs)
     seconds = time.perf_counter() - started
     return f"{small.rows} rows of {small.columns} tokens at the first call: {verdict}; {seconds:.2g} s"
@@ -209,9 +208,8 @@ class _Probe:
         self.choices = set() if self.dtype in (torch.float64, torch.float32) else _choices(program)
 
     def _outputs(self, frontier: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        call = self.run.call
         with torch.no_grad():
-            return call.engine.outputs_of(call, frontier)
+            return self.run.outputs_of(frontier)
 
     def _random(self, value: torch.Tensor) -> torch.Tensor:
         return torch.randn(value.shape, generator=self.generator, device=value.device, dtype=torch.float32)
@@ -289,11 +287,10 @@ class _Probe:
     def _frontier_gradients(
         self, frontier: Sequence[torch.Tensor], cotangents: dict[int, torch.Tensor]
     ) -> list[torch.Tensor]:
-        call = self.run.call
         leaves = [
             value.requires_grad_(one.requires_grad) for value, one in zip(frontier, self.run.frontier, strict=True)
         ]
-        outputs = call.engine.outputs_of(call, leaves)
+        outputs = self.run.outputs_of(leaves)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         return [grad for grad in _gradients(outputs, wanted, cotangents) if grad is not None]
 

@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from dta_compile.passes.attention_op import statistics_dtype
+from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.passes.program import AttentionLayer
 from dta_compile.plan import ReplayCounts
-from dta_compile.runtime.attention import ChunkTable, Operands
+from dta_compile.runtime.attention.chunk_shape import ChunkTable
+from dta_compile.runtime.attention.interface import Operands
+from dta_compile.runtime.rows.upload import upload
 from dta_compile.runtime.stack import PathStack
-from dta_compile.runtime.upload import upload
 
 __all__ = ["Lease", "ReplayCache", "ReplayStack", "is_possible", "pays"]
 

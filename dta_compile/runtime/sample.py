@@ -10,20 +10,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.attention_op import statistics_dtype
-from dta_compile.passes.layouts import expression, is_tensor
+from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.passes.axes.layouts import expression, is_tensor
 from dta_compile.passes.program import Program
 from dta_compile.plan import PrefixTree
-
-if TYPE_CHECKING:
-    from dta_compile.runtime.call import Call
+from dta_compile.runtime.call import Call
 
 aten = torch.ops.aten
 
@@ -65,7 +63,7 @@ def sample(call: Call) -> Sample:
     Raises:
         NotSampled: its sizes cannot be cut, and it is too large to be run as it is.
     """
-    values = call.engine.sizes.values(call.args)
+    values = call.context.sizes.values(call.args)
     limit = max(LEAST_TOKENS, call.rows.tree.num_rows // SHARE)
     allowed, fixed = _Guards(call.program), _indexed_by_data(call.program)
     for (rows, columns), together in itertools.product(_candidates(call, limit, fixed), (False, True)):

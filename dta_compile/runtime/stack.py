@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from dta_compile.passes.attention_op import statistics_dtype
+from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.passes.program import AttentionLayer
-from dta_compile.runtime.attention import ChunkShape, ChunkTable, Operands, Provider, provider_for
+from dta_compile.runtime.attention.chunk_shape import ChunkShape, ChunkTable
+from dta_compile.runtime.attention.interface import Operands, Provider
+from dta_compile.runtime.attention.providers import provider_for
 
 
 class PathStack:

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError, RuntimeContractError
-from dta_compile.passes.attention_op import statistics_dtype
+from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
 from dta_compile.passes.program import Mixed, Program, has_tensor, where
-from dta_compile.passes.row_epilogue import row_dim, row_layout
-from dta_compile.runtime.interception import intercept
-from dta_compile.runtime.row_buffer import PathRows
-from dta_compile.runtime.row_gradients import RowGradients
+from dta_compile.plan import Plan
+from dta_compile.runtime.call import Call
+from dta_compile.runtime.executor import Executor
+from dta_compile.runtime.interception import Intercepted, intercept
+from dta_compile.runtime.rows.buffers import PathRows
+from dta_compile.runtime.rows.gradients import RowGradients
 from dta_compile.runtime.stand_in import StandIns, tensors_of
 from dta_compile.runtime.transparent import finished_gradients, gradient_of_cache, no_autocast, prepare_accumulators
-
-if TYPE_CHECKING:
-    from dta_compile.plan import Plan
-    from dta_compile.runtime.call import Call
-    from dta_compile.runtime.engine import Engine
-    from dta_compile.runtime.executor import Executor
 
 aten = torch.ops.aten
 
@@ -104,7 +101,7 @@ class Stream:
         self.in_return_value: set[int] = set()
         self.plan: Plan
 
-    def begin(self, engine: Engine, args: Sequence[Any]) -> tuple[Any, ...] | None:
+    def begin(self, engine: Intercepted, args: Sequence[Any]) -> tuple[Any, ...] | None:
         """The outputs of the graph: real ones where they exist for the whole batch, else stand-ins."""
         program = engine.program
         if not program.training:
@@ -118,7 +115,7 @@ class Stream:
     def _output(self, position: int, node: Any) -> Any:
         call = self.call
         assert call is not None
-        program, sizes = call.program, call.engine.sizes
+        program, sizes = call.program, call.context.sizes
         if not isinstance(node, fx.Node):
             return node
         if node.op == "placeholder":

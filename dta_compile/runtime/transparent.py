@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.passes.attention_op import statistics_dtype
+from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.passes.program import FrontierValue
 from dta_compile.plan import Op, Plan
 from dta_compile.runtime.call import Call
 from dta_compile.runtime.executor import Executor
-from dta_compile.runtime.row_buffer import AllRows
+from dta_compile.runtime.rows.buffers import AllRows
 
 logger = logging.getLogger("dta_compile")
 
@@ -115,7 +115,8 @@ def _or_keeping_nothing(call: Call, run: Callable[[Plan], Result]) -> Result:
     )
     if call.device.type == "cuda":
         torch.cuda.empty_cache()
-    call.schedule_plan = call.engine.last_plan = call.replan_keeping_nothing()
+    call.schedule_plan = call.replan_keeping_nothing()
+    call.context.note_plan(call.schedule_plan)
     return run(call.schedule_plan)
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from dta_compile import RolloutTree
 from dta_compile.errors import PlanError, TreeClosedError, WaitTimeoutError
-from dta_compile.plan import PrefixTree, rollout_pool, trie
+from dta_compile.plan import PrefixTree
+from dta_compile.rollouts import pool, trie
 
 SOON = 20  # seconds after which a test that waits for another thread gives up
 
@@ -588,7 +589,7 @@ def test_a_batch_that_fails_loses_nothing(monkeypatch):
         raise RuntimeError("no groups today")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rollout_pool, "balance", fails)
+        patch.setattr(pool, "balance", fails)
         with pytest.raises(RuntimeError, match="no groups today"):
             tree.take(1, rows=2, policy_version=1)
     assert (tree.stats.waiting, tree.stats.trained, tree.stats.batches) == (2, 0, 0)

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dta_compile.plan import PrefixTree, trie
-from dta_compile.plan.trie import Trie
+from dta_compile.plan import PrefixTree
+from dta_compile.rollouts import trie
+from dta_compile.rollouts.trie import Trie
 
 
 def key(tokens):

@@ -1,0 +1,108 @@
+"""Calls that are kept whole: a user's `torch.autograd.Function`, whose backward need not be its forward's derivative.
+
+While lowering, such a call is traced as one opaque operator over its tensors; afterwards it is a submodule of the graph
+that runs the function with the user's own backward. It has no token-wise rule, so it always lands in the epilogue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.ops.draw_capture import DrawCapture
+
+# The calls of the graph being lowered now; the operator carries a position in this list.
+_calls: list[AutogradFunctionCall] = []
+
+LIBRARY = torch.library.Library("dta_opaque", "DEF")
+LIBRARY.define("call(Tensor[] tensors, SymInt[] sizes, int index) -> Tensor[]")
+CALL = torch.ops.dta_opaque.call.default
+
+
+class AutogradFunctionCall(torch.nn.Module):
+    """One application of a custom autograd function, with the autocast state that it was captured under."""
+
+    def __init__(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        super().__init__()
+        self.forward_graph, self.backward_graph, *self.template = arguments
+        self.keywords = keywords
+        device = next((arg.device.type for arg in self.template if isinstance(arg, torch.Tensor)), "cpu")
+        self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        self.template = [_placeholder(arg) for arg in self.template]
+        self.present: list[bool] = []
+        self.returns_tuple = False
+        self.draws = self._is_impure = False  # the second name is torch's: such a call is kept although unused
+
+    def forward(self, tensors: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        """The function's outputs that are tensors, under ordinary autograd."""
+        device, dtype, enabled = self.autocast
+        with torch.autocast(device, dtype, enabled):
+            arguments = self._arguments(tensors, sizes)
+            results = torch.ops.higher_order.autograd_function_apply(
+                self.forward_graph, self.backward_graph, *arguments, **self.keywords
+            )
+        return [result for result in _as_tuple(results) if isinstance(result, torch.Tensor)]
+
+    def shapes(self, tensors: list[torch.Tensor], sizes: list[Any]) -> list[torch.Tensor]:
+        """The same for fake tensors, remembering which outputs are tensors."""
+        with DrawCapture() as draws:
+            results, _ = fx.Interpreter(self.forward_graph).run(*self._arguments(tensors, sizes))
+        self.draws = self._is_impure = bool(draws.results)
+        self.returns_tuple = isinstance(results, (tuple, list))
+        self.present = [isinstance(result, torch.Tensor) for result in _as_tuple(results)]
+        return [result.clone() for result in _as_tuple(results) if isinstance(result, torch.Tensor)]
+
+    def _arguments(self, tensors: list[torch.Tensor], sizes: list[Any]) -> Iterator[Any]:
+        tensor, size = iter(tensors), iter(sizes)
+        kinds = {torch.Tensor: tensor, torch.SymInt: size}
+        return (next(kinds[arg]) if isinstance(arg, type) else arg for arg in self.template)
+
+
+def capture(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Trace one application as an opaque operator; returns what the function returns."""
+    call = AutogradFunctionCall(arguments, keywords)
+    _calls.append(call)
+    tensors = [arg for arg in arguments if isinstance(arg, torch.Tensor)]
+    sizes = [arg for arg in arguments if isinstance(arg, torch.SymInt)]
+    found = iter(CALL(tensors, sizes, len(_calls) - 1))
+    results = tuple(next(found) if present else None for present in call.present)
+    return results if call.returns_tuple else results[0]
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[None]:
+    """In which graphs are traced and embedded; calls of one that fails half-way are forgotten."""
+    try:
+        yield
+    finally:
+        _calls.clear()
+
+
+@torch.library.register_fake("dta_opaque::call", lib=LIBRARY)
+def _call_fake(tensors: list[torch.Tensor], sizes: list[Any], index: int) -> list[torch.Tensor]:
+    return _calls[index].shapes(tensors, sizes)
+
+
+def embed(module: fx.GraphModule) -> None:
+    """Turn the opaque operators of a lowered graph into submodules."""
+    for node in list(module.graph.nodes):
+        if node.target is CALL:
+            name = f"autograd_function_{node.args[2]}"
+            module.add_submodule(name, _calls[node.args[2]])
+            with module.graph.inserting_before(node):
+                call = module.graph.call_module(name, node.args[:2])
+            call.meta = dict(node.meta)
+            node.replace_all_uses_with(call)
+            module.graph.erase_node(node)
+
+
+def _placeholder(arg: Any) -> Any:
+    return torch.Tensor if isinstance(arg, torch.Tensor) else torch.SymInt if isinstance(arg, torch.SymInt) else arg
+
+
+def _as_tuple(results: Any) -> tuple[Any, ...]:
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)

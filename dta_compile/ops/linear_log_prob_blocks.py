@@ -1,0 +1,177 @@
+"""The operators of `linear_log_prob`: log-probs and entropy of a language-model head, a block of logits at a time.
+
+The forward is an online softmax (Milakov and Gimelshein, 2018): it keeps each row's largest logit m, the sum s of
+`exp(z - m)` and, for the mean, the sum t of `exp(z - m) * (z - m)`, and rescales them when a block raises m. Then
+`log_sum = log(s)` and `mean = t / s`. Where m is infinite, 0 takes its place. The backward computes every block's
+logits again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from dta_compile.ops.add_product import add_product
+from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.ops.library import LIBRARY
+from dta_compile.ops.linear_log_prob import block_columns
+
+
+class Head(NamedTuple):
+    """`hidden [rows, H]`, `weight [V, H]`, `bias [V]`, `temperature [] or [rows, 1]`, `labels [rows, K]`."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    temperature: torch.Tensor | None
+    labels: torch.Tensor | None
+
+    def blocks(self) -> Iterator[slice]:
+        vocabulary = self.weight.shape[0]
+        step = block_columns(self.hidden.shape[0], vocabulary)
+        return (slice(start, min(start + step, vocabulary)) for start in range(0, vocabulary, step))
+
+    def block_weight(self, block: slice) -> torch.Tensor:
+        return self.weight[block].to(self.hidden.dtype)
+
+    def logits(self, block: slice, dtype: torch.dtype) -> torch.Tensor:
+        """`[rows, columns]`, in new memory: rounded to the dtype of the product, then cast and scaled."""
+        bias = None if self.bias is None else self.bias[block].to(self.hidden.dtype)
+        logits = F.linear(self.hidden, self.block_weight(block), bias).to(dtype)
+        return logits if self.temperature is None else logits.div_(self.temperature)
+
+    def places(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which labels are in a block, `[rows, K]` bool, and the columns of those (0 for others)."""
+        assert self.labels is not None
+        inside = (self.labels >= block.start) & (self.labels < block.stop)
+        return inside, (self.labels - block.start).masked_fill_(~inside, 0)
+
+
+def linear_log_prob(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    wants_mean: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`dta::linear_log_prob`."""
+    head = Head(hidden, weight, bias, temperature, labels)
+    rows, chosen = hidden.shape[0], 0 if labels is None else labels.shape[1]
+    logit = hidden.new_zeros((rows, chosen), dtype=dtype)
+    largest = hidden.new_full((rows, 1), -torch.inf, dtype=dtype)
+    exps, products = hidden.new_zeros((2, rows, 1), dtype=dtype)
+    if labels is not None:
+        in_range = (labels >= 0) & (labels < weight.shape[0])
+        torch._assert_async(in_range.all(), "a label is outside of the vocabulary")
+    for block in head.blocks():
+        logits = head.logits(block, dtype)
+        if labels is not None:
+            inside, columns = head.places(block)
+            logit = torch.where(inside, logits.gather(1, columns), logit)
+        new = torch.maximum(largest, logits.amax(1, keepdim=True))
+        base = _finite(new)
+        drop = largest - base
+        rescale = drop.exp()
+        logits.sub_(base)
+        if wants_mean:
+            # Before the first block with finite logits the drop is infinite, and nothing was summed that it could
+            # matter to. A drop may be as large as numbers get: it shrinks before it multiplies.
+            products = torch.where(exps > 0, products * rescale + exps * (drop * rescale), products)
+            block_exps = logits.exp()
+            products += logits.mul_(block_exps).sum(1, keepdim=True)
+        else:
+            block_exps = logits.exp_()
+        exps = exps * rescale + block_exps.sum(1, keepdim=True)
+        largest = new
+        del logits, block_exps
+    log_sum, base = exps.log(), _finite(largest)
+    mean = (products / exps)[:, 0] if wants_mean else hidden.new_empty((0,), dtype=dtype)
+    # As torch has it, where the sum is infinite `logsumexp` is, too, and all of `log_softmax` is NaN.
+    log_prob = ((logit - base) - log_sum).masked_fill_(log_sum.isinf(), torch.nan)
+    return log_prob, logit, log_sum[:, 0], mean, base[:, 0]
+
+
+def _finite(largest: torch.Tensor) -> torch.Tensor:
+    """What to subtract from logits: 0 where all are -inf so far, or one is inf, which minus itself is no number."""
+    return largest.masked_fill(largest.isinf(), 0)
+
+
+def linear_log_prob_backward_(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    log_sum: torch.Tensor,
+    mean: torch.Tensor | None,
+    largest: torch.Tensor,
+    of_labels: torch.Tensor | None,
+    of_log_sum: torch.Tensor,
+    of_mean: torch.Tensor | None,
+    wants_hidden: bool,
+    weight_gradient: torch.Tensor | None,
+    bias_gradient: torch.Tensor | None,
+) -> torch.Tensor:
+    """`dta::linear_log_prob_backward_`: adds to the gradients of weight and bias, and returns that of hidden."""
+    head = Head(hidden, weight, bias, temperature, labels)
+    result = hidden.new_zeros(hidden.shape if wants_hidden else (0,), dtype=statistics_dtype(hidden.dtype))
+    for block in head.blocks():
+        grad = head.logits(block, log_sum.dtype).sub_(largest[:, None])
+        if mean is None or of_mean is None:
+            grad.sub_(log_sum[:, None]).exp_().mul_(of_log_sum[:, None])
+        else:
+            probs = (grad - log_sum[:, None]).exp_()
+            grad.sub_(mean[:, None]).mul_(of_mean[:, None]).add_(of_log_sum[:, None]).mul_(probs)
+            del probs
+        if of_labels is not None:
+            inside, columns = head.places(block)
+            grad.scatter_add_(1, columns, of_labels.masked_fill(~inside, 0))
+        if temperature is not None:
+            grad.div_(temperature)
+        grad = grad.to(hidden.dtype)
+        if wants_hidden:
+            add_product(result, grad, head.block_weight(block))
+        if weight_gradient is not None:
+            add_product(weight_gradient[block], grad.t(), hidden)
+        if bias_gradient is not None:
+            bias_gradient[block] += grad.sum(0)
+        del grad
+    return result.to(hidden.dtype)
+
+
+def linear_log_prob_backward(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    log_sum: torch.Tensor,
+    mean: torch.Tensor | None,
+    largest: torch.Tensor,
+    of_labels: torch.Tensor | None,
+    of_log_sum: torch.Tensor,
+    of_mean: torch.Tensor | None,
+    wanted: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`dta::linear_log_prob_backward`: for weights that are not parameters, whose gradients have no accumulators."""
+    values = (weight, hidden if bias is None else bias)
+    sums = [
+        torch.zeros(value.shape, dtype=statistics_dtype(value.dtype), device=value.device) if want else None
+        for value, want in zip(values, wanted[1:], strict=True)
+    ]
+    operands = (hidden, weight, bias, temperature, labels, log_sum, mean, largest, of_labels, of_log_sum, of_mean)
+    of_hidden = linear_log_prob_backward_(*operands, wanted[0], *sums)
+    of_weight, of_bias = (
+        value.new_empty((0,)) if grad is None else grad.to(value.dtype)
+        for value, grad in zip(values, sums, strict=True)
+    )
+    return of_hidden, of_weight, of_bias
+
+
+for function in (linear_log_prob, linear_log_prob_backward, linear_log_prob_backward_):
+    LIBRARY.impl(function.__name__, function, "CompositeExplicitAutograd")

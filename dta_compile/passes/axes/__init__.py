@@ -1,0 +1,1 @@
+"""Which dimensions of every value run over sequences and tokens, and which operators mix tokens."""

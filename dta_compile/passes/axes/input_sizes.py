@@ -1,0 +1,50 @@
+"""input_sizes: which inputs of a call are weights, and which of their sizes are constants.
+
+Dynamo was asked for symbolic sizes of all inputs but the parameters of modules, since what counts rows and tokens is
+not known before the attention is. Making a size constant leaves a guard: another number is traced anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.ops.library import ATTENTION_CALL
+from dta_compile.passes.axes.layouts import sizes
+from dta_compile.passes.program import AmbiguousAxes, InputKind, Program
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+def input_sizes(program: Program) -> None:
+    """Give computed weights their kind in `program.inputs`, and weights and ids constant feature sizes."""
+    calls = program.graph.find_nodes(op="call_function", target=ATTENTION_CALL)
+    tokens = {sizes(call.args[0])[2] for call in calls}
+    counting = {symbol for call in calls for dim in (0, 2) for symbol in sizes(call.args[0])[dim].free_symbols}
+    for index, (node, spec) in enumerate(zip(program.placeholders, program.inputs, strict=True)):
+        if spec.kind is InputKind.DIFFERENTIABLE_DATA and calls:
+            if counting.isdisjoint(symbol for size in sizes(node) for symbol in size.free_symbols):
+                _fix(node, range(len(sizes(node))))
+                program.inputs[index] = dataclasses.replace(spec, kind=InputKind.PARAMETER)
+            elif not program.own_symbols:
+                raise AmbiguousAxes()  # a weight may be as wide as the batch is long
+        elif spec.kind is InputKind.DATA and node.meta["val"].dtype in INTEGERS and len(sizes(node)) > 2:
+            _fix(node, _codebooks(node, counting, tokens))
+
+
+def _codebooks(node: fx.Node, counting: set[sympy.Symbol], tokens: set[sympy.Expr]) -> list[int]:
+    """Dimensions of ids `[B, S, K]` or `[B, K, S]` that count neither rows nor tokens.
+
+    The second dimension does if no other has the number of tokens: it may count other tokens (labels `[B, S - 1, K]`).
+    """
+    first = 1 if tokens.intersection(sizes(node)) else 2
+    return [i for i, size in enumerate(sizes(node)) if i >= first and not size.free_symbols <= counting]
+
+
+def _fix(node: fx.Node, dims: Iterable[int]) -> None:
+    for dim in dims:
+        int(node.meta["val"].shape[dim])

@@ -1,0 +1,242 @@
+"""Rules for operators that only move values around: views, slices, concatenations, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.passes.axes.layouts import (
+    Arguments,
+    MixesTokens,
+    Rule,
+    argument,
+    broadcast,
+    expression,
+    require_feature,
+    sizes,
+    unify_frames,
+)
+from dta_compile.passes.program import Axis, Frame, Layout
+
+aten = torch.ops.aten
+FLATTENED: dict[tuple[Axis | None, ...], Axis] = {
+    (Axis.BATCH, Axis.TOKEN): Axis.ROWS,
+    (Axis.TOKEN, Axis.BATCH): Axis.TOKEN_ROWS,
+}
+
+
+def like(node: fx.Node, arguments: Arguments) -> Layout:
+    """Rule for a constructor that takes its shape from its first argument."""
+    return arguments[node.args[0]]
+
+
+def permuted(order: Callable[[fx.Node, int], list[int]]) -> Rule:
+    """Rule for a permutation of dimensions: `order(node, rank)` lists the source dimension of each result dimension."""
+
+    def rule(node: fx.Node, arguments: Arguments) -> Layout:
+        layout = arguments[node.args[0]]
+        return Layout(tuple(layout.dims[i] for i in order(node, len(layout.dims))), layout.frame)
+
+    return rule
+
+
+def transpose_order(node: fx.Node, rank: int) -> list[int]:
+    order = list(range(rank))
+    if rank > 1:
+        first, second = (node.args[1], node.args[2]) if len(node.args) > 2 else (0, 1)
+        order[first], order[second] = order[second], order[first]
+    return order
+
+
+def unsqueeze(node: fx.Node, arguments: Arguments) -> Layout:
+    layout = arguments[node.args[0]]
+    dims = list(layout.dims)
+    dims.insert(node.args[1] % (len(dims) + 1), None)
+    return Layout(tuple(dims), layout.frame)
+
+
+def squeeze(node: fx.Node, arguments: Arguments) -> Layout:
+    source = node.args[0]
+    layout, shape = arguments[source], sizes(source)
+    chosen = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
+    chosen = {dim % len(shape) for dim in ([chosen] if isinstance(chosen, int) else chosen)}
+    kept = [i for i in range(len(shape)) if not (i in chosen and shape[i] == 1)]
+    if layout.token_dim is not None and layout.token_dim not in kept:
+        raise MixesTokens("it drops the axis of a single token")
+    return Layout(tuple(layout.dims[i] for i in kept), layout.frame)
+
+
+def expand(node: fx.Node, arguments: Arguments) -> Layout:
+    source = node.args[0]
+    layout, before, after = arguments[source], sizes(source), sizes(node)
+    added = len(after) - len(before)
+    dims: list[Axis | None] = []
+    for i, size in enumerate(after):
+        if i >= added and (before[i - added] != 1 or size == 1):
+            dims.append(layout.dims[i - added])
+        elif size.free_symbols:
+            raise MixesTokens("it repeats a value along a batch or token axis it did not have")
+        else:
+            dims.append(None)
+    return Layout(tuple(dims), layout.frame)
+
+
+def view(node: fx.Node, arguments: Arguments) -> Layout:
+    """Reshape: axes may stay, merge (batch, token) into rows, or split rows; they never merge with features."""
+    source = node.args[0]
+    layout, before, after = arguments[source], sizes(source), sizes(node)
+    dims: list[Axis | None] = [None] * len(after)
+    for group_in, group_out in reshape_groups(before, after):
+        labelled = [layout.dims[i] for i in group_in if before[i] != 1]
+        targets = [j for j in group_out if after[j] != 1]
+        if not any(labelled):
+            continue
+        if len(labelled) == len(targets) == 1:
+            dims[targets[0]] = labelled[0]
+        elif len(targets) == 1 and tuple(labelled) in FLATTENED:
+            dims[targets[0]] = FLATTENED[tuple(labelled)]
+        elif len(targets) == 2 and len(labelled) == 1 and labelled[0] in FLATTENED.values():
+            dims[targets[0]], dims[targets[1]] = next(axes for axes, flat in FLATTENED.items() if flat is labelled[0])
+        else:
+            raise MixesTokens(f"it reshapes {layout} of sizes {before} to {after}, across the token axis")
+    _keep_single_token(layout, dims, after)
+    return Layout(tuple(dims), layout.frame)
+
+
+def _keep_single_token(layout: Layout, dims: list[Axis | None], after: Sequence[sympy.Expr]) -> None:
+    """The axis of a window of one token stays one, wherever there is a dimension of its size."""
+    if layout.token_dim is None or Layout(tuple(dims)).token_dim is not None:
+        return
+    place = next((j for j, size in enumerate(after) if size == 1 and dims[j] is None), None)
+    if place is None:
+        raise MixesTokens("it drops the axis of a single token")
+    dims[place] = Axis.TOKEN
+
+
+def reshape_groups(before: Sequence[sympy.Expr], after: Sequence[sympy.Expr]) -> list[tuple[list[int], list[int]]]:
+    """Smallest runs of dimensions with equal products, left to right, for a reshape of `before` to `after`."""
+    groups, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        group_in, group_out = [i] if i < len(before) else [], [j] if j < len(after) else []
+        product_in = before[i] if group_in else sympy.Integer(1)
+        product_out = after[j] if group_out else sympy.Integer(1)
+        i, j = i + len(group_in), j + len(group_out)
+        while (ratio := sympy.cancel(product_out / product_in)) != 1:
+            denominator = ratio.as_numer_denom()[1]
+            if (denominator == 1 and i < len(before)) or j >= len(after):
+                if i >= len(before):
+                    break
+                group_in, product_in, i = [*group_in, i], product_in * before[i], i + 1
+            else:
+                group_out, product_out, j = [*group_out, j], product_out * after[j], j + 1
+        groups.append((group_in, group_out))
+    return groups
+
+
+def slice_(node: fx.Node, arguments: Arguments) -> Layout:
+    """A slice of features, or a window of tokens: the frame moves, the values stay."""
+    source = node.args[0]
+    dim = argument(node, 1, "dim") or 0
+    layout, before, after = arguments[source], sizes(source), sizes(node)
+    dim %= len(before)
+    if layout.dims[dim] is None or before[dim] == after[dim]:
+        return layout
+    step = argument(node, 4, "step")
+    if (
+        layout.dims[dim] is not Axis.TOKEN
+        or step not in (None, 1)
+        or layout.frame is None
+        or layout.frame.start is None
+    ):
+        axis = "token" if layout.dims[dim] is Axis.TOKEN else "batch"
+        raise MixesTokens(
+            f"it takes every {step}th entry of the {axis} axis"
+            if step not in (None, 1)
+            else f"it slices the {axis} axis"
+        )
+    start = argument(node, 2, "start") or 0
+    start = start.meta["val"] if isinstance(start, fx.Node) else start
+    first = expression(start) + (before[dim] if start < 0 else 0)  # comparing a symbolic start leaves a guard
+    return Layout(layout.dims, Frame(sympy.simplify(layout.frame.start + first), after[dim]))
+
+
+def cat(node: fx.Node, arguments: Arguments) -> Layout:
+    parts, dim = list(node.args[0]), argument(node, 1, "dim") or 0
+    parts = [part for part in parts if len(sizes(part)) > 1 or sizes(part) != (0,)]
+    for part in parts:
+        require_feature(arguments[part], dim, "concatenates")
+    return broadcast(node, arguments, parts)
+
+
+def stack(node: fx.Node, arguments: Arguments) -> Layout:
+    layout = broadcast(node, arguments, list(node.args[0]))
+    dim = (argument(node, 1, "dim") or 0) % (len(layout.dims) + 1)
+    return Layout((*layout.dims[:dim], None, *layout.dims[dim:]), layout.frame)
+
+
+def split(node: fx.Node, arguments: Arguments) -> tuple[Layout, ...]:
+    layout = arguments[node.args[0]]
+    is_unbind = node.target is aten.unbind.int
+    dim = require_feature(layout, argument(node, 1 if is_unbind else 2, "dim") or 0, "splits")
+    if is_unbind:
+        layout = Layout(layout.dims[:dim] + layout.dims[dim + 1 :], layout.frame)
+    return (layout,) * len(node.meta["val"])
+
+
+def select(node: fx.Node, arguments: Arguments) -> Layout:
+    layout = arguments[node.args[0]]
+    dim = require_feature(layout, node.args[1], "selects one entry")
+    return Layout(layout.dims[:dim] + layout.dims[dim + 1 :], layout.frame)
+
+
+def written_slice(node: fx.Node, arguments: Arguments) -> Layout:
+    """slice_scatter and select_scatter along a feature dimension (what `x[..., a:b] = y` becomes)."""
+    layout, part = arguments[node.args[0]], arguments[node.args[1]]
+    dim = require_feature(layout, argument(node, 2, "dim") or 0, "writes a part")
+    others = layout.dims if node.target is aten.slice_scatter.default else (*layout.dims[:dim], *layout.dims[dim + 1 :])
+    if part.dims != others:
+        raise MixesTokens("it writes a part that lies differently along the batch and token axes")
+    return Layout(layout.dims, unify_frames([layout.frame, part.frame]))
+
+
+def constant_pad(node: fx.Node, arguments: Arguments) -> Layout:
+    layout = arguments[node.args[0]]
+    for i in range(len(node.args[1]) // 2):
+        if tuple(node.args[1][2 * i : 2 * i + 2]) != (0, 0):
+            require_feature(layout, -1 - i, "pads")
+    return layout
+
+
+def repeat(node: fx.Node, arguments: Arguments) -> Layout:
+    layout, repeats = arguments[node.args[0]], node.args[1]
+    added = len(repeats) - len(layout.dims)
+    for i, axis in enumerate(layout.dims):
+        if axis is not None and repeats[added + i] != 1:
+            raise MixesTokens("it repeats along the token or batch axis")
+    return Layout((None,) * added + layout.dims, layout.frame)
+
+
+def diagonal(node: fx.Node, arguments: Arguments) -> Layout:
+    layout = arguments[node.args[0]]
+    taken = {require_feature(layout, argument(node, i, f"dim{i - 1}"), "takes the diagonal") for i in (2, 3)}
+    return Layout((*(axis for i, axis in enumerate(layout.dims) if i not in taken), None), layout.frame)
+
+
+def unfold(node: fx.Node, arguments: Arguments) -> Layout:
+    layout = arguments[node.args[0]]
+    require_feature(layout, node.args[1], "takes windows")
+    return Layout((*layout.dims, None), layout.frame)
+
+
+def view_as_complex(node: fx.Node, arguments: Arguments) -> Layout:
+    layout = arguments[node.args[0]]
+    require_feature(layout, -1, "pairs real and imaginary parts")
+    return Layout(layout.dims[:-1], layout.frame)
+
+
+def view_as_real(node: fx.Node, arguments: Arguments) -> Layout:
+    layout = arguments[node.args[0]]
+    return Layout((*layout.dims, None), layout.frame)

@@ -1,0 +1,285 @@
+"""token_axis: for every value of the lowered graph, which dimensions run over sequences and tokens, if that is clear.
+
+An abstract interpretation with the rules of `token_rules`. Findings stay attached to nodes, so that a refusal can name
+the operation and the user's line.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.errors import RefusalError
+from dta_compile.ops.library import ATTENTION_CALL
+from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule, expression, sizes
+from dta_compile.passes.axes.position_tables import index_position_tables
+from dta_compile.passes.axes.token_rules import pointwise, rule_for
+from dta_compile.passes.program import (
+    AmbiguousAxes,
+    Axis,
+    Frame,
+    GraphWithoutAttention,
+    InputKind,
+    Layout,
+    Mixed,
+    Program,
+    Value,
+    ancestors,
+    has_tensor,
+    where,
+)
+
+aten = torch.ops.aten
+
+
+def token_axis(program: Program) -> None:
+    """Fill `program.batch`, `.tokens`, `.values`, `.parameter_dependent`, `.roots` and `.input_layouts`."""
+    _find_axes(program)
+    index_position_tables(program)
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        depends = _depends_on_parameters(program, node)
+        if depends:
+            program.parameter_dependent.add(node)
+        program.values[node] = _interpret(program, node)
+
+
+def _find_axes(program: Program) -> None:
+    """The first attention call's query `[B, heads, S, D]` says what the batch and token sizes are.
+
+    Calls over other sizes are for the program of the epilogue, see `other_batches`.
+    """
+    calls = [node for node in program.graph.nodes if node.target is ATTENTION_CALL]
+    if not calls:
+        raise GraphWithoutAttention(None)
+    _require_own_keys(calls)
+    batch, tokens = _batch_and_tokens(calls[0])
+    batch = next((other for other, length in map(_batch_and_tokens, calls) if length == tokens and other != 1), batch)
+    if tokens in (0, 1, 2) or batch == 0:  # 2 as a constant: `ids[:, 1:]` has a size of 1, which torch specialises
+        raise GraphWithoutAttention("rows of one or two tokens share next to nothing: such calls run as captured")
+    if not tokens.free_symbols:
+        refusal = RefusalError(
+            "the token size became a constant while the model was traced",
+            where=where(calls[0]),
+            expected="a symbolic size, which serves every batch",
+            got=f"{tokens} tokens",
+            hint="pass dynamic=True to torch.compile, and let the model's code not depend on the number itself",
+        )
+        raise AmbiguousAxes(refusal)  # it may have shared its symbol with a weight that is as wide
+    if any(batch.free_symbols & _batch_and_tokens(call)[1].free_symbols for call in calls):
+        raise AmbiguousAxes()  # not only where they are equal: `s**2 // s` is not simplified
+    # A loop over sequences makes the batch size a constant: Dynamo traces anew for another one.
+    program.batch = batch if batch != 1 else None
+    program.tokens = tokens
+    others = [call for call in calls if not _has_sizes(call, batch, tokens)]
+    program.other_batches = ancestors(others) - ancestors([call for call in calls if call not in others])
+
+
+def own_attention(program: Program) -> list[fx.Node]:
+    """The attention calls over the program's own batch."""
+    return [node for node in program.graph.nodes if node.target is ATTENTION_CALL and node not in program.other_batches]
+
+
+def _batch_and_tokens(call: fx.Node) -> tuple[sympy.Expr, sympy.Expr]:
+    batch, _, tokens, _ = sizes(call.args[0])
+    return batch, tokens
+
+
+def _has_sizes(call: fx.Node, batch: sympy.Expr, tokens: sympy.Expr) -> bool:
+    """Whether a call is over these rows, or over one row that stands for all of them."""
+    return _batch_and_tokens(call) in ((batch, tokens), (1, tokens))
+
+
+def _require_own_keys(calls: list[fx.Node]) -> None:
+    for call in calls:
+        _, tokens = _batch_and_tokens(call)
+        for operand in call.args[1:3]:
+            if sizes(operand)[2] != tokens:
+                raise RefusalError(
+                    "attention over other tokens than the ones being trained (a KV cache, or cross-attention)",
+                    where=where(call),
+                    expected=f"{tokens} keys, as many as tokens",
+                    got=f"{sizes(operand)[2]} keys",
+                    hint="pass no past_key_values while training",
+                )
+
+
+def _depends_on_parameters(program: Program, node: fx.Node) -> bool:
+    if node.op == "placeholder":
+        kind = program.inputs[program.placeholders.index(node)].kind
+        return kind in (InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA)
+    return has_tensor(node) and any(arg in program.parameter_dependent for arg in node.all_input_nodes)
+
+
+def _interpret(program: Program, node: fx.Node) -> Value:
+    if not has_tensor(node):
+        return None
+    if node.op == "placeholder":
+        spec = program.inputs[program.placeholders.index(node)]
+        program.roots[node] = frozenset([node])
+        if spec.kind is InputKind.PARAMETER:
+            return Layout((None,) * node.meta["val"].dim())
+        if spec.kind is InputKind.DIFFERENTIABLE_DATA:
+            return Mixed(f"the input {spec.name} requires a gradient", node)
+        return layout_by_shape(program, node)
+    dense = node not in program.parameter_dependent
+    value = apply_rule(program, node, program.values, program.input_layouts)
+    if not dense:
+        return _in_own_batch(program, node, value) if isinstance(value, Layout) else value
+    # Outside the token region any operator may run: shapes say where the axes are, and token-wise ones pass on roots.
+    # Not so what gives a value axes that its arguments lack (a slice of a buffer): nothing else tells its positions.
+    arguments = [arg for arg in node.all_input_nodes if has_tensor(arg)]
+    shaped = layout_by_shape(program, node)
+    had_axes = any(_is_labelled(program.values[arg]) for arg in arguments)
+    keeps_positions = value == shaped and (had_axes or not _is_labelled(shaped))
+    inherited = frozenset().union(*(program.roots[arg] for arg in arguments))
+    program.roots[node] = inherited if keeps_positions and arguments else frozenset([node])
+    return shaped
+
+
+def _in_own_batch(program: Program, node: fx.Node, value: Layout) -> Layout | Mixed:
+    """A value with a gradient; mixed, if its tokens are others than those of the program's attention."""
+    if not value.labelled:
+        return value
+    if node in program.other_batches:
+        return Mixed("it belongs to a batch of other sizes", node)
+    if value.frame is not None and value.frame.start is None:
+        return Mixed(f"the positions of its {value.frame.length} tokens are unknown", node)
+    for size, axis in zip(node.meta["val"].shape, value.dims, strict=True):
+        if axis is None:
+            int(size)  # a guard, if it is an argument of the function: `x[..., :k]`
+    return value
+
+
+def _is_labelled(value: Value) -> bool:
+    items = value if isinstance(value, tuple) else (value,)
+    return any(isinstance(item, Layout) and item.labelled for item in items)
+
+
+def apply_rule(
+    program: Program,
+    node: fx.Node,
+    values: dict[fx.Node, Value],
+    adopted: dict[tuple[fx.Node, fx.Node], Layout] | None,
+) -> Value:
+    """The value of a call node given those of its arguments; layouts that dense arguments take on go to `adopted`."""
+    # Masks have a proof of their own.
+    operands = node.args[:3] if node.target is ATTENTION_CALL else node.all_input_nodes
+    tensors = [arg for arg in operands if isinstance(arg, fx.Node) and has_tensor(arg)]
+    for arg in tensors:
+        if isinstance(values[arg], Mixed):
+            return values[arg]
+    if node.target is operator.getitem:
+        source = values[node.args[0]]
+        return source[node.args[1]] if isinstance(source, tuple) else source
+    layouts = {arg: value for arg in tensors if isinstance(value := values[arg], Layout)}
+    if repeated := _repeated_for_tokens(program, node, layouts):
+        return repeated
+    if not any(layout.labelled for layout in layouts.values()) and node.target is not ATTENTION_CALL:
+        return _without_axes(program, node)
+    rule = rule_for(node.target)
+    if rule is None:
+        return Mixed(f"{node.target} has no token-wise rule", node)
+    arguments = Arguments(layouts, dense=lambda arg: arg not in program.parameter_dependent)
+    try:
+        value = rule(node, arguments)
+    except MixesTokens as error:
+        return Mixed(f"{node.target}: {error}", node)
+    if adopted is None:
+        return value
+    adopted.update({(node, arg): layout for arg, layout in arguments.adopted.items()})
+    reason = _contradiction(program, node, value) or _rows_of_no_token(node, rule, arguments, value)
+    return Mixed(f"{node.target}: {reason}", node) if reason else value
+
+
+def _contradiction(program: Program, node: fx.Node, value: Value) -> str | None:
+    """Where sizes deny what a rule says: every axis has its own size, and no other dimension depends on the call's.
+
+    `[B * S, D]` viewed as `[S, B, D]` has the right axes in the wrong places.
+    """
+    results = node.meta["val"]
+    pairs = zip(value, results, strict=True) if isinstance(value, tuple) else [(value, results)]
+    for layout, result in pairs:
+        if not isinstance(layout, Layout) or not isinstance(result, torch.Tensor):
+            continue
+        length = layout.frame.length if layout.frame else None
+        for axis, size in zip(layout.dims, map(expression, result.shape), strict=True):
+            if axis is None:
+                if size.free_symbols:
+                    return f"a feature dimension of its result has the size {size}, which depends on the batch"
+                continue
+            both = [program.batch or 1, length]
+            factors = {Axis.BATCH: [program.batch], Axis.TOKEN: [length]}.get(axis, both)
+            expected = None if None in factors else sympy.Mul(*factors)
+            if expected is None or (size != expected and sympy.simplify(size - expected) != 0):
+                return f"its result {layout} has {size} entries along {axis.value}, not {expected}"
+    return None
+
+
+def _rows_of_no_token(node: fx.Node, rule: Rule, arguments: Arguments, value: Value) -> str | None:
+    """Why an operator cannot combine one value per sequence with tokens: chunks hold tokens of several sequences."""
+    if rule is pointwise or not isinstance(value, Layout) or value.token_dim is None:
+        return None
+    for arg, layout in arguments.layouts.items():
+        if layout.batch_dim is not None and layout.token_dim is None:
+            return f"it takes one value per sequence, {arg.name}, to tokens"
+    return None
+
+
+def _repeated_for_tokens(program: Program, node: fx.Node, layouts: dict[fx.Node, Layout]) -> Layout | None:
+    """The layout of a value expanded along axes that it lacks (a weight, positions for every row); None if unclear."""
+    shaped = layout_by_shape(program, node) if node.target is aten.expand.default else None
+    if not isinstance(shaped, Layout) or shaped.frame is None:
+        return None
+    source = node.args[0]
+    own = layouts[source]
+    given = zip(own.dims, sizes(source), shaped.dims[len(shaped.dims) - len(own.dims) :], strict=True)
+    same = all(size == 1 or axis is wanted for axis, size, wanted in given)
+    frame = shaped.frame if own.token_dim is None else own.frame
+    return Layout(shaped.dims, frame) if same and frame is not None and frame.start is not None else None
+
+
+def _without_axes(program: Program, node: fx.Node) -> Value:
+    """An operator on values without batch or token axis (weights): its result has none either, or it is no weight."""
+    shaped = layout_by_shape(program, node)
+    if node in program.parameter_dependent and _is_labelled(shaped):
+        return Mixed(f"{node.target} gives a weight a batch or token axis", node)
+    return shaped
+
+
+def layout_by_shape(program: Program, node: fx.Node) -> Value:
+    """The axes that a dense value's sizes show: B, S, B*S, or another number of tokens without a known position."""
+    value = node.meta["val"]
+    if isinstance(value, (tuple, list)):
+        return tuple(
+            Layout(tuple(axis_of_size(program, size, i)[0] for i, size in enumerate(item.shape)))
+            if isinstance(item, torch.Tensor)
+            else Layout(())
+            for item in value
+        )
+    axes = [axis_of_size(program, size, i) for i, size in enumerate(value.shape)]
+    dims = tuple(axis for axis, _ in axes)
+    frame = next((frame for axis, frame in axes if frame is not None), None)
+    if sum(axis is not None and axis.is_over_tokens for axis in dims) > 1:
+        used = next(iter(node.users), node) if node.op == "placeholder" else node  # an input has no line of its own
+        return Mixed(f"{node.name} has two token axes: sizes {value.shape}", used)
+    return Layout(dims, frame)
+
+
+def axis_of_size(program: Program, size: int | torch.SymInt, dim: int) -> tuple[Axis | None, Frame | None]:
+    """What dimension `dim` of a dense value counts, by its size."""
+    expr = expression(size)
+    if expr == program.batch and (expr.free_symbols or dim == 0):  # a constant counts sequences in front only
+        return Axis.BATCH, None
+    if not expr.free_symbols:
+        return None, None
+    axis, length = Axis.TOKEN, expr
+    if program.batch is not None:
+        quotient = sympy.cancel(expr / program.batch)
+        if quotient.as_numer_denom()[1] == 1 and program.batch not in quotient.free_symbols:
+            axis, length = Axis.ROWS, quotient
+    return axis, Frame(sympy.Integer(0) if length == program.tokens else None, length)

@@ -1,0 +1,327 @@
+"""Which operators work on every token by itself, and where the token axis of their result lies.
+
+A rule takes a node and the layouts of its tensor arguments and returns the layout of its result (a tuple of layouts for
+several results), or raises `MixesTokens`. An operator without a rule mixes tokens.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.errors import OptionError
+from dta_compile.ops.library import ATTENTION_CALL
+from dta_compile.passes.axes import shape_rules
+from dta_compile.passes.axes.layouts import (
+    Arguments,
+    MixesTokens,
+    Rule,
+    argument,
+    broadcast,
+    is_tensor,
+    require_feature,
+    single_token_axis,
+    sizes,
+    unify_frames,
+)
+from dta_compile.passes.program import Axis, Layout
+
+aten = torch.ops.aten
+
+RULES: dict[Any, Rule] = {}
+
+
+def pointwise(node: fx.Node, arguments: Arguments) -> Layout | tuple[Layout, ...]:
+    """Rule for an operator that works elementwise with broadcasting."""
+    layout, results = broadcast(node, arguments), node.meta.get("val")
+    return (layout,) * len(results) if isinstance(results, (tuple, list)) else layout
+
+
+def along_features(what: str, dim_argument: int, keepdim_argument: int | None = None, results: int = 1) -> Rule:
+    """Rule for an operator that works along given dimensions, which must be features.
+
+    `keepdim_argument` None: the shape stays; else the dimensions are dropped unless that argument is true.
+    """
+
+    def rule(node: fx.Node, arguments: Arguments) -> Layout | tuple[Layout, ...]:
+        layout = arguments[node.args[0]]
+        chosen = argument(node, dim_argument, "dim")
+        if chosen is None or chosen == []:
+            chosen = list(range(len(layout.dims)))
+        chosen = [chosen] if isinstance(chosen, int) else list(chosen)
+        dropped = {require_feature(layout, dim, what) for dim in chosen}
+        if keepdim_argument is not None and not argument(node, keepdim_argument, "keepdim"):
+            layout = Layout(tuple(axis for i, axis in enumerate(layout.dims) if i not in dropped), layout.frame)
+        return layout if results == 1 else (layout,) * results
+
+    return rule
+
+
+def matmul(left: int, right: int) -> Rule:
+    """Rule for mm-like operators: argument `left` [m, k] times argument `right` [k, n]; k must be a feature."""
+
+    def rule(node: fx.Node, arguments: Arguments) -> Layout:
+        a, b = arguments[node.args[left]], arguments[node.args[right]]
+        if a.dims[-1] is not None or b.dims[-2 if len(b.dims) > 1 else -1] is not None:
+            raise MixesTokens("it contracts (sums over) the token or batch axis")
+        outer = tuple(_same_axis(x, y) for x, y in zip(a.dims[:-2], b.dims[:-2], strict=True))
+        rows = a.dims[-2:-1]
+        columns = b.dims[-1:] if len(b.dims) > 1 else ()
+        product = single_token_axis(Layout((*outer, *rows, *columns), unify_frames([a.frame, b.frame])))
+        if left and broadcast(node, arguments, [node.args[0]], beside=product).dims != product.dims:
+            raise MixesTokens("it adds a value with axes that the product lacks")
+        return product
+
+    return rule
+
+
+def _same_axis(a: Axis | None, b: Axis | None) -> Axis | None:
+    if a is not b:
+        raise MixesTokens("it multiplies along different axes")
+    return a
+
+
+def embedding(node: fx.Node, arguments: Arguments) -> Layout:
+    table, index = arguments[node.args[0]], arguments[node.args[1]]
+    if table.labelled:
+        raise MixesTokens("it looks up rows of a table that is itself computed per token")
+    if argument(node, 3, "scale_grad_by_freq"):
+        raise MixesTokens("with scale_grad_by_freq, its gradient is divided by how often tokens occur in the batch")
+    return Layout((*index.dims, None), index.frame)
+
+
+def index_tensor(node: fx.Node, arguments: Arguments) -> Layout:
+    """`x[..., index]` over features, with index tensors that may themselves be per token."""
+    table = arguments[node.args[0]]
+    chosen = [i for i, index in enumerate(node.args[1]) if index is not None]
+    indices = [node.args[1][i] for i in chosen]
+    for i, index in zip(chosen, indices, strict=True):
+        require_feature(table, i, "indexes")
+        if index.meta["val"].dtype is torch.bool:
+            raise MixesTokens("it selects by a mask, so that the result's size depends on the data")
+    picked = broadcast(node, arguments, indices)
+    rest = [axis for i, axis in enumerate(table.dims) if i not in chosen]
+    place = chosen[0] if chosen == list(range(chosen[0], chosen[-1] + 1)) else 0
+    dims = (*rest[:place], *picked.dims, *rest[place:])
+    return single_token_axis(Layout(dims, unify_frames([table.frame, picked.frame])))
+
+
+def index_put(node: fx.Node, arguments: Arguments) -> Layout:
+    """`x[..., index] = y` over features with constant indices; `masked_writes` has what can be done with masks."""
+    source, indices, value = node.args[:3]
+    target, given = arguments[source], arguments[value]
+    if any(index is not None and index.meta["val"].dtype is torch.bool for index in indices):
+        raise MixesTokens("it writes different values where a mask says")
+    written = index_tensor(node, arguments)
+    if any(arguments[index].labelled for index in indices if index is not None) or written.frame != target.frame:
+        raise MixesTokens("it writes at indices that differ between tokens")
+    for i, size in enumerate(sizes(value)):
+        if size != 1 and given.dims[i] is not written.dims[len(written.dims) - len(given.dims) + i]:
+            raise MixesTokens("it writes values that lie differently along the batch and token axes")
+    return Layout(target.dims, unify_frames([target.frame, given.frame]))
+
+
+def index_select(node: fx.Node, arguments: Arguments) -> Layout:
+    source, dim, index = node.args
+    layout = arguments[source]
+    dim = require_feature(layout, dim, "selects")
+    picked = arguments[index]
+    dims = (*layout.dims[:dim], *picked.dims, *layout.dims[dim + 1 :])
+    return single_token_axis(Layout(dims, unify_frames([layout.frame, picked.frame])))
+
+
+def gather(node: fx.Node, arguments: Arguments) -> Layout:
+    source, dim, index = node.args[:3]
+    require_feature(arguments[source], dim, "gathers")
+    result = _along_others(source, index, dim, arguments)
+    return result
+
+
+def scatter(node: fx.Node, arguments: Arguments) -> Layout:
+    source, dim, index = node.args[:3]
+    require_feature(arguments[source], dim, "scatters")
+    _along_others(source, index, dim, arguments)
+    if len(node.args) > 3 and isinstance(node.args[3], fx.Node) and is_tensor(node.args[3]):
+        _along_others(source, node.args[3], dim, arguments)
+    return arguments[source]
+
+
+def _along_others(source: fx.Node, other: fx.Node, dim: int, arguments: Arguments) -> Layout:
+    """Two tensors whose dimensions other than `dim` must be the same axes in the same frame; the layout of `other`."""
+    mine, theirs = arguments[source], arguments[other]
+    rank = len(mine.dims)
+    dim %= max(rank, 1)
+    frame = unify_frames([mine.frame, theirs.frame])
+    dims = list(theirs.dims)
+    for i in range(rank):
+        if i == dim or mine.dims[i] is dims[i]:
+            continue
+        adoptable = arguments.dense(other) and dims[i] is None and frame is not None
+        if not adoptable or mine.dims[i] is not Axis.TOKEN or sizes(other)[i] != frame.length:  # type: ignore[union-attr]
+            raise MixesTokens("its operands lie differently along the batch and token axes")
+        dims[i] = Axis.TOKEN
+    result = Layout(tuple(dims), frame if Layout(tuple(dims)).token_dim is not None else None)
+    if dims and dims[dim] is not None:
+        raise MixesTokens("it indexes with the token or batch axis")
+    if arguments.dense(other):
+        arguments.adopt(other, result)
+    if arguments.dense(source) and frame is not None:
+        arguments.adopt(source, Layout(mine.dims, frame))
+    return result
+
+
+def normalization(results: int) -> Rule:
+    """Rule for layer and RMS norms over the last `len(normalized_shape)` dimensions, with their statistics."""
+
+    def rule(node: fx.Node, arguments: Arguments) -> tuple[Layout, ...]:
+        layout = arguments[node.args[0]]
+        for dim in range(len(layout.dims) - len(node.args[1]), len(layout.dims)):
+            require_feature(layout, dim, "normalises")
+        if any(isinstance(weight, fx.Node) and arguments[weight].labelled for weight in node.args[2:4]):
+            raise MixesTokens("its weights differ between tokens or sequences")
+        return (layout,) * results
+
+    return rule
+
+
+def triangle(node: fx.Node, arguments: Arguments) -> Layout:
+    layout = arguments[node.args[0]]
+    for dim in (-1, -2):
+        require_feature(layout, dim, "cuts a triangle")
+    return layout
+
+
+def bucketize(node: fx.Node, arguments: Arguments) -> Layout:
+    if arguments[node.args[1]].labelled:
+        raise MixesTokens("it sorts into boundaries that are computed per token")
+    return arguments[node.args[0]]
+
+
+def convolution(node: fx.Node, arguments: Arguments) -> Layout:
+    """A convolution whose kernel is one token wide is a linear map of every token."""
+    _, weight, _, stride, padding = node.args[:5]
+    layout = arguments[node.args[0]]
+    require_feature(layout, 1, "convolves")
+    if any(size != 1 for size in sizes(weight)[2:]) or any(s != 1 for s in stride) or any(padding):
+        raise MixesTokens("it convolves along the token axis")
+    return layout
+
+
+def attention(node: fx.Node, arguments: Arguments) -> Layout:
+    """The one operator that may look along the token axis: query, key and value `[B, heads, S, D]`."""
+    query = arguments[node.args[0]]
+    for operand in node.args[:3]:
+        layout = arguments[operand]
+        one_sequence = layout.dims[0] is None and sizes(operand)[0] == 1
+        if layout.dims[1:] != (None, Axis.TOKEN, None) or not (layout.dims[0] is Axis.BATCH or one_sequence):
+            raise MixesTokens(f"attention expects [batch, heads, tokens, head_dim], got {layout} of {sizes(operand)}")
+        if layout.frame != query.frame:
+            raise MixesTokens("its queries and keys are different tokens (a KV cache, or cross-attention)")
+        if one_sequence != (query.dims[0] is None):
+            raise MixesTokens("its queries and keys are of different numbers of sequences")
+    return query
+
+
+def item(node: fx.Node, arguments: Arguments) -> Layout:
+    raise AssertionError("getitem is resolved by the token_axis pass")
+
+
+def _register(rule: Rule, *ops: Any) -> None:
+    RULES.update(dict.fromkeys(ops, rule))
+
+
+_register(pointwise, aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default)
+_register(pointwise, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, aten.copy.default)
+_register(pointwise, aten.lift_fresh_copy.default, aten.contiguous.default, aten.fill.Scalar, aten.fill.Tensor)
+_register(pointwise, aten.hardswish.default, aten._prelu_kernel.default, aten.complex.default, aten.polar.default)
+_register(pointwise, aten._conj.default, aten._conj_physical.default, aten.resolve_conj.default, aten.real.default)
+_register(
+    shape_rules.like, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default
+)
+_register(shape_rules.view, aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_register(shape_rules.permuted(shape_rules.transpose_order), aten.transpose.int, aten.t.default)
+_register(shape_rules.permuted(lambda node, rank: [d % rank for d in node.args[1]]), aten.permute.default)
+_register(shape_rules.unsqueeze, aten.unsqueeze.default)
+_register(shape_rules.squeeze, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+_register(shape_rules.expand, aten.expand.default)
+_register(shape_rules.slice_, aten.slice.Tensor)
+_register(shape_rules.select, aten.select.int)
+_register(shape_rules.written_slice, aten.slice_scatter.default, aten.select_scatter.default)
+_register(shape_rules.stack, aten.stack.default)
+_register(shape_rules.split, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
+_register(shape_rules.cat, aten.cat.default)
+_register(matmul(0, 1), aten.mm.default, aten.bmm.default, aten.mv.default)
+_register(matmul(1, 2), aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+_register(embedding, aten.embedding.default)
+_register(index_tensor, aten.index.Tensor)
+_register(index_put, aten.index_put.default)
+_register(index_select, aten.index_select.default)
+_register(gather, aten.gather.default)
+_register(scatter, aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
+_register(along_features("normalises", 1), aten._softmax.default, aten._log_softmax.default)
+_register(along_features("sums", 1, 2), aten.sum.dim_IntList, aten.mean.dim, aten.any.dim, aten.all.dim)
+_register(
+    along_features("reduces", 1, 2), aten.amax.default, aten.amin.default, aten.prod.dim_int, aten.logsumexp.default
+)
+_register(along_features("reduces", 1, 2), aten.argmax.default, aten.argmin.default)
+_register(along_features("reduces", 1, 3), aten.var.correction, aten.std.correction)
+_register(along_features("reduces", 1, 3, results=2), aten.var_mean.correction)
+_register(along_features("reduces", 2, 3), aten.linalg_vector_norm.default)
+_register(along_features("reduces", 1, 2, results=2), aten.max.dim, aten.min.dim)
+_register(along_features("accumulates", 1), aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default)
+_register(along_features("reorders", 1), aten.flip.default, aten.glu.default)
+_register(along_features("accumulates", 1, results=2), aten.cummax.default, aten.cummin.default)
+_register(along_features("reduces", 1, 2, results=2), aten.median.dim, aten.nanmedian.dim, aten.mode.default)
+_register(along_features("reduces", 2, 3, results=2), aten.kthvalue.default)
+_register(along_features("sums", 2, 3), aten.norm.ScalarOpt_dim)
+_register(along_features("sorts", 1, results=2), aten.sort.default)
+_register(along_features("sorts", 2, results=2), aten.sort.stable)  # its dim is given by name
+_register(along_features("selects the largest", 2, results=2), aten.topk.default)
+_register(normalization(3), aten.native_layer_norm.default)
+if hasattr(aten, "_fused_rms_norm"):
+    _register(normalization(2), aten._fused_rms_norm.default)
+_register(triangle, aten.tril.default, aten.triu.default)
+_register(shape_rules.diagonal, aten.diagonal.default)
+_register(shape_rules.unfold, aten.unfold.default)
+_register(bucketize, aten.bucketize.Tensor)
+_register(shape_rules.view_as_complex, aten.view_as_complex.default)
+_register(shape_rules.view_as_real, aten.view_as_real.default)
+_register(convolution, aten.convolution.default)
+_register(shape_rules.constant_pad, aten.constant_pad_nd.default)
+_register(shape_rules.repeat, aten.repeat.default)
+_register(attention, ATTENTION_CALL)
+_register(item, operator.getitem)
+
+
+def rule_for(target: Any) -> Rule | None:
+    """The rule of an operator, `pointwise` for those that torch itself tags so, or None."""
+    if target in RULES:
+        return RULES[target]
+    tags = target.tags if isinstance(target, torch._ops.OpOverload) else []
+    elementwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    if not elementwise or any(not isinstance(one.type, torch.TensorType) for one in target._schema.returns):
+        return None  # some give a number for the whole tensor (aten.equal)
+    return pointwise
+
+
+def register_token_rule(op: Any, rule: Rule) -> None:
+    """Declare how an operator treats the token axis (DESIGN section 3, pass `token_axis`).
+
+    Args:
+        op: an operator overload, such as `torch.ops.my_library.my_op.default`.
+        rule: called as `rule(node, arguments)`; `arguments[node.args[i]]` is the `Layout` of the i-th argument. It
+            returns the `Layout` of the result (a tuple of them for several results) or raises `MixesTokens(reason)`.
+            `pointwise` from this module serves any elementwise operator.
+
+    The operator must work on any number of tokens, and give each token the same result whatever its neighbours are.
+    """
+    if not isinstance(op, torch._ops.OpOverload):
+        raise OptionError(
+            "register_token_rule needs an operator overload",
+            expected="for example torch.ops.my_library.my_op.default",
+            got=repr(op),
+        )
+    RULES[op] = rule

@@ -1,0 +1,1 @@
+"""The token region as a function of one chunk, and its head without logits."""

@@ -1,0 +1,233 @@
+"""chunk_graph: the token region as a function of one chunk.
+
+Inputs, in order: the region's parameters; constants; the trunk's inputs `[c, *features]` of the chunk's `c` tokens;
+`head_rows [h]`, which chunk token each head row reads; the head's inputs `[h, *features]`.
+Outputs: the frontier values `[h, *features]`. The batch size is 1; `c` and `h` are free.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.errors import RefusalError
+from dta_compile.ops.attention import ATTENTION
+from dta_compile.passes.axes.layouts import sizes
+from dta_compile.passes.graphs.nodes import is_uniform
+from dta_compile.passes.program import Axis, ChunkInput, InputKind, Layout, Program, has_tensor, where
+
+aten = torch.ops.aten
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+TAKES_A_TENSOR = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor)
+
+
+def chunk_graph(program: Program) -> None:
+    """Fill `program.chunk`, `.region_parameters`, and add sizes used as numbers to `.constant_inputs`."""
+    builder = _Builder(program)
+    program.chunk = fx.GraphModule(program.module, builder.build())
+    program.chunk.graph.lint()
+
+
+class _Builder:
+    def __init__(self, program: Program) -> None:
+        self.program, self.graph = program, fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}  # parameters, constants and region nodes
+        self.placed: dict[tuple[fx.Node, Layout, bool], fx.Node] = {}  # chunk inputs, for trunk (False) and head (True)
+        self.gathered: dict[fx.Node, fx.Node] = {}  # trunk values at head rows
+        self.layers = {layer.node: layer for layer in program.attention}
+
+    def build(self) -> fx.Graph:
+        program = self.program
+        region = [node for node in program.graph.nodes if node in program.region]
+        self._add_sizes_used_as_numbers(region)
+        program.region_parameters = self._parameters(region)
+        for spec in program.region_parameters:
+            self.copies[program.placeholders[spec.index]] = self.graph.placeholder(f"parameter_{spec.index}")
+        for node in program.constant_inputs:
+            self.copies[node] = self.graph.placeholder(f"constant_{node.name}")
+        trunk = [self.graph.placeholder(f"trunk_{item.name}") for item in program.trunk_inputs]
+        self.head_rows = self.graph.placeholder("head_rows")
+        head = [self.graph.placeholder(f"head_{item.name}") for item in program.head_inputs]
+        self.num_tokens = self.graph.call_function(aten.sym_size.int, (trunk[0], 0))
+        self.num_head_rows = self.graph.call_function(aten.sym_size.int, (self.head_rows, 0))
+        for items, placeholders, is_head in ((program.trunk_inputs, trunk, False), (program.head_inputs, head, True)):
+            for item, placeholder in zip(items, placeholders, strict=True):
+                self.placed[item.node, item.layout, is_head] = self._place(placeholder, item)
+        for node in region:
+            self._copy(node)
+        outputs = [self._rows_first(self._read(value.node, True), value.layout) for value in program.frontier]
+        self.graph.output(tuple(outputs))
+        self.graph.eliminate_dead_code()
+        return self.graph
+
+    def _parameters(self, region: list[fx.Node]) -> list[Any]:
+        used = {arg for node in region for arg in node.all_input_nodes}
+        return [
+            spec
+            for spec, node in zip(self.program.inputs, self.program.placeholders, strict=True)
+            if spec.kind is InputKind.PARAMETER and node in used
+        ]
+
+    def _place(self, value: fx.Node, item: ChunkInput) -> fx.Node:
+        """`[rows, *features]` to the layout that the region expects; the batch axis beside tokens has size one."""
+        dims = item.layout.dims
+        rows, features = item.layout.row_dim, iter(range(1, len(dims)))
+        order = [0 if i == rows else next(features) for i, axis in enumerate(dims) if i == rows or axis is None]
+        if order != sorted(order):
+            value = self.graph.call_function(aten.permute.default, (value, order))
+        if item.layout.batch_dim not in (None, rows):
+            value = self.graph.call_function(aten.unsqueeze.default, (value, item.layout.batch_dim))
+        return value
+
+    def _rows_first(self, value: fx.Node, layout: Layout) -> fx.Node:
+        """The reverse of `_place`: a region value as `[rows, *features]`."""
+        if layout.batch_dim is not None:
+            value = self.graph.call_function(aten.squeeze.dim, (value, layout.batch_dim))
+        dims = [axis for axis in layout.dims if axis is not Axis.BATCH]
+        token = next(i for i, axis in enumerate(dims) if axis is not None)
+        order = [token, *(i for i in range(len(dims)) if i != token)]
+        if order != sorted(order):
+            value = self.graph.call_function(aten.permute.default, (value, order))
+        return value
+
+    def _read(self, node: fx.Node, in_head: bool, reader: fx.Node | None = None) -> Any:
+        """The copy of an argument as its reader sees it: placed inputs, and trunk values gathered at head rows."""
+        copy = self._rows(node, in_head, reader)
+        own, result = self._layout(node, reader), self.program.values.get(reader)
+        if not isinstance(own, Layout) or not isinstance(result, Layout) or result.token_dim is None:
+            return copy
+        return self._beside_tokens(copy, own, result) if own.labelled and own.token_dim is None else copy
+
+    def _beside_tokens(self, value: fx.Node, layout: Layout, result: Layout) -> fx.Node:
+        """A row for every token of what has no token axis, `[rows, ..., 1]`, where the tokens of `result` are."""
+        for _ in range(len(result.dims) - len(layout.dims)):
+            value = self.graph.call_function(aten.unsqueeze.default, (value, 0))
+        return self.graph.call_function(aten.transpose.int, (value, result.batch_dim, result.token_dim))
+
+    def _layout(self, node: fx.Node, reader: fx.Node | None) -> Any:
+        return self.program.input_layouts.get((reader, node), self.program.values.get(node))
+
+    def _rows(self, node: fx.Node, in_head: bool, reader: fx.Node | None) -> fx.Node:
+        program = self.program
+        if node in program.region:
+            copy = self.copies[node]
+            value = program.values[node]
+            per_token = isinstance(value, Layout) and value.labelled
+            if not in_head or node not in program.trunk or not per_token:
+                return copy
+            if node not in self.gathered:
+                dim = program.layout(node).row_dim
+                self.gathered[node] = self.graph.call_function(aten.index_select.default, (copy, dim, self.head_rows))
+            return self.gathered[node]
+        layout = self._layout(node, reader)
+        if isinstance(layout, Layout) and reader is not None:
+            if (node, layout, in_head) in self.placed:
+                return self.placed[node, layout, in_head]
+            if is_uniform(node) and layout.labelled:
+                shape = self._chunk_shape(layout, sizes(node), in_head)
+                return self.graph.call_function(node.target, (shape, node.args[1]), node.kwargs)
+        if node not in self.copies and (number := _number(node)) is not None:
+            return number
+        if node not in self.copies:
+            raise RefusalError(
+                "the token region uses a value that depends on the number of sequences or tokens",
+                where=where(reader or node),
+                expected="values per token, and constants",
+                got=f"{node.name} = {node.target}",
+            )
+        return self.copies[node]
+
+    def _copy(self, node: fx.Node) -> None:
+        in_head = node not in self.program.trunk
+        if node in self.layers:
+            self.copies[node] = self._attention(node)
+        elif node.target in RESHAPES and self._is_per_token(node):
+            source = self._read(node.args[0], in_head, node)
+            self.copies[node] = self.graph.call_function(
+                node.target, (source, self._chunk_shape(self.program.layout(node), sizes(node), in_head))
+            )
+        elif node.target in SQUEEZES and self._is_per_token(node):
+            self.copies[node] = self._squeeze(node, self._read(node.args[0], in_head, node))
+        elif self._is_token_window(node):
+            self.copies[node] = self._read(node.args[0], in_head, node)
+        else:
+            self.copies[node] = self.graph.node_copy(node, lambda arg: self._read(arg, in_head, node))
+        self.copies[node].meta.setdefault("stack_trace", node.meta.get("stack_trace"))
+
+    def _squeeze(self, node: fx.Node, source: fx.Node) -> fx.Node:
+        """Without the dimensions that had size one in the whole batch: in a chunk the batch axis has, too."""
+        shape = sizes(node.args[0])
+        chosen = node.args[1] if len(node.args) > 1 else range(len(shape))
+        chosen = [chosen] if isinstance(chosen, int) else chosen
+        dims = [dim % len(shape) for dim in chosen if shape[dim] == 1]
+        return self.graph.call_function(aten.squeeze.dims, (source, dims))
+
+    def _attention(self, node: fx.Node) -> fx.Node:
+        query, key, value = (self._read(arg, False, node) for arg in node.args[:3])
+        layer = self.layers[node]
+        arguments = (query, key, value, layer.index, node.args[5])
+        pair = self.graph.call_function(ATTENTION, arguments)
+        return self.graph.call_function(operator.getitem, (pair, 0))
+
+    def _is_per_token(self, node: fx.Node) -> bool:
+        value = self.program.values[node]
+        return isinstance(value, Layout) and value.labelled
+
+    def _is_token_window(self, node: fx.Node) -> bool:
+        """A slice along the token axis: chunks compute all tokens, the frontier's frame says which ones are read."""
+        if node.target is not aten.slice.Tensor or not self._is_per_token(node):
+            return False
+        dim = node.args[1] if len(node.args) > 1 else 0
+        return self.program.layout(node).dims[dim] is not None
+
+    def _chunk_shape(self, layout: Layout, shape: tuple[Any, ...], in_head: bool) -> list[Any]:
+        rows = self.num_head_rows if in_head else self.num_tokens
+        return [
+            rows if i == layout.row_dim else 1 if axis is Axis.BATCH else int(size)
+            for i, (axis, size) in enumerate(zip(layout.dims, shape, strict=True))
+        ]
+
+    def _add_sizes_used_as_numbers(self, region: list[fx.Node]) -> None:
+        """`x / S` must keep the number of tokens of the batch: the prologue hands it over as a scalar tensor."""
+        for node in region:
+            if node.target in RESHAPES or node.target is aten.slice.Tensor:
+                continue
+            for arg in node.all_input_nodes:
+                if has_tensor(arg) or (node.target not in TAKES_A_TENSOR and self._fix_argument(arg)):
+                    continue
+                if node.target not in TAKES_A_TENSOR:
+                    raise RefusalError(
+                        "an operator in the token region takes the number of sequences or tokens as an argument",
+                        where=where(node),
+                        got=f"{node.target}",
+                        hint="compute it outside the model, or multiply by it instead",
+                    )
+                dtype = torch.int64 if isinstance(arg.meta["val"], (int, torch.SymInt)) else torch.float64
+                with self.program.graph.inserting_after(arg):
+                    scalar = self.program.graph.call_function(aten.scalar_tensor.default, (arg,), {"dtype": dtype})
+                scalar.meta["val"] = torch.empty((), dtype=dtype, device="meta")
+                node.replace_input_with(arg, scalar)
+                self.program.values[scalar] = Layout(())
+                self.program.constant_inputs.append(scalar)
+
+    def _fix_argument(self, node: fx.Node) -> bool:
+        """Make a number given to the function a constant, under a guard; False: it counts rows or tokens."""
+        value, program = node.meta["val"], self.program
+        counting = [size.free_symbols for size in (program.batch, program.tokens) if size is not None]
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            if any(value.node.expr.free_symbols & symbols for symbols in counting):
+                return False
+            int(value) if isinstance(value, torch.SymInt) else float(value)
+        return True
+
+
+def _number(node: fx.Node) -> int | float | None:
+    """The number that a node always has by now, if it is one."""
+    value = node.meta.get("val")
+    if isinstance(value, (torch.SymInt, torch.SymFloat)) and value.node.expr.is_number:
+        return int(value) if isinstance(value, torch.SymInt) else float(value)
+    return value if isinstance(value, (int, float)) else None

@@ -1,0 +1,227 @@
+"""lm_head: log-probs and entropies over a large vocabulary without the logits of a chunk.
+
+A linear layer to the vocabulary whose logits serve nothing but reductions over it (`vocabulary` reads which) becomes
+one `dta::linear_log_prob`, which goes over the vocabulary block by block. With `log_softmax` a chunk would hold several
+values of `[h, V]`: logits, their cast to float32, log-probs until the backward, and their gradients.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB
+from dta_compile.passes.chunk.chunk_inputs import fake_inputs, free_sizes
+from dta_compile.passes.chunk.vocabulary import CAST, Kind, Reading, Reduction, Scaling
+from dta_compile.passes.graphs.nodes import TRANSPOSITIONS, swaps
+from dta_compile.passes.program import Program, ancestors
+
+aten = torch.ops.aten
+LINEAR_LAYERS = (aten.mm.default, aten.addmm.default)
+# The backward computes the logits again, a fourth matrix product beside three. From about here on that costs less than
+# going through memory with the logits: their rows are several times as long as those of any other value.
+LEAST_VOCABULARY = 2**15
+
+
+def lm_head(program: Program) -> None:
+    """Rewrite `program.chunk`."""
+    graph = program.chunk.graph
+    layers = [node for node in graph.nodes if _is_large(node)]
+    if not layers:
+        return
+    values = _values(program)
+    trained = _trained(program)
+    for linear in layers:
+        reductions = Reading(linear, values, trained).reductions
+        if reductions and not _feed_back(linear, reductions):
+            for scaling in dict.fromkeys(reduction.meaning.scaling for reduction in reductions):
+                own = [reduction for reduction in reductions if reduction.meaning.scaling == scaling]
+                _Fusion(linear, scaling, own, values).replace()
+    graph.eliminate_dead_code()
+    graph.lint()
+    program.chunk.recompile()
+
+
+def _is_large(node: fx.Node) -> bool:
+    if node.target not in LINEAR_LAYERS or node.kwargs:
+        return False
+    vocabulary = node.meta["val"].shape[-1]
+    return isinstance(vocabulary, int) and vocabulary >= LEAST_VOCABULARY
+
+
+def _values(program: Program) -> dict[fx.Node, Any]:
+    """Fake tensors of the chunk graph's nodes, which carry those of the whole batch."""
+    shape_env = ShapeEnv()
+    found: dict[fx.Node, Any] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            found[n] = super().run_node(n)
+            return found[n]
+
+    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    with mode, enable_python_dispatcher(), torch._C._DisableAutocast(), torch.no_grad():
+        Recorder(program.chunk, garbage_collect_values=False).run(*fake_inputs(program, *free_sizes(shape_env)))
+    return found
+
+
+def _trained(program: Program) -> set[fx.Node]:
+    """What depends on parameters that are trained."""
+    parameters = program.chunk.graph.find_nodes(op="placeholder")
+    pairs = zip(program.region_parameters, parameters, strict=False)  # parameters come first
+    found = {node for spec, node in pairs if spec.requires_grad and program.training}
+    for node in program.chunk.graph.nodes:
+        if any(arg in found for arg in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _operands(reductions: Sequence[Reduction]) -> list[fx.Node]:
+    """What the operator reads besides the linear layer's input and weight."""
+    scalings = [reduction.meaning.scaling for reduction in reductions]
+    found = [reduction.labels for reduction in reductions] + [scaling.bias for scaling in scalings]
+    found += [by for scaling in scalings for _, by in scaling.steps]
+    return [value for value in dict.fromkeys(found) if isinstance(value, fx.Node)]
+
+
+def _feed_back(linear: fx.Node, reductions: Sequence[Reduction]) -> bool:
+    """Whether labels or scales are themselves computed from these logits."""
+    return linear in ancestors(_operands(reductions))
+
+
+class _Fusion:
+    """One operator for all reductions of the same logits."""
+
+    def __init__(
+        self, linear: fx.Node, scaling: Scaling, reductions: list[Reduction], values: dict[fx.Node, Any]
+    ) -> None:
+        self.graph, self.linear, self.scaling = linear.graph, linear, scaling
+        self.reductions, self.values = reductions, values
+        dtypes = [values[reduction.node.args[0]].dtype for reduction in reductions]
+        self.dtype = torch.float32
+        for dtype in dtypes:
+            self.dtype = torch.promote_types(self.dtype, statistics_dtype(dtype))
+
+    def replace(self) -> None:
+        self._move_operands_before()
+        with self.graph.inserting_before(self.linear):
+            hidden, weight = self.linear.args[-2:]
+            self.rows = self._call(aten.sym_size.int, hidden, 0)
+            temperature, (labels, columns) = self._temperature(), self._labels()
+            kinds = {reduction.meaning.kind for reduction in self.reductions}
+            wants_mean = bool(kinds & {Kind.PROBS_LOG_PROBS, Kind.PROBS_LOGITS})
+            bias = None if self.scaling.bias is None else self._before_cast(self.scaling.bias)
+            operands = (hidden, self._weight(weight), bias, temperature, labels, wants_mean, self.dtype)
+            fused = self._call(LINEAR_LOG_PROB, *operands)
+            results = [self._call(operator.getitem, fused, i) for i in range(5)]
+            for reduction in self.reductions:
+                value = self._result(reduction, results, columns)
+                value.meta.setdefault("stack_trace", reduction.node.meta.get("stack_trace"))
+                reduction.node.replace_all_uses_with(value)
+        fused.meta["stack_trace"] = self.linear.meta.get("stack_trace")
+
+    def _move_operands_before(self) -> None:
+        needed, later = ancestors(_operands(self.reductions)), self.linear.next
+        while later.op != "root":
+            node, later = later, later.next
+            if node in needed:
+                self.linear.prepend(node)
+
+    def _temperature(self) -> fx.Node | None:
+        """What the layer's output is divided by: None (nothing), `[]` or `[rows, 1]`."""
+        number, tensors = 1.0, []
+        for divides, by in self.scaling.steps:
+            if isinstance(by, fx.Node):
+                tensors.append((divides, self._per_row(by)))
+            else:
+                number = number * by if divides else number / by
+        if number == 1 and not tensors:
+            return None
+        device = self.values[self.linear].device
+        result = self._call(aten.full.default, [], number, dtype=self.dtype, device=device)
+        for divides, value in tensors:
+            result = self._call(aten.mul.Tensor if divides else aten.div.Tensor, result, value)
+        return result
+
+    def _per_row(self, scale: fx.Node) -> fx.Node:
+        is_one = all(isinstance(size, int) for size in self.values[scale].shape)
+        flat = self._call(aten.reshape.default, scale, [] if is_one else [self.rows, 1])
+        return self._cast(flat, self.values[scale].dtype, self.dtype)
+
+    def _labels(self) -> tuple[fx.Node | None, dict[fx.Node, tuple[int, int]]]:
+        """All labels side by side, `[rows, K]`, and which columns those of each gather are."""
+        columns: dict[fx.Node, tuple[int, int]] = {}
+        parts, stop = [], 0
+        for reduction in self.reductions:
+            labels = reduction.labels
+            if labels is None or labels in columns:
+                continue
+            dim, rank = reduction.node.args[1], self.values[labels].dim()
+            count = int(self.values[labels].shape[dim])
+            order = [i for i in range(rank) if i != dim % rank] + [dim % rank]
+            last = self._call(aten.permute.default, labels, order)
+            parts.append(self._call(aten.reshape.default, last, [self.rows, count]))
+            columns[labels], stop = (stop, stop + count), stop + count
+        return (self._call(aten.cat.default, parts, 1) if len(parts) > 1 else next(iter(parts), None)), columns
+
+    def _weight(self, transposed: fx.Node) -> fx.Node:
+        """The layer's weight `[V, H]`, as the parameter that it is: a cast to the product's dtype is the operator's."""
+        node, is_transposed = self._before_cast(transposed), True
+        while node.target in TRANSPOSITIONS and swaps(node):
+            node, is_transposed = self._before_cast(node.args[0]), not is_transposed
+        return self._call(aten.t.default, node) if is_transposed else node
+
+    def _before_cast(self, node: fx.Node) -> fx.Node:
+        """The source of a cast to the dtype of the linear layer."""
+        if node.target is not aten._to_copy.default or node.kwargs.keys() - CAST:
+            return node
+        value, source = self.values[node], self.values[node.args[0]]
+        to_layer = value.dtype == self.values[self.linear].dtype and source.is_floating_point()
+        return node.args[0] if to_layer and value.device == source.device else node
+
+    def _result(self, reduction: Reduction, results: list[fx.Node], columns: dict[fx.Node, tuple[int, int]]) -> fx.Node:
+        """The value of a reduction, in its shape and dtype."""
+        log_prob, logit, log_sum, mean, largest = results
+        meaning, value = reduction.meaning, self.values[reduction.node]
+        if reduction.labels is not None:
+            source = log_prob if meaning.kind is Kind.LOG_PROBS else logit
+            result = self._picked(reduction, source, *columns[reduction.labels])
+        else:
+            target, *terms = {
+                Kind.LOGITS: (aten.add.Tensor, largest, log_sum),
+                Kind.PROBS_LOGITS: (aten.add.Tensor, largest, mean),
+                Kind.PROBS_LOG_PROBS: (aten.sub.Tensor, mean, log_sum),
+            }[meaning.kind]
+            result = self._call(target, *terms)
+            result = self._call(aten.reshape.default, result, self._shape(value.shape))
+        if meaning.factor != 1:
+            result = self._call(aten.mul.Tensor, result, meaning.factor)
+        result = self._cast(result, self.dtype, value.dtype)
+        return self._call(aten.detach.default, result) if meaning.detached else result
+
+    def _picked(self, gather: Reduction, source: fx.Node, start: int, stop: int) -> fx.Node:
+        """Columns of `[rows, K]` in the shape of a gather's result."""
+        value, dim = self.values[gather.node], gather.node.args[1] % self.values[gather.node].dim()
+        part = self._call(aten.slice.Tensor, source, 1, start, stop)
+        others = [size for i, size in enumerate(value.shape) if i != dim]
+        last = self._call(aten.reshape.default, part, self._shape([*others, stop - start]))
+        order = list(range(len(others)))
+        order.insert(dim, len(others))
+        return self._call(aten.permute.default, last, order)
+
+    def _shape(self, sizes: Sequence[Any]) -> list[Any]:
+        return [size if isinstance(size, int) else self.rows for size in sizes]
+
+    def _cast(self, node: fx.Node, before: torch.dtype, after: torch.dtype) -> fx.Node:
+        return node if before == after else self._call(aten._to_copy.default, node, dtype=after)
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.graph.call_function(target, args, kwargs)

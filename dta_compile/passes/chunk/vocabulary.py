@@ -1,0 +1,283 @@
+"""What the values made of a head's logits mean: shifted and scaled logits, log-probs, probabilities, their products.
+
+`Reading` walks from a linear layer to the reductions over the vocabulary that end all ways from it: entries picked by
+labels, log-sum-exps, expectations. Any other use of a value of the vocabulary's size, and nothing is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.passes.graphs.nodes import TRANSPOSITIONS
+
+aten = torch.ops.aten
+
+RESHAPES = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+)
+COPIES = (aten.clone.default, aten.alias.default, aten._to_copy.default, aten.detach.default)
+PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
+QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
+CAST = {"dtype", "device", "layout", "memory_format"}  # keywords that change no number but by rounding
+
+
+class Kind(enum.Enum):
+    LOGITS = "z"
+    LOG_PROBS = "log p"
+    PROBS = "p"
+    PROBS_LOG_PROBS = "p log p"
+    PROBS_LOGITS = "p z"
+    LOGSUMEXP = "log sum exp z"  # the one kind without the vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """How logits z come from the linear layer's output: a bias, then divisions (True) and multiplications (False)."""
+
+    bias: fx.Node | None = None
+    steps: tuple[tuple[bool, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Meaning:
+    """A value: `factor` times a `kind` of the logits with a `scaling`; `detached`: no gradient flows through it."""
+
+    kind: Kind
+    scaling: Scaling = Scaling()
+    factor: float = 1.0
+    detached: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A node that reduces the vocabulary of a value away; `labels` are what a gather picks."""
+
+    node: fx.Node
+    meaning: Meaning
+    labels: fx.Node | None = None
+
+
+class Reading:
+    """What follows from the logits of one linear layer.
+
+    Args:
+        linear: the layer's output, `[rows, V]`.
+        values: fake tensors of all nodes of the graph.
+        trained: nodes that depend on trained parameters; a scale must not.
+
+    Attributes:
+        reductions: all ends, in graph order; empty if the logits have another use.
+    """
+
+    def __init__(self, linear: fx.Node, values: dict[fx.Node, Any], trained: set[fx.Node]) -> None:
+        self.values, self.trained = values, trained
+        self.vocabulary = values[linear].shape[1]
+        self.meanings: dict[fx.Node, Meaning] = {}
+        self.reductions: list[Reduction] = []
+        bias = linear.args[0] if linear.target is aten.addmm.default else None
+        if bias is not None and self._sizes(bias) != [str(self.vocabulary)]:
+            return
+        self.meanings[linear] = Meaning(Kind.LOGITS, Scaling(bias))
+        node = linear.next
+        while node.op != "root":
+            known = [self.meanings[arg] for arg in node.all_input_nodes if arg in self.meanings]
+            if known and not self._read(node) and any(meaning.kind is not Kind.LOGSUMEXP for meaning in known):
+                self.reductions = []
+                return
+            node = node.next
+
+    def vocabulary_dim(self, node: fx.Node) -> int:
+        """The dimension of a value that runs over the vocabulary."""
+        sizes = self.values[node].shape
+        return next(dim for dim, size in enumerate(sizes) if isinstance(size, int) and size == self.vocabulary)
+
+    def _read(self, node: fx.Node) -> bool:
+        rule = RULES.get(node.target)
+        found = rule(self, node) if rule is not None and not (node.kwargs.keys() - CAST) else None
+        if isinstance(found, Reduction):
+            self.reductions.append(found)
+            if found.labels is None and found.meaning.kind is Kind.LOGITS:
+                self.meanings[node] = dataclasses.replace(found.meaning, kind=Kind.LOGSUMEXP)
+        elif found is not None:
+            self.meanings[node] = found
+        return found is not None
+
+    # Rules: what a node means, given what its arguments mean; None if that is not known.
+
+    def _copy(self, node: fx.Node) -> Meaning | None:
+        value, source = self.values[node], self.values[node.args[0]]
+        if not value.is_floating_point() or value.device != source.device:
+            return None
+        meaning = self.meanings[node.args[0]]
+        return dataclasses.replace(meaning, detached=meaning.detached or node.target is aten.detach.default)
+
+    def _reshape(self, node: fx.Node) -> Meaning | None:
+        """One that leaves the order of rows and vocabulary as it is, apart from dimensions of size one."""
+        before, after = self._long_dims(node.args[0]), self._long_dims(node)
+        return self.meanings[node.args[0]] if before == after else None
+
+    def _transpose(self, node: fx.Node) -> Meaning | None:
+        return self.meanings[node.args[0]]
+
+    def _negate(self, node: fx.Node) -> Meaning | None:
+        return self._scaled(node.args[0], False, -1.0)
+
+    def _divide(self, node: fx.Node) -> Meaning | None:
+        value, by = node.args
+        return self._scaled(value, True, by) if value in self.meanings and by not in self.meanings else None
+
+    def _multiply(self, node: fx.Node) -> Meaning | None:
+        left, right = node.args
+        if left in self.meanings and right in self.meanings:
+            return self._product(node)
+        return self._scaled(left, False, right) if left in self.meanings else self._scaled(right, False, left)
+
+    def _product(self, node: fx.Node) -> Meaning | None:
+        left, right = (self.meanings[arg] for arg in node.args)
+        if left.kind is not Kind.PROBS:
+            left, right = right, left
+        kinds = {Kind.LOG_PROBS: Kind.PROBS_LOG_PROBS, Kind.LOGITS: Kind.PROBS_LOGITS}
+        if left.kind is not Kind.PROBS or right.kind not in kinds or not _alike(node, left, right):
+            return None
+        joined = dataclasses.replace(left, kind=kinds[right.kind], factor=left.factor * right.factor)
+        return dataclasses.replace(joined, detached=left.detached or right.detached)
+
+    def _scaled(self, value: fx.Node, divides: bool, by: Any) -> Meaning | None:
+        meaning = self.meanings[value]
+        if meaning.kind is Kind.LOGITS:
+            steps = (*meaning.scaling.steps, (divides, by))
+            scaling = dataclasses.replace(meaning.scaling, steps=steps)
+            return dataclasses.replace(meaning, scaling=scaling) if self._is_scale(value, by) else None
+        if not _is_number(by):
+            return None
+        return dataclasses.replace(meaning, factor=meaning.factor / by if divides else meaning.factor * by)
+
+    def _is_scale(self, value: fx.Node, by: Any) -> bool:
+        """A number other than zero, or a tensor with one number for all or for every row, without gradient."""
+        if not isinstance(by, fx.Node):
+            return _is_number(by)
+        scale = self.values[by]
+        return by not in self.trained and scale.is_floating_point() and self._is_per_row(value, by)
+
+    def _is_per_row(self, value: fx.Node, other: fx.Node) -> bool:
+        """Whether `other` broadcasts to a value of the vocabulary's size with one number for every row, or for all."""
+        shape, sizes = self._sizes(value), self._sizes(other)
+        shape[self.vocabulary_dim(value)] = "1"
+        missing = len(shape) - len(sizes)
+        sizes = ["1"] * missing + sizes
+        return missing >= 0 and all(size in ("1", whole) for size, whole in zip(sizes, shape, strict=True))
+
+    def _add(self, node: fx.Node) -> Meaning | None:
+        """A bias, next to the linear layer."""
+        left, right = node.args
+        value, bias = (left, right) if left in self.meanings else (right, left)
+        meaning = self.meanings[value]
+        first = meaning.kind is Kind.LOGITS and meaning.scaling == Scaling()
+        if not first or not isinstance(bias, fx.Node) or tuple(self.values[bias].shape) != (self.vocabulary,):
+            return None
+        last = self.vocabulary_dim(value) == self.values[value].dim() - 1
+        unchanged = self.values[value].dtype == self.values[bias].dtype == self.values[node].dtype
+        return dataclasses.replace(meaning, scaling=Scaling(bias)) if last and unchanged else None
+
+    def _subtract(self, node: fx.Node) -> Meaning | None:
+        """`z - logsumexp(z)`."""
+        value, normaliser = (self.meanings.get(arg) for arg in node.args)
+        if value is None or normaliser is None or not _alike(node, value, normaliser):
+            return None
+        is_log_prob = value.kind is Kind.LOGITS and normaliser.kind is Kind.LOGSUMEXP and normaliser.factor == 1
+        fits = is_log_prob and self._is_per_row(*node.args)
+        detached = value.detached or normaliser.detached
+        return dataclasses.replace(value, kind=Kind.LOG_PROBS, detached=detached) if fits else None
+
+    def _softmax(self, node: fx.Node) -> Meaning | None:
+        meaning = self.meanings[node.args[0]]
+        normalised = meaning.kind is Kind.LOG_PROBS and meaning.factor == 1
+        return self._of_logits(node, Kind.PROBS) if meaning.kind is Kind.LOGITS or normalised else None
+
+    def _log_softmax(self, node: fx.Node) -> Meaning | None:
+        return self._of_logits(node, Kind.LOG_PROBS) if self._kind(node) is Kind.LOGITS else None
+
+    def _of_logits(self, node: fx.Node, kind: Kind) -> Meaning | None:
+        over = self._is_over_vocabulary(node.args[0], [node.args[1]])
+        return dataclasses.replace(self.meanings[node.args[0]], kind=kind) if over else None
+
+    def _exponential(self, node: fx.Node) -> Meaning | None:
+        meaning = self.meanings[node.args[0]]
+        is_log = meaning.kind is Kind.LOG_PROBS and meaning.factor == 1
+        return dataclasses.replace(meaning, kind=Kind.PROBS) if is_log else None
+
+    def _gather(self, node: fx.Node) -> Reduction | None:
+        source, dim, labels = node.args[:3]
+        if self._kind(node) not in (Kind.LOGITS, Kind.LOG_PROBS) or labels in self.meanings:
+            return None
+        shape, picked = self._sizes(source), self._sizes(labels)
+        if not self._is_over_vocabulary(source, [dim]) or not isinstance(self.values[labels].shape[dim], int):
+            return None
+        shape[dim] = picked[dim]
+        return Reduction(node, self.meanings[source], labels) if shape == picked else None
+
+    def _logsumexp(self, node: fx.Node) -> Reduction | None:
+        over = self._kind(node) is Kind.LOGITS and self._is_over_vocabulary(*node.args[:2])
+        return Reduction(node, self.meanings[node.args[0]]) if over else None
+
+    def _sum(self, node: fx.Node) -> Reduction | None:
+        over = self._kind(node) in (Kind.PROBS_LOG_PROBS, Kind.PROBS_LOGITS)
+        over = over and self._is_over_vocabulary(*node.args[:2])
+        return Reduction(node, self.meanings[node.args[0]]) if over else None
+
+    def _kind(self, node: fx.Node) -> Kind | None:
+        meaning = self.meanings.get(node.args[0])
+        return meaning.kind if meaning is not None else None
+
+    def _is_over_vocabulary(self, value: fx.Node, dims: list[int]) -> bool:
+        rank = self.values[value].dim()
+        return [dim % rank for dim in dims or range(rank)] == [self.vocabulary_dim(value)]
+
+    def _sizes(self, node: fx.Node) -> list[str]:
+        """Sizes by name: symbolic ones are not to be compared by the numbers that they stand for in the trace."""
+        return [str(size) for size in self.values[node].shape]
+
+    def _long_dims(self, node: fx.Node) -> list[str]:
+        return [size for size in self._sizes(node) if size != "1"]
+
+
+def _is_number(by: Any) -> bool:
+    return isinstance(by, (int, float)) and math.isfinite(by) and by != 0
+
+
+def _alike(node: fx.Node, one: Meaning, other: Meaning) -> bool:
+    """Whether two operands are of the same logits, and gradients flow to both or to none of them."""
+    without_gradient = all(user.target is aten.detach.default for user in node.users)
+    return one.scaling == other.scaling and (one.detached == other.detached or without_gradient)
+
+
+Rule = Callable[[Reading, fx.Node], Meaning | Reduction | None]
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys(COPIES, Reading._copy),
+    **dict.fromkeys(RESHAPES, Reading._reshape),
+    **dict.fromkeys(TRANSPOSITIONS, Reading._transpose),
+    **dict.fromkeys(PRODUCTS, Reading._multiply),
+    **dict.fromkeys(QUOTIENTS, Reading._divide),
+    aten.neg.default: Reading._negate,
+    aten.add.Tensor: Reading._add,
+    aten.sub.Tensor: Reading._subtract,
+    aten._softmax.default: Reading._softmax,
+    aten._log_softmax.default: Reading._log_softmax,
+    aten.exp.default: Reading._exponential,
+    aten.gather.default: Reading._gather,
+    aten.logsumexp.default: Reading._logsumexp,
+    aten.sum.dim_IntList: Reading._sum,
+}

@@ -1,0 +1,82 @@
+"""dense_graphs: prologue and epilogue as executable graphs over the whole batch.
+
+The prologue takes all inputs of the call and returns what the other parts need; the epilogue takes all inputs, the
+dense frontier values and those prologue values, and returns the outputs of the call under ordinary autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import fx
+
+from dta_compile.passes.cuts.row_epilogue import row_epilogue
+from dta_compile.passes.lowering.draws import place_draws
+from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor
+
+
+def dense_graphs(program: Program) -> None:
+    """Fill `program.prologue`, `.epilogue`, what passes between them, and `.row_epilogue`."""
+    frontier = {value.node for value in program.frontier}
+    outputs = [node for node in program.outputs if isinstance(node, fx.Node)]
+    draws = place_draws(program, _chunks_need(program))
+
+    def is_dense(node: fx.Node) -> bool:
+        return _is_dense_tensor(program, node) and node not in draws.late
+
+    needed = ancestors([*outputs, *draws.epilogue], stop=lambda node: node in frontier or is_dense(node))
+    program.epilogue_dense_inputs = [
+        node for node in program.graph.nodes if node in needed and is_dense(node) and node.op != "placeholder"
+    ]
+    program.prologue_nodes = prologue_nodes(program)
+    program.prologue = graph_of(program, [], program.prologue_nodes, draws.prologue)
+    received = [value.node for value in program.frontier] + program.epilogue_dense_inputs
+    program.epilogue = graph_of(program, received, program.outputs, draws.epilogue)
+    if program.training:
+        outside = frontier | set(program.epilogue_dense_inputs)
+        nodes = [node for node in program.graph.nodes if node in needed - outside]
+        drawn = next(iter(draws.epilogue), None)
+        program.row_epilogue = (
+            row_epilogue(program, nodes, received)
+            if drawn is None
+            else Mixed(f"{drawn.target} draws random numbers for all sequences at once", drawn)
+        )
+
+
+def prologue_nodes(program: Program) -> list[fx.Node]:
+    """What the prologue hands over: to chunks, and to the epilogue."""
+    return list(dict.fromkeys([*_chunks_need(program), *program.epilogue_dense_inputs]))
+
+
+def _is_dense_tensor(program: Program, node: fx.Node) -> bool:
+    return has_tensor(node) and node not in program.parameter_dependent and node.op != "output"
+
+
+def _chunks_need(program: Program) -> list[fx.Node]:
+    chunk_inputs = program.trunk_inputs + program.head_inputs + program.trunk_keys + program.head_keys
+    nodes: dict[fx.Node, None] = dict.fromkeys(item.node for item in chunk_inputs)
+    nodes.update(dict.fromkeys(program.constant_inputs))
+    nodes.update(dict.fromkeys(condition.node for condition in program.conditions))
+    for layer in program.attention:
+        nodes.update(dict.fromkeys(sorted(layer.mask.leaves, key=lambda leaf: leaf.name) if layer.mask else ()))
+    return list(nodes)
+
+
+def graph_of(
+    program: Program, received: list[fx.Node], outputs: Iterable[Any], draws: Sequence[fx.Node] = ()
+) -> fx.GraphModule:
+    """A graph from the call's inputs (and `received` values) to `outputs`, with `draws` and what all of them need."""
+    outputs = list(outputs)
+    graph, copies = fx.Graph(), {}
+    for node in program.placeholders:
+        copies[node] = graph.placeholder(node.name)
+    for node in received:
+        copies[node] = graph.placeholder(f"received_{node.name}")
+    wanted = [*draws, *(node for node in outputs if isinstance(node, fx.Node))]
+    needed = ancestors(wanted, stop=lambda node: node in copies)
+    for node in program.graph.nodes:
+        if node in needed and node not in copies:
+            copies[node] = graph.node_copy(node, lambda arg: copies[arg])
+    graph.output(tuple(copies[node] if isinstance(node, fx.Node) else node for node in outputs))
+    return fx.GraphModule(program.module, graph)

@@ -1,0 +1,200 @@
+"""head_rows: at which tokens the frontier values are used, so that the head runs on the rows of those only.
+
+A loss over labels ignores most tokens of a rollout: `where(labels != -100, nll, 0)`. Two facts about a frontier value
+`x` show that no row is needed where a condition on the call's inputs does not hold:
+
+* nothing reads it there: on every way from `x` to the outputs a selection takes another value (seen in the epilogue);
+* it is zero there, and so is its gradient: `x` itself is a selection between a value and zero (seen in the region).
+
+In both cases zero at such a token gives the same outputs, and what gradient arrives there is to be dropped, even if it
+is infinite: in the epilogue it flows to other frontier values only, since what uses weights token by token belongs to
+the region. Multiplying by a mask of zeros and ones is no selection, for `0 * inf` is not zero; the backward, which sees
+the gradients themselves, skips those tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.passes.axes.layouts import argument, is_tensor
+from dta_compile.passes.program import Condition, FrontierValue, Layout, Program, Use, Value
+
+aten = torch.ops.aten
+
+Conditions = frozenset[Condition]  # all of them hold
+ALWAYS: frozenset[Conditions] = frozenset([frozenset()])  # sets of conditions: those of at least one hold
+NEVER: frozenset[Conditions] = frozenset()
+MOST_USES = 8  # beyond that a value counts as used everywhere
+
+FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+COPIES = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+    aten._to_copy.default,
+)
+# Of zeros these make zeros (of either sign).
+ZERO_OF_ZERO = (*COPIES, aten.neg.default, aten.abs.default, aten.sum.dim_IntList, aten.mean.dim)
+CONSTRUCTORS = (aten.scalar_tensor.default, aten.full.default, aten.full_like.default)
+
+
+def head_rows(program: Program) -> None:
+    """Narrow `uses` of every frontier value."""
+    reads, nonzero = _reads(program), _nonzero(program)
+    for value in program.frontier:
+        by_sequence = value.layout.is_over_sequences or program.batch is None
+        if by_sequence and not value.is_cache:
+            value.uses = _combined(value, reads[value.node], nonzero[value.node])
+
+
+def _combined(value: FrontierValue, reads: Iterable[Use], nonzero: frozenset[Conditions]) -> tuple[Use, ...]:
+    """The tokens at which a value is both read and not zero, without what is part of another use."""
+    uses = {Use(read.frame, read.conditions | conditions) for read in reads for conditions in nonzero}
+    widest = [
+        use for use in uses if not any(use.frame == one.frame and one.conditions < use.conditions for one in uses)
+    ]
+    return tuple(sorted(widest, key=str)) if len(widest) <= MOST_USES else value.uses
+
+
+def _reads(program: Program) -> dict[fx.Node, frozenset[Use]]:
+    """For frontier values and token-wise values of the epilogue: at which tokens the call's outputs depend on them."""
+    frontier = {value.node for value in program.frontier}
+    reads: dict[fx.Node, frozenset[Use]] = {}
+    for node in reversed(program.graph.nodes):
+        inside = node in program.region and node not in frontier
+        if node in program.parameter_dependent and not inside and _is_token_wise(program.values.get(node)):
+            # Users inside the region read the rows of a chunk, not the dense value.
+            outside = [user for user in node.users if user not in program.region]
+            uses = frozenset().union(*(_read_by(program, user, node, reads) for user in outside))
+            reads[node] = uses if len(uses) <= MOST_USES else _everywhere(program, node)
+    return reads
+
+
+def _read_by(program: Program, user: fx.Node, node: fx.Node, reads: dict[fx.Node, frozenset[Use]]) -> frozenset[Use]:
+    """At which tokens `user` reads `node` for the outputs."""
+    if user.target is aten.sym_size.int:
+        return frozenset()
+    if user not in reads:  # an output, or an operator that mixes tokens
+        return _everywhere(program, node)
+    branches = [condition for operand, condition in _branches(program, user) if operand is node]
+    if len(branches) != 1:
+        return reads[user]
+    return frozenset(dataclasses.replace(use, conditions=use.conditions | {branches[0]}) for use in reads[user])
+
+
+def _everywhere(program: Program, node: fx.Node) -> frozenset[Use]:
+    return frozenset([Use(_frame(program.values[node]))])
+
+
+def _nonzero(program: Program) -> dict[fx.Node, frozenset[Conditions]]:
+    """For the region's values: where they may be other than zero, whatever the parameters are."""
+    found: dict[fx.Node, frozenset[Conditions]] = {}
+
+    def of(arg: Any) -> frozenset[Conditions]:
+        return NEVER if _is_zero(program, arg) else found.get(arg, ALWAYS)
+
+    for node in program.graph.nodes:
+        if node not in program.region:
+            continue
+        branches = _branches(program, node)
+        if branches:
+            parts = [_both(of(operand), condition) for operand, condition in branches]
+        else:
+            operands = _zero_if_zero(node)
+            parts = [ALWAYS] if operands is None else [of(operand) for operand in operands]
+        union = frozenset().union(*parts)
+        found[node] = union if len(union) <= MOST_USES else ALWAYS
+    return found
+
+
+def _both(conditions: frozenset[Conditions], condition: Condition) -> frozenset[Conditions]:
+    return frozenset(one | {condition} for one in conditions)
+
+
+def _branches(program: Program, node: fx.Node) -> list[tuple[Any, Condition]]:
+    """The operands that a selection takes its entries from, and when it takes each; empty if `node` is none."""
+    if node.target is aten.where.self:
+        mask, taken, other = node.args
+    elif node.target in FILLS:
+        other, mask, taken = node.args
+    else:
+        return []
+    layout = _mask_layout(program, node, mask)
+    if layout is None:
+        return []
+    return [(taken, Condition(mask, layout, True)), (other, Condition(mask, layout, False))]
+
+
+def _mask_layout(program: Program, node: fx.Node, mask: fx.Node) -> Layout | None:
+    """The layout of a mask with one number a token that is computed without parameters; None for other masks."""
+    value = program.values[node]
+    own = program.input_layouts.get((node, mask), program.values[mask])
+    if mask in program.parameter_dependent or not isinstance(own, Layout) or not own.labelled:
+        return None
+    shape = mask.meta["val"].shape
+    if any(axis is None and size != 1 for size, axis in zip(shape, own.dims, strict=True)):
+        return None
+    return Layout(own.dims, _frame(value)) if _is_token_wise(value) else None
+
+
+def _zero_if_zero(node: fx.Node) -> list[Any] | None:
+    """The operands of which all have to be zero for the result to be zero; None if nothing is known."""
+    if node.target in ZERO_OF_ZERO:
+        return [node.args[0]]
+    if node.target in (aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar):
+        return list(node.args[:2]) if _is_finite(argument(node, 2, "alpha")) else None
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar):
+        first, second = node.args[:2]
+        return [first] if _is_finite(second) else [second] if _is_finite(first) else None
+    if node.target in (aten.div.Tensor, aten.div.Scalar):
+        return [node.args[0]] if _is_finite(node.args[1]) and node.args[1] != 0 else None
+    return None
+
+
+def _is_finite(factor: Any) -> bool:
+    """A number, or integers: `0 * factor` is zero."""
+    if is_tensor(factor):
+        return not (factor.meta["val"].is_floating_point() or factor.meta["val"].is_complex())
+    return isinstance(factor, (int, float)) and math.isfinite(factor)
+
+
+def _is_zero(program: Program, arg: Any) -> bool:
+    """Whether an argument is the constant zero."""
+    if not isinstance(arg, fx.Node):
+        return isinstance(arg, (int, float)) and arg == 0
+    if arg.op == "get_attr":
+        constant = getattr(program.module, arg.target, None)
+        return isinstance(constant, torch.Tensor) and constant.numel() == 1 and not constant.item()
+    if arg.target in CONSTRUCTORS:
+        return _is_zero(program, arg.args[-1])
+    return arg.target is aten.zeros_like.default or (arg.target in COPIES and _is_zero(program, arg.args[0]))
+
+
+def _is_token_wise(value: Value) -> bool:
+    items = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(item, Layout) and item.frame is not None for item in items)
+
+
+def _frame(value: Value) -> Any:
+    """The tokens that a token-wise value covers."""
+    return value[0].frame if isinstance(value, tuple) else value.frame  # type: ignore[union-attr]

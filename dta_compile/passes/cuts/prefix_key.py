@@ -1,0 +1,114 @@
+"""prefix_key: split the token region at its last attention, and say which inputs make two prefixes the same.
+
+The trunk decides what later tokens see; the head does not. Inputs that only the head reads (labels) are no part of the
+prefix key, so that they never split a prefix: one trunk row may have several head rows.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from dta_compile.errors import RefusalError
+from dta_compile.passes.graphs.min_cut import bytes_per_token, cheapest_cut, is_per_token
+from dta_compile.passes.graphs.nodes import is_uniform
+from dta_compile.passes.program import ChunkInput, Layout, Program, ancestors, where
+
+
+def prefix_key(program: Program) -> None:
+    """Fill `program.trunk`, the chunk inputs of trunk and head, and the prologue values that key them."""
+    nodes = [node for node in program.graph.nodes if node in program.region]
+    attention_calls = [layer.node for layer in program.attention]
+    seen_later = ancestors(attention_calls)
+    inputs = _chunk_inputs(program, nodes)
+    own = [item for item in inputs if any(user in seen_later for user in _users(program, item))]
+    head_only = [item for item in inputs if item not in own]
+    per_token = [node for node in nodes if _has_token_axis(program, node)]
+    reads_head_inputs = {user for item in head_only for user in _users(program, item)}
+    frontier = {value.node for value in program.frontier}
+    program.trunk = cheapest_cut(
+        per_token,
+        lambda node: _cost(program, node),
+        first=seen_later & set(per_token),
+        last=reads_head_inputs & set(per_token),
+        leaving=frontier,
+    )
+    # A weight (a transposed matrix) belongs wherever it is used; here it only has to come before the trunk.
+    program.trunk |= {node for node in nodes if node not in set(per_token)}
+    program.trunk_inputs = [item for item in inputs if any(user in program.trunk for user in _users(program, item))]
+    program.head_inputs = [item for item in inputs if any(user not in program.trunk for user in _users(program, item))]
+    program.constant_inputs = _constant_inputs(program, nodes)
+    program.trunk_keys = _keys(program, program.trunk_inputs)
+    known = {(key.node, key.layout) for key in program.trunk_keys}
+    program.head_keys = [key for key in _keys(program, program.head_inputs) if (key.node, key.layout) not in known]
+
+
+def _chunk_inputs(program: Program, nodes: list[fx.Node]) -> list[ChunkInput]:
+    """Every dense value with a batch or token axis that the region reads, once per layout that it is read with."""
+    found: dict[tuple[fx.Node, Layout], ChunkInput] = {}
+    for node in nodes:
+        for arg in node.all_input_nodes:
+            if arg in program.parameter_dependent or not isinstance(program.values.get(arg), Layout):
+                continue
+            layout = program.input_layouts.get((node, arg), program.layout(arg))
+            if not layout.labelled or is_uniform(arg):
+                continue
+            if layout.frame is not None and layout.frame.start is None:
+                raise RefusalError(
+                    "the positions of the tokens in this value are unknown",
+                    where=where(node),
+                    expected="a value over all tokens, or one combined with token values of the same positions",
+                    got=f"{arg.name} with {layout.frame.length} tokens",
+                )
+            if (arg, layout) not in found:
+                found[arg, layout] = ChunkInput(arg, layout, f"input_{len(found)}")
+    return list(found.values())
+
+
+def _users(program: Program, item: ChunkInput) -> list[fx.Node]:
+    return [
+        user
+        for user in item.node.users
+        if user in program.region
+        and program.input_layouts.get((user, item.node), program.values[item.node]) == item.layout
+    ]
+
+
+def _has_token_axis(program: Program, node: fx.Node) -> bool:
+    value = program.values[node]
+    items = value if isinstance(value, tuple) else (value,)
+    return any(isinstance(item, Layout) and is_per_token(item) for item in items)
+
+
+def _cost(program: Program, node: fx.Node) -> float:
+    value = program.values[node]
+    return float("inf") if isinstance(value, tuple) else bytes_per_token(node, program.layout(node))
+
+
+def _constant_inputs(program: Program, nodes: list[fx.Node]) -> list[fx.Node]:
+    """Dense values without batch or token axis that the region reads: buffers, scales."""
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        for arg in node.all_input_nodes:
+            value = program.input_layouts.get((node, arg), program.values.get(arg))
+            if arg not in program.parameter_dependent and isinstance(value, Layout) and not value.labelled:
+                found[arg] = None
+    return list(found)
+
+
+def _keys(program: Program, inputs: list[ChunkInput]) -> list[ChunkInput]:
+    """The values that determine these inputs: what they are computed from, position by position, back to its roots."""
+    keys: dict[tuple[fx.Node, Layout], ChunkInput] = {}
+    for item in inputs:
+        for root in _key_roots(program, item):
+            value = item.layout if root is item.node else program.values[root]
+            if isinstance(value, Layout) and value.labelled:
+                keys[root, value] = ChunkInput(root, value, f"key_{root.name}")
+    return list(keys.values())
+
+
+def _key_roots(program: Program, item: ChunkInput) -> list[fx.Node]:
+    """The roots of a value over all tokens; a shifted or per-sequence value is its own key."""
+    whole = item.layout == program.values[item.node] and item.layout.frame is not None
+    roots = program.roots[item.node]
+    readable = all(isinstance(program.values[root], Layout) for root in roots)
+    return sorted(roots, key=lambda root: root.name) if whole and readable else [item.node]

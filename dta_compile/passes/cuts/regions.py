@@ -1,0 +1,162 @@
+"""regions: cut the graph into prologue (no parameters), token region (one value per token), and epilogue (the rest).
+
+The token region ends where the fewest bytes per token leave it: after the log-prob, not after the logits. What uses
+parameters token by token (the LM head) always belongs to it. The values that leave it are the frontier.
+"""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.errors import RefusalError
+from dta_compile.passes.axes.layouts import expression, memory_order
+from dta_compile.passes.graphs.min_cut import bytes_per_token, cheapest_cut, is_float, is_per_token
+from dta_compile.passes.masks.attention import cache_outputs, mixing_refusal
+from dta_compile.passes.program import (
+    FrontierValue,
+    Layout,
+    Mixed,
+    Program,
+    Use,
+    ancestors,
+    has_tensor,
+    where,
+)
+
+aten = torch.ops.aten
+DROPOUT = (aten.native_dropout.default, aten.bernoulli.p)
+
+
+def regions(program: Program) -> None:
+    """Fill `program.region` and `program.frontier`."""
+    of_masks = {node for layer in program.attention if layer.mask for node in layer.mask.leaves}
+    kept = of_masks | set(program.draws)
+    program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in kept)
+    live = [node for node in program.graph.nodes if node in program.parameter_dependent and node.op != "placeholder"]
+    attention_calls = [layer.node for layer in program.attention]
+    before_last_attention = ancestors(attention_calls) & set(live)
+    for node in program.graph.nodes:
+        value = program.values.get(node)
+        if node in before_last_attention and isinstance(value, Mixed):
+            raise mixing_refusal(program, value)
+    _refuse_dropout(program, live)
+    candidates = [node for node in live if _could_run_per_token(program, node)]
+    outputs = {node for node in program.outputs if isinstance(node, fx.Node)}
+    others = {node for node in live if node not in set(candidates) and not _is_weight(program, node)} | {None}
+    feeds_others = {node for node in candidates if outputs & {node} or any(user in others for user in node.users)}
+    forced = before_last_attention | {node for node in candidates if _uses_weights(program, node)}
+    forced = ancestors(list(forced)) & set(candidates)
+    program.region = cheapest_cut(
+        candidates, lambda node: _cost(program, node), first=forced, last=set(), leaving=feeds_others
+    )
+    program.region |= ancestors(list(program.region)) & {node for node in live if _is_weight(program, node)}
+    caches = cache_outputs(program)
+    program.frontier = [
+        _frontier_value(program, node, node in caches)
+        for node in live
+        if node in program.region and _is_handed_over(program, node) and _leaves(program, node, outputs)
+    ]
+    _refuse_absolute_strides(program)
+
+
+def _refuse_dropout(program: Program, live: list[fx.Node]) -> None:
+    """Also after the last attention: a dropped hidden state or logit would differ between rollouts that share it."""
+    for node in live:
+        if node.target in DROPOUT and isinstance(mixed := program.values[node], Mixed) and mixed.node is node:
+            raise mixing_refusal(program, mixed)
+
+
+def _could_run_per_token(program: Program, node: fx.Node) -> bool:
+    """Token-wise with a token axis (a tuple of results counts if all of them do)."""
+    value = program.values[node]
+    if isinstance(value, tuple):
+        return all(isinstance(item, Layout) and is_per_token(item) for item in value)
+    return isinstance(value, Layout) and is_per_token(value)
+
+
+def _is_weight(program: Program, node: fx.Node) -> bool:
+    """Computed from parameters alone: without batch or token axis, and cheap to have in two regions."""
+    value = program.values.get(node)
+    items = value if isinstance(value, tuple) else (value,)
+    return has_tensor(node) and all(isinstance(item, Layout) and not item.labelled for item in items)
+
+
+def _is_handed_over(program: Program, node: fx.Node) -> bool:
+    """Whether the epilogue takes a value's rows from the tree, and does not compute it anew from the parameters.
+
+    What is the same for all sequences or for all tokens of one is cheap to have twice, and exists at padding, too.
+    """
+    value = program.values.get(node)
+    if _is_weight(program, node) or (isinstance(value, Layout) and value.token_dim is None):
+        return False
+    if not isinstance(value, Layout) or value.is_over_sequences:
+        return True
+    sources = ancestors([node])
+    if any(layer.node in sources for layer in program.attention):
+        return True
+    data = [source for source in sources if source.op == "placeholder" and has_tensor(source)]
+    return program.batch is None and any(_has_axes(program, source) for source in data)
+
+
+def _has_axes(program: Program, node: fx.Node) -> bool:
+    value = program.values[node]
+    return not isinstance(value, Layout) or value.labelled
+
+
+def _uses_weights(program: Program, node: fx.Node) -> bool:
+    return any(arg in program.parameter_dependent and _is_weight(program, arg) for arg in node.all_input_nodes)
+
+
+def _cost(program: Program, node: fx.Node) -> float:
+    value = program.values[node]
+    if isinstance(value, tuple):
+        return float("inf")  # tuples cannot be expanded; their items can
+    assert isinstance(value, Layout)
+    return bytes_per_token(node, value)
+
+
+def _leaves(program: Program, node: fx.Node, outputs: set[fx.Node]) -> bool:
+    return node in outputs or any(user not in program.region and user.op != "output" for user in node.users)
+
+
+def _frontier_value(program: Program, node: fx.Node, is_cache: bool) -> FrontierValue:
+    layout = program.values[node]
+    assert isinstance(layout, Layout), (node, layout)
+    if layout.frame is None or layout.frame.start is None:
+        raise RefusalError(
+            "the positions of the tokens in this value are unknown", where=where(node), got=f"{layout} {layout.frame}"
+        )
+    shape = node.meta["val"].shape
+    features = tuple(int(size) for size, axis in zip(shape, layout.dims, strict=True) if axis is None)
+    differentiable = is_float(node) and program.training
+    everywhere = (Use(layout.frame),)
+    order = memory_order(node.meta["val"])
+    return FrontierValue(node, layout, features, node.meta["val"].dtype, differentiable, order, is_cache, everywhere)
+
+
+def _refuse_absolute_strides(program: Program) -> None:
+    """`as_strided` in the epilogue counts entries of memory, so that only values without gaps have them in place."""
+    gaps = {value.node for value in program.frontier if not _is_dense(value)}
+    for node in program.graph.nodes:
+        if node.target is not aten.as_strided.default or node in program.region:
+            continue
+        if found := gaps & ancestors([node], stop=lambda one: one in program.region):
+            raise RefusalError(
+                "as_strided counts entries of memory, and this value has other memory than in eager mode",
+                where=where(node),
+                expected="as_strided of a value that fills its memory",
+                got=f"a part or repetition of one: {next(iter(found)).name}",
+                hint="index or reshape the value instead, or call .contiguous() first",
+            )
+
+
+def _is_dense(value: FrontierValue) -> bool:
+    """Whether a value's strides, as traced, are those that its memory order gives it, from the start of its memory."""
+    traced, expected = value.node.meta["val"], sympy.Integer(1)
+    for dim in reversed(value.memory_order):
+        if expression(traced.stride(dim)) != expected:
+            return False
+        expected *= expression(traced.shape[dim])
+    return traced.storage_offset() == 0

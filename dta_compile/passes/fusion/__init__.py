@@ -1,0 +1,1 @@
+"""Generated code for what lies between matrix products and attention."""

@@ -1,0 +1,166 @@
+"""clusters: operators of a graph that one generated kernel can run, kept apart by those that a library runs better.
+
+Pointwise operators, reductions over rows and copies are clustered; matrix products, attention, lookups and whatever
+writes in place stay between the clusters. Every operator has a level, the number of such calls that must come before
+it: clusters are connected operators of one level, so none of them waits for a call that waits for itself. A value that
+later levels read, as a forward value computed again for the backward, moves to the first of them, and what is made of
+it for an accumulation goes along: nothing waits for those.
+
+Views belong to no cluster: they cost nothing, so whatever reads one makes it for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from dta_compile.passes.graphs.nodes import is_item, is_pointwise
+from dta_compile.passes.graphs.sizes import is_polynomial
+from dta_compile.passes.graphs.storage import view_source
+from dta_compile.passes.program import has_tensor, writes_in_place
+
+aten = torch.ops.aten
+REDUCTIONS = (
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+    aten._softmax.default,
+    aten._softmax_backward_data.default,
+    aten.amax.default,
+    aten.amin.default,
+    aten.logsumexp.default,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.var.correction,
+    aten.var_mean.correction,
+)
+COPIES = (
+    aten._to_copy.default,
+    aten.cat.default,
+    aten.clone.default,
+    aten.constant_pad_nd.default,
+    aten.repeat.default,
+    aten.select_backward.default,
+    aten.slice_backward.default,
+    aten.stack.default,
+)
+CONSTRUCTORS = (
+    aten.arange.start_step,
+    aten.full.default,
+    aten.full_like.default,
+    aten.scalar_tensor.default,
+    aten.zeros_like.default,
+)
+LEAST_OPERATORS = 2  # one by itself runs as well where it is
+
+
+def clusters(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Those with at least two operators that read something, in no order; each in the order of the graph."""
+    fused = _fusible(graph)
+    levels = _levels(graph, fused)
+    cluster_of: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node in fused:
+            joined = [node]
+            for source in sources(node):
+                other = cluster_of.get(source)
+                if other is not None and other is not joined and levels[source] == levels[node]:
+                    joined = [*other, *joined]
+                    cluster_of.update((member, joined) for member in joined)
+            cluster_of[node] = joined
+    found = {id(cluster): cluster for cluster in cluster_of.values()}
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return [sorted(c, key=order.__getitem__) for c in found.values() if sum(map(_pays, c)) >= LEAST_OPERATORS]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a value is in the memory of another one and can be made again wherever it is read."""
+    maker = node.args[0] if is_item(node) else node
+    return view_source(node) is not None and not writes_in_place(maker) and _has_known_sizes(maker)
+
+
+def sources(node: fx.Node) -> list[fx.Node]:
+    """The values that a clustered operator reads, views being traced back to what they are views of."""
+    return list(dict.fromkeys(_base(arg) for arg in node.all_input_nodes if has_tensor(arg)))
+
+
+def readers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For every value that is no view, the nodes that read it or a view of it; views do not count."""
+    found: dict[fx.Node, list[fx.Node]] = {node: [] for node in graph.nodes}
+    for node in graph.nodes:
+        if not is_view(node):
+            for source in dict.fromkeys(map(_base, node.all_input_nodes)):
+                found[source].append(node)
+    return found
+
+
+def _base(node: fx.Node) -> fx.Node:
+    while is_view(node):
+        node = view_source(node)
+    return node
+
+
+def _fusible(graph: fx.Graph) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.args and node.args[0] in found if is_item(node) else _is_fusible(node):
+            found.add(node)
+    return found
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    known = is_pointwise(node) or node.target in (*REDUCTIONS, *COPIES, *CONSTRUCTORS)
+    if not known or is_view(node) or not _has_known_sizes(node):
+        return False
+    tensors = [*_tensors(node), *(tensor for arg in node.all_input_nodes for tensor in _tensors(arg))]
+    same_device = len({tensor.device for tensor in tensors}) == 1
+    return same_device and not any(tensor.is_complex() or tensor.is_sparse for tensor in tensors)
+
+
+def _tensors(node: fx.Node) -> Iterable[torch.Tensor]:
+    value = node.meta.get("val")
+    return [item for item in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(item, torch.Tensor)]
+
+
+def _has_known_sizes(node: fx.Node) -> bool:
+    """Whether the numbers that an operator takes can be computed from the sizes of the graph's inputs."""
+    return all(has_tensor(arg) or is_polynomial(arg.meta.get("val")) for arg in node.all_input_nodes)
+
+
+def _pays(node: fx.Node) -> bool:
+    return not is_item(node) and node.target not in CONSTRUCTORS
+
+
+def _levels(graph: fx.Graph, fused: set[fx.Node]) -> dict[fx.Node, int]:
+    """How many calls outside of clusters come before each node: as few as can be, then as many as its readers allow."""
+    levels: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        levels[node] = _least_level(node, fused, levels)
+    found = readers(graph)
+    loose: set[fx.Node] = set()  # read by accumulations alone, which may wait
+    for node in reversed(graph.nodes):
+        several = is_item(node) or any(map(is_item, found[node]))  # results of one operator stay together
+        if node not in fused or several:
+            continue
+        if all(writes_in_place(reader) or reader in loose for reader in found[node]):
+            loose.add(node)
+            later = [levels[reader] for reader in found[node] if reader in fused and levels[reader] > levels[node]]
+            levels[node] = min(later, default=levels[node])
+        elif not fused.isdisjoint(found[node]):
+            bound = [reader for reader in found[node] if reader not in loose and (reader in fused or found[reader])]
+            levels[node] = min((levels[reader] for reader in bound), default=levels[node])
+    for node in graph.nodes:
+        if node in loose:
+            levels[node] = max(levels[node], _least_level(node, fused, levels))
+    return levels
+
+
+def _least_level(node: fx.Node, fused: set[fx.Node], levels: dict[fx.Node, int]) -> int:
+    if node not in fused:
+        return max((levels[_base(arg)] for arg in node.all_input_nodes), default=0)
+    return max((levels[s] + (s not in fused and s.op != "placeholder") for s in sources(node)), default=0)

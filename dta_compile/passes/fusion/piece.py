@@ -1,0 +1,195 @@
+"""Pieces: clusters of a graph as functions of their own, which run as generated code where they have any."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.passes.chunk_sizes import ChunkSizes, size_expression
+from dta_compile.passes.fusion.clusters import clusters, is_view, readers, sources
+from dta_compile.passes.fusion.inductor import Code
+from dta_compile.passes.graphs.sizes import SizeNodes, is_polynomial
+from dta_compile.passes.program import ancestors, has_tensor
+
+
+class Piece:
+    """A function of sizes, then tensors, to a tuple of new tensors.
+
+    Generated code is made for certain strides and for sizes of two or more (1 is special in all of torch, and 0 leaves
+    nothing to run); inputs that lie in memory otherwise are copied, other sizes run the body's operators.
+
+    Attributes:
+        body: the operators.
+        symbols: which sizes it takes.
+        inputs: the tensors that it was traced with.
+        code: what inductor generated; None: not yet, or it failed.
+    """
+
+    def __init__(
+        self, name: str, body: fx.GraphModule, symbols: list[sympy.Symbol], inputs: list[torch.Tensor]
+    ) -> None:
+        self.__name__ = name  # in printed graphs
+        self.body, self.symbols, self.inputs = body, symbols, inputs
+        self.code: Code | None = None
+
+    def __call__(self, *arguments: Any) -> Sequence[torch.Tensor]:
+        sizes = arguments[: len(self.symbols)]
+        code = self.code
+        if code is None or not code.serves(*sizes):
+            return self.body.forward(*arguments)
+        tensors = map(_laid_out, arguments[len(sizes) :], code.strides(*sizes))
+        return code.run([*sizes, *tensors])
+
+
+def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with these strides: itself, unless it lies in memory in another way than its traced value."""
+    found = tensor.stride()
+    if found == strides:
+        return tensor
+    if all(size == 1 or a == b for size, a, b in zip(tensor.shape, found, strides, strict=True)):
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def outlined(graph: fx.Graph, sizes: ChunkSizes, known: dict[str, Piece]) -> fx.Graph:
+    """The graph with its clusters as calls of pieces: those in `known` if they are the same, else new ones."""
+    return _Outliner(graph, sizes, known).build()
+
+
+class _Outliner:
+    """Copies a graph in its order; a cluster is called, and a view is made, right before it is first needed."""
+
+    def __init__(self, graph: fx.Graph, sizes: ChunkSizes, known: dict[str, Piece]) -> None:
+        self.old, self.symbols, self.known = graph, sizes.symbols, known
+        self.new, self.copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        self.readers = readers(graph)
+        for node in graph.find_nodes(op="placeholder"):
+            self.copies[node] = self.new.node_copy(node)
+        self.sizes = SizeNodes(self.new)
+        self.cluster_of: dict[fx.Node, list[fx.Node]] = {}
+        for cluster in clusters(graph):
+            if _symbols(cluster) <= self.sizes.places.keys() & set(self.symbols):
+                self.cluster_of.update((node, cluster) for node in cluster)
+
+    def build(self) -> fx.Graph:
+        for node in self.old.nodes:
+            if node not in self.cluster_of and not is_view(node) and not self._is_size(node):
+                self._copy_with_needed(node)
+        return self.new
+
+    def _copy_with_needed(self, node: fx.Node) -> None:
+        pending = [node]
+        while pending:
+            node = pending[-1]
+            missing = [arg for arg in self._needs(node) if arg not in self.copies]
+            pending += reversed(missing)
+            if not missing:
+                pending.pop()
+                if node not in self.copies:
+                    self._copy(node)
+
+    def _needs(self, node: fx.Node) -> list[fx.Node]:
+        needed = _inputs(self.cluster_of[node]) if node in self.cluster_of else node.all_input_nodes
+        return [arg for arg in needed if not self._is_size(arg)]
+
+    def _is_size(self, node: fx.Node) -> bool:
+        """Whether a node is a size that need not be asked for at every place where it is used."""
+        value = node.meta.get("val")
+        return (
+            isinstance(value, torch.SymInt)
+            and value.node.expr.free_symbols <= self.sizes.places.keys()
+            and is_polynomial(value)
+        )
+
+    def _copy(self, node: fx.Node) -> None:
+        if node in self.cluster_of:
+            self._call(self.cluster_of[node])
+        else:
+            self.copies[node] = self.new.node_copy(node, self._argument)
+
+    def _argument(self, node: fx.Node) -> Any:
+        return self.sizes.build(node.meta["val"].node.expr) if self._is_size(node) else self.copies[node]
+
+    def _call(self, cluster: list[fx.Node]) -> None:
+        inputs, members = _inputs(cluster), set(cluster)
+        outputs = [node for node in cluster if not members.issuperset(self.readers[node])]
+        found = _symbols(cluster)
+        sizes: list[Any] = [self.sizes.build(symbol) for symbol in self.symbols if symbol in found]
+        piece = self._piece(cluster, sizes, inputs, outputs)
+        results = self.new.call_function(piece, (*sizes, *(self.copies[node] for node in inputs)))
+        results.meta["val"] = tuple(node.meta["val"] for node in outputs)
+        for i, node in enumerate(outputs):
+            self.copies[node] = self.new.call_function(operator.getitem, (results, i))
+            self.copies[node].meta = dict(node.meta)
+
+    def _piece(
+        self, cluster: list[fx.Node], sizes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]
+    ) -> Piece:
+        """The one with the same operators for inputs of the same shapes, whichever of the chunk's sizes these have."""
+        body = _body(cluster, sizes, inputs, outputs)
+        symbols = [node.meta["val"].node.expr for node in sizes]
+        values = [node.meta["val"] for node in inputs]
+        key = "\n".join([body.python_code("self").src, *(_description(value, symbols) for value in values)])
+        if key not in self.known:
+            self.known[key] = Piece(f"piece_{len(self.known)}", fx.GraphModule({}, body), symbols, values)
+        return self.known[key]
+
+
+def _inputs(cluster: list[fx.Node]) -> list[fx.Node]:
+    """What a cluster reads from outside, in the order of its reading."""
+    members = set(cluster)
+    return list(dict.fromkeys(source for node in cluster for source in sources(node) if source not in members))
+
+
+def _symbols(cluster: list[fx.Node]) -> set[sympy.Symbol]:
+    """The sizes that occur in a cluster."""
+    inputs = set(_inputs(cluster))
+    read = ancestors(cluster, stop=lambda node: node in inputs or not has_tensor(node))
+    sizes = (size for node in read for size in _sizes(node.meta["val"]))
+    return {symbol for size in sizes for symbol in size_expression(size).free_symbols}
+
+
+def _sizes(value: Any) -> Iterator[int | torch.SymInt]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _sizes(item)
+    elif isinstance(value, torch.Tensor):
+        yield from (*value.shape, *value.stride())
+    elif isinstance(value, (int, torch.SymInt)):
+        yield value
+
+
+def _body(cluster: list[fx.Node], sizes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.Graph:
+    """A cluster as a graph of its own; names depend on its operators alone, so that equal ones print alike."""
+    body, copies = fx.Graph(), dict[fx.Node, Any]()
+    for kind, nodes in (("size", sizes), ("input", inputs)):
+        for i, node in enumerate(nodes):
+            copies[node] = body.placeholder(f"{kind}_{i}")
+            copies[node].meta["val"] = node.meta["val"]
+    size_nodes = SizeNodes(body)
+
+    def copy(node: fx.Node) -> Any:
+        if node not in copies and not has_tensor(node):
+            copies[node] = size_nodes.build(size_expression(node.meta["val"]))
+        elif node not in copies:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), copy)
+            copies[node] = body.call_function(node.target, args, kwargs)
+            copies[node].meta["val"] = node.meta["val"]
+        return copies[node]
+
+    for node in cluster:
+        copy(node)
+    body.output(tuple(map(copy, outputs)))
+    return body
+
+
+def _description(value: torch.Tensor, symbols: list[sympy.Symbol]) -> str:
+    """Dtype, device and layout of an input, with its sizes named by their places."""
+    names = {symbol: sympy.Symbol(f"size_{i}") for i, symbol in enumerate(symbols)}
+    layout = [str(size_expression(size).subs(names)) for size in _sizes(value)]
+    return f"{value.dtype} {value.device} {layout}"

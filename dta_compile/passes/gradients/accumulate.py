@@ -1,0 +1,139 @@
+"""accumulate: parameter gradients are added into accumulators inside the backward graph, without full-size temporaries.
+
+A matrix product that ends in a gradient becomes `addmm_` into the accumulator, an embedding's gradient an `index_add_`
+of the chunk's rows, and a language-model head adds block by block; anything else is added. The parts of a sum are added
+one by one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.ops.add_product import ADD_PRODUCT
+from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
+from dta_compile.passes.graphs.nodes import TRANSPOSITIONS, call, is_item, swaps
+from dta_compile.passes.program import Program, output_node
+
+aten = torch.ops.aten
+IN_PLACE = (aten.addmm_.default, aten.add_.Tensor, aten.index_add_.default, ADD_PRODUCT, LINEAR_LOG_PROB_BACKWARD_)
+
+
+def accumulate(program: Program) -> None:
+    """Rewrite `program.joint.backward`: it takes one accumulator per gradient as its last inputs and returns nothing.
+
+    Accumulators have the shape of the parameter and `statistics_dtype` of its dtype: sums over chunks in float32.
+    """
+    module = program.joint.backward
+    if module is None:
+        return
+    graph, output = module.graph, output_node(module.graph)
+    grads = list(output.args[0])
+    first_call = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first_call):
+        accumulators = [graph.placeholder(f"accumulator_{i}") for i in range(len(grads))]
+    output.args = ((),)
+    parts = []
+    for grad, accumulator in zip(grads, accumulators, strict=True):
+        value = grad.meta["val"]
+        accumulator.meta["val"] = value.new_empty(value.shape, dtype=statistics_dtype(value.dtype))
+        parts += [(part, accumulator) for part in _summands(grad)]
+    added = _add_in_heads(graph, parts)
+    for part, accumulator in parts:
+        if part not in added:
+            with graph.inserting_before(part.next):
+                _add(graph, accumulator, part)
+    graph.eliminate_dead_code(is_impure_node=_acts)
+    module.recompile()
+
+
+def _acts(node: fx.Node) -> bool:
+    """What works in place: accumulations, and attention, which adds KV gradients to the path."""
+    return node.op in ("placeholder", "output", "call_method") or node.target in IN_PLACE
+
+
+def _summands(grad: fx.Node) -> list[fx.Node]:
+    """A gradient as a sum: a weight that is used twice (a tied embedding) gets each part as soon as there is one."""
+    is_sum = grad.target is aten.add.Tensor and not grad.kwargs
+    if not is_sum or any(part.meta["val"].shape != grad.meta["val"].shape for part in grad.all_input_nodes):
+        return [grad]
+    return [summand for part in grad.args for summand in _summands(part)]
+
+
+def _add_in_heads(graph: fx.Graph, parts: list[tuple[fx.Node, fx.Node]]) -> set[fx.Node]:
+    """Let language-model heads add what they give to accumulators themselves; returns the parts that this covers."""
+    heads: dict[fx.Node, list[tuple[int, tuple[fx.Node, fx.Node]]]] = {}
+    for part, accumulator in parts:
+        source, _ = _untranspose(part)
+        if is_item(source) and source.args[0].target is LINEAR_LOG_PROB_BACKWARD:
+            heads.setdefault(source.args[0], []).append((source.args[1], (part, accumulator)))
+    added: set[fx.Node] = set()
+    for head, found in heads.items():
+        *operands, wanted = head.args
+        items = dict(found)
+        # Not if one result goes to several parameters, or is not the gradient of one: weights that are computed.
+        if sorted(i for i, _ in found) == [i for i in (1, 2) if wanted[i]]:
+            _add_in_head(graph, head, operands, items)
+            added |= {part for part, _ in items.values()}
+    return added
+
+
+def _add_in_head(
+    graph: fx.Graph, head: fx.Node, operands: list[Any], items: dict[int, tuple[fx.Node, fx.Node]]
+) -> None:
+    targets: list[fx.Node | None] = [None, None]
+    with graph.inserting_before(head):
+        for i, (part, accumulator) in items.items():
+            transposed = _untranspose(part)[1]
+            targets[i - 1] = call(graph, aten.t.default, accumulator) if transposed else accumulator
+        wants_hidden = head.args[-1][0]
+        of_hidden = graph.call_function(LINEAR_LOG_PROB_BACKWARD_, (*operands, wants_hidden, *targets))
+    of_hidden.meta = {**head.meta, "val": head.meta["val"][0]}
+    for item in list(head.users):
+        if item.args[1] == 0:
+            item.replace_all_uses_with(of_hidden)
+
+
+def _add(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node) -> None:
+    wide = accumulator.meta["val"].dtype
+    source, transposed = _untranspose(grad)
+    if source.target is aten._to_copy.default and _device(source) == _device(source.args[0]):  # of autocast
+        source, again = _untranspose(source.args[0])
+        transposed = transposed != again
+    dtype = source.meta["val"].dtype
+    if source.target is aten.mm.default and statistics_dtype(dtype) == wide:
+        target = call(graph, aten.t.default, accumulator) if transposed else accumulator
+        graph.call_function(aten.addmm_.default if dtype == wide else ADD_PRODUCT, (target, *source.args))
+    elif grad.target is aten.embedding_dense_backward.default and not grad.args[4]:
+        _add_rows(graph, accumulator, grad, wide)
+    else:
+        graph.call_function(aten.add_.Tensor, (accumulator, grad))
+
+
+def _device(node: fx.Node) -> torch.device:
+    return node.meta["val"].device
+
+
+def _untranspose(node: fx.Node) -> tuple[fx.Node, bool]:
+    transposed = False
+    while node.target in TRANSPOSITIONS and node.args[0].meta["val"].dim() == 2:
+        node, transposed = node.args[0], transposed != swaps(node)
+    return node, transposed
+
+
+def _add_rows(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node, dtype: torch.dtype) -> None:
+    """The gradient of `embedding(weight, index)`: add each token's gradient to its row (not to the padding row)."""
+    rows, index, _, padding = grad.args[:4]
+    width = int(grad.meta["val"].shape[1])
+    flat_index = call(graph, aten.reshape.default, index, [-1])
+    flat_rows = call(graph, aten.reshape.default, rows, [-1, width])
+    if padding is not None and padding >= 0:
+        is_padding = call(graph, aten.eq.Scalar, flat_index, padding)
+        column = call(graph, aten.unsqueeze.default, is_padding, 1)
+        flat_rows = call(graph, aten.masked_fill.Scalar, flat_rows, column, 0)
+    if rows.meta["val"].dtype != dtype:
+        flat_rows = call(graph, aten._to_copy.default, flat_rows, dtype=dtype)
+    graph.call_function(aten.index_add_.default, (accumulator, 0, flat_index, flat_rows))

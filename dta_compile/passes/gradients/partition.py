@@ -1,0 +1,192 @@
+"""partition: a chunk's joint trace cut into forward and backward graphs at the values that the forward saves.
+
+Every attention operator becomes a call on `path`, the runtime's stack, which each graph takes as its first input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from dta_compile.ops.attention import ATTENTION, ATTENTION_BACKWARD
+from dta_compile.passes.chunk_sizes import ChunkSizes
+from dta_compile.passes.gradients.saved_values import saved_values
+from dta_compile.passes.graphs.nodes import call, is_item
+from dta_compile.passes.graphs.storage import owner, view_source
+from dta_compile.passes.program import ancestors
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass
+class JointTrace:
+    """The joint graph of a chunk: from chunk inputs and gradients of frontier values to frontier values and gradients.
+
+    Attributes:
+        primals: the chunk graph's inputs.
+        head_inputs: those of them that count head rows.
+        outputs: the frontier values.
+        tangents: gradients of the frontier values that are differentiated, by position.
+        gradients: per parameter; None where it gets none.
+    """
+
+    module: fx.GraphModule
+    sizes: ChunkSizes
+    primals: list[fx.Node]
+    head_inputs: list[fx.Node]
+    outputs: list[fx.Node]
+    tangents: dict[int, fx.Node]
+    gradients: list[fx.Node | None]
+
+    @property
+    def attention(self) -> list[fx.Node]:
+        return [node for node in self.module.graph.nodes if node.target is ATTENTION]
+
+    @property
+    def keys_and_values(self) -> list[fx.Node]:
+        return list(dict.fromkeys(arg for node in self.attention for arg in node.args[1:3]))
+
+    @property
+    def backward_results(self) -> list[fx.Node]:
+        """Gradients of parameters, and the calls that leave gradients of keys and values on the path."""
+        attention = [node for node in self.module.graph.nodes if node.target is ATTENTION_BACKWARD]
+        return [*(gradient for gradient in self.gradients if gradient is not None), *attention]
+
+    def per_token(self) -> set[fx.Node]:
+        """What depends on the chunk's inputs or their number; the rest is made of parameters alone."""
+        return self.depending_on(
+            node for node in self.primals if any(not isinstance(size, int) for size in node.meta["val"].shape)
+        )
+
+    def depending_on(self, sources: Iterable[fx.Node]) -> set[fx.Node]:
+        found = set(sources)
+        for node in self.module.graph.nodes:
+            if node.op != "output" and any(arg in found for arg in node.all_input_nodes):
+                found.add(node)
+        return found
+
+
+def choose_saved(trace: JointTrace) -> list[fx.Node]:
+    """The values to save: keys and values of all layers, then others. Copies of views may be added to the trace.
+
+    No weights: what depends on parameters alone is cheap to redo, and would be kept once per chunk.
+    """
+    forward = ancestors([*trace.outputs, *trace.attention]) & trace.per_token()
+    forward |= {node for node in trace.module.graph.nodes if is_item(node) and node.args[0] in forward}
+    backward = [node for node in ancestors(trace.backward_results) if node not in forward]
+    read = dict.fromkeys(arg for node in _in_order(trace, backward) for arg in node.all_input_nodes if arg in forward)
+    kept = [
+        _copied(trace, node) if view_source(node) is not None else node
+        for node in saved_values(forward, read, trace.keys_and_values, trace.sizes)
+    ]
+    kv = trace.keys_and_values
+    boundary = {*trace.primals, *trace.tangents.values(), *kv, *kept}
+    computed = ancestors(trace.backward_results, stop=boundary.__contains__)
+    others = [_as_read(node, computed - boundary) for node in kept if node in computed and node.op != "placeholder"]
+    return list(dict.fromkeys([*kv, *_in_order(trace, others)]))
+
+
+def _in_order(trace: JointTrace, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    members = set(nodes)
+    return [node for node in trace.module.graph.nodes if node in members]
+
+
+def _copied(trace: JointTrace, view: fx.Node) -> fx.Node:
+    """A copy of a view of a part, in the place of the view: it alone can be kept."""
+    with trace.module.graph.inserting_after(view):
+        copy = call(trace.module.graph, aten.clone.default, view)
+    copy.meta = {**view.meta, **copy.meta}
+    view.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+    return copy
+
+
+def _as_read(node: fx.Node, computed: set[fx.Node]) -> fx.Node:
+    """A view of the whole value, if that is how the backward reads it: then it need not make the view again."""
+    while True:
+        readers = [user for user in node.users if user in computed]
+        if len(readers) != 1 or view_source(readers[0]) is not node or not _same_elements(readers[0], node):
+            return node
+        node = readers[0]
+
+
+def _same_elements(view: fx.Node, node: fx.Node) -> bool:
+    value = view.meta["val"]
+    return isinstance(value, torch.Tensor) and value.numel() == node.meta["val"].numel()
+
+
+def forward_graph(trace: JointTrace, outputs: Iterable[fx.Node]) -> fx.GraphModule:
+    """The part of the forward that computes `outputs` and writes the KV of every layer to the path."""
+    outputs = list(outputs)
+    computed = ancestors(outputs)
+    for node in reversed(trace.attention):
+        # A layer whose result nobody reads still has to leave its keys and values for later chunks.
+        if node not in computed:
+            computed |= ancestors(list(node.args[1:3]))
+    graph, copies = fx.Graph(), {}
+    path = graph.placeholder("path")
+    for node in trace.primals:
+        copies[node] = _input(trace, graph, node, node.name)
+    for node in trace.module.graph.nodes:
+        if node.target is ATTENTION and node not in computed:
+            graph.call_method("write", (path, copies[node.args[1]], copies[node.args[2]], node.args[3]))
+        elif node in computed and node not in copies:
+            copies[node] = _copy(graph, node, copies, path)
+    graph.output(tuple(copies[node] for node in outputs))
+    return fx.GraphModule(trace.module, graph)
+
+
+def backward_graph(trace: JointTrace, saved: list[fx.Node]) -> tuple[fx.GraphModule, list[int]]:
+    """From inputs, saved values and tangents to the gradients of parameters; also returns which inputs it takes.
+
+    Every gradient is computed in its turn, and what it reads right before it: a recomputed value does not wait.
+    """
+    tangents = list(trace.tangents.values())
+    boundary = {*trace.primals, *saved, *tangents}
+    computed = ancestors(trace.backward_results, stop=boundary.__contains__)
+    inputs = [i for i, node in enumerate(trace.primals) if node in computed]
+    graph, copies = fx.Graph(), {}
+    path = graph.placeholder("path")
+    for node in [*(trace.primals[i] for i in inputs), *saved, *tangents]:
+        copies[node] = _input(trace, graph, node, f"saved_{node.name}" if node in saved else node.name)
+    gradients = [node for node in trace.gradients if node is not None]
+    in_turn = trace.depending_on(tangents) & computed
+    for node in [*_in_order(trace, in_turn), *gradients]:
+        for part in _missing(node, copies):
+            copies[part] = _copy(graph, part, copies, path)
+    graph.output(tuple(copies[node] for node in gradients))
+    return fx.GraphModule(trace.module, graph), inputs
+
+
+def _missing(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+    """A node and what it needs that has not been copied yet, in an order to compute them in."""
+    order: dict[fx.Node, None] = {}
+    pending = [] if node in copies else [node]
+    while pending:
+        node = pending[-1]
+        needed = [arg for arg in node.all_input_nodes if arg not in copies and arg not in order]
+        if needed:
+            pending += reversed(needed)
+            continue
+        pending.pop()
+        order[node] = None
+    return list(order)
+
+
+def _input(trace: JointTrace, graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
+    """An input of a graph; `meta["memory"]` names the memory that it is in, of so many bytes."""
+    placeholder, memory = graph.placeholder(name), owner(node)
+    placeholder.meta = {**node.meta, "memory": (memory.name, trace.sizes.bytes(memory.meta["val"]))}
+    return placeholder
+
+
+def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], path: fx.Node) -> fx.Node:
+    if node.target is ATTENTION or node.target is ATTENTION_BACKWARD:
+        method = "attend" if node.target is ATTENTION else "attend_backward"
+        arguments = fx.node.map_arg(node.args, lambda arg: copies[arg])
+        copy = graph.call_method(method, (path, *arguments))
+        copy.meta = dict(node.meta)
+        return copy
+    return graph.node_copy(node, lambda arg: copies[arg])

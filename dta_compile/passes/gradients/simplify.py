@@ -1,0 +1,164 @@
+"""simplify: exact identities in a functional graph, for what derivative formulas leave behind.
+
+The derivative of `x.pow(2).mean(-1)` comes as `s.expand(...) / n * (2.0 * x.pow(1.0))`: four passes over values of full
+size where `(s / n * 2.0).expand(...) * x` needs one. That of a rotation pads two halves with zeros to add them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.passes.graphs.nodes import call, is_pointwise
+from dta_compile.passes.graphs.storage import same_memory_format
+
+aten = torch.ops.aten
+TRANSPOSITIONS = (aten.t.default, aten.transpose.int)
+SCALINGS = (aten.mul.Scalar, aten.div.Scalar)
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Apply the rules to every node, in order: a rule sees arguments that are simple already."""
+    for node in list(graph.nodes):
+        with graph.inserting_before(node):
+            replacement = next(filter(None, (rule(node) for rule in RULES)), None)
+        if replacement is not None and _fits(node, replacement):
+            replacement.meta = {**node.meta, **replacement.meta}
+            node.replace_all_uses_with(replacement)
+    graph.eliminate_dead_code()
+
+
+def _fits(node: fx.Node, replacement: fx.Node) -> bool:
+    """Whether what reads a value finds it in memory as it was traced, or does not mind.
+
+    What is not expanded any more may have been viewed in ways in which an expanded value cannot be.
+    """
+    value = replacement.meta["val"]
+    return same_memory_format(value, node.meta["val"]) or all(
+        _keeps_its_result(user, node, value) for user in node.users
+    )
+
+
+def _keeps_its_result(user: fx.Node, node: fx.Node, value: torch.Tensor) -> bool:
+    """Whether an operator's result stays what it is, its place in memory included, with `value` for a node."""
+    if not is_pointwise(user):
+        return False
+    args, kwargs = fx.node.map_arg((user.args, user.kwargs), lambda arg: value if arg is node else arg.meta["val"])
+    return same_memory_format(user.target(*args, **kwargs), user.meta["val"])
+
+
+def _aliased(node: fx.Node) -> fx.Node | None:
+    """`x.detach()` is x: nothing differentiates the graph. So is the alias that autograd makes since torch 2.14."""
+    return node.args[0] if node.target in (aten.detach.default, aten.alias.default) else None
+
+
+def _first_power(node: fx.Node) -> fx.Node | None:
+    """`x.pow(1.0)` is x."""
+    if node.target is not aten.pow.Tensor_Scalar or node.args[1] != 1:
+        return None
+    return node.args[0] if node.args[0].meta["val"].dtype == node.meta["val"].dtype else None
+
+
+def _transposed_twice(node: fx.Node) -> fx.Node | None:
+    if node.target not in TRANSPOSITIONS or node.args[0].target is not node.target:
+        return None
+    return node.args[0].args[0] if node.args[0].args[1:] == node.args[1:] else None
+
+
+def _scaled_after_expand(node: fx.Node) -> fx.Node | None:
+    """`s.expand(...) / n` is `(s / n).expand(...)`."""
+    if node.target not in SCALINGS or node.args[0].target is not aten.expand.default:
+        return None
+    small, *sizes = node.args[0].args
+    return call(node.graph, aten.expand.default, call(node.graph, node.target, small, *node.args[1:]), *sizes)
+
+
+def _doubling_moved(node: fx.Node) -> fx.Node | None:
+    """`s.expand(...) * (2.0 * x)` is `(2.0 * s).expand(...) * x`: scaling by a power of two does not round."""
+    if node.target is not aten.mul.Tensor or not all(isinstance(arg, fx.Node) for arg in node.args):
+        return None
+    expanded, doubled = node.args
+    if expanded.target is not aten.expand.default or not _is_doubling(doubled):
+        return None
+    small, *sizes = expanded.args
+    x, factor = doubled.args
+    small = call(node.graph, aten.expand.default, call(node.graph, aten.mul.Scalar, small, factor), *sizes)
+    return call(node.graph, aten.mul.Tensor, small, x)
+
+
+def _is_doubling(node: fx.Node) -> bool:
+    if node.target is not aten.mul.Scalar or node.args[0].meta["val"].dtype != node.meta["val"].dtype:
+        return False
+    return isinstance(node.args[1], (int, float)) and abs(math.frexp(node.args[1])[0]) == 0.5
+
+
+def _parts_joined(node: fx.Node) -> fx.Node | None:
+    """The sum of two values that are zero but in one part of a dimension each is both parts concatenated."""
+    if node.target is not aten.add.Tensor or node.kwargs or not all(_is_padded(arg) for arg in node.args):
+        return None
+    first, second = sorted(node.args, key=_start)
+    dim, start = second.args[2], second.args[3]
+    size = second.meta["val"].shape[dim]
+    covers = _start(first) == 0 and first.args[4] == start and isinstance(size, int) and second.args[4] >= size
+    if not covers or first.args[2] != dim or _shape(first) != _shape(second):
+        return None
+    return call(node.graph, aten.cat.default, [first.args[0], second.args[0]], dim)
+
+
+def _is_padded(node: Any) -> bool:
+    """`slice_backward(part, sizes, dim, start, stop, step)` with numbers for all but the sizes."""
+    if not isinstance(node, fx.Node) or node.target is not aten.slice_backward.default:
+        return False
+    return all(isinstance(arg, int) and arg >= 0 for arg in node.args[2:]) and node.args[5] == 1
+
+
+def _start(padded: fx.Node) -> int:
+    return padded.args[3]
+
+
+def _shape(node: fx.Node) -> list[str]:
+    return [str(size) for size in node.meta["val"].shape]
+
+
+def _sparse_log_softmax_gradient(node: fx.Node) -> fx.Node | None:
+    """The gradient of a gathered log-softmax, `G - exp(y) * sum(G)` with G zero but for a few entries, without G.
+
+    Scattering the entries onto `exp(y) * -sum(entries)` saves two values of the vocabulary's size.
+    """
+    if node.target is not aten._log_softmax_backward_data.default:
+        return None
+    gradient, output, dim, dtype = node.args
+    if gradient.target is not aten.scatter_add.default or len(gradient.users) > 1 or node.meta["val"].dtype != dtype:
+        return None
+    zeros, scattered, index, entries = gradient.args
+    rank = output.meta["val"].dim()
+    same = _shape(zeros) == _shape(output) and zeros.meta["val"].dtype == output.meta["val"].dtype == dtype
+    if not same or scattered % rank != dim % rank or not _is_zero(zeros) or _shape(index) != _shape(entries):
+        return None
+    others = [i for i in range(rank) if i != dim % rank]
+    if any(_shape(index)[i] != _shape(output)[i] for i in others):  # a gather may leave rows out
+        return None
+    total = call(node.graph, aten.neg.default, call(node.graph, aten.sum.dim_IntList, entries, [dim], True))
+    dense = call(node.graph, aten.mul.Tensor, call(node.graph, aten.exp.default, output), total)
+    return call(node.graph, aten.scatter_add.default, dense, dim, index, entries)
+
+
+def _is_zero(node: fx.Node) -> bool:
+    if node.target in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default):
+        return True
+    return node.target in (aten.full.default, aten.full_like.default) and node.args[1] == 0
+
+
+RULES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (
+    _aliased,
+    _first_power,
+    _transposed_twice,
+    _scaled_after_expand,
+    _doubling_moved,
+    _parts_joined,
+    _sparse_log_softmax_gradient,
+)

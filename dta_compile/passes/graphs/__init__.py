@@ -1,0 +1,1 @@
+"""What passes share: questions about nodes, sizes and storage, and minimum cuts."""

@@ -1,0 +1,55 @@
+"""Whose memory a value lives in."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from dta_compile.passes.graphs.nodes import is_item
+from dta_compile.passes.program import has_tensor
+
+aten = torch.ops.aten
+UNDECLARED_VIEWS = (aten._unsafe_view.default,)
+Storage = tuple[fx.Node | str, int]  # the node that allocates (the name of an input's), and which of its results
+
+
+def same_memory_format(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two values have the same dtype, sizes and strides."""
+    if one.dtype != other.dtype or one.dim() != other.dim():
+        return False
+    sizes = zip((*one.shape, *one.stride()), (*other.shape, *other.stride()), strict=True)
+    return all(str(a) == str(b) for a, b in sizes)
+
+
+def view_source(node: fx.Node) -> fx.Node | None:
+    """The argument whose memory a node's result is in: for views, their items, and operators that work in place."""
+    if is_item(node):
+        return view_source(node.args[0])
+    if node.target in UNDECLARED_VIEWS:
+        return node.args[0]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    schema = node.target._schema
+    if not schema.returns or schema.returns[0].alias_info is None:
+        return None
+    return next(arg for arg, formal in zip(node.args, schema.arguments, strict=False) if formal.alias_info is not None)
+
+
+def owner(node: fx.Node) -> fx.Node:
+    """The node that made the memory of a value: an operator, an item of an operator's results, or a placeholder."""
+    while (source := view_source(node)) is not None:
+        node = source
+    return node
+
+
+def storages(node: fx.Node) -> list[Storage]:
+    """The memory that a node's result is in: several pieces if it is a tuple."""
+    if not has_tensor(node):
+        return []
+    node = owner(node)
+    if "memory" in node.meta:
+        return [(node.meta["memory"][0], 0)]
+    if is_item(node):
+        return [(node.args[0], node.args[1])]
+    value = node.meta["val"]
+    return [(node, i) for i in range(len(value) if isinstance(value, (tuple, list)) else 1)]

@@ -1,0 +1,275 @@
+"""lower: Dynamo's graph of Python-level calls becomes a functional ATen graph with one opaque attention op.
+
+Every later pass sees a closed set of functional operators with fake tensors of symbolic shape in `meta["val"]`,
+and in `meta["stack_trace"]` the user's line. In-place operations are gone (functionalised), autocast is spelled out as
+casts, and values that autograd must not follow (no_grad regions, `.detach()`) are marked by `aten.detach`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from dta_compile.errors import RefusalError
+from dta_compile.ops import autograd_function
+from dta_compile.ops.draw_capture import DrawCapture
+from dta_compile.ops.library import STOP_GRADIENT
+from dta_compile.passes.graphs.new_values import write_to_new_values
+from dta_compile.passes.graphs.sizes import sizes_from_inputs
+from dta_compile.passes.lowering import decompositions, row_loops
+from dta_compile.passes.lowering.attention_capture import capture_attention
+from dta_compile.passes.lowering.draws import drawing
+from dta_compile.passes.lowering.gradient_flow import (
+    CapturedInterpreter,
+    Flow,
+    GradientFlow,
+    gradient_flow,
+    tensors,
+    whole,
+)
+from dta_compile.passes.lowering.masked_writes import select_masked_writes
+from dta_compile.passes.program import Input, InputKind, Program, output_node, where
+
+aten = torch.ops.aten
+GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
+
+
+def lower(program: Program) -> None:
+    """Fill `program.inputs`, `.module` and `.placeholders` from `program.captured`."""
+    captured = program.captured
+    placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    flow = gradient_flow(captured)
+    _refuse_gradients_switched_on(captured, flow)
+    program.inputs = [_describe(i, node, flow.follows(node)) for i, node in enumerate(placeholders)]
+    with autograd_function.captured():
+        module = _trace(program, flow, functional=False)
+        if not write_to_new_values(module.graph):
+            module = _trace(program, flow, functional=True)  # takes half as long again, for models that write in place
+        autograd_function.embed(module)
+    for node in module.graph.find_nodes(op="call_function", target=STOP_GRADIENT):
+        node.target = aten.detach.default
+    _flatten_output(module)
+    decompositions.spell_out_constructors(module.graph)
+    decompositions.drop_empty_parts(module.graph)
+    row_loops.undo_row_loops(module.graph)
+    select_masked_writes(module.graph)
+    _forget_counts(module.graph, program)
+    sizes_from_inputs(module.graph)
+    module.graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
+    module.recompile()
+    program.module = module
+    program.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    program.draws = drawing(module.graph)
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        node.meta["source"] = _readable(spec.name)
+
+
+def _refuse_gradients_switched_on(captured: fx.GraphModule, flow: GradientFlow) -> None:
+    """Of a call under `no_grad` no derivatives are taken."""
+    if torch.is_grad_enabled():
+        return
+    for result in output_node(captured.graph).all_input_nodes:
+        if result.op != "placeholder" and Flow.FOLLOWED in flow.found[result]:
+            raise RefusalError(
+                "the compiled function switches gradients on while they are off for its caller",
+                where=where(result),
+                expected="one gradient mode, or gradients switched off inside",
+                got="torch.enable_grad() inside of a call under torch.no_grad()",
+                hint="put torch.enable_grad() around the call of the compiled function",
+            )
+
+
+def _forget_counts(graph: fx.Graph, program: Program) -> None:
+    """An embedding that gets no gradient does not scale it by how often tokens occur."""
+    placeholders = zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True)
+    trained = {node for node, spec in placeholders if spec.requires_grad and program.training}
+    for node in graph.find_nodes(op="call_function", target=aten.embedding.default):
+        if node.args[0].op == "placeholder" and node.args[0] not in trained:
+            node.args = node.args[:3]
+
+
+def _readable(source: str) -> str:
+    """What Dynamo calls an input, as its user would: `L['self']._buffers['tril']` is `self.tril`."""
+    plain = re.sub(r"\._(?:parameters|buffers|modules)(?=\[)", "", source)
+    return re.sub(r"\['(\w+)'\]", r".\1", plain).removeprefix("L.")
+
+
+def _trace(program: Program, flow: GradientFlow, functional: bool) -> fx.GraphModule:
+    """The captured graph as ATen operators; `functional` turns what is written in place into new values."""
+    placeholders = [node for node in program.captured.graph.nodes if node.op == "placeholder"]
+    fakes = [node.meta["example_value"] for node in placeholders]
+    mode = next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None)
+    mutated: list[int] = []
+
+    def run(*args: Any) -> Any:
+        with _AttentionCapture(), torch.no_grad(), DrawCapture() as draws:
+            return _DetachingInterpreter(program.captured, flow).run(*args), draws.results
+
+    def run_functional(*args: Any) -> Any:
+        with FunctionalTensorMode():
+            wrapped = [_to_functional(arg) for arg in args]
+            results = run(*wrapped)
+            mutated.extend(i for i, arg in enumerate(wrapped) if _was_mutated(arg))
+            return pytree.tree_map(_from_functional, results)
+
+    with (
+        mode or contextlib.nullcontext(),
+        enable_python_dispatcher(),
+        fx.traceback.preserve_node_meta(),
+        _no_autocast_cache(),
+    ):
+        function = run_functional if functional else run
+        module = make_fx(function, decomposition_table=decompositions.TABLE, _allow_non_fake_inputs=True)(*fakes)
+    for index in mutated:
+        raise _mutation_refusal(program.inputs[index], placeholders[index])
+    return module
+
+
+class _AttentionCapture(TorchFunctionMode):
+    """Replaces `scaled_dot_product_attention` by the opaque `dta::attention_call`, and skips dropout with p = 0."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return capture_attention(*args, **kwargs)
+        if func in (F.dropout, torch.dropout) and _dropout_is_identity(*args, **kwargs):
+            return args[0] if args else kwargs["input"]
+        if func in MATMULS and not kwargs and _broadcasts(*args):
+            return _matmul_without_expanding(*args)
+        return func(*args, **kwargs)
+
+
+MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
+
+def _broadcasts(left: Any, right: Any) -> bool:
+    return isinstance(right, torch.Tensor) and left.dim() > right.dim() >= 3
+
+
+def _matmul_without_expanding(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`[B, H, S, D] @ [H, D, E]`: torch would expand the weights to every sequence and merge batch with heads."""
+    extra = "abcdefgh"[: left.dim() - right.dim()]
+    shared = "ijklmn"[: right.dim() - 2]
+    return torch.einsum(f"{extra}{shared}xy,{shared}yz->{extra}{shared}xz", left, right)
+
+
+def _dropout_is_identity(input: Any, p: float = 0.5, train: Any = True, *args: Any, **kwargs: Any) -> bool:
+    return p == 0 or not kwargs.get("training", train)
+
+
+class _DetachingInterpreter(CapturedInterpreter):
+    """Runs Dynamo's graph and marks each value that autograd would not have followed."""
+
+    def __init__(self, module: fx.GraphModule, flow: GradientFlow) -> None:
+        super().__init__(module)
+        self.flow = flow
+
+    def inside(self, body: fx.GraphModule) -> _DetachingInterpreter:
+        return _DetachingInterpreter(body, self.flow)
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op not in ("call_function", "call_method") or not self.flow.reads_followed(n):
+            return result
+        known = {id(value) for value in tensors([self.env[node] for node in n.all_input_nodes])}
+        flows = iter(self.flow.found[n])
+
+        def marked(value: torch.Tensor) -> torch.Tensor:
+            flow = next(flows)
+            return value if id(whole(value)) in known else _marked(value, flow)
+
+        return pytree.tree_map_only(torch.Tensor, marked, result)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(target, "__name__", "")
+        if name in GRADIENT_MODES:
+            return None  # the flow of gradients is known already
+        if name == "autograd_function_apply":
+            return autograd_function.capture(args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+def _marked(value: torch.Tensor, flow: Flow) -> torch.Tensor:
+    if flow is Flow.FOLLOWED or not (value.is_floating_point() or value.is_complex()):
+        return value
+    # Writes to what has memory of its own have to stay writes to the marked value, where autograd sees them.
+    is_part = value is not whole(value)  # the operator is not for parts
+    return value.detach() if flow is Flow.CUT_OFF or is_part else torch.ops.dta.stop_gradient(value)
+
+
+def _describe(index: int, node: fx.Node, is_followed: bool) -> Input:
+    value = node.meta["example_value"]
+    grapharg = node.meta.get("grapharg")
+    source = getattr(grapharg, "source", None)
+    name = source.name if source is not None else node.name
+    name = name() if callable(name) else str(name)
+    if not isinstance(value, torch.Tensor):
+        return Input(index, name, InputKind.SIZE, False)
+    example = getattr(grapharg, "example", None)
+    dynamic = any(not isinstance(size, int) for size in value.shape)
+    if isinstance(value, torch.nn.Parameter) or isinstance(example, torch.nn.Parameter):
+        kind = InputKind.PARAMETER
+    elif value.requires_grad:
+        data = InputKind.DIFFERENTIABLE_DATA if is_followed else InputKind.DATA
+        kind = data if dynamic else InputKind.PARAMETER
+    else:
+        kind = InputKind.DATA
+    return Input(index, name, kind, value.requires_grad)
+
+
+def _to_functional(arg: Any) -> Any:
+    return FunctionalTensor.to_functional(arg) if isinstance(arg, torch.Tensor) else arg
+
+
+def _from_functional(result: Any) -> Any:
+    if isinstance(result, FunctionalTensor):
+        torch._sync(result)  # type: ignore[attr-defined]
+        return torch._from_functional_tensor(result.elem)
+    return result
+
+
+def _was_mutated(arg: Any) -> bool:
+    if not isinstance(arg, FunctionalTensor):
+        return False
+    torch._sync(arg)  # type: ignore[attr-defined]
+    return bool(torch._functionalize_has_data_mutation(arg.elem))  # type: ignore[attr-defined]
+
+
+def _mutation_refusal(mutated: Input, placeholder: fx.Node) -> RefusalError:
+    return RefusalError(
+        f"the model writes to {mutated.name}, so running it over a tree would write different values",
+        where=where(next(iter(placeholder.users), placeholder)),
+        expected="a forward pass that leaves its parameters, buffers and inputs as they are",
+        got=f"an in-place update of {mutated.name}",
+        hint="move the update out of the compiled function (batch-norm statistics: call .eval() on that module)",
+    )
+
+
+def _flatten_output(module: fx.GraphModule) -> None:
+    node = output_node(module.graph)
+    results, _ = node.args[0]  # the draws were outputs to be kept: from here on that is their operators' own property
+    node.args = (tuple(results) if isinstance(results, (tuple, list)) else (results,),)
+
+
+@contextlib.contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Autocast's weight-cast cache would hand traced casts to whoever runs next."""
+    previous = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(previous)

@@ -1,0 +1,1 @@
+"""The attention layers, and proofs of what their masks allow."""

@@ -1,0 +1,166 @@
+"""attention: find the attention layers, prove their masks, and undo the repetition of KV heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from dta_compile.errors import RefusalError
+from dta_compile.ops.library import ATTENTION_CALL
+from dta_compile.passes.axes.layouts import sizes, through_copies
+from dta_compile.passes.axes.token_axis import own_attention
+from dta_compile.passes.masks.proof import Mask
+from dta_compile.passes.program import (
+    AttentionLayer,
+    Mixed,
+    Program,
+    where,
+)
+
+aten = torch.ops.aten
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def attention(program: Program) -> None:
+    """Fill `program.attention`; every call gets the true KV heads and loses its mask, which is now a `Mask`."""
+    calls = own_attention(program)
+    masks: dict[fx.Node, Mask] = {}
+    for index, node in enumerate(calls):
+        _require_token_wise(program, node)
+        mask = _mask(program, node, masks)
+        query, key, value, _, _, scale = node.args
+        node.args = (query, *_with_true_heads(program, key, value), None, True, scale)
+        program.attention.append(_describe(index, node, mask))
+
+
+def cache_outputs(program: Program) -> set[fx.Node]:
+    """The graph's outputs that are keys or values of an attention layer: a KV cache handed to the caller."""
+    states: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        if node.target is ATTENTION_CALL:
+            for operand in node.args[1:3]:
+                states |= {operand, _true_heads(program, operand)}
+    return {node for node in program.outputs if node in states}
+
+
+def _require_token_wise(program: Program, node: fx.Node) -> None:
+    value = program.values[node]
+    if isinstance(value, Mixed):
+        raise mixing_refusal(program, value)
+
+
+def mixing_refusal(program: Program, mixed: Mixed) -> RefusalError:
+    """The error for a value before the last attention that is not computed token by token."""
+    hint = "declare a rule with dta_compile.register_token_rule if the operator treats every token by itself"
+    name = str(mixed.node.target)
+    if "requires a gradient" in mixed.reason:
+        hint = (
+            "compute it inside the compiled function; if the model broke into several graphs, remove the graph break"
+            " (stages of a pipeline cannot run over a tree)"
+        )
+    elif any(word in name for word in ("dropout", "bernoulli", "rand")):
+        return RefusalError(
+            "dropout cannot run over a prefix tree: every rollout would need its own random mask",
+            where=where(mixed.node),
+            expected="dropout p = 0",
+            got=mixed.reason,
+            hint="set the model's dropout to 0, or call model.eval()",
+        )
+    elif "scale_grad_by_freq" in mixed.reason:
+        hint = "a chunk does not know the counts of the batch: set scale_grad_by_freq=False"
+    elif "expert" in where(mixed.node):
+        hint = "routing tokens to experts is not supported; options={'fallback': 'dense'} runs it densely"
+    elif _leads_to_softmax(mixed.node):
+        hint = (
+            "write attention as torch.nn.functional.scaled_dot_product_attention"
+            " (transformers: attn_implementation='sdpa')"
+        )
+    return RefusalError(
+        "tokens are mixed before the last attention by something other than attention",
+        where=where(mixed.node),
+        expected="operators that treat every token by itself, and scaled_dot_product_attention",
+        got=mixed.reason,
+        hint=hint,
+    )
+
+
+def _leads_to_softmax(node: fx.Node, steps: int = 12) -> bool:
+    """Whether a softmax follows closely: the operator is a part of attention written out."""
+    level = {node}
+    for _ in range(steps):
+        if any(one.target is aten._softmax.default for one in level):
+            return True
+        level = {user for one in level for user in one.users}
+    return False
+
+
+def _mask(program: Program, node: fx.Node, masks: dict[fx.Node, Mask]) -> Mask | None:
+    mask, is_causal = node.args[3], node.args[4]
+    if mask is None:
+        if not is_causal:
+            raise RefusalError(
+                "this attention is bidirectional: it has no mask and is_causal=False",
+                where=where(node),
+                expected="is_causal=True, or a causal mask",
+                got="every token attends to every other",
+                hint="prefix sharing needs causal attention; compile the causal model only",
+            )
+        return None
+    if is_causal:
+        raise RefusalError("attention has both a mask and is_causal=True", where=where(node), expected="one of the two")
+    if mask not in masks:
+        masks[mask] = Mask(program, mask)
+    return masks[mask]
+
+
+def _with_true_heads(program: Program, key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Keys and values without the repetition of their heads, if then they still have equal numbers of them."""
+    true_key, true_value = _true_heads(program, key), _true_heads(program, value)
+    return (true_key, true_value) if sizes(true_key)[1] == sizes(true_value)[1] else (key, value)
+
+
+def _true_heads(program: Program, node: fx.Node) -> fx.Node:
+    """Undo repeat_kv, `x[:, :, None].expand(B, Hkv, g, S, D).reshape(B, Hkv * g, S, D)`: the `x` of such a node."""
+    if node.target is aten._to_copy.default:  # autocast casts what repeat_kv made
+        source = _true_heads(program, node.args[0])
+        return node if source is node.args[0] else _cast_like(program, source, node)
+    if node.target not in RESHAPES:
+        return node
+    inner = through_copies(node.args[0])
+    if inner.target is not aten.expand.default:
+        return node
+    raised = through_copies(inner.args[0])
+    if raised.target is not aten.unsqueeze.default or raised.args[1] not in (2, -3):
+        return node
+    source = through_copies(raised.args[0])
+    before, expanded, after = sizes(source), sizes(inner), sizes(node)
+    if len(before) != 4 or len(expanded) != 5 or len(after) != 4:
+        return node
+    same = (expanded[0], expanded[1], expanded[3], expanded[4]) == before
+    merged = after == (before[0], before[1] * expanded[2], before[2], before[3])
+    return source if same and merged else node
+
+
+def _cast_like(program: Program, source: fx.Node, cast: fx.Node) -> fx.Node:
+    """`source` cast as `cast` casts its argument."""
+    with program.graph.inserting_after(cast):
+        moved = program.graph.call_function(cast.target, (source,), cast.kwargs)
+    moved.meta = dict(cast.meta)
+    moved.meta["val"] = source.meta["val"].to(cast.meta["val"].dtype)
+    program.values[moved] = program.values[source]
+    program.parameter_dependent.add(moved)
+    return moved
+
+
+def _describe(index: int, node: fx.Node, mask: Mask | None) -> AttentionLayer:
+    key, value = sizes(node.args[1]), sizes(node.args[2])
+    return AttentionLayer(
+        index=index,
+        node=node,
+        kv_heads=int(key[1]),
+        key_dim=int(key[3]),
+        value_dim=int(value[3]),
+        dtype=node.args[1].meta["val"].dtype,
+        mask=mask,
+        where=where(node),
+    )

@@ -1,0 +1,362 @@
+"""From a graph of dense operators to terms: which entries of its inputs an entry of a tensor is made of.
+
+Operators that only move entries around become arithmetic on indices, pointwise ones stay as they are. A tensor that
+any other operator makes is taken as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.passes.axes.layouts import argument, sizes
+from dta_compile.passes.axes.shape_rules import reshape_groups, transpose_order
+from dta_compile.passes.masks.entries import FILLED, Entries, Indices
+from dta_compile.passes.masks.ranges import LONGEST_ROW, held_by
+from dta_compile.passes.program import Program
+from dta_compile.passes.terms import Term, Terms
+
+aten = torch.ops.aten
+
+ConstantOf = Callable[[Term, sympy.Expr], "float | None"]
+
+COPIES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+# Torch does not tag these pointwise.
+UNTAGGED = (aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.floor_divide.default)
+SCANNED = "scanned"  # the index along which sums and cumulative sums go
+_DIAGONAL = ((1, "offset", 0), (2, "dim1", 0), (3, "dim2", 1))
+
+RULES: dict[Any, str] = {
+    **dict.fromkeys(COPIES, "_copy"),
+    **dict.fromkeys(VIEWS, "_view"),
+    **dict.fromkeys(FILLED, "_filled"),
+    **dict.fromkeys(UNTAGGED, "_pointwise"),
+    aten.arange.default: "_arange",
+    aten.arange.start: "_arange",
+    aten.arange.start_step: "_arange",
+    aten._to_copy.default: "_converted",
+    aten.fill.Tensor: "_filled_with_entry",
+    aten.unsqueeze.default: "_unsqueeze",
+    aten.squeeze.default: "_squeeze",
+    aten.squeeze.dim: "_squeeze",
+    aten.squeeze.dims: "_squeeze",
+    aten.expand.default: "_expand",
+    aten.permute.default: "_permute",
+    aten.transpose.int: "_transpose",
+    aten.t.default: "_transpose",
+    aten.slice.Tensor: "_slice",
+    aten.select.int: "_select",
+    aten.flip.default: "_flip",
+    aten.repeat.default: "_repeat",
+    aten.cat.default: "_cat",
+    aten.stack.default: "_stack",
+    aten.constant_pad_nd.default: "_constant_pad_nd",
+    aten.tril.default: "_tril",
+    aten.triu.default: "_triu",
+    aten.diagonal.default: "_diagonal",
+    aten.slice_scatter.default: "_slice_scatter",
+    aten.select_scatter.default: "_select_scatter",
+    aten.index.Tensor: "_index",
+    aten.index_select.default: "_index_select",
+    aten.gather.default: "_gather",
+    aten.embedding.default: "_embedding",
+    aten.cumsum.default: "_cumsum",
+    aten.any.dim: "_any",
+    aten.all.dim: "_any",
+}
+
+
+class Elements(Entries):
+    """Entries of the tensors of a program.
+
+    Args:
+        program: whose nodes are asked for.
+        terms: where terms are made.
+        constant_of: gives the number that a boolean or integer term is, whatever `SCANNED` is below a size; None: it is
+            not the same everywhere.
+        bound_sizes: sizes that every call makes sure of being no more than `LONGEST_ROW`.
+    """
+
+    rules: ClassVar[Mapping[Any, str]] = RULES
+
+    def __init__(
+        self, program: Program, terms: Terms, constant_of: ConstantOf, bound_sizes: Collection[sympy.Expr]
+    ) -> None:
+        super().__init__(program, terms)
+        self.constant_of, self.bound_sizes = constant_of, bound_sizes
+
+    def _copy(self, node: fx.Node, index: Indices) -> Term:
+        return self.entry(node.args[0], index)
+
+    def _filled_with_entry(self, node: fx.Node, index: Indices) -> Term:
+        return self.entry(node.args[1], ())
+
+    def _converted(self, node: fx.Node, index: Indices) -> Term:
+        return self._cast(self.entry(node.args[0], index), node.meta["val"].dtype)
+
+    # Operators that move entries
+
+    def _view(self, node: fx.Node, index: Indices) -> Term | None:
+        source = node.args[0]
+        while source.target in VIEWS:
+            source = source.args[0]  # flattened and taken apart again: one reshape
+        before, after = sizes(source), sizes(node)
+        found: dict[int, Term] = {}
+        for group_in, group_out in reshape_groups(before, after):
+            ins, outs = [i for i in group_in if before[i] != 1], [j for j in group_out if after[j] != 1]
+            if len(ins) == len(outs) == 1:
+                found[ins[0]] = index[outs[0]]
+            elif ins:
+                found |= self._taken_apart(self._flattened([(index[j], after[j]) for j in outs]), before, ins)
+        return self.entry(source, tuple(found.get(i, self._zero) for i in range(len(before))))
+
+    def _flattened(self, parts: Sequence[tuple[Term, sympy.Expr]]) -> Term:
+        """The position that indices along dimensions of these sizes have in all of them, row by row."""
+        position: Term = self._zero
+        for at, size in parts:
+            position = self.terms.apply(aten.add.Tensor, self._times(position, size), at)
+        return position
+
+    def _taken_apart(self, position: Term, shape: Sequence[sympy.Expr], dims: Sequence[int]) -> dict[int, Term]:
+        found: dict[int, Term] = {}
+        for dim in reversed(dims[1:]):
+            size = self._as_tensor(shape[dim])
+            found[dim] = self.terms.apply(aten.remainder.Tensor, position, size)
+            position = self.terms.apply(aten.floor_divide.default, position, size)
+        found[dims[0]] = position
+        return found
+
+    def _unsqueeze(self, node: fx.Node, index: Indices) -> Term:
+        dim = node.args[1] % len(index)
+        return self.entry(node.args[0], index[:dim] + index[dim + 1 :])
+
+    def _squeeze(self, node: fx.Node, index: Indices) -> Term:
+        shape = sizes(node.args[0])
+        chosen = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
+        chosen = {dim % max(len(shape), 1) for dim in ([chosen] if isinstance(chosen, int) else chosen)}
+        left = iter(index)
+        dropped = [i in chosen and size == 1 for i, size in enumerate(shape)]
+        return self.entry(node.args[0], tuple(self._zero if drop else next(left) for drop in dropped))
+
+    def _expand(self, node: fx.Node, index: Indices) -> Term:
+        return self._aligned(node.args[0], index)
+
+    def _permute(self, node: fx.Node, index: Indices) -> Term:
+        return self._permuted(node, index, [dim % len(index) for dim in node.args[1]])
+
+    def _transpose(self, node: fx.Node, index: Indices) -> Term:
+        return self._permuted(node, index, transpose_order(node, len(index)))
+
+    def _permuted(self, node: fx.Node, index: Indices, order: Sequence[int]) -> Term:
+        return self.entry(node.args[0], tuple(index[order.index(dim)] for dim in range(len(order))))
+
+    def _from_start(self, place: Any, size: sympy.Expr) -> sympy.Expr | None:
+        """A place along a dimension, counted from its start; None if nobody knows from where it is counted.
+
+        One that is more than the size before the end is the first. One beyond the end begins nothing.
+        """
+        place = self._number(place)
+        if place.is_negative:
+            return sympy.Max(0, place + size)
+        return place if place.is_nonnegative else None
+
+    def _slice(self, node: fx.Node, index: Indices) -> Term | None:
+        source, dim = node.args[0], (argument(node, 1, "dim") or 0) % len(index)
+        step = argument(node, 4, "step") or 1
+        start = self._from_start(argument(node, 2, "start") or 0, sizes(source)[dim])
+        if start is None:
+            return None
+        at = self._plus(self._times(index[dim], self._number(step)), start)
+        return self.entry(source, (*index[:dim], at, *index[dim + 1 :]))
+
+    def _select(self, node: fx.Node, index: Indices) -> Term | None:
+        source, dim = node.args[0], node.args[1] % (len(index) + 1)
+        at = self._from_start(node.args[2], sizes(source)[dim])
+        if at is None:
+            return None
+        return self.entry(source, (*index[:dim], self._as_tensor(at), *index[dim:]))
+
+    def _flip(self, node: fx.Node, index: Indices) -> Term:
+        dims, shape = {dim % len(index) for dim in node.args[1]}, sizes(node)
+        flipped = [
+            self._plus(self.terms.apply(aten.neg.default, at), shape[i] - 1) if i in dims else at
+            for i, at in enumerate(index)
+        ]
+        return self.entry(node.args[0], tuple(flipped))
+
+    def _repeat(self, node: fx.Node, index: Indices) -> Term:
+        shape = sizes(node.args[0])
+        inner = index[len(index) - len(shape) :]
+        wrapped = [
+            at if after == size else self.terms.apply(aten.remainder.Tensor, at, self._as_tensor(size))
+            for at, size, after in zip(inner, shape, sizes(node)[len(index) - len(shape) :], strict=True)
+        ]
+        return self.entry(node.args[0], tuple(wrapped))
+
+    def _cat(self, node: fx.Node, index: Indices) -> Term:
+        dim = (argument(node, 1, "dim") or 0) % len(index)
+        parts = [part for part in node.args[0] if sizes(part) != (0,)]
+        stops, stop = [], sympy.Integer(0)
+        for part in parts:
+            stop = stop + sizes(part)[dim]
+            stops.append(stop)
+
+        def of_part(i: int) -> Term:
+            at = self._plus(index[dim], -(stops[i] - sizes(parts[i])[dim]))
+            at = self._clamped(at, sizes(parts[i])[dim])
+            return self._cast(self.entry(parts[i], (*index[:dim], at, *index[dim + 1 :])), node.meta["val"].dtype)
+
+        found = of_part(len(parts) - 1)
+        for i in reversed(range(len(parts) - 1)):
+            found = self._chosen(self._below(index[dim], stops[i]), of_part(i), found)
+        return found
+
+    def _stack(self, node: fx.Node, index: Indices) -> Term:
+        dim = (argument(node, 1, "dim") or 0) % len(index)
+        rest = index[:dim] + index[dim + 1 :]
+        *others, found = [self._cast(self.entry(part, rest), node.meta["val"].dtype) for part in node.args[0]]
+        for i, other in reversed(list(enumerate(others))):
+            found = self._chosen(self._below(index[dim], sympy.Integer(i + 1)), other, found)
+        return found
+
+    def _below(self, at: Term, bound: sympy.Expr) -> Term:
+        return self.terms.apply(aten.lt.Scalar, at, self._python(bound))
+
+    def _chosen(self, condition: Term, one: Term, other: Term) -> Term:
+        return self.terms.apply(aten.where.self, condition, one, other)
+
+    def _constant_pad_nd(self, node: fx.Node, index: Indices) -> Term | None:
+        source, widths = node.args[0], node.args[1]
+        shape, at, exists = sizes(source), list(index), None
+        for i in range(len(widths) // 2):
+            dim, before = len(index) - 1 - i, self._number(widths[2 * i])
+            moved = self._plus(index[dim], -before)
+            at[dim] = self._clamped(moved, shape[dim])
+            for one in (self.terms.apply(aten.ge.Scalar, moved, 0), self._below(moved, shape[dim])):
+                exists = one if exists is None else self.terms.apply(aten.logical_and.default, exists, one)
+        inner, value = self.entry(source, tuple(at)), node.meta["val"]
+        fill = argument(node, 2, "value") or 0
+        if exists is None:
+            return inner
+        if isinstance(fill, fx.Node):
+            return None
+        return self._chosen(exists, inner, self._filled_with(fill, value.dtype))
+
+    def _tril(self, node: fx.Node, index: Indices) -> Term:
+        return self._triangle(node, index, aten.le.Tensor)
+
+    def _triu(self, node: fx.Node, index: Indices) -> Term:
+        return self._triangle(node, index, aten.ge.Tensor)
+
+    def _triangle(self, node: fx.Node, index: Indices, within: Any) -> Term:
+        distance = self.terms.apply(aten.sub.Tensor, index[-1], index[-2])
+        kept = self.terms.apply(within, distance, self._as_tensor(self._number(argument(node, 1, "diagonal") or 0)))
+        return self._chosen(kept, self.entry(node.args[0], index), self._filled_with(0, node.meta["val"].dtype))
+
+    def _diagonal(self, node: fx.Node, index: Indices) -> Term | None:
+        if any(argument(node, i, name) not in (None, default) for i, name, default in _DIAGONAL):
+            return None
+        return self.entry(node.args[0], (index[-1], index[-1])) if len(index) == 1 else None
+
+    def _slice_scatter(self, node: fx.Node, index: Indices) -> Term | None:
+        base, part = node.args[:2]
+        dim = (argument(node, 2, "dim") or 0) % len(index)
+        start = self._from_start(argument(node, 3, "start") or 0, sizes(base)[dim])
+        if start is None or (argument(node, 5, "step") or 1) != 1:
+            return None
+        return self._written(base, part, index, dim, start, sizes(part)[dim], keeps_dim=True)
+
+    def _select_scatter(self, node: fx.Node, index: Indices) -> Term | None:
+        base, part, dim = node.args[0], node.args[1], node.args[2] % len(index)
+        at = self._from_start(node.args[3], sizes(base)[dim])
+        if at is None:
+            return None
+        return self._written(base, part, index, dim, at, sympy.Integer(1), keeps_dim=False)
+
+    def _written(
+        self,
+        base: fx.Node,
+        part: fx.Node,
+        index: Indices,
+        dim: int,
+        start: sympy.Expr,
+        length: sympy.Expr,
+        keeps_dim: bool,
+    ) -> Term:
+        moved = self._plus(index[dim], -start)
+        inside = self.terms.apply(
+            aten.logical_and.default, self.terms.apply(aten.ge.Scalar, moved, 0), self._below(moved, length)
+        )
+        at = (self._clamped(moved, length),) if keeps_dim else ()
+        written = self.entry(part, (*index[:dim], *at, *index[dim + 1 :]))
+        return self._chosen(inside, self._cast(written, base.meta["val"].dtype), self.entry(base, index))
+
+    # Look-ups
+
+    def _index(self, node: fx.Node, index: Indices) -> Term | None:
+        source, picks = node.args[0], node.args[1]
+        if any(pick is not None and pick.meta["val"].dtype in (torch.bool, torch.uint8) for pick in picks):
+            return None  # a mask
+        chosen = [i for i, pick in enumerate(picks) if pick is not None]
+        rank = max(picks[i].meta["val"].dim() for i in chosen)
+        first = chosen[0] if chosen == list(range(chosen[0], chosen[-1] + 1)) else 0
+        picked, rest = index[first : first + rank], iter(index[:first] + index[first + rank :])
+        shape = sizes(source)
+        at = [
+            self._wrapped(self._aligned(picks[i], picked), shape[i]) if i in chosen else next(rest)
+            for i in range(len(shape))
+        ]
+        return self.entry(source, tuple(at))
+
+    def _index_select(self, node: fx.Node, index: Indices) -> Term | None:
+        source, dim, picks = node.args
+        if not sizes(picks):
+            return None
+        dim %= len(index)
+        return self.entry(source, (*index[:dim], self.entry(picks, index[dim : dim + 1]), *index[dim + 1 :]))
+
+    def _gather(self, node: fx.Node, index: Indices) -> Term | None:
+        source, dim, picks = node.args[:3]
+        if not index:
+            return None
+        dim %= len(index)
+        return self.entry(source, (*index[:dim], self.entry(picks, index), *index[dim + 1 :]))
+
+    def _embedding(self, node: fx.Node, index: Indices) -> Term:
+        return self.entry(node.args[0], (self.entry(node.args[1], index[:-1]), index[-1]))
+
+    # Sums, where they are the same for every row
+
+    def _cumsum(self, node: fx.Node, index: Indices) -> Term | None:
+        constant = self._constant_along(node.args[0], index, node.args[1]) if index else None
+        if constant is None or constant != constant or constant in (math.inf, -math.inf) or constant != int(constant):
+            return None
+        value = node.meta["val"]
+        if value.is_floating_point() and abs(constant) * LONGEST_ROW > held_by(value.dtype)[1]:
+            return None  # it may round on the way
+        dim = node.args[1] % len(index)
+        return self._times(self._plus(index[dim], sympy.Integer(1)), sympy.Integer(int(constant)))
+
+    def _any(self, node: fx.Node, index: Indices) -> Term | None:
+        dims, source = argument(node, 1, "dim") if len(node.args) > 1 else None, node.args[0]
+        if not isinstance(dims, int) or argument(node, 2, "keepdim") or not sizes(source):
+            return None
+        dim = dims % (len(index) + 1)
+        constant = self._constant_along(source, (*index[:dim], self._zero, *index[dim:]), dim)
+        return None if constant is None else self.terms.const(bool(constant), torch.bool)
+
+    def _constant_along(self, node: fx.Node, index: Indices, dim: int) -> float | None:
+        """The number that entries have along a dimension that surely has some; None: they differ, or nobody knows."""
+        dim %= len(index)
+        size = sizes(node)[dim]
+        is_bound = size in self.bound_sizes or (size.is_number and size <= LONGEST_ROW)
+        if not (size.is_positive and is_bound):
+            return None
+        along = (*index[:dim], self.terms.index(SCANNED), *index[dim + 1 :])
+        return self.constant_of(self.entry(node, along), size)

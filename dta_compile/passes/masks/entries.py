@@ -1,0 +1,189 @@
+"""Entries of the tensors of a graph as terms: constants, numbers of the call, and pointwise operators.
+
+Rules for operators that move entries around are in `elements`. A rule gives just the numbers that the operator
+gives, in its dtype: terms are also evaluated (`terms.Evaluation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.passes.axes.layouts import expression, sizes
+from dta_compile.passes.graphs.nodes import is_pointwise
+from dta_compile.passes.program import Program
+from dta_compile.passes.terms import Const, Index, Term, Terms
+
+aten = torch.ops.aten
+
+Indices = tuple[Term, ...]
+
+HALVES = (torch.bfloat16, torch.float16)
+FILLED = {
+    aten.full.default: 1,
+    aten.full_like.default: 1,
+    aten.fill.Scalar: 1,
+    aten.scalar_tensor.default: 0,
+    aten.zeros_like.default: False,
+    aten.ones_like.default: True,
+}
+
+
+class Entries:
+    """Entries of the tensors of a program.
+
+    Args:
+        program: whose nodes are asked for.
+        terms: where terms are made.
+
+    Attributes:
+        rules: by operator, the name of the method that gives an entry of its result; None: it has no rule there.
+    """
+
+    rules: ClassVar[Mapping[Any, str]] = {}
+
+    def __init__(self, program: Program, terms: Terms) -> None:
+        self.program, self.terms = program, terms
+        self._known: dict[tuple[fx.Node, Indices], Term] = {}
+        self._first: dict[fx.Node, fx.Node] = {}
+        self._computed: dict[tuple[Any, str], fx.Node] = {}
+
+    def entry(self, node: fx.Node, index: Indices) -> Term:
+        """The entry of a node's tensor at an index; along dimensions of size 1 the index is taken for 0."""
+        index = tuple(self._zero if size == 1 else at for size, at in zip(sizes(node), index, strict=True))
+        key = (node, index)
+        if key not in self._known:
+            rule = self._rule(node)
+            found = rule(node, index) if rule is not None else None
+            if found is None:
+                found = self.terms.entry(self._first_like(node), index)
+            self._known[key] = self._like(found, node.meta["val"])
+        return self._known[key]
+
+    def _like(self, term: Term, value: torch.Tensor) -> Term:
+        """A term as promotion of types sees an entry of the tensor: of its dtype, and with or without dimensions."""
+        return self.terms.with_rank(self._cast(term, value.dtype), is_scalar=value.dim() == 0)
+
+    def _first_like(self, node: fx.Node) -> fx.Node:
+        """The first node asked for that computes the same: `ids.eq(1).cumsum(1)` may be written once for each side."""
+        if node.op != "call_function" or node in self.program.draws:
+            return node
+        if node not in self._first:
+            same = fx.node.map_arg((node.args, node.kwargs), self._first_like)
+            self._first[node] = self._computed.setdefault((node.target, repr(same)), node)
+        return self._first[node]
+
+    @property
+    def _zero(self) -> Const:
+        return self.terms.const(0)
+
+    def _rule(self, node: fx.Node) -> Callable[[fx.Node, Indices], Term | None] | None:
+        """How to get an entry of a node's result; None: only from the result itself."""
+        if node.op == "get_attr":
+            return self._attribute
+        if node.op != "call_function":
+            return None
+        name = self.rules.get(node.target)
+        if name is None and is_pointwise(node):
+            name = "_pointwise"
+        return None if name is None else getattr(self, name)
+
+    # Numbers
+
+    def _number(self, arg: Any) -> sympy.Expr:
+        """A size or an integer among a node's arguments."""
+        return expression(arg.meta["val"] if isinstance(arg, fx.Node) else arg)
+
+    def _scalar(self, arg: Any) -> Any:
+        """A number that an operator takes: a term if it is one of the call's."""
+        if not isinstance(arg, fx.Node):
+            return arg
+        value = arg.meta["val"]
+        if not hasattr(value, "node"):
+            return value
+        return self.terms.number(value.node.expr, torch.float64 if isinstance(value, torch.SymFloat) else torch.int64)
+
+    def _plus(self, at: Term, offset: sympy.Expr) -> Term:
+        if offset == 0:
+            return at
+        return self.terms.apply(aten.add.Scalar, at, self._python(offset))
+
+    def _times(self, at: Term, factor: sympy.Expr) -> Term:
+        return at if factor == 1 else self.terms.apply(aten.mul.Scalar, at, self._python(factor))
+
+    def _python(self, expr: sympy.Expr) -> Any:
+        """A size as operators of a tensor and a number take it."""
+        return int(expr) if isinstance(expr, sympy.Integer) else self.terms.number(expr)
+
+    def _clamped(self, at: Term, size: sympy.Expr) -> Term:
+        """An index made to exist, where the entry is taken only if it does."""
+        raised = self.terms.apply(aten.maximum.default, at, self._zero)
+        return self.terms.apply(aten.minimum.default, raised, self._as_tensor(size - 1))
+
+    def _as_tensor(self, expr: sympy.Expr) -> Term:
+        """A number in the place of a tensor, as operators of two tensors want it."""
+        return self._plus(self._zero, expr) if not isinstance(expr, sympy.Integer) else self.terms.const(int(expr))
+
+    def _wrapped(self, at: Term, size: sympy.Expr) -> Term:
+        """An index that counts from the end if it is negative."""
+        if isinstance(at, Index) or (isinstance(at, Const) and at.value >= 0):
+            return at
+        is_negative = self.terms.apply(aten.lt.Scalar, at, 0)
+        return self.terms.apply(aten.where.self, is_negative, self._plus(at, size), at)
+
+    def _attribute(self, node: fx.Node, index: Indices) -> Term | None:
+        value = getattr(self.program.module, str(node.target), None)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return self.terms.const(value.item(), value.dtype, value.dim() == 0)
+        return None
+
+    def _filled(self, node: fx.Node, index: Indices) -> Term | None:
+        place, value = FILLED[node.target], node.meta["val"]
+        fill = place if isinstance(place, bool) else self._scalar(node.args[place])
+        if not isinstance(fill, Term):
+            return self._filled_with(fill, value.dtype)
+        if value.is_floating_point() or fill.dtype.is_floating_point:
+            return None
+        return self._plus(self._zero, self._number(node.args[place]))
+
+    def _filled_with(self, number: bool | int | float, dtype: torch.dtype) -> Const:
+        """A number as a tensor of the dtype holds it where it is written."""
+        return self.terms.const(torch.full((), number, dtype=dtype).item(), dtype)
+
+    def _arange(self, node: fx.Node, index: Indices) -> Term | None:
+        bounds = node.args if len(node.args) > 1 else (0, *node.args)
+        start, step = bounds[0], bounds[2] if len(bounds) > 2 else 1
+        numbers = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in (start, step)]
+        dtype = node.meta["val"].dtype
+        # Ranges of 16 bits round their starts, too, here and there.
+        if not all(isinstance(number, (int, torch.SymInt)) for number in numbers) or dtype in HALVES:
+            return None
+        return self._plus(self._times(index[0], self._number(step)), self._number(start))
+
+    def _cast(self, term: Term, dtype: torch.dtype) -> Term:
+        return term if term.dtype == dtype else self.terms.apply(aten._to_copy.default, term, dtype=dtype)
+
+    # Pointwise operators
+
+    def _aligned(self, node: fx.Node, index: Indices) -> Term:
+        """The entry of an operand that broadcasts to `index`."""
+        rank = node.meta["val"].dim()
+        return self.entry(node, index[len(index) - rank :] if rank else ())
+
+    def _pointwise(self, node: fx.Node, index: Indices) -> Term | None:
+        def converted(arg: Any) -> Any:
+            if isinstance(arg, fx.Node) and isinstance(arg.meta["val"], torch.Tensor):
+                return self._aligned(arg, index)
+            return self._scalar(arg)
+
+        if any(isinstance(arg, (list, tuple)) for arg in node.args) or not isinstance(node.meta["val"], torch.Tensor):
+            return None
+        args = [converted(arg) for arg in node.args]
+        kwargs = {name: converted(arg) for name, arg in node.kwargs.items()}
+        if any(isinstance(arg, Term) for arg in kwargs.values()):
+            return None
+        return self.terms.apply(node.target, *args, result=node.meta["val"].dtype, **kwargs)

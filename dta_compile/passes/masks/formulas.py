@@ -1,0 +1,276 @@
+"""Formulas of indices, numbers, tables and inputs, and proofs of what is made of them.
+
+Rules for operators are in `logic`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+import z3
+
+from dta_compile.passes.masks.cases import Cases, Untranslatable, Value, boolean, case, chain, exact_int, merged
+from dta_compile.passes.masks.ranges import LONGEST_ROW, Ranges
+from dta_compile.passes.masks.tables import Facts
+from dta_compile.passes.terms import Apply, Const, Entry, Index, Number, Term, Terms
+
+FEW = 3  # numbers that are told apart one by one
+TIMEOUT = 2000  # milliseconds of one question
+
+
+@dataclasses.dataclass(frozen=True)
+class Atom:
+    """What a term makes of one token: a function of `(row, token)` (of those that it depends on) that may be anything.
+
+    `term` has the index variable "key" for the token.
+    """
+
+    term: Term
+    function: z3.FuncDeclRef
+
+
+class Formulas(abc.ABC):
+    """Formulas of terms, and proofs.
+
+    Args:
+        terms: where the terms were made.
+        sizes: by index variable, the size of the dimension along which it counts.
+        facts: what is known of numbers and tables; None: nothing.
+        float_role: what values that inputs give a token are taken for if they are floating-point: "binary", zero or
+            one, or "bias", zero or at most -1e4. Noted in `assumed`.
+        integer_role: the same for integers; "" takes them for anything.
+
+    Attributes:
+        assumed: by role the terms, over "row" and "key", that are taken to be "binary", "bias" or "bounded": less than
+            `BOUND`, of either sign.
+        atoms: by term.
+        tokens: by atom the index variables of its tokens that occurred.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        sizes: Mapping[str, sympy.Expr],
+        facts: Facts | None = None,
+        float_role: str = "binary",
+        integer_role: str = "",
+    ) -> None:
+        self.terms, self.sizes, self.facts = terms, dict(sizes), facts or Facts()
+        self.float_role, self.integer_role = float_role, integer_role
+        self.solver = z3.Solver()
+        self.solver.set("timeout", TIMEOUT)
+        self.variables: dict[str, z3.ArithRef] = {}
+        self.assumed: dict[str, dict[Term, None]] = {"binary": {}, "bias": {}, "bounded": {}}
+        self.ranges = Ranges()
+        self.atoms: dict[Term, Atom] = {}
+        self.tokens: dict[Term, set[str]] = {}
+        self._values: dict[Term, Value] = {}
+        self._numbers: dict[sympy.Expr, Any] = {}
+        self._biased: set[Term] = set()
+        for size in self.sizes.values():
+            self.ranges.learn(f"number {size}", (1, LONGEST_ROW))
+            self.solver.add(self.number(size) >= 1, self.number(size) <= LONGEST_ROW)
+
+    # Asking
+
+    def proves(self, claim: z3.BoolRef, *hypotheses: z3.BoolRef) -> bool:
+        """Whether a claim follows from the axioms and hypotheses."""
+        return self.counterexample(claim, *hypotheses) is None
+
+    def counterexample(self, claim: z3.BoolRef, *hypotheses: z3.BoolRef) -> z3.ModelRef | None:
+        """Where a claim does not hold; raises `z3.Z3Exception` if that cannot be decided in time."""
+        self.solver.push()
+        try:
+            self.solver.add(*hypotheses, z3.Not(claim))
+            answer = self.solver.check()
+            if answer == z3.unknown:
+                raise z3.Z3Exception(self.solver.reason_unknown())
+            return self.solver.model() if answer == z3.sat else None
+        finally:
+            self.solver.pop()
+
+    def constant(self, term: Term) -> float | None:
+        """The number that a boolean or integer term always is; None if there is none, or none that can be shown."""
+        try:
+            value = self.value(term)
+            if isinstance(value, Cases):
+                return next((number for number, guard in value.numbers if self.proves(guard)), None)
+            if z3.is_bool(value):
+                return 1 if self.proves(value) else 0 if self.proves(z3.Not(value)) else None
+            few = self._few(value)
+            return few.numbers[0][0] if few is not None and len(few.numbers) == 1 else None
+        except (Untranslatable, z3.Z3Exception):
+            return None
+
+    def _few(self, value: z3.ArithRef) -> Cases | None:
+        """The numbers that a formula of an integer may have, if they are no more than `FEW`."""
+        if z3.is_real(value):
+            return None
+        numbers: list[int] = []
+        while len(numbers) <= FEW:
+            example = self.counterexample(z3.Or(*(value == number for number in numbers)))
+            if example is None:
+                return Cases(tuple((number, value == number) for number in numbers))
+            numbers.append(example.eval(value, model_completion=True).as_long())
+        return None
+
+    # Variables and numbers
+
+    def variable(self, name: str) -> z3.ArithRef:
+        """An index variable, between 0 and the size of its dimension."""
+        if name not in self.variables:
+            self.variables[name] = found = z3.Int(name)
+            self.ranges.learn(name, (0, LONGEST_ROW - 1))
+            self.solver.add(found >= 0, found < self.number(self.sizes[name]))
+        return self.variables[name]
+
+    def number(self, expr: sympy.Expr) -> Any:
+        """A size expression; a `float` is a number of the call that is none."""
+        if expr not in self._numbers:
+            self._numbers[expr] = self._number(expr)
+        return self._numbers[expr]
+
+    def _number(self, expr: sympy.Expr) -> Any:
+        known = expr.subs(self.facts.numbers)
+        if known.is_number:
+            return z3.IntVal(int(known)) if known.is_integer else float(known)
+        parts = [self.number(part) for part in expr.args]
+        name = type(expr).__name__  # torch has a Max and a Min of its own
+        if name not in _OF_NUMBERS or not all(isinstance(part, z3.ExprRef) for part in parts):
+            return z3.Int(f"number {expr}")
+        return functools.reduce(_OF_NUMBERS[name], parts)
+
+    # Terms
+
+    def value(self, term: Term) -> Value:
+        """The formula of a term; raises `Untranslatable`."""
+        if term not in self._values:
+            try:
+                self._values[term] = self._translated(term)
+            except Untranslatable:
+                if not self._is_of_one_token(term):
+                    raise
+                self._values[term] = self._atomic(term)
+        return self._values[term]
+
+    def boolean(self, term: Term) -> z3.BoolRef:
+        """The formula of a boolean term, or of whether a term is not zero."""
+        return boolean(self.value(term))
+
+    def _translated(self, term: Term) -> Value:
+        if isinstance(term, Const):
+            return z3.BoolVal(term.value) if isinstance(term.value, bool) else case(term.value)
+        if isinstance(term, Index):
+            return self.variable(term.name)
+        if isinstance(term, Number):
+            number = self.number(term.expr)
+            if not term.dtype.is_floating_point:
+                return number if isinstance(number, z3.ExprRef) else case(number)
+            if isinstance(number, z3.ExprRef) and not z3.is_int_value(number):
+                raise Untranslatable(term)
+            return case(float(number.as_long()) if isinstance(number, z3.ExprRef) else number)
+        if isinstance(term, Entry):
+            return self._entry(term)
+        assert isinstance(term, Apply)
+        if term.dtype is torch.bool and self._is_of_one_token(term) and self._compares_inputs_as_floats(term):
+            raise Untranslatable(term)
+        return self._applied(term)
+
+    def _entry(self, term: Entry) -> Value:
+        if not term.index and term.node in self.facts.scalars:
+            number = self.facts.scalars[term.node]
+            return z3.BoolVal(number) if isinstance(number, bool) else case(number)
+        table = self.facts.tables.get(term.node)
+        if table is None:
+            raise Untranslatable(term)
+        index = [self.integer(at) for at in term.index]
+        for at, size in zip(index, table.shape, strict=True):
+            if not self.proves(z3.And(at >= 0, at < size)):
+                raise Untranslatable(term, "it may read beyond the table")
+        found = merged(table.cases(index))
+        return boolean(found) if term.dtype is torch.bool else found
+
+    def _is_of_one_token(self, term: Term) -> bool:
+        return len(term.indices - {"row"}) <= 1
+
+    def _compares_inputs_as_floats(self, term: Apply) -> bool:
+        """Whether a boolean is made of floating-point values of inputs, of which nothing is known."""
+        floats = (arg for arg in term.operands if arg.dtype.is_floating_point)
+        return any(not isinstance(arg, Const) and self.reads_inputs(arg) for arg in floats)
+
+    def reads_inputs(self, term: Term) -> bool:
+        """Whether a term depends on more than indices and numbers."""
+        if isinstance(term, Apply):
+            return any(map(self.reads_inputs, term.operands))
+        return isinstance(term, Entry) and term.node not in self.facts.scalars
+
+    def _atomic(self, term: Term) -> Value:
+        """A term of one token as a function of it that may be anything, within the term's dtype."""
+        token = next(iter(term.indices - {"row"}), None)
+        general = term if token is None else self.terms.with_index(term, token, "key")
+        is_float = term.dtype.is_floating_point
+        sort = z3.BoolSort() if is_float or term.dtype is torch.bool else z3.IntSort()
+        if general not in self.atoms:
+            names = sorted(general.indices)
+            function = z3.Function(f"value {len(self.atoms)}", *[z3.IntSort()] * len(names), sort)
+            self.atoms[general] = Atom(general, function)
+            if sort == z3.IntSort():
+                self.ranges.learn(function.name(), values_of(term.dtype))
+        if token is not None:
+            self.tokens.setdefault(general, set()).add(token)
+        found = self.instance(self.atoms[general], token)
+        if is_float:
+            self._assume(self.float_role, general)
+            if self.float_role == "bias":
+                self._biased.add(term)
+                return Cases(((0.0, found), (-math.inf, z3.Not(found))))
+            return Cases(((1.0, found), (0.0, z3.Not(found))))
+        if sort == z3.IntSort() and self.integer_role == "binary" and token is not None and self.reads_inputs(term):
+            self._assume("binary", general)
+            self.solver.add(z3.Or(found == 0, found == 1))
+        elif sort == z3.IntSort():
+            low, high = values_of(term.dtype)
+            self.solver.add(found >= low, found <= high)
+        return found
+
+    def _assume(self, role: str, term: Term) -> None:
+        """Take a term of one token for something that every call can check."""
+        if not self.reads_inputs(term):
+            raise Untranslatable(term)
+        self.assumed[role][term] = None
+
+    def instance(self, atom: Atom, token: str | None) -> Any:
+        """An atom of the token that an index variable stands for."""
+        names = ["row" if name == "row" else token or name for name in sorted(atom.term.indices)]
+        return atom.function(*map(self.variable, names))
+
+    def integer(self, term: Term) -> z3.ArithRef:
+        """The formula of a term as one integer."""
+        value = self.value(term)
+        if isinstance(value, Cases):
+            return chain([(guard, exact_int(number, term)) for number, guard in value.numbers])
+        return z3.If(value, 1, 0) if z3.is_bool(value) else value
+
+    @abc.abstractmethod
+    def _applied(self, term: Apply) -> Value:
+        """The formula of an operator."""
+
+
+_OF_NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
+    "Add": lambda a, b: a + b,
+    "Mul": lambda a, b: a * b,
+    "Max": lambda a, b: z3.If(a >= b, a, b),
+    "Min": lambda a, b: z3.If(a <= b, a, b),
+}
+
+
+def values_of(dtype: torch.dtype) -> tuple[int, int]:
+    """The least and the greatest integer that a tensor of integers may have."""
+    return (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

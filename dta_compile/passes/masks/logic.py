@@ -1,0 +1,248 @@
+"""Terms as formulas of integer arithmetic, which z3 decides: what operators make of the values of `formulas`.
+
+Exact or not at all: an operator without a rule, and arithmetic that its dtype would round or wrap, is not translated.
+What such a term makes of one single token becomes a function of that token that may be anything (`Atom`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import z3
+
+from dta_compile.passes.masks.arithmetic import COMPARISONS, arithmetic, compared
+from dta_compile.passes.masks.cases import (
+    Cases,
+    Untranslatable,
+    Value,
+    applications,
+    as_integer,
+    boolean,
+    case,
+    cases,
+    chain,
+    choices,
+    formula,
+    is_number,
+    merged,
+)
+from dta_compile.passes.masks.formulas import Formulas, values_of
+from dta_compile.passes.masks.ranges import BOUND, held_by, within
+from dta_compile.passes.terms import RANKED, Apply, Const, Number, Term, is_undefined
+
+MOST_CASES = 64
+
+AND, OR, XOR = ("bitwise_and", "logical_and"), ("bitwise_or", "logical_or"), ("bitwise_xor", "logical_xor")
+NOT = ("bitwise_not", "logical_not")
+SELECTIONS = ("where", "masked_fill")
+
+
+class Logic(Formulas):
+    """Formulas of terms: see `Formulas`."""
+
+    def _applied(self, term: Apply) -> Value:
+        name = term.name
+        if term.op is RANKED:
+            self._biased |= {term} & {term for arg in term.operands if self._is_biased(arg)}
+            return self.value(term.args[0])
+        if name in SELECTIONS:
+            condition, one, other = term.args if name == "where" else (term.args[1], term.args[2], term.args[0])
+            return self._selected(term, self.boolean(condition), one, other)
+        if name in NOT and (name == "logical_not" or term.dtype is torch.bool):
+            return z3.Not(self.boolean(term.args[0]))
+        if name in (*AND, *OR, *XOR) and (name.startswith("logical") or term.dtype is torch.bool):
+            both = [boolean(self._operand(arg)) for arg in term.args]
+            return (z3.And if name in AND else z3.Or if name in OR else z3.Xor)(*both)
+        if name == "_to_copy" and term.dtype is torch.bool:
+            return self.boolean(term.args[0])
+        operands = [self._operand(arg) for arg in term.args]
+        if not any(is_number(value) for value in operands):
+            return self._by_cases(term, operands, self._folded)
+        few = [self._formula_in_dtype(term, arg, value) for arg, value in zip(term.args, operands, strict=True)]
+        if not any(is_number(value) for value in few):
+            return self._by_cases(term, few, self._folded)
+        return self._by_cases(term, [self._cases_in_dtype(term, value) for value in few], self._of_integers)
+
+    def _operand(self, arg: Any) -> Any:
+        if isinstance(arg, Term):
+            return self.value(arg)
+        return case(arg) if isinstance(arg, (int, float)) and not isinstance(arg, bool) else arg
+
+    def _selected(self, term: Apply, condition: z3.BoolRef, *branches: Any) -> Value:
+        if any(self._is_biased(arg) for arg in term.operands):
+            self._biased.add(term)
+        one, other = (
+            self._cases_in_dtype(term, self._formula_in_dtype(term, arg, self._operand(arg))) for arg in branches
+        )
+        if term.dtype is torch.bool:
+            return z3.If(condition, boolean(one), boolean(other))
+        if is_number(one) or is_number(other):
+            return z3.If(condition, *(as_integer(value, term) for value in (one, other)))
+        both = ((cases(one), condition), (cases(other), z3.Not(condition)))
+        return merged([(number, z3.And(guard, side)) for one, side in both for number, guard in one.numbers])
+
+    def _is_biased(self, term: Any) -> bool:
+        return term in self._biased
+
+    def _formula_in_dtype(self, term: Apply, arg: Any, value: Any) -> Any:
+        """An operand as the dtype that the operator works in has it; refuses what that would round or wrap."""
+        dtype = _working_dtype(term)
+        if not is_number(value):
+            return value
+        if z3.is_real(value):
+            if dtype.is_floating_point and torch.promote_types(arg.dtype, dtype) != dtype:
+                raise Untranslatable(term, "a quotient that is rounded")
+            return value
+        if dtype.is_floating_point and (few := self._few(value)) is not None:
+            return few
+        if arg.dtype == dtype or self._is_exact(value, dtype):
+            return value
+        if not (isinstance(arg, Term) and dtype.is_floating_point and self._is_of_one_token(arg)):
+            raise _narrow(term, dtype)
+        return self._binary(arg, value)
+
+    def _cases_in_dtype(self, term: Apply, value: Any) -> Any:
+        """The same for numbers, next to a formula or in its place."""
+        if not isinstance(value, Cases):
+            return value
+        dtype = _working_dtype(term)
+        numbers = []
+        for number, guard in value.numbers:
+            if dtype.is_floating_point:
+                held = torch.tensor(number, dtype=dtype).item()
+                # Arithmetic may use a number as it is, or rounded.
+                is_same = held == number or number != number or term.name in (*COMPARISONS, *SELECTIONS)
+            else:
+                held, low, high = number, *values_of(dtype)
+                is_same = number == number and low <= number <= high and number == int(number)
+            if not is_same:
+                raise _narrow(term, dtype)
+            numbers.append((held, guard))
+        return Cases(tuple(numbers))
+
+    def _binary(self, term: Term, value: z3.ArithRef) -> Cases:
+        """An integer that a token has, taken for zero or one."""
+        token = next(iter(term.indices - {"row"}), None)
+        self._assume("binary", term if token is None else self.terms.with_index(term, token, "key"))
+        for name in ("query", "key") if token in ("query", "key") else ():
+            same = self.integer(self.terms.with_index(term, str(token), name))
+            self.solver.add(z3.Or(same == 0, same == 1))
+        return Cases(((1, value == 1), (0, value != 1)))
+
+    def _is_exact(self, value: z3.ArithRef, dtype: torch.dtype) -> bool:
+        """Whether a dtype holds all numbers that a formula may have; inputs that decide it for int64 are bounded."""
+        low, high = held = held_by(dtype)
+        if within(self.ranges.of(value), held) or (dtype is torch.int64 and self._is_bounded(value)):
+            return True
+        return self.proves(z3.And(value >= low, value <= high))
+
+    def _is_bounded(self, value: z3.ArithRef) -> bool:
+        """Whether int64 holds a formula if what it reads is less than `BOUND`; then takes that for granted."""
+        unbound = [atom for term, atom in self.atoms.items() if term not in self.assumed["bounded"]]
+        found = {atom.function.name(): atom for atom in unbound if atom.term.dtype is torch.int64}
+        free = [found[one] for one in {part.decl().name() for part in applications(value, found)}]
+        for atom in free:
+            self.ranges.learn(atom.function.name(), (-BOUND, BOUND))
+        if free and within(self.ranges.of(value), held_by(torch.int64)):
+            self.assumed["bounded"].update((atom.term, None) for atom in free)
+            return True
+        for atom in free:
+            self.ranges.learn(atom.function.name(), values_of(atom.term.dtype))
+        return False
+
+    def _by_cases(self, term: Apply, operands: Sequence[Any], apply: Callable[[Apply, list[Any]], Any]) -> Value:
+        """An operator of values each of which may be one of several numbers."""
+        options = [choices(value) for value in operands]
+        if math.prod(map(len, options)) > MOST_CASES:
+            raise Untranslatable(term, "too many cases")
+        results = []
+        for combination in itertools.product(*options):
+            guard = z3.simplify(z3.And(*(guard for _, guard in combination)))
+            if not z3.is_false(guard):
+                results.append((apply(term, [value for value, _ in combination]), guard))
+        if any(isinstance(result, z3.ExprRef) for result, _ in results):
+            if term.dtype is torch.bool:
+                return z3.Or(*(z3.And(guard, result) for result, guard in results))
+            return chain([(guard, as_integer(result, term)) for result, guard in results])
+        found = merged(results)
+        return boolean(found) if term.dtype is torch.bool else found
+
+    def _folded(self, term: Apply, numbers: list[Any]) -> bool | int | float:
+        """The operator itself of numbers, in the dtypes of its operands."""
+        self._check_bias(term, numbers)
+        if any(is_undefined(term.op, number, term.dtype) for number in numbers):
+            raise Untranslatable(term, "a cast beyond its dtype")
+        found = self._computed(term, numbers)
+        # Whether a zero is negative is not known.
+        turned = [_turned(arg, number) for arg, number in zip(term.args, numbers, strict=True)]
+        other = self._computed(term, turned) if repr(turned) != repr(numbers) else found
+        if found != other and not (found != found and other != other):
+            raise Untranslatable(term, "it depends on the sign of a zero")
+        return found
+
+    @staticmethod
+    def _computed(term: Apply, numbers: list[Any]) -> bool | int | float:
+        tensors = [
+            torch.full(() if arg.is_scalar else (1,), number, dtype=arg.dtype) if _is_tensor(arg) else number
+            for arg, number in zip(term.args, numbers, strict=True)
+        ]
+        if not any(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            raise Untranslatable(term)
+        try:
+            return term.op(*tensors, **dict(term.kwargs)).item()
+        except RuntimeError as error:
+            raise Untranslatable(term, str(error)) from error
+
+    def _check_bias(self, term: Apply, numbers: list[Any]) -> None:
+        """A bias that is "at most -1e4" stays so if what is not positive is added, or if it is raised to such."""
+        if not any(self._is_biased(arg) for arg in term.operands):
+            return
+        self._biased.add(term)
+        others = [number for arg, number in zip(term.args, numbers, strict=True) if not self._is_biased(arg)]
+        bounds = [number for number in (*others, *dict(term.kwargs).values()) if isinstance(number, (int, float))]
+        most = {"add": 0.0, "minimum": 0.0, "_to_copy": 0.0, "clamp": -1e4, "clamp_min": -1e4, "maximum": -1e4}
+        if term.name not in most or any(number > most[term.name] for number in bounds):
+            raise Untranslatable(term, "of a bias")
+
+    def _of_integers(self, term: Apply, args: list[Any]) -> Any:
+        """The operator of integers, some of which are formulas."""
+        if term.name in COMPARISONS:
+            return compared(term.name, *args)
+        result = arithmetic(term, args, self.proves)
+        if not z3.is_real(result) and not self._is_exact(formula(result), term.dtype):
+            raise _narrow(term, term.dtype)
+        return result
+
+
+def _narrow(term: Term, dtype: torch.dtype) -> Untranslatable:
+    return Untranslatable(term, f"{dtype} may not hold its numbers".replace("torch.", ""))
+
+
+def _turned(arg: Any, number: Any) -> Any:
+    """A zero that a floating-point term may have with the other sign; any other number as it is."""
+    is_known = not isinstance(arg, Term) or isinstance(arg, Const) or not arg.dtype.is_floating_point
+    return number if is_known or number != 0 else -float(number)
+
+
+def _is_tensor(arg: Any) -> bool:
+    """Whether an operator was given a tensor, not a number of Python's."""
+    return isinstance(arg, Term) and not isinstance(arg, Number)
+
+
+def _working_dtype(term: Apply) -> torch.dtype:
+    """The dtype that an operator brings its operands to."""
+    if term.name not in COMPARISONS:
+        return term.dtype
+    both = [
+        torch.empty(() if arg.is_scalar else (1,), dtype=arg.dtype) if _is_tensor(arg) else _example_number(arg)
+        for arg in term.args
+    ]
+    return torch.result_type(*both)
+
+
+def _example_number(arg: Any) -> Any:
+    return (1.0 if arg.dtype.is_floating_point else 1) if isinstance(arg, Number) else arg

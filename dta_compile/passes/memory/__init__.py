@@ -1,0 +1,1 @@
+"""Results written in place, and how many bytes a chunk's graph takes at its peak."""

@@ -1,0 +1,145 @@
+"""working_memory: how many bytes each graph of a chunk allocates at its peak, as a function of the chunk's size.
+
+A graph is walked in its order of execution. A tensor is alive from the node that makes it to the last node that reads
+it or a view of it: the generated code drops every name after its last use. Inputs are not counted, but for those that
+are handed over and freed. A piece of generated code counts with its results alone: what else it needs while it runs
+is a few numbers per row, as whole intermediate values stay in registers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from dta_compile.ops import linear_log_prob
+from dta_compile.ops.add_product import ADD_PRODUCT
+from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.passes.chunk_sizes import Bytes, ChunkSizes, Peaks, total
+from dta_compile.passes.graphs.nodes import is_item
+from dta_compile.passes.graphs.storage import Storage, storages, view_source
+from dta_compile.passes.program import Program, has_tensor
+
+
+def working_memory(program: Program) -> None:
+    """Fill `program.joint.working`."""
+    joint = program.joint
+    joint.working = {
+        name: peaks_of(getattr(joint, name).graph, joint.sizes) for name in ("cache_only", "forward_only", "forward")
+    }
+    if joint.backward is not None:
+        joint.working["backward"] = peaks_of(joint.backward.graph, joint.sizes, frees_inputs=True)
+
+
+def peaks_of(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = False) -> Peaks:
+    """The peak as a maximum of linear functions; what the graph returns counts from when it is made to the end.
+
+    With `frees_inputs`, inputs whose size depends on the chunk count until their last use.
+    """
+    nodes = [node for node in graph.nodes if node.op != "placeholder"]
+    dying = _by_last_use(nodes)
+    live: dict[Storage, Bytes] = dict(_inputs(graph)) if frees_inputs else {}
+    allocated = total(live.values())
+    peaks: list[Bytes] = [allocated]
+    for node in nodes:
+        new = dict(_allocations(node, sizes))
+        live |= new
+        allocated = allocated.plus(total(new.values()))
+        for scratch in _scratch(node, sizes):
+            _add_peak(peaks, allocated.plus(scratch))
+        for storage in dying.get(node, ()):
+            allocated = allocated.minus(live.pop(storage, Bytes()))
+    return tuple(peaks)
+
+
+def peak(working: Iterable[tuple[float, float, float]], tokens: float, head_rows: float) -> float:
+    """Bytes at the peak, for a chunk of `tokens` tokens and `head_rows` head rows."""
+    return max((Bytes(*part).at(tokens, head_rows) for part in working), default=0.0)
+
+
+def _by_last_use(nodes: list[fx.Node]) -> dict[fx.Node, list[Storage]]:
+    last_uses: dict[Storage, fx.Node] = {}
+    for node in nodes:
+        for value in (node, *node.all_input_nodes):
+            last_uses |= dict.fromkeys(storages(value), node)
+    dying: dict[fx.Node, list[Storage]] = {}
+    for storage, node in last_uses.items():
+        dying.setdefault(node, []).append(storage)
+    return dying
+
+
+def _inputs(graph: fx.Graph) -> Iterable[tuple[Storage, Bytes]]:
+    """The memory of the inputs whose size depends on the chunk; several of them may be in the same."""
+    for node in graph.find_nodes(op="placeholder"):
+        name, size = node.meta.get("memory", ("", Bytes()))
+        if size.per_token or size.per_head_row:
+            yield (name, 0), size
+
+
+def _allocations(node: fx.Node, sizes: ChunkSizes) -> Iterable[tuple[Storage, Bytes]]:
+    if is_item(node) or view_source(node) is not None or not has_tensor(node):
+        return ()
+    value = node.meta["val"]
+    results = value if isinstance(value, (tuple, list)) else (value,)
+    return zip(storages(node), map(sizes.bytes, results), strict=True)
+
+
+def _scratch(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
+    """What a node allocates besides its results while it runs, at one or several moments."""
+    if node.op == "call_method" and node.target == "attend":
+        return [sizes.bytes(node.meta["val"][0])]  # the prefix's part of the output, before the two are merged
+    if node.op == "call_method" and node.target == "attend_backward":
+        return [sizes.bytes(node.meta["val"])]  # the same gradients from the prefix, and of repeated heads
+    if node.target in linear_log_prob.OPERATORS:
+        return _scratch_of_head(node, sizes)
+    if node.target is ADD_PRODUCT:
+        _, left, right = (arg.meta["val"] for arg in node.args)
+        return [Bytes(int(left.shape[0]) * int(right.shape[1]) * left.dtype.itemsize)]
+    return [_casts(node, sizes)]
+
+
+def _casts(node: fx.Node, sizes: ChunkSizes) -> Bytes:
+    """On a CPU, pointwise operators first copy the operands of another dtype than the one that they compute in."""
+    values = [arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
+    operands = [value for value in values if value.dim() and value.dtype is not torch.bool]
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or any(
+        value.device.type != "cpu" for value in operands
+    ):
+        return Bytes()
+    wide = functools.reduce(torch.promote_types, (value.dtype for value in operands), torch.bool)
+    return total(
+        sizes.bytes(value).times(wide.itemsize / value.dtype.itemsize) for value in operands if value.dtype != wide
+    )
+
+
+def _add_peak(peaks: list[Bytes], candidate: Bytes) -> None:
+    """Keep the functions that no other one exceeds for every chunk."""
+    if not any(all(a <= b for a, b in zip(candidate, known, strict=True)) for known in peaks):
+        peaks[:] = [known for known in peaks if not all(a <= b for a, b in zip(known, candidate, strict=True))]
+        peaks.append(candidate)
+
+
+def _scratch_of_head(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
+    """What an operator of a head allocates besides its results, at each of the moments when that may be most."""
+    hidden, weight = (arg.meta["val"] for arg in node.args[:2])
+    narrow, wide = hidden.dtype, statistics_dtype(hidden.dtype)
+    vocabulary, width = weight.shape
+    columns = min(vocabulary, linear_log_prob.BLOCK_COLUMNS)
+    rows = sizes.bytes(hidden).times(1 / (width * narrow.itemsize))
+    is_forward = node.target is linear_log_prob.LINEAR_LOG_PROB
+    dtype = node.args[6] if is_forward else node.args[5].meta["val"].dtype
+    needs_both = bool(node.args[5]) if is_forward else node.args[10] is not None  # probabilities and their logarithms
+    rounded = 0 if narrow == dtype else narrow.itemsize
+    cast = Bytes(columns * width * narrow.itemsize if weight.dtype != narrow else 0)
+    logits = rows.times(columns * max((1 + needs_both) * dtype.itemsize, dtype.itemsize + rounded)).plus(cast)
+    if is_forward or narrow == wide:
+        return [logits]
+    # Products with the logits' gradient are rounded, and then added to sums of a wider dtype.
+    both = narrow.itemsize + wide.itemsize
+    gradient, sums = rows.times(columns * narrow.itemsize), rows.times(width * wide.itemsize)
+    if node.target is linear_log_prob.LINEAR_LOG_PROB_BACKWARD and node.args[-1][1]:
+        sums = sums.plus(Bytes(vocabulary * width * wide.itemsize))
+    products = (rows.times(width * both).plus(cast), Bytes(columns * width * both))
+    return [sums.plus(logits), *(sums.plus(gradient).plus(product) for product in products)]

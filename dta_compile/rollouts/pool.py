@@ -1,0 +1,267 @@
+"""The rollouts that wait to be trained: what they share, what has expired, and which of them are the next batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dta_compile.plan.balance import balance
+from dta_compile.rollouts.choose_batch import choose_batch
+from dta_compile.rollouts.trie import Node, Place, Trie
+
+__all__ = ["Rollout", "RolloutBatch", "RolloutPool", "RolloutTreeStats"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Rollout:
+    """A rollout that leaves a `RolloutTree`.
+
+    Attributes:
+        id: what `RolloutTree.add` returned; ids count up in the order of arrival.
+        tokens: `[n]` token ids, an array of its own.
+        policy_version: of the policy that generated it.
+        payload: what came with it.
+        seconds_waited: from its arrival to its departure.
+        batches_waited: batches that left in between without it.
+    """
+
+    id: int
+    tokens: npt.NDArray[Any]
+    policy_version: int
+    payload: Any
+    seconds_waited: float
+    batches_waited: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class RolloutBatch:
+    """What one call of `RolloutTree.take` hands out.
+
+    Attributes:
+        groups: K lists, the batch in lexicographic order, cut so that the largest number of tree tokens of a group is
+            the least. None is empty if there are at least K rollouts.
+        expired: rollouts that have become too old to be trained, and have not been handed out before.
+        tokens, tree_tokens: of all groups together, as sequences and as one prefix tree.
+    """
+
+    groups: list[list[Rollout]]
+    expired: list[Rollout]
+    tokens: int
+    tree_tokens: int
+
+    @property
+    def compression(self) -> float:
+        """`tokens / tree_tokens` (the paper's C), 1 without tokens."""
+        return self.tokens / self.tree_tokens if self.tree_tokens else 1.0
+
+    def __len__(self) -> int:
+        return sum(map(len, self.groups))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RolloutTreeStats:
+    """A `RolloutTree` at one moment. Always `added == waiting + trained + expired`.
+
+    Attributes:
+        waiting: rollouts that may still be trained.
+        tokens, tree_tokens, compression: theirs, as in `RolloutBatch`.
+        oldest_version: the least of their policy versions; None without any.
+        oldest_age, mean_age: seconds since their arrival; 0 without any.
+        added: rollouts that were ever accepted.
+        trained: rollouts that left in the groups of a batch.
+        expired: rollouts that became too old; `expired_pending` of them leave with the next batch.
+        rejected: calls of `add` that raised an error.
+        batches: calls of `take` that returned a batch.
+    """
+
+    waiting: int
+    tokens: int
+    tree_tokens: int
+    compression: float
+    oldest_version: int | None
+    oldest_age: float
+    mean_age: float
+    added: int
+    trained: int
+    expired: int
+    expired_pending: int
+    rejected: int
+    batches: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Waiting:
+    tokens: int
+    policy_version: int
+    payload: Any
+    arrived: float
+    batch: int  # batches that had left by then
+
+
+class RolloutPool:
+    """What a `RolloutTree` holds, without threads or clocks: times are given, in seconds of any one clock.
+
+    Attributes:
+        trie: the tokens of the waiting rollouts.
+        oldest_arrival: time at which the oldest waiting rollout arrived, None if none waits.
+        expired: rollouts that leave with the next batch.
+    """
+
+    def __init__(
+        self,
+        max_staleness: int | None,
+        max_rollouts: int | None,
+        max_tokens: int | None,
+        patience: int,
+        dtype: npt.DTypeLike,
+    ) -> None:
+        self._max_staleness, self._max_rollouts, self._max_tokens = max_staleness, max_rollouts, max_tokens
+        self._patience = patience
+        self.trie = Trie(dtype)
+        self.expired: list[Rollout] = []
+        self._expired_tokens = 0
+        self._ends: OrderedDict[int, Node] = OrderedDict()  # oldest first, as everything by id
+        self._waiting: dict[int, _Waiting] = {}
+        self._of_version: dict[int, dict[int, None]] = {}
+        self._tokens = 0  # of the waiting rollouts
+        self._arrivals = 0.0  # sum of the times at which they arrived
+        self._added = self._trained = self._expired_ever = self._batches = self._latest_size = 0
+        self._left: deque[int] = deque(maxlen=patience)  # rollouts gone after each of the latest batches
+
+    def __len__(self) -> int:
+        """Number of waiting rollouts."""
+        return len(self._ends)
+
+    @property
+    def oldest_arrival(self) -> float | None:
+        return self._waiting[next(iter(self._ends))].arrived if self._ends else None
+
+    def find_room(self, key: bytes) -> Place | None:
+        """Where a rollout goes, None if it does not fit now. `key` is its tokens as bytes of the trie's dtype."""
+        if self._max_rollouts is not None and len(self._ends) + len(self.expired) >= self._max_rollouts:
+            return None
+        place, length = self.trie.find(key), len(key) // self.trie.dtype.itemsize
+        stored = self.trie.tokens + self._expired_tokens + length - place.shared
+        return place if self._max_tokens is None or stored <= self._max_tokens else None
+
+    def insert(self, key: bytes, place: Place, policy_version: int, payload: Any, now: float) -> int:
+        """Add a rollout where there was room for it, and return its id."""
+        name, length = self._added, len(key) // self.trie.dtype.itemsize
+        waiting = _Waiting(length, policy_version, payload, now, self._batches)
+        self._ends[name] = self.trie.insert(name, key, place)
+        self._waiting[name] = waiting
+        self._of_version.setdefault(policy_version, {})[name] = None
+        self._added += 1
+        self._tokens += length
+        self._arrivals += now
+        return name
+
+    def expire(self, policy_version: int | None, now: float) -> bool:
+        """Put what is too old aside, for the next batch; whether there was anything."""
+        if policy_version is None or self._max_staleness is None:
+            return False
+        old = [version for version in self._of_version if policy_version - version > self._max_staleness]
+        gone = [self._rollout(name, now) for name in sorted(name for v in old for name in self._of_version[v])]
+        for rollout in gone:
+            self._remove(rollout.id)
+        self.expired += gone
+        self._expired_tokens += sum(len(rollout.tokens) for rollout in gone)
+        self._expired_ever += len(gone)
+        return bool(gone)
+
+    def take(
+        self, num_groups: int, rows: int | None, tokens: int | None, policy_version: int | None, now: float
+    ) -> RolloutBatch:
+        """Choose a batch and remove it. Whatever may fail comes before the first change."""
+        choice = choose_batch(
+            self.trie, self._ends, self._overdue(), self._last_chance(policy_version, rows), rows, tokens
+        )
+        chosen = [self._rollout(name, now) for name in sorted(choice.names)]
+        groups = balance([rollout.tokens for rollout in chosen], num_groups)
+        batch = RolloutBatch(
+            groups=[[chosen[index] for index in group] for group in groups],
+            expired=self.expired,
+            tokens=sum(len(rollout.tokens) for rollout in chosen),
+            tree_tokens=choice.tokens,
+        )
+        for rollout in chosen:
+            self._remove(rollout.id)
+        self.expired, self._expired_tokens = [], 0
+        self._trained, self._latest_size = self._trained + len(chosen), len(chosen)
+        self._batches += 1
+        self._left.append(self._added - len(self._ends))
+        return batch
+
+    def stats(self, now: float, rejected: int) -> RolloutTreeStats:
+        """All numbers, in O(distinct policy versions)."""
+        count, oldest = len(self._ends), self.oldest_arrival
+        return RolloutTreeStats(
+            waiting=count,
+            tokens=self._tokens,
+            tree_tokens=self.trie.tokens,
+            compression=self._tokens / self.trie.tokens if self.trie.tokens else 1.0,
+            oldest_version=min(self._of_version, default=None),
+            oldest_age=0.0 if oldest is None else now - oldest,
+            mean_age=now - self._arrivals / count if count else 0.0,
+            added=self._added,
+            trained=self._trained,
+            expired=self._expired_ever,
+            expired_pending=len(self.expired),
+            rejected=rejected,
+            batches=self._batches,
+        )
+
+    def _overdue(self) -> Iterable[int]:
+        """Rollouts that first-come-first-served would have taken at least `patience` batches ago, oldest first."""
+        if not self._patience:
+            return self._ends
+        first = self._left[0] if len(self._left) == self._patience else 0
+        return itertools.takewhile(lambda name: name < first, self._ends)
+
+    def _last_chance(self, policy_version: int | None, rows: int | None) -> Collection[int]:
+        """Rollouts that will expire unless they leave now: the least versions first, oldest first.
+
+        Those that expire with the next version, and as many as later batches cannot take before they expire: of all
+        that have `k` batches left after this one, `k` batches take `k * rows`. No more than one batch holds: of too
+        many, those with the least versions. A new version per batch is assumed, and without `rows` the size of the
+        latest batch.
+        """
+        if policy_version is None or self._max_staleness is None:
+            return ()
+        rows = rows or self._latest_size
+        urgent = count = 0
+        versions = sorted(self._of_version)
+        for version in versions:
+            count += len(self._of_version[version])
+            batches_left = version + self._max_staleness - policy_version
+            urgent = max(urgent, count - batches_left * rows) if rows or not batches_left else urgent
+        ranked = itertools.chain.from_iterable(self._of_version[version] for version in versions)
+        return dict.fromkeys(itertools.islice(ranked, min(urgent, rows) if rows else urgent))
+
+    def _remove(self, name: int) -> None:
+        waiting = self._waiting.pop(name)
+        self.trie.remove(name, self._ends.pop(name))
+        peers = self._of_version[waiting.policy_version]
+        del peers[name]
+        if not peers:
+            del self._of_version[waiting.policy_version]
+        self._tokens -= waiting.tokens
+        self._arrivals = self._arrivals - waiting.arrived if self._ends else 0.0  # no rounding piles up
+
+    def _rollout(self, name: int, now: float) -> Rollout:
+        """A waiting rollout as it is handed out. Changes nothing."""
+        waiting = self._waiting[name]
+        return Rollout(
+            id=name,
+            tokens=np.frombuffer(self.trie.key(self._ends[name]), self.trie.dtype),
+            policy_version=waiting.policy_version,
+            payload=waiting.payload,
+            seconds_waited=now - waiting.arrived,
+            batches_waited=self._batches - waiting.batch,
+        )

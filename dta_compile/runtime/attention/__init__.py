@@ -1,0 +1,1 @@
+"""Attention of a chunk: one interface, a provider per kind of kernel."""

@@ -1,0 +1,145 @@
+"""The shape of a chunk: where it hangs on the stack and which of its tokens read which, for the host and the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dta_compile.plan.segments import Rectangle, Segment, rectangles
+from dta_compile.runtime.rows.upload import upload
+
+__all__ = ["ChunkShape", "ChunkTable"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkShape:
+    """Where a chunk hangs and how its tokens relate.
+
+    Attributes:
+        start: tokens of the stack that it reads.
+        spine: its first tokens that go onto the stack (0: none).
+        segments: its slices, see `dta_compile.plan.segments`.
+        rectangles: what hangs from each slice against the slice.
+        kept: what attention providers derive from the shape once, for all layers, forward and backward.
+    """
+
+    start: int
+    spine: int
+    segments: tuple[Segment, ...]
+    rectangles: tuple[Rectangle, ...]
+    kept: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, start: int, spine: int, parts: Sequence[Segment]) -> ChunkShape:
+        """The shape of a chunk with these slices."""
+        return cls(start, spine, tuple(parts), tuple(rectangles(parts)))
+
+    @classmethod
+    def run(cls, start: int, tokens: int) -> ChunkShape:
+        """One slice, all of it spine."""
+        return cls.of(start, tokens, [Segment(0, tokens, tokens, start, -1)])
+
+    @functools.cached_property
+    def tokens(self) -> int:
+        """Tokens of the chunk."""
+        return self.segments[-1].last
+
+    @functools.cached_property
+    def height(self) -> int:
+        """Tokens of the longest path that ends in the chunk, from the root on."""
+        return max(part.depth + part.last - part.first for part in self.segments)
+
+    @functools.cached_property
+    def depths(self) -> npt.NDArray[np.int64]:
+        """`[tokens]` depth of every token."""
+        return np.concatenate([part.depth + np.arange(part.last - part.first) for part in self.segments])
+
+    @functools.cached_property
+    def subtree_ends(self) -> npt.NDArray[np.int64]:
+        """`[tokens]` one past the last token that reads each token: token i reads j if `j <= i < subtree_ends[j]`.
+
+        That is so because chunks are in depth-first order: what hangs from a deeper token of a slice comes first.
+        """
+        ends = np.concatenate([np.full(part.last - part.first, part.last) for part in self.segments])
+        for part in self.segments:
+            if part.parent >= 0:
+                above = self.segments[part.parent]
+                reaches = ends[above.first : above.first + part.depth - above.depth]
+                # Of what came before it, nothing may hang from a token above the one it hangs from.
+                assert reaches[0] == reaches[-1] or reaches[-1] > part.first - 1, "not in depth-first order"
+                reaches[:] = part.end
+        return ends
+
+    def table(self, device: torch.device) -> ChunkTable:
+        """The shape as tensors; made once per device."""
+        if (ChunkTable, device) not in self.kept:
+            self.kept[ChunkTable, device] = ChunkTable(upload(self.table_rows(), device))
+        table: ChunkTable = self.kept[ChunkTable, device]
+        return table
+
+    def table_rows(self) -> npt.NDArray[np.int32]:
+        """What a `ChunkTable` holds."""
+        return np.concatenate([[self.start], self.subtree_ends, self.depths]).astype(np.int32)
+
+    def allowed(self, queries: range, keys: range, window: int = 0) -> npt.NDArray[np.bool_]:
+        """`[queries, keys]`: which of the chunk's tokens `keys` the tokens `queries` read: ancestors and themselves.
+
+        A window leaves those less than `window` (0: none) tokens above.
+        """
+        out = np.zeros((len(queries), len(keys)), np.bool_)
+        number = bisect_right(self.segments, queries.start, key=lambda part: part.first) - 1
+        while number < len(self.segments) and self.segments[number].first < queries.stop:
+            part = self.segments[number]
+            number += 1
+            first, last = max(part.first, queries.start), min(part.last, queries.stop)
+            rows = out[first - queries.start : last - queries.start]
+            own = max(part.first, keys.start)
+            width = min(last, keys.stop) - own
+            if width > 0:
+                rows[:, own - keys.start :][:, :width] = np.tri(last - first, width, first - own, np.bool_)
+            child = part
+            while child.parent >= 0:
+                above = self.segments[child.parent]
+                read = above.first + child.depth - above.depth  # one past the last token that `child` hangs from
+                rows[:, max(above.first - keys.start, 0) : max(read - keys.start, 0)] = True
+                child = above
+        if window:
+            depths = self.depths
+            out &= depths[queries.start : queries.stop, None] - depths[keys.start : keys.stop] < window
+        return out
+
+
+class ChunkTable(NamedTuple):
+    """A chunk's shape in device memory: kernels that read it there can be replayed for another chunk.
+
+    Attributes:
+        numbers: int32 `[1 + 2 * tokens]`: the chunk's start, then `subtree_ends`, then depths.
+    """
+
+    numbers: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        return (len(self.numbers) - 1) // 2
+
+    @property
+    def start(self) -> torch.Tensor:
+        """`[1]`"""
+        return self.numbers[:1]
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """`[tokens]`"""
+        return self.numbers[1 : 1 + self.tokens]
+
+    @property
+    def depths(self) -> torch.Tensor:
+        """`[tokens]`"""
+        return self.numbers[1 + self.tokens :]

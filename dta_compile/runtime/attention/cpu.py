@@ -1,0 +1,167 @@
+"""Attention of a chunk by torch's CPU flash kernels: the parts of `cpu_parts`, merged by log-sum-exp.
+
+The kernels take fewer heads of keys than of queries (torch 2.9 and later), so keys and values are never repeated. Given
+the merged output and log-sum-exp, the backward of each part is exact by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.runtime.attention.cpu_parts import Part, parts_of
+from dta_compile.runtime.attention.interface import Operands, Tensors
+
+__all__ = ["FlashCPU"]
+
+aten = torch.ops.aten
+
+
+class FlashCPU:
+    """torch's CPU flash kernels; float32, float64 and bfloat16, with one head size for keys and values.
+
+    Parts are summed in at least float32.
+    """
+
+    replayable = False
+
+    def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        x, dtype = _with_dense_rows(x), statistics_dtype(x.query.dtype)
+        first, *others = parts = parts_of(x.chunk, x.window, x.query.dtype)
+        _, heads, tokens, width = x.query.shape
+        if first.last == tokens:
+            out, logsumexp = _flash(x, first)
+            out, parts = out.to(dtype) if others else out, others
+        else:  # in the layout of the kernel's results
+            out = x.query.new_empty((1, tokens, heads, width), dtype=dtype).transpose(1, 2)
+            logsumexp = x.query.new_empty((1, tokens, heads), dtype=dtype).transpose(1, 2)
+        for part in parts:
+            _merge(_rows(out, part), _rows(logsumexp, part), *_flash(x, part), part.fresh)
+        return out.to(x.query.dtype), logsumexp
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        out: torch.Tensor,
+        logsumexp: torch.Tensor,
+        x: Operands,
+        prefix_key_grad: torch.Tensor,
+        prefix_value_grad: torch.Tensor,
+    ) -> Tensors:
+        x, dtype, start = _with_dense_rows(x), statistics_dtype(x.query.dtype), x.chunk.start
+        first, *others = parts = parts_of(x.chunk, x.window, x.query.dtype)
+        _, heads, tokens, width = x.query.shape
+        if first.spans == ((start, start + tokens),):
+            grads = (grad.to(dtype) for grad in _flash_backward(grad, out, logsumexp, x, first))
+            grad_query, grad_key, grad_value = grads
+            grad_key, grad_value, parts = grad_key.contiguous(), grad_value.contiguous(), others
+        else:
+            grad_query = x.query.new_empty((1, tokens, heads, width), dtype=dtype).transpose(1, 2)
+            grad_key, grad_value = (t.new_zeros(t.shape, dtype=dtype) for t in (x.key, x.value))
+        for part in parts:
+            query_part, key_part, value_part = _flash_backward(grad, out, logsumexp, x, part)
+            target, query_part = _aligned(_rows(grad_query, part), query_part)
+            if part.fresh:
+                target.copy_(query_part)
+            else:
+                target += query_part
+            _add(key_part, part, start, prefix_key_grad, grad_key)
+            _add(value_part, part, start, prefix_value_grad, grad_value)
+        return grad_query.to(x.query.dtype), grad_key, grad_value
+
+
+def _with_dense_rows(x: Operands) -> Operands:
+    """The kernels read rows of `D` numbers, whatever the strides say."""
+    if x.query.stride(-1) == x.key.stride(-1) == x.value.stride(-1) == 1:
+        return x
+    return x._replace(query=x.query.contiguous(), key=x.key.contiguous(), value=x.value.contiguous())
+
+
+def _flash(x: Operands, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of one part, of `[1, Hkv, g * q]` queries where every query reads every key.
+
+    So the queries of a group are rows over the same keys: larger products.
+    """
+    query, key, value = _rows(x.query, part), *_keys_and_values(x, part)
+    if part.full:
+        query = query.reshape(1, key.shape[1], -1, query.shape[3])
+    out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, part.causal, attn_mask=part.mask, scale=x.scale
+    )
+    return out, logsumexp
+
+
+def _flash_backward(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tensor, x: Operands, part: Part) -> Tensors:
+    """Gradients of one part's queries (rows of a group as in `_flash`), keys and values.
+
+    The kernel's threads share out the heads of keys. Where those are fewer, they become the batch, and `spread` groups
+    of query heads read each of them side by side.
+    """
+    key, value = _keys_and_values(x, part)
+    (_, heads, _, width), kv_heads, threads = x.query.shape, key.shape[1], torch.get_num_threads()
+    groups = heads // kv_heads
+    spread = next((s for s in range(1, groups) if groups % s == 0 and s * kv_heads >= threads), groups)
+    grad, query, out, logsumexp = (_rows(t, part) for t in (grad, x.query, out, logsumexp))
+    if part.full:
+        grad, query, out = (t.reshape(1, kv_heads * spread, -1, width) for t in (grad, query, out))
+        logsumexp = logsumexp.reshape(1, kv_heads * spread, -1)
+    if spread > 1:
+        grad, query, out, logsumexp = (t[0].unflatten(0, (kv_heads, -1)) for t in (grad, query, out, logsumexp))
+        key, value = (t.transpose(0, 1).expand(-1, spread, -1, -1) for t in (key, value))
+    grads: Tensors = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, key, value, out, logsumexp, 0.0, part.causal, attn_mask=part.mask, scale=x.scale
+    )
+    return grads if spread == 1 else (grads[0].flatten(0, 1)[None], grads[1].sum(1)[None], grads[2].sum(1)[None])
+
+
+def _rows(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """Those of a part's queries."""
+    return _cut(tensor, part.first, part.last)
+
+
+def _keys_and_values(x: Operands, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those of a part, `[1, Hkv, n, D]`."""
+    keys = [_span(x.prefix_key, x.key, span, x.chunk.start) for span in part.spans]
+    values = [_span(x.prefix_value, x.value, span, x.chunk.start) for span in part.spans]
+    return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, 2), torch.cat(values, 2))
+
+
+def _add(grad: torch.Tensor, part: Part, start: int, prefix_grad: torch.Tensor, own_grad: torch.Tensor) -> None:
+    """Add the gradient of a part's keys (or values) where they came from."""
+    begin = 0
+    for first, last in part.spans:
+        target = _span(prefix_grad, own_grad, (first, last), start)
+        target += _cut(grad, begin, begin + last - first)
+        begin += last - first
+
+
+def _span(prefix: torch.Tensor, own: torch.Tensor, span: tuple[int, int], start: int) -> torch.Tensor:
+    first, last = span
+    return _cut(prefix, first, last) if last <= start else _cut(own, first - start, last - start)
+
+
+def _cut(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """`tensor[:, :, first:last]`"""
+    return tensor if last - first == tensor.shape[2] else tensor[:, :, first:last]
+
+
+def _aligned(whole: torch.Tensor, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`whole [1, H, q, ...]` and a part's result, whose queries of a group may be rows, with dimensions that agree."""
+    if whole.shape == part.shape:
+        return whole, part
+    return whole.unflatten(1, (part.shape[1], -1)), part.unflatten(2, (-1, whole.shape[2]))
+
+
+def _merge(
+    out: torch.Tensor, logsumexp: torch.Tensor, part_out: torch.Tensor, part_logsumexp: torch.Tensor, fresh: bool
+) -> None:
+    """Merge a part into what its queries have got so far, in place."""
+    out, part_out = _aligned(out, part_out)
+    logsumexp, part_logsumexp = _aligned(logsumexp, part_logsumexp)
+    if fresh:
+        out.copy_(part_out)
+        logsumexp.copy_(part_logsumexp)
+        return
+    share = torch.sigmoid(part_logsumexp - logsumexp)
+    out.lerp_(part_out.to(out.dtype), share[..., None])
+    torch.logaddexp(logsumexp, part_logsumexp, out=logsumexp)

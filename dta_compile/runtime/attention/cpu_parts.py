@@ -1,0 +1,176 @@
+"""How the attention of a chunk is cut into kernel calls, each over few pairs that it does not need.
+
+A kernel call is either full, causal from the first pair on, or masked. Together the parts of a chunk are
+* the stack below it: one full call for all queries;
+* blocks on the diagonal: slices (causal), and neighbouring small subtrees together (masked);
+* what hangs from a slice against the slice: full, or masked where neighbours that hang from different tokens share one.
+With a window every call is masked, over the keys that its queries reach.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dta_compile.plan.segments import Rectangle, Segment
+from dta_compile.runtime.attention.chunk_shape import ChunkShape
+
+__all__ = ["Part", "parts_of"]
+
+# Measured with torch 2.13 on two AVX-512 cores, of AMD and of Intel, heads of 64 and 128.
+_CALL_PAIRS = 1024  # query-key pairs of all heads that take about as long as one more call
+_BLOCK = 48  # neighbouring subtrees are joined up to so many tokens
+_SUBTREE = 128  # a slice is joined with all that hangs from it up to so many tokens
+_PIECE = 128  # queries of a call under a window; more would attend to too many masked keys
+_HALVED = range(257, 641)  # torch's causal kernel computes blocks of 512 keys whole: two calls pay for such slices
+
+
+class Part(NamedTuple):
+    """One kernel call: the chunk's queries `[first, last)` against the keys of some ranges.
+
+    Attributes:
+        spans: ranges of keys; the stack's are `[0, start)`, the chunk's follow.
+        causal: query `first + k` reads the keys up to the k-th.
+        mask: `[queries, keys]`, added to the scores.
+        fresh: the first part of these queries; the others are merged into it.
+    """
+
+    first: int
+    last: int
+    spans: tuple[tuple[int, int], ...]
+    causal: bool = False
+    mask: torch.Tensor | None = None
+    fresh: bool = False
+
+    @property
+    def full(self) -> bool:
+        """Every query reads every key."""
+        return self.mask is None and not self.causal
+
+
+def parts_of(chunk: ChunkShape, window: int, dtype: torch.dtype) -> list[Part]:
+    """The parts of a chunk, the fresh ones first and in order; made once per shape."""
+    window = window if window < chunk.height else 0
+    kept, key = chunk.kept, (Part, window, dtype)
+    if key not in kept:
+        kept[key] = list(_windowed(chunk, window, dtype) if window else _parts(chunk, dtype))
+    parts: list[Part] = kept[key]
+    return parts
+
+
+def _parts(chunk: ChunkShape, dtype: torch.dtype) -> Iterator[Part]:
+    blocks = list(_blocks(chunk.segments))
+    for first, last, is_slice in blocks:
+        if not is_slice:
+            yield _masked(chunk, range(first, last), range(first, last), dtype, fresh=True)
+        elif last - first not in _HALVED:
+            yield _causal(chunk, first, last)
+        else:
+            middle = (first + last) // 2
+            yield _causal(chunk, first, middle)
+            yield _last_rows(chunk, first, middle, last, dtype)
+    for joined, same_keys in _joined(_outside(chunk.rectangles, blocks)):
+        queries, keys = range(joined.query_first, joined.query_last), range(joined.key_first, joined.key_last)
+        if same_keys:
+            yield Part(queries.start, queries.stop, ((chunk.start + keys.start, chunk.start + keys.stop),))
+        else:
+            yield _masked(chunk, queries, keys, dtype)
+    if chunk.start:
+        yield Part(0, chunk.tokens, ((0, chunk.start),))
+
+
+def _blocks(segments: Sequence[Segment]) -> Iterator[tuple[int, int, bool]]:
+    """Ranges of tokens on the diagonal, in order, and whether each is a single slice."""
+    number = 0
+    while number < len(segments):
+        part = segments[number]
+        number += 1
+        first, last = part.first, part.end if part.end - part.first <= _SUBTREE else part.last
+        while number < len(segments) and (
+            segments[number].first < last or (last >= part.end and segments[number].end - first <= _BLOCK)
+        ):
+            last = max(last, segments[number].end)
+            number += 1
+        yield first, last, last == part.last
+
+
+def _outside(found: Sequence[Rectangle], blocks: Sequence[tuple[int, int, bool]]) -> list[Rectangle]:
+    """The rectangles that no block covers, those of the same keys in the order of their queries."""
+    joined = [(first, last) for first, last, is_slice in blocks if not is_slice]
+    outside = []
+    for rectangle in found:
+        index = bisect_right(joined, rectangle.key_first, key=lambda block: block[0]) - 1
+        if index < 0 or rectangle.query_last > joined[index][1]:
+            outside.append(rectangle)
+    return sorted(outside, key=lambda r: (r.key_first, r.query_first))
+
+
+def _joined(found: Sequence[Rectangle]) -> Iterator[tuple[Rectangle, bool]]:
+    """Neighbours of one parent together where that costs less than another call, and whether all read the same keys."""
+    if not found:
+        return
+    joined, same = found[0], True
+    for new in found[1:]:
+        key_last = max(joined.key_last, new.key_last)
+        rows, more = joined.query_last - joined.query_first, new.query_last - new.query_first
+        waste = rows * (key_last - joined.key_last) + more * (key_last - new.key_last)
+        if (joined.query_last, joined.key_first) == (new.query_first, new.key_first) and waste <= _CALL_PAIRS:
+            same = same and joined.key_last == new.key_last
+            joined = Rectangle(joined.query_first, new.query_last, joined.key_first, key_last)
+        else:
+            yield joined, same
+            joined, same = new, True
+    yield joined, same
+
+
+def _causal(chunk: ChunkShape, first: int, last: int) -> Part:
+    return Part(first, last, ((chunk.start + first, chunk.start + last),), causal=True, fresh=True)
+
+
+def _last_rows(chunk: ChunkShape, first: int, middle: int, last: int, dtype: torch.dtype) -> Part:
+    """Of the causal square of a slice the rows from `middle` on."""
+    mask = _staircase(last - middle, last - first, dtype)
+    return Part(middle, last, ((chunk.start + first, chunk.start + last),), mask=mask, fresh=True)
+
+
+def _staircase(rows: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    """The last rows of the causal mask of `tokens` tokens: a part of the largest one."""
+    largest = _HALVED.stop // 2
+    skipped = _HALVED.stop - largest - (tokens - rows)
+    return _largest_staircase(largest, _HALVED.stop, dtype)[:rows, skipped : skipped + tokens]
+
+
+@functools.cache
+def _largest_staircase(rows: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((rows, tokens), float("-inf"), dtype=dtype).triu_(tokens - rows + 1)
+
+
+def _masked(chunk: ChunkShape, queries: range, keys: range, dtype: torch.dtype, fresh: bool = False) -> Part:
+    mask = _additive(chunk.allowed(queries, keys), dtype)
+    span = chunk.start + keys.start, chunk.start + keys.stop
+    return Part(queries.start, queries.stop, (span,), mask=mask, fresh=fresh)
+
+
+def _windowed(chunk: ChunkShape, window: int, dtype: torch.dtype) -> Iterator[Part]:
+    """Pieces of the queries, each against all keys that any of them reaches: the top of the stack, and their own."""
+    for first in range(0, chunk.tokens, _PIECE):
+        last = min(first + _PIECE, chunk.tokens)
+        depths = chunk.depths[first:last]
+        reach = min(max(int(depths.min()) - window + 1, 0), chunk.start)
+        prefix = depths[:, None] - np.arange(reach, chunk.start) < window
+        own = chunk.allowed(range(first, last), range(last), window)
+        needed = np.flatnonzero(np.diff(own.any(0), prepend=False, append=False)).reshape(-1, 2).tolist()
+        spans = [(reach, chunk.start)] if reach < chunk.start else []
+        spans += [(chunk.start + begin, chunk.start + end) for begin, end in needed]
+        allowed = np.concatenate([prefix, *(own[:, begin:end] for begin, end in needed)], 1)
+        yield Part(first, last, tuple(spans), mask=_additive(allowed, dtype), fresh=True)
+
+
+def _additive(allowed: npt.NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(torch.from_numpy(~allowed), float("-inf"))

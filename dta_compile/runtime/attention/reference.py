@@ -1,0 +1,76 @@
+"""Attention of a chunk written down plainly: what the other providers are compared with."""
+
+from __future__ import annotations
+
+import torch
+
+from dta_compile.runtime.attention.interface import Operands, Tensors
+
+__all__ = ["Reference"]
+
+
+class Reference:
+    """Plain softmax over all keys at once, in at least float32: the definition of correct."""
+
+    replayable = True
+
+    def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, value = self._scores_and_values(x)
+        logsumexp = scores.logsumexp(-1)
+        return ((scores - logsumexp[..., None]).exp() @ value).to(x.query.dtype), logsumexp
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        out: torch.Tensor,
+        logsumexp: torch.Tensor,
+        x: Operands,
+        prefix_key_grad: torch.Tensor,
+        prefix_value_grad: torch.Tensor,
+    ) -> Tensors:
+        scores, value = self._scores_and_values(x)
+        grad, out = grad.to(value.dtype), out.to(value.dtype)
+        weights = (scores - logsumexp[..., None]).exp()
+        grad_scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * x.scale
+        prefix, groups = x.prefix_key.shape[2], self._groups(x)
+        key = self._wide(x, x.prefix_key, x.key)
+        grad_key = sum_groups(grad_scores.mT @ x.query.to(value.dtype), groups)
+        grad_value = sum_groups(weights.mT @ grad, groups)
+        prefix_key_grad += grad_key[:, :, :prefix]
+        prefix_value_grad += grad_value[:, :, :prefix]
+        return (grad_scores @ key).to(x.query.dtype), grad_key[:, :, prefix:], grad_value[:, :, prefix:]
+
+    def _groups(self, x: Operands) -> int:
+        return x.query.shape[1] // x.key.shape[1]
+
+    def _scores_and_values(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        value = self._wide(x, x.prefix_value, x.value)
+        scores = x.query.to(value.dtype) @ self._wide(x, x.prefix_key, x.key).mT * x.scale
+        return scores.masked_fill(~self._allowed(x), float("-inf")), value
+
+    def _wide(self, x: Operands, prefix: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """`[1, Hq, p + c, D]` in at least float32; zeros beyond the chunk's start, which zero weights do not hide."""
+        beyond = torch.arange(prefix.shape[2], device=own.device) >= x.table().start
+        both = torch.cat([prefix.masked_fill(beyond[:, None], 0), own], 2)
+        return repeat_heads(both, self._groups(x)).to(torch.promote_types(x.query.dtype, torch.float32))
+
+    def _allowed(self, x: Operands) -> torch.Tensor:
+        """Which of the `p + c` keys each of the `c` queries reads, bool `[c, p + c]`."""
+        table, device = x.table(), x.query.device
+        depths, number = table.depths[:, None], torch.arange(table.tokens, device=device)
+        above = torch.arange(x.prefix_key.shape[2], device=device)
+        prefix = (above < table.start).expand(table.tokens, -1)
+        own = (number <= number[:, None]) & (number[:, None] < table.ends)
+        if x.window:
+            prefix, own = prefix & (depths - above < x.window), own & (depths - table.depths < x.window)
+        return torch.cat([prefix, own], 1)
+
+
+def repeat_heads(tensor: torch.Tensor, groups: int) -> torch.Tensor:
+    """`[1, Hkv, n, D]` to `[1, Hkv * groups, n, D]`."""
+    return tensor.repeat_interleave(groups, 1) if groups > 1 else tensor
+
+
+def sum_groups(tensor: torch.Tensor, groups: int) -> torch.Tensor:
+    """The gradient of `repeat_heads`."""
+    return tensor.unflatten(1, (-1, groups)).sum(2) if groups > 1 else tensor

@@ -1,0 +1,194 @@
+"""Attention of a chunk by Triton kernels that read the tree from memory: nothing is gathered, masked or merged outside.
+
+Queries read the stack in place, up to a length in device memory, and the chunk's own tokens by `ChunkTable.ends`. Key
+and value heads are never repeated, and gradients of the stack are added to its float32 buffers by the program that owns
+the keys: no atomics. The kernels are in `triton_kernels`; Triton's interpreter runs them on a CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
+
+__all__ = ["TritonAttention", "make"]
+
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST_HEAD = 256
+# A chunk of few tokens leaves most of a GPU idle while each program walks down the whole stack: the stack is divided
+# among so many programs per block of queries that there are about this many in all.
+PROGRAMS = 256
+LEAST_KEYS = 512  # of the stack that are worth a program of their own
+
+
+def make(query: torch.Tensor, value: torch.Tensor) -> Provider | str:
+    """The provider for tensors like these, or what it takes instead."""
+    if not _is_at_hand():
+        return "the package triton, on a GPU"
+    on_device = query.device.type == "cuda" or (query.device.type == "cpu" and _is_interpreted())
+    if on_device and query.dtype in TYPES and max(query.shape[-1], value.shape[-1]) <= LARGEST_HEAD:
+        return TritonAttention()
+    return f"bfloat16, float16 or float32 on a GPU, heads of at most {LARGEST_HEAD}"
+
+
+@functools.cache
+def _is_at_hand() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class Blocks(NamedTuple):
+    """How many queries and keys a program holds at a time, and on how many warps it runs."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class TritonAttention:
+    """FlashAttention's recurrence over the stack and the tree below it; bfloat16, float16 and float32."""
+
+    replayable = True
+
+    def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        from dta_compile.runtime.attention.triton_kernels import forward_kernel
+
+        x = _with_dense_rows(x)
+        _, heads, tokens, _ = x.query.shape
+        width = x.value.shape[-1]
+        blocks = _forward_blocks(x)
+        splits = _splits(x, blocks)
+        # In the order in which the next product reads it: tokens, heads, features.
+        dtype = x.query.dtype if splits == 1 else torch.float32
+        parts = x.query.new_empty((splits, tokens, heads, width), dtype=dtype).transpose(1, 2)
+        logsumexps = x.query.new_empty((splits, heads, tokens), dtype=torch.float32)
+        grid = (_blocks_of(tokens, blocks.queries), heads, splits)
+        forward_kernel[grid](*_tensors(x), parts, logsumexps, *_strides(x, parts), splits, **_constants(x, blocks))
+        if splits == 1:
+            return parts, logsumexps
+        logsumexp = logsumexps.logsumexp(0, keepdim=True)
+        out = (parts * (logsumexps - logsumexp).exp()[..., None]).sum(0, keepdim=True)
+        return out.to(x.query.dtype), logsumexp
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        out: torch.Tensor,
+        logsumexp: torch.Tensor,
+        x: Operands,
+        prefix_key_grad: torch.Tensor,
+        prefix_value_grad: torch.Tensor,
+    ) -> Tensors:
+        from dta_compile.runtime.attention.triton_kernels import own_keys_kernel, queries_kernel, stack_keys_kernel
+
+        x = _with_dense_rows(x)
+        grad, out = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (grad, out))
+        logsumexp = logsumexp.contiguous()
+        _, heads, tokens, _ = x.query.shape
+        kv_heads, prefix = x.key.shape[1], x.prefix_key.shape[2]
+        blocks = _backward_blocks(x)
+        constants = _constants(x, blocks)
+        strides = (*_strides(x, out), *_rows_of(grad))
+        grad_query = torch.empty_like(x.query)
+        delta = torch.empty_like(logsumexp)
+        wide = statistics_dtype(x.query.dtype)
+        grad_key, grad_value = (torch.empty_like(tensor, dtype=wide) for tensor in (x.key, x.value))
+        given = (*_tensors(x), out, logsumexp, grad)
+        queries_kernel[(_blocks_of(tokens, blocks.queries), heads)](
+            *given, delta, grad_query, *strides, *_rows_of(grad_query), **constants
+        )
+        own = (*given, delta, grad_key, grad_value, *strides, *_rows_of(grad_key), *_rows_of(grad_value))
+        own_keys_kernel[(_blocks_of(tokens, blocks.keys), kv_heads)](*own, **constants)
+        if prefix:
+            into = (prefix_key_grad, prefix_value_grad)
+            stack = (*given, delta, *into, *strides, *_rows_of(into[0]), *_rows_of(into[1]))
+            stack_keys_kernel[(_blocks_of(prefix, blocks.keys), kv_heads)](*stack, **constants)
+        return grad_query, grad_key, grad_value
+
+
+def _tensors(x: Operands) -> tuple[torch.Tensor, ...]:
+    return x.query, x.key, x.value, x.prefix_key, x.prefix_value, x.table().numbers
+
+
+def _rows_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Strides of heads and tokens; features are dense."""
+    return tensor.stride(1), tensor.stride(2)
+
+
+def _strides(x: Operands, out: torch.Tensor) -> tuple[int, ...]:
+    tensors = (x.query, x.key, x.value, x.prefix_key, x.prefix_value, out)
+    return tuple(stride for tensor in tensors for stride in _rows_of(tensor))
+
+
+def _constants(x: Operands, blocks: Blocks) -> dict[str, Any]:
+    """The kernels' last arguments."""
+    return {
+        "tokens": x.query.shape[2],
+        "scale": x.scale,
+        "window": x.window,
+        "GROUPS": x.query.shape[1] // x.key.shape[1],
+        "KEY_DIM": x.query.shape[-1],
+        "VALUE_DIM": x.value.shape[-1],
+        "KEY_WIDTH": _padded(x.query.shape[-1]),
+        "VALUE_WIDTH": _padded(x.value.shape[-1]),
+        "WINDOWED": x.window > 0,
+        # Tensor cores round float32 to 10 bits unless told otherwise.
+        "PRECISION": "ieee" if x.query.dtype is torch.float32 else "tf32",
+        "QUERIES": blocks.queries,
+        "KEYS": blocks.keys,
+        "num_warps": blocks.warps,
+        "num_stages": blocks.stages,
+    }
+
+
+def _padded(size: int) -> int:
+    """The next power of two, of at least 16: what a block's side must be."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _blocks_of(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+# As large as fits into registers and shared memory of a Hopper GPU without spills, or with few.
+def _forward_blocks(x: Operands) -> Blocks:
+    tokens, width = x.query.shape[2], _padded(max(x.query.shape[-1], x.value.shape[-1]))
+    if x.query.dtype is torch.float32:
+        return Blocks(32, 32, 8, 2)
+    if tokens <= 64 or width > 128:
+        return Blocks(max(16, min(64, _padded(tokens))), 64, 4, 2)
+    return Blocks(128, 64, 8 if width > 64 else 4, 3)
+
+
+def _backward_blocks(x: Operands) -> Blocks:
+    width = _padded(max(x.query.shape[-1], x.value.shape[-1]))
+    if x.query.dtype is torch.float32:
+        return Blocks(32, 32, 8, 1)
+    queries = max(16, min(64, _padded(x.query.shape[2])))
+    if width > 128:
+        return Blocks(queries, 32, 8, 1)
+    return Blocks(queries, 64, 8 if queries == 64 and width > 64 else 4, 2)
+
+
+def _splits(x: Operands, blocks: Blocks) -> int:
+    """Among how many programs the stack is divided."""
+    programs = x.query.shape[1] * _blocks_of(x.query.shape[2], blocks.queries)
+    return max(1, min(PROGRAMS // programs, x.prefix_key.shape[2] // LEAST_KEYS))
+
+
+def _with_dense_rows(x: Operands) -> Operands:
+    """The kernels read rows of features, whatever the other strides say."""
+    query, key, value = (
+        tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (x.query, x.key, x.value)
+    )
+    return x._replace(query=query, key=key, value=value)

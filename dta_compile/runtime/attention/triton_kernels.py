@@ -1,0 +1,260 @@
+# mypy: ignore-errors
+# ruff: noqa: ANN001, ANN201, ANN202  (arguments of kernels are pointers, numbers and constants, which have no types)
+"""Triton kernels of `attention.triton`: forward, and the gradients of queries, of own keys and of the stack's keys.
+
+Token i of the chunk reads the first `start` entries of the stack, and its token j if `j <= i < ends[j]`; with a window
+only what is less than `window` tokens above it. `table` holds start, ends and depths, see `ChunkTable`.
+"""
+
+import triton
+import triton.language as tl
+
+# Numbers that differ from chunk to chunk: one compilation must do for all of them.
+UNSPECIALIZED = ("tokens",)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _rows(pointer, head_stride, row_stride, head, rows, exists, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """`[rows, WIDTH]` of one head; zeros where nothing exists."""
+    features = tl.arange(0, WIDTH)
+    address = pointer + head * head_stride + rows.to(tl.int64)[:, None] * row_stride + features[None, :]
+    return tl.load(address, mask=exists[:, None] & (features < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _store(pointer, head_stride, row_stride, head, rows, exists, values, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    features = tl.arange(0, WIDTH)
+    address = pointer + head * head_stride + rows.to(tl.int64)[:, None] * row_stride + features[None, :]
+    tl.store(address, values.to(pointer.dtype.element_ty), mask=exists[:, None] & (features < DIM)[None, :])
+
+
+@triton.jit
+def _add(pointer, head_stride, row_stride, head, rows, exists, values, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    before = _rows(pointer, head_stride, row_stride, head, rows, exists, DIM, WIDTH)
+    _store(pointer, head_stride, row_stride, head, rows, exists, before + values, DIM, WIDTH)
+
+
+@triton.jit
+def _lowest(depth, exists, window, KEYS: tl.constexpr):
+    """The first block of the stack that a block of queries reaches through the window."""
+    lowest = tl.min(tl.where(exists, depth, 2147483647), 0) - window + 1
+    return tl.maximum(lowest, 0) // KEYS * KEYS
+
+
+@triton.jit
+def _attend(q, k, v, allowed, scale, top, total, out, PRECISION: tl.constexpr):
+    """One step of the online softmax; `top` is the running maximum of the scores, in powers of two."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+    scores = tl.where(allowed, scores, -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row that has read nothing yet
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(weights, 1)
+    out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+    return new_top, total, out
+
+
+@triton.jit(do_not_specialize=(*UNSPECIALIZED, "splits"))
+def forward_kernel(
+    query, key, value, prefix_key, prefix_value, table, out, logsumexp,
+    q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row,
+    splits, tokens, scale, window,
+    GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp of a block of queries over one of `splits` parts of the stack; the last part has the
+    chunk's own keys, too."""
+    block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head = head // GROUPS
+    rows = block * QUERIES + tl.arange(0, QUERIES)
+    exists = rows < tokens
+    start = tl.load(table)
+    depth = tl.load(table + 1 + tokens + rows, mask=exists, other=0)
+    q = _rows(query, q_head, q_row, head, rows, exists, KEY_DIM, KEY_WIDTH)
+    top = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    acc = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
+
+    share = tl.cdiv(tl.cdiv(start, KEYS), splits) * KEYS
+    first, last = split * share, tl.minimum(split * share + share, start)
+    if WINDOWED:
+        first = tl.maximum(first, _lowest(depth, exists, window, KEYS))
+    for begin in range(first, last, KEYS):
+        columns = begin + tl.arange(0, KEYS)
+        inside = columns < last
+        k = _rows(prefix_key, pk_head, pk_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
+        v = _rows(prefix_value, pv_head, pv_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
+        allowed = inside[None, :] & (rows >= 0)[:, None]
+        if WINDOWED:
+            allowed = allowed & (depth[:, None] - columns[None, :] < window)
+        top, total, acc = _attend(q, k, v, allowed, scale, top, total, acc, PRECISION)
+
+    stop = tl.where(split == splits - 1, tl.minimum(block * QUERIES + QUERIES, tokens), 0)
+    for begin in range(0, stop, KEYS):
+        columns = begin + tl.arange(0, KEYS)
+        inside = columns < tokens
+        ends = tl.load(table + 1 + columns, mask=inside, other=0)
+        if tl.max(ends, 0) > block * QUERIES:
+            k = _rows(key, k_head, k_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
+            v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
+            allowed = (columns[None, :] <= rows[:, None]) & (rows[:, None] < ends[None, :])
+            if WINDOWED:
+                above = tl.load(table + 1 + tokens + columns, mask=inside, other=0)
+                allowed = allowed & (depth[:, None] - above[None, :] < window)
+            top, total, acc = _attend(q, k, v, allowed, scale, top, total, acc, PRECISION)
+
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out += split.to(tl.int64) * tokens * o_row  # parts follow one another, tokens outermost
+    _store(out, o_head, o_row, head, rows, exists, acc, VALUE_DIM, VALUE_WIDTH)
+    heads = tl.num_programs(1)
+    statistics = tl.where(total > 0, (top + tl.log2(total)) / LOG2E, -float("inf"))
+    tl.store(logsumexp + (split * heads + head) * tokens + rows, statistics, mask=exists)
+
+
+@triton.jit
+def _weights(q, k, v, do, allowed, scale, statistics, delta, PRECISION: tl.constexpr):
+    """Attention weights `[queries, keys]`, and the gradients of the scores that `scale` multiplies."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    weights = tl.where(allowed, tl.exp(scores - statistics[:, None]), 0.0)
+    grad_weights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    return weights, weights * (grad_weights - delta[:, None]) * scale
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def queries_kernel(
+    query, key, value, prefix_key, prefix_value, table, out, logsumexp, grad, delta, grad_query,
+    q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row, g_head, g_row,
+    gq_head, gq_row,
+    tokens, scale, window,
+    GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of queries, and the `delta` that the other kernels read."""
+    block, head = tl.program_id(0), tl.program_id(1)
+    kv_head = head // GROUPS
+    rows = block * QUERIES + tl.arange(0, QUERIES)
+    exists = rows < tokens
+    start = tl.load(table)
+    depth = tl.load(table + 1 + tokens + rows, mask=exists, other=0)
+    q = _rows(query, q_head, q_row, head, rows, exists, KEY_DIM, KEY_WIDTH)
+    do = _rows(grad, g_head, g_row, head, rows, exists, VALUE_DIM, VALUE_WIDTH)
+    o = _rows(out, o_head, o_row, head, rows, exists, VALUE_DIM, VALUE_WIDTH)
+    statistics = tl.load(logsumexp + head * tokens + rows, mask=exists, other=0.0)
+    own_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(delta + head * tokens + rows, own_delta, mask=exists)
+    acc = tl.zeros([QUERIES, KEY_WIDTH], tl.float32)
+
+    first = 0
+    if WINDOWED:
+        first = _lowest(depth, exists, window, KEYS)
+    for begin in range(first, start, KEYS):
+        columns = begin + tl.arange(0, KEYS)
+        inside = columns < start
+        k = _rows(prefix_key, pk_head, pk_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
+        v = _rows(prefix_value, pv_head, pv_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
+        allowed = inside[None, :] & exists[:, None]
+        if WINDOWED:
+            allowed = allowed & (depth[:, None] - columns[None, :] < window)
+        _, grad_scores = _weights(q, k, v, do, allowed, scale, statistics, own_delta, PRECISION)
+        acc += tl.dot(grad_scores.to(k.dtype), k, input_precision=PRECISION)
+
+    for begin in range(0, tl.minimum(block * QUERIES + QUERIES, tokens), KEYS):
+        columns = begin + tl.arange(0, KEYS)
+        inside = columns < tokens
+        ends = tl.load(table + 1 + columns, mask=inside, other=0)
+        if tl.max(ends, 0) > block * QUERIES:
+            k = _rows(key, k_head, k_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
+            v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
+            allowed = (columns[None, :] <= rows[:, None]) & (rows[:, None] < ends[None, :]) & exists[:, None]
+            if WINDOWED:
+                above = tl.load(table + 1 + tokens + columns, mask=inside, other=0)
+                allowed = allowed & (depth[:, None] - above[None, :] < window)
+            _, grad_scores = _weights(q, k, v, do, allowed, scale, statistics, own_delta, PRECISION)
+            acc += tl.dot(grad_scores.to(k.dtype), k, input_precision=PRECISION)
+    _store(grad_query, gq_head, gq_row, head, rows, exists, acc, KEY_DIM, KEY_WIDTH)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def own_keys_kernel(
+    query, key, value, prefix_key, prefix_value, table, out, logsumexp, grad, delta, grad_key, grad_value,
+    q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row, g_head, g_row,
+    gk_head, gk_row, gv_head, gv_row,
+    tokens, scale, window,
+    GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of the chunk's own keys and values."""
+    block, kv_head = tl.program_id(0), tl.program_id(1)
+    columns = block * KEYS + tl.arange(0, KEYS)
+    inside = columns < tokens
+    ends = tl.load(table + 1 + columns, mask=inside, other=0)
+    above = tl.load(table + 1 + tokens + columns, mask=inside, other=0)
+    k = _rows(key, k_head, k_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
+    v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
+    key_acc = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
+    value_acc = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
+    last = tl.max(ends, 0)
+    for member in range(GROUPS):
+        head = kv_head * GROUPS + member
+        for begin in range(block * KEYS // QUERIES * QUERIES, last, QUERIES):
+            rows = begin + tl.arange(0, QUERIES)
+            exists = rows < tokens
+            q = _rows(query, q_head, q_row, head, rows, exists, KEY_DIM, KEY_WIDTH)
+            do = _rows(grad, g_head, g_row, head, rows, exists, VALUE_DIM, VALUE_WIDTH)
+            statistics = tl.load(logsumexp + head * tokens + rows, mask=exists, other=0.0)
+            own_delta = tl.load(delta + head * tokens + rows, mask=exists, other=0.0)
+            allowed = (columns[None, :] <= rows[:, None]) & (rows[:, None] < ends[None, :])
+            if WINDOWED:
+                depth = tl.load(table + 1 + tokens + rows, mask=exists, other=0)
+                allowed = allowed & (depth[:, None] - above[None, :] < window)
+            weights, grad_scores = _weights(q, k, v, do, allowed, scale, statistics, own_delta, PRECISION)
+            value_acc += tl.dot(tl.trans(weights).to(do.dtype), do, input_precision=PRECISION)
+            key_acc += tl.dot(tl.trans(grad_scores).to(q.dtype), q, input_precision=PRECISION)
+    _store(grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc, KEY_DIM, KEY_WIDTH)
+    _store(grad_value, gv_head, gv_row, kv_head, columns, inside, value_acc, VALUE_DIM, VALUE_WIDTH)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def stack_keys_kernel(
+    query, key, value, prefix_key, prefix_value, table, out, logsumexp, grad, delta, grad_key, grad_value,
+    q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row, g_head, g_row,
+    gk_head, gk_row, gv_head, gv_row,
+    tokens, scale, window,
+    GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Adds the gradients of a block of the stack's keys and values to what is there."""
+    block, kv_head = tl.program_id(0), tl.program_id(1)
+    start = tl.load(table)
+    if block * KEYS >= start:
+        return
+    columns = block * KEYS + tl.arange(0, KEYS)
+    inside = columns < start
+    k = _rows(prefix_key, pk_head, pk_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
+    v = _rows(prefix_value, pv_head, pv_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
+    key_acc = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
+    value_acc = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
+    for member in range(GROUPS):
+        head = kv_head * GROUPS + member
+        for begin in range(0, tokens, QUERIES):
+            rows = begin + tl.arange(0, QUERIES)
+            exists = rows < tokens
+            q = _rows(query, q_head, q_row, head, rows, exists, KEY_DIM, KEY_WIDTH)
+            do = _rows(grad, g_head, g_row, head, rows, exists, VALUE_DIM, VALUE_WIDTH)
+            statistics = tl.load(logsumexp + head * tokens + rows, mask=exists, other=0.0)
+            own_delta = tl.load(delta + head * tokens + rows, mask=exists, other=0.0)
+            allowed = inside[None, :] & exists[:, None]
+            if WINDOWED:
+                depth = tl.load(table + 1 + tokens + rows, mask=exists, other=0)
+                allowed = allowed & (depth[:, None] - columns[None, :] < window)
+            weights, grad_scores = _weights(q, k, v, do, allowed, scale, statistics, own_delta, PRECISION)
+            value_acc += tl.dot(tl.trans(weights).to(do.dtype), do, input_precision=PRECISION)
+            key_acc += tl.dot(tl.trans(grad_scores).to(q.dtype), q, input_precision=PRECISION)
+    _add(grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc, KEY_DIM, KEY_WIDTH)
+    _add(grad_value, gv_head, gv_row, kv_head, columns, inside, value_acc, VALUE_DIM, VALUE_WIDTH)

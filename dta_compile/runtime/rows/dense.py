@@ -1,0 +1,126 @@
+"""From dense values of the call to what the tree reads: codes for keys, and entries for rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.passes.program import Axis, ChunkInput, Frame, FrontierValue, Layout, Program
+from dta_compile.runtime.rows.batch_rows import BatchRows, Booleans, Integers, codes_of
+from dta_compile.runtime.rows.buffers import Gathered
+from dta_compile.runtime.rows.upload import upload
+
+
+class Sizes:
+    """Numbers for the size symbols of one call."""
+
+    def __init__(self, program: Program) -> None:
+        self._sources = program.input_symbols
+
+    def evaluate(self, expr: sympy.Expr | None, args: Sequence[object]) -> int:
+        """The value of a size expression for the call's inputs; None counts as 1."""
+        return 1 if expr is None else int(self.value(expr, args))
+
+    def number(self, value: Any, args: Sequence[object]) -> Any:
+        """A symbolic number as the number that it is for the call's inputs; anything else as it is."""
+        if isinstance(value, torch.SymBool):
+            return bool(self._substituted(value.node.expr, args))
+        return self.value(value.node.expr, args) if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+
+    def value(self, expr: sympy.Expr, args: Sequence[object]) -> int | float:
+        """The value of an expression of sizes and numbers, a `float` if it is no integer."""
+        found = self._substituted(expr, args)
+        return int(found) if found.is_integer else float(found)
+
+    def values(self, args: Sequence[object]) -> dict[sympy.Symbol, int]:
+        """The value of every symbol that an input gives."""
+        return {symbol: self._value(symbol, args) for symbol in self._sources}
+
+    def _substituted(self, expr: sympy.Expr, args: Sequence[object]) -> sympy.Expr:
+        return expr.subs({symbol: self._value(symbol, args) for symbol in expr.free_symbols})
+
+    def _value(self, symbol: Any, args: Sequence[Any]) -> int:
+        index, dim = self._sources[symbol]
+        return args[index] if dim is None else int(args[index].shape[dim])
+
+    def window(self, frame: Frame, args: Sequence[object]) -> tuple[int, int]:
+        """`(start, length)` of a frame."""
+        return self.evaluate(frame.start, args), self.evaluate(frame.length, args)
+
+
+def entries_first(value: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A dense value as `[entries, *features]`, entries counting sequences, then tokens."""
+    leading = [i for i, axis in enumerate(layout.dims) if axis is not None]
+    leading.sort(key=lambda i: layout.dims[i] is not Axis.BATCH)
+    features = [i for i, axis in enumerate(layout.dims) if axis is None]
+    value = value.permute(*leading, *features)
+    return value.reshape(-1, *value.shape[len(leading) :])
+
+
+def entry_index(item: ChunkInput, sequences: Integers, columns: Integers, window: tuple[int, int]) -> Integers:
+    """Which entry each (sequence, column) reads; columns outside the value's window read any entry (never used)."""
+    start, length = window
+    offsets = np.clip(columns - start, 0, length - 1)
+    return sequences * length + offsets if item.layout.is_over_sequences else offsets
+
+
+def gathered(
+    item: ChunkInput, value: torch.Tensor, rows: BatchRows, positions: Integers, window: tuple[int, int]
+) -> Gathered:
+    """A chunk input read at the given positions of the batch."""
+    index = entry_index(item, *rows.coordinates(positions), window)
+    return Gathered(entries_first(value, item.layout), upload(index, value.device))
+
+
+def key_codes(item: ChunkInput, value: torch.Tensor, batch: int, tokens: int, window: tuple[int, int]) -> Integers:
+    """`[B, S]` codes of a key value, equal where the value is equal."""
+    entries = entries_first(value.detach(), item.layout)
+    return over_batch(item.layout, codes_of(to_numpy(entries)), batch, tokens, window)
+
+
+def used_tokens(
+    value: FrontierValue,
+    dense: Mapping[fx.Node, torch.Tensor],
+    batch: int,
+    tokens: int,
+    window: Callable[[Any], tuple[int, int]],
+) -> Booleans:
+    """`[B, S]` tokens at which a frontier value is used; `window` gives `(start, length)` of a frame."""
+    used = np.zeros((batch, tokens), bool)
+    for use in value.uses:
+        start, length = window(use.frame)
+        part = np.zeros((batch, tokens), bool)
+        part[:, start : start + length] = True
+        for one in use.conditions:
+            entries = to_numpy(entries_first(dense[one.node] != 0, one.layout).reshape(-1))
+            part &= over_batch(one.layout, entries, batch, tokens, window(one.layout.frame)) == one.holds
+        used |= part
+    return used
+
+
+def over_batch(
+    layout: Layout, entries: npt.NDArray[Any], batch: int, tokens: int, window: tuple[int, int]
+) -> npt.NDArray[Any]:
+    """`[B, S]` entry that every token reads of a value's `[entries]`, as `entry_index` says."""
+    start, length = window
+    offsets = np.clip(np.arange(tokens) - start, 0, length - 1)
+    if not layout.is_over_sequences:
+        return np.broadcast_to(entries[offsets], (batch, tokens))
+    by_sequence = entries.reshape(batch, -1)
+    if by_sequence.shape[1] == 1:
+        return np.broadcast_to(by_sequence, (batch, tokens))
+    return by_sequence if window == (0, tokens) else np.take(by_sequence, offsets, axis=1)
+
+
+def to_numpy(value: torch.Tensor) -> npt.NDArray[np.generic]:
+    """Bits of a tensor on the host; dtypes that numpy lacks are reinterpreted as integers of their size."""
+    value = value.cpu()
+    if value.dtype in (torch.bfloat16, torch.float16):
+        value = value.contiguous().view(torch.int16)
+    return value.numpy()

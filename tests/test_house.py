@@ -1,0 +1,130 @@
+"""The house: imports go one way, between modules and between folders, and a folder can be taken in at one look.
+
+Every import counts, also those under TYPE_CHECKING and inside functions. A name that a folder's `__init__` only passes
+on counts as imported from where it is defined. Such an `__init__` stands above its folder, and each file at the top
+stands for itself.
+"""
+
+import ast
+import collections
+import functools
+import graphlib
+import pathlib
+
+ROOT = pathlib.Path(__file__).parents[1]
+MOST_FILES = 15
+
+
+class House:
+    """The modules of a package, by dotted name, and what each of them imports."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.files, self.imported, self.passed_on = {}, {}, {}
+        for path in sorted(folder.rglob("*.py")):
+            parts = (folder.name, *path.relative_to(folder).with_suffix("").parts)
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            self.files[name], self.imported[name] = path, list(imports(ast.parse(path.read_text())))
+            if parts[-1] == "__init__":
+                self.passed_on[name] = {one: (module, one) for module, one in self.imported[name] if one}
+
+    def source(self, module, name):
+        """The module that `from module import name` needs."""
+        origin = self.passed_on.get(module, {}).get(name, (module, name))
+        if origin != (module, name) and origin[0] in self.files:
+            return self.source(*origin)
+        return f"{module}.{name}" if f"{module}.{name}" in self.files else module
+
+    @functools.cached_property
+    def needs(self):
+        """By module, the other modules of the package that it imports."""
+        return {
+            name: {self.source(*one) for one in found if one[0] in self.files} - {name}
+            for name, found in self.imported.items()
+        }
+
+    def room(self, module):
+        """Where a module stands: its folder, or by itself at the top and if it lists a folder."""
+        path = self.files[module].relative_to(self.folder)
+        is_list = path.name == "__init__.py" and bool(self.needs[module])
+        return str(path if is_list or len(path.parts) == 1 else path.parent)
+
+    @property
+    def rooms(self):
+        """By room, the other rooms that its modules import."""
+        found = collections.defaultdict(set)
+        for module, needed in self.needs.items():
+            found[self.room(module)] |= {self.room(other) for other in needed} - {self.room(module)}
+        return found
+
+    def reached(self, *folders):
+        """The modules of some folders, and all that these import in turn."""
+        pending = [
+            name for name in self.files if name.startswith(tuple(f"{self.folder.name}.{one}" for one in folders))
+        ]
+        found = set()
+        while pending:
+            if (name := pending.pop()) not in found:
+                found.add(name)
+                pending += self.needs[name]
+        return found
+
+
+def imports(tree):
+    """(module, name) for every imported name; the name is empty if it is the module itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"line {node.lineno}: a relative import"
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+
+
+def cycle(needs):
+    """Names that import each other in a ring, the first one again at the end; empty if there are none."""
+    try:
+        graphlib.TopologicalSorter(needs).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1][::-1]
+    return []
+
+
+HOUSE = House(ROOT / "dta_compile")
+
+
+def test_modules_do_not_import_each_other():
+    assert not cycle(HOUSE.needs)
+
+
+def test_folders_do_not_import_each_other():
+    assert not cycle(HOUSE.rooms)
+
+
+def test_plans_and_rollouts_need_no_torch():
+    found = HOUSE.reached("plan", "rollouts")
+    assert len(found) > 20
+    assert not [name for name in found if any(module.split(".")[0] == "torch" for module, _ in HOUSE.imported[name])]
+
+
+def test_folders_can_be_taken_in_at_one_look():
+    sizes = collections.Counter(path.parent for path in HOUSE.files.values())
+    assert not {str(folder): size for folder, size in sizes.items() if size > MOST_FILES}
+
+
+def test_cycles_are_found(tmp_path):
+    """Through an `__init__` that passes a name on, TYPE_CHECKING and a function; or between folders alone."""
+    package = tmp_path / "pack"
+    contents = {
+        "__init__.py": "from pack.upper.one import A\n",
+        "upper/one.py": "def f():\n    from pack.lower.two import B\n",
+        "lower/two.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pack import A\n",
+        "lower/three.py": "import pack.upper.four\n",
+        "upper/four.py": "import math\n",
+    }
+    for name, text in contents.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    assert set(cycle(House(package).needs)) == {"pack.upper.one", "pack.lower.two"}
+    (package / "lower/two.py").write_text("")
+    assert not cycle(House(package).needs)
+    assert set(cycle(House(package).rooms)) == {"upper", "lower"}

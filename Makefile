@@ -23,7 +23,7 @@ help:
 	@echo "make test-all   the same with the tests that take long"
 	@echo "make bench      set up, then the speed floors (benchmarks/floors.py)"
 	@echo "make bench-all  set up, then every baseline, with plots; BENCH=\"--suite full\" takes hours"
-	@echo "make fuzz       set up, then N=2000 drawn programs against eager on all cores, reproducible by SEED=7"
+	@echo "make fuzz       set up, then 200 drawn programs against eager on all cores; more and others by N=2000 SEED=7"
 	@echo "make lint       set up, then ruff and mypy only"
 	@echo "make format     set up, then let ruff rewrite the code"
 	@echo "make clean      remove the environment, caches and build results"

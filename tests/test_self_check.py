@@ -255,3 +255,27 @@ def test_without():
     compiled = dta(nn.Sequential(TinyLM(layers=1)), verify="off")
     compiled(shared_ids())
     assert check_line(compiled) is None
+
+
+@pytest.mark.parametrize("counts_padding", [True, False])
+def test_a_metric_that_counts_padding_is_refused_though_no_gradient_tells_of_it(counts_padding):
+    torch._dynamo.reset()
+    model, ids = TinyLM(layers=1), shared_ids(4, 9)
+    mask = torch.arange(9) < torch.tensor([[9], [6], [9], [7]])
+
+    def function(ids, mask):
+        found = log_probs(model(ids, mask), ids)
+        loss = (found * mask[:, 1:]).sum() / mask[:, 1:].sum()
+        with torch.no_grad():
+            counted = found if counts_padding else found.masked_fill(~mask[:, 1:], -torch.inf)
+            largest = (counted + 5).exp().max()
+        return loss, largest, found
+
+    compiled = dta(function, **SMALL_CHUNKS)
+    if counts_padding:
+        with pytest.raises(VerificationError, match=r"output 1 \(max.*depends on padding") as caught:
+            compiled(ids, mask)
+        assert "largest = (counted + 5).exp().max()" in caught.value.where
+    else:
+        assert_same(compiled(ids, mask)[:2], function(ids, mask)[:2])
+        assert "within" in check_line(compiled)

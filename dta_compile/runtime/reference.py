@@ -5,7 +5,8 @@ is handed out: by default the first, on a few of its rows (`self_check`); "first
 
 What the comparison allows is a share of the largest entry, and in addition what rounding may do: a loss that is the
 difference of equal sums is nothing but rounding. So the epilogue is run once more on rounded frontier values; and if
-there is padding, once on others there, which shows what outputs depend on it.
+there is padding, twice on others there, which shows what outputs depend on it: such entries of tokens are not compared,
+and an output of whole sequences, a metric say, is refused.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from torch import fx
 
 from dta_compile.capture.as_captured import as_captured
 from dta_compile.errors import DTAError, VerificationError
-from dta_compile.passes.axes.layouts import is_tensor
+from dta_compile.passes.axes.layouts import expression, is_tensor
 from dta_compile.passes.cuts.other_batches import programs_of
-from dta_compile.passes.program import Program, ancestors
+from dta_compile.passes.program import Program, ancestors, where
 from dta_compile.runtime.call import Call, Run
 from dta_compile.runtime.measure.budget import default_budget
 from dta_compile.runtime.sample import NotSampled, indices_from_values, sample
@@ -181,6 +182,8 @@ def compare(
         VerificationError: naming what differs.
     """
     probe = _Probe(program, run)
+    for i in range(len(expected)):
+        probe.require_no_padding(i)
     compared = [probe.compare_output(i, theirs) for i, theirs in enumerate(expected)]
     outputs = max((x for x in compared if x is not None), default=None)
     kept = [i for i, out in enumerate(run.outputs) if compared[i] is not None and probe.is_differentiable(i, out)]
@@ -203,7 +206,11 @@ class _Probe:
         self.padding = [run.call.padding(i) for i in range(len(run.frontier))]
         self.rounded = self._outputs([self._rounded(value) for value in run.frontier])
         self.has_padding = any(mask is not None for mask in self.padding)
-        self.padded = self._outputs([*map(self._padded, run.frontier, self.padding)]) if self.has_padding else ()
+        self.padded: tuple[Any, ...] = ()
+        self.plausible: tuple[Any, ...] = ()
+        if self.has_padding:
+            self.padded = self._outputs([*map(self._padded, run.frontier, self.padding)])
+            self.plausible = self._outputs([*map(self._plausible, run.frontier, self.padding)])
         self.masks: dict[int, torch.Tensor] = {}
         self.choices = set() if self.dtype in (torch.float64, torch.float32) else _choices(program)
 
@@ -232,6 +239,40 @@ class _Probe:
             return torch.where(mask, torch.where(other == 0, torch.ones_like(value), other), value)
         other = self._random(value) * 10 * max(_largest(value), 1.0)
         return torch.where(mask, other.to(value.dtype), value)
+
+    def _plausible(self, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """The value with numbers at padding as they are elsewhere."""
+        value = value.detach()
+        if mask is None or not value.is_floating_point() or bool(mask.all()):
+            return value
+        low, high = value[~mask].aminmax()
+        share = torch.rand(value.shape, generator=self.generator, device=value.device, dtype=torch.float32)
+        return torch.where(mask, low + (high - low) * share.to(value.dtype), value)
+
+    def require_no_padding(self, index: int) -> None:
+        """Refuse an output without a token axis that padding changes: no gradient need ever tell of a metric's use."""
+        node, mine = self.program.outputs[index], self.run.outputs[index]
+        if not (self.has_padding and isinstance(mine, torch.Tensor) and isinstance(node, fx.Node)):
+            return
+        if self._is_over_tokens(node):
+            return
+        mine, other = _real(mine.detach()), _real(self.plausible[index])
+        changed = (other - mine).abs() > self.tolerance * _largest(mine) if mine.is_floating_point() else other != mine
+        if bool((changed & mine.isfinite() & other.isfinite()).any()):
+            raise VerificationError(
+                f"output {index} ({node}) depends on padding, which the prefix tree does not compute",
+                where=where(node),
+                expected="values of real tokens, masked before they are counted",
+                got="another value with other numbers at padding",
+                hint="multiply by the mask before the mean, or masked_fill before the maximum; "
+                "options={'verify': 'off'} accepts it as it is",
+            )
+
+    def _is_over_tokens(self, node: fx.Node) -> bool:
+        """Whether an output has a dimension whose size depends on the number of tokens."""
+        assert self.program.tokens is not None
+        symbols = self.program.tokens.free_symbols
+        return any(expression(size).free_symbols & symbols for size in node.meta["val"].shape)
 
     def compare_output(self, index: int, theirs: Any) -> float | None:
         """The largest relative difference of an output; None if it cannot be compared."""

@@ -33,7 +33,7 @@ class Operands(NamedTuple):
     prefix_value: torch.Tensor
     chunk: ChunkShape
     table: Callable[[], ChunkTable]
-    scale: float  # positive, see `passes.attention_capture`: torch's and FlashAttention's kernels need it to be
+    scale: float  # positive, as kernels need it: see `passes.lowering.attention_capture`
     window: int  # 0: none; else a token reads itself and the `window - 1` tokens above it
 
 

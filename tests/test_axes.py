@@ -323,3 +323,14 @@ def test_refusals_name_the_axis_and_the_line(program: Callable[..., Any], reason
     with pytest.raises(RefusalError) as caught:
         torch.compile(program, backend="dta", options=SMALL_CHUNKS)(model, shared_ids(5, 9))
     assert reason in str(caught.value) and line in str(caught.value)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_convolutions_of_single_tokens_run_also_where_a_chunk_has_no_head_row(groups: int) -> None:
+    kernel = nn.Conv1d(WIDTH, WIDTH, 1, groups=groups, dtype=torch.float64)
+
+    def program(m: Odd, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = m.block(kernel(m.embedding(ids).transpose(1, 2)).view(len(ids), WIDTH, -1).transpose(1, 2))
+        return (kernel(h.transpose(1, 2)).transpose(1, 2)[:, -2:],)
+
+    compare(program, (shared_ids(5, 9),), (shared_ids(4, 4),))

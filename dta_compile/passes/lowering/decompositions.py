@@ -81,6 +81,26 @@ def _repeat(x: torch.Tensor, repeats: list[Any]) -> Any:
     return x.expand(*wanted).clone(memory_format=torch.contiguous_format)
 
 
+def _convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> Any:
+    """A convolution of single places is a linear map of each; torch's own takes no empty inputs (no head rows, say)."""
+    is_wide = not all(_is(size, 1) for size in weight.shape[2:]) or any(n != 1 for n in stride) or any(padding)
+    if is_wide or transposed:
+        return NotImplemented
+    kernels = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1])
+    mapped = torch.einsum("...gi,goi->...go", x.movedim(1, -1).unflatten(-1, (groups, -1)), kernels).flatten(-2)
+    return (mapped if bias is None else mapped + bias).movedim(-1, 1).contiguous()
+
+
 def _is(size: Any, number: int) -> bool:
     """Whether a size is that number in every call."""
     return isinstance(size, int) and size == number
@@ -92,6 +112,7 @@ TABLE = {
     aten.copy.default: _copied,
     aten.native_group_norm.default: _group_norm,
     aten.repeat.default: _repeat,
+    aten.convolution.default: _convolution,
 }
 
 

@@ -12,7 +12,7 @@ from dta_compile import records
 from dta_compile.errors import RefusalError, RuntimeContractError
 
 TOLERANCE = 1e-9  # relative, in float64
-NOISE_FLOOR = 1e-5  # of the largest gradient: less is zero but for rounding (times TOLERANCE: 45 epsilons of that)
+NOISE_FLOOR = 1e-6  # a gradient that is zero but for rounding is compared on the scale of the others
 PERTURBATION, STEEPEST = 1e-13, 1e5  # programs that magnify rounding more than that show nothing
 
 

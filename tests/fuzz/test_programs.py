@@ -24,6 +24,38 @@ def test_drawn_programs_equal_eager_or_are_refused_by_name(number):
     assert kind not in ("wrong", "crashed"), detail
 
 
+class Saturated(torch.nn.Module):
+    """The gradient of `score` is what is left of two thousands that cancel."""
+
+    def __init__(self):
+        super().__init__()
+        self.score, self.values = torch.nn.Parameter(torch.tensor([50.0])), torch.nn.Parameter(torch.tensor([1e3, 2e3]))
+
+    def forward(self, scale):
+        return torch.cat([self.score, 0 * self.score]).softmax(0) @ self.values * scale
+
+
+@pytest.mark.parametrize(("error", "kind"), [(1e-13, "equal"), (1e-8, "wrong")])
+def test_the_oracle_knows_how_far_a_gradient_that_cancels_is_rounding(error, kind):
+    def backend(module, _):
+        def run(*inputs):
+            score = next(t for t in inputs if isinstance(t, torch.nn.Parameter) and t.shape == (1,))
+            return tuple(result + error * (score.sum() - 50) for result in module(*inputs))
+
+        return run
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model, calls = Saturated(), [{"scale": torch.tensor(1.0)}]
+        expected = [oracle.measure(model, model, lambda scale: (None,), call) for call in calls]
+        found = oracle.attempt(Saturated, lambda scale: (None,), calls, expected, backend=backend)
+    finally:
+        torch.set_default_dtype(before)
+        torch._dynamo.reset()
+    assert found[0] == kind, found
+
+
 def test_the_oracle_sees_wrong_values_crashes_and_refusals():
     def returns(change):
         def backend(module, _):

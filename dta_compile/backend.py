@@ -14,8 +14,7 @@ from torch import fx
 from dta_compile import records
 from dta_compile.capture import dynamo
 from dta_compile.capture.as_captured import as_captured
-from dta_compile.capture.generation import attention_calls, uses_kv_cache
-from dta_compile.capture.written_out import trains_parameters, written_out_attention
+from dta_compile.capture.classify import Captured, Kind, classify
 from dta_compile.errors import DTAError, OptionError, RefusalError
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
@@ -26,19 +25,9 @@ logger = logging.getLogger("dta_compile")
 
 Compiled = Callable[..., Sequence[Any]]
 
-GENERATION = (
-    "a call without gradients reads or returns a KV cache, as generation does: such calls run as captured "
-    "(for scoring over the prefix tree, pass use_cache=False)"
-)
-
 SEVERAL_BATCHES = (
     "the model runs on batches of different sizes in one function: each has a prefix tree of its own (padded to one "
     "size and concatenated, they would share what their rows have in common)"
-)
-
-NO_ATTENTION = (
-    "a graph that trains parameters has no scaled_dot_product_attention: it runs as captured, and rows share nothing "
-    "(state-space, recurrent and convolutional models do not run over a prefix tree)"
 )
 
 
@@ -59,48 +48,42 @@ def dta(
         parsed = Options.parse(options)
     except OptionError as error:
         return Refused(error)
-    own_symbols = dynamo.restore_duck_shapes()
-    records.note_graph_break(dynamo.graph_break(module))
-    if not any(attention_calls(module)):
-        return without_attention(module, parsed)
-    dynamo.trace_again_with_symbolic_sizes(module.graph)
-    return compile_graph(module, parsed, own_symbols)
-
-
-def without_attention(module: fx.GraphModule, options: Options) -> Compiled:
-    """The graph as it is, unless what it trains is attention in another spelling."""
-    if not _is_training(module):
-        return as_captured(module)
-    error = written_out_attention(module)
-    if error is not None:
-        return _refused(error, module, options)
-    if trains_parameters(module):
-        records.current().log_once(NO_ATTENTION)
-    return as_captured(module)
-
-
-def compile_graph(module: fx.GraphModule, options: Options, own_symbols: bool = False) -> Compiled:
-    """An engine for a captured graph, or what runs in its place; `own_symbols`: traced without duck shapes."""
-    dynamo.allow_one_more_graph()
+    graph = classify(module)
     record = records.current()
-    record.count_graph()
+    record.note_graph(graph)
+    if graph.kind is Kind.PLAIN:
+        return _plain(graph.module, graph.note)
     try:
-        training = _is_training(module)
-        if not training and uses_kv_cache(module):
-            raise GraphWithoutAttention(GENERATION)
+        if graph.refusal is not None:
+            raise graph.refusal
         started = time.perf_counter()
-        program = _analyse(module, training, options.codegen, own_symbols)
-        engine = Engine(program, options, compile_seconds=time.perf_counter() - started)
-        record.engines.append(engine)
-        if engine.rest is not None:
-            record.log_once(SEVERAL_BATCHES)
-        return records.recorded(engine)
+        program = _analyse(graph, parsed)
+        engine = Engine(program, parsed, compile_seconds=time.perf_counter() - started)
     except GraphWithoutAttention as plain:
-        if plain.log:
-            record.log_once(plain.log)
-        return as_captured(module)
+        return _plain(graph.module, plain.log)
     except RefusalError as refusal:
-        return _refused(refusal, module, options)
+        return _refused(refusal, graph.module, parsed)
+    if engine.rest is not None:
+        record.log_once(SEVERAL_BATCHES)
+    record.engines.append(engine)
+    return records.recorded(engine)
+
+
+def _analyse(graph: Captured, options: Options) -> Program:
+    try:
+        with _autograd_of_our_own():
+            program = Program(graph.module, graph.training, options.codegen, graph.own_symbols)
+            return run_passes(program, skip=options.skip_passes)
+    except AmbiguousAxes as ambiguous:
+        if graph.own_symbols and ambiguous.refusal is not None:
+            raise ambiguous.refusal from None
+        dynamo.trace_again_without_duck_shapes(already=graph.own_symbols)
+
+
+def _plain(module: fx.GraphModule, note: str | None) -> Compiled:
+    if note:
+        records.current().log_once(note)
+    return as_captured(module)
 
 
 def _refused(refusal: RefusalError, module: fx.GraphModule, options: Options) -> Compiled:
@@ -109,25 +92,6 @@ def _refused(refusal: RefusalError, module: fx.GraphModule, options: Options) ->
         logger.warning("dta: running densely, as fallback='dense' says: %s", error)
         return as_captured(module)
     return Refused(error)
-
-
-def _analyse(module: fx.GraphModule, training: bool, codegen: str, own_symbols: bool) -> Program:
-    if sharded := dynamo.sharded_part(module):
-        raise RefusalError(
-            "a part of the model is sharded while it runs: per-layer sharding, tensor, context and pipeline parallelism"
-            " are not supported",
-            expected="all parameters on every rank for the length of a step",
-            got=sharded,
-            hint="use DDP, or one fully_shard(module, reshard_after_forward=False) around what is compiled",
-        )
-    dynamo.unify_equal_sizes(module.graph)
-    try:
-        with _autograd_of_our_own():
-            return run_passes(Program(module, training, codegen, own_symbols))
-    except AmbiguousAxes as ambiguous:
-        if own_symbols and ambiguous.refusal is not None:
-            raise ambiguous.refusal from None
-        dynamo.trace_again_without_duck_shapes(already=own_symbols)
 
 
 @contextlib.contextmanager
@@ -146,8 +110,3 @@ class Refused:
 
     def __call__(self, *args: Any) -> Any:
         raise self.error
-
-
-def _is_training(module: fx.GraphModule) -> bool:
-    inputs = (node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder")
-    return torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)

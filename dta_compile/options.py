@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dta_compile.errors import OptionError
@@ -19,6 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fallback": ("raise", "dense"),
     "codegen": ("auto", "eager", "inductor"),
 }
+SKIPPABLE_PASSES = ("head_rows", "lm_head", "codegen", "in_place")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Options:
             first batch is large enough that it pays within 100 steps.
         cache_dir: folder of the calibration that "auto" goes by (a string or path), or "off" to read and write none;
             None is $DTA_CACHE_DIR, else $XDG_CACHE_HOME/dta_compile, else ~/.cache/dta_compile.
+        skip_passes: names of compiler passes to leave out, to find the one at fault when results are wrong; those that
+            a program does not need: "head_rows", "lm_head", "codegen", "in_place".
     """
 
     chunk_size: int = 2048
@@ -56,6 +59,7 @@ class Options:
     cuda_graphs: bool = True
     codegen: str = "auto"
     cache_dir: str | None = None
+    skip_passes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._set("chunk_size", _integer("chunk_size", self.chunk_size, least=1))
@@ -66,6 +70,7 @@ class Options:
         self._set("cuda_graphs", _bool("cuda_graphs", self.cuda_graphs))
         if self.cache_dir is not None:
             self._set("cache_dir", _path("cache_dir", self.cache_dir))
+        self._set("skip_passes", _names("skip_passes", self.skip_passes, SKIPPABLE_PASSES))
 
     def _set(self, key: str, value: object) -> None:
         object.__setattr__(self, key, value)
@@ -117,6 +122,15 @@ def _path(key: str, value: object) -> str:
     if not isinstance(path, str) or not path:
         raise OptionError(f"bad value for option {key!r}", expected='a path, "off" or None', got=repr(value))
     return path
+
+
+def _names(key: str, value: object, known: tuple[str, ...]) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise OptionError(f"bad value for option {key!r}", expected="a list of names", got=repr(value))
+    names = tuple(value)
+    for name in names:
+        _check_choice(key, name, known)
+    return names
 
 
 def _check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:

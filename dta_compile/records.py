@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dta_compile.capture import dynamo
+from dta_compile.capture.classify import Captured
 from dta_compile.errors import OptionError, RefusalError
 from dta_compile.plan import Plan
 from dta_compile.runtime.engine import Engine
@@ -26,7 +27,7 @@ class Record:
         engines: those of its graphs that run over a tree, oldest first.
         logged: the lines that it logged already.
         plan: that of the latest call which ran over a tree.
-        graphs: how many graphs Dynamo captured for it, those that run as captured included.
+        graphs: how many graphs with attention Dynamo captured for it, those that run as captured included.
     """
 
     engines: list[Engine] = dataclasses.field(default_factory=list)
@@ -38,8 +39,13 @@ class Record:
         """A copied or unpickled callable is compiled anew, so it starts with an empty record."""
         return Record, ()
 
-    def count_graph(self) -> None:
-        """Count a new graph; warn when there are more than training, scoring and generation need."""
+    def note_graph(self, graph: Captured) -> None:
+        """Count a new graph with attention, and warn when there are more than training, scoring and generation need;
+        remember the break that it ends in."""
+        if graph.graph_break is not None:
+            _last_break[:] = [graph.graph_break]
+        if not graph.has_attention:
+            return
         self.graphs += 1
         if self.graphs == MANY_GRAPHS:
             logger.warning(
@@ -58,12 +64,6 @@ class Record:
 
 # The latest graph break: what a refusal of the graph after it names as its cause.
 _last_break: list[str] = []
-
-
-def note_graph_break(graph_break: str | None) -> None:
-    """Remember why the graph now being compiled ended early, if it did."""
-    if graph_break is not None:
-        _last_break[:] = [graph_break]
 
 
 def current() -> Record:

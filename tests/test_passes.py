@@ -92,7 +92,7 @@ def targets(module):
 
 
 def test_passes_run_in_their_listed_order(program):
-    assert list(program.timings) == [step.__name__ for step in PASSES]
+    assert list(program.timings) == [step.name for step in PASSES]
 
 
 def test_masks_are_classified_and_gone(program):
@@ -224,7 +224,7 @@ def test_graphs_can_be_dumped(tmp_path, monkeypatch):
         compiled(*inputs)
     folders = sorted(tmp_path.iterdir())
     assert [folder.name for folder in folders] == ["graph_000", "graph_001"]
-    names = [f"{i:02d}_{step.__name__}.txt" for i, step in enumerate(PASSES)]
+    names = [f"{i:02d}_{step.name}.txt" for i, step in enumerate(PASSES)]
     assert all(sorted(path.name for path in folder.iterdir()) == sorted(names) == names for folder in folders)
     assert "addmm_" in (folders[0] / names[PASSES.index(accumulate)]).read_text()
 

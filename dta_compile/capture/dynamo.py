@@ -57,10 +57,18 @@ def allow_one_more_graph() -> None:
     Past that limit (8 graphs a function) Dynamo runs the function eagerly with no more than a warning, which would be a
     dense run while training. The limit is reached soon: every transformers model is called through the one wrapper
     function of a decorator, so that policy, reference model and each kind of generation step take places of the same 8.
-    Runaway recompilation has a warning of ours (`records.Record.count_graph`).
+    Runaway recompilation has a warning of ours (`records.Record.note_graph`).
+
+    The limit is that of the function now being compiled, which torch has from 2.13 on; before that, everybody's. That
+    for all graphs of a function, by whatever backend, makes room for one more of ours.
     """
-    torch._dynamo.config.recompile_limit += 1
-    torch._dynamo.config.accumulated_recompile_limit += 1
+    config, conversion = torch._dynamo.config, _calling("ConvertFrameAssert")
+    if conversion is not None and hasattr(conversion, "_recompile_limit"):
+        own = conversion._recompile_limit
+        conversion._recompile_limit = (config.recompile_limit if own is None else own) + 1
+    else:
+        config.recompile_limit += 1
+    config.accumulated_recompile_limit += 1
 
 
 def trace_again_without_duck_shapes(already: bool) -> NoReturn:

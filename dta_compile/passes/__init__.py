@@ -25,13 +25,14 @@ import logging
 import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 
 from dta_compile.passes.axes.input_sizes import input_sizes
 from dta_compile.passes.axes.token_axis import token_axis
 from dta_compile.passes.axes.token_rules import register_token_rule
 from dta_compile.passes.chunk.chunk_graph import chunk_graph
 from dta_compile.passes.chunk.lm_head import lm_head
+from dta_compile.passes.contracts import Pass
 from dta_compile.passes.cuts.dense_graphs import dense_graphs
 from dta_compile.passes.cuts.head_rows import head_rows
 from dta_compile.passes.cuts.other_batches import other_batches
@@ -40,6 +41,8 @@ from dta_compile.passes.cuts.regions import regions
 from dta_compile.passes.fusion.codegen import codegen
 from dta_compile.passes.gradients.accumulate import accumulate
 from dta_compile.passes.gradients.joint import joint
+from dta_compile.passes.invariants import Snapshot, check
+from dta_compile.passes.listing import listing, sign
 from dta_compile.passes.lowering.lower import lower
 from dta_compile.passes.masks.attention import attention
 from dta_compile.passes.memory.in_place import in_place
@@ -47,8 +50,6 @@ from dta_compile.passes.memory.working_memory import working_memory
 from dta_compile.passes.program import GraphWithoutAttention, Program
 
 __all__ = ["PASSES", "GraphWithoutAttention", "Program", "register_token_rule", "run_passes"]
-
-Pass = Callable[[Program], None]
 
 PASSES: tuple[Pass, ...] = (
     lower,
@@ -72,19 +73,44 @@ PASSES: tuple[Pass, ...] = (
 logger = logging.getLogger("dta_compile")
 
 
-def run_passes(program: Program, passes: Sequence[Pass] = PASSES) -> Program:
-    """Run passes in order, timing each; `DTA_DEBUG=<directory>` writes graphs after every pass to a folder there."""
+def run_passes(
+    program: Program, passes: Sequence[Pass] = PASSES, skip: Collection[str] = (), stop_after: str | None = None
+) -> Program:
+    """Run passes in order; between them the program's invariants are checked.
+
+    `DTA_DEBUG=<directory>` writes the program's listing after every pass to a folder there.
+
+    Args:
+        skip: names of passes to leave out; a program runs without those that `may_be_skipped`.
+        stop_after: name of the last pass to run; None: run all. What is left unfilled cannot be run.
+
+    Raises:
+        ContractError: a pass breaks its contract or an invariant, which is a bug of ours.
+    """
+    assert {*skip, stop_after} <= {None, *(step.name for step in PASSES)}, (skip, stop_after)
     folder = _new_folder(os.environ.get("DTA_DEBUG"))
     for number, step in enumerate(passes, len(PASSES) - len(passes)):
+        if step.name in skip:
+            continue
         start = time.perf_counter()
-        step(program)
-        program.timings[step.__name__] = time.perf_counter() - start
+        _run(step, program)
+        program.timings[step.name] = time.perf_counter() - start
         if folder is not None:
-            _dump(program, folder / f"{number:02d}_{step.__name__}.txt")
+            (folder / f"{number:02d}_{step.name}.txt").write_text(listing(program))
+        if step.name == stop_after:
+            return program
     logger.debug("passes: %s", {name: f"{seconds:.2f} s" for name, seconds in program.timings.items()})
     if program.rest is not None:
-        run_passes(program.rest, PASSES[PASSES.index(token_axis) :])
+        run_passes(program.rest, PASSES[PASSES.index(token_axis) :], skip)
     return program
+
+
+def _run(step: Pass, program: Program) -> None:
+    before = Snapshot(program)
+    step(program)
+    sign(program, step.name)
+    before.compare(step)
+    check(program, step)
 
 
 def _new_folder(directory: str | None) -> pathlib.Path | None:
@@ -95,19 +121,3 @@ def _new_folder(directory: str | None) -> pathlib.Path | None:
     folder = next(path for path in numbers if not path.exists())
     folder.mkdir(parents=True)
     return folder
-
-
-def _dump(program: Program, file: pathlib.Path) -> None:
-    modules = {
-        "lowered": program.module,
-        "chunk": program.chunk,
-        "prologue": program.prologue,
-        "epilogue": program.epilogue,
-        "forward": program.joint and program.joint.forward,
-        "backward": program.joint and program.joint.backward,
-    }
-    if program.joint is not None and program.joint.generated is not None:
-        pieces = program.joint.generated.pieces.values()
-        modules |= {piece.__name__: piece.body for each in pieces for piece in each}
-    text = "\n\n".join(f"# {part}\n{module.graph}" for part, module in modules.items() if module is not None)
-    file.write_text(text)

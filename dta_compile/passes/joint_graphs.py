@@ -25,7 +25,7 @@ class Generated(Protocol):
         """Compile what these graphs call and nobody compiled before."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class JointGraphs:
     """The executable graphs of a chunk. All take `path`, then the chunk graph's inputs, in the chunk graph's order.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import sympy
@@ -203,7 +203,7 @@ class Use:
         return f"[{self.frame.start}:+{self.frame.length}]" + (f" where {text}" if text else "")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class FrontierValue:
     """A per-token value that leaves the token region: rows `[rows, *features]` of it become dense again.
 
@@ -223,51 +223,71 @@ class FrontierValue:
 
 @dataclasses.dataclass
 class Program:
-    """A captured call and all that the passes found out about it, in pass order."""
+    """A captured call and all that the passes found out about it, in pass order; see `contracts` for who writes what.
+
+    Containers are frozen once the pass that fills them has run.
+    """
 
     captured: fx.GraphModule
     training: bool
     codegen: str = "eager"  # as in `Options`; after the pass of this name no longer "auto"
     own_symbols: bool = False  # Dynamo gave every size a symbol of its own, also where sizes are equal
-    inputs: list[Input] = dataclasses.field(default_factory=list)
     # lower
+    inputs: Sequence[Input] = ()
     module: fx.GraphModule = None
-    placeholders: list[fx.Node] = dataclasses.field(default_factory=list)
-    draws: list[fx.Node] = dataclasses.field(default_factory=list)  # nodes that draw random numbers, in order
+    placeholders: Sequence[fx.Node] = ()
+    draws: Sequence[fx.Node] = ()  # nodes that draw random numbers, in order
     # token_axis
     batch: sympy.Expr | None = None
     tokens: sympy.Expr | None = None
-    values: dict[fx.Node, Value] = dataclasses.field(default_factory=dict)
-    input_layouts: dict[tuple[fx.Node, fx.Node], Layout] = dataclasses.field(default_factory=dict)
-    parameter_dependent: set[fx.Node] = dataclasses.field(default_factory=set)
-    roots: dict[fx.Node, frozenset[fx.Node]] = dataclasses.field(default_factory=dict)
-    other_batches: set[fx.Node] = dataclasses.field(default_factory=set)  # leads to attention over other sizes only
+    values: Mapping[fx.Node, Value] = dataclasses.field(default_factory=dict)
+    input_layouts: Mapping[tuple[fx.Node, fx.Node], Layout] = dataclasses.field(default_factory=dict)
+    parameter_dependent: Set[fx.Node] = frozenset()
+    roots: Mapping[fx.Node, frozenset[fx.Node]] = dataclasses.field(default_factory=dict)
+    other_batches: Set[fx.Node] = frozenset()  # leads to attention over other sizes only
     # attention
-    attention: list[AttentionLayer] = dataclasses.field(default_factory=list)
+    attention: Sequence[AttentionLayer] = ()
     # regions
-    region: set[fx.Node] = dataclasses.field(default_factory=set)
-    frontier: list[FrontierValue] = dataclasses.field(default_factory=list)
+    region: Set[fx.Node] = frozenset()
+    frontier: Sequence[FrontierValue] = ()
     # prefix_key
-    trunk: set[fx.Node] = dataclasses.field(default_factory=set)
-    trunk_inputs: list[ChunkInput] = dataclasses.field(default_factory=list)
-    head_inputs: list[ChunkInput] = dataclasses.field(default_factory=list)
-    constant_inputs: list[fx.Node] = dataclasses.field(default_factory=list)
-    trunk_keys: list[ChunkInput] = dataclasses.field(default_factory=list)
-    head_keys: list[ChunkInput] = dataclasses.field(default_factory=list)
+    trunk: Set[fx.Node] = frozenset()
+    trunk_inputs: Sequence[ChunkInput] = ()
+    head_inputs: Sequence[ChunkInput] = ()
+    constant_inputs: Sequence[fx.Node] = ()
+    trunk_keys: Sequence[ChunkInput] = ()
+    head_keys: Sequence[ChunkInput] = ()
     # chunk_graph
-    region_parameters: list[Input] = dataclasses.field(default_factory=list)
+    region_parameters: Sequence[Input] = ()
     chunk: fx.GraphModule = None
     # dense_graphs
-    prologue_nodes: list[fx.Node] = dataclasses.field(default_factory=list)
+    prologue_nodes: Sequence[fx.Node] = ()
     prologue: fx.GraphModule = None
     epilogue: fx.GraphModule = None
-    epilogue_dense_inputs: list[fx.Node] = dataclasses.field(default_factory=list)
-    row_epilogue: fx.GraphModule | Mixed = None  # of one row; Mixed: why there is none
+    epilogue_dense_inputs: Sequence[fx.Node] = ()
+    row_epilogue: fx.GraphModule | Mixed | None = None  # of one row; Mixed: why there is none
     # other_batches
     rest: Program | None = None  # in place of the epilogue, if that has attention over a batch of other sizes
-    # joint and accumulate
+    # joint
     joint: JointGraphs = None  # type: ignore[assignment]
+    # Of the runner: seconds by pass, and the fields that have been filled.
     timings: dict[str, float] = dataclasses.field(default_factory=dict)
+    filled: Set[str] = frozenset({"captured", "training", "codegen", "own_symbols"})
+
+    @classmethod
+    def lowered(
+        cls,
+        module: fx.GraphModule,
+        training: bool,
+        codegen: str,
+        own_symbols: bool,
+        inputs: Sequence[Input],
+        placeholders: Sequence[fx.Node],
+    ) -> Program:
+        """A program whose captured graph is lowered already, and draws no random numbers."""
+        program = cls(module, training, codegen, own_symbols, inputs, module, placeholders)
+        program.filled |= {"inputs", "module", "placeholders", "draws"}
+        return program
 
     @property
     def graph(self) -> fx.Graph:

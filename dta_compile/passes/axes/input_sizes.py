@@ -15,25 +15,29 @@ from torch import fx
 
 from dta_compile.ops.library import ATTENTION_CALL
 from dta_compile.passes.axes.layouts import sizes
+from dta_compile.passes.contracts import contract
 from dta_compile.passes.program import AmbiguousAxes, InputKind, Program
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
+@contract(reads=["module", "placeholders", "own_symbols"], rewrites=["inputs"])
 def input_sizes(program: Program) -> None:
     """Give computed weights their kind in `program.inputs`, and weights and ids constant feature sizes."""
     calls = program.graph.find_nodes(op="call_function", target=ATTENTION_CALL)
     tokens = {sizes(call.args[0])[2] for call in calls}
     counting = {symbol for call in calls for dim in (0, 2) for symbol in sizes(call.args[0])[dim].free_symbols}
-    for index, (node, spec) in enumerate(zip(program.placeholders, program.inputs, strict=True)):
+    inputs = list(program.inputs)
+    for index, (node, spec) in enumerate(zip(program.placeholders, inputs, strict=True)):
         if spec.kind is InputKind.DIFFERENTIABLE_DATA and calls:
             if counting.isdisjoint(symbol for size in sizes(node) for symbol in size.free_symbols):
                 _fix(node, range(len(sizes(node))))
-                program.inputs[index] = dataclasses.replace(spec, kind=InputKind.PARAMETER)
+                inputs[index] = dataclasses.replace(spec, kind=InputKind.PARAMETER)
             elif not program.own_symbols:
                 raise AmbiguousAxes()  # a weight may be as wide as the batch is long
         elif spec.kind is InputKind.DATA and node.meta["val"].dtype in INTEGERS and len(sizes(node)) > 2:
             _fix(node, _codebooks(node, counting, tokens))
+    program.inputs = inputs
 
 
 def _codebooks(node: fx.Node, counting: set[sympy.Symbol], tokens: set[sympy.Expr]) -> list[int]:

@@ -7,6 +7,7 @@ the operation and the user's line.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 
 import sympy
 import torch
@@ -17,6 +18,7 @@ from dta_compile.ops.library import ATTENTION_CALL
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule, expression, sizes
 from dta_compile.passes.axes.position_tables import index_position_tables
 from dta_compile.passes.axes.token_rules import pointwise, rule_for
+from dta_compile.passes.contracts import contract
 from dta_compile.passes.program import (
     AmbiguousAxes,
     Axis,
@@ -35,17 +37,32 @@ from dta_compile.passes.program import (
 aten = torch.ops.aten
 
 
+@contract(
+    reads=["inputs", "placeholders", "draws"],
+    fills=["batch", "tokens", "values", "input_layouts", "parameter_dependent", "roots", "other_batches"],
+    rewrites=["module"],
+)
 def token_axis(program: Program) -> None:
     """Fill `program.batch`, `.tokens`, `.values`, `.parameter_dependent`, `.roots` and `.input_layouts`."""
     _find_axes(program)
     index_position_tables(program)
+    values: dict[fx.Node, Value] = {}
+    roots: dict[fx.Node, frozenset[fx.Node]] = {}
+    layouts: dict[tuple[fx.Node, fx.Node], Layout] = {}
+    dependent: set[fx.Node] = set()
+    # Rules read what has been found so far.
+    program.values, program.roots, program.input_layouts, program.parameter_dependent = (
+        values,
+        roots,
+        layouts,
+        dependent,
+    )
     for node in program.graph.nodes:
         if node.op == "output":
             continue
-        depends = _depends_on_parameters(program, node)
-        if depends:
-            program.parameter_dependent.add(node)
-        program.values[node] = _interpret(program, node)
+        if _depends_on_parameters(program, node):
+            dependent.add(node)
+        values[node] = _interpret(program, node, roots, layouts)
 
 
 def _find_axes(program: Program) -> None:
@@ -115,19 +132,24 @@ def _depends_on_parameters(program: Program, node: fx.Node) -> bool:
     return has_tensor(node) and any(arg in program.parameter_dependent for arg in node.all_input_nodes)
 
 
-def _interpret(program: Program, node: fx.Node) -> Value:
+def _interpret(
+    program: Program,
+    node: fx.Node,
+    roots: dict[fx.Node, frozenset[fx.Node]],
+    layouts: dict[tuple[fx.Node, fx.Node], Layout],
+) -> Value:
     if not has_tensor(node):
         return None
     if node.op == "placeholder":
         spec = program.inputs[program.placeholders.index(node)]
-        program.roots[node] = frozenset([node])
+        roots[node] = frozenset([node])
         if spec.kind is InputKind.PARAMETER:
             return Layout((None,) * node.meta["val"].dim())
         if spec.kind is InputKind.DIFFERENTIABLE_DATA:
             return Mixed(f"the input {spec.name} requires a gradient", node)
         return layout_by_shape(program, node)
     dense = node not in program.parameter_dependent
-    value = apply_rule(program, node, program.values, program.input_layouts)
+    value = apply_rule(program, node, program.values, layouts)
     if not dense:
         return _in_own_batch(program, node, value) if isinstance(value, Layout) else value
     # Outside the token region any operator may run: shapes say where the axes are, and token-wise ones pass on roots.
@@ -136,8 +158,8 @@ def _interpret(program: Program, node: fx.Node) -> Value:
     shaped = layout_by_shape(program, node)
     had_axes = any(_is_labelled(program.values[arg]) for arg in arguments)
     keeps_positions = value == shaped and (had_axes or not _is_labelled(shaped))
-    inherited = frozenset().union(*(program.roots[arg] for arg in arguments))
-    program.roots[node] = inherited if keeps_positions and arguments else frozenset([node])
+    inherited = frozenset().union(*(roots[arg] for arg in arguments))
+    roots[node] = inherited if keeps_positions and arguments else frozenset([node])
     return shaped
 
 
@@ -163,7 +185,7 @@ def _is_labelled(value: Value) -> bool:
 def apply_rule(
     program: Program,
     node: fx.Node,
-    values: dict[fx.Node, Value],
+    values: Mapping[fx.Node, Value],
     adopted: dict[tuple[fx.Node, fx.Node], Layout] | None,
 ) -> Value:
     """The value of a call node given those of its arguments; layouts that dense arguments take on go to `adopted`."""

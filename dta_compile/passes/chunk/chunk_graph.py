@@ -16,6 +16,7 @@ from torch import fx
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION
 from dta_compile.passes.axes.layouts import sizes
+from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import is_uniform
 from dta_compile.passes.program import Axis, ChunkInput, InputKind, Layout, Program, has_tensor, where
 
@@ -25,6 +26,14 @@ SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 TAKES_A_TENSOR = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor)
 
 
+@contract(
+    reads=[
+        *("inputs", "placeholders", "batch", "tokens", "input_layouts", "attention"),
+        *("region", "frontier", "trunk", "trunk_inputs", "head_inputs"),
+    ],
+    fills=["chunk", "region_parameters"],
+    rewrites=["module", "values", "constant_inputs"],
+)
 def chunk_graph(program: Program) -> None:
     """Fill `program.chunk`, `.region_parameters`, and add sizes used as numbers to `.constant_inputs`."""
     builder = _Builder(program)
@@ -211,8 +220,8 @@ class _Builder:
                     scalar = self.program.graph.call_function(aten.scalar_tensor.default, (arg,), {"dtype": dtype})
                 scalar.meta["val"] = torch.empty((), dtype=dtype, device="meta")
                 node.replace_input_with(arg, scalar)
-                self.program.values[scalar] = Layout(())
-                self.program.constant_inputs.append(scalar)
+                self.program.values = {**self.program.values, scalar: Layout(())}
+                self.program.constant_inputs = [*self.program.constant_inputs, scalar]
 
     def _fix_argument(self, node: fx.Node) -> bool:
         """Make a number given to the function a constant, under a guard; False: it counts rows or tokens."""

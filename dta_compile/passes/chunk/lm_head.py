@@ -21,6 +21,7 @@ from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB
 from dta_compile.passes.chunk.chunk_inputs import fake_inputs, free_sizes
 from dta_compile.passes.chunk.vocabulary import CAST, Kind, Reading, Reduction, Scaling
+from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import TRANSPOSITIONS, swaps
 from dta_compile.passes.program import Program, ancestors
 
@@ -31,6 +32,19 @@ LINEAR_LAYERS = (aten.mm.default, aten.addmm.default)
 LEAST_VOCABULARY = 2**15
 
 
+@contract(
+    reads=[
+        "training",
+        "placeholders",
+        "attention",
+        "region_parameters",
+        "constant_inputs",
+        "trunk_inputs",
+        "head_inputs",
+    ],
+    rewrites=["chunk"],
+    may_be_skipped=True,
+)
 def lm_head(program: Program) -> None:
     """Rewrite `program.chunk`."""
     graph = program.chunk.graph

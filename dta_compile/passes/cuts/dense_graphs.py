@@ -11,11 +11,28 @@ from typing import Any
 
 from torch import fx
 
+from dta_compile.passes.contracts import contract
 from dta_compile.passes.cuts.row_epilogue import row_epilogue
 from dta_compile.passes.lowering.draws import place_draws
 from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor
 
 
+@contract(
+    reads=[
+        *("training", "module", "placeholders", "draws", "batch", "tokens", "values", "parameter_dependent"),
+        *(
+            "attention",
+            "region",
+            "frontier",
+            "trunk_inputs",
+            "head_inputs",
+            "constant_inputs",
+            "trunk_keys",
+            "head_keys",
+        ),
+    ],
+    fills=["prologue_nodes", "prologue", "epilogue", "epilogue_dense_inputs", "row_epilogue"],
+)
 def dense_graphs(program: Program) -> None:
     """Fill `program.prologue`, `.epilogue`, what passes between them, and `.row_epilogue`."""
     frontier = {value.node for value in program.frontier}
@@ -31,7 +48,7 @@ def dense_graphs(program: Program) -> None:
     ]
     program.prologue_nodes = prologue_nodes(program)
     program.prologue = graph_of(program, [], program.prologue_nodes, draws.prologue)
-    received = [value.node for value in program.frontier] + program.epilogue_dense_inputs
+    received = [*(value.node for value in program.frontier), *program.epilogue_dense_inputs]
     program.epilogue = graph_of(program, received, program.outputs, draws.epilogue)
     if program.training:
         outside = frontier | set(program.epilogue_dense_inputs)
@@ -54,7 +71,7 @@ def _is_dense_tensor(program: Program, node: fx.Node) -> bool:
 
 
 def _chunks_need(program: Program) -> list[fx.Node]:
-    chunk_inputs = program.trunk_inputs + program.head_inputs + program.trunk_keys + program.head_keys
+    chunk_inputs = [*program.trunk_inputs, *program.head_inputs, *program.trunk_keys, *program.head_keys]
     nodes: dict[fx.Node, None] = dict.fromkeys(item.node for item in chunk_inputs)
     nodes.update(dict.fromkeys(program.constant_inputs))
     nodes.update(dict.fromkeys(condition.node for condition in program.conditions))

@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument, is_tensor
+from dta_compile.passes.contracts import contract
 from dta_compile.passes.program import Condition, FrontierValue, Layout, Program, Use, Value
 
 aten = torch.ops.aten
@@ -58,13 +59,19 @@ ZERO_OF_ZERO = (*COPIES, aten.neg.default, aten.abs.default, aten.sum.dim_IntLis
 CONSTRUCTORS = (aten.scalar_tensor.default, aten.full.default, aten.full_like.default)
 
 
+@contract(
+    reads=["module", "batch", "values", "parameter_dependent", "region"], rewrites=["frontier"], may_be_skipped=True
+)
 def head_rows(program: Program) -> None:
     """Narrow `uses` of every frontier value."""
     reads, nonzero = _reads(program), _nonzero(program)
+    narrowed = []
     for value in program.frontier:
         by_sequence = value.layout.is_over_sequences or program.batch is None
         if by_sequence and not value.is_cache:
-            value.uses = _combined(value, reads[value.node], nonzero[value.node])
+            value = dataclasses.replace(value, uses=_combined(value, reads[value.node], nonzero[value.node]))
+        narrowed.append(value)
+    program.frontier = narrowed
 
 
 def _combined(value: FrontierValue, reads: Iterable[Use], nonzero: frozenset[Conditions]) -> tuple[Use, ...]:

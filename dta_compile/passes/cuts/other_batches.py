@@ -11,10 +11,19 @@ import torch
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.library import ATTENTION_CALL
+from dta_compile.passes.contracts import contract
 from dta_compile.passes.cuts.dense_graphs import graph_of, prologue_nodes
 from dta_compile.passes.program import Input, InputKind, Program, where
 
 
+@contract(
+    reads=[
+        *("training", "codegen", "own_symbols", "inputs", "module", "placeholders", "other_batches", "attention"),
+        *("frontier", "epilogue", "trunk_inputs", "head_inputs", "constant_inputs", "trunk_keys", "head_keys"),
+    ],
+    fills=["rest"],
+    rewrites=["prologue_nodes", "prologue", "epilogue_dense_inputs"],
+)
 def other_batches(program: Program) -> None:
     """Fill `program.rest` if there is attention left; it starts with what the pass `lower` fills."""
     left = [node for node in program.epilogue.graph.nodes if node.target is ATTENTION_CALL]
@@ -43,7 +52,8 @@ def other_batches(program: Program) -> None:
     program.epilogue_dense_inputs = []
     program.prologue_nodes = prologue_nodes(program)
     program.prologue = graph_of(program, [], program.prologue_nodes)
-    program.rest = Program(module, program.training, program.codegen, program.own_symbols, inputs, module, placeholders)
+    settings = program.training, program.codegen, program.own_symbols
+    program.rest = Program.lowered(module, *settings, inputs, placeholders)
 
 
 def _refuse_random_operators(program: Program) -> None:

@@ -9,11 +9,16 @@ from __future__ import annotations
 from torch import fx
 
 from dta_compile.errors import RefusalError
+from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.min_cut import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.graphs.nodes import is_uniform
 from dta_compile.passes.program import ChunkInput, Layout, Program, ancestors, where
 
 
+@contract(
+    reads=["module", "values", "input_layouts", "parameter_dependent", "roots", "attention", "region", "frontier"],
+    fills=["trunk", "trunk_inputs", "head_inputs", "constant_inputs", "trunk_keys", "head_keys"],
+)
 def prefix_key(program: Program) -> None:
     """Fill `program.trunk`, the chunk inputs of trunk and head, and the prologue values that key them."""
     nodes = [node for node in program.graph.nodes if node in program.region]
@@ -25,7 +30,7 @@ def prefix_key(program: Program) -> None:
     per_token = [node for node in nodes if _has_token_axis(program, node)]
     reads_head_inputs = {user for item in head_only for user in _users(program, item)}
     frontier = {value.node for value in program.frontier}
-    program.trunk = cheapest_cut(
+    trunk = cheapest_cut(
         per_token,
         lambda node: _cost(program, node),
         first=seen_later & set(per_token),
@@ -33,7 +38,7 @@ def prefix_key(program: Program) -> None:
         leaving=frontier,
     )
     # A weight (a transposed matrix) belongs wherever it is used; here it only has to come before the trunk.
-    program.trunk |= {node for node in nodes if node not in set(per_token)}
+    program.trunk = trunk | {node for node in nodes if node not in set(per_token)}
     program.trunk_inputs = [item for item in inputs if any(user in program.trunk for user in _users(program, item))]
     program.head_inputs = [item for item in inputs if any(user not in program.trunk for user in _users(program, item))]
     program.constant_inputs = _constant_inputs(program, nodes)

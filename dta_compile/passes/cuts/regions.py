@@ -12,6 +12,7 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.axes.layouts import expression, memory_order
+from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.min_cut import bytes_per_token, cheapest_cut, is_float, is_per_token
 from dta_compile.passes.masks.attention import cache_outputs, mixing_refusal
 from dta_compile.passes.program import (
@@ -29,6 +30,11 @@ aten = torch.ops.aten
 DROPOUT = (aten.native_dropout.default, aten.bernoulli.p)
 
 
+@contract(
+    reads=["training", "batch", "values", "parameter_dependent", "attention", "draws"],
+    fills=["region", "frontier"],
+    rewrites=["module"],
+)
 def regions(program: Program) -> None:
     """Fill `program.region` and `program.frontier`."""
     of_masks = {node for layer in program.attention if layer.mask for node in layer.mask.leaves}
@@ -48,10 +54,8 @@ def regions(program: Program) -> None:
     feeds_others = {node for node in candidates if outputs & {node} or any(user in others for user in node.users)}
     forced = before_last_attention | {node for node in candidates if _uses_weights(program, node)}
     forced = ancestors(list(forced)) & set(candidates)
-    program.region = cheapest_cut(
-        candidates, lambda node: _cost(program, node), first=forced, last=set(), leaving=feeds_others
-    )
-    program.region |= ancestors(list(program.region)) & {node for node in live if _is_weight(program, node)}
+    region = cheapest_cut(candidates, lambda node: _cost(program, node), first=forced, last=set(), leaving=feeds_others)
+    program.region = region | ancestors(list(region)) & {node for node in live if _is_weight(program, node)}
     caches = cache_outputs(program)
     program.frontier = [
         _frontier_value(program, node, node in caches)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dta_compile.passes.contracts import contract
 from dta_compile.passes.fusion.inductor import generate
 from dta_compile.passes.fusion.piece import Piece, outlined
 
@@ -84,6 +85,7 @@ class GeneratedCode:
         return text + (f"; {len(self.failures)} failed and run as ATen operators" if self.failures else "")
 
 
+@contract(reads=["attention"], rewrites=["codegen", "joint"], may_be_skipped=True)
 def codegen(program: Program) -> None:
     """Set `program.codegen` to what is done, "eager" or "inductor", and rewrite the executable graphs."""
     if program.codegen == "auto":
@@ -95,7 +97,8 @@ def codegen(program: Program) -> None:
     for module in dict.fromkeys(modules.values()):
         module.graph = outlined(module.graph, joint.sizes, known)
         module.graph.lint()
-    joint.generated = GeneratedCode({name: pieces_of(module) for name, module in modules.items()})
+    generated = GeneratedCode({name: pieces_of(module) for name, module in modules.items()})
+    program.joint = dataclasses.replace(joint, generated=generated)
 
 
 def _worthwhile(program: Program) -> bool:

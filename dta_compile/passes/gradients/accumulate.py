@@ -15,6 +15,7 @@ from torch import fx
 from dta_compile.ops.add_product import ADD_PRODUCT
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
+from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import TRANSPOSITIONS, call, is_item, swaps
 from dta_compile.passes.program import Program, output_node
 
@@ -22,6 +23,7 @@ aten = torch.ops.aten
 IN_PLACE = (aten.addmm_.default, aten.add_.Tensor, aten.index_add_.default, ADD_PRODUCT, LINEAR_LOG_PROB_BACKWARD_)
 
 
+@contract(rewrites=["joint"])
 def accumulate(program: Program) -> None:
     """Rewrite `program.joint.backward`: it takes one accumulator per gradient as its last inputs and returns nothing.
 

@@ -6,6 +6,7 @@ chunk tokens and head rows. The trace is then cut in two (`saved_values`, `parti
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from dta_compile.errors import RefusalError
 from dta_compile.passes.chunk.chunk_inputs import chunk_device, fake_inputs, free_sizes
 from dta_compile.passes.chunk_sizes import ChunkSizes, total
+from dta_compile.passes.contracts import contract
 from dta_compile.passes.gradients.partition import JointTrace, backward_graph, choose_saved, forward_graph
 from dta_compile.passes.gradients.simplify import simplify
 from dta_compile.passes.graphs.new_values import write_to_new_values
@@ -29,12 +31,19 @@ from dta_compile.passes.program import Program, output_node, where
 aten = torch.ops.aten
 
 
+@contract(
+    reads=["placeholders", "attention", "chunk", "region_parameters", "constant_inputs", "trunk_inputs", "head_inputs"],
+    fills=["joint"],
+    rewrites=["training", "frontier"],
+)
 def joint(program: Program) -> None:
     """Fill `program.joint`."""
     candidates = _differentiable(program) if program.training else []
     trace = _joint_trace(program, candidates)
-    for i in set(candidates) - set(trace.tangents):
-        program.frontier[i].differentiable = False  # computed from frozen parameters alone
+    program.frontier = [
+        dataclasses.replace(value, differentiable=i in trace.tangents) if i in candidates else value
+        for i, value in enumerate(program.frontier)  # those computed from frozen parameters alone are not
+    ]
     program.training = bool(trace.tangents)
     if not program.training:
         cache_only, forward_only = forward_graph(trace, []), forward_graph(trace, trace.outputs)

@@ -7,7 +7,7 @@ drawn after something that only the epilogue can draw. Chunks never draw: tokens
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
@@ -34,8 +34,8 @@ def _draws(node: fx.Node) -> bool:
 class Draws:
     """Where random numbers are drawn; `late`: what reads no parameter, but has to wait for the epilogue's draws."""
 
-    prologue: list[fx.Node]
-    epilogue: list[fx.Node]
+    prologue: Sequence[fx.Node]
+    epilogue: Sequence[fx.Node]
     late: set[fx.Node]
 
 
@@ -55,7 +55,7 @@ def place_draws(program: Program, chunks_need: Iterable[fx.Node]) -> Draws:
     return Draws(draws[:first], draws[first:], late)
 
 
-def _descendants(program: Program, nodes: list[fx.Node]) -> set[fx.Node]:
+def _descendants(program: Program, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     found = set(nodes)
     for node in program.graph.nodes:
         if not found.isdisjoint(node.all_input_nodes):

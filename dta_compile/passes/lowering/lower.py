@@ -25,6 +25,7 @@ from dta_compile.errors import RefusalError
 from dta_compile.ops import autograd_function
 from dta_compile.ops.draw_capture import DrawCapture
 from dta_compile.ops.library import STOP_GRADIENT
+from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.new_values import write_to_new_values
 from dta_compile.passes.graphs.sizes import sizes_from_inputs
 from dta_compile.passes.lowering import decompositions, row_loops
@@ -45,6 +46,7 @@ aten = torch.ops.aten
 GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
 
+@contract(reads=["captured", "training"], fills=["inputs", "module", "placeholders", "draws"])
 def lower(program: Program) -> None:
     """Fill `program.inputs`, `.module` and `.placeholders` from `program.captured`."""
     captured = program.captured

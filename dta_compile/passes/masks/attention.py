@@ -9,6 +9,7 @@ from dta_compile.errors import RefusalError
 from dta_compile.ops.library import ATTENTION_CALL
 from dta_compile.passes.axes.layouts import sizes, through_copies
 from dta_compile.passes.axes.token_axis import own_attention
+from dta_compile.passes.contracts import contract
 from dta_compile.passes.masks.proof import Mask
 from dta_compile.passes.program import (
     AttentionLayer,
@@ -21,16 +22,23 @@ aten = torch.ops.aten
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
+@contract(
+    reads=["placeholders", "inputs", "draws", "batch", "tokens", "other_batches"],
+    fills=["attention"],
+    rewrites=["module", "values", "parameter_dependent"],
+)
 def attention(program: Program) -> None:
     """Fill `program.attention`; every call gets the true KV heads and loses its mask, which is now a `Mask`."""
     calls = own_attention(program)
     masks: dict[fx.Node, Mask] = {}
+    layers = []
     for index, node in enumerate(calls):
         _require_token_wise(program, node)
         mask = _mask(program, node, masks)
         query, key, value, _, _, scale = node.args
         node.args = (query, *_with_true_heads(program, key, value), None, True, scale)
-        program.attention.append(_describe(index, node, mask))
+        layers.append(_describe(index, node, mask))
+    program.attention = layers
 
 
 def cache_outputs(program: Program) -> set[fx.Node]:
@@ -147,8 +155,8 @@ def _cast_like(program: Program, source: fx.Node, cast: fx.Node) -> fx.Node:
         moved = program.graph.call_function(cast.target, (source,), cast.kwargs)
     moved.meta = dict(cast.meta)
     moved.meta["val"] = source.meta["val"].to(cast.meta["val"].dtype)
-    program.values[moved] = program.values[source]
-    program.parameter_dependent.add(moved)
+    program.values = {**program.values, moved: program.values[source]}
+    program.parameter_dependent = program.parameter_dependent | {moved}
     return moved
 
 

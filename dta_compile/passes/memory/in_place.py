@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.operators import IN_PLACE_VARIANTS
 from dta_compile.passes.graphs.storage import owner, same_memory_format, storages
 from dta_compile.passes.program import Program, has_tensor, writes_in_place
@@ -19,6 +20,7 @@ aten = torch.ops.aten
 COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 
 
+@contract(rewrites=["joint"], may_be_skipped=True)
 def in_place(program: Program) -> None:
     """Rewrite the executable graphs of `program.joint`."""
     joint = program.joint

@@ -8,6 +8,7 @@ is a few numbers per row, as whole intermediate values stay in registers.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 
@@ -18,19 +19,22 @@ from dta_compile.ops import linear_log_prob
 from dta_compile.ops.add_product import ADD_PRODUCT
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.passes.chunk_sizes import Bytes, ChunkSizes, Peaks, total
+from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import is_item
 from dta_compile.passes.graphs.storage import Storage, storages, view_source
 from dta_compile.passes.program import Program, has_tensor
 
 
+@contract(rewrites=["joint"])
 def working_memory(program: Program) -> None:
     """Fill `program.joint.working`."""
     joint = program.joint
-    joint.working = {
+    working = {
         name: peaks_of(getattr(joint, name).graph, joint.sizes) for name in ("cache_only", "forward_only", "forward")
     }
     if joint.backward is not None:
-        joint.working["backward"] = peaks_of(joint.backward.graph, joint.sizes, frees_inputs=True)
+        working["backward"] = peaks_of(joint.backward.graph, joint.sizes, frees_inputs=True)
+    program.joint = dataclasses.replace(joint, working=working)
 
 
 def peaks_of(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = False) -> Peaks:

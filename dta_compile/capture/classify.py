@@ -1,0 +1,106 @@
+"""What kind of graph Dynamo captured, told before any pass: for the tree, for a run as it is, or for neither."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import torch
+from torch import fx
+
+from dta_compile.capture import dynamo
+from dta_compile.capture.generation import attention_calls, uses_kv_cache
+from dta_compile.capture.written_out import trains_parameters, written_out_attention
+from dta_compile.errors import RefusalError
+
+__all__ = ["Captured", "Kind", "classify"]
+
+GENERATION = (
+    "a call without gradients reads or returns a KV cache, as generation does: such calls run as captured "
+    "(for scoring over the prefix tree, pass use_cache=False)"
+)
+
+NO_ATTENTION = (
+    "a graph that trains parameters has no scaled_dot_product_attention: it runs as captured, and rows share nothing "
+    "(state-space, recurrent and convolutional models do not run over a prefix tree)"
+)
+
+
+class Kind(enum.Enum):
+    """What becomes of a captured graph."""
+
+    TREE = "runs over a prefix tree, if the passes can prove it equivalent"
+    PLAIN = "runs as captured"
+    REFUSED = "does not run"
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A captured graph and what is known of it from the capture alone.
+
+    Attributes:
+        module: Dynamo's graph; with symbolic batch and token sizes if it is for the tree.
+        kind: what becomes of it.
+        training: gradients are on, and flow to an input.
+        has_attention: it calls `scaled_dot_product_attention`.
+        own_symbols: every size has a symbol of its own, also where sizes are equal.
+        graph_break: why the graph ends before the function does, and where; None if it does not.
+        note: a line to log, for a plain graph.
+        refusal: the error, for a refused one.
+    """
+
+    module: fx.GraphModule
+    kind: Kind
+    training: bool
+    has_attention: bool
+    own_symbols: bool
+    graph_break: str | None
+    note: str | None = None
+    refusal: RefusalError | None = None
+
+
+def classify(module: fx.GraphModule) -> Captured:
+    """What kind of graph this is; a graph for the tree is traced again until its sizes are symbolic.
+
+    Called once for every graph that Dynamo hands over, while Dynamo waits for the result: tracing again is an exception
+    that passes through here, after which Dynamo calls with the next trace.
+    """
+    own_symbols = dynamo.restore_duck_shapes()
+    has_attention = any(attention_calls(module))
+    facts = Captured(
+        module, Kind.TREE, _is_training(module), has_attention, own_symbols, graph_break=dynamo.graph_break(module)
+    )
+    return _for_the_tree(facts) if has_attention else _without_attention(facts)
+
+
+def _without_attention(graph: Captured) -> Captured:
+    """A graph that runs as it is, unless what it trains is attention in another spelling."""
+    if not graph.training:
+        return dataclasses.replace(graph, kind=Kind.PLAIN)
+    if refusal := written_out_attention(graph.module):
+        return dataclasses.replace(graph, kind=Kind.REFUSED, refusal=refusal)
+    note = NO_ATTENTION if trains_parameters(graph.module) else None
+    return dataclasses.replace(graph, kind=Kind.PLAIN, note=note)
+
+
+def _for_the_tree(graph: Captured) -> Captured:
+    dynamo.trace_again_with_symbolic_sizes(graph.module.graph)
+    dynamo.allow_one_more_graph()
+    if not graph.training and uses_kv_cache(graph.module):
+        return dataclasses.replace(graph, kind=Kind.PLAIN, note=GENERATION)
+    if sharded := dynamo.sharded_part(graph.module):
+        refusal = RefusalError(
+            "a part of the model is sharded while it runs: per-layer sharding, tensor, context and pipeline parallelism"
+            " are not supported",
+            expected="all parameters on every rank for the length of a step",
+            got=sharded,
+            hint="use DDP, or one fully_shard(module, reshard_after_forward=False) around what is compiled",
+        )
+        return dataclasses.replace(graph, kind=Kind.REFUSED, refusal=refusal)
+    dynamo.unify_equal_sizes(graph.module.graph)
+    return graph
+
+
+def _is_training(module: fx.GraphModule) -> bool:
+    inputs = (node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder")
+    return torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs)

@@ -1,0 +1,126 @@
+"""What a pass declares of the program it works on, and how that is held against what it does.
+
+A field of a `Program` is filled by one pass, and from then on frozen but for passes that declare to rewrite it. A pass
+sees the program through a `View`, which gives it what it declares and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+from dta_compile.passes.program import Program
+
+__all__ = ["ContractError", "Pass", "contract"]
+
+FIELDS = frozenset(field.name for field in dataclasses.fields(Program)) - {"timings", "filled"}
+
+
+class ContractError(AssertionError):
+    """A pass did what it does not declare, or left the program in a state that breaks an invariant."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pass:
+    """A pass and its contract.
+
+    Attributes:
+        run: the pass itself.
+        reads: fields that earlier passes filled.
+        fills: fields that nobody filled before.
+        rewrites: fields of earlier passes that it replaces, or whose graphs it changes.
+        may_be_skipped: the program runs without it, only slower or with more memory.
+    """
+
+    run: Callable[[Program], None]
+    reads: frozenset[str]
+    fills: frozenset[str]
+    rewrites: frozenset[str]
+    may_be_skipped: bool
+
+    def __post_init__(self) -> None:
+        unknown = (self.reads | self.writes) - FIELDS
+        if unknown:
+            raise ContractError(f"{self.name}: a program has no {', '.join(sorted(unknown))}")
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+    @property
+    def writes(self) -> frozenset[str]:
+        """What is different after the pass."""
+        return self.fills | self.rewrites
+
+    def __call__(self, program: Program) -> None:
+        """Run over a program whose fields are what the passes before it left.
+
+        Raises:
+            ContractError: the pass touches what it does not declare, or runs too early or twice.
+        """
+        if missing := (self.reads | self.rewrites) - program.filled:
+            raise ContractError(f"{self.name} needs what no pass before it filled: {', '.join(sorted(missing))}")
+        if twice := self.fills & program.filled:
+            raise ContractError(f"{self.name} fills what is filled already: {', '.join(sorted(twice))}")
+        view = View(program, self)
+        self.run(cast(Program, view))
+        view.open()
+        for name in self.writes:
+            setattr(program, name, frozen(getattr(program, name)))
+        program.filled |= self.fills
+
+
+def contract(
+    *, reads: Iterable[str] = (), fills: Iterable[str] = (), rewrites: Iterable[str] = (), may_be_skipped: bool = False
+) -> Callable[[Callable[[Program], None]], Pass]:
+    """Makes a function over a `Program` a `Pass`; the arguments are those of `Pass`."""
+
+    def declare(run: Callable[[Program], None]) -> Pass:
+        return Pass(run, frozenset(reads), frozenset(fills), frozenset(rewrites), may_be_skipped)
+
+    return declare
+
+
+class View:
+    """A program as one pass may see it; after `open`, as it is, for what the pass made and still refers to it."""
+
+    __slots__ = ("_pass", "_program", "_readable")
+
+    def __init__(self, program: Program, step: Pass) -> None:
+        object.__setattr__(self, "_program", program)
+        object.__setattr__(self, "_pass", step)
+        object.__setattr__(self, "_readable", step.reads | step.writes)
+
+    def open(self) -> None:
+        """Show everything from now on; nothing can be written any more."""
+        object.__setattr__(self, "_readable", FIELDS)
+        object.__setattr__(self, "_pass", None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._readable:
+            return getattr(self._program, name)
+        if name in FIELDS:
+            raise ContractError(f"{self._pass.name} reads {name!r} without declaring it")
+        member = inspect.getattr_static(Program, name)
+        return member.__get__(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._pass is None or name not in self._pass.writes:
+            who = "nobody" if self._pass is None else self._pass.name
+            raise ContractError(f"{name!r} is written by {who}, who does not declare it")
+        setattr(self._program, name, value)
+
+
+def frozen(value: Any) -> Any:
+    """A container that cannot be changed; anything else as it is."""
+    match value:
+        case list():
+            return tuple(value)
+        case set():
+            return frozenset(value)
+        case dict():
+            return types.MappingProxyType(value)
+    return value

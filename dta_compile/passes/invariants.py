@@ -1,0 +1,222 @@
+"""What holds of a program between passes: one table of rules.
+
+A rule is checked as soon as the fields it speaks of are filled, and whenever a pass has written one of them since.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.ops.library import ATTENTION_CALL
+from dta_compile.passes.contracts import ContractError, Pass
+from dta_compile.passes.graphs.storage import storages, view_source
+from dta_compile.passes.listing import graphs
+from dta_compile.passes.program import Layout, Mixed, Program, has_tensor, output_node, writes_in_place
+
+__all__ = ["INVARIANTS", "Invariant", "Snapshot", "check"]
+
+Violations = Callable[[Program], Iterable[object]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Invariant:
+    """A rule.
+
+    Attributes:
+        text: what holds.
+        fields: of a program, that it speaks of.
+        violations: what breaks it, each printed as it is.
+    """
+
+    text: str
+    fields: frozenset[str]
+    violations: Violations
+
+
+_table: list[Invariant] = []
+
+
+def _rule(text: str, *fields: str) -> Callable[[Violations], Violations]:
+    def add(violations: Violations) -> Violations:
+        _table.append(Invariant(text, frozenset(fields), violations))
+        return violations
+
+    return add
+
+
+def check(program: Program, step: Pass) -> None:
+    """Raise `ContractError` for the first rule that `step` broke."""
+    for rule in INVARIANTS:
+        if rule.fields <= program.filled and rule.fields & step.writes:
+            for found in rule.violations(program):
+                raise ContractError(f"after {step.name}: {rule.text}; not so: {found}")
+
+
+class Snapshot:
+    """The nodes of a program's graphs, to see that a pass changes those only that it declares to rewrite."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.graphs = program, {name: _nodes(graph) for name, graph in graphs(program).items()}
+
+    def compare(self, step: Pass) -> None:
+        """Raise `ContractError` if `step` changed a graph of a field that it does not write."""
+        now = graphs(self.program)
+        for name, before in self.graphs.items():
+            if _FIELD_OF_GRAPH.get(name, "joint") not in step.writes and _nodes(now[name]) != before:
+                raise ContractError(f"{step.name} changed the graph {name!r} without declaring it")
+
+
+_FIELD_OF_GRAPH = {
+    "lowered": "module",
+    "chunk": "chunk",
+    "prologue": "prologue",
+    "epilogue": "epilogue",
+    "row_epilogue": "row_epilogue",
+}
+
+
+def _nodes(graph: fx.Graph) -> list[Any]:
+    return [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
+
+
+@_rule("every input of the call is a placeholder of the lowered graph, in order", "inputs", "placeholders", "module")
+def _inputs(program: Program) -> Iterator[object]:
+    found = [node for node in program.graph.nodes if node.op == "placeholder"]
+    if found != list(program.placeholders) or len(found) != len(program.inputs):
+        yield f"{len(program.inputs)} inputs, {len(program.placeholders)} of {len(found)} placeholders"
+
+
+@_rule("the lowered graph is functional, and each of its nodes knows its value", "module")
+def _functional(program: Program) -> Iterator[object]:
+    for node in program.graph.nodes:
+        if writes_in_place(node) or (node.op == "call_function" and "val" not in node.meta):
+            yield node.format_node()
+
+
+@_rule("every value of the lowered graph has been interpreted, with an axis for each dimension", "module", "values")
+def _interpreted(program: Program) -> Iterator[object]:
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        if node not in program.values:
+            yield f"{node.name} has no layout"
+        value, result = program.values.get(node), node.meta.get("val")
+        if isinstance(value, Layout) and isinstance(result, torch.Tensor) and len(value.dims) != result.dim():
+            yield f"{node.name}: {value} of {result.dim()} dimensions"
+
+
+@_rule("attention has neither masks nor another batch", "module", "attention", "other_batches")
+def _attention(program: Program) -> Iterator[object]:
+    calls = [n for n in program.graph.nodes if n.target is ATTENTION_CALL and n not in program.other_batches]
+    if set(calls) - {layer.node for layer in program.attention}:
+        yield "an attention call that is no layer"
+    for index, layer in enumerate(program.attention):
+        if layer.index != index or layer.node.args[3:5] != (None, True):
+            yield layer.node.format_node()
+
+
+@_rule("the token region reads itself, inputs, and what does not depend on parameters", "module", "region")
+def _closed_region(program: Program) -> Iterator[object]:
+    for node in program.region:
+        for arg in node.all_input_nodes:
+            if arg not in program.region and arg.op != "placeholder" and arg in program.parameter_dependent:
+                yield f"{node.name} reads {arg.name}"
+
+
+@_rule("all attention lies in the token region, and frontier values leave it token by token", "region", "frontier")
+def _frontier(program: Program) -> Iterator[object]:
+    yield from (f"{layer.node.name} is outside" for layer in program.attention if layer.node not in program.region)
+    for value in program.frontier:
+        if value.node not in program.region or isinstance(program.values[value.node], Mixed):
+            yield value.node.name
+
+
+@_rule("the trunk has all attention, and reads nothing of the head", "trunk", "region", "attention")
+def _closed_trunk(program: Program) -> Iterator[object]:
+    for layer in program.attention:
+        if layer.node not in program.trunk and any(user in program.trunk for user in layer.node.users):
+            yield f"{layer.node.name} is in the head"
+    for node in program.trunk:
+        yield from (
+            f"{node.name} reads {arg.name}"
+            for arg in node.all_input_nodes
+            if arg in program.region and arg not in program.trunk
+        )
+
+
+@_rule(
+    "the chunk graph takes parameters, constants, trunk inputs, head rows and head inputs, and gives frontier values",
+    *("chunk", "region_parameters", "constant_inputs", "trunk_inputs", "head_inputs", "frontier"),
+)
+def _chunk(program: Program) -> Iterator[object]:
+    taken = sum(node.op == "placeholder" for node in program.chunk.graph.nodes)
+    parts = program.region_parameters, program.constant_inputs, program.trunk_inputs, program.head_inputs
+    given = len(output_node(program.chunk.graph).args[0])
+    if taken != sum(map(len, parts)) + 1 or given != len(program.frontier):
+        yield f"{taken} inputs for {' + '.join(str(len(part)) for part in parts)} + 1, {given} outputs"
+
+
+@_rule("executable graphs take the path, then what the executor hands them", "joint")
+def _joint(program: Program) -> Iterator[object]:
+    joint, outputs = program.joint, len(program.frontier)
+    primals = sum(node.op == "placeholder" for node in program.chunk.graph.nodes)
+    expected = {"cache_only": (primals, 0), "forward_only": (primals, outputs)}
+    if joint.backward is not None:
+        saved = len(output_node(joint.forward.graph).args[0]) - outputs
+        expected["forward"] = primals, outputs + saved
+        if len(joint.head_dims) != len(joint.backward_inputs) + saved:
+            yield f"{len(joint.head_dims)} kept values for {len(joint.backward_inputs)} + {saved}"
+        taken, given = _signature(joint.backward)
+        handed = len(joint.backward_inputs) + saved + len(joint.differentiated)
+        if taken + given != handed + len(joint.grad_parameters):  # accumulators come in where gradients came out
+            yield f"backward: {taken} inputs and {given} outputs for {handed} and {len(joint.grad_parameters)}"
+    for name, signature in expected.items():
+        if _signature(getattr(joint, name)) != signature:
+            yield f"{name}: {_signature(getattr(joint, name))} inputs and outputs for {signature}"
+
+
+def _signature(module: fx.GraphModule) -> tuple[int, int]:
+    """Inputs besides the path, and outputs."""
+    return len(module.graph.find_nodes(op="placeholder")) - 1, len(output_node(module.graph).args[0])
+
+
+@_rule("what has been written over is read as the result of the writing only", "joint")
+def _written_over(program: Program) -> Iterator[object]:
+    joint = program.joint
+    for module in dict.fromkeys((joint.cache_only, joint.forward_only, joint.forward, joint.backward)):
+        if module is not None:
+            yield from _stale_reads(module.graph)
+
+
+def _stale_reads(graph: fx.Graph) -> Iterator[str]:
+    """Reads of memory through a value that was made before the memory was written over."""
+    version: dict[Any, fx.Node] = {}  # of a piece of memory: the last node that wrote over it
+    seen: dict[fx.Node, dict[Any, fx.Node | None]] = {}  # by value: the versions of its memory when it was made
+    for node in graph.nodes:
+        for arg in node.all_input_nodes:
+            for memory, of in seen.get(arg, {}).items():
+                if version.get(memory) is not of:
+                    yield f"{node.name} reads {arg.name}, which {version[memory].name} wrote over"
+        written = {memory for arg in _written(node) for memory in storages(arg)}
+        version |= dict.fromkeys(written, node)
+        source = view_source(node)
+        older = seen.get(source, {}) if source is not None and not written else {}
+        if has_tensor(node):
+            seen[node] = {memory: older.get(memory, version.get(memory)) for memory in storages(node)}
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a node writes over; not accumulators, inputs of the graph that are only added to."""
+    if not writes_in_place(node):
+        return []
+    pairs = zip(node.args, node.target._schema.arguments, strict=False)
+    written = (arg for arg, formal in pairs if formal.alias_info is not None and formal.alias_info.is_write)
+    return [arg for arg in written if isinstance(arg, fx.Node) and (arg.op != "placeholder" or "memory" in arg.meta)]
+
+
+INVARIANTS: tuple[Invariant, ...] = tuple(_table)

@@ -1,0 +1,107 @@
+"""A program as text: every graph node by node, with the pass that made the node and the user's line behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.passes.program import Program, where
+
+MADE_BY = "made_by"  # a key of `node.meta`: the name of a pass
+
+
+def listing(program: Program) -> str:
+    """All graphs that a program has so far."""
+    return "\n\n".join(f"# {name}\n{_text(graph)}" for name, graph in graphs(program).items())
+
+
+def graphs(program: Program) -> dict[str, fx.Graph]:
+    """The graphs that a program has so far, by name; those of generated code are named as they are called."""
+    joint = program.joint
+    modules = {
+        "lowered": program.module,
+        "chunk": program.chunk,
+        "prologue": program.prologue,
+        "epilogue": program.epilogue,
+        "row_epilogue": program.row_epilogue,
+        "cache_only": joint and joint.cache_only,
+        "forward_only": joint and joint.forward_only,
+        "forward": joint and joint.forward,
+        "backward": joint and joint.backward,
+    }
+    found = {name: module.graph for name, module in modules.items() if isinstance(module, fx.GraphModule)}
+    if joint is not None and joint.generated is not None:
+        found |= {piece.__name__: piece.body.graph for pieces in joint.generated.pieces.values() for piece in pieces}
+    return found
+
+
+def sign(program: Program, name: str) -> None:
+    """Note that the pass of this name made the nodes that no pass before it made."""
+    for graph in graphs(program).values():
+        for node in graph.nodes:
+            node.meta.setdefault(MADE_BY, name)
+
+
+def _text(graph: fx.Graph) -> str:
+    rows = [(_statement(node), _origin(node)) for node in graph.nodes]
+    width = min(max((len(statement) for statement, _ in rows), default=0), 100)
+    return "\n".join(f"{statement:<{width}}  # {origin}".rstrip(" #") for statement, origin in rows)
+
+
+def _statement(node: fx.Node) -> str:
+    if node.op == "output":
+        return f"return {_shown(node.args[0])}"
+    name = f"{node.name}: {_kind(node.meta.get('val'))}"
+    match node.op:
+        case "placeholder":
+            return f"{name} = input"
+        case "get_attr":
+            return f"{name} = self.{node.target}"
+        case "call_method":
+            called = f"{_shown(node.args[0])}.{node.target}"
+            arguments = node.args[1:]
+        case _:
+            called, arguments = _name(node.target), node.args
+    given = [_shown(arg) for arg in arguments] + [f"{key}={_shown(value)}" for key, value in node.kwargs.items()]
+    return f"{name} = {called}({', '.join(given)})"
+
+
+def _name(target: Any) -> str:
+    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case fx.Node():
+            return value.name
+        case list() | tuple():
+            inside = ", ".join(map(_shown, value))
+            return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    return str(value)
+
+
+def _kind(value: Any) -> str:
+    match value:
+        case torch.Tensor():
+            return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+        case list() | tuple():
+            return f"({', '.join(map(_kind, value))})"
+        case None:
+            return "?"
+    return type(value).__name__
+
+
+def _origin(node: fx.Node) -> str:
+    return "  ".join(_origins(node))
+
+
+def _origins(node: fx.Node) -> Iterator[str]:
+    if MADE_BY in node.meta:
+        yield f"[{node.meta[MADE_BY]}]"
+    if "source" in node.meta:
+        yield str(node.meta["source"])
+    elif node.meta.get("stack_trace"):
+        yield where(node)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from dta_compile import records
+from dta_compile.capture import dynamo
 from dta_compile.errors import OptionError, RefusalError
 from dta_compile.explanation import Explanation, explain_engine, explain_refusal
 from dta_compile.plan import Plan
@@ -76,7 +77,7 @@ def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
         Regions, attention layers with their mask class, prefix-key inputs, frontier tensors with bytes, plan summary;
         or for a refusal its reason with the user's line.
     """
-    compiled = torch.compile(_innermost(fn), backend=_explain_backend)
+    compiled = torch.compile(dynamo.uncompiled(fn), backend=_explain_backend)
     with intercept(_leave_with_explanation):
         try:
             compiled(*args, **kwargs)
@@ -105,9 +106,3 @@ def _explain_backend(module: Any, example_inputs: Any) -> Any:
     from dta_compile.backend import dta
 
     return dta(module, example_inputs)
-
-
-def _innermost(fn: Any) -> Any:
-    if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
-        return fn._orig_mod
-    return torch._dynamo.eval_frame.innermost_fn(fn) if callable(fn) and not isinstance(fn, torch.nn.Module) else fn

@@ -315,7 +315,8 @@ class Smoothing(nn.Module):
 
 
 def test_a_custom_operator_runs_once_it_has_a_rule():
-    from dta_compile.passes.axes.token_rules import RULES, pointwise
+    from dta_compile.passes.axes.token_rules import RULES
+    from dta_compile.token_rules import pointwise
 
     @torch.library.custom_op("dta_test_capture::soften", mutates_args=())
     def soften(x: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 import dta_compile
 from dta_compile import records
 from dta_compile.errors import RuntimeContractError
-from dta_compile.passes.axes.token_rules import pointwise
 from dta_compile.plan import PrefixTree
 from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, codes_of, combine
+from dta_compile.token_rules import pointwise
 from tests.tiny import SMALL_CHUNKS, VOCABULARY, TinyLM, after, assert_same, shared_ids, weights_like
 
 BATCH, TOKENS = 6, 12

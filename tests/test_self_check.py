@@ -129,7 +129,8 @@ def test_a_mismatch_is_found_before_a_gradient_is_handed_out(steps, monkeypatch,
 
 
 def test_an_operator_with_a_wrong_rule_is_found():
-    from dta_compile.passes.axes.token_rules import RULES, pointwise
+    from dta_compile.passes.axes.token_rules import RULES
+    from dta_compile.token_rules import pointwise
 
     @torch.library.custom_op("dta_test_self_check::sums", mutates_args=())
     def sums(x: torch.Tensor) -> torch.Tensor:

@@ -200,6 +200,13 @@ def calling_wrapper() -> Any | None:
     return None
 
 
+def uncompiled(fn: Any) -> Any:
+    """The function or module behind what `torch.compile` returned; anything else as it is."""
+    if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
+        return fn._orig_mod
+    return torch._dynamo.eval_frame.innermost_fn(fn) if callable(fn) and not isinstance(fn, torch.nn.Module) else fn
+
+
 def compile_wrapper_of(compiled: Any) -> Any | None:
     """The private wrapper behind a compiled function or module (also one compiled in place); None if there is none."""
     for candidate in _reachable(compiled, depth=8):

@@ -308,13 +308,13 @@ def rule_for(target: Any) -> Rule | None:
 
 
 def register_token_rule(op: Any, rule: Rule) -> None:
-    """Declare how an operator treats the token axis (DESIGN section 3, pass `token_axis`).
+    """Declare how an operator treats the token axis; rules are written with `dta_compile.token_rules`.
 
     Args:
         op: an operator overload, such as `torch.ops.my_library.my_op.default`.
         rule: called as `rule(node, arguments)`; `arguments[node.args[i]]` is the `Layout` of the i-th argument. It
             returns the `Layout` of the result (a tuple of them for several results) or raises `MixesTokens(reason)`.
-            `pointwise` from this module serves any elementwise operator.
+            `pointwise` serves any elementwise operator.
 
     The operator must work on any number of tokens, and give each token the same result whatever its neighbours are.
     """

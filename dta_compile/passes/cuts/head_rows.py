@@ -60,7 +60,9 @@ CONSTRUCTORS = (aten.scalar_tensor.default, aten.full.default, aten.full_like.de
 
 
 @contract(
-    reads=["module", "batch", "values", "input_layouts", "parameter_dependent", "region"], rewrites=["frontier"], may_be_skipped=True
+    reads=["module", "batch", "values", "input_layouts", "parameter_dependent", "region"],
+    rewrites=["frontier"],
+    may_be_skipped=True,
 )
 def head_rows(program: Program) -> None:
     """Narrow `uses` of every frontier value."""

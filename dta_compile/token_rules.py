@@ -1,0 +1,12 @@
+"""What a rule for `dta_compile.register_token_rule` is written with.
+
+A rule is called as `rule(node, arguments)` for every call of its operator; `arguments[node.args[i]]` is the `Layout` of
+the i-th argument. It returns the `Layout` of the result, a tuple of them for several results, or raises `MixesTokens`.
+`pointwise` is the rule of every operator that works element by element.
+"""
+
+from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule
+from dta_compile.passes.axes.token_rules import pointwise
+from dta_compile.passes.program import Axis, Frame, Layout
+
+__all__ = ["Arguments", "Axis", "Frame", "Layout", "MixesTokens", "Rule", "pointwise"]

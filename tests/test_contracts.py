@@ -13,9 +13,9 @@ from dta_compile import records
 from dta_compile.errors import OptionError
 from dta_compile.options import SKIPPABLE_PASSES
 from dta_compile.passes import PASSES, Program, run_passes
+from dta_compile.passes.between.invariants import INVARIANTS, Snapshot
+from dta_compile.passes.between.listing import listing
 from dta_compile.passes.contracts import FIELDS, ContractError, contract
-from dta_compile.passes.invariants import INVARIANTS, Snapshot
-from dta_compile.passes.listing import listing
 
 aten = torch.ops.aten
 WIDTH, VOCABULARY = 8, 23

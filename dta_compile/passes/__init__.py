@@ -30,6 +30,8 @@ from collections.abc import Collection, Sequence
 from dta_compile.passes.axes.input_sizes import input_sizes
 from dta_compile.passes.axes.token_axis import token_axis
 from dta_compile.passes.axes.token_rules import register_token_rule
+from dta_compile.passes.between.invariants import Snapshot, check
+from dta_compile.passes.between.listing import listing, sign
 from dta_compile.passes.chunk.chunk_graph import chunk_graph
 from dta_compile.passes.chunk.lm_head import lm_head
 from dta_compile.passes.contracts import Pass
@@ -41,8 +43,6 @@ from dta_compile.passes.cuts.regions import regions
 from dta_compile.passes.fusion.codegen import codegen
 from dta_compile.passes.gradients.accumulate import accumulate
 from dta_compile.passes.gradients.joint import joint
-from dta_compile.passes.invariants import Snapshot, check
-from dta_compile.passes.listing import listing, sign
 from dta_compile.passes.lowering.lower import lower
 from dta_compile.passes.masks.attention import attention
 from dta_compile.passes.memory.in_place import in_place

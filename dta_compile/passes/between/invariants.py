@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from dta_compile.ops.library import ATTENTION_CALL
+from dta_compile.passes.between.listing import graphs
 from dta_compile.passes.contracts import ContractError, Pass
 from dta_compile.passes.graphs.storage import storages, view_source
-from dta_compile.passes.listing import graphs
 from dta_compile.passes.program import Layout, Mixed, Program, has_tensor, output_node, writes_in_place
 
 __all__ = ["INVARIANTS", "Invariant", "Snapshot", "check"]

@@ -1,0 +1,1 @@
+"""What the runner does between passes: the invariants that it checks, and a program as text."""

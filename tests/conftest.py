@@ -10,7 +10,8 @@ import torch
 import torch._dynamo.config
 from hypothesis import HealthCheck, settings
 
-from tests.support.sequences import BATCHES
+pytest.register_assert_rewrite("tests.support")
+from tests.support.sequences import BATCHES  # noqa: E402 - after the line above
 
 settings.register_profile("plan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("plan")

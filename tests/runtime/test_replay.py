@@ -14,8 +14,7 @@ import dta_compile
 from dta_compile import records
 from dta_compile.options import Options
 from dta_compile.runtime import replay
-from tests.support.tiny import TinyLM, after, assert_same, gradients
-from tests.system.test_equivalence import (
+from tests.support.cases import (
     LOSSES,
     QUICK,
     cases,
@@ -26,6 +25,7 @@ from tests.system.test_equivalence import (
     options,
     with_options,
 )
+from tests.support.tiny import TinyLM, after, assert_same, gradients
 
 
 class Recording(TorchDispatchMode):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import dta_compile
+from tests.support.families import V, build
 from tests.support.helpers import logits, make_batch, rollouts
 from tests.support.simulated_device import DEVICE, Device, OnDevice, simulated
 from tests.support.tiny import VOCABULARY, TinyLM, gradients, shared_ids
-from tests.system.test_models import V, build
 
 IDS = shared_ids(batch=6, tokens=12)
 MASK = torch.arange(12) < torch.tensor([[12], [9], [12], [4], [1], [12]])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,15 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.plan import Chunk, PrefixTree, Segment, Slice, segments
 from dta_compile.runtime.attention import cpu, cpu_parts
 from dta_compile.runtime.attention.chunk_shape import ChunkShape
 from dta_compile.runtime.attention.cpu import FlashCPU
 from dta_compile.runtime.attention.reference import Reference
-from dta_compile.runtime.stack import PathStack
+from tests.support.attention import TIGHT, Case, Run, ancestry, cases, shapes
 
-TIGHT = 1e-12
 PROVIDERS = [Reference, FlashCPU]
 TINY = {
     "_CALL_PAIRS": 6,
@@ -29,161 +25,6 @@ TINY = {
     "_PIECE": 3,
     "_HALVED": range(4, 10),
 }  # every kind of part in few tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A chunk and the sizes of its tensors."""
-
-    shape: ChunkShape
-    window: int = 0
-    kv_heads: int = 2
-    groups: int = 1
-    width: int = 4
-    value_width: int = 4
-    dtype: torch.dtype = torch.float64
-
-    @property
-    def scale(self) -> float:
-        return 0.7
-
-
-@st.composite
-def shapes(draw, sizes=(1, 1, 2, 3, 5, 8, 13)):
-    """Chunks of random slices: nested branches, from any token of a slice, with and without a spine."""
-    start = draw(st.sampled_from([0, 1, 17]))
-    budget, parts = draw(st.integers(1, 10)), []
-
-    def grow(parent, depth, first):
-        size, number = draw(st.sampled_from(sizes)), len(parts)
-        parts.append(None)
-        end = first + size
-        hangs = draw(st.lists(st.one_of(st.just(size), st.integers(1, size)), max_size=3))
-        for hang in sorted(hangs, reverse=True):  # depth first: from the last token back
-            if len(parts) < budget:
-                end = grow(number, depth + hang, end)
-        parts[number] = Segment(first, first + size, end, depth, parent)
-        return end
-
-    end = 0
-    while len(parts) < budget:
-        end = grow(-1, start, end)
-    return ChunkShape.of(start, draw(st.sampled_from([0, parts[0].last])), parts)
-
-
-def cases(shape):
-    sizes = {"window": [0, 3, 50], "kv_heads": [1, 2, 3], "groups": [1, 2, 4]}
-    return st.builds(Case, shape=shape, **{name: st.sampled_from(values) for name, values in sizes.items()})
-
-
-def ancestry(case: Case) -> torch.Tensor:
-    """Bool `[c, start + c]`, token by token: which keys of the stack and of the chunk each query reads."""
-    shape = case.shape
-    parent = list(range(-1, shape.start - 1)) + [0] * shape.segments[-1].last
-    for part in shape.segments:
-        if part.parent < 0:
-            above = shape.start - 1
-        else:
-            slice_above = shape.segments[part.parent]
-            above = shape.start + slice_above.first + part.depth - slice_above.depth - 1
-        for token in range(shape.start + part.first, shape.start + part.last):
-            parent[token], above = above, token
-    allowed = torch.zeros(len(parent), len(parent), dtype=torch.bool)
-    for query, above in enumerate(parent):
-        if not case.window:
-            allowed[query] = allowed[above] if above >= 0 else False
-            allowed[query, query] = True
-            continue
-        token, distance = query, 0
-        while token >= 0 and distance < case.window:
-            allowed[query, token] = True
-            token, distance = parent[token], distance + 1
-    return allowed[shape.start :]
-
-
-def attention_layer(kv_heads, key_dim, value_dim, dtype=torch.float64):
-    """What a stack reads of an `AttentionLayer`."""
-    return SimpleNamespace(kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, dtype=dtype)
-
-
-def random(*sizes, dtype=torch.float64, seed=0):
-    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-class Run:
-    """One chunk through a `PathStack`, and what the dense oracle (float64, autograd) says about it."""
-
-    def __init__(self, case: Case, provider, spare: int = 2) -> None:
-        self.case, shape, dtype = case, case.shape, case.dtype
-        tokens, heads = shape.tokens, case.kv_heads * case.groups
-        capacity = shape.start + tokens + spare
-        layer = attention_layer(case.kv_heads, case.width, case.value_width, dtype)
-        self.path = path = PathStack([layer], capacity, torch.device("cpu"))
-        path.providers[0] = provider()
-        path.keys[0].copy_(random(1, case.kv_heads, capacity, case.width, dtype=dtype, seed=1))
-        path.values[0].copy_(random(1, case.kv_heads, capacity, case.value_width, dtype=dtype, seed=2))
-        self.before = path.keys[0].clone(), path.values[0].clone()
-        # Projections come as [1, c, heads, D] in memory.
-        self.query, self.key, self.value, self.grad = (
-            random(1, tokens, count, width, dtype=dtype, seed=seed).transpose(1, 2)
-            for seed, (count, width) in enumerate(
-                [
-                    (heads, case.width),
-                    (case.kv_heads, case.width),
-                    (case.kv_heads, case.value_width),
-                    (heads, case.value_width),
-                ],
-                start=3,
-            )
-        )
-        path.chunk = shape
-        path.windows = [case.window]
-        arguments = (0, case.scale)
-        self.out, self.logsumexp = path.attend(self.query, self.key, self.value, *arguments)
-        path.allocate_gradients()
-        path.waiting = shape.start + shape.spine
-        self.waiting = []
-        for seed, buffer in enumerate((path.key_grads[0], path.value_grads[0]), start=7):
-            buffer[:, :, : path.waiting] = random(*buffer.shape, seed=seed)[:, :, : path.waiting]
-            self.waiting.append(buffer.clone())
-        self.grads = path.attend_backward(
-            self.grad, self.query, self.key, self.value, self.out, self.logsumexp, *arguments
-        )
-
-    def oracle(self):
-        """Output, log-sum-exp, and gradients of query, keys and values `[.., start + c, ..]`."""
-        case, start = self.case, self.case.shape.start
-        own = [tensor.double() for tensor in (self.query, self.key, self.value)]
-        prefix = [buffer[:, :, :start].double() for buffer in self.before]
-        query, key, value = own[0], *(torch.cat(both, 2) for both in zip(prefix, own[1:], strict=True))
-        leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
-        key, value = (tensor.repeat_interleave(case.groups, 1) for tensor in leaves[1:])
-        scores = (leaves[0] @ key.mT * case.scale).masked_fill(~ancestry(case), float("-inf"))
-        out = scores.softmax(-1) @ value
-        return out, scores.logsumexp(-1), *torch.autograd.grad(out, leaves, self.grad.double())
-
-    def results(self):
-        """As `oracle`, with what the stack was given of the gradients."""
-        start, spine = self.case.shape.start, self.case.shape.spine
-        both = []
-        buffers = self.path.key_grads[0], self.path.value_grads[0]
-        for grad, buffer, waiting in zip(self.grads[1:], buffers, self.waiting, strict=True):
-            grad = grad.double()
-            grad[:, :, :spine] -= waiting[:, :, start : start + spine]
-            both.append(torch.cat([(buffer - waiting)[:, :, :start].double(), grad], 2))
-        return self.out, self.logsumexp, self.grads[0], *both
-
-    def check(self, tolerance: float = TIGHT) -> None:
-        for result, expected in zip(self.results(), self.oracle(), strict=True):
-            torch.testing.assert_close(result.double(), expected.detach(), rtol=tolerance, atol=tolerance * 10)
-        start, stop = self.case.shape.start, self.case.shape.start + self.case.shape.spine
-        for buffer, before, own in zip(
-            (self.path.keys[0], self.path.values[0]), self.before, (self.key, self.value), strict=True
-        ):
-            before[:, :, start:stop] = own[:, :, : stop - start]
-            assert torch.equal(buffer, before), "the spine, and nothing else, goes onto the stack"
-        for buffer in (self.path.key_grads[0], self.path.value_grads[0]):
-            assert not buffer[:, :, start:].any(), "what waited for the spine is taken"
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -307,79 +148,3 @@ def test_bfloat16_is_as_accurate_as_one_plain_call(sizes, window):
     for actual, reference, exact in pairs:
         error, budget = ((tensor.double() - exact).norm() for tensor in (actual, reference))
         assert error <= 2 * budget
-
-
-def test_gradients_wait_until_all_layers_have_taken_theirs():
-    layers = [attention_layer(1, 4, 4)] * 3
-    path = PathStack(layers, 12, torch.device("cpu"))
-    path.allocate_gradients()
-    assert not path.waits_for(0)
-
-    def run(shape):
-        path.chunk = shape
-        inputs = [random(1, 1, shape.tokens, 4, seed=seed) for seed in range(4)]
-        taken = []
-        for layer in range(len(layers)):
-            out, logsumexp = path.attend(*inputs[:3], layer, 1.0)
-            taken.append(path.attend_backward(inputs[3], *inputs[:3], out, logsumexp, layer, 1.0))
-        path.finish()
-        return taken
-
-    run(ChunkShape.run(8, 4))
-    assert path.waiting == 8
-    assert path.waits_for(7)
-    assert not path.waits_for(8)
-    run(ChunkShape.of(5, 0, [Segment(0, 2, 2, 5, -1)]))  # a branch leaves what waits beside it
-    assert path.waiting == 8
-    below = [grad[:, :, 5:8].clone() for grad in path.key_grads]
-    first, *others = run(ChunkShape.run(5, 3))
-    assert path.waiting == 5
-    for number, (taken, waiting) in enumerate(zip([first, *others], below, strict=True)):
-        assert waiting.any()
-        path.waiting = 5  # nothing waits any more: the same chunk without what waited
-        again = run(ChunkShape.run(5, 3))[number]
-        torch.testing.assert_close(taken[1] - again[1], waiting, rtol=TIGHT, atol=TIGHT)
-
-
-def test_kv_is_copied_and_put_back():
-    layers = [attention_layer(2, 4, 6, torch.float32)] * 2
-    path = PathStack(layers, 9, torch.device("cpu"))
-    for layer in range(2):
-        path.keys[layer].copy_(random(1, 2, 9, 4, seed=layer))
-        path.values[layer].copy_(random(1, 2, 9, 6, seed=9 + layer))
-    kept, before = path.copy(3, 7), [buffer.clone() for buffer in (*path.keys, *path.values)]
-    for buffer in (*path.keys, *path.values):
-        buffer[:, :, 3:7] = -1
-    assert [(key.shape[2], value.shape[2]) for key, value in kept] == [(4, 4)] * 2
-    path.put(3, kept)
-    for buffer, expected in zip((*path.keys, *path.values), before, strict=True):
-        assert torch.equal(buffer, expected)
-
-
-@settings(max_examples=200, deadline=None)
-@given(case=cases(shapes()))
-def test_a_table_says_which_tokens_read_which(case):
-    """What kernels go by: token i reads token j if `j <= i < ends[j]`, and the first `start` of the stack."""
-    table, shape = case.shape.table(torch.device("cpu")), case.shape
-    number = torch.arange(shape.tokens)
-    own = (number <= number[:, None]) & (number[:, None] < table.ends)
-    depths = torch.cat([torch.arange(shape.start), table.depths])
-    allowed = torch.cat([torch.ones(shape.tokens, int(table.start), dtype=torch.bool), own], 1)
-    if case.window:
-        allowed &= table.depths[:, None] - depths < case.window
-    assert torch.equal(allowed, ancestry(case))
-
-
-def test_a_chunk_that_is_not_in_depth_first_order_has_no_table():
-    parts = [Segment(0, 4, 6, 0, -1), Segment(4, 5, 5, 2, 0), Segment(5, 6, 6, 3, 0)]  # from token 1, then from token 2
-    with pytest.raises(AssertionError, match="depth-first"):
-        ChunkShape.of(0, 4, parts).table(torch.device("cpu"))
-
-
-def test_a_shape_is_a_value():
-    first, second = ChunkShape.run(3, 5), ChunkShape.run(3, 5)
-    cpu_parts.parts_of(first, 0, torch.float32)
-    assert first == second
-    assert hash(first) == hash(second)
-    assert (first.tokens, first.height, first.spine) == (5, 8, 5)
-    assert statistics_dtype(torch.bfloat16) is torch.float32

@@ -1,4 +1,4 @@
-"""Attention providers for GPUs, on a CPU: Triton's kernels by its interpreter, FlashAttention's calls in plain math."""
+"""Triton's attention kernels, on a CPU by its interpreter."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from dta_compile.errors import OptionError
 from dta_compile.plan import Segment
 from dta_compile.runtime.attention import triton as attention_triton
 from dta_compile.runtime.attention.chunk_shape import ChunkShape
-from dta_compile.runtime.attention.cpu import FlashCPU
-from dta_compile.runtime.attention.providers import PROVIDERS, provider_for
 from dta_compile.runtime.attention.reference import Reference
-from dta_compile.runtime.attention.varlen import VarlenAttention
-from tests.runtime.attention.test_attention import Case, Run, cases, shapes
+from tests.support.attention import Case, Run, cases, shapes
 
 
 def interpreter_runs() -> bool:
@@ -42,68 +38,6 @@ interpreted = pytest.mark.skipif(
     not INTERPRETED,
     reason="needs the package triton with an interpreter that runs, and TRITON_INTERPRET=1 where there is no GPU",
 )
-
-
-class PlainKernel:
-    """What a `VarlenKernel` has to do, one sequence at a time and by autograd."""
-
-    def _sequences(self, q, k, v, x):
-        groups = q.shape[1] // k.shape[1]
-        for n in range(len(x.queries.offsets) - 1):
-            (a, b), (c, d) = x.queries.offsets[n : n + 2].tolist(), x.keys.offsets[n : n + 2].tolist()
-            assert b - a <= x.queries.longest
-            assert d - c <= x.keys.longest
-            query, key, value = (t.transpose(0, 1) for t in (q[a:b], k[c:d], v[c:d]))
-            scores = query @ key.repeat_interleave(groups, 0).mT * x.scale
-            if x.causal:
-                assert b - a == d - c  # otherwise libraries differ in what causal means
-                scores = scores.masked_fill(torch.ones(b - a, b - a).triu(1).bool(), float("-inf"))
-            yield slice(a, b), slice(c, d), scores, value.repeat_interleave(groups, 0)
-
-    def forward(self, q, k, v, x):
-        assert (len(q), len(k)) == (x.queries.offsets[-1], x.keys.offsets[-1])
-        out, logsumexp = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype), torch.empty(q.shape[1], len(q)).to(q)
-        for rows, _, scores, value in self._sequences(q, k, v, x):
-            out[rows] = (scores.softmax(-1) @ value).transpose(0, 1)
-            logsumexp[:, rows] = scores.logsumexp(-1)
-        return out, logsumexp
-
-    def backward(self, grad, q, k, v, out, logsumexp, x):
-        """The gradients of `exp(scores - logsumexp) @ v` where logsumexp is that of all calls together."""
-        q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-        loss = grad.new_zeros(())
-        for rows, _, scores, value in self._sequences(q, k, v, x):
-            g, o = grad[rows].transpose(0, 1), out[rows].transpose(0, 1)
-            weights = (scores - logsumexp[:, rows, None]).exp()
-            grad_scores = weights * (g @ value.mT - (g * o).sum(-1, keepdim=True))
-            loss = loss + (grad_scores.detach() * scores).sum() + (weights.detach() @ value * g).sum()
-        return torch.autograd.grad(loss, [q, k, v])
-
-
-def varlen():
-    return VarlenAttention(PlainKernel())
-
-
-@settings(max_examples=80, deadline=None)
-@given(case=cases(shapes()))
-def test_varlen_calls_together_are_the_pairs_of_the_tree(case):
-    Run(case, varlen).check()
-
-
-def test_varlen_takes_one_call_per_level_of_the_chunk():
-    parts = [Segment(0, 4, 9, 3, -1), Segment(4, 6, 8, 6, 0), Segment(6, 8, 8, 7, 1), Segment(8, 9, 9, 4, 0)]
-    run = Run(Case(ChunkShape.of(3, 4, parts)), varlen)
-    kernel, calls = PlainKernel(), []
-
-    class Counting(PlainKernel):
-        def forward(self, q, k, v, x):
-            calls.append((len(q), len(k), x.causal, x.on_stack))
-            return kernel.forward(q, k, v, x)
-
-    run.path.providers[0] = VarlenAttention(Counting())
-    run.path.attend(run.query, run.key, run.value, 0, run.case.scale)
-    # Within slices; against the first slice; against the second one; against the stack.
-    assert calls == [(9, 9, True, False), (5, 3 + 1, False, False), (2, 1, False, False), (9, 3, False, True)]
 
 
 @interpreted
@@ -180,14 +114,3 @@ def test_what_lies_beyond_the_chunks_start_is_neither_read_nor_given_a_gradient(
     for exact, found in zip(grads[:2], grads[2:], strict=True):
         torch.testing.assert_close(found[:, :, :10], exact, rtol=1e-5, atol=1e-6)
         assert not found[:, :, 10:].any()
-
-
-def test_a_provider_is_picked_by_name_or_by_what_it_takes():
-    float64, float32 = torch.zeros(1, 1, 3, 8, dtype=torch.float64), torch.zeros(1, 1, 3, 8)
-    assert isinstance(provider_for("auto", float64, float64), FlashCPU)
-    assert isinstance(provider_for("auto", float64, float64[..., :4]), Reference)
-    assert isinstance(provider_for("reference", float32, float32), Reference)
-    for name in ("triton", "varlen", "flash_attn"):
-        with pytest.raises(OptionError, match=f"attention='{name}' cannot run this model here"):
-            provider_for(name, float64, float64)
-    assert list(PROVIDERS)[-1] == "reference", "what takes anything comes last"

@@ -129,6 +129,16 @@ def test_no_test_is_imported():
     assert not list(imported_tests(ROOT / "tests"))
 
 
+def test_one_way_leads_behind_a_compiled_callable():
+    """And one from drawn programs, whose oracle is written out with those that fail, to run on its own."""
+    found = {
+        str(path.relative_to(ROOT / "tests"))
+        for path in (ROOT / "tests").rglob("*.py")
+        if {("dta_compile", "records"), ("dta_compile.records", "of")} & set(imports(ast.parse(path.read_text())))
+    }
+    assert found == {"support/inside.py", "fuzz/oracle.py"}
+
+
 def test_imported_tests_are_found(tmp_path):
     """As a module, by a name of theirs, from their folder, and inside a function."""
     folder = tmp_path / "tests"

@@ -11,9 +11,9 @@ from torch.fx.experimental import _config as symbolic_shape_config
 from torch.utils.checkpoint import checkpoint
 
 import dta_compile
-from dta_compile import records
 from dta_compile.capture import dynamo
 from dta_compile.errors import OptionError, RefusalError, VerificationError
+from tests.support.inside import inside
 from tests.support.tiny import (
     SMALL_CHUNKS,
     VOCABULARY,
@@ -61,7 +61,7 @@ def check(model, compiled, function, *args, tree=True, **kwargs):
 
 
 def engines(compiled):
-    return len(records.of(compiled).engines)
+    return len(inside(compiled).engines)
 
 
 def test_one_compilation_serves_every_shape_and_tree(model):
@@ -177,7 +177,7 @@ def test_compiled_in_place(part):
         actual = after(model, lambda ids=ids: weighted(model(ids)).backward())
         assert_same(actual, after(eager, lambda ids=ids: weighted(eager(ids)).backward()))
         assert dta_compile.last_plan(target).stats.tokens == ids.numel()
-    frontier = records.of(target).engines[0].program.frontier
+    frontier = inside(target).engines[0].program.frontier
     assert [value.features for value in frontier] == [(VOCABULARY if part == "whole" else WIDTH,)]
 
 

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import dta_compile
-from dta_compile import records
 from dta_compile.errors import OptionError
 from dta_compile.passes import PASSES, accumulate
 from tests.support.chunk_graphs import program_of, targets
+from tests.support.inside import inside
 
 aten = torch.ops.aten
 LAYERS, WIDTH, VOCABULARY, HEADS, KV_HEADS = 2, 16, 37, 4, 2
@@ -67,8 +67,7 @@ def program():
     compiled = torch.compile(loss, backend="dta", options={"chunk_size": 4})
     value = compiled(ids, valid, torch.randn(4).double())
     value.backward()
-    (engine,) = records.of(compiled).engines
-    return engine.program
+    return inside(compiled).only.program
 
 
 def test_passes_run_in_their_listed_order(program):
@@ -128,10 +127,9 @@ def test_products_of_low_precision_are_added_to_float32_sums_without_a_temporary
     ids, valid = torch.randint(0, VOCABULARY, (4, 11)), torch.ones(4, 11, dtype=torch.bool)
     with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
         compiled(ids, valid).float().pow(2).sum().backward()
-    (engine,) = records.of(compiled).engines
-    graph = engine.program.joint.backward.graph
-    assert targets(engine.program.joint.backward)["dta.add_product_.default"] == 4 * LAYERS + 1
-    added = [node.args[0] for node in graph.nodes if node.target is aten.add_.Tensor]
+    backward = inside(compiled).only.program.joint.backward
+    assert targets(backward)["dta.add_product_.default"] == 4 * LAYERS + 1
+    added = [node.args[0] for node in backward.graph.nodes if node.target is aten.add_.Tensor]
     assert not [node for node in added if node.op == "placeholder"]
 
 
@@ -193,8 +191,7 @@ def test_a_padding_mask_made_from_the_ids_is_understood(padding_id):
         results.append([out.detach(), *(p.grad for p in model.parameters())])
     for theirs, mine in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
-    (engine,) = records.of(compiled).engines
-    assert engine.program.attention[0].mask.constant.valid is not None
+    assert inside(compiled).only.program.attention[0].mask.constant.valid is not None
     assert dta_compile.last_plan(compiled).stats.tokens == int(real.sum())
 
 

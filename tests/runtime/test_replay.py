@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import dta_compile
-from dta_compile import records
 from dta_compile.options import Options
 from dta_compile.runtime import replay
 from tests.support.cases import (
@@ -25,6 +24,7 @@ from tests.support.cases import (
     options,
     with_options,
 )
+from tests.support.inside import inside
 from tests.support.tiny import TinyLM, after, assert_same, gradients
 
 
@@ -89,8 +89,8 @@ def compiled_once(model):
 @pytest.fixture
 def compiled(compiled_once):
     """The same compilation for all tests, with nothing recorded yet."""
-    for engine in records.of(compiled_once).engines:
-        engine.replays, engine.options = replay.ReplayCache(), Options(attention="reference")
+    inside(compiled_once).forget_replays()
+    inside(compiled_once).use(Options(attention="reference"))
     return compiled_once
 
 
@@ -130,8 +130,8 @@ def test_what_the_stack_holds_beyond_the_prefix_is_not_read(model, compiled):
     chosen = Options(chunk_size=3, attention="reference")
     for _ in range(3):
         check_transparent(model, compiled, case, chosen, "weights")
-        for place in (place for engine in records.of(compiled).engines for place in engine.replays.places.values()):
-            for buffer in (*place.path.keys, *place.path.values):
+        for stack in inside(compiled).recorded_stacks():
+            for buffer in (*stack.keys, *stack.values):
                 buffer.fill_(float("nan"))
 
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import dta_compile
-from dta_compile import records
 from dta_compile.errors import VerificationError
 from dta_compile.runtime import reference, sample
+from tests.support.inside import inside
 from tests.support.tiny import SMALL_CHUNKS, TinyLM, assert_same, log_probs, shared_ids, weighted
 
 
@@ -16,13 +16,7 @@ def dta(function, **options):
 
 
 def engine_of(compiled):
-    return records.of(compiled).engines[-1]
-
-
-def forget(compiled):
-    """The next call is the first one again."""
-    for engine in records.of(compiled).engines:
-        engine.checked = False
+    return inside(compiled).newest
 
 
 def check_line(compiled):
@@ -40,7 +34,7 @@ def steps():
     compiled(shared_ids(5, 40))
 
     def step(*args):
-        forget(compiled)
+        inside(compiled).forget_check()
         return compiled(*(args or (shared_ids(5, 40),)))
 
     return model, compiled, step
@@ -121,7 +115,7 @@ def test_a_mismatch_is_found_before_a_gradient_is_handed_out(steps, monkeypatch,
     what = "output 0" if method == "write" else "the gradient of .*"
     with pytest.raises(VerificationError, match=f"{what} .*differs from the captured program(?s:.*)got: "):
         if streaming:
-            forget(compiled)
+            inside(compiled).forget_check()
             dta_compile.streaming_step(compiled, lambda row, out: out.sum(), shared_ids(5, 40))
         else:
             step()

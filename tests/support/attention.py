@@ -137,6 +137,10 @@ class Run:
             self.grad, self.query, self.key, self.value, self.out, self.logsumexp, *arguments
         )
 
+    def operands(self):
+        """What the stack hands to the provider for this chunk."""
+        return self.path._operands(self.query, self.key, self.value, 0, self.case.scale)
+
     def oracle(self):
         """Output, log-sum-exp, and gradients of query, keys and values `[.., start + c, ..]`."""
         case, start = self.case, self.case.shape.start

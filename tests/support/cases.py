@@ -10,9 +10,9 @@ from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
 import dta_compile
-from dta_compile import records
 from dta_compile.options import Options
 from dta_compile.plan.verify import verify
+from tests.support.inside import inside
 from tests.support.tiny import after, assert_same, weights_like
 
 QUICK = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
@@ -97,8 +97,7 @@ LOSSES = {
 
 def with_options(compiled, chosen):
     """Options decide about plans only, so that one compilation serves all of them."""
-    for engine in records.of(compiled).engines:
-        engine.options = chosen
+    inside(compiled).use(chosen)
     return compiled
 
 
@@ -128,7 +127,7 @@ def check_transparent(model, compiled, case, chosen, loss):
         value.backward()
         return value.detach(), torch.where(case.mask[..., None], logits, 0.0).detach()
 
-    if not records.of(compiled).engines:  # with the options still those of torch.compile
+    if not inside(compiled).engines:  # with the options still those of torch.compile
         compiled(torch.zeros(3, 5, dtype=torch.int64)), compiled(case.ids, case.mask)
     with_options(compiled, chosen)
     actual = after(model, lambda: step(compiled(*case.arguments)))

@@ -8,8 +8,8 @@ import collections
 
 import torch
 
-from dta_compile import records
 from dta_compile.ops.dtypes import statistics_dtype
+from tests.support.inside import inside
 
 
 def targets(module):
@@ -27,8 +27,7 @@ def program_of(model, vocabulary):
 
     compiled = torch.compile(logprobs, backend="dta")
     compiled(*torch.randint(1, vocabulary, (2, 3, 9))).sum().backward()
-    (engine,) = records.of(compiled).engines
-    return engine.program
+    return inside(compiled).only.program
 
 
 class LinearPath:

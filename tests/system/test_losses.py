@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dta_compile
-from dta_compile import records
+from tests.support.inside import inside
 from tests.support.tiny import (
     SMALL_CHUNKS,
     VOCABULARY,
@@ -65,7 +65,7 @@ def check(model, function, *args, compression=1.5, **options):
     assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(function)))
     plan = dta_compile.last_plan(compiled)
     assert plan.stats.compression > compression
-    frontier = records.of(compiled).engines[-1].program.frontier
+    frontier = inside(compiled).newest.program.frontier
     return plan, sum(math.prod(value.features) for value in frontier)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import dta_compile
-from dta_compile import records
+from tests.support.inside import inside
 from tests.support.tiny import TinyLM, after, assert_same
 
 TREES = {"fan": (200, 16, 40), "branches": (150, 4, 200), "nothing shared": (0, 12, 150)}  # prefix, rows, suffix
@@ -107,7 +107,7 @@ def test_a_call_that_runs_out_of_memory_recomputes_once(fails_in, caplog, monkey
     ids = torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)
     compiled(ids).sum().backward()
     expected = after(model, lambda: model(ids).pow(2).sum().backward())
-    joint = records.of(compiled).engines[-1].program.joint
+    joint = inside(compiled).newest.program.joint
     name = "forward" if fails_in == "forward" else "boxed_backward"
     run, calls = getattr(joint, name), []
 
@@ -131,7 +131,7 @@ def test_a_call_that_keeps_nothing_and_runs_out_of_memory_fails(monkeypatch):
     model, ids = TinyLM(), torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)
     compiled = torch.compile(model, backend="dta", options={"memory_budget": 0})
     compiled(ids).sum().backward()
-    joint = records.of(compiled).engines[-1].program.joint
+    joint = inside(compiled).newest.program.joint
 
     def fail(*args):
         raise torch.OutOfMemoryError("no more of it")

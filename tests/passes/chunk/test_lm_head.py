@@ -9,7 +9,6 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from dta_compile import records
 from dta_compile.ops import linear_log_prob as head_operators
 from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
 from dta_compile.passes.memory.working_memory import peak, working_memory
@@ -25,6 +24,7 @@ from tests.support.helpers import (
     reference,
     rollouts,
 )
+from tests.support.inside import inside
 from tests.support.tiny import VOCABULARY, WIDTH, TinyLM
 
 PASS = importlib.import_module("dta_compile.passes.chunk.lm_head")
@@ -72,7 +72,7 @@ def compare(model, spelling, *, outputs=1, tolerance=EXACT, batch=BATCH, logits=
     actual = measure(compiled, model, batch, loss, forward)
     expected = reference(model, batch, loss, lambda _, row: forward(function, row))
     assert_equal(actual, expected, tolerance)
-    return records.of(compiled).engines[-1].program
+    return inside(compiled).newest.program
 
 
 def heads_of(program):
@@ -260,7 +260,7 @@ def test_bfloat16_rounds_no_worse_than_eager(spelling, autocast, request):
     eager = reference(model, batch, loss, lambda _, row: forward(function, row))
     exact = reference(model.double(), batch, loss, lambda _, row: forward(function, row))
     assert_within_rounding(actual, eager, exact)
-    assert_no_logits(records.of(compiled).engines[-1].program)
+    assert_no_logits(inside(compiled).newest.program)
 
 
 class Headed(nn.Module):
@@ -410,7 +410,7 @@ def test_logits_that_are_returned_too(model):
     log_probs, logits = compiled(BATCH.ids, BATCH.valid, BATCH.extras["labels"])
     expected = log_softmax(logits, BATCH.extras["labels"])
     torch.testing.assert_close(log_probs[BATCH.valid], expected[BATCH.valid])
-    assert not heads_of(records.of(compiled).engines[-1].program)
+    assert not heads_of(inside(compiled).newest.program)
 
 
 def test_scoring(model):
@@ -422,7 +422,7 @@ def test_scoring(model):
     with torch.no_grad():
         for mine, theirs in zip(compiled(*arguments), function(*arguments), strict=True):
             torch.testing.assert_close(mine[BATCH.valid], theirs[BATCH.valid], rtol=1e-9, atol=1e-12)
-    program = records.of(compiled).engines[-1].program
+    program = inside(compiled).newest.program
     assert len(heads_of(program)) == 1 and program.joint.backward is None
 
 
@@ -445,7 +445,7 @@ def test_the_labels_loss_of_transformers(monkeypatch):
         found.append([value.detach(), *torch.autograd.grad(value, list(model.parameters()))])
     for theirs, mine in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=FLOAT32_ISLANDS, atol=float(theirs.abs().max()) * FLOAT32_ISLANDS)
-    assert_no_logits(records.of(compiled).engines[-1].program)
+    assert_no_logits(inside(compiled).newest.program)
 
 
 @pytest.mark.parametrize("rows", [[], [2], [4, 0, 3]])
@@ -497,7 +497,7 @@ def large(request):
 
         compiled = torch.compile(function, backend="dta")
         sum(value.sum() for value in compiled(*torch.randint(1, LARGE, (2, 3, 9)))).backward()
-    return records.of(compiled).engines[-1].program
+    return inside(compiled).newest.program
 
 
 @pytest.mark.parametrize("name", ["forward_only", "forward", "backward"])

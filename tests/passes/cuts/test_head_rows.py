@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 import dta_compile
-from dta_compile import records
 from dta_compile.errors import RuntimeContractError
 from dta_compile.passes.axes.token_rules import pointwise
+from tests.support.inside import inside
 from tests.support.tiny import SMALL_CHUNKS, VOCABULARY, TinyLM, after, assert_same, shared_ids, weights_like
 
 BATCH, TOKENS = 6, 12
@@ -323,5 +323,5 @@ def test_the_labels_loss_of_transformers(padding):
     compiled = torch.compile(loss, backend="dta", options=SMALL_CHUNKS)
     expected = after(model, lambda: loss(IDS, labels).backward())
     assert_same(after(model, lambda: compiled(IDS, labels).backward()), expected, tolerance=2e-6)
-    (value,) = records.of(compiled).engines[-1].program.frontier
+    (value,) = inside(compiled).newest.program.frontier
     assert all(use.conditions for use in value.uses)

@@ -21,7 +21,6 @@ from torch._inductor import metrics
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dta_compile
-from dta_compile import records
 from dta_compile.passes.fusion.clusters import clusters
 from dta_compile.passes.fusion.piece import Piece, outlined
 from tests.support.helpers import (
@@ -34,6 +33,7 @@ from tests.support.helpers import (
     reference,
     rollouts,
 )
+from tests.support.inside import inside
 from tests.support.tiny import SMALL_CHUNKS, TinyLM, after, assert_same, gradients, shared_ids, weighted
 
 aten = torch.ops.aten
@@ -60,7 +60,7 @@ def compiled_with(function, **options):
 
 
 def program_of(compiled):
-    return records.of(compiled).engines[-1].program
+    return inside(compiled).newest.program
 
 
 def generated(compiled):
@@ -128,11 +128,11 @@ def test_nothing_is_compiled_again_whatever_the_batch(trained):
 @pytest.mark.parametrize("options", [{"chunk_size": 1, "strategy": "vanilla"}, {"chunk_size": 100}])
 def test_single_tokens_and_chunks_without_head_rows_run_too(trained, options):
     model, compiled = trained
-    engine = records.of(compiled).engines[-1]
-    before, engine.options = engine.options, dataclasses.replace(engine.options, **options)
+    before = inside(compiled).newest.options
+    inside(compiled).use(dataclasses.replace(before, **options))
     for ids in (shared_ids(4, 7), shared_ids(2, 40), torch.ones(3, 3, dtype=torch.int64)):
         assert_trains_alike(model, compiled, ids)
-    engine.options = before
+    inside(compiled).use(before)
 
 
 @needs_compiler

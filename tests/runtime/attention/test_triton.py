@@ -66,7 +66,7 @@ def test_triton_programs_share_a_long_stack():
     case = Case(ChunkShape.run(1200, 5), 0, 1, 2, 16, 16, torch.float32)
     provider = triton()
     run = Run(case, lambda: provider)
-    operands = run.path._operands(run.query, run.key, run.value, 0, case.scale)
+    operands = run.operands()
     assert attention_triton._splits(operands, attention_triton._forward_blocks(operands)) > 1
     run.check(1e-5)
 
@@ -99,7 +99,7 @@ def test_what_lies_beyond_the_chunks_start_is_neither_read_nor_given_a_gradient(
     case = Case(ChunkShape.run(10, 6), 0, 2, 2, dtype=torch.float32)
     run = Run(case, provider)
     assert provider.replayable if provider is Reference else provider().replayable
-    operands = run.path._operands(run.query, run.key, run.value, 0, case.scale)
+    operands = run.operands()
     longer = [torch.full((1, 2, 30, 4), float("nan")) for _ in range(2)]
     for buffer, exact in zip(longer, (operands.prefix_key, operands.prefix_value), strict=True):
         buffer[:, :, :10] = exact

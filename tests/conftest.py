@@ -10,11 +10,11 @@ import torch
 import torch._dynamo.config
 from hypothesis import HealthCheck, settings
 
-pytest.register_assert_rewrite("tests.support")
+pytest.register_assert_rewrite("tests.support")  # asserts of harnesses explain themselves as those of tests do
 from tests.support.sequences import BATCHES  # noqa: E402 - after the line above
 
-settings.register_profile("plan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("plan")
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 torch.set_num_threads(1)
 torch._dynamo.config.fake_tensor_cache_enabled = False

@@ -1,6 +1,5 @@
 """Streams of rollouts: what comes in goes out exactly once, by sharing, in time, and within the bounds."""
 
-import contextlib
 import threading
 import time
 import tracemalloc
@@ -13,61 +12,18 @@ from hypothesis import strategies as st
 
 from dta_compile import RolloutTree
 from dta_compile.errors import PlanError, TreeClosedError, WaitTimeoutError
-from dta_compile.plan import PrefixTree
 from dta_compile.rollouts import pool, trie
-
-SOON = 20  # seconds after which a test that waits for another thread gives up
-
-
-def tree_tokens(sequences):
-    return PrefixTree.build(list(sequences)).num_rows
-
-
-def rollouts_of(batch):
-    return [rollout for group in batch.groups for rollout in group]
-
-
-def ids(rollouts):
-    return [rollout.id for rollout in rollouts]
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-class Started(threading.Thread):
-    """A thread that runs `function` and keeps what it returns or raises."""
-
-    def __init__(self, function, *args, **kwargs):
-        super().__init__(daemon=True)
-        self.call, self.outcome = (function, args, kwargs), None
-        self.start()
-
-    def run(self):
-        function, args, kwargs = self.call
-        try:
-            self.outcome = function(*args, **kwargs)
-        except Exception as error:
-            self.outcome = error
-
-    def result(self):
-        self.join(SOON)
-        assert not self.is_alive(), "a thread waits for ever"
-        return self.outcome
-
-
-def wait_until(condition):
-    tick = threading.Event()
-    for _ in range(SOON * 200):
-        if condition():
-            return
-        tick.wait(0.005)
-    raise AssertionError("what a test waits for never happened")
-
+from tests.support.rollouts import (
+    SOON,
+    Clock,
+    Started,
+    consumers_waiting,
+    ids,
+    producers_waiting,
+    rollouts_of,
+    tree_tokens,
+    wait_until,
+)
 
 # What comes in goes out once.
 
@@ -212,117 +168,6 @@ def test_eight_producers_lose_nothing_and_repeat_nothing():
     assert trained and expired and stats.batches == len(batches)
 
 
-# Sharing and its price.
-
-
-def test_a_batch_keeps_relatives_together():
-    tree = RolloutTree()
-    for n in range(4):
-        for family in range(3):
-            tree.add([family, family, n])
-    for family in range(3):
-        batch = tree.take(1, rows=4)
-        assert {rollout.tokens[0] for rollout in rollouts_of(batch)} == {family}, "the family of the oldest first"
-        assert batch.compression == 12 / 6
-
-
-def test_closest_relatives_come_first():
-    tree = RolloutTree()
-    far, near, prefix = [1, 2, 9, 9], [1, 2, 3, 9], [1, 2, 3]
-    for sequence in ([1, 2, 3, 4], [8], far, near, prefix):
-        tree.add(sequence)
-    for rows, expected in ((3, {0, 3, 4}), (1, {1}), (1, {2})):
-        assert set(ids(rollouts_of(tree.take(1, rows=rows)))) == expected
-
-
-def test_what_adds_no_tokens_fits_into_a_full_batch():
-    tree = RolloutTree()
-    for sequence in ([1, 2, 3], [4, 5, 6], [1, 2], [1, 2, 3], [1, 2, 4], []):
-        tree.add(sequence)
-    assert set(ids(rollouts_of(tree.take(1, tokens=3)))) == {0, 2, 3, 5}
-
-
-def test_a_rollout_longer_than_a_batch_goes_alone():
-    tree = RolloutTree()
-    for sequence in ([1] * 9, [2], [3]):
-        tree.add(sequence)
-    assert ids(rollouts_of(tree.take(1, tokens=2))) == [0]
-    assert ids(rollouts_of(tree.take(1, tokens=2))) == [1, 2]
-
-
-@given(st.data())
-def test_nobody_leaves_later_than_patience_after_first_come_first_served(data):
-    patience, rows = data.draw(st.integers(0, 4)), data.draw(st.integers(1, 5))
-    tree, batch_number = RolloutTree(patience=patience), 0
-    for arriving in data.draw(st.lists(st.integers(0, 12), max_size=12)):
-        for _ in range(arriving):
-            # Family 0 is large, and attracts batches.
-            tree.add([data.draw(st.sampled_from([0, 0, 0, 0, 1, 2, 3])), data.draw(st.integers(0, 3))])
-        while len(tree) >= rows and data.draw(st.booleans()):
-            for rollout in rollouts_of(tree.take(1, rows=rows)):
-                assert batch_number <= rollout.id // rows + patience
-                assert patience or batch_number == rollout.id // rows
-            batch_number += 1
-
-
-@pytest.mark.parametrize("patience, batches", [(0, 2), (1, 3), (3, 5), (100, 10)])
-def test_patience_bounds_how_long_a_loner_waits_for_older_ones_with_relatives(patience, batches):
-    tree = RolloutTree(patience=patience)
-    loner = 10
-    for first in [*range(10), loner, *range(10), *range(10), *range(10)]:
-        tree.add([first, first])
-    waited = {}
-    for _ in range(10 + 1):
-        waited |= {r.id: r.batches_waited for r in rollouts_of(tree.take(1, rows=4, seconds=0))}
-    assert waited[loner] == batches
-
-
-def test_the_last_chance_to_be_trained_comes_before_sharing():
-    tree = RolloutTree(max_staleness=1)
-    for version, tokens in ((5, [1, 1]), (5, [1, 2]), (4, [9, 9]), (5, [1, 3])):
-        tree.add(tokens, policy_version=version)
-    batch = tree.take(1, rows=1, policy_version=5)
-    assert (ids(rollouts_of(batch)), batch.expired) == ([2], [])
-
-
-@given(st.data())
-def test_sharing_lets_nothing_expire_that_first_come_first_served_would_train(data):
-    staleness, rows = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 4))
-    settings = {"max_staleness": staleness}
-    tree, in_turn, version = RolloutTree(patience=9, **settings), RolloutTree(patience=0, **settings), 0
-    for arriving in data.draw(st.lists(st.integers(0, 9), max_size=12)):
-        for _ in range(arriving):
-            tokens = [data.draw(st.sampled_from([0, 0, 0, 1, 2])), data.draw(st.integers(0, 2))]
-            for each in (tree, in_turn):
-                each.add(tokens, policy_version=version)
-        for each in (in_turn, tree):
-            with contextlib.suppress(WaitTimeoutError):
-                each.take(1, rows=rows, policy_version=version, timeout=0)
-        if in_turn.stats.expired:
-            return
-        assert not tree.stats.expired
-        version = tree.stats.batches
-
-
-def test_of_too_many_that_expire_soon_the_first_to_expire_leave_first():
-    tree = RolloutTree(max_staleness=1, patience=9)
-    for tokens, version in (([0, 0], 0), ([0, 1], 0), ([0, 2], 1), ([0, 3], 1), ([0, 4], 1)):
-        tree.add(tokens, policy_version=version)
-    assert ids(rollouts_of(tree.take(1, rows=2, policy_version=1))) == [0, 1]
-
-
-def test_expiry_is_seen_several_batches_ahead():
-    tree = RolloutTree(max_staleness=2, patience=9)
-    for tokens in ([1, 1], [2, 2], [3, 3], [4, 4], [5, 5], [6, 6]):
-        tree.add(tokens, policy_version=0)
-    for n in range(2):
-        tree.add([1, n], policy_version=1)
-    # Six of version 0 leave in three batches of two only if these take nothing else, however much that shares.
-    for version, expected in ((0, 0), (1, 0), (2, 0), (3, 1)):
-        batch = tree.take(1, rows=2, policy_version=version)
-        assert ({r.policy_version for r in rollouts_of(batch)}, batch.expired) == ({expected}, [])
-
-
 # Staleness.
 
 
@@ -426,7 +271,7 @@ def test_a_full_tree_raises_or_waits():
     with pytest.raises(TimeoutError):
         tree.add([2], block=False)
     producer = Started(tree.add, [3])
-    wait_until(lambda: tree._producers)
+    wait_until(lambda: producers_waiting(tree))
     assert len(tree.take(1, rows=1)) == 1
     assert producer.result() == 1
     assert (tree.stats.rejected, tree.stats.added) == (3, 2)
@@ -449,7 +294,7 @@ def test_waiting_producers_are_served_in_their_order():
     producers = []
     for number, tokens in enumerate(([2, 2, 2, 2], [3], [4])):  # the first needs all the room, the others would fit
         producers.append(Started(tree.add, tokens))
-        wait_until(lambda number=number: len(tree._producers) > number)
+        wait_until(lambda number=number: producers_waiting(tree) > number)
     with pytest.raises(WaitTimeoutError):
         tree.add([5], block=False)  # nor may anybody overtake them
     tree.take(1, rows=1)
@@ -537,7 +382,7 @@ def test_closing_ends_the_stream():
     tree.add([1], policy_version=0)
     tree.add([2], policy_version=1)
     producer = Started(tree.add, [3])
-    wait_until(lambda: tree._producers)
+    wait_until(lambda: producers_waiting(tree))
     tree.close()
     tree.close()
     assert isinstance(producer.result(), TreeClosedError)
@@ -554,7 +399,7 @@ def test_closing_wakes_consumers():
     tree = RolloutTree()
     consumers = [Started(tree.take, 1, rows=2) for _ in range(2)]
     tree.add([1])
-    wait_until(lambda: len(tree._consumers) == 2)
+    wait_until(lambda: consumers_waiting(tree) == 2)
     tree.close()
     outcomes = [consumer.result() for consumer in consumers]
     assert sorted(isinstance(outcome, TreeClosedError) for outcome in outcomes) == [False, True]

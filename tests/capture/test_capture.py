@@ -401,7 +401,7 @@ def test_a_compiled_model_can_be_copied():
 def test_a_batch_of_one_with_a_padding_mask(length):
     """Traced without a batch axis: the mask is still padding, never positions."""
     torch.compiler.reset()
-    model = TinyLM()
+    model = TinyLM(layers=1)
     compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
     mask = torch.arange(9)[None] < length
 

@@ -218,24 +218,29 @@ def test_attention_broadcasts_heads_and_sequences() -> None:
     grouped = [(4, 2, 1), (4, 1, 2), (6, 2, 3), (2, 1, 1)]
 
     def program(m: Odd, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x, places = m.embedding(ids), m.position(torch.arange(ids.shape[1]))[None]
+        sources = {"tokens": m.embedding(ids), "places": m.position(torch.arange(ids.shape[1]))[None]}
+        projections: dict[tuple[str, int, int], torch.Tensor] = {}
 
-        def project(y: torch.Tensor, count: int, width: int = 4) -> torch.Tensor:
-            return F.linear(y, m.table[: count * width]).unflatten(-1, (count, width)).transpose(1, 2)
+        def project(source: str, count: int, width: int = 4) -> torch.Tensor:
+            """Heads of a source; each is computed once, since it is the number of operators that takes time."""
+            if (source, count, width) not in projections:
+                heads = F.linear(sources[source], m.table[: count * width]).unflatten(-1, (count, width))
+                projections[source, count, width] = heads.transpose(1, 2)
+            return projections[source, count, width]
 
         found = []
         for counts in numbers:
-            query, key, value = (project(x, count) for count in counts)
+            query, key, value = (project("tokens", count) for count in counts)
             found.append(F.scaled_dot_product_attention(query, key, value, is_causal=True))
         for counts in grouped:
-            query, key, value = (project(x, count, 4 + i // 2) for i, count in enumerate(counts))
+            query, key, value = (project("tokens", count, 4 + i // 2) for i, count in enumerate(counts))
             found.append(F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
-        query, key, value = (project(x, count) for count in (4, 2, 1))
+        query, key, value = (project("tokens", count) for count in (4, 2, 1))
         found.append(
             F.scaled_dot_product_attention(query, repeated(key, 2), repeated(value, 4).contiguous(), is_causal=True)
         )
-        for sources in ((x, places, x), (places, x, x), (x, places, places)):
-            query, key, value = (project(y, 2) for y in sources)
+        for names in (("tokens", "places", "tokens"), ("places", "tokens", "tokens"), ("tokens", "places", "places")):
+            query, key, value = (project(name, 2) for name in names)
             found.append(F.scaled_dot_product_attention(query, key, value, is_causal=True))
             found.append(
                 F.scaled_dot_product_attention(*(y[:, 0] for y in (query, key, value)), is_causal=True)[:, None]

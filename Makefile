@@ -44,10 +44,10 @@ demo: setup
 	$(BIN)/dta demo
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest --durations=10 --numprocesses auto --dist loadfile
 
 test-all: lint
-	$(BIN)/python -m pytest -m "" --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest -m "" --durations=10 --numprocesses auto --dist loadfile
 
 fuzz: setup
 	$(BIN)/python -m tests.fuzz -n $(N) --seed $(SEED)

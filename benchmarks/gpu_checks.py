@@ -27,7 +27,17 @@ from benchmarks.ours import compile_logprobs, replan
 from dta_compile import records
 from dta_compile.runtime.executor import Executor
 from dta_compile.runtime.stack import PathStack
-from tests.helpers import Batch, Measurement, distances, errors, make_batch, measure, reference, rollouts, rounds_worse
+from tests.support.helpers import (
+    Batch,
+    Measurement,
+    distances,
+    errors,
+    make_batch,
+    measure,
+    reference,
+    rollouts,
+    rounds_worse,
+)
 
 VOCABULARY = 512
 EQUAL = 1e-4  # float32 on the GPU and float64 on the CPU: largest difference over largest entry

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dta_compile.backend import dta
 from dta_compile.errors import DTAError
-from tests.helpers import Measurement, errors, make_batch, measure, random_loss, reference, rollouts
+from tests.support.helpers import Measurement, errors, make_batch, measure, random_loss, reference, rollouts
 
 VOCABULARY = 96
 SIZES = {

@@ -5,11 +5,25 @@ tensors saves more than it costs only from about eight on. What tests run in oth
 import os
 import tempfile
 
+import pytest
 import torch
 import torch._dynamo.config
+from hypothesis import HealthCheck, settings
+
+pytest.register_assert_rewrite("tests.support")  # asserts of harnesses explain themselves as those of tests do
+from tests.support.sequences import BATCHES  # noqa: E402 - after the line above
+
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 torch.set_num_threads(1)
 torch._dynamo.config.fake_tensor_cache_enabled = False
 os.environ["DTA_CACHE_DIR"] = tempfile.mkdtemp(prefix="dta_compile_tests_")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined: they then run on a CPU
+
+
+@pytest.fixture(scope="session")
+def batches():
+    """Strategy for small batches of random trees, deep chains and wide fans."""
+    return BATCHES

@@ -1,5 +1,7 @@
 """The house: imports go one way, between modules and between folders, and a folder can be taken in at one look.
 
+Tests stand for themselves: what two of them need is in `tests/support`.
+
 Every import counts, also those under TYPE_CHECKING and inside functions. A name that a folder's `__init__` only passes
 on counts as imported from where it is defined. Such an `__init__` stands above its folder, and each file at the top
 stands for itself.
@@ -109,6 +111,51 @@ def test_plans_and_rollouts_need_no_torch():
 def test_folders_can_be_taken_in_at_one_look():
     sizes = collections.Counter(path.parent for path in HOUSE.files.values())
     assert not {str(folder): size for folder, size in sizes.items() if size > MOST_FILES}
+
+
+def imported_tests(folder):
+    """(file, module) wherever a file of `folder` imports a module of tests from it."""
+    modules = {
+        ".".join((folder.name, *path.relative_to(folder).with_suffix("").parts)) for path in folder.rglob("test_*.py")
+    }
+    for path in sorted(folder.rglob("*.py")):
+        for module, name in imports(ast.parse(path.read_text())):
+            found = modules & {module, f"{module}.{name}"}
+            yield from ((str(path.relative_to(folder)), one) for one in found)
+
+
+def test_no_test_is_imported():
+    assert len(list((ROOT / "tests").rglob("test_*.py"))) > 50
+    assert not list(imported_tests(ROOT / "tests"))
+
+
+def test_one_way_leads_behind_a_compiled_callable():
+    """And one from drawn programs, whose oracle is written out with those that fail, to run on its own."""
+    found = {
+        str(path.relative_to(ROOT / "tests"))
+        for path in (ROOT / "tests").rglob("*.py")
+        if {("dta_compile", "records"), ("dta_compile.records", "of")} & set(imports(ast.parse(path.read_text())))
+    }
+    assert found == {"support/inside.py", "fuzz/oracle.py"}
+
+
+def test_imported_tests_are_found(tmp_path):
+    """As a module, by a name of theirs, from their folder, and inside a function."""
+    folder = tmp_path / "tests"
+    contents = {
+        "plan/test_one.py": "from tests.support.tiny import a\nimport tests.support.tiny\n",
+        "plan/test_two.py": "from tests.plan.test_one import b\n",
+        "support/tiny.py": "def f():\n    from tests.plan import test_one\n",
+        "conftest.py": "import tests.plan.test_two\n",
+    }
+    for name, text in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    assert list(imported_tests(folder)) == [
+        ("conftest.py", "tests.plan.test_two"),
+        ("plan/test_two.py", "tests.plan.test_one"),
+        ("support/tiny.py", "tests.plan.test_one"),
+    ]
 
 
 def test_cycles_are_found(tmp_path):

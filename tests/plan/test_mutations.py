@@ -23,7 +23,7 @@ from dta_compile.plan import (
     verify,
 )
 from dta_compile.plan.schedule import MODES
-from tests.plan.execution import Tokens, check_attention, execute
+from tests.support.execution import Tokens, check_attention, execute
 
 
 def planned(rng):

@@ -23,7 +23,7 @@ from dta_compile.plan import (
     verify,
 )
 from dta_compile.plan.schedule import MODES
-from tests.plan.execution import execute
+from tests.support.execution import execute
 
 CHUNK_SIZES = [1, 2, 3, 7, 1000]
 ORDERS = CHOICES["order"]

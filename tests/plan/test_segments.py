@@ -3,7 +3,7 @@ from hypothesis import strategies as st
 
 from dta_compile.options import Options
 from dta_compile.plan import Chunk, PrefixTree, Rectangle, Segment, Slice, chunk_tree, rectangles, segments
-from tests.plan.execution import Tokens, check_attention
+from tests.support.execution import Tokens, check_attention
 
 # Below 1 2: 3 4 (with 5, 6 7 below it), 8, and at depth 1: 9.
 SEQUENCES = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [1, 2, 8], [1, 9]]

@@ -1,0 +1,269 @@
+"""Data parallelism: rows dealt out as balanced trees, wrappers that need nothing special, and what is refused."""
+
+import datetime
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dta_compile import distributed
+from dta_compile.errors import OptionError, RefusalError, RuntimeContractError
+from dta_compile.plan import CostModel
+from tests.support import distributed_worker
+from tests.support.tiny import SMALL_CHUNKS, TinyLM, shared_ids, weighted
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend")
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What the worker's scenarios came to, by number of ranks; a run for each number that is asked for."""
+
+    @functools.cache
+    def run(ranks):
+        file = tmp_path_factory.mktemp("ranks") / "results.json"
+        launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [sys.executable, "-m", *launch, "-m", "tests.support.distributed_worker", str(file)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(file.read_text())
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("scenario", "ranks"),
+    [
+        pytest.param(name, n, marks=[pytest.mark.slow] if n > 2 else [])
+        for name, (ranks, _) in distributed_worker.SCENARIOS.items()
+        for n in ranks
+    ],
+)
+def test_ranks_agree_with_one_process(results, scenario, ranks):
+    assert results(ranks)[scenario] == "", results(ranks)[scenario]
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def per_layer(model):
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block)
+    model.forward = torch.compile(model.forward, backend="dta", options=SMALL_CHUNKS)
+    return fully_shard(model, reshard_after_forward=False)
+
+
+def tensor_parallel(model):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = dist.init_device_mesh("cpu", (1,))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about hooks and graph breaks
+@pytest.mark.parametrize(("shard", "got"), [(per_layer, "FSDPBlock"), (tensor_parallel, "DTensor")])
+def test_a_model_that_is_sharded_inside_is_refused_by_name(one_rank, shard, got):
+    torch.compiler.reset()
+    model = shard(TinyLM())
+    with pytest.raises(RefusalError, match="per-layer sharding, tensor, context and pipeline") as caught:
+        weighted(model(shared_ids())).backward()
+    assert got in caught.value.got and "fully_shard(module, reshard_after_forward=False)" in caught.value.hint
+
+
+def test_a_stage_of_a_pipeline_is_refused():
+    stage = TinyLM().blocks[1]
+    hidden = torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RefusalError, match="stages of a pipeline"):
+        torch.compile(stage, backend="dta")(hidden, None)
+
+
+def test_one_process_needs_no_process_group():
+    ids = shared_ids()
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "reward": torch.arange(5.0)}
+    shard = distributed.scatter(batch)
+    assert shard.batch["input_ids"][:, : ids.shape[1]].tolist() == sorted(ids.tolist()) and shard.rows == 5
+    assert shard.imbalance == 1.0 and len(shard.costs) == 1
+    assert torch.equal(shard.to_owners(shard.batch["reward"]), batch["reward"])
+    assert torch.equal(shard.to_owners(shard.batch["input_ids"]), ids)
+
+
+def test_a_rank_without_rows_has_padding_to_run():
+    batch = {
+        "input_ids": torch.zeros(0, 5, dtype=torch.long),
+        "attention_mask": torch.zeros(0, 5),
+        "reward": torch.zeros(0),
+    }
+    shard = distributed.scatter(batch)
+    assert shard.rows == 0 and shard.costs == [0]
+    assert shard.batch["input_ids"].shape == (2, 8) and shard.batch["reward"].shape == (2,)
+    assert not shard.batch["attention_mask"].any()
+    assert shard.to_owners(shard.batch["reward"]).shape == (0,)
+    assert shard.to_owners(shard.batch["input_ids"]).shape == (0, 5)
+
+
+def test_padding_and_fields_of_rows():
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
+    ids = torch.arange(12).reshape(3, 4)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids, "square": torch.eye(4)[:3], "old": ids / 2}
+    shard = distributed.scatter(batch, per_row=["square"], padding={"old": 7.0})
+    padded = torch.nn.functional.pad
+    assert torch.equal(
+        shard.batch["input_ids"], padded(torch.tensor([[0, 0, 0, 0], [1, 2, 0, 0], [4, 5, 6, 7]]), (0, 4))
+    )
+    assert shard.batch["labels"][:, :4].tolist() == [[-100] * 4, [1, 2, -100, -100], [4, 5, 6, 7]]
+    assert shard.batch["old"][:, :4].tolist() == [[7.0] * 4, [0.5, 1, 7, 7], [2, 2.5, 3, 3.5]]
+    assert bool((shard.batch["labels"][:, 4:] == -100).all()) and bool((shard.batch["old"][:, 4:] == 7).all())
+    assert torch.equal(shard.batch["square"], torch.eye(4)[[2, 0, 1]])
+    assert shard.to_owners(shard.batch["old"], fill=-1.0).tolist() == [[-1, 0.5, 1, -1], [2, 2.5, 3, 3.5], [-1] * 4]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": None}, "no token ids"),
+        ({"input_ids": torch.zeros(2, 3)}, "no token ids"),
+        ({"attention_mask": torch.ones(2, 4)}, "mask 'attention_mask' does not fit"),
+        ({"reward": torch.zeros(3)}, "field 'reward'"),
+        ({"reward": [1.0, 2.0]}, "field 'reward'"),
+        ({"scores": torch.zeros(2, 5)}, r"not clear whether 'scores'.*\n.*\n.*\n.*per_row=\['scores'\]"),
+    ],
+)
+def test_a_malformed_batch_is_an_error(change, message):
+    batch = {"input_ids": torch.zeros(2, 3, dtype=torch.long), "reward": torch.zeros(2)} | change
+    with pytest.raises(RuntimeContractError, match=message):
+        distributed.scatter({name: value for name, value in batch.items() if value is not None})
+
+
+def test_values_that_do_not_fit_are_not_sent_back():
+    shard = distributed.scatter({"input_ids": torch.zeros(2, 3, dtype=torch.long)})
+    with pytest.raises(RuntimeContractError, match="do not fit"):
+        shard.to_owners(torch.zeros(3))
+    with pytest.raises(RuntimeContractError, match="per_token=False"):
+        shard.to_owners(torch.zeros(2, 7))
+    with pytest.raises(RuntimeContractError, match="not one entry per token"):
+        shard.to_owners(torch.zeros(2), per_token=True)
+    square = torch.randn(2, 8)  # as wide as the shard's batch
+    assert torch.equal(shard.to_owners(square, per_token=False), square)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"per_row": "old", "per_token": ["old"]}, "not both"),
+        ({"per_row": ["input_ids"]}, "not both"),
+        ({"padding": {"lables": -1}}, "'lables'"),
+        ({"padding": {"input_ids": 0.5}}, "'input_ids' cannot be padded"),
+    ],
+)
+def test_what_is_said_of_fields_is_checked(options, message):
+    batch = {"input_ids": torch.zeros(2, 3, dtype=torch.long), "old": torch.zeros(2, 3)}
+    with pytest.raises(OptionError, match=message):
+        distributed.scatter(batch, **options)
+
+
+def test_a_mesh_of_two_dimensions_is_refused(one_rank):
+    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("copy", "shard"))
+    with pytest.raises(OptionError, match="one dimension of ranks"):
+        distributed.scatter({"input_ids": torch.zeros(1, 1, dtype=torch.long)}, mesh)
+
+
+def test_token_mean_is_the_mean_of_what_counts():
+    losses = torch.tensor([[1.0, 2.0, float("nan")], [4.0, float("inf"), 8.0]], requires_grad=True)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    mean = distributed.token_mean(losses, mask)
+    mean.backward()
+    assert mean.item() == pytest.approx(7 / 3)
+    assert torch.equal(losses.grad, mask / 3)
+    assert distributed.token_mean(losses, mask, total=14).item() == 0.5  # one of several micro-batches
+    assert distributed.token_mean(losses[:0], mask[:0]).item() == 0.0
+    with pytest.raises(RuntimeContractError, match="do not fit"):
+        distributed.token_mean(losses, mask[:1])
+
+
+def fail_in_the_middle(rank, folder):
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20))
+    model = TinyLM()
+    wrapped = torch.nn.parallel.DistributedDataParallel(torch.compile(model, backend="dta", options=SMALL_CHUNKS))
+    logits = wrapped(shared_ids())
+    if rank == 1:
+        raise RuntimeError("out of luck")
+    started = time.monotonic()
+    try:
+        weighted(logits).backward()
+    except RuntimeError as error:
+        text = f"{time.monotonic() - started} {error}"
+    else:
+        text = "no error"
+    pathlib.Path(folder, "left").write_text(text)
+
+
+def test_a_rank_that_fails_leaves_the_others_with_torchs_error(tmp_path):
+    context = mp.spawn(fail_in_the_middle, args=(str(tmp_path),), nprocs=2, join=False)
+    for process in context.processes:
+        process.join(120)
+    seconds, message = (tmp_path / "left").read_text().split(" ", 1)
+    assert float(seconds) < 40 and "gloo" in message.lower()
+
+
+@pytest.mark.slow
+def test_the_example_under_torchrun_equals_one_process():
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        *launch,
+        "examples/fsdp2_grpo.py",
+        "--steps",
+        "2",
+        "--turns",
+        "1",
+        "--layers",
+        "1",
+        "--check",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "step 1: loss" in done.stdout and "largest difference of the weights" in done.stdout
+
+
+def test_the_example_under_ray_train():
+    pytest.importorskip("ray.train")
+    command = [sys.executable, "examples/ray_train.py", "--steps", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "trained 1 steps on 2 workers" in done.stdout
+
+
+def test_scatter_takes_a_cost_model():
+    batch = {"input_ids": shared_ids()}
+    assert distributed.scatter(batch, cost=CostModel()).rows == 5
+    with pytest.raises(RuntimeContractError, match="unknown cost"):
+        distributed.scatter(batch, cost="seconds")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_token_mean_of_narrow_values_counts_all_tokens(dtype):
+    losses = torch.full((2, 40_000), 2.0, dtype=dtype, requires_grad=True)
+    mean = distributed.token_mean(losses, torch.ones_like(losses))
+    mean.backward()
+    assert mean.item() == pytest.approx(2.0)
+    assert losses.grad.double().sum().item() == pytest.approx(1.0, rel=1e-2)
+    assert distributed.token_mean(losses, losses.detach(), total=80_000).item() == pytest.approx(2.0)

@@ -1,0 +1,519 @@
+"""Log-probs and entropies over a large vocabulary: recognised in every spelling, exact, and no logits in memory."""
+
+import importlib
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from dta_compile.ops import linear_log_prob as head_operators
+from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
+from dta_compile.passes.memory.working_memory import peak, working_memory
+from tests.support.chunk_graphs import Run, allocations
+from tests.support.helpers import (
+    EXACT,
+    FLOAT32_ISLANDS,
+    assert_equal,
+    assert_within_rounding,
+    make_batch,
+    measure,
+    random_loss,
+    reference,
+    rollouts,
+)
+from tests.support.inside import inside
+from tests.support.tiny import VOCABULARY, WIDTH, TinyLM
+
+PASS = importlib.import_module("dta_compile.passes.chunk.lm_head")
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def small_vocabularies(monkeypatch):
+    """Tiny vocabularies count as large, and take several blocks, the last one shorter."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(PASS, "LEAST_VOCABULARY", VOCABULARY)
+    monkeypatch.setattr(head_operators, "BLOCK_COLUMNS", 7)
+
+
+@pytest.fixture
+def model():
+    return TinyLM(layers=1)
+
+
+def labelled_batch(vocabulary=VOCABULARY):
+    batch = make_batch(rollouts(vocabulary, length=13))
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.randint(0, vocabulary, batch.ids.shape, generator=generator)
+    labels[:, 1:3] = labels[0, 1:3]
+    return batch.with_extras(labels=labels)
+
+
+BATCH = labelled_batch()
+
+
+def compare(model, spelling, *, outputs=1, tolerance=EXACT, batch=BATCH, logits=None):
+    """The compiled function gives eager's outputs and gradients; returns its program."""
+
+    def function(ids, mask, labels):
+        values = (logits or model)(ids, mask)
+        return spelling(values, labels)
+
+    def forward(call, batch):
+        mask = None if batch.mask is None else batch.mask.bool()
+        found = call(batch.ids, mask, batch.extras["labels"])
+        return torch.stack(found, -1) if isinstance(found, tuple) else found[..., None]
+
+    compiled = torch.compile(function, backend="dta", options={"chunk_size": 6})
+    loss = random_loss(batch, outputs)
+    actual = measure(compiled, model, batch, loss, forward)
+    expected = reference(model, batch, loss, lambda _, row: forward(function, row))
+    assert_equal(actual, expected, tolerance)
+    return inside(compiled).newest.program
+
+
+def heads_of(program):
+    """The fused heads of a program's forward."""
+    return program.joint.forward.graph.find_nodes(op="call_function", target=LINEAR_LOG_PROB)
+
+
+def assert_no_logits(program, heads=1, vocabulary=VOCABULARY):
+    """The graphs hold the operators, nothing of the size of logits, and no gradient of the size of the weight."""
+    joint = program.joint
+    backward = [node.target for node in joint.backward.graph.nodes]
+    assert len(heads_of(program)) == backward.count(LINEAR_LOG_PROB_BACKWARD_) == heads
+    assert LINEAR_LOG_PROB_BACKWARD not in backward
+    for module in (joint.forward_only, joint.forward, joint.backward):
+        for node in module.graph.nodes:
+            shape = getattr(node.meta.get("val"), "shape", ())
+            if node.op == "call_function" and any(isinstance(size, int) and size == vocabulary for size in shape):
+                assert node.target is aten.t.default, f"{node} of shape {tuple(shape)}"
+
+
+def gathered(log, labels):
+    return log.gather(-1, labels[..., None])[..., 0]
+
+
+def log_softmax(logits, labels):
+    return gathered(logits.log_softmax(-1), labels)
+
+
+def logsumexp(logits, labels):
+    return gathered(logits, labels) - logits.logsumexp(-1)
+
+
+def normalised(logits, labels):
+    return gathered(logits - logits.logsumexp(-1, keepdim=True), labels)
+
+
+def cross_entropy(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+
+
+def channels_first(logits, labels):
+    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+def ignored_labels(logits, labels):
+    return cross_entropy(logits, labels.masked_fill(labels % 3 == 0, -100))
+
+
+def nll(logits, labels):
+    return F.nll_loss(logits.log_softmax(-1).transpose(1, 2), labels, reduction="none")
+
+
+def entropy(logits, labels=None):
+    log = logits.log_softmax(-1)
+    return -(log.exp() * log).sum(-1)
+
+
+def entropy_of_softmax(logits, labels):
+    return (-logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+
+def entropy_by_logsumexp(logits, labels):
+    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+
+
+def entropy_normalised(logits, labels):
+    log = logits - logits.logsumexp(-1, keepdim=True)
+    return -(F.softmax(log, -1) * log).sum(dim=-1, keepdim=True)[..., 0]
+
+
+def both(logits, labels):
+    log = logits.log_softmax(-1)
+    return gathered(log, labels), -(log.exp() * log).sum(-1)
+
+
+def z_loss(logits, labels):
+    return cross_entropy(logits, labels) + 0.1 * logits.logsumexp(-1).pow(2)
+
+
+def temperature(logits, labels):
+    return log_softmax(logits / 0.7, labels), entropy(logits / 0.7)
+
+
+def multiplied(logits, labels):
+    return log_softmax(0.5 * logits * 1.5, labels)
+
+
+HOT = torch.tensor(1.7, dtype=torch.float64)
+
+
+def temperature_tensor(logits, labels):
+    return both(logits / HOT / 0.8, labels)
+
+
+def temperature_of_the_token(logits, labels):
+    return both(logits * (1 + labels % 3)[..., None].double(), labels)
+
+
+def two_temperatures(logits, labels):
+    return log_softmax(logits / 0.7, labels), entropy(logits)
+
+
+def entropy_without_gradient(logits, labels):
+    with torch.no_grad():
+        measured = entropy_by_logsumexp(logits, labels) + entropy(logits)
+    return log_softmax(logits, labels), measured
+
+
+def several_labels(logits, labels):
+    log = logits.log_softmax(-1)
+    pairs = log.gather(-1, torch.stack([labels, (labels + 1) % VOCABULARY], -1))
+    return pairs[..., 0], pairs[..., 1], gathered(log, (labels + 2) % VOCABULARY), gathered(logits, labels)
+
+
+SPELLINGS = [
+    log_softmax, logsumexp, normalised, cross_entropy, channels_first, ignored_labels, nll, entropy, entropy_of_softmax,
+    entropy_by_logsumexp, entropy_normalised, z_loss, multiplied,
+]  # fmt: skip
+SEVERAL = {
+    both: 2, temperature: 2, temperature_tensor: 2, temperature_of_the_token: 2, two_temperatures: 2,
+    entropy_without_gradient: 2, several_labels: 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", [*SPELLINGS, *SEVERAL], ids=lambda function: function.__name__)
+def test_spellings(model, spelling):
+    program = compare(model, spelling, outputs=SEVERAL.get(spelling, 1))
+    assert_no_logits(program, heads=2 if spelling is two_temperatures else 1)
+    without = {several_labels, *SPELLINGS} - {entropy, entropy_of_softmax, entropy_by_logsumexp, entropy_normalised}
+    assert any(node.args[5] for node in heads_of(program)) == (spelling not in without)
+
+
+def in_float32(logits, labels):
+    return both(logits.float(), labels)
+
+
+def only_log_prob_in_float32(logits, labels):
+    return gathered(F.log_softmax(logits, -1, dtype=torch.float32), labels), entropy(logits).float()
+
+
+@pytest.mark.parametrize("spelling", [in_float32, only_log_prob_in_float32])
+def test_float32_logits_of_a_float64_model(spelling):
+    model = TinyLM(layers=1, width=8)  # narrow, for the cut between trunk and head is where least crosses
+    assert_no_logits(compare(model, spelling, outputs=2, tolerance=FLOAT32_ISLANDS))
+
+
+def selective_log_softmax(logits, labels):
+    return trl.selective_log_softmax(logits, labels, temperature=0.9)
+
+
+@pytest.fixture
+def trl_imported():
+    global trl
+    trl = pytest.importorskip("trl.trainer.utils")
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call")
+def test_the_log_probs_of_trl(model, trl_imported):
+    assert_no_logits(compare(model, selective_log_softmax))
+
+
+def two_selections(logits, labels):
+    return selective_log_softmax(logits, labels), selective_log_softmax(logits.float(), labels)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call")
+@pytest.mark.parametrize("spelling", [in_float32, both, temperature, only_log_prob_in_float32, two_selections])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_rounds_no_worse_than_eager(spelling, autocast, request):
+    if spelling is two_selections:
+        request.getfixturevalue("trl_imported")
+    model, batch = TinyLM(layers=1), BATCH
+    model = model.to(torch.float32 if autocast else torch.bfloat16)
+
+    def function(ids, mask, labels):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and model.head.weight.dtype is torch.float32):
+            return spelling(model(ids, mask), labels)
+
+    def forward(call, batch):
+        mask = None if batch.mask is None else batch.mask.bool()
+        return torch.stack(call(batch.ids, mask, batch.extras["labels"]), -1)
+
+    compiled, loss = torch.compile(function, backend="dta", options={"chunk_size": 6}), random_loss(batch, 2)
+    actual = measure(compiled, model, batch, loss, forward)
+    eager = reference(model, batch, loss, lambda _, row: forward(function, row))
+    exact = reference(model.double(), batch, loss, lambda _, row: forward(function, row))
+    assert_within_rounding(actual, eager, exact)
+    assert_no_logits(inside(compiled).newest.program)
+
+
+class Headed(nn.Module):
+    """A trunk with another head."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.trunk, self.head = TinyLM(layers=1), head
+        del self.trunk.head
+
+    def forward(self, ids, mask):
+        return self.head(self.trunk.hidden(ids, mask))
+
+
+def tied():
+    model = Headed(nn.Linear(WIDTH, VOCABULARY, bias=False).double())
+    model.head.weight = model.trunk.embedding.weight
+    return model
+
+
+def frozen_head():
+    model = TinyLM(layers=1)
+    model.head.requires_grad_(False)
+    return model
+
+
+def frozen_weight():
+    model = TinyLM(layers=1)
+    model.head.weight.requires_grad_(False)
+    return model
+
+
+def frozen_trunk():
+    model = TinyLM(layers=1).requires_grad_(False)
+    model.head.requires_grad_(True)
+    return model
+
+
+class Transposed(nn.Module):
+    """A weight `[H, V]`, and a bias that is added."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
+            for shape in ((WIDTH, VOCABULARY), (VOCABULARY,))
+        )
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+@pytest.mark.parametrize("build", [tied, frozen_head, frozen_weight, frozen_trunk, lambda: Headed(Transposed())])
+def test_heads(build):
+    program = compare(build(), both, outputs=2)
+    if build is frozen_head:
+        (head,) = program.joint.backward.graph.find_nodes(op="call_function", target=LINEAR_LOG_PROB_BACKWARD)
+        assert head.args[-1] == [True, False, False]
+        return
+    assert_no_logits(program)
+    (head,) = program.joint.backward.graph.find_nodes(op="call_function", target=LINEAR_LOG_PROB_BACKWARD_)
+    *_, wants_hidden, weight, bias = head.args
+    assert wants_hidden == (build is not frozen_trunk)
+    assert (weight is None) == (build is frozen_weight) and (bias is None) == (build is tied)
+
+
+class LowRank(nn.Module):
+    """A head whose weight is computed from parameters, as adapters do."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.up = nn.Linear(WIDTH, VOCABULARY).double(), nn.Linear(3, VOCABULARY, bias=False).double()
+        self.down = nn.Linear(WIDTH, 3, bias=False).double()
+
+    def forward(self, x):
+        return F.linear(x, self.base.weight + self.up.weight @ self.down.weight, self.base.bias)
+
+
+class Summed(nn.Module):
+    """A head whose weight is the sum of two, which get the same gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Linear(WIDTH, VOCABULARY, bias=False).double() for _ in range(2))
+
+    def forward(self, x):
+        return F.linear(x, self.first.weight + self.second.weight)
+
+
+@pytest.mark.parametrize("head", [LowRank, Summed])
+def test_a_weight_that_is_computed(head):
+    program = compare(Headed(head()), both, outputs=2)
+    assert len(heads_of(program)) == 1
+    assert program.joint.backward.graph.find_nodes(op="call_function", target=LINEAR_LOG_PROB_BACKWARD)
+
+
+class WithTemperature(TinyLM):
+    """A temperature that is trained."""
+
+    def __init__(self):
+        super().__init__(layers=1)
+        self.temperature = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+
+    def forward(self, ids, mask=None):
+        return super().forward(ids, mask) / self.temperature
+
+
+LEFT_ALONE = {
+    "greedy token": (TinyLM, lambda z, y: (log_softmax(z, y), z.argmax(-1).double())),
+    "largest logits": (TinyLM, lambda z, y: (log_softmax(z, y), z.topk(2, -1).values[..., 1])),
+    "soft cap": (TinyLM, lambda z, y: both((z / 30).tanh() * 30, y)),
+    "smoothing": (TinyLM, lambda z, y: -log_softmax(z, y) - 0.1 * z.log_softmax(-1).mean(-1)),
+    "second moment": (TinyLM, lambda z, y: (z.log_softmax(-1).exp() * z.log_softmax(-1).pow(2)).sum(-1)),
+    "collision": (TinyLM, lambda z, y: z.softmax(-1).pow(2).sum(-1)),
+    "one factor detached": (TinyLM, lambda z, y: (z.softmax(-1) * z.log_softmax(-1).detach()).sum(-1)),
+    "two temperatures in one": (TinyLM, lambda z, y: ((z / 2).softmax(-1) * z.log_softmax(-1)).sum(-1)),
+    "a part of the vocabulary": (TinyLM, lambda z, y: log_softmax(z[..., :20], y % 20)),
+    "a bias per entry after scaling": (TinyLM, lambda z, y: log_softmax(z / 2 + torch.arange(VOCABULARY) / 9, y)),
+    "a weight per entry": (TinyLM, lambda z, y: log_softmax(z * torch.linspace(0.5, 1, VOCABULARY).double(), y)),
+    "a trained temperature": (WithTemperature, lambda z, y: log_softmax(z, y)),
+    "labels from the logits": (TinyLM, lambda z, y: log_softmax(z, (y + (z.logsumexp(-1) > 3.5)) % VOCABULARY)),
+    "another normaliser": (TinyLM, lambda z, y: gathered(z - (z / 2).logsumexp(-1, keepdim=True), y)),
+    "a scaled normaliser": (TinyLM, lambda z, y: gathered(z - 2 * z.logsumexp(-1, keepdim=True), y)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_other_uses_of_the_logits_are_left_alone(name):
+    build, spelling = LEFT_ALONE[name]
+    model = build(layers=1) if build is TinyLM else build()
+    two = name in ("greedy token", "largest logits", "soft cap")
+    assert not heads_of(compare(model, spelling, outputs=2 if two else 1))
+
+
+def test_small_vocabularies_are_left_alone(model, monkeypatch):
+    monkeypatch.setattr(PASS, "LEAST_VOCABULARY", VOCABULARY + 1)
+    assert not heads_of(compare(model, both, outputs=2))
+
+
+def test_logits_that_are_returned_too(model):
+    def function(ids, mask, labels):
+        logits = model(ids, mask)
+        return log_softmax(logits, labels), logits
+
+    compiled = torch.compile(function, backend="dta")
+    log_probs, logits = compiled(BATCH.ids, BATCH.valid, BATCH.extras["labels"])
+    expected = log_softmax(logits, BATCH.extras["labels"])
+    torch.testing.assert_close(log_probs[BATCH.valid], expected[BATCH.valid])
+    assert not heads_of(inside(compiled).newest.program)
+
+
+def test_scoring(model):
+    def function(ids, mask, labels):
+        return both(model(ids, mask), labels)
+
+    compiled = torch.compile(function, backend="dta", options={"chunk_size": 6})
+    arguments = BATCH.ids, BATCH.valid, BATCH.extras["labels"]
+    with torch.no_grad():
+        for mine, theirs in zip(compiled(*arguments), function(*arguments), strict=True):
+            torch.testing.assert_close(mine[BATCH.valid], theirs[BATCH.valid], rtol=1e-9, atol=1e-12)
+    program = inside(compiled).newest.program
+    assert len(heads_of(program)) == 1 and program.joint.backward is None
+
+
+def test_the_labels_loss_of_transformers(monkeypatch):
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config).double()
+    labels = BATCH.ids.masked_fill(~BATCH.valid, -100)
+
+    def loss(ids, mask, labels):
+        return model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+
+    compiled = torch.compile(loss, backend="dta", options={"chunk_size": 6})
+    found = []
+    for call in (loss, compiled):
+        value = call(BATCH.ids, BATCH.mask, labels)
+        found.append([value.detach(), *torch.autograd.grad(value, list(model.parameters()))])
+    for theirs, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=FLOAT32_ISLANDS, atol=float(theirs.abs().max()) * FLOAT32_ISLANDS)
+    assert_no_logits(inside(compiled).newest.program)
+
+
+@pytest.mark.parametrize("rows", [[], [2], [4, 0, 3]])
+def test_the_backward_of_some_head_rows_is_that_of_all_with_zero_gradients_elsewhere(model, rows):
+    program = compare(model, both, outputs=2)
+    run, rows = Run(program, 7, 5), torch.tensor(rows, dtype=torch.int64)
+    assert program.joint.head_rows_separable
+    some = run.backward(program.joint.of_head_rows(run.kept, rows), [tangent[rows] for tangent in run.tangents])
+    masked = [torch.zeros_like(tangent).index_copy(0, rows, tangent[rows]) for tangent in run.tangents]
+    for mine, expected in zip(some, run.backward(run.kept, masked), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_logits_of_masked_entries_are_minus_infinity():
+    class Masked(TinyLM):
+        def __init__(self):
+            super().__init__(layers=1)
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False).double()
+            self.register_buffer("allowed", torch.zeros(VOCABULARY, dtype=torch.float64))
+            self.allowed[:20] = -torch.inf
+
+        def forward(self, ids, mask=None):
+            return super().forward(ids, mask) + self.allowed
+
+    def allowed_labels(logits, labels):
+        return log_softmax(logits, 20 + labels % 11), logits.logsumexp(-1)
+
+    assert_no_logits(compare(Masked(), allowed_labels, outputs=2))
+
+
+# Memory.
+
+LARGE = 1000
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def large(request):
+    torch._dynamo.reset()
+    config = transformers.Qwen3Config(
+        vocab_size=LARGE, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PASS, "LEAST_VOCABULARY", LARGE)
+
+        def function(ids, labels):
+            return both(model(ids, use_cache=False).logits.float(), labels)
+
+        compiled = torch.compile(function, backend="dta")
+        sum(value.sum() for value in compiled(*torch.randint(1, LARGE, (2, 3, 9)))).backward()
+    return inside(compiled).newest.program
+
+
+@pytest.mark.parametrize("name", ["forward_only", "forward", "backward"])
+@pytest.mark.parametrize(("tokens", "head_rows"), [(40, 200), (150, 60)])
+def test_nothing_of_the_size_of_logits_or_weight_is_allocated(large, monkeypatch, name, tokens, head_rows):
+    monkeypatch.setattr(head_operators, "BLOCK_COLUMNS", 128)
+    sizes, _ = allocations(large, name, tokens, head_rows)
+    assert max(sizes) < LARGE * min(64, head_rows) * large.attention[0].dtype.itemsize
+
+
+@pytest.mark.parametrize("name", ["forward_only", "forward", "backward"])
+@pytest.mark.parametrize(("tokens", "head_rows"), [(40, 200), (150, 60)])
+def test_the_working_memory_is_what_a_profiler_counts(large, monkeypatch, name, tokens, head_rows):
+    monkeypatch.setattr(head_operators, "BLOCK_COLUMNS", 128)
+    working_memory(large)
+    assert all(large.joint.working.values()) and large.joint.boxed_backward  # not while the profiler counts
+    sizes, held = allocations(large, name, tokens, head_rows)
+    measured = held + max(itertools.accumulate(sizes, initial=0))
+    assert peak(large.joint.working[name], tokens, head_rows) == pytest.approx(measured, rel=0.15)

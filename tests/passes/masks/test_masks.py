@@ -1,0 +1,529 @@
+"""Attention masks: what is derived of them holds for all pairs of tokens, or they are refused by name."""
+
+import re
+
+import pytest
+import torch
+
+from dta_compile.errors import RefusalError, RuntimeContractError
+from tests.support.masks import calls
+
+IDS = torch.tensor([[5, 3, 7, 7, 2, 9, 4, 0, 0], [5, 3, 7, 1, 2, 2, 8, 6, 1], [3, 3, 65, 66, 2, 0, 0, 0, 0]])
+LONGER = torch.cat([IDS, IDS], dim=1).clamp(min=1)[:2]
+MASK = (IDS != 0).long()
+LEFT = MASK.flip(1)
+RESTARTING = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(3, 9)
+IN_ORDER = torch.arange(9).expand(3, 9) + torch.tensor([[0], [3], [1]])
+TABLES = {
+    "tril": torch.ones(32, 32, dtype=torch.bool).tril(),
+    "negative": torch.full((1, 1, 32, 32), float("-inf")).triu(1),
+    "near": torch.arange(32) < 5,
+    "odd": torch.ones(32, 32, dtype=torch.bool).tril() & (torch.arange(32) % 2 == 0),
+    "padding_ids": torch.arange(100) != 0,
+}
+
+
+def positions(ids):
+    place = torch.arange(ids.shape[1])
+    return place[:, None], place[None]
+
+
+def near(ids, window):
+    query, key = positions(ids)
+    return (key <= query) & (query - key < window)
+
+
+def causal(ids):
+    query, key = positions(ids)
+    return key <= query
+
+
+def pairs(values, compare):
+    return compare(values[:, None, :, None], values[:, None, None, :])
+
+
+def packed(ids, position_ids):
+    starts = torch.cat([position_ids[:, :1] - 1, position_ids], 1).diff(dim=1) != 1
+    return causal(ids) & pairs(starts.cumsum(1), torch.eq)
+
+
+def additive(ids, padding, dtype=torch.float64):
+    least = torch.finfo(dtype).min
+    bias = torch.full((ids.shape[1],) * 2, least, dtype=dtype).triu(1)[None, None].expand(len(ids), 1, -1, -1).clone()
+    hidden = (bias == 0) & (padding[:, None, None, :] == 0)
+    return bias.masked_fill(hidden, least)
+
+
+CLASSES = {
+    # name: (mask, inputs of one or two calls, what the class says, windows by call)
+    "causal": (causal, [(IDS,)], "causal", [0]),
+    "a triangle": (
+        lambda ids: torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril(),
+        [(IDS,)],
+        "causal",
+        [0],
+    ),
+    "minus infinity above": (
+        lambda ids: torch.full((ids.shape[1],) * 2, float("-inf"), dtype=torch.float64).triu(1),
+        [(IDS,)],
+        "causal",
+        [0],
+    ),
+    "a window": (lambda ids: near(ids, 4), [(IDS,)], "window 4", [4]),
+    "a window by a fraction": (
+        lambda ids: causal(ids) & (positions(ids)[0] - positions(ids)[1] <= 7 / 2),
+        [(IDS,)],
+        "window 4",
+        [4],
+    ),
+    "a window by a remainder": (
+        lambda ids: causal(ids) & ((positions(ids)[0] - positions(ids)[1]).clamp(max=5) % 5 < 4) & near(ids, 4),
+        [(IDS,)],
+        "window 4",
+        [4],
+    ),
+    "half of the tokens": (lambda ids: near(ids, ids.shape[1] // 2), [(IDS,), (LONGER,)], "", [4, 9]),
+    "an integer argument": (near, [(IDS, 3), (IDS, 5), (LONGER, 7)], "", [3, 5, 7]),
+    "a tensor argument": (near, [(IDS, torch.tensor(3)), (IDS, torch.tensor(6))], "", [3, 6]),
+    "a fraction argument": (near, [(IDS, 2.5), (IDS, 4.0)], "", [3, 4]),
+    "a switch": (
+        lambda ids, wide: causal(ids) & (wide | near(ids, 3)),
+        [(IDS, torch.tensor(False)), (IDS, torch.tensor(True))],
+        "",
+        [3, 0],
+    ),
+    "padding": (
+        lambda ids, mask: causal(ids) & mask.bool()[:, None, None, :],
+        [(IDS, MASK), (IDS, LEFT)],
+        "real tokens",
+        [0, 0],
+    ),
+    "padding of queries too": (
+        lambda ids, mask: causal(ids) & pairs(mask > 0, torch.logical_and),
+        [(IDS, MASK)],
+        "real tokens",
+        [0],
+    ),
+    "padding that is one": (
+        lambda ids, mask: causal(ids) & (mask == 1)[:, None, None],
+        [(IDS, 2 * MASK - (IDS == 5).long())],
+        "== 1",
+        [0],
+    ),
+    "padding from ids": (lambda ids: causal(ids) & (ids != 0)[:, None, None], [(IDS,)], "ids[row, key] != 0", [0]),
+    "padding from two ids": (
+        lambda ids: causal(ids) & ~((ids == 0) | (ids == 1))[:, None, None],
+        [(IDS,)],
+        "real tokens",
+        [0],
+    ),
+    "padding from a table": (
+        lambda ids, table: causal(ids) & table[ids][:, None, None],
+        [(IDS, TABLES["padding_ids"])],
+        "real",
+        [0],
+    ),
+    "lengths": (
+        lambda ids, lengths: causal(ids) & (torch.arange(ids.shape[1]) < lengths[:, None])[:, None, None],
+        [(IDS, torch.tensor([7, 9, 5])), (LONGER, torch.tensor([3, 14]))],
+        "real tokens",
+        [0, 0],
+    ),
+    "one minus, times": (
+        lambda ids, mask: (1 - causal(ids).double() * mask[:, None, None]) * -1e9,
+        [(IDS, MASK.double())],
+        "real tokens",
+        [0],
+    ),
+    "one minus, times, of integers": (
+        lambda ids, mask: (1.0 - (causal(ids) * mask[:, None, None]).double()) * -1e9,
+        [(IDS, MASK)],
+        "real tokens",
+        [0],
+    ),
+    "two biases": (
+        lambda ids, bias: (
+            torch.zeros(1, 1, *(2 * ids.shape[1:]), dtype=torch.float64).masked_fill(~causal(ids), -1e9)
+            + bias[:, None, None]
+        ),
+        [(IDS, (MASK - 1) * 1e6), (IDS, torch.log(LEFT))],
+        "real tokens",
+        [0, 0],
+    ),
+    "as transformers once had it": (additive, [(IDS, MASK), (IDS, LEFT)], "real tokens", [0, 0]),
+    "low precision": (lambda ids, mask: additive(ids, mask, torch.float16).double(), [(IDS, MASK)], "real tokens", [0]),
+    "a buffer": (lambda ids, table: table[: ids.shape[1], : ids.shape[1]], [(IDS, TABLES["tril"])], "", [0]),
+    "a buffer of -inf": (
+        lambda ids, table: table[:, :, : ids.shape[1], : ids.shape[1]].double(),
+        [(IDS, TABLES["negative"])],
+        "",
+        [0],
+    ),
+    "a buffer that is the wrong way round": (
+        lambda ids, table: ~table[: ids.shape[1], : ids.shape[1]].mT,
+        [(IDS, ~TABLES["tril"].mT)],
+        "",
+        [0],
+    ),
+    "distances looked up": (
+        lambda ids, table: causal(ids) & table[(positions(ids)[0] - positions(ids)[1]).clamp(0, 31)],
+        [(IDS, TABLES["near"]), (IDS, torch.arange(32) < 2)],
+        "",
+        [5, 2],
+    ),
+    "packed, one sequence a row": (packed, [(IDS, IN_ORDER)], "one segment", [0]),
+    "positions": (lambda ids, place: pairs(place, torch.ge), [(IDS, IN_ORDER)], "consecutive", [0]),
+    "positions and a window": (
+        lambda ids, place: pairs(place, torch.ge) & pairs(place, lambda q, k: q - k < 3),
+        [(IDS, IN_ORDER)],
+        "window 3",
+        [3],
+    ),
+    "no documents": (lambda ids: causal(ids) & pairs((ids == 77).cumsum(1), torch.eq), [(IDS,)], "one segment", [0]),
+    "documents counted for each side": (
+        lambda ids: causal(ids) & ((ids == 77).cumsum(1)[:, None, :, None] == (ids == 77).cumsum(1)[:, None, None, :]),
+        [(IDS,)],
+        "one segment",
+        [0],
+    ),
+    "segments that are padding, too": (
+        lambda ids, mask: causal(ids) & pairs(mask, torch.eq) & (mask > 0)[:, None, None],
+        [(IDS, MASK * 3)],
+        "one segment",
+        [0],
+    ),
+    "segments of any number": (
+        lambda ids, segments: causal(ids) & pairs(segments, torch.eq),
+        [(IDS, (IDS * 0).add(2**62))],
+        "one segment",
+        [0],
+    ),
+    "the last of few rows": (
+        lambda ids: causal(ids) & (torch.arange(ids.shape[1])[-16:, None] - positions(ids)[1] < 3),
+        [(IDS,)],
+        "window 3",
+        [3],
+    ),
+    "the last of few rows, written": (
+        lambda ids: causal(ids) & (positions(ids)[0] - positions(ids)[1] < _last_written(ids)),
+        [(IDS,)],
+        "",
+        [3],
+    ),
+    "any fraction": (
+        lambda ids: causal(ids) & (~_full(ids, 0.5).any(1)[:, None] | near(ids, 3)),
+        [(IDS,)],
+        "window 3",
+        [3],
+    ),
+    "all infinite": (lambda ids: causal(ids) & _full(ids, -torch.inf).all(1)[:, None], [(IDS,)], "causal", [0]),
+    "any of bytes": (
+        lambda ids: causal(ids) & (_full(ids, 7).to(torch.uint8).any(1)[:, None] * 3 > near_by(ids)),
+        [(IDS,)],
+        "window 3",
+        [3],
+    ),
+    "a number for a truth value": (
+        lambda ids: causal(ids) & (near_by(ids) < 3 * torch.full(ids.shape[1:], ids.shape[1], dtype=torch.bool).long()),
+        [(IDS,)],
+        "",
+        [3],
+    ),
+    "an argument for every token": (
+        lambda ids, window: causal(ids) & (near_by(ids).float() <= window.expand(ids.shape[1])[:, None]),
+        [(IDS, torch.tensor(2.5, dtype=torch.float64))],
+        "",
+        [3],
+    ),
+    "written over behind whole dimensions": (lambda ids: _future_hidden(ids), [(IDS,)], "causal", [0]),
+    "written over": (lambda ids, mask: _written_over(ids, mask), [(IDS, MASK)], "real tokens", [0]),
+    "rolled and cut": (
+        lambda ids: torch.cat([causal(ids)[-1:], causal(ids)])[1:].flip(0).flip(0),
+        [(IDS,)],
+        "causal",
+        [0],
+    ),
+    "flattened and back": (lambda ids: causal(ids).reshape(-1).view(1, 1, ids.shape[1], -1), [(IDS,)], "causal", [0]),
+    "one row": (
+        lambda ids, mask: causal(ids) & mask.bool()[:, None, None, :],
+        [(IDS[:1], MASK[:1])],
+        "real tokens",
+        [0],
+    ),
+}
+
+
+def near_by(ids):
+    query, key = positions(ids)
+    return query - key
+
+
+def _full(ids, number):
+    return torch.full((ids.shape[1],) * 2, number)
+
+
+def _last_written(ids):
+    width = torch.full((ids.shape[1],), 5)
+    width[-100:] = 3
+    return width[:, None]
+
+
+def _future_hidden(ids):
+    allowed = torch.ones(len(ids), 1, ids.shape[1], ids.shape[1], dtype=torch.bool)
+    allowed[:, :, ~causal(ids)] = False
+    return allowed
+
+
+def _written_over(ids, mask):
+    allowed = torch.zeros(len(ids), 1, ids.shape[1], ids.shape[1], dtype=torch.bool)
+    allowed[:, :, :, :] = causal(ids)
+    allowed[mask[:, None, None].expand_as(allowed) == 0] = False
+    return allowed
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_masks_that_are_understood(name):
+    make_mask, inputs, text, windows = CLASSES[name]
+    found = [traced.check() for traced in calls(make_mask, inputs)]
+    assert [one.windows[0] for one in found] == windows
+    assert all(text in str(one.classes[0]) for one in found)
+
+
+WRITES = {
+    "in place": lambda table, new: table.copy_(new),
+    "behind autograd": lambda table, new: table.data.copy_(new),
+    "in numpy": lambda table, new: table.numpy().__setitem__(slice(None), new.numpy()),
+    "other storage": lambda table, new: setattr(table, "data", new),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_tables_are_read_as_they_are_at_each_call(write):
+    table = TABLES["near"].clone()
+    (traced,) = calls(lambda ids, table: causal(ids) & table[near_by(ids).clamp(0, 31)], [(IDS, table)])
+    assert traced.check().windows == [5]
+    WRITES[write](table, torch.arange(32) < 2)
+    assert traced.check().windows == [2]
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_numbers_are_read_from_tensors(factor):
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        (traced,) = calls(lambda ids, half: near(ids, half.item() * factor), [(IDS, torch.tensor(2))])
+    assert traced.check().windows == [2 * factor]
+
+
+REFUSED = {
+    # name: (mask, inputs, error, what it says)
+    "blocks": (
+        lambda ids: causal(ids) & (positions(ids)[0] // 4 - positions(ids)[1] // 4 < 3),
+        (IDS,),
+        RefusalError,
+        "hides earlier tokens",
+    ),
+    "every second": (
+        lambda ids: causal(ids) & ((positions(ids)[0] - positions(ids)[1]) % 2 == 0),
+        (IDS,),
+        RefusalError,
+        "query 2 and key 0",
+    ),
+    "images": (
+        lambda ids: causal(ids) | pairs(ids > 60, torch.logical_and),
+        (IDS,),
+        RefusalError,
+        r"ids\[row, query\] > 60",
+    ),
+    "a prefix": (
+        lambda ids, prefix: causal(ids) | (positions(ids)[1] < prefix),
+        (IDS, 3),
+        RefusalError,
+        "attend to later ones",
+    ),
+    "strictly earlier": (
+        lambda ids: positions(ids)[1] < positions(ids)[0],
+        (IDS,),
+        RefusalError,
+        "hides every token 0 from itself",
+    ),
+    "no first tokens": (
+        lambda ids: causal(ids) & (positions(ids)[1] > 1),
+        (IDS,),
+        RefusalError,
+        "hides every token 0 from itself",
+    ),
+    "a far window": (
+        lambda ids: causal(ids) & ((positions(ids)[0] - positions(ids)[1]) != 700),
+        (IDS,),
+        RefusalError,
+        r"query 7\d\d and key",
+    ),
+    "no window": (near, (IDS, 0), RefusalError, "from itself"),
+    "a window for each row": (
+        lambda ids, width: causal(ids) & (positions(ids)[0] - positions(ids)[1] < width[:, None, None, None]),
+        (IDS, torch.tensor([3, 4, 5])),
+        RefusalError,
+        "hides earlier tokens",
+    ),
+    "a switch for each row": (
+        lambda ids, wide: causal(ids) & (wide[:, None, None, None] | near(ids, 3)),
+        (IDS, torch.tensor([True, False, True])),
+        RefusalError,
+        "hides earlier tokens",
+    ),
+    "a table with holes": (
+        lambda ids, table: table[: ids.shape[1], : ids.shape[1]],
+        (IDS, TABLES["odd"]),
+        RefusalError,
+        "table",
+    ),
+    "heads": (
+        lambda ids: torch.stack([causal(ids), near(ids, 2)])[None],
+        (IDS,),
+        RefusalError,
+        "differs between heads",
+    ),
+    "a mask for every row": (
+        lambda ids, mask: mask,
+        (IDS, TABLES["tril"][:9, :9].expand(3, 1, 9, 9)),
+        RefusalError,
+        "a mask over pairs of tokens given as an input",
+    ),
+    "a slope": (
+        lambda ids: torch.where(causal(ids), (positions(ids)[1] - positions(ids)[0]).double(), float("-inf")),
+        (IDS,),
+        RefusalError,
+        "values other than 0 and -inf",
+    ),
+    "a small bias": (
+        lambda ids: torch.where(causal(ids), 0.0, -10.0).double(),
+        (IDS,),
+        RefusalError,
+        "values other than 0 and -inf: -10",
+    ),
+    "a rounded range": (
+        lambda ids: (
+            torch.arange(ids.shape[1], dtype=torch.bfloat16)[:, None] >= torch.arange(ids.shape[1]).bfloat16()[None]
+        ),
+        (IDS,),
+        RefusalError,
+        "cannot be decided|later ones",
+    ),
+    "a narrow range": (
+        lambda ids: torch.arange(ids.shape[1]).to(torch.int8)[:, None] >= torch.arange(ids.shape[1])[None],
+        (IDS,),
+        RefusalError,
+        "cannot be decided|later ones|itself",
+    ),
+    "wrapping padding": (
+        lambda ids, mask: (
+            causal(ids) & (mask.to(torch.uint8)[:, None, :, None] - mask.to(torch.uint8)[:, None, None] == 0)
+        ),
+        (IDS, MASK),
+        RefusalError,
+        "cannot be decided",
+    ),
+    "a rounded quotient": (
+        lambda ids: causal(ids) & ((near_by(ids) / 4).bfloat16() <= 1),
+        (IDS,),
+        RefusalError,
+        "a quotient that is rounded",
+    ),
+    "a quotient of nothing": (
+        lambda ids: causal(ids) & (near_by(ids) / 2.0**127 <= 0),
+        (IDS,),
+        RefusalError,
+        "a quotient that is rounded",
+    ),
+    "steps of a half": (
+        lambda ids: (
+            causal(ids) & (torch.full(ids.shape[1:], 0.5).cumsum(0)[:, None] - positions(ids)[1].float() * 0.5 < 1.5)
+        ),
+        (IDS,),
+        RefusalError,
+        "cannot be decided|itself",
+    ),
+    "rounded by promotion": (
+        lambda ids: (
+            torch.where(positions(ids)[1] >= 0, positions(ids)[1], torch.zeros(1, dtype=torch.bfloat16)).long()
+            <= positions(ids)[0]
+        ),
+        (IDS,),
+        RefusalError,
+        "cannot be decided|later ones|itself",
+    ),
+    "beyond 64 bits": (
+        lambda ids: causal(ids) & (positions(ids)[0] < positions(ids)[1] + (2**63 - 1)),
+        (IDS,),
+        RefusalError,
+        "from itself|cannot be decided",
+    ),
+    "both beyond 64 bits": (
+        lambda ids: positions(ids)[1] + (2**63 - 1) <= positions(ids)[0] + (2**63 - 1),
+        (IDS,),
+        RuntimeContractError,
+        "between -2147483648 and",
+    ),
+    "positions beyond 64 bits": (
+        lambda ids, place: pairs(place, torch.ge),
+        (IDS, IN_ORDER + (2**63 - 5)),
+        RuntimeContractError,
+        "no arithmetic with it overflows",
+    ),
+    "differences beyond 64 bits": (
+        lambda ids, place: causal(ids) & (pairs(place, torch.sub) >= 0),
+        (IDS, IN_ORDER * 2**61),
+        RuntimeContractError,
+        "no arithmetic with it overflows",
+    ),
+    "no bound": (
+        lambda ids: causal(ids) & (near_by(ids).clamp(min=-torch.inf) < 3),
+        (IDS,),
+        RefusalError,
+        "cannot be decided",
+    ),
+    "a bound that wraps": (
+        lambda ids: causal(ids) & (near_by(ids).clamp(0, 255).to(torch.uint8) < 300),
+        (IDS,),
+        RefusalError,
+        "uint8 may not hold its numbers",
+    ),
+    "several sequences by positions": (packed, (IDS, RESTARTING), RuntimeContractError, "several packed sequences"),
+    "documents": (
+        lambda ids: causal(ids) & pairs((ids == 2).cumsum(1), torch.eq),
+        (IDS,),
+        RuntimeContractError,
+        "several packed sequences",
+    ),
+    "segment ids": (
+        lambda ids, segments: causal(ids) & pairs(segments, torch.eq),
+        (IDS, RESTARTING // 3),
+        RuntimeContractError,
+        "input rest",
+    ),
+    "jumping positions": (
+        lambda ids, place: pairs(place, torch.ge),
+        (IDS, RESTARTING),
+        RuntimeContractError,
+        "input rest",
+    ),
+    "fractions of padding": (
+        lambda ids, mask: (1 - causal(ids).double() * mask[:, None, None]) * -1e9,
+        (IDS, MASK / 2),
+        RuntimeContractError,
+        "to be zero or one",
+    ),
+    "another bias": (
+        lambda ids, bias: torch.where(causal(ids), 0.0, -1e9).double() + bias[:, None, None],
+        (IDS, MASK - 3.0),
+        RuntimeContractError,
+        "to be zero",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_masks_that_are_refused(name):
+    make_mask, inputs, error, message = REFUSED[name]
+    with pytest.raises(error) as caught:
+        calls(make_mask, [inputs])[0].check()
+    assert re.search(message, str(caught.value)), caught.value

@@ -1,0 +1,116 @@
+"""Triton's attention kernels, on a CPU by its interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from dta_compile.plan import Segment
+from dta_compile.runtime.attention import triton as attention_triton
+from dta_compile.runtime.attention.chunk_shape import ChunkShape
+from dta_compile.runtime.attention.reference import Reference
+from tests.support.attention import Case, Run, cases, shapes
+
+
+def interpreter_runs() -> bool:
+    """Whether Triton's interpreter runs here; that of 3.6 cannot loop to a loaded number with numpy 2.4 or later."""
+    if not attention_triton._is_at_hand() or not attention_triton._is_interpreted():
+        return False
+    from triton.runtime.errors import InterpreterError
+
+    from tests.support.interpreted_kernel import count_kernel
+
+    counted = torch.zeros(1, dtype=torch.int32)
+    try:
+        count_kernel[(1,)](torch.tensor([3], dtype=torch.int32), counted)
+    except InterpreterError:
+        return False
+    return counted.item() == 3
+
+
+INTERPRETED = interpreter_runs()
+interpreted = pytest.mark.skipif(
+    not INTERPRETED,
+    reason="needs the package triton with an interpreter that runs, and TRITON_INTERPRET=1 where there is no GPU",
+)
+
+
+@interpreted
+@settings(max_examples=25, deadline=None)
+@given(case=cases(shapes(sizes=(1, 2, 5, 20))))
+def test_triton_kernels(case):
+    Run(Case(case.shape, case.window, case.kv_heads, case.groups, dtype=torch.float32), triton).check(1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize(("width", "value_width"), [(16, 16), (24, 24), (20, 12), (80, 80)])
+@pytest.mark.parametrize("window", [0, 30])
+def test_triton_kernels_with_heads_of_any_size(width, value_width, window):
+    parts = [
+        Segment(0, 40, 75, 70, -1),
+        Segment(40, 70, 70, 101, 0),
+        Segment(70, 75, 75, 74, 0),
+        Segment(75, 80, 80, 70, -1),
+    ]
+    case = Case(ChunkShape.of(70, 40, parts), window, 2, 2, width, value_width, torch.float32)
+    Run(case, triton).check(1e-5)
+
+
+@interpreted
+def test_triton_programs_share_a_long_stack():
+    case = Case(ChunkShape.run(1200, 5), 0, 1, 2, 16, 16, torch.float32)
+    provider = triton()
+    run = Run(case, lambda: provider)
+    operands = run.operands()
+    assert attention_triton._splits(operands, attention_triton._forward_blocks(operands)) > 1
+    run.check(1e-5)
+
+
+@interpreted
+def test_triton_kernels_in_half_precision():
+    parts = [Segment(0, 60, 90, 100, -1), Segment(60, 90, 90, 140, 0)]
+    # The interpreter has no bfloat16.
+    Run(Case(ChunkShape.of(100, 60, parts), 0, 2, 2, 32, 32, torch.float16), triton).check(4e-3)
+
+
+@pytest.mark.skipif(not attention_triton._is_at_hand(), reason="needs the package triton")
+def test_triton_kernels_compile_for_hopper(tmp_path):
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "tests.support.compile_kernels"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == 16
+
+
+def triton():
+    return attention_triton.TritonAttention()
+
+
+@pytest.mark.parametrize("provider", [Reference, triton])
+def test_what_lies_beyond_the_chunks_start_is_neither_read_nor_given_a_gradient(provider):
+    if provider is triton and not INTERPRETED:
+        pytest.skip("needs Triton's interpreter")
+    case = Case(ChunkShape.run(10, 6), 0, 2, 2, dtype=torch.float32)
+    run = Run(case, provider)
+    assert provider.replayable if provider is Reference else provider().replayable
+    operands = run.operands()
+    longer = [torch.full((1, 2, 30, 4), float("nan")) for _ in range(2)]
+    for buffer, exact in zip(longer, (operands.prefix_key, operands.prefix_value), strict=True):
+        buffer[:, :, :10] = exact
+    poisoned = operands._replace(prefix_key=longer[0], prefix_value=longer[1])
+    grads = [torch.zeros(1, 2, length, 4) for length in (10, 10, 30, 30)]
+    results = []
+    for x, into in ((operands, grads[:2]), (poisoned, grads[2:])):
+        out, logsumexp = provider().forward(x)
+        results.append([out, logsumexp, *provider().backward(run.grad, out, logsumexp, x, *into)])
+    for exact, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
+    for exact, found in zip(grads[:2], grads[2:], strict=True):
+        torch.testing.assert_close(found[:, :, :10], exact, rtol=1e-5, atol=1e-6)
+        assert not found[:, :, 10:].any()

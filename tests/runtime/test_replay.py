@@ -1,0 +1,269 @@
+"""Chunks replayed as CUDA graphs are, on a CPU: at fixed addresses, padded, by numbers in device memory."""
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+import dta_compile
+from dta_compile.options import Options
+from dta_compile.runtime import replay
+from tests.support.cases import (
+    LOSSES,
+    QUICK,
+    cases,
+    chain,
+    check_transparent,
+    fan,
+    make_case,
+    options,
+    with_options,
+)
+from tests.support.inside import inside
+from tests.support.tiny import TinyLM, after, assert_same, gradients
+
+
+class Recording(TorchDispatchMode):
+    """The operators that run inside, each with the tensors and numbers it got: nothing is computed until `replay`."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self.steps.append((func, args, kwargs, ()))
+            return kwargs.get("out", args[0]) if func._schema.returns else None
+        if any(result.alias_info for result in func._schema.returns):
+            return func(*args, **kwargs)  # a view
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            results, structure = tree_flatten(func(*args, **kwargs))
+        if not any(isinstance(result, torch.Tensor) for result in results):
+            return func(*args, **kwargs)  # a size
+        results = [torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype) for fake in results]
+        self.steps.append((func, args, kwargs, results))
+        return tree_unflatten(results, structure)
+
+    def replay(self):
+        for func, args, kwargs, results in self.steps:
+            for place, value in zip(results, tree_leaves(func(*args, **kwargs)), strict=bool(results)):
+                place.copy_(value)
+
+
+class Recorder:
+    """What a CUDA graph does with a function, on a CPU."""
+
+    def __call__(self, function):
+        with Recording() as recording:
+            outputs = function()
+        return outputs, recording.replay
+
+
+@pytest.fixture(scope="module", autouse=True)
+def replays():
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "is_possible", lambda device: True)
+        patch.setattr(replay, "pays", lambda chunks: True)
+        patch.setattr(replay, "_CudaRecorder", Recorder)
+        patch.setattr(replay, "SIZES", (4, 8))
+        yield
+
+
+@pytest.fixture(scope="module")
+def model():
+    return TinyLM()
+
+
+@pytest.fixture(scope="module")
+def compiled_once(model):
+    return compile_with(model)
+
+
+@pytest.fixture
+def compiled(compiled_once):
+    """The same compilation for all tests, with nothing recorded yet."""
+    inside(compiled_once).forget_replays()
+    inside(compiled_once).use(Options(attention="reference"))
+    return compiled_once
+
+
+def compile_with(model, **chosen):
+    return torch.compile(model, backend="dta", options={"attention": "reference", **chosen})
+
+
+def counts(compiled):
+    return dta_compile.last_plan(compiled).estimates.replays
+
+
+replayed = st.builds(lambda chosen: Options(**{**vars(chosen), "attention": "reference"}), options)
+
+
+@settings(max_examples=30, **QUICK)
+@given(case=cases, chosen=replayed, loss=st.sampled_from(sorted(LOSSES)))
+def test_any_batch(model, compiled, case, chosen, loss):
+    for _ in range(3):
+        check_transparent(model, compiled, case, chosen, loss)
+
+
+@pytest.mark.parametrize("strategy", ["packed", "vanilla", "dfs"])
+@pytest.mark.parametrize("budget", [0, None])
+@pytest.mark.parametrize("sequences", [chain(30), fan(30), [[], [3], [], [3, 1]]])
+def test_later_steps_are_replayed_and_equal(model, compiled, sequences, strategy, budget):
+    chosen = Options(chunk_size=5, strategy=strategy, memory_budget=budget, attention="reference")
+    for _ in range(3):
+        check_transparent(model, compiled, make_case(sequences, "right"), chosen, "weights")
+        last = counts(compiled)
+    assert last.replayed > 0
+    assert last.eager == last.recorded == 0
+    assert "runs replayed, 0 not" in str(dta_compile.last_plan(compiled))
+
+
+def test_what_the_stack_holds_beyond_the_prefix_is_not_read(model, compiled):
+    case = make_case(chain(12), "right")
+    chosen = Options(chunk_size=3, attention="reference")
+    for _ in range(3):
+        check_transparent(model, compiled, case, chosen, "weights")
+        for stack in inside(compiled).recorded_stacks():
+            for buffer in (*stack.keys, *stack.values):
+                buffer.fill_(float("nan"))
+
+
+def test_gradients_add_up_over_steps(model, compiled):
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 3], [1, 2, 1, 1]])
+
+    def steps(run):
+        for scale in (1, 2, 3, 4):
+            (run(ids).pow(2).sum() * scale).backward()
+
+    assert_same(after(model, lambda: steps(compiled)), after(model, lambda: steps(model)))
+    assert counts(compiled).replayed
+
+
+def test_gradients_are_not_the_memory_that_the_next_step_writes(model, compiled):
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 3]])
+    for _ in range(3):
+        model.zero_grad()
+        compiled(ids).sum().backward()
+    before = {name: grad.clone() for name, grad in gradients(model).items()}
+    held = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    compiled(ids).pow(2).sum().backward()
+    assert_same({name: held[name] for name in before}, before)
+
+
+def test_calls_that_overlap_do_not_share_a_stack(model, compiled):
+    with_options(compiled, Options(memory_budget=0, attention="reference"))
+    first, second = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 3]]), torch.tensor([[5, 2, 3], [5, 2, 2]])
+
+    def step(run):
+        one, two = run(first), run(second)
+        one.pow(2).sum().backward()
+        two.sum().backward()
+
+    for _ in range(3):
+        assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+
+
+def test_a_call_without_backward_leaves_the_graphs_to_the_next(model, compiled):
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 3]])
+    compiled(ids), compiled(ids)
+    compiled(ids).sum().backward()
+    assert counts(compiled) is not None
+
+
+def test_two_models_at_once():
+    models = [TinyLM(), TinyLM()]
+    both = [compile_with(model) for model in models]
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 3]])
+    for _ in range(3):
+        outputs = [compiled(ids) for compiled in both]
+        for output, compiled, model in zip(outputs, both, models, strict=True):
+            actual = after(model, lambda output=output: output.pow(2).sum().backward())
+            assert_same(actual, after(model, lambda model=model: model(ids).pow(2).sum().backward()))
+            assert counts(compiled)
+
+
+def test_parameters_that_move_are_read_where_they_are(model, compiled):
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 3]])
+
+    def step(run):
+        run(ids).pow(2).sum().backward()
+
+    for moves in range(3):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone() * (1 + moves / 10)
+        for _ in range(3):
+            assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+        assert counts(compiled).replayed
+
+
+def test_parameters_that_move_all_the_time_end_it_with_one_line(model, compiled, caplog):
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 3]])
+    with caplog.at_level(logging.WARNING, "dta_compile"):
+        for _ in range(8):
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+            compiled(ids).sum().backward()
+    (line,) = [record.message for record in caplog.records if "CUDA graphs" in record.message]
+    assert "somewhere else in every step" in line
+    assert counts(compiled) is None
+
+
+def test_a_graph_that_cannot_be_recorded_ends_it_with_one_line(model, compiled, caplog, monkeypatch):
+    def fail(self, function):
+        raise RuntimeError("operation not permitted when stream is capturing\nand a trace")
+
+    monkeypatch.setattr(Recorder, "__call__", fail)
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 3]])
+    with caplog.at_level(logging.WARNING, "dta_compile"):
+        for _ in range(3):
+            actual = after(model, lambda: compiled(ids).pow(2).sum().backward())
+            assert_same(actual, after(model, lambda: model(ids).pow(2).sum().backward()))
+    (line,) = [record.message for record in caplog.records if "CUDA graphs" in record.message]
+    assert line.endswith("operation not permitted when stream is capturing")
+
+
+def test_it_can_be_switched_off(model):
+    compiled, ids = compile_with(model, cuda_graphs=False), torch.tensor([[1, 2, 3, 4], [1, 2, 3, 3]])
+    for _ in range(3):
+        compiled(ids).sum().backward()
+    assert counts(compiled) is None
+
+
+def test_attention_that_needs_the_host_runs_without(model, compiled, caplog):
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 3]])
+    with_options(compiled, Options(attention="cpu"))
+    compiled(ids).sum().backward()
+    assert counts(compiled) is None
+    assert "shape of a chunk from the host" in caplog.text
+
+
+def test_a_stack_that_grows(model, compiled, monkeypatch):
+    monkeypatch.setattr(replay, "CAPACITY", 4)
+    chosen = Options(chunk_size=3, attention="reference")
+    for length in (4, 4, 4, 30, 30, 30, 4, 4):
+        check_transparent(model, compiled, make_case(chain(length), "right"), chosen, "weights")
+    assert counts(compiled).replayed
+
+
+def test_streaming_steps(model, compiled):
+    with_options(compiled, Options(chunk_size=3, attention="reference"))
+    case = make_case(chain(9), "right")
+
+    def loss_of_row(row, logits):
+        return torch.where(case.mask[row, :, None], logits, 0.0).pow(2).sum()
+
+    def eager():
+        sum(loss_of_row(row, logits) for row, logits in enumerate(model(*case.arguments))).backward()
+
+    for _ in range(3):
+        actual = after(model, lambda: dta_compile.streaming_step(compiled, loss_of_row, *case.arguments) and None)
+        assert_same(actual, after(model, eager))
+    assert counts(compiled).replayed

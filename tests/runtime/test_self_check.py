@@ -1,0 +1,276 @@
+"""The self-check of the first call: what it finds, what it leaves alone, and when it says that there is none."""
+
+import pytest
+import torch
+from torch import nn
+
+import dta_compile
+from dta_compile.errors import VerificationError
+from dta_compile.runtime import reference, sample
+from tests.support.inside import inside
+from tests.support.tiny import SMALL_CHUNKS, TinyLM, assert_same, log_probs, shared_ids, weighted
+
+
+def dta(function, **options):
+    return torch.compile(function, backend="dta", options=options)
+
+
+def engine_of(compiled):
+    return inside(compiled).newest
+
+
+def check_line(compiled):
+    text = str(dta_compile.last_plan(compiled))
+    found = [line for line in text.splitlines() if line.startswith("  self-check ")]
+    return text[text.index(found[0]) :].replace("\n           ", "") if found else None
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """A compiled model whose self-check can be run again and again."""
+    torch._dynamo.reset()
+    model = TinyLM(layers=1)
+    compiled = dta(model, **SMALL_CHUNKS)
+    compiled(shared_ids(5, 40))
+
+    def step(*args):
+        inside(compiled).forget_check()
+        return compiled(*(args or (shared_ids(5, 40),)))
+
+    return model, compiled, step
+
+
+def test_the_plan_says_what_was_compared(steps):
+    _, compiled, step = steps
+    step()
+    assert "self-check 2 rows of 40 tokens at the first call: outputs within " in check_line(compiled)
+    within = [float(part.split()[0].rstrip(",;")) for part in check_line(compiled).split("within ")[1:]]
+    assert len(within) == 2 and all(0 < found < 1e-12 for found in within)
+    with torch.no_grad():
+        compiled(shared_ids(5, 40))
+    assert "outputs within" in check_line(compiled) and "gradients" not in check_line(compiled)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "says"),
+    [
+        (reference, "SHARE", 0.0, "skipped: it would take "),
+        (reference, "default_budget", lambda device: 0, "MiB for 2 rows of 40 tokens are not free"),
+        (sample, "WHOLE", 0, "skipped: its inputs cannot be cut to a few tokens"),
+        (sample, "_bytes", lambda call, sizes: 1 // 0, "skipped: ZeroDivisionError: "),
+    ],
+)
+def test_why_nothing_was_compared(steps, monkeypatch, where, name, value, says):
+    model, compiled, step = steps
+    monkeypatch.setattr(where, name, value)
+    ids = shared_ids(5, 40)
+    assert_same(step(ids), model(ids))
+    assert says in check_line(compiled)
+
+
+def test_empty_batches_are_no_first_call():
+    mask = torch.zeros(3, 8, dtype=torch.bool)
+    masked = dta(TinyLM(layers=1))
+    masked(shared_ids(3, 8), mask)
+    assert check_line(masked) is None and not engine_of(masked).checked
+    masked(shared_ids(3, 8), torch.ones_like(mask))
+    assert "outputs within" in check_line(masked)
+
+
+def test_nothing_is_disturbed(steps):
+    """Random numbers, gradients, hooks, saved tensors and autocast's cache are what they would be without."""
+    model, compiled, step = steps
+    seen, packed = [], []
+    handles = [p.register_hook(seen.append) for p in model.parameters()]
+    handles += [p.register_post_accumulate_grad_hook(seen.append) for p in model.parameters()]
+    state, timed = torch.get_rng_state(), engine_of(compiled).calibration(torch.device("cpu")).calls
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+        compiled(shared_ids(5, 40))
+        without = len(packed)
+        step()
+    assert len(packed) == 2 * without and "outputs within" in check_line(compiled)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not seen and all(p.grad is None for p in model.parameters())
+    assert engine_of(compiled).calibration(torch.device("cpu")).calls == timed
+    assert dta_compile.last_plan(compiled).stats.sequences == 5
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("method", ["write", "attend_backward"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_mismatch_is_found_before_a_gradient_is_handed_out(steps, monkeypatch, method, streaming):
+    from dta_compile.runtime.stack import PathStack
+
+    model, compiled, step = steps
+
+    def wrong_values(self, key, value, layer, write=PathStack.write):
+        write(self, key, value * 1.01, layer)
+
+    def wrong_gradients(self, *arguments, backward=PathStack.attend_backward):
+        query, key, value = backward(self, *arguments)
+        return query, key * 1.01, value
+
+    monkeypatch.setattr(PathStack, method, {"write": wrong_values, "attend_backward": wrong_gradients}[method])
+    what = "output 0" if method == "write" else "the gradient of .*"
+    with pytest.raises(VerificationError, match=f"{what} .*differs from the captured program(?s:.*)got: "):
+        if streaming:
+            inside(compiled).forget_check()
+            dta_compile.streaming_step(compiled, lambda row, out: out.sum(), shared_ids(5, 40))
+        else:
+            step()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_operator_with_a_wrong_rule_is_found():
+    from dta_compile.passes.axes.token_rules import RULES
+    from dta_compile.token_rules import pointwise
+
+    @torch.library.custom_op("dta_test_self_check::sums", mutates_args=())
+    def sums(x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(1)
+
+    sums.register_fake(torch.empty_like)
+    sums.register_autograd(lambda ctx, grad: grad.flip(1).cumsum(1).flip(1))
+    model = TinyLM(layers=1)
+    dta_compile.register_token_rule(torch.ops.dta_test_self_check.sums.default, pointwise)
+    try:
+        with pytest.raises(VerificationError, match=r"output 0 .*differs"):
+            dta(lambda ids: model.head(sums(model.hidden(ids))))(shared_ids())
+    finally:
+        RULES.pop(torch.ops.dta_test_self_check.sums.default)
+
+
+def test_rows_and_columns_around_a_fork(steps, monkeypatch):
+    """Long batches are cut to rows that share a prefix and fork within the columns that are left."""
+    _, compiled, step = steps
+    monkeypatch.setattr(sample, "LEAST_TOKENS", 32)
+    monkeypatch.setattr(sample, "SHARE", 1000)
+    taken = []
+    monkeypatch.setattr(reference, "sample", lambda call: taken.append(sample.sample(call)) or taken[-1])
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 31, (6, 60), generator=generator)
+    ids[4, :50] = ids[2, :50]
+    step(ids)
+    (found,) = taken
+    assert "2 rows of 16 tokens" in check_line(compiled)
+    (cut,) = [arg for arg in found.args if isinstance(arg, torch.Tensor) and arg.dtype is torch.int64]
+    assert sorted(map(tuple, cut.tolist())) == sorted(map(tuple, ids[[2, 4], 42:58].tolist()))
+    step(ids[:, :16])
+    assert "2 rows of 16 tokens" in check_line(compiled)
+
+
+def test_axes_that_are_indexed_by_data_are_not_cut(monkeypatch):
+    """Otherwise indices would be out of bounds, which ends the process on a GPU."""
+    monkeypatch.setattr(sample, "LEAST_TOKENS", 32)
+    model = TinyLM(layers=1)
+
+    def last(ids, at):
+        return model(ids).gather(1, at[:, None, None].expand(-1, -1, 31))
+
+    compiled = dta(last)
+    compiled(shared_ids(5, 40), torch.tensor([39, 38, 39, 37, 39]))
+    assert "2 rows of 40 tokens" in check_line(compiled)
+
+    def reordered(ids, at):
+        return log_probs(model(ids), ids)[at]
+
+    compiled = dta(reordered)
+    compiled(shared_ids(6, 16), torch.tensor([5, 0, 1, 4, 3, 2]))
+    assert "6 rows of 16 tokens" in check_line(compiled)
+
+
+class Bfloat16(TinyLM):
+    def __init__(self):
+        super().__init__(layers=2)
+        self.bfloat16()
+
+
+@pytest.mark.parametrize("build", [lambda: TinyLM(layers=1), lambda: TinyLM(layers=1).float(), Bfloat16])
+def test_rounding_and_padding_are_no_mismatch(build):
+    """Sums that cancel, ties, values at padding, infinities, whole numbers: right programs pass in every precision."""
+    model = build()
+
+    def outputs(ids, mask, old):
+        logits = model(ids, mask)
+        found = log_probs(logits, ids)
+        ratio = (found - old).exp()
+        real = mask[:, 1:].to(found)
+        return (
+            ((ratio - 1) * real).sum(),  # nothing but rounding
+            logits.mean(),  # of padding too
+            (found * real).sum(1),
+            logits.argmax(-1),
+            torch.where(mask[..., None], logits, -torch.inf),
+            mask.long().sum(1),
+            found > -3,
+        )
+
+    ids, mask = shared_ids(5, 20), torch.ones(5, 20, dtype=torch.bool)
+    mask[1, 12:], mask[3, 15:] = False, False
+    old = log_probs(model(ids, mask), ids).detach()
+    compiled = dta(outputs)
+    results = compiled(ids, mask, old)
+    assert "outputs within" in check_line(compiled) and "gradients within" in check_line(compiled)
+    results[2].sum().backward()
+
+
+def test_programs_that_are_not_comparable():
+    model = TinyLM(layers=1)
+    ids = shared_ids()
+
+    def noisy(ids):
+        return model(ids) + torch.rand(ids.shape[0], 1, 1)
+
+    compiled = dta(noisy)
+    try:
+        compiled(ids)
+    except dta_compile.errors.RefusalError:
+        pytest.skip("random numbers are refused")
+    assert "skipped: aten.rand.default draws random numbers" in check_line(compiled)
+
+
+def test_whole_calls():
+    """`first` and `always` compare what they return, and leave gradients and hooks to the user's backward."""
+    model = TinyLM(layers=1)
+    compiled, seen = dta(model, verify="always"), []
+    handle = model.head.weight.register_hook(seen.append)
+    out = compiled(shared_ids())
+    assert "the whole call: outputs within" in check_line(compiled) and not seen
+    weighted(out).backward()
+    assert len(seen) == 1
+    handle.remove()
+    got = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    weighted(model(shared_ids())).backward()
+    assert_same(got, {name: p.grad for name, p in model.named_parameters()})
+
+
+def test_without():
+    compiled = dta(nn.Sequential(TinyLM(layers=1)), verify="off")
+    compiled(shared_ids())
+    assert check_line(compiled) is None
+
+
+@pytest.mark.parametrize("counts_padding", [True, False])
+def test_a_metric_that_counts_padding_is_refused_though_no_gradient_tells_of_it(counts_padding):
+    torch._dynamo.reset()
+    model, ids = TinyLM(layers=1), shared_ids(4, 9)
+    mask = torch.arange(9) < torch.tensor([[9], [6], [9], [7]])
+
+    def function(ids, mask):
+        found = log_probs(model(ids, mask), ids)
+        loss = (found * mask[:, 1:]).sum() / mask[:, 1:].sum()
+        with torch.no_grad():
+            counted = found if counts_padding else found.masked_fill(~mask[:, 1:], -torch.inf)
+            largest = (counted + 5).exp().max()
+        return loss, largest, found
+
+    compiled = dta(function, **SMALL_CHUNKS)
+    if counts_padding:
+        with pytest.raises(VerificationError, match=r"output 1 \(max.*depends on padding") as caught:
+            compiled(ids, mask)
+        assert "largest = (counted + 5).exp().max()" in caught.value.where
+    else:
+        assert_same(compiled(ids, mask)[:2], function(ids, mask)[:2])
+        assert "within" in check_line(compiled)

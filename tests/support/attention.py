@@ -1,0 +1,177 @@
+"""One chunk through an attention provider, drawn shapes of chunks, and as the oracle a dense softmax over the pairs.
+
+Run(Case(shape, window=3), Reference).check()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import torch
+from hypothesis import strategies as st
+
+from dta_compile.plan import Segment
+from dta_compile.runtime.attention.chunk_shape import ChunkShape
+from dta_compile.runtime.stack import PathStack
+
+TIGHT = 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A chunk and the sizes of its tensors."""
+
+    shape: ChunkShape
+    window: int = 0
+    kv_heads: int = 2
+    groups: int = 1
+    width: int = 4
+    value_width: int = 4
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def scale(self) -> float:
+        return 0.7
+
+
+@st.composite
+def shapes(draw, sizes=(1, 1, 2, 3, 5, 8, 13)):
+    """Chunks of random slices: nested branches, from any token of a slice, with and without a spine."""
+    start = draw(st.sampled_from([0, 1, 17]))
+    budget, parts = draw(st.integers(1, 10)), []
+
+    def grow(parent, depth, first):
+        size, number = draw(st.sampled_from(sizes)), len(parts)
+        parts.append(None)
+        end = first + size
+        hangs = draw(st.lists(st.one_of(st.just(size), st.integers(1, size)), max_size=3))
+        for hang in sorted(hangs, reverse=True):  # depth first: from the last token back
+            if len(parts) < budget:
+                end = grow(number, depth + hang, end)
+        parts[number] = Segment(first, first + size, end, depth, parent)
+        return end
+
+    end = 0
+    while len(parts) < budget:
+        end = grow(-1, start, end)
+    return ChunkShape.of(start, draw(st.sampled_from([0, parts[0].last])), parts)
+
+
+def cases(shape):
+    sizes = {"window": [0, 3, 50], "kv_heads": [1, 2, 3], "groups": [1, 2, 4]}
+    return st.builds(Case, shape=shape, **{name: st.sampled_from(values) for name, values in sizes.items()})
+
+
+def ancestry(case: Case) -> torch.Tensor:
+    """Bool `[c, start + c]`, token by token: which keys of the stack and of the chunk each query reads."""
+    shape = case.shape
+    parent = list(range(-1, shape.start - 1)) + [0] * shape.segments[-1].last
+    for part in shape.segments:
+        if part.parent < 0:
+            above = shape.start - 1
+        else:
+            slice_above = shape.segments[part.parent]
+            above = shape.start + slice_above.first + part.depth - slice_above.depth - 1
+        for token in range(shape.start + part.first, shape.start + part.last):
+            parent[token], above = above, token
+    allowed = torch.zeros(len(parent), len(parent), dtype=torch.bool)
+    for query, above in enumerate(parent):
+        if not case.window:
+            allowed[query] = allowed[above] if above >= 0 else False
+            allowed[query, query] = True
+            continue
+        token, distance = query, 0
+        while token >= 0 and distance < case.window:
+            allowed[query, token] = True
+            token, distance = parent[token], distance + 1
+    return allowed[shape.start :]
+
+
+def attention_layer(kv_heads, key_dim, value_dim, dtype=torch.float64):
+    """What a stack reads of an `AttentionLayer`."""
+    return SimpleNamespace(kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, dtype=dtype)
+
+
+def random(*sizes, dtype=torch.float64, seed=0):
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+class Run:
+    """One chunk through a `PathStack`, and what the dense oracle (float64, autograd) says about it."""
+
+    def __init__(self, case: Case, provider, spare: int = 2) -> None:
+        self.case, shape, dtype = case, case.shape, case.dtype
+        tokens, heads = shape.tokens, case.kv_heads * case.groups
+        capacity = shape.start + tokens + spare
+        layer = attention_layer(case.kv_heads, case.width, case.value_width, dtype)
+        self.path = path = PathStack([layer], capacity, torch.device("cpu"))
+        path.providers[0] = provider()
+        path.keys[0].copy_(random(1, case.kv_heads, capacity, case.width, dtype=dtype, seed=1))
+        path.values[0].copy_(random(1, case.kv_heads, capacity, case.value_width, dtype=dtype, seed=2))
+        self.before = path.keys[0].clone(), path.values[0].clone()
+        # Projections come as [1, c, heads, D] in memory.
+        self.query, self.key, self.value, self.grad = (
+            random(1, tokens, count, width, dtype=dtype, seed=seed).transpose(1, 2)
+            for seed, (count, width) in enumerate(
+                [
+                    (heads, case.width),
+                    (case.kv_heads, case.width),
+                    (case.kv_heads, case.value_width),
+                    (heads, case.value_width),
+                ],
+                start=3,
+            )
+        )
+        path.chunk = shape
+        path.windows = [case.window]
+        arguments = (0, case.scale)
+        self.out, self.logsumexp = path.attend(self.query, self.key, self.value, *arguments)
+        path.allocate_gradients()
+        path.waiting = shape.start + shape.spine
+        self.waiting = []
+        for seed, buffer in enumerate((path.key_grads[0], path.value_grads[0]), start=7):
+            buffer[:, :, : path.waiting] = random(*buffer.shape, seed=seed)[:, :, : path.waiting]
+            self.waiting.append(buffer.clone())
+        self.grads = path.attend_backward(
+            self.grad, self.query, self.key, self.value, self.out, self.logsumexp, *arguments
+        )
+
+    def operands(self):
+        """What the stack hands to the provider for this chunk."""
+        return self.path._operands(self.query, self.key, self.value, 0, self.case.scale)
+
+    def oracle(self):
+        """Output, log-sum-exp, and gradients of query, keys and values `[.., start + c, ..]`."""
+        case, start = self.case, self.case.shape.start
+        own = [tensor.double() for tensor in (self.query, self.key, self.value)]
+        prefix = [buffer[:, :, :start].double() for buffer in self.before]
+        query, key, value = own[0], *(torch.cat(both, 2) for both in zip(prefix, own[1:], strict=True))
+        leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+        key, value = (tensor.repeat_interleave(case.groups, 1) for tensor in leaves[1:])
+        scores = (leaves[0] @ key.mT * case.scale).masked_fill(~ancestry(case), float("-inf"))
+        out = scores.softmax(-1) @ value
+        return out, scores.logsumexp(-1), *torch.autograd.grad(out, leaves, self.grad.double())
+
+    def results(self):
+        """As `oracle`, with what the stack was given of the gradients."""
+        start, spine = self.case.shape.start, self.case.shape.spine
+        both = []
+        buffers = self.path.key_grads[0], self.path.value_grads[0]
+        for grad, buffer, waiting in zip(self.grads[1:], buffers, self.waiting, strict=True):
+            grad = grad.double()
+            grad[:, :, :spine] -= waiting[:, :, start : start + spine]
+            both.append(torch.cat([(buffer - waiting)[:, :, :start].double(), grad], 2))
+        return self.out, self.logsumexp, self.grads[0], *both
+
+    def check(self, tolerance: float = TIGHT) -> None:
+        for result, expected in zip(self.results(), self.oracle(), strict=True):
+            torch.testing.assert_close(result.double(), expected.detach(), rtol=tolerance, atol=tolerance * 10)
+        start, stop = self.case.shape.start, self.case.shape.start + self.case.shape.spine
+        for buffer, before, own in zip(
+            (self.path.keys[0], self.path.values[0]), self.before, (self.key, self.value), strict=True
+        ):
+            before[:, :, start:stop] = own[:, :, : stop - start]
+            assert torch.equal(buffer, before), "the spine, and nothing else, goes onto the stack"
+        for buffer in (self.path.key_grads[0], self.path.value_grads[0]):
+            assert not buffer[:, :, start:].any(), "what waited for the spine is taken"

@@ -1,0 +1,54 @@
+"""Compiles the attention kernels for a Hopper GPU, which needs no GPU: `python -m tests.support.compile_kernels`.
+
+Triton's interpreter runs what its compiler may not take. Prints one line per kernel.
+"""
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dta_compile.runtime.attention import triton_kernels as kernels
+
+KERNELS = (kernels.forward_kernel, kernels.queries_kernel, kernels.own_keys_kernel, kernels.stack_keys_kernel)
+STATISTICS = ("logsumexp", "delta", "grad_key", "grad_value")
+SHARED_MEMORY = 227 * 1024  # of a block of threads
+
+
+def kind_of(name: str, constants: dict, dtype: str) -> str:
+    if name in constants:
+        return "constexpr"
+    if name in ("tokens", "window", "splits") or name.endswith(("_head", "_row")):
+        return "i32"
+    return {"table": "*i32", "scale": "fp32"}.get(name, "*fp32" if name in STATISTICS else f"*{dtype}")
+
+
+def main() -> None:
+    for dtype, width, windowed, queries, keys in (
+        ("bf16", 128, False, 64, 64),
+        ("bf16", 128, True, 16, 64),
+        ("fp32", 64, True, 32, 32),
+        ("bf16", 256, False, 64, 32),
+    ):
+        constants = {
+            "GROUPS": 2,
+            "KEY_DIM": width - 8,
+            "VALUE_DIM": width,
+            "KEY_WIDTH": width,
+            "VALUE_WIDTH": width,
+            "WINDOWED": windowed,
+            "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+            "QUERIES": queries,
+            "KEYS": keys,
+        }
+        for kernel in KERNELS:
+            signature = {name: kind_of(name, constants, dtype) for name in kernel.arg_names}
+            places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+            source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+            options = {"num_warps": 8, "num_stages": 1}
+            shared = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
+            assert shared <= SHARED_MEMORY, (kernel.fn.__name__, shared)
+            print(f"{kernel.fn.__name__} {dtype} {width}: {shared} bytes of shared memory")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,405 @@
+"""A compiled call is an ordinary differentiable function: what autograd promises in eager mode, it promises here."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import dta_compile
+from dta_compile.errors import RuntimeContractError
+from tests.support.tiny import SMALL_CHUNKS, TinyLM, after, assert_same, gradients, log_probs, shared_ids, weighted
+
+IDS, OTHER = shared_ids(), shared_ids(batch=3, tokens=6, seed=2)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return TinyLM()
+
+
+@pytest.fixture(scope="module")
+def compiled(model):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients(model):
+    yield
+    model.requires_grad_(True).zero_grad()
+
+
+def both(model, compiled, step):
+    """Asserts that a step leaves the same results and gradients on both sides."""
+    expected = after(model, lambda: step(model))
+    assert_same(after(model, lambda: step(compiled)), expected)
+    return expected
+
+
+def test_gradient_accumulation_over_micro_batches(model, compiled):
+    def step(forward):
+        for ids in (IDS, OTHER):
+            weighted(forward(ids)).backward()
+
+    both(model, compiled, step)
+
+
+@pytest.mark.parametrize("last_first", [True, False])
+def test_two_forwards_before_two_backwards(model, compiled, last_first):
+    def step(forward):
+        losses = [weighted(forward(IDS)), weighted(forward(OTHER))]
+        for loss in reversed(losses) if last_first else losses:
+            loss.backward()
+
+    both(model, compiled, step)
+    both(model, compiled, lambda f: (weighted(f(IDS)) * weighted(f(OTHER)).tanh()).backward())
+
+
+def test_autograd_grad_of_some_parameters(model, compiled):
+    wanted = [model.embedding.weight, model.blocks[0].up.bias, model.head.weight]
+
+    def step(forward):
+        found = torch.autograd.grad(weighted(forward(IDS)), wanted)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return found
+
+    both(model, compiled, step)
+
+
+def test_backward_with_inputs_touches_these_alone(model, compiled):
+    wanted = [model.norm.bias, model.blocks[1].query.weight]
+
+    def step(forward):
+        torch.autograd.backward(weighted(forward(IDS)), inputs=wanted)
+
+    _, found = both(model, compiled, step)
+    assert sum(grad is not None for grad in found.values()) == 2
+
+
+def test_hooks_see_each_gradient_once_and_may_change_it(model, compiled):
+    def step(forward):
+        seen, accumulated, handles = {}, [], []
+        for name, parameter in model.named_parameters():
+
+            def hook(grad, name=name):
+                seen.setdefault(name, []).append(grad.clone())
+                return grad * 2 if "bias" in name else None
+
+            handles += [
+                parameter.register_hook(hook),
+                parameter.register_post_accumulate_grad_hook(lambda p, name=name: accumulated.append(name)),
+            ]
+        weighted(forward(IDS)).backward()
+        for handle in handles:
+            handle.remove()
+        assert sorted(accumulated) == sorted(name for name, _ in model.named_parameters())
+        assert all(len(grads) == 1 for grads in seen.values())
+        return seen
+
+    both(model, compiled, step)
+
+
+def test_retain_graph_allows_a_second_backward(model, compiled):
+    def step(forward):
+        out = forward(IDS)
+        weighted(out).backward(retain_graph=True)
+        first = gradients(model)
+        weighted(out).backward(retain_graph=True)
+        weighted(out.log_softmax(-1)).backward()
+        return first
+
+    both(model, compiled, step)
+
+
+@pytest.mark.parametrize("which", ["eager", "dta"])
+def test_a_second_backward_without_retain_graph_raises_torchs_error(model, compiled, which):
+    loss = weighted({"eager": model, "dta": compiled}[which](IDS))
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_create_graph_raises_and_never_drops_a_penalty(model, compiled):
+    with pytest.raises(RuntimeContractError, match="cannot be differentiated again"):
+        torch.autograd.grad(weighted(compiled(IDS)), list(model.parameters()), create_graph=True)
+    both(model, compiled, lambda f: weighted(f(IDS)).backward())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_scoring_runs_forward_over_the_tree_only(model, compiled, mode):
+    with mode():
+        scores = compiled(IDS)
+        expected = model(IDS)
+    plan = dta_compile.last_plan(compiled)
+    assert plan.schedule.mode == "score" and plan.stats.compression > 2
+    assert not scores.requires_grad
+    assert_same(scores.clone(), expected.clone())
+    both(model, compiled, lambda f: weighted(f(IDS)).backward())
+    assert dta_compile.last_plan(compiled).schedule.mode == "transparent"
+
+
+def test_eval_then_train(model, compiled):
+    model.eval()
+    try:
+        both(model, compiled, lambda f: weighted(f(IDS)).backward())
+    finally:
+        model.train()
+    both(model, compiled, lambda f: weighted(f(IDS)).backward())
+
+
+def test_two_compiled_models_interleaved(model, compiled):
+    other = TinyLM(seed=5, layers=1)
+    other_compiled = torch.compile(other, backend="dta", options={"chunk_size": 2, "strategy": "vanilla"})
+
+    def step(first, second):
+        mine, theirs = first(IDS), second(IDS)
+        weighted(theirs).backward()
+        weighted(first(OTHER)).backward()
+        weighted(mine).backward()
+
+    expected = after(other, lambda: after(model, lambda: step(model, other)))
+    assert_same(after(other, lambda: after(model, lambda: step(compiled, other_compiled))), expected)
+
+
+def test_one_module_compiled_twice_serves_both(model, compiled):
+    again = torch.compile(model, backend="dta", options={"chunk_size": 1000, "strategy": "dense"})
+
+    def step(first, second):
+        return weighted(first(IDS) + second(IDS)).backward()
+
+    expected = after(model, lambda: step(model, model))
+    assert_same(after(model, lambda: step(compiled, again)), expected)
+    assert dta_compile.last_plan(again).schedule.strategy == "dense"
+    assert dta_compile.last_plan(compiled).schedule.strategy != "dense"
+
+
+@pytest.mark.parametrize(("method", "call"), [("attend", 3), ("attend_backward", 1), ("attend_backward", 4)])
+def test_an_exception_in_the_middle_leaves_the_next_step_correct(model, compiled, monkeypatch, method, call):
+    from dta_compile.runtime.stack import PathStack
+
+    original, calls = getattr(PathStack, method), []
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) == call:
+            raise MemoryError("out of memory in the test")
+        return original(*arguments)
+
+    monkeypatch.setattr(PathStack, method, failing)
+    with pytest.raises(MemoryError):
+        weighted(compiled(IDS)).backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    monkeypatch.undo()
+    both(model, compiled, lambda f: weighted(f(IDS)).backward())
+
+
+def test_an_exception_in_a_retained_backward_can_be_retried(model, compiled, monkeypatch):
+    from dta_compile.runtime.stack import PathStack
+
+    expected = after(model, lambda: weighted(model(IDS)).backward())
+    loss = weighted(compiled(IDS))
+    monkeypatch.setattr(PathStack, "attend_backward", None)
+    with pytest.raises(TypeError):
+        loss.backward(retain_graph=True)
+    monkeypatch.undo()
+    assert_same(after(model, lambda: loss.backward()), expected)
+
+
+def test_exceptions_in_a_hook_and_in_the_loss(model, compiled):
+    def refuse(grad):
+        raise ValueError("in a hook")
+
+    handle = model.embedding.weight.register_hook(refuse)
+    with pytest.raises(ValueError, match="in a hook"):
+        weighted(compiled(IDS)).backward()
+    handle.remove()
+    model.zero_grad()
+    with pytest.raises(RuntimeError):
+        (compiled(IDS) + torch.zeros(2)).sum().backward()
+    both(model, compiled, lambda f: weighted(f(IDS)).backward())
+
+
+@pytest.mark.parametrize("which", ["eager", "dta"])
+def test_a_parameter_changed_between_forward_and_backward_is_an_error(model, compiled, which):
+    loss = weighted({"eager": model, "dta": compiled}[which](IDS))
+    with torch.no_grad():
+        model.blocks[0].up.weight.add_(0.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_buffer_changed_between_forward_and_backward_is_a_typed_error(model):
+    shift = torch.zeros(1, dtype=torch.float64)
+    compiled = torch.compile(lambda ids: model.head(model.hidden(ids) + shift), backend="dta", options=SMALL_CHUNKS)
+    loss = weighted(compiled(IDS))
+    shift.add_(1)
+    with pytest.raises(RuntimeContractError, match="buffer or input of the compiled call was changed in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("which", ["eager", "dta"])
+def test_ids_changed_between_forward_and_backward_are_an_error(model, which):
+    """A chunk that is run again would read the new ids."""
+    options = {**SMALL_CHUNKS, "memory_budget": 0}
+    forward = {"eager": model, "dta": torch.compile(model, backend="dta", options=options)}[which]
+    ids = IDS.clone()
+    loss = weighted(forward(ids))
+    ids.copy_(IDS.flip(0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_outputs_may_be_changed_in_place(model, compiled):
+    both(model, compiled, lambda f: weighted(f(IDS).div_(0.7).log_softmax(-1)).backward())
+    both(model, compiled, lambda f: weighted(f(IDS)[:, :-1].mul_(3.0)).backward())
+
+
+def test_optimiser_steps_equal_eager():
+    def train(wrap):
+        model = TinyLM(seed=3, layers=1)
+        forward, optimiser = wrap(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for seed in range(3):
+            ids = shared_ids(batch=3 + seed, tokens=7 + seed, seed=seed)
+            loss = -log_probs(forward(ids), ids).mean()
+            optimiser.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimiser.step()
+            losses.append(loss.detach())
+        return losses, dict(model.named_parameters())
+
+    # Adam divides by the gradient's size: where that is rounding alone, rounding decides the step.
+    expected = train(lambda model: model)
+    losses, parameters = train(lambda model: torch.compile(model, backend="dta", options=SMALL_CHUNKS))
+    assert_same(losses, expected[0])
+    assert_same(parameters, expected[1], tolerance=1e-6)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_finished_step_keeps_no_activations(model, compiled, backward):
+    from dta_compile.runtime.stack import PathStack
+
+    def alive():
+        return sum(type(item) is PathStack for item in gc.get_objects())
+
+    gc.collect()
+    gc.disable()  # no reference cycles either: on a GPU, waiting for the collector means running out of memory
+    try:
+        assert alive() == 0
+        out = compiled(IDS)
+        assert alive() == 1
+        if backward:
+            weighted(out).backward()
+        else:
+            del out
+        assert alive() == 0
+    finally:
+        gc.enable()
+
+
+class Variants(TinyLM):
+    """One call with everything that parameters can be: tied, adapted, used after the tree, unused."""
+
+    def __init__(self):
+        super().__init__(layers=1)
+        self.head.weight = self.embedding.weight
+        self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+        self.scale, self.unused = nn.Parameter(torch.tensor(1.5)), nn.Linear(3, 3)
+        self.double()
+
+    def forward(self, ids):
+        hidden = self.hidden(ids)
+        logits = self.head(hidden) + (hidden.detach() @ self.head.weight.detach().T) * 0.1
+        adapted = self.head(hidden + self.up(self.down(hidden)))
+        entropy = -(adapted.softmax(-1) * adapted.log_softmax(-1)).sum(-1)
+        penalty = self.scale * self.blocks[0].up.weight.pow(2).sum()  # no token in it
+        return {"logits": logits, "adapted": [adapted, entropy], "best": logits.argmax(-1), "penalty": penalty, "n": 3}
+
+
+@pytest.fixture(scope="module")
+def variants():
+    model = Variants()
+    return model, torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+
+
+@pytest.mark.parametrize("used", ["logits", "adapted", "entropy", "penalty", "twice", "all"])
+def test_several_outputs_of_which_some_are_used(variants, used):
+    model, compiled = variants
+
+    def step(forward):
+        out = forward(IDS)
+        assert out["n"] == 3 and not out["best"].requires_grad and out["best"].dtype is torch.int64
+        logits, (adapted, entropy) = out["logits"], out["adapted"]
+        losses = {
+            "logits": lambda: weighted(logits),
+            "adapted": lambda: weighted(adapted),
+            "entropy": lambda: weighted(entropy),
+            "penalty": lambda: out["penalty"],
+            "twice": lambda: weighted(logits) + weighted(logits.softmax(-1)) + (logits * logits).mean(),
+            "all": lambda: weighted(logits * adapted) * out["penalty"] + weighted(entropy),
+        }
+        losses[used]().backward()
+        return out
+
+    # As in eager mode no gradient is not a zero gradient: an unused parameter keeps None.
+    expected = after(model, lambda: step(model))
+    found = after(model, lambda: step(compiled))
+    assert found[1]["unused.weight"] is None and found[1]["unused.bias"] is None
+    assert_same(found, expected)
+
+
+def test_frozen_parameters_and_adapters(variants):
+    model, compiled = variants
+    frozen = {"embedding.weight", "blocks.0.norm.weight", "blocks.0.up.bias"}
+    for trained in (lambda name: name not in frozen, lambda name: name.startswith(("up.", "down."))):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained(name))
+        _, found = both(model, compiled, lambda f: weighted(f(IDS)["adapted"][0]).backward())
+        assert found["up.weight"] is not None and found["embedding.weight"] is None
+    model.requires_grad_(True)
+
+
+def test_gradients_at_padding_are_an_error_not_a_loss(model, compiled):
+    mask = torch.ones_like(IDS, dtype=torch.bool)
+    mask[1, 5:] = False
+    out = compiled(IDS, mask)
+    for uses_padding in (lambda x: x.pow(2).add(x), torch.square, torch.abs, lambda x: x.relu().pow(3), torch.cosh):
+        with pytest.raises(RuntimeContractError, match="4 of 4 padding positions with a gradient"):
+            uses_padding(out).sum().backward(retain_graph=True)
+    with torch.no_grad():
+        assert not compiled(IDS, mask)[~mask].any()
+    weighted(compiled(IDS, mask) * mask[..., None]).backward()
+    assert model.head.weight.grad is not None
+
+
+def test_gradients_at_padding_are_an_error_in_a_streaming_step_too(model, compiled):
+    mask = torch.ones_like(IDS, dtype=torch.bool)
+    mask[1, 5:] = mask[3, 7:] = False
+    padding = int((~mask).sum())
+    with pytest.raises(RuntimeContractError, match=f"{padding} of {padding} padding positions with a gradient"):
+        dta_compile.streaming_step(compiled, lambda row, out: out.abs().sum(), IDS, mask)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    dta_compile.streaming_step(compiled, lambda row, out: weighted(out * mask[row, :, None]), IDS, mask)
+    assert model.head.weight.grad is not None
+
+
+class PositionsToo(TinyLM):
+    """Returns, besides the logits, a trained value of the positions alone: no batch axis."""
+
+    def forward(self, ids, mask=None):
+        return super().forward(ids, mask), self.head(self.position(torch.arange(ids.shape[1])))
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(1)])
+def test_a_value_without_batch_axis_comes_back_without_one(rows):
+    model = PositionsToo()
+    compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+
+    def step(forward):
+        logits, positions = forward(IDS[rows])
+        (weighted(logits) + positions.pow(2).sum()).backward()
+        return logits, positions
+
+    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))

@@ -1,0 +1,145 @@
+"""Memory: what a plan predicts is what a step allocates, and budgets are kept."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import dta_compile
+from tests.support.inside import inside
+from tests.support.tiny import TinyLM, after, assert_same
+
+TREES = {"fan": (200, 16, 40), "branches": (150, 4, 200), "nothing shared": (0, 12, 150)}  # prefix, rows, suffix
+BUDGETS = (None, 0, 4_000_000)
+
+
+def long_context_model():
+    model = TinyLM(width=128)
+    model.position = torch.nn.Embedding(512, 128).double()
+    return model
+
+
+def batch(prefix, rows, suffix):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 31, (rows, prefix + suffix), generator=generator)
+    ids[:, :prefix] = ids[0, :prefix]
+    return ids
+
+
+def allocated_at_the_peak(step, ids):
+    """Most bytes that live at one time, of those allocated during the step."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step(ids)
+    pending = list(profiler.profiler.kineto_results.experimental_event_tree())
+    changes = []
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag.name == "Allocation":
+            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    live = peak = 0
+    for _, change in sorted(changes):
+        live += change
+        peak = max(peak, live)
+    return peak
+
+
+def training_step(model, options):
+    def token_logprobs(ids, labels):
+        return model(ids).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+    compiled = torch.compile(token_logprobs, backend="dta", options=options)
+
+    def step(ids):
+        compiled(ids, ids.roll(-1, 1)).sum().backward()
+        model.zero_grad()
+
+    return compiled, step
+
+
+@pytest.mark.parametrize("strategy", ["packed", pytest.param("dfs", marks=pytest.mark.slow)])
+def test_the_predicted_peak_is_the_measured_one(strategy):
+    for budget in BUDGETS:
+        torch._dynamo.reset()
+        options = {"strategy": strategy, "memory_budget": budget, "chunk_size": 256}
+        compiled, step = training_step(long_context_model(), options)
+        for tree in TREES.values():
+            ids = batch(*tree)
+            step(ids)
+            measured = allocated_at_the_peak(step, ids)
+            predicted = dta_compile.last_plan(compiled).estimates.peak_bytes
+            assert predicted == pytest.approx(measured, rel=0.15), (tree, budget)
+
+
+def test_without_a_budget_memory_does_not_grow_with_the_branches():
+    _, step = training_step(long_context_model(), {"memory_budget": 0, "chunk_size": 256})
+    peaks = []
+    for rows in (4, 64):
+        ids = batch(200, rows, 100)
+        step(ids)
+        dense = 5 * ids.numel() * 8  # ids, labels and [B, S] results are the batch's own size
+        peaks.append(allocated_at_the_peak(step, ids) - dense)
+    assert peaks[1] <= 1.3 * peaks[0]
+
+
+def test_a_budget_bounds_what_is_kept():
+    ids = batch(100, 16, 100)
+    kept = []
+    for budget in (0, 2_000_000, 8_000_000, None):
+        torch._dynamo.reset()
+        compiled, step = training_step(
+            long_context_model(), {"memory_budget": budget, "chunk_size": 200, "strategy": "packed"}
+        )
+        step(ids)
+        kept.append(dta_compile.last_plan(compiled).stats)
+    assert [stats.tokens_forwarded_twice for stats in kept] == sorted(
+        (stats.tokens_forwarded_twice for stats in kept), reverse=True
+    )
+    assert kept[0].tokens_forwarded_twice > 0 and kept[-1].tokens_forwarded_twice == 0
+    assert kept[0].peak_live_tokens <= 200 < kept[1].peak_live_tokens < kept[-1].peak_live_tokens
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_a_call_that_runs_out_of_memory_recomputes_once(fails_in, caplog, monkeypatch):
+    """What a GPU's allocator raises while activations are kept: the step goes on, with one line."""
+    torch.compiler.reset()
+    model = TinyLM()
+    compiled = torch.compile(model, backend="dta", options={"chunk_size": 3})
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)
+    compiled(ids).sum().backward()
+    expected = after(model, lambda: model(ids).pow(2).sum().backward())
+    joint = inside(compiled).newest.program.joint
+    name = "forward" if fails_in == "forward" else "boxed_backward"
+    run, calls = getattr(joint, name), []
+
+    def fail_once(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no more of it")
+        return run(*args)
+
+    monkeypatch.setattr(joint, name, fail_once)
+    with caplog.at_level("WARNING", "dta_compile"):
+        actual = after(model, lambda: compiled(ids).pow(2).sum().backward())
+    assert_same(actual, expected)
+    assert len(calls) > 2
+    assert fails_in == "backward" or not dta_compile.last_plan(compiled).keeps
+    assert [record.message[:18] for record in caplog.records if record.name == "dta_compile"] == ["dta: out of memory"]
+
+
+def test_a_call_that_keeps_nothing_and_runs_out_of_memory_fails(monkeypatch):
+    torch.compiler.reset()
+    model, ids = TinyLM(), torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)
+    compiled = torch.compile(model, backend="dta", options={"memory_budget": 0})
+    compiled(ids).sum().backward()
+    joint = inside(compiled).newest.program.joint
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("no more of it")
+
+    monkeypatch.setattr(joint, "forward_only", fail)
+    monkeypatch.setattr(joint, "forward", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="no more of it"):
+        compiled(ids).sum().backward()
+    monkeypatch.undo()
+    model.zero_grad()
+    compiled(ids).sum().backward()  # nothing is lost

@@ -1,0 +1,139 @@
+"""Ordinary training code: several batches, numbers as arguments, computed weights, ids of several codebooks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dta_compile
+from dta_compile.errors import RefusalError
+from tests.support.tiny import VOCABULARY, WIDTH, TinyLM, after, assert_same, log_probs, shared_ids, weighted
+
+OPTIONS = {"chunk_size": 3, "codegen": "eager"}
+
+
+@pytest.fixture
+def model():
+    return TinyLM(layers=1)
+
+
+def compiled_function(function, **options):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="dta", options=OPTIONS | options)
+
+
+def assert_equals_eager(function, compiled, model, *args):
+    """Outputs, and the gradients of weighted sums of all of them; `args` may make some anew for each run."""
+
+    def step(run):
+        outputs = run(*(arg() if callable(arg) else arg for arg in args))
+        sum(weighted(out) for out in outputs).backward()
+        return [out.detach() for out in outputs]
+
+    expected = after(model, lambda: step(function))
+    assert_same(after(model, lambda: step(compiled)), expected)
+
+
+def run_from_embeddings(model, x):
+    for block in model.blocks:
+        x = block(x, None)
+    return model.head(model.norm(x))
+
+
+def test_chosen_and_rejected_of_different_lengths_with_a_reference_model(model):
+    frozen = TinyLM(seed=3, layers=1).requires_grad_(False)
+
+    def preference(chosen, rejected):
+        chosen_log_prob = log_probs(model(chosen), chosen).sum(-1)
+        rejected_log_prob = log_probs(model(rejected), rejected).sum(-1)
+        with torch.no_grad():
+            base = log_probs(frozen(chosen), chosen).sum(-1) - log_probs(frozen(rejected), rejected).sum(-1)
+        return -F.logsigmoid(0.1 * (chosen_log_prob - rejected_log_prob - base)).mean(), rejected_log_prob
+
+    compiled = compiled_function(preference, verify="first")
+    for tokens in ((9, 7), (4, 11)):
+        chosen, rejected = (shared_ids(5, length, seed=length) for length in tokens)
+        assert_equals_eager(preference, compiled, model, chosen, rejected)
+    assert dta_compile.last_plan(compiled).stats.compression > 1
+    report = dta_compile.explain(preference, chosen, rejected)
+    assert "batches of other sizes, each with a tree of its own\n  2 layers: causal" in str(report)
+    with pytest.raises(RefusalError, match="mixes sequences"):
+        dta_compile.streaming_step(compiled, lambda row, *outputs: outputs[0], chosen, rejected)
+
+
+def test_three_batches_of_different_sizes_one_with_padding(model):
+    def losses(ids, fewer, padded, mask):
+        shorter = log_probs(model(ids[:, :-2]), ids[:, :-2])
+        masked = log_probs(model(padded, mask), padded)[mask[:, 1:]]
+        auxiliary = model.embedding(padded).mean(1)
+        return log_probs(model(ids), ids), shorter.exp(), log_probs(model(fewer), fewer).amax(1), masked, auxiliary
+
+    fewer, padded = shared_ids(3, 9, seed=2), shared_ids(4, 6, seed=3)
+    mask = torch.arange(6) < torch.tensor([6, 3, 5, 6])[:, None]
+    compiled = compiled_function(losses)
+    assert_equals_eager(losses, compiled, model, shared_ids(5, 9), fewer, padded, mask)
+
+
+def test_a_batch_that_depends_on_another_is_refused(model):
+    def encode(ids, context):
+        pooled = run_from_embeddings(model, model.embedding(context)).mean(1, keepdim=True)[..., :WIDTH]
+        return run_from_embeddings(model, model.embedding(ids) + pooled)
+
+    with pytest.raises(RefusalError, match="tokens are mixed before the last attention") as caught:
+        compiled_function(encode)(shared_ids(5, 9), shared_ids(5, 7))
+    assert "test_supported_programs.py" in caught.value.where
+
+
+def test_batches_joined_in_the_function_and_split_again(model):
+    def preference(chosen, rejected):
+        longest = max(chosen.shape[1], rejected.shape[1])
+        both = torch.cat([F.pad(ids, (0, longest - ids.shape[1])) for ids in (chosen, rejected)])
+        log_prob = log_probs(model(both), both)
+        first, second = log_prob.split([len(chosen), len(rejected)])
+        return -F.logsigmoid(first.sum(1) - second.sum(1)), log_prob[: len(chosen)], log_prob.chunk(2)[1].exp()
+
+    compiled = compiled_function(preference)
+    for tokens in ((9, 7), (6, 8)):
+        assert_equals_eager(preference, compiled, model, *(shared_ids(4, n, seed=n) for n in tokens))
+
+
+def test_numbers_as_arguments_may_differ_from_call_to_call(model):
+    def scores(ids, number, factor=2.0, name=None):
+        positions = model.position.weight[number : number + ids.shape[1]]
+        logits = run_from_embeddings(model, model.embedding(ids) + positions) * number + ids.shape[0] * factor
+        if name is None:
+            logits = logits.clamp(min=-number) ** number
+        turned = torch.roll(logits, number, -1) / (number + 1)
+        return logits[..., :number], logits.topk(number, -1)[0], turned, logits[:, number:].mean(1), logits[..., number]
+
+    compiled = compiled_function(scores)
+    for arguments in ((1,), (2,), (3, 0.5, "linear")):
+        assert_equals_eager(scores, compiled, model, shared_ids(5, 9 - arguments[0]), *arguments)
+
+
+def test_weights_that_were_computed_outside_also_as_wide_as_the_batch_is_long(model):
+    def with_weights(ids, down, merged):
+        hidden = model.hidden(ids)
+        return F.linear(hidden + (hidden @ down) @ down.T, merged["head"]), log_probs(model(ids), ids) * merged["each"]
+
+    def merged():
+        head = model.head.weight * model.head.bias[:, None]
+        return {"head": head, "each": model.head.bias.sum().expand(len(ids), ids.shape[1] - 1)}
+
+    compiled = compiled_function(with_weights)
+    for batch in ((16, 16), (5, 9)):
+        ids = shared_ids(*batch)
+        assert_equals_eager(with_weights, compiled, model, ids, lambda: model.blocks[0].query.weight[:, :5] * 2, merged)
+
+
+def test_ids_of_several_codebooks(model):
+    def codes(last, second):
+        x = model.embedding(last).sum(2) + model.embedding(second).sum(1)
+        x = x + model.position(torch.arange(last.shape[1]))
+        logits = torch.stack([run_from_embeddings(model, x) * (k + 1) for k in range(last.shape[2])], 2)
+        log_prob = logits[:, :-1].log_softmax(-1).gather(-1, last[:, 1:, :, None])[..., 0]
+        return log_prob, F.cross_entropy(logits.flatten(0, 2), last.flatten(), ignore_index=0)
+
+    compiled = compiled_function(codes)
+    for batch, tokens, books in ((4, 9, 3), (3, 7, 3), (3, 3, 2)):
+        ids = torch.stack([shared_ids(batch, tokens, seed) for seed in range(books)], -1) % VOCABULARY
+        assert_equals_eager(codes, compiled, model, ids, ids.flip(0).transpose(1, 2).contiguous())

@@ -244,6 +244,12 @@ CLASSES = {
         [0],
     ),
     "flattened and back": (lambda ids: causal(ids).reshape(-1).view(1, 1, ids.shape[1], -1), [(IDS,)], "causal", [0]),
+    "sums of what is zero for zeros and ones": (
+        lambda ids, mask: causal(ids) & ((mask * (1 - mask)).cumsum(1) == 0)[:, None, None],
+        [(IDS, MASK / 1.0), (IDS, MASK * 1.0 + (IDS == 9))],
+        "real tokens",
+        [0, 0],
+    ),
     "one row": (
         lambda ids, mask: causal(ids) & mask.bool()[:, None, None, :],
         [(IDS[:1], MASK[:1])],
@@ -304,6 +310,12 @@ def test_tables_are_read_as_they_are_at_each_call(write):
     assert traced.check().windows == [5]
     WRITES[write](table, torch.arange(32) < 2)
     assert traced.check().windows == [2]
+
+
+def test_tables_may_lie_anywhere_in_memory():
+    table = torch.zeros(4 + 32, dtype=torch.bool)[4:].copy_(TABLES["near"])
+    (traced,) = calls(lambda ids, table: causal(ids) & table[near_by(ids).clamp(0, 31)], [(IDS, table)])
+    assert [traced.check().windows for _ in range(2)] == [[5], [5]]
 
 
 @pytest.mark.parametrize("factor", [1, 2])

@@ -97,17 +97,20 @@ class Formulas(abc.ABC):
             self.solver.pop()
 
     def constant(self, term: Term) -> float | None:
-        """The number that a boolean or integer term always is; None if there is none, or none that can be shown."""
+        """The number that a term always is, whatever inputs are; None if there is none, or none that can be shown."""
         try:
-            value = self.value(term)
-            if isinstance(value, Cases):
-                return next((number for number, guard in value.numbers if self.proves(guard)), None)
-            if z3.is_bool(value):
-                return 1 if self.proves(value) else 0 if self.proves(z3.Not(value)) else None
-            few = self._few(value)
-            return few.numbers[0][0] if few is not None and len(few.numbers) == 1 else None
+            found = self._constant(self.value(term))
         except (Untranslatable, z3.Z3Exception):
             return None
+        return None if any(self.assumed.values()) else found  # no call would check what was assumed here
+
+    def _constant(self, value: Value) -> float | None:
+        if isinstance(value, Cases):
+            return next((number for number, guard in value.numbers if self.proves(guard)), None)
+        if z3.is_bool(value):
+            return 1 if self.proves(value) else 0 if self.proves(z3.Not(value)) else None
+        few = self._few(value)
+        return few.numbers[0][0] if few is not None and len(few.numbers) == 1 else None
 
     def _few(self, value: z3.ArithRef) -> Cases | None:
         """The numbers that a formula of an integer may have, if they are no more than `FEW`."""

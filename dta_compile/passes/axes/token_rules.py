@@ -90,6 +90,8 @@ def embedding(node: fx.Node, arguments: Arguments) -> Layout:
         raise MixesTokens("it looks up rows of a table that is itself computed per token")
     if argument(node, 3, "scale_grad_by_freq"):
         raise MixesTokens("with scale_grad_by_freq, its gradient is divided by how often tokens occur in the batch")
+    if argument(node, 4, "sparse"):
+        raise MixesTokens("with sparse=True, its gradient has an entry for every token of the batch")
     return Layout((*index.dims, None), index.frame)
 
 

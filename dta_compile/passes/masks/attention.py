@@ -68,6 +68,8 @@ def mixing_refusal(program: Program, mixed: Mixed) -> RefusalError:
         )
     elif "scale_grad_by_freq" in mixed.reason:
         hint = "a chunk does not know the counts of the batch: set scale_grad_by_freq=False"
+    elif "sparse=True" in mixed.reason:
+        hint = "gradients are summed over the tree: set sparse=False"
     elif "expert" in where(mixed.node):
         hint = "routing tokens to experts is not supported; options={'fallback': 'dense'} runs it densely"
     elif _leads_to_softmax(mixed.node):

@@ -158,3 +158,21 @@ def test_complex_numbers(model):
     expected = after(model, lambda: logits(ids)[0].abs().sum().backward())
     assert_same(after(model, lambda: compiled(ids)[0].abs().sum().backward()), expected)
     assert "gradients within" in dta_compile.last_plan(compiled).estimates.self_check
+
+
+def test_an_empty_part_of_another_dtype_counts_for_the_result(model):
+    def widened(ids):
+        x = model.hidden(ids).float()
+        return (torch.cat([torch.zeros(0, dtype=torch.float64), x], 1).exp(), torch.cat([torch.zeros(0), ids]))
+
+    compiled, ids = compiled_function(widened), shared_ids(4, 9)
+    for mine, theirs in zip(compiled(ids), widened(ids), strict=True):
+        assert_same(mine, theirs, tolerance=1e-6)
+
+
+def test_loops_over_numbers_of_sequences(model):
+    def weighed(ids):
+        scores = model(ids).logsumexp(-1).mean(1)
+        return torch.stack([row.softmax(-1) * 2 for row in scores]), torch.stack([s.logsumexp(0) for s in scores])
+
+    assert_equals_eager(weighed, compiled_function(weighed), model, shared_ids(4, 9))

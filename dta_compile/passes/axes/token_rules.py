@@ -138,15 +138,14 @@ def index_select(node: fx.Node, arguments: Arguments) -> Layout:
 def gather(node: fx.Node, arguments: Arguments) -> Layout:
     source, dim, index = node.args[:3]
     require_feature(arguments[source], dim, "gathers")
-    result = _along_others(source, index, dim, arguments)
-    return result
+    return _along_others(source, index, dim, arguments)
 
 
 def scatter(node: fx.Node, arguments: Arguments) -> Layout:
     source, dim, index = node.args[:3]
     require_feature(arguments[source], dim, "scatters")
     _along_others(source, index, dim, arguments)
-    if len(node.args) > 3 and isinstance(node.args[3], fx.Node) and is_tensor(node.args[3]):
+    if len(node.args) > 3 and is_tensor(node.args[3]):
         _along_others(source, node.args[3], dim, arguments)
     return arguments[source]
 
@@ -310,7 +309,7 @@ def rule_for(target: Any) -> Rule | None:
 
 
 def register_token_rule(op: Any, rule: Rule) -> None:
-    """Declare how an operator treats the token axis (DESIGN section 3, pass `token_axis`).
+    """Declare how an operator treats the token axis.
 
     Args:
         op: an operator overload, such as `torch.ops.my_library.my_op.default`.

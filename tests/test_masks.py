@@ -85,6 +85,12 @@ CLASSES = {
     "half of the tokens": (lambda ids: near(ids, ids.shape[1] // 2), [(IDS,), (LONGER,)], "", [4, 9]),
     "an integer argument": (near, [(IDS, 3), (IDS, 5), (LONGER, 7)], "", [3, 5, 7]),
     "a tensor argument": (near, [(IDS, torch.tensor(3)), (IDS, torch.tensor(6))], "", [3, 6]),
+    "a tensor argument that is a fraction": (
+        near,
+        [(IDS, torch.tensor(2.5)), (IDS, torch.tensor(1.0)), (IDS, torch.tensor(4.0))],
+        "",
+        [3, 1, 4],
+    ),
     "a fraction argument": (near, [(IDS, 2.5), (IDS, 4.0)], "", [3, 4]),
     "a switch": (
         lambda ids, wide: causal(ids) & (wide | near(ids, 3)),

@@ -19,7 +19,7 @@ import z3
 from dta_compile.passes.masks.cases import Cases, Untranslatable, Value, boolean, case, chain, exact_int, merged
 from dta_compile.passes.masks.ranges import LONGEST_ROW, Ranges
 from dta_compile.passes.masks.tables import Facts
-from dta_compile.passes.terms import Apply, Const, Entry, Index, Number, Term, Terms
+from dta_compile.passes.terms import Apply, Const, Entry, Index, Number, Term, Terms, subterms
 
 FEW = 3  # numbers that are told apart one by one
 TIMEOUT = 2000  # milliseconds of one question
@@ -244,8 +244,10 @@ class Formulas(abc.ABC):
         return found
 
     def _assume(self, role: str, term: Term) -> None:
-        """Take a term of one token for something that every call can check."""
-        if not self.reads_inputs(term):
+        """Take a term of one token for something that every call can check; single numbers are read instead."""
+        entries = [part for part in subterms(term) if isinstance(part, Entry)]
+        unread = any(not part.index and part.node not in self.facts.scalars for part in entries)
+        if unread or not self.reads_inputs(term):
             raise Untranslatable(term)
         self.assumed[role][term] = None
 

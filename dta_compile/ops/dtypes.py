@@ -6,5 +6,5 @@ import torch
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of log-sum-exps and of accumulated KV gradients: float64 for float64, else float32."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
+    """The dtype of log-sum-exps and of accumulated gradients: float32, or what is wider or complex."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_complex or dtype is torch.float64 else torch.float32

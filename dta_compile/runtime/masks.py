@@ -252,5 +252,6 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _words(table: torch.Tensor) -> torch.Tensor:
     """Eight bytes at a time, which are compared ten times as fast as truth values; every call waits for it."""
-    whole = table.is_contiguous() and table.nbytes % 8 == 0
+    offset = table.storage_offset() * table.itemsize
+    whole = table.is_contiguous() and table.nbytes % 8 == offset % 8 == 0
     return table.detach().view(-1).view(torch.int64) if whole else table

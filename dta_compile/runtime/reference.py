@@ -224,6 +224,8 @@ class _Probe:
     def _rounded(self, value: torch.Tensor) -> torch.Tensor:
         """The value with differences of the size of rounding."""
         value = value.detach()
+        if value.is_complex():
+            return torch.view_as_complex(self._rounded(torch.view_as_real(value)))
         if not value.is_floating_point() or not value.numel():
             return value.clone()
         noise = self._random(value).clamp(-1, 1) * (self.rounding * _largest(value))
@@ -234,6 +236,8 @@ class _Probe:
         value = value.detach()
         if mask is None:
             return value
+        if value.is_complex():
+            return torch.view_as_complex(self._padded(torch.view_as_real(value), _of_parts(mask)))
         if not value.is_floating_point():  # zero at padding
             other = value.ne(0).any() if value.dtype is torch.bool else value.amax()
             return torch.where(mask, torch.where(other == 0, torch.ones_like(value), other), value)
@@ -243,6 +247,8 @@ class _Probe:
     def _plausible(self, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """The value with numbers at padding as they are elsewhere."""
         value = value.detach()
+        if mask is not None and value.is_complex():
+            return torch.view_as_complex(self._plausible(torch.view_as_real(value), _of_parts(mask)))
         if mask is None or not value.is_floating_point() or bool(mask.all()):
             return value
         low, high = value[~mask].aminmax()
@@ -310,12 +316,14 @@ class _Probe:
     def is_differentiable(self, index: int, out: Any) -> bool:
         """Whether gradients may be taken of an output."""
         caches = {value.node for value in self.program.frontier if value.is_cache}
-        return out.is_floating_point() and self.program.outputs[index] not in caches
+        return (out.is_floating_point() or out.is_complex()) and self.program.outputs[index] not in caches
 
     def cotangent(self, index: int, theirs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Random numbers where the output is defined and finite."""
-        drawn = torch.randn(theirs.shape, generator=generator, device=theirs.device, dtype=torch.float32)
-        return drawn.masked_fill(~(self.masks[index] & theirs.detach().isfinite()), 0).to(theirs.dtype)
+        parts = _real(theirs.detach())
+        drawn = torch.randn(parts.shape, generator=generator, device=theirs.device, dtype=torch.float32)
+        drawn = drawn.masked_fill(~(self.masks[index] & parts.isfinite()), 0).to(parts.dtype)
+        return torch.view_as_complex(drawn) if theirs.is_complex() else drawn
 
     def conditioning(self, cotangents: dict[int, torch.Tensor]) -> float:
         """How much rounding of frontier values changes the gradients that go to them, relative to these."""
@@ -368,9 +376,9 @@ def _compare_gradients(
     for i, one, other in zip(trained, mine, theirs, strict=True):
         known = one if one is not None else other
         if known is not None:
-            one, other = (torch.zeros_like(known) if grad is None else grad for grad in (one, other))
+            one, other = (_real(torch.zeros_like(known) if grad is None else grad) for grad in (one, other))
             what = f"the gradient of {program.inputs[i].name}"
-            everywhere = torch.ones_like(known, dtype=torch.bool)
+            everywhere = torch.ones_like(one, dtype=torch.bool)
             found.append(compare_values(what, one, other, everywhere, probe.tolerance, share * largest))
     return max(found)
 
@@ -378,7 +386,8 @@ def _compare_gradients(
 def precision(program: Program, device: torch.device) -> torch.dtype:
     """The least precise dtype that values which depend on parameters are computed in."""
     values = [node.meta["val"] for node in program.parameter_dependent if is_tensor(node)]
-    dtypes = {value.dtype for value in values if value.is_floating_point()} or {torch.float64}
+    numbers = (value.dtype for value in values if value.is_floating_point() or value.is_complex())
+    dtypes = {dtype.to_real() for dtype in numbers} or {torch.float64}
     least = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     if least is torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         return torch.float16  # as many bits as TF32 has
@@ -397,7 +406,12 @@ def _choices(program: Program) -> set[fx.Node]:
 
 
 def _real(value: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(value) if value.is_complex() else value
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
+def _of_parts(mask: torch.Tensor) -> torch.Tensor:
+    """A mask of complex numbers as one of their real and imaginary parts."""
+    return mask[..., None].expand(*mask.shape, 2)
 
 
 def _largest(value: torch.Tensor) -> float:

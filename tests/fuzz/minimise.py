@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from tests.fuzz.batches import Batch
 from tests.fuzz.grammar import PLAIN, PLAIN_LAYER
-from tests.fuzz.masks import CAUSAL
 from tests.fuzz.program import Program, verdict
 
 
@@ -48,13 +47,13 @@ def _smaller(program: Program) -> Iterator[Program]:
     if len(program.batches) > 1:
         yield from (change(program, batches=(batch,)) for batch in program.batches)
     for index, batch in enumerate(program.batches):
-        for smaller in _smaller_batches(batch, program.mask is CAUSAL):
+        for smaller in _smaller_batches(batch):
             batches = list(program.batches)
             batches[index] = smaller
             yield change(program, batches=tuple(batches))
 
 
-def _smaller_batches(batch: Batch, unpadded: bool) -> Iterator[Batch]:
+def _smaller_batches(batch: Batch) -> Iterator[Batch]:
     if batch.format != "full":
         yield dataclasses.replace(batch, format="full")
     if (batch.rows, batch.tokens) != (2, 3):

@@ -120,7 +120,7 @@ def assert_same(actual: Any, expected: Any, tolerance: float = 1e-9) -> None:
     elif isinstance(expected, torch.Tensor):
         assert isinstance(actual, torch.Tensor), f"expected a tensor, got {actual}"
         assert actual.shape == expected.shape and actual.dtype == expected.dtype
-        if not expected.is_floating_point():
+        if not (expected.is_floating_point() or expected.is_complex()):
             assert torch.equal(actual, expected)
             return
         # A gradient that is zero but for rounding has no size of its own; no value here is smaller than 1e-6.

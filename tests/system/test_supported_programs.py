@@ -137,3 +137,42 @@ def test_ids_of_several_codebooks(model):
     for batch, tokens, books in ((4, 9, 3), (3, 7, 3), (3, 3, 2)):
         ids = torch.stack([shared_ids(batch, tokens, seed) for seed in range(books)], -1) % VOCABULARY
         assert_equals_eager(codes, compiled, model, ids, ids.flip(0).transpose(1, 2).contiguous())
+
+
+def test_complex_numbers(model):
+    model.turn = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex128) / 4)
+
+    def spectra(ids, mask):
+        turned = model.hidden(ids, mask).to(torch.complex128) @ model.turn
+        energy = torch.where(mask, (turned * turned.conj()).real.sum(-1), 0)
+        return torch.where(mask, torch.view_as_real(turned.sum(-1).exp()).sum(-1), 0), energy
+
+    def logits(ids):
+        pairs = model.head(model.hidden(ids))[..., :20].unflatten(-1, (10, 2)).contiguous()
+        return (torch.view_as_complex(pairs).prod(-1),)
+
+    mask = torch.arange(9) < torch.tensor([9, 7, 9, 5])[:, None]
+    for verify in ("off", "first"):
+        assert_equals_eager(spectra, compiled_function(spectra, verify=verify), model, shared_ids(4, 9), mask)
+    compiled, ids = compiled_function(logits), shared_ids(4, 9)
+    expected = after(model, lambda: logits(ids)[0].abs().sum().backward())
+    assert_same(after(model, lambda: compiled(ids)[0].abs().sum().backward()), expected)
+    assert "gradients within" in dta_compile.last_plan(compiled).estimates.self_check
+
+
+def test_an_empty_part_of_another_dtype_counts_for_the_result(model):
+    def widened(ids):
+        x = model.hidden(ids).float()
+        return (torch.cat([torch.zeros(0, dtype=torch.float64), x], 1).exp(), torch.cat([torch.zeros(0), ids]))
+
+    compiled, ids = compiled_function(widened), shared_ids(4, 9)
+    for mine, theirs in zip(compiled(ids), widened(ids), strict=True):
+        assert_same(mine, theirs, tolerance=1e-6)
+
+
+def test_loops_over_numbers_of_sequences(model):
+    def weighed(ids):
+        scores = model(ids).logsumexp(-1).mean(1)
+        return torch.stack([row.softmax(-1) * 2 for row in scores]), torch.stack([s.logsumexp(0) for s in scores])
+
+    assert_equals_eager(weighed, compiled_function(weighed), model, shared_ids(4, 9))

@@ -214,7 +214,7 @@ def apply_rule(
     if adopted is None:
         return value
     adopted.update({(node, arg): layout for arg, layout in arguments.adopted.items()})
-    reason = _contradiction(program, node, value) or _rows_of_no_token(node, rule, arguments, value)
+    reason = _contradiction(program, node, value) or _rows_of_no_token(rule, arguments, value)
     return Mixed(f"{node.target}: {reason}", node) if reason else value
 
 
@@ -242,7 +242,7 @@ def _contradiction(program: Program, node: fx.Node, value: Value) -> str | None:
     return None
 
 
-def _rows_of_no_token(node: fx.Node, rule: Rule, arguments: Arguments, value: Value) -> str | None:
+def _rows_of_no_token(rule: Rule, arguments: Arguments, value: Value) -> str | None:
     """Why an operator cannot combine one value per sequence with tokens: chunks hold tokens of several sequences."""
     if rule is pointwise or not isinstance(value, Layout) or value.token_dim is None:
         return None

@@ -90,6 +90,8 @@ def embedding(node: fx.Node, arguments: Arguments) -> Layout:
         raise MixesTokens("it looks up rows of a table that is itself computed per token")
     if argument(node, 3, "scale_grad_by_freq"):
         raise MixesTokens("with scale_grad_by_freq, its gradient is divided by how often tokens occur in the batch")
+    if argument(node, 4, "sparse"):
+        raise MixesTokens("with sparse=True, its gradient has an entry for every token of the batch")
     return Layout((*index.dims, None), index.frame)
 
 
@@ -136,15 +138,14 @@ def index_select(node: fx.Node, arguments: Arguments) -> Layout:
 def gather(node: fx.Node, arguments: Arguments) -> Layout:
     source, dim, index = node.args[:3]
     require_feature(arguments[source], dim, "gathers")
-    result = _along_others(source, index, dim, arguments)
-    return result
+    return _along_others(source, index, dim, arguments)
 
 
 def scatter(node: fx.Node, arguments: Arguments) -> Layout:
     source, dim, index = node.args[:3]
     require_feature(arguments[source], dim, "scatters")
     _along_others(source, index, dim, arguments)
-    if len(node.args) > 3 and isinstance(node.args[3], fx.Node) and is_tensor(node.args[3]):
+    if len(node.args) > 3 and is_tensor(node.args[3]):
         _along_others(source, node.args[3], dim, arguments)
     return arguments[source]
 

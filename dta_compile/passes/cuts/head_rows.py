@@ -176,7 +176,8 @@ def _zero_if_zero(node: fx.Node) -> list[Any] | None:
         first, second = node.args[:2]
         return [first] if _is_finite(second) else [second] if _is_finite(first) else None
     if node.target in (aten.div.Tensor, aten.div.Scalar):
-        return [node.args[0]] if _is_finite(node.args[1]) and node.args[1] != 0 else None
+        by = node.args[1]  # integers may be zero
+        return [node.args[0]] if not is_tensor(by) and _is_finite(by) and by != 0 else None
     return None
 
 

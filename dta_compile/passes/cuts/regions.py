@@ -46,7 +46,7 @@ def regions(program: Program) -> None:
     for node in program.graph.nodes:
         value = program.values.get(node)
         if node in before_last_attention and isinstance(value, Mixed):
-            raise mixing_refusal(program, value)
+            raise mixing_refusal(value)
     _refuse_dropout(program, live)
     candidates = [node for node in live if _could_run_per_token(program, node)]
     outputs = {node for node in program.outputs if isinstance(node, fx.Node)}
@@ -69,7 +69,7 @@ def _refuse_dropout(program: Program, live: list[fx.Node]) -> None:
     """Also after the last attention: a dropped hidden state or logit would differ between rollouts that share it."""
     for node in live:
         if node.target in DROPOUT and isinstance(mixed := program.values[node], Mixed) and mixed.node is node:
-            raise mixing_refusal(program, mixed)
+            raise mixing_refusal(mixed)
 
 
 def _could_run_per_token(program: Program, node: fx.Node) -> bool:

@@ -69,4 +69,4 @@ def is_per_token(layout: Layout) -> bool:
 
 def is_float(node: fx.Node) -> bool:
     value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())

@@ -140,6 +140,6 @@ def drop_empty_parts(graph: fx.Graph) -> None:
         if node.target is not aten.cat.default:
             continue
         parts = [part for part in node.args[0] if tuple(part.meta["val"].shape) != (0,)]
-        if len(parts) == 1:
+        if len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype:  # empty parts have a say in it
             node.replace_all_uses_with(parts[0])
             graph.erase_node(node)

@@ -44,6 +44,8 @@ def _batched(nodes: Sequence[fx.Node]) -> fx.Node | None:
     first = nodes[0]
     if any(node.target is not first.target or node.kwargs != first.kwargs for node in nodes):
         return None
+    if not all(node.meta["val"].dim() for node in first.all_input_nodes):
+        return None  # the only dimension would be that of the batch
     columns = list(zip(*(node.args for node in nodes), strict=False))
     if first.target in ALONG_DIMENSIONS:
         columns[1] = tuple(map(_shifted, columns[1]))

@@ -54,10 +54,10 @@ def cache_outputs(program: Program) -> set[fx.Node]:
 def _require_token_wise(program: Program, node: fx.Node) -> None:
     value = program.values[node]
     if isinstance(value, Mixed):
-        raise mixing_refusal(program, value)
+        raise mixing_refusal(value)
 
 
-def mixing_refusal(program: Program, mixed: Mixed) -> RefusalError:
+def mixing_refusal(mixed: Mixed) -> RefusalError:
     """The error for a value before the last attention that is not computed token by token."""
     hint = "declare a rule with dta_compile.register_token_rule if the operator treats every token by itself"
     name = str(mixed.node.target)
@@ -76,6 +76,8 @@ def mixing_refusal(program: Program, mixed: Mixed) -> RefusalError:
         )
     elif "scale_grad_by_freq" in mixed.reason:
         hint = "a chunk does not know the counts of the batch: set scale_grad_by_freq=False"
+    elif "sparse=True" in mixed.reason:
+        hint = "gradients are summed over the tree: set sparse=False"
     elif "expert" in where(mixed.node):
         hint = "routing tokens to experts is not supported; options={'fallback': 'dense'} runs it densely"
     elif _leads_to_softmax(mixed.node):

@@ -19,7 +19,7 @@ import z3
 from dta_compile.passes.masks.cases import Cases, Untranslatable, Value, boolean, case, chain, exact_int, merged
 from dta_compile.passes.masks.ranges import LONGEST_ROW, Ranges
 from dta_compile.passes.masks.tables import Facts
-from dta_compile.passes.terms import Apply, Const, Entry, Index, Number, Term, Terms
+from dta_compile.passes.terms import Apply, Const, Entry, Index, Number, Term, Terms, subterms
 
 FEW = 3  # numbers that are told apart one by one
 TIMEOUT = 2000  # milliseconds of one question
@@ -97,17 +97,20 @@ class Formulas(abc.ABC):
             self.solver.pop()
 
     def constant(self, term: Term) -> float | None:
-        """The number that a boolean or integer term always is; None if there is none, or none that can be shown."""
+        """The number that a term always is, whatever inputs are; None if there is none, or none that can be shown."""
         try:
-            value = self.value(term)
-            if isinstance(value, Cases):
-                return next((number for number, guard in value.numbers if self.proves(guard)), None)
-            if z3.is_bool(value):
-                return 1 if self.proves(value) else 0 if self.proves(z3.Not(value)) else None
-            few = self._few(value)
-            return few.numbers[0][0] if few is not None and len(few.numbers) == 1 else None
+            found = self._constant(self.value(term))
         except (Untranslatable, z3.Z3Exception):
             return None
+        return None if any(self.assumed.values()) else found  # no call would check what was assumed here
+
+    def _constant(self, value: Value) -> float | None:
+        if isinstance(value, Cases):
+            return next((number for number, guard in value.numbers if self.proves(guard)), None)
+        if z3.is_bool(value):
+            return 1 if self.proves(value) else 0 if self.proves(z3.Not(value)) else None
+        few = self._few(value)
+        return few.numbers[0][0] if few is not None and len(few.numbers) == 1 else None
 
     def _few(self, value: z3.ArithRef) -> Cases | None:
         """The numbers that a formula of an integer may have, if they are no more than `FEW`."""
@@ -241,8 +244,10 @@ class Formulas(abc.ABC):
         return found
 
     def _assume(self, role: str, term: Term) -> None:
-        """Take a term of one token for something that every call can check."""
-        if not self.reads_inputs(term):
+        """Take a term of one token for something that every call can check; single numbers are read instead."""
+        entries = [part for part in subterms(term) if isinstance(part, Entry)]
+        unread = any(not part.index and part.node not in self.facts.scalars for part in entries)
+        if unread or not self.reads_inputs(term):
             raise Untranslatable(term)
         self.assumed[role][term] = None
 

@@ -55,7 +55,7 @@ class Ranges:
         kind = formula.decl().kind()
         if kind == z3.Z3_OP_UNINTERPRETED:
             return self._leaves.get(str(formula.decl().name()))
-        if kind not in _RULES or not z3.is_int(formula):
+        if kind not in (*_RULES, z3.Z3_OP_UMINUS) or not z3.is_int(formula):
             return None
         first, *others = [self.of(part) for part in formula.children() if not z3.is_bool(part)]
         if kind == z3.Z3_OP_UMINUS:
@@ -81,5 +81,4 @@ _RULES: dict[int, Callable[[Range, Range], Range | None]] = {
     z3.Z3_OP_ITE: lambda a, b: _spanned(*a, *b),
     z3.Z3_OP_IDIV: _divided,
     z3.Z3_OP_MOD: lambda a, b: (0, b[1] - 1) if b[0] > 0 else None,
-    z3.Z3_OP_UMINUS: lambda _, a: a,
 }

@@ -70,7 +70,7 @@ def padded(numbers: IntArray, size: int) -> IntArray:
 def next_to_zero(row: torch.Tensor) -> None:
     """Fill what is read for padding, so that a loss that uses it sends a gradient there: that of x**2 or abs(x) is 0 at
     0, that of relu on one side of it. Entries differ in sign, and their fourth power is a number still."""
-    if row.is_floating_point():
+    if row.is_floating_point() or row.is_complex():
         row.fill_(-min(torch.finfo(row.dtype).tiny ** 0.25, 2.0**-10))
         row.view(-1)[1::2].neg_()
 

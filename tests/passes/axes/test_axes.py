@@ -306,6 +306,10 @@ def counted_tokens(m: Odd, ids: torch.Tensor) -> Any:
     return m.block(F.embedding(ids, m.embedding.weight, scale_grad_by_freq=True))
 
 
+def sparse_gradient(m: Odd, ids: torch.Tensor) -> Any:
+    return m.block(F.embedding(ids, m.embedding.weight, sparse=True))
+
+
 def strided_slice(m: Odd, ids: torch.Tensor) -> Any:
     h = F.linear(m.block(m.embedding(ids)), m.table[:WIDTH])[..., :4]
     return torch.as_strided(h, (ids.numel() * 4,), (1,)).cumsum(0)
@@ -318,6 +322,7 @@ REFUSED: list[tuple[Callable[..., Any], str, str]] = [
     (matrix_per_sequence, "one value per sequence", "torch.bmm"),
     (features_per_token, "a feature dimension", "x[..., : ids.shape[1]]"),
     (counted_tokens, "how often tokens occur in the batch", "F.embedding"),
+    (sparse_gradient, "set sparse=False", "F.embedding"),
     (strided_slice, "a part or repetition", "torch.as_strided"),
 ]
 

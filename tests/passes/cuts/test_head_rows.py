@@ -236,6 +236,18 @@ def test_tokens_that_are_not_ignored(model, function):
     assert sum(counted) >= distinct(MASK, torch.zeros_like(NEXT))
 
 
+def test_zero_by_a_count_of_zero_is_not_a_number(model):
+    def shares(ids):
+        kept = torch.where(LABELLED[..., None], model(ids, MASK), 0.0)
+        return torch.where(MASK, (kept / LABELLED.sum(1)[:, None, None]).sum(-1), 0.0)
+
+    compiled = torch.compile(shares, backend="dta", options=SMALL_CHUNKS | {"verify": "off"})
+    with torch.no_grad():
+        expected = shares(IDS)
+    assert expected.isnan().any()
+    torch.testing.assert_close(compiled(IDS).detach(), expected, rtol=1e-9, atol=1e-12, equal_nan=True)
+
+
 @pytest.mark.parametrize(("strategy", "memory_budget"), [("vanilla", None), ("dfs", 0), ("dense", None)])
 def test_strategies(model, strategy, memory_budget):
     def loss(ids, labels):

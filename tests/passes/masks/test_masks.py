@@ -85,6 +85,12 @@ CLASSES = {
     "half of the tokens": (lambda ids: near(ids, ids.shape[1] // 2), [(IDS,), (LONGER,)], "", [4, 9]),
     "an integer argument": (near, [(IDS, 3), (IDS, 5), (LONGER, 7)], "", [3, 5, 7]),
     "a tensor argument": (near, [(IDS, torch.tensor(3)), (IDS, torch.tensor(6))], "", [3, 6]),
+    "a tensor argument that is a fraction": (
+        near,
+        [(IDS, torch.tensor(2.5)), (IDS, torch.tensor(1.0)), (IDS, torch.tensor(4.0))],
+        "",
+        [3, 1, 4],
+    ),
     "a fraction argument": (near, [(IDS, 2.5), (IDS, 4.0)], "", [3, 4]),
     "a switch": (
         lambda ids, wide: causal(ids) & (wide | near(ids, 3)),
@@ -244,6 +250,12 @@ CLASSES = {
         [0],
     ),
     "flattened and back": (lambda ids: causal(ids).reshape(-1).view(1, 1, ids.shape[1], -1), [(IDS,)], "causal", [0]),
+    "sums of what is zero for zeros and ones": (
+        lambda ids, mask: causal(ids) & ((mask * (1 - mask)).cumsum(1) == 0)[:, None, None],
+        [(IDS, MASK / 1.0), (IDS, MASK * 1.0 + (IDS == 9))],
+        "real tokens",
+        [0, 0],
+    ),
     "one row": (
         lambda ids, mask: causal(ids) & mask.bool()[:, None, None, :],
         [(IDS[:1], MASK[:1])],
@@ -304,6 +316,12 @@ def test_tables_are_read_as_they_are_at_each_call(write):
     assert traced.check().windows == [5]
     WRITES[write](table, torch.arange(32) < 2)
     assert traced.check().windows == [2]
+
+
+def test_tables_may_lie_anywhere_in_memory():
+    table = torch.zeros(4 + 32, dtype=torch.bool)[4:].copy_(TABLES["near"])
+    (traced,) = calls(lambda ids, table: causal(ids) & table[near_by(ids).clamp(0, 31)], [(IDS, table)])
+    assert [traced.check().windows for _ in range(2)] == [[5], [5]]
 
 
 @pytest.mark.parametrize("factor", [1, 2])

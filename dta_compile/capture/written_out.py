@@ -70,9 +70,14 @@ def written_out_attention(module: fx.GraphModule) -> RefusalError | None:
         where=where(node),
         expected="torch.nn.functional.scaled_dot_product_attention (transformers: attn_implementation='sdpa')",
         got=got,
-        hint="soft-capped scores and attention sinks are not supported; "
-        "options={'fallback': 'dense'} runs such a model without sharing",
+        hint=f"{_advice(node)}; options={{'fallback': 'dense'}} runs such a model without sharing",
     )
+
+
+def _advice(node: fx.Node) -> str:
+    if "multi_head_attention" in _name(node):
+        return "project queries, keys and values with linear layers of your own, in place of nn.MultiheadAttention"
+    return "soft-capped scores and attention sinks are not supported"
 
 
 def trains_parameters(module: fx.GraphModule) -> bool:

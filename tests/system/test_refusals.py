@@ -369,3 +369,17 @@ def test_explain_reports_a_refusal_instead_of_raising():
     report = dta_compile.explain(Model(cumulative_sum), torch.randint(0, VOCABULARY, (3, 9)))
     assert report.refusal is not None
     assert "accumulates along the token axis" in str(report)
+
+
+def test_multihead_attention_is_refused_with_its_own_advice():
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.mix = nn.Embedding(20, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, ids):
+            x, mask = self.embedding(ids), torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+            return self.mix(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+    with pytest.raises(RefusalError, match=r"(?s)multi_head_attention.*in place of nn\.MultiheadAttention"):
+        torch.compile(Encoder(), backend="dta")(torch.randint(0, 20, (3, 7)))

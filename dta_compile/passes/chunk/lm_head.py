@@ -21,11 +21,11 @@ from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB
 from dta_compile.passes.chunk.chunk_inputs import fake_inputs, free_sizes
 from dta_compile.passes.chunk.vocabulary import CAST, Kind, Reading, Reduction, Scaling
-from dta_compile.passes.graphs.nodes import TRANSPOSITIONS, swaps
+from dta_compile.passes.graphs.nodes import descendants, swaps
+from dta_compile.passes.graphs.operators import LINEAR_LAYERS, TRANSPOSITIONS
 from dta_compile.passes.program import Program, ancestors
 
 aten = torch.ops.aten
-LINEAR_LAYERS = (aten.mm.default, aten.addmm.default)
 # The backward computes the logits again, a fourth matrix product beside three. From about here on that costs less than
 # going through memory with the logits: their rows are several times as long as those of any other value.
 LEAST_VOCABULARY = 2**15
@@ -77,11 +77,8 @@ def _trained(program: Program) -> set[fx.Node]:
     """What depends on parameters that are trained."""
     parameters = program.chunk.graph.find_nodes(op="placeholder")
     pairs = zip(program.region_parameters, parameters, strict=False)  # parameters come first
-    found = {node for spec, node in pairs if spec.requires_grad and program.training}
-    for node in program.chunk.graph.nodes:
-        if any(arg in found for arg in node.all_input_nodes):
-            found.add(node)
-    return found
+    trained = (node for spec, node in pairs if spec.requires_grad and program.training)
+    return descendants(program.chunk.graph, trained)
 
 
 def _operands(reductions: Sequence[Reduction]) -> list[fx.Node]:

@@ -11,8 +11,10 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.axes.layouts import expression, memory_order
-from dta_compile.passes.graphs.min_cut import bytes_per_token, cheapest_cut, is_float, is_per_token
+from dta_compile.passes.axes.layouts import memory_order
+from dta_compile.passes.graphs.min_cut import bytes_per_token, cheapest_cut, is_per_token
+from dta_compile.passes.graphs.nodes import is_float
+from dta_compile.passes.graphs.operators import DROPOUTS
 from dta_compile.passes.masks.attention import cache_outputs, mixing_refusal
 from dta_compile.passes.program import (
     FrontierValue,
@@ -24,9 +26,9 @@ from dta_compile.passes.program import (
     has_tensor,
     where,
 )
+from dta_compile.passes.symbols import expression
 
 aten = torch.ops.aten
-DROPOUT = (aten.native_dropout.default, aten.bernoulli.p)
 
 
 def regions(program: Program) -> None:
@@ -64,7 +66,7 @@ def regions(program: Program) -> None:
 def _refuse_dropout(program: Program, live: list[fx.Node]) -> None:
     """Also after the last attention: a dropped hidden state or logit would differ between rollouts that share it."""
     for node in live:
-        if node.target in DROPOUT and isinstance(mixed := program.values[node], Mixed) and mixed.node is node:
+        if node.target in DROPOUTS and isinstance(mixed := program.values[node], Mixed) and mixed.node is node:
             raise mixing_refusal(program, mixed)
 
 

@@ -16,15 +16,14 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import expression, sizes
 from dta_compile.passes.axes.shape_rules import reshape_groups
 from dta_compile.passes.axes.token_axis import apply_rule, axis_of_size, layout_by_shape
+from dta_compile.passes.graphs.operators import TAKE_A_SHAPE
 from dta_compile.passes.program import Axis, Layout, Mixed, Program, Value, has_tensor
+from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
 
-# Their second argument is the shape of the result.
-TAKE_A_SHAPE = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 PER_ROW = tuple(axis for axis in Axis if axis.is_over_sequences)
 
 
@@ -158,8 +157,7 @@ def _depends_on_batch(program: Program, size: sympy.Expr) -> bool:
 def _has_rows(program: Program, node: fx.Node, values: dict[fx.Node, Value]) -> bool:
     """Whether a value's first dimension is the batch; that of a single row is 1."""
     if program.batch is None:
-        shape = node.meta["val"].shape
-        return len(shape) > 0 and expression(shape[0]) == 1
+        return sizes(node)[:1] == (1,)
     value = values.get(node)
     return isinstance(value, Layout) and value.batch_dim == 0
 

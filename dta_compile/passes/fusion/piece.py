@@ -10,11 +10,12 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.chunk_sizes import ChunkSizes, size_expression
+from dta_compile.passes.chunk_sizes import ChunkSizes
 from dta_compile.passes.fusion.clusters import clusters, is_view, readers, sources
 from dta_compile.passes.fusion.inductor import Code
 from dta_compile.passes.graphs.sizes import SizeNodes, is_polynomial
 from dta_compile.passes.program import ancestors, has_tensor
+from dta_compile.passes.symbols import expression, free_symbols
 
 
 class Piece:
@@ -73,7 +74,7 @@ class _Outliner:
         self.sizes = SizeNodes(self.new)
         self.cluster_of: dict[fx.Node, list[fx.Node]] = {}
         for cluster in clusters(graph):
-            if _symbols(cluster) <= self.sizes.places.keys() & set(self.symbols):
+            if _symbols(cluster) <= self.sizes.sources.keys() & set(self.symbols):
                 self.cluster_of.update((node, cluster) for node in cluster)
 
     def build(self) -> fx.Graph:
@@ -102,7 +103,7 @@ class _Outliner:
         value = node.meta.get("val")
         return (
             isinstance(value, torch.SymInt)
-            and value.node.expr.free_symbols <= self.sizes.places.keys()
+            and expression(value).free_symbols <= self.sizes.sources.keys()
             and is_polynomial(value)
         )
 
@@ -113,7 +114,7 @@ class _Outliner:
             self.copies[node] = self.new.node_copy(node, self._argument)
 
     def _argument(self, node: fx.Node) -> Any:
-        return self.sizes.build(node.meta["val"].node.expr) if self._is_size(node) else self.copies[node]
+        return self.sizes.build(expression(node.meta["val"])) if self._is_size(node) else self.copies[node]
 
     def _call(self, cluster: list[fx.Node]) -> None:
         inputs, members = _inputs(cluster), set(cluster)
@@ -132,7 +133,7 @@ class _Outliner:
     ) -> Piece:
         """The one with the same operators for inputs of the same shapes, whichever of the chunk's sizes these have."""
         body = _body(cluster, sizes, inputs, outputs)
-        symbols = [node.meta["val"].node.expr for node in sizes]
+        symbols = [expression(node.meta["val"]) for node in sizes]
         values = [node.meta["val"] for node in inputs]
         key = "\n".join([body.python_code("self").src, *(_description(value, symbols) for value in values)])
         if key not in self.known:
@@ -150,8 +151,7 @@ def _symbols(cluster: list[fx.Node]) -> set[sympy.Symbol]:
     """The sizes that occur in a cluster."""
     inputs = set(_inputs(cluster))
     read = ancestors(cluster, stop=lambda node: node in inputs or not has_tensor(node))
-    sizes = (size for node in read for size in _sizes(node.meta["val"]))
-    return {symbol for size in sizes for symbol in size_expression(size).free_symbols}
+    return free_symbols(expression(size) for node in read for size in _sizes(node.meta["val"]))
 
 
 def _sizes(value: Any) -> Iterator[int | torch.SymInt]:
@@ -175,7 +175,7 @@ def _body(cluster: list[fx.Node], sizes: list[fx.Node], inputs: list[fx.Node], o
 
     def copy(node: fx.Node) -> Any:
         if node not in copies and not has_tensor(node):
-            copies[node] = size_nodes.build(size_expression(node.meta["val"]))
+            copies[node] = size_nodes.build(expression(node.meta["val"]))
         elif node not in copies:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), copy)
             copies[node] = body.call_function(node.target, args, kwargs)
@@ -191,5 +191,5 @@ def _body(cluster: list[fx.Node], sizes: list[fx.Node], inputs: list[fx.Node], o
 def _description(value: torch.Tensor, symbols: list[sympy.Symbol]) -> str:
     """Dtype, device and layout of an input, with its sizes named by their places."""
     names = {symbol: sympy.Symbol(f"size_{i}") for i, symbol in enumerate(symbols)}
-    layout = [str(size_expression(size).subs(names)) for size in _sizes(value)]
+    layout = [str(expression(size).subs(names)) for size in _sizes(value)]
     return f"{value.dtype} {value.device} {layout}"

@@ -15,11 +15,11 @@ from torch import fx
 from dta_compile.ops.add_product import ADD_PRODUCT
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
-from dta_compile.passes.graphs.nodes import TRANSPOSITIONS, call, is_item, swaps
-from dta_compile.passes.program import Program, output_node
+from dta_compile.passes.graphs.nodes import call, is_item, swaps
+from dta_compile.passes.graphs.operators import TRANSPOSITIONS
+from dta_compile.passes.program import Program, output_node, writes_in_place
 
 aten = torch.ops.aten
-IN_PLACE = (aten.addmm_.default, aten.add_.Tensor, aten.index_add_.default, ADD_PRODUCT, LINEAR_LOG_PROB_BACKWARD_)
 
 
 def accumulate(program: Program) -> None:
@@ -52,7 +52,7 @@ def accumulate(program: Program) -> None:
 
 def _acts(node: fx.Node) -> bool:
     """What works in place: accumulations, and attention, which adds KV gradients to the path."""
-    return node.op in ("placeholder", "output", "call_method") or node.target in IN_PLACE
+    return node.op in ("placeholder", "output", "call_method") or writes_in_place(node)
 
 
 def _summands(grad: fx.Node) -> list[fx.Node]:

@@ -14,7 +14,7 @@ from torch import fx
 from dta_compile.ops.attention import ATTENTION, ATTENTION_BACKWARD
 from dta_compile.passes.chunk_sizes import ChunkSizes
 from dta_compile.passes.gradients.saved_values import saved_values
-from dta_compile.passes.graphs.nodes import call, is_item
+from dta_compile.passes.graphs.nodes import call, descendants, is_item
 from dta_compile.passes.graphs.storage import owner, view_source
 from dta_compile.passes.program import ancestors
 
@@ -62,11 +62,7 @@ class JointTrace:
         )
 
     def depending_on(self, sources: Iterable[fx.Node]) -> set[fx.Node]:
-        found = set(sources)
-        for node in self.module.graph.nodes:
-            if node.op != "output" and any(arg in found for arg in node.all_input_nodes):
-                found.add(node)
-        return found
+        return descendants(self.module.graph, sources)
 
 
 def choose_saved(trace: JointTrace) -> list[fx.Node]:

@@ -19,7 +19,8 @@ from dta_compile.ops.add_product import ADD_PRODUCT
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.passes.chunk_sizes import Bytes, ChunkSizes, Peaks, total
 from dta_compile.passes.graphs.nodes import is_item
-from dta_compile.passes.graphs.storage import Storage, storages, view_source
+from dta_compile.passes.graphs.operators import is_tagged_pointwise
+from dta_compile.passes.graphs.storage import Storage, last_uses, storages, view_source
 from dta_compile.passes.program import Program, has_tensor
 
 
@@ -39,7 +40,9 @@ def peaks_of(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = False) -> 
     With `frees_inputs`, inputs whose size depends on the chunk count until their last use.
     """
     nodes = [node for node in graph.nodes if node.op != "placeholder"]
-    dying = _by_last_use(nodes)
+    dying: dict[fx.Node, list[Storage]] = {}
+    for storage, node in last_uses(nodes).items():
+        dying.setdefault(node, []).append(storage)
     live: dict[Storage, Bytes] = dict(_inputs(graph)) if frees_inputs else {}
     allocated = total(live.values())
     peaks: list[Bytes] = [allocated]
@@ -57,17 +60,6 @@ def peaks_of(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = False) -> 
 def peak(working: Iterable[tuple[float, float, float]], tokens: float, head_rows: float) -> float:
     """Bytes at the peak, for a chunk of `tokens` tokens and `head_rows` head rows."""
     return max((Bytes(*part).at(tokens, head_rows) for part in working), default=0.0)
-
-
-def _by_last_use(nodes: list[fx.Node]) -> dict[fx.Node, list[Storage]]:
-    last_uses: dict[Storage, fx.Node] = {}
-    for node in nodes:
-        for value in (node, *node.all_input_nodes):
-            last_uses |= dict.fromkeys(storages(value), node)
-    dying: dict[fx.Node, list[Storage]] = {}
-    for storage, node in last_uses.items():
-        dying.setdefault(node, []).append(storage)
-    return dying
 
 
 def _inputs(graph: fx.Graph) -> Iterable[tuple[Storage, Bytes]]:
@@ -104,9 +96,7 @@ def _casts(node: fx.Node, sizes: ChunkSizes) -> Bytes:
     """On a CPU, pointwise operators first copy the operands of another dtype than the one that they compute in."""
     values = [arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
     operands = [value for value in values if value.dim() and value.dtype is not torch.bool]
-    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or any(
-        value.device.type != "cpu" for value in operands
-    ):
+    if not is_tagged_pointwise(node.target) or any(value.device.type != "cpu" for value in operands):
         return Bytes()
     wide = functools.reduce(torch.promote_types, (value.dtype for value in operands), torch.bool)
     return total(

@@ -113,23 +113,27 @@ def _add_peak(peaks: list[Bytes], candidate: Bytes) -> None:
 
 def _scratch_of_head(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
     """What an operator of a head allocates besides its results, at each of the moments when that may be most."""
-    hidden, weight = (arg.meta["val"] for arg in node.args[:2])
+    if node.target is linear_log_prob.LINEAR_LOG_PROB:
+        (head, needs_both, dtype), wanted = linear_log_prob.Forward.of(node.args), None
+    else:
+        call = linear_log_prob.Backward.of(node.args)
+        head, needs_both, dtype = call.head, call.of_mean is not None, call.log_sum.meta["val"].dtype
+        wanted = call.wanted
+    hidden, weight = head.hidden.meta["val"], head.weight.meta["val"]
     narrow, wide = hidden.dtype, statistics_dtype(hidden.dtype)
     vocabulary, width = weight.shape
     columns = min(vocabulary, linear_log_prob.BLOCK_COLUMNS)
     rows = sizes.bytes(hidden).times(1 / (width * narrow.itemsize))
-    is_forward = node.target is linear_log_prob.LINEAR_LOG_PROB
-    dtype = node.args[6] if is_forward else node.args[5].meta["val"].dtype
-    needs_both = bool(node.args[5]) if is_forward else node.args[10] is not None  # probabilities and their logarithms
     rounded = 0 if narrow == dtype else narrow.itemsize
     cast = Bytes(columns * width * narrow.itemsize if weight.dtype != narrow else 0)
+    # For a mean, probabilities and their logarithms.
     logits = rows.times(columns * max((1 + needs_both) * dtype.itemsize, dtype.itemsize + rounded)).plus(cast)
-    if is_forward or narrow == wide:
+    if wanted is None or narrow == wide:
         return [logits]
     # Products with the logits' gradient are rounded, and then added to sums of a wider dtype.
     both = narrow.itemsize + wide.itemsize
     gradient, sums = rows.times(columns * narrow.itemsize), rows.times(width * wide.itemsize)
-    if node.target is linear_log_prob.LINEAR_LOG_PROB_BACKWARD and node.args[-1][1]:
+    if node.target is linear_log_prob.LINEAR_LOG_PROB_BACKWARD and wanted.weight:
         sums = sums.plus(Bytes(vocabulary * width * wide.itemsize))
     products = (rows.times(width * both).plus(cast), Bytes(columns * width * both))
     return [sums.plus(logits), *(sums.plus(gradient).plus(product) for product in products)]

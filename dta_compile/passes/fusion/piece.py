@@ -14,6 +14,7 @@ from dta_compile.passes.chunk_sizes import ChunkSizes
 from dta_compile.passes.fusion.clusters import clusters, is_view, readers, sources
 from dta_compile.passes.fusion.inductor import Code
 from dta_compile.passes.graphs.sizes import SizeNodes, is_polynomial
+from dta_compile.passes.graphs.subgraph import Subgraph, missing
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import expression, free_symbols
 
@@ -62,16 +63,16 @@ def outlined(graph: fx.Graph, sizes: ChunkSizes, known: dict[str, Piece]) -> fx.
     return _Outliner(graph, sizes, known).build()
 
 
-class _Outliner:
+class _Outliner(Subgraph):
     """Copies a graph in its order; a cluster is called, and a view is made, right before it is first needed."""
 
     def __init__(self, graph: fx.Graph, sizes: ChunkSizes, known: dict[str, Piece]) -> None:
+        super().__init__()
         self.old, self.symbols, self.known = graph, sizes.symbols, known
-        self.new, self.copies = fx.Graph(), dict[fx.Node, fx.Node]()
         self.readers = readers(graph)
         for node in graph.find_nodes(op="placeholder"):
-            self.copies[node] = self.new.node_copy(node)
-        self.sizes = SizeNodes(self.new)
+            self.copied(node)
+        self.sizes = SizeNodes(self.graph)
         self.cluster_of: dict[fx.Node, list[fx.Node]] = {}
         for cluster in clusters(graph):
             if _symbols(cluster) <= self.sizes.sources.keys() & set(self.symbols):
@@ -80,19 +81,12 @@ class _Outliner:
     def build(self) -> fx.Graph:
         for node in self.old.nodes:
             if node not in self.cluster_of and not is_view(node) and not self._is_size(node):
-                self._copy_with_needed(node)
-        return self.new
-
-    def _copy_with_needed(self, node: fx.Node) -> None:
-        pending = [node]
-        while pending:
-            node = pending[-1]
-            missing = [arg for arg in self._needs(node) if arg not in self.copies]
-            pending += reversed(missing)
-            if not missing:
-                pending.pop()
-                if node not in self.copies:
-                    self._copy(node)
+                for needed in missing(node, self.copies, self._needs):
+                    if needed in self.cluster_of and needed not in self.copies:
+                        self._call(self.cluster_of[needed])
+                    elif needed not in self.cluster_of:
+                        self.copied(needed)
+        return self.graph
 
     def _needs(self, node: fx.Node) -> list[fx.Node]:
         needed = _inputs(self.cluster_of[node]) if node in self.cluster_of else node.all_input_nodes
@@ -107,14 +101,8 @@ class _Outliner:
             and is_polynomial(value)
         )
 
-    def _copy(self, node: fx.Node) -> None:
-        if node in self.cluster_of:
-            self._call(self.cluster_of[node])
-        else:
-            self.copies[node] = self.new.node_copy(node, self._argument)
-
-    def _argument(self, node: fx.Node) -> Any:
-        return self.sizes.build(expression(node.meta["val"])) if self._is_size(node) else self.copies[node]
+    def argument(self, node: fx.Node) -> Any:
+        return self.sizes.build(expression(node.meta["val"])) if self._is_size(node) else super().argument(node)
 
     def _call(self, cluster: list[fx.Node]) -> None:
         inputs, members = _inputs(cluster), set(cluster)
@@ -122,10 +110,10 @@ class _Outliner:
         found = _symbols(cluster)
         sizes: list[Any] = [self.sizes.build(symbol) for symbol in self.symbols if symbol in found]
         piece = self._piece(cluster, sizes, inputs, outputs)
-        results = self.new.call_function(piece, (*sizes, *(self.copies[node] for node in inputs)))
+        results = self.graph.call_function(piece, (*sizes, *(self.copies[node] for node in inputs)))
         results.meta["val"] = tuple(node.meta["val"] for node in outputs)
         for i, node in enumerate(outputs):
-            self.copies[node] = self.new.call_function(operator.getitem, (results, i))
+            self.copies[node] = self.graph.call_function(operator.getitem, (results, i))
             self.copies[node].meta = dict(node.meta)
 
     def _piece(

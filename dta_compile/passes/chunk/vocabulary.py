@@ -15,14 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.passes.graphs.operators import (
-    CASTS,
-    COPIES,
-    KEEP_ORDER,
-    PRODUCTS,
-    QUOTIENTS,
-    TRANSPOSITIONS,
-)
+from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, PRODUCTS, QUOTIENTS, TRANSPOSITIONS
 
 aten = torch.ops.aten
 

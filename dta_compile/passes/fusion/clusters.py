@@ -80,7 +80,7 @@ def _fusible(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    known = is_pointwise(node) or node.target in ONE_PASS | REDUCTIONS
+    known = is_pointwise(node) or node.target in ONE_PASS or node.target in REDUCTIONS
     if not known or is_view(node) or not _has_known_sizes(node):
         return False
     tensors = [*_tensors(node), *(tensor for arg in node.all_input_nodes for tensor in _tensors(arg))]

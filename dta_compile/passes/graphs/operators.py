@@ -94,7 +94,7 @@ CONSTRUCTORS = RANGES | (FILLS - FULL_VARIANTS)
 SUMS = frozenset({aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar})
 PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 QUOTIENTS = frozenset({aten.div.Tensor, aten.div.Scalar})
-# Those of a tensor and a number, and those of any two tensors.
+# Products and quotients with a number; sums, products and quotients of any two tensors.
 SCALINGS = frozenset({aten.mul.Scalar, aten.div.Scalar})
 OF_TWO_TENSORS = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor})
 # The same with both arguments exchanged, unless one is scaled (`alpha`).
@@ -106,9 +106,9 @@ UNTAGGED_POINTWISE = MASKED_FILLS | {aten.where.self, aten.floor_divide.default}
 # Zeros (of either sign), if the first argument is zero everywhere.
 ZERO_OF_ZERO = SAME_ENTRIES | {aten.neg.default, aten.abs.default, aten.sum.dim_IntList, aten.mean.dim}
 
-# Loops over sequences apply them row by row. Of one tensor, entry by entry:
+# What loops over sequences do to a row. Entry by entry, to one tensor:
 UNARY = CASTS | {aten.detach.default, aten.exp.default, aten.neg.default}
-# and along dimensions of every operand that the second argument names:
+# and along dimensions that the second argument names:
 ALONG_DIMENSIONS = frozenset(
     {
         aten._log_softmax.default,

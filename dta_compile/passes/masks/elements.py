@@ -16,15 +16,7 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import reshape_groups, transpose_order
-from dta_compile.passes.graphs.operators import (
-    COPIES,
-    EXCHANGES,
-    FILLS,
-    RANGES,
-    RESHAPES,
-    SQUEEZES,
-    UNTAGGED_POINTWISE,
-)
+from dta_compile.passes.graphs.operators import COPIES, EXCHANGES, FILLS, RANGES, RESHAPES, SQUEEZES, UNTAGGED_POINTWISE
 from dta_compile.passes.masks.entries import Entries, Indices
 from dta_compile.passes.masks.ranges import LONGEST_ROW, held_by
 from dta_compile.passes.program import Program

@@ -18,6 +18,7 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestar
 from torch.fx.experimental import _config as symbolic_shape_config
 
 from dta_compile.errors import RefusalError
+from dta_compile.passes.symbols import hint
 
 MARKED = "_dta_marked_dynamic"
 # What `use_duck_shape` was before the trace now running, if that is one with a symbol for every dimension.
@@ -116,7 +117,7 @@ def unify_equal_sizes(graph: fx.Graph) -> None:
         value = node.meta["example_value"]
         for dim, size in enumerate(value.shape[:2]):
             if isinstance(size, torch.SymInt) and value.dim() > 1 and not value.requires_grad:  # that may be a weight
-                same = next((one for one in known[dim] if one.node.hint == size.node.hint), None)
+                same = next((one for one in known[dim] if hint(one) == hint(size)), None)
                 if same is None:
                     known[dim].append(size)
                 else:

@@ -7,13 +7,13 @@ decoding, with padding and without), for nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
 from dta_compile.passes.program import output_node
+from dta_compile.passes.symbols import expression
 
 
 def attention_calls(module: fx.GraphModule) -> Iterator[fx.Node]:
@@ -33,7 +33,7 @@ def uses_kv_cache(module: fx.GraphModule) -> bool:
 
 def _reads_cache(call: fx.Node) -> bool:
     query, key = _operand(call, 0, "query"), _operand(call, 1, "key")
-    return _expression(query.meta["example_value"].shape[-2]) != _expression(key.meta["example_value"].shape[-2])
+    return expression(query.meta["example_value"].shape[-2]) != expression(key.meta["example_value"].shape[-2])
 
 
 def _sources(call: fx.Node) -> Iterator[fx.Node]:
@@ -49,8 +49,3 @@ def _sources(call: fx.Node) -> Iterator[fx.Node]:
 
 def _operand(call: fx.Node, index: int, name: str) -> fx.Node:
     return call.args[index] if len(call.args) > index else call.kwargs[name]
-
-
-def _expression(size: Any) -> Any:
-    """A size that can be compared without adding a guard."""
-    return size.node.expr if isinstance(size, torch.SymInt) else size

@@ -1,4 +1,4 @@
-"""Operators that draw random numbers, noticed while they run."""
+"""Operators that draw random numbers: asked of one, and noticed while they run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def is_random(operator: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
 
 
 class DrawCapture(TorchDispatchMode):
@@ -17,6 +22,6 @@ class DrawCapture(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if is_random(func):
             self.results.append(result)
         return result

@@ -17,7 +17,8 @@ product, whose result is rounded to it as eager's is; a `weight [V, H]` in anoth
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,73 +44,105 @@ LINEAR_LOG_PROB_BACKWARD_ = torch.ops.dta.linear_log_prob_backward_.default
 OPERATORS = (LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_)
 
 
+class Head(NamedTuple):
+    """What all three operators take first; tensors, or nodes of a graph that calls them (so in the following)."""
+
+    hidden: Any
+    weight: Any
+    bias: Any
+    temperature: Any
+    labels: Any
+
+
+class Forward(NamedTuple):
+    """The arguments of `dta::linear_log_prob`."""
+
+    head: Head
+    wants_mean: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, arguments: Sequence[Any]) -> Forward:
+        """The arguments of a call, in the operator's order."""
+        return cls(Head(*arguments[:5]), *arguments[5:])
+
+
+class Results(NamedTuple):
+    """What `dta::linear_log_prob` returns."""
+
+    log_prob: Any
+    logit: Any
+    log_sum: Any
+    mean: Any
+    largest: Any
+
+
+class Wanted(NamedTuple):
+    """By gradient: whether it is wanted, or what it is to be added to (None: it is not wanted)."""
+
+    hidden: Any
+    weight: Any
+    bias: Any
+
+
+class Backward(NamedTuple):
+    """The arguments of `dta::linear_log_prob_backward`, and of the operator that adds to its last two arguments."""
+
+    head: Head
+    log_sum: Any
+    mean: Any
+    largest: Any
+    of_labels: Any
+    of_log_sum: Any
+    of_mean: Any
+    wanted: Wanted
+
+    @classmethod
+    def of(cls, arguments: Sequence[Any]) -> Backward:
+        """The arguments of a call, in the operator's order."""
+        wanted = arguments[11] if len(arguments) == 12 else arguments[11:]
+        return cls(Head(*arguments[:5]), *arguments[5:11], wanted=Wanted(*wanted))  # type: ignore[misc]
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """The arguments that both operators take, in their order."""
+        return (*self.head, *self[1:-1])
+
+
 def block_columns(rows: int, vocabulary: int) -> int:
     """How many entries of the vocabulary to go over at a time."""
     return min(vocabulary, BLOCK_COLUMNS, max(FEWEST_COLUMNS, BLOCK_LOGITS // max(rows, 1)))
 
 
 @torch.library.register_fake("dta::linear_log_prob", lib=LIBRARY)
-def _fake(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    wants_mean: bool,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, ...]:
-    rows, chosen = hidden.shape[0], 0 if labels is None else labels.shape[1]
+def _fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    head, wants_mean, dtype = Forward.of(arguments)
+    rows, chosen = head.hidden.shape[0], 0 if head.labels is None else head.labels.shape[1]
     shapes = ((rows, chosen), (rows, chosen), (rows,), (rows if wants_mean else 0,), (rows,))
-    return tuple(hidden.new_empty(shape, dtype=dtype) for shape in shapes)
+    return tuple(head.hidden.new_empty(shape, dtype=dtype) for shape in shapes)
 
 
 @torch.library.register_fake("dta::linear_log_prob_backward", lib=LIBRARY)
-def _backward_fake(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    log_sum: torch.Tensor,
-    mean: torch.Tensor | None,
-    largest: torch.Tensor,
-    of_labels: torch.Tensor | None,
-    of_log_sum: torch.Tensor,
-    of_mean: torch.Tensor | None,
-    wanted: list[bool],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward_fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    call = Backward.of(arguments)
+    hidden, weight, bias, *_ = call.head
     values = (hidden, weight, hidden if bias is None else bias)
-    of_hidden, of_weight, of_bias = (
-        value.new_empty(value.shape if want else (0,)) for value, want in zip(values, wanted, strict=True)
+    return tuple(
+        value.new_empty(value.shape if want else (0,)) for value, want in zip(values, call.wanted, strict=True)
     )
-    return of_hidden, of_weight, of_bias
 
 
 @torch.library.register_fake("dta::linear_log_prob_backward_", lib=LIBRARY)
-def _backward_in_place_fake(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    log_sum: torch.Tensor,
-    mean: torch.Tensor | None,
-    largest: torch.Tensor,
-    of_labels: torch.Tensor | None,
-    of_log_sum: torch.Tensor,
-    of_mean: torch.Tensor | None,
-    wants_hidden: bool,
-    weight_gradient: torch.Tensor | None,
-    bias_gradient: torch.Tensor | None,
-) -> torch.Tensor:
-    return hidden.new_empty(hidden.shape if wants_hidden else (0,))
+def _backward_in_place_fake(*arguments: Any) -> torch.Tensor:
+    call = Backward.of(arguments)
+    hidden: torch.Tensor = call.head.hidden
+    return hidden.new_empty(hidden.shape if call.wanted.hidden else (0,))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *operands, _, _ = inputs
-    _, _, log_sum, mean, largest = output
-    ctx.save_for_backward(*operands, log_sum, mean, largest)
-    ctx.mark_non_differentiable(largest)
+    results = Results(*output)
+    ctx.save_for_backward(*Forward.of(inputs).head, results.log_sum, results.mean, results.largest)
+    ctx.mark_non_differentiable(results.largest)
     ctx.set_materialize_grads(False)
 
 

@@ -9,7 +9,7 @@ logits again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,17 +17,11 @@ import torch.nn.functional as F
 from dta_compile.ops.add_product import add_product
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import LIBRARY
-from dta_compile.ops.linear_log_prob import block_columns
+from dta_compile.ops.linear_log_prob import Backward, Forward, Head, Results, block_columns
 
 
-class Head(NamedTuple):
-    """`hidden [rows, H]`, `weight [V, H]`, `bias [V]`, `temperature [] or [rows, 1]`, `labels [rows, K]`."""
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    temperature: torch.Tensor | None
-    labels: torch.Tensor | None
+class _Blocks(Head):
+    """A head that gives its logits block by block."""
 
     def blocks(self) -> Iterator[slice]:
         vocabulary = self.weight.shape[0]
@@ -50,17 +44,11 @@ class Head(NamedTuple):
         return inside, (self.labels - block.start).masked_fill_(~inside, 0)
 
 
-def linear_log_prob(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    wants_mean: bool,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def linear_log_prob(*arguments: Any) -> Results:
     """`dta::linear_log_prob`."""
-    head = Head(hidden, weight, bias, temperature, labels)
+    operands, wants_mean, dtype = Forward.of(arguments)
+    head = _Blocks(*operands)
+    hidden, weight, _, _, labels = head
     rows, chosen = hidden.shape[0], 0 if labels is None else labels.shape[1]
     logit = hidden.new_zeros((rows, chosen), dtype=dtype)
     largest = hidden.new_full((rows, 1), -torch.inf, dtype=dtype)
@@ -93,7 +81,7 @@ def linear_log_prob(
     mean = (products / exps)[:, 0] if wants_mean else hidden.new_empty((0,), dtype=dtype)
     # As torch has it, where the sum is infinite `logsumexp` is, too, and all of `log_softmax` is NaN.
     log_prob = ((logit - base) - log_sum).masked_fill_(log_sum.isinf(), torch.nan)
-    return log_prob, logit, log_sum[:, 0], mean, base[:, 0]
+    return Results(log_prob, logit, log_sum[:, 0], mean, base[:, 0])
 
 
 def _finite(largest: torch.Tensor) -> torch.Tensor:
@@ -101,25 +89,12 @@ def _finite(largest: torch.Tensor) -> torch.Tensor:
     return largest.masked_fill(largest.isinf(), 0)
 
 
-def linear_log_prob_backward_(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    log_sum: torch.Tensor,
-    mean: torch.Tensor | None,
-    largest: torch.Tensor,
-    of_labels: torch.Tensor | None,
-    of_log_sum: torch.Tensor,
-    of_mean: torch.Tensor | None,
-    wants_hidden: bool,
-    weight_gradient: torch.Tensor | None,
-    bias_gradient: torch.Tensor | None,
-) -> torch.Tensor:
+def linear_log_prob_backward_(*arguments: Any) -> torch.Tensor:
     """`dta::linear_log_prob_backward_`: adds to the gradients of weight and bias, and returns that of hidden."""
-    head = Head(hidden, weight, bias, temperature, labels)
-    result = hidden.new_zeros(hidden.shape if wants_hidden else (0,), dtype=statistics_dtype(hidden.dtype))
+    operands, log_sum, mean, largest, of_labels, of_log_sum, of_mean, wanted = Backward.of(arguments)
+    head = _Blocks(*operands)
+    hidden, temperature = head.hidden, head.temperature
+    result = hidden.new_zeros(hidden.shape if wanted.hidden else (0,), dtype=statistics_dtype(hidden.dtype))
     for block in head.blocks():
         grad = head.logits(block, log_sum.dtype).sub_(largest[:, None])
         if mean is None or of_mean is None:
@@ -134,38 +109,26 @@ def linear_log_prob_backward_(
         if temperature is not None:
             grad.div_(temperature)
         grad = grad.to(hidden.dtype)
-        if wants_hidden:
+        if wanted.hidden:
             add_product(result, grad, head.block_weight(block))
-        if weight_gradient is not None:
-            add_product(weight_gradient[block], grad.t(), hidden)
-        if bias_gradient is not None:
-            bias_gradient[block] += grad.sum(0)
+        if wanted.weight is not None:
+            add_product(wanted.weight[block], grad.t(), hidden)
+        if wanted.bias is not None:
+            wanted.bias[block] += grad.sum(0)
         del grad
     return result.to(hidden.dtype)
 
 
-def linear_log_prob_backward(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    log_sum: torch.Tensor,
-    mean: torch.Tensor | None,
-    largest: torch.Tensor,
-    of_labels: torch.Tensor | None,
-    of_log_sum: torch.Tensor,
-    of_mean: torch.Tensor | None,
-    wanted: list[bool],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def linear_log_prob_backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`dta::linear_log_prob_backward`: for weights that are not parameters, whose gradients have no accumulators."""
+    call = Backward.of(arguments)
+    hidden, weight, bias, *_ = call.head
     values = (weight, hidden if bias is None else bias)
     sums = [
         torch.zeros(value.shape, dtype=statistics_dtype(value.dtype), device=value.device) if want else None
-        for value, want in zip(values, wanted[1:], strict=True)
+        for value, want in zip(values, call.wanted[1:], strict=True)
     ]
-    operands = (hidden, weight, bias, temperature, labels, log_sum, mean, largest, of_labels, of_log_sum, of_mean)
-    of_hidden = linear_log_prob_backward_(*operands, wanted[0], *sums)
+    of_hidden = linear_log_prob_backward_(*call.operands, call.wanted.hidden, *sums)
     of_weight, of_bias = (
         value.new_empty((0,)) if grad is None else grad.to(value.dtype)
         for value, grad in zip(values, sums, strict=True)

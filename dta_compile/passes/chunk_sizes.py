@@ -6,8 +6,9 @@ import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import sympy
 import torch
+
+from dta_compile.passes.symbols import expression
 
 
 class Bytes(NamedTuple):
@@ -38,7 +39,7 @@ class ChunkSizes:
     """Sizes of traced values in terms of the chunk's number of tokens and of head rows."""
 
     def __init__(self, tokens: torch.SymInt, head_rows: torch.SymInt) -> None:
-        self.symbols = (tokens.node.expr, head_rows.node.expr)
+        self.symbols = (expression(tokens), expression(head_rows))
         self._known: dict[Any, Bytes] = {}
 
     def bytes(self, value: Any) -> Bytes:
@@ -54,23 +55,19 @@ class ChunkSizes:
 
     def head_dim(self, value: torch.Tensor) -> int | None:
         """The dimension of a tensor that runs over head rows."""
-        return next((i for i, size in enumerate(value.shape) if size_expression(size) == self.symbols[1]), None)
+        return next((i for i, size in enumerate(value.shape) if expression(size) == self.symbols[1]), None)
 
     def _linear(self, size: int | torch.SymInt) -> Bytes:
-        expression = size_expression(size)
-        if expression not in self._known:
-            at = [expression.subs(dict(zip(self.symbols, point, strict=True))) for point in ((0, 0), (1, 0), (0, 1))]
+        expr = expression(size)
+        if expr not in self._known:
+            at = [expr.subs(dict(zip(self.symbols, point, strict=True))) for point in ((0, 0), (1, 0), (0, 1))]
             fixed, per_token, per_head_row = (float(number) for number in at)
-            self._known[expression] = Bytes(fixed, per_token - fixed, per_head_row - fixed)
-        return self._known[expression]
+            self._known[expr] = Bytes(fixed, per_token - fixed, per_head_row - fixed)
+        return self._known[expr]
 
 
 def total(parts: Iterable[Bytes]) -> Bytes:
     return functools.reduce(Bytes.plus, parts, Bytes())
-
-
-def size_expression(size: int | torch.SymInt) -> sympy.Expr:
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
 def _product(left: Bytes, right: Bytes) -> Bytes:

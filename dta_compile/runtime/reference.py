@@ -22,9 +22,11 @@ from torch import fx
 
 from dta_compile.capture.as_captured import as_captured
 from dta_compile.errors import DTAError, VerificationError
-from dta_compile.passes.axes.layouts import expression, is_tensor
+from dta_compile.ops.draw_capture import is_random
+from dta_compile.passes.axes.layouts import is_tensor
 from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.program import Program, ancestors, where
+from dta_compile.passes.symbols import free_symbols, sizes
 from dta_compile.runtime.call import Call, Run
 from dta_compile.runtime.measure.budget import default_budget
 from dta_compile.runtime.sample import NotSampled, indices_from_values, sample
@@ -163,7 +165,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 def _not_comparable(program: Program) -> str:
     """Why two runs of the program may differ; "": they may not."""
     for node in program.graph.nodes:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if is_random(node.target):
             return f"{node.target} draws random numbers"
         if "c10d" in str(getattr(node.target, "namespace", "")):
             return f"{node.target} waits for other ranks"
@@ -277,8 +279,7 @@ class _Probe:
     def _is_over_tokens(self, node: fx.Node) -> bool:
         """Whether an output has a dimension whose size depends on the number of tokens."""
         assert self.program.tokens is not None
-        symbols = self.program.tokens.free_symbols
-        return any(expression(size).free_symbols & symbols for size in node.meta["val"].shape)
+        return not self.program.tokens.free_symbols.isdisjoint(free_symbols(sizes(node)))
 
     def compare_output(self, index: int, theirs: Any) -> float | None:
         """The largest relative difference of an output; None if it cannot be compared."""

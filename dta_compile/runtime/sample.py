@@ -18,8 +18,10 @@ import torch
 from torch import fx
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.passes.axes.layouts import expression, is_tensor
+from dta_compile.passes.axes.layouts import is_tensor
+from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS
 from dta_compile.passes.program import Program
+from dta_compile.passes.symbols import expression, free_symbols, sizes
 from dta_compile.plan import PrefixTree
 from dta_compile.runtime.call import Call
 
@@ -31,13 +33,6 @@ SHARE = 20
 LEAST_COLUMNS = 16
 WHOLE = 4  # times so many tokens if the sizes cannot be cut further
 
-# Operators that read or write one axis by index: where the tensor, the axis (or its number) and the index are.
-BY_AXIS = {
-    aten.gather, aten.index_select, aten.index_add, aten.index_copy, aten.index_fill, aten.scatter, aten.scatter_add,
-    aten.scatter_reduce,
-}  # fmt: skip
-BY_INDICES = {aten.index, aten.index_put, aten._unsafe_index, aten._unsafe_index_put}
-BY_POSITION = {aten.take, aten.put}
 KNOWN_LIBRARIES = ("aten", "prims", "dta")
 
 Sizes = Mapping[sympy.Symbol, int]
@@ -147,23 +142,22 @@ def _indexed_by_data(program: Program) -> set[sympy.Basic]:
         if (is_tensor(node) and node.op == "placeholder") or any(arg in computed for arg in node.all_input_nodes):
             computed.add(node)
         if node.op in ("call_function", "call_module"):
-            for size in _indexed_sizes(node, computed, program):
-                found |= size.free_symbols
+            found |= free_symbols(_indexed_sizes(node, computed, program))
     return found
 
 
 def _indexed_sizes(node: fx.Node, computed: set[fx.Node], program: Program) -> Iterator[sympy.Expr]:
     """Sizes that an operator's indices must stay below."""
     packet, args = getattr(node.target, "overloadpacket", None), node.args
-    shape = [expression(size) for size in args[0].meta["val"].shape] if args and is_tensor(args[0]) else []
-    if packet in BY_AXIS and shape:
+    shape = sizes(args[0]) if args and is_tensor(args[0]) else ()
+    if packet in INDEX_ONE_AXIS and shape:
         if args[2] in computed:
             yield shape[args[1]]
-    elif packet in BY_INDICES:
+    elif packet in INDEX_EVERY_AXIS:
         yield from (size for size, index in zip(shape, args[1], strict=False) if index in computed)
     elif not any(arg in computed for arg in node.all_input_nodes):
         return
-    elif packet in BY_POSITION:
+    elif packet in INDEX_ENTRIES:
         yield from shape
     elif packet is aten.embedding:
         yield shape[0]
@@ -214,7 +208,7 @@ def _cut_input(call: Call, arg: Any, node: fx.Node, changed: set[Any], new: Size
         expr = expression(value) if isinstance(value, torch.SymInt) else sympy.S.Zero
         return int(_evaluate(expr, new)) if expr.free_symbols & changed else arg
     result = arg.detach()
-    for dim, size in enumerate(map(expression, value.shape)):
+    for dim, size in enumerate(sizes(node)):
         if not size.free_symbols & changed:
             continue
         length = int(_evaluate(size, new))

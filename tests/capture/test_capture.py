@@ -315,7 +315,7 @@ class Smoothing(nn.Module):
 
 
 def test_a_custom_operator_runs_once_it_has_a_rule():
-    from dta_compile.passes.axes.token_rules import RULES
+    from dta_compile.passes.axes.token_rules import TOKEN_RULES
     from dta_compile.token_rules import pointwise
 
     @torch.library.custom_op("dta_test_capture::soften", mutates_args=())
@@ -338,7 +338,7 @@ def test_a_custom_operator_runs_once_it_has_a_rule():
         torch._dynamo.reset()
         check(model, dta(model), model, ids)
     finally:
-        del RULES[overload]
+        del TOKEN_RULES[overload]
 
 
 def test_fallback_dense_gives_eagers_gradients_and_says_so(caplog):

@@ -123,7 +123,7 @@ def test_a_mismatch_is_found_before_a_gradient_is_handed_out(steps, monkeypatch,
 
 
 def test_an_operator_with_a_wrong_rule_is_found():
-    from dta_compile.passes.axes.token_rules import RULES
+    from dta_compile.passes.axes.token_rules import TOKEN_RULES
     from dta_compile.token_rules import pointwise
 
     @torch.library.custom_op("dta_test_self_check::sums", mutates_args=())
@@ -138,7 +138,7 @@ def test_an_operator_with_a_wrong_rule_is_found():
         with pytest.raises(VerificationError, match=r"output 0 .*differs"):
             dta(lambda ids: model.head(sums(model.hidden(ids))))(shared_ids())
     finally:
-        RULES.pop(torch.ops.dta_test_self_check.sums.default)
+        TOKEN_RULES.pop(torch.ops.dta_test_self_check.sums.default)
 
 
 def test_rows_and_columns_around_a_fork(steps, monkeypatch):

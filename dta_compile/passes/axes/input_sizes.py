@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from dta_compile.ops.library import ATTENTION_CALL
-from dta_compile.passes.axes.layouts import sizes
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.program import AmbiguousAxes, InputKind, Program
+from dta_compile.passes.symbols import free_symbols, sizes
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -26,11 +26,11 @@ def input_sizes(program: Program) -> None:
     """Give computed weights their kind in `program.inputs`, and weights and ids constant feature sizes."""
     calls = program.graph.find_nodes(op="call_function", target=ATTENTION_CALL)
     tokens = {sizes(call.args[0])[2] for call in calls}
-    counting = {symbol for call in calls for dim in (0, 2) for symbol in sizes(call.args[0])[dim].free_symbols}
+    counting = free_symbols(sizes(call.args[0])[dim] for call in calls for dim in (0, 2))
     inputs = list(program.inputs)
     for index, (node, spec) in enumerate(zip(program.placeholders, inputs, strict=True)):
         if spec.kind is InputKind.DIFFERENTIABLE_DATA and calls:
-            if counting.isdisjoint(symbol for size in sizes(node) for symbol in size.free_symbols):
+            if counting.isdisjoint(free_symbols(sizes(node))):
                 _fix(node, range(len(sizes(node))))
                 inputs[index] = dataclasses.replace(spec, kind=InputKind.PARAMETER)
             elif not program.own_symbols:

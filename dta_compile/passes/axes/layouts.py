@@ -9,7 +9,9 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES
 from dta_compile.passes.program import Axis, Frame, Layout
+from dta_compile.passes.symbols import hint, sizes
 
 aten = torch.ops.aten
 
@@ -41,26 +43,11 @@ class Arguments:
             self.adopted[node] = layout
 
 
-def expression(size: Any) -> sympy.Expr:
-    """A size as a sympy expression, with everything the shape environment learned substituted."""
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
-
-
-def sizes(node: fx.Node) -> tuple[sympy.Expr, ...]:
-    """The shape of a node's value."""
-    return tuple(expression(size) for size in node.meta["val"].shape)
-
-
 def memory_order(value: torch.Tensor) -> tuple[int, ...]:
     """Dimensions from the widest stride to the narrowest, as copies of the value have them (preserve_format)."""
-    shape, strides = ([_at_first_call(n) for n in numbers] for numbers in (value.shape, value.stride()))
+    shape, strides = (list(map(hint, numbers)) for numbers in (value.shape, value.stride()))
     copy = torch.empty_like(torch.empty_strided(shape, strides, device="meta"))
     return tuple(sorted(range(len(shape)), key=lambda dim: (-int(copy.stride()[dim]), dim)))
-
-
-def _at_first_call(size: Any) -> int:
-    """The number that a size had when it was traced; asking for it so leaves no guard."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def broadcast(
@@ -158,7 +145,7 @@ def is_tensor(node: Any) -> bool:
 
 def through_copies(node: fx.Node) -> fx.Node:
     """The value that a node only copies, or slices everything of."""
-    while node.target in (aten.clone.default, aten.alias.default) or (
+    while node.target in DIFFERENTIABLE_COPIES or (
         node.target is aten.slice.Tensor and sizes(node) == sizes(node.args[0])
     ):
         node = node.args[0]

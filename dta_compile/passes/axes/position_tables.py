@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument, sizes
+from dta_compile.passes.axes.layouts import argument, is_tensor
 from dta_compile.passes.program import InputKind, Program, has_tensor
+from dta_compile.passes.symbols import free_symbols, sizes
 
 aten = torch.ops.aten
 
@@ -54,7 +55,7 @@ def index_position_tables(program: Program) -> None:
 
 
 def _has_constant_sizes(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor) and not any(size.free_symbols for size in sizes(node))
+    return is_tensor(node) and not free_symbols(sizes(node))
 
 
 def _looked_up(node: fx.Node, tables: set[fx.Node]) -> _Picked | None:

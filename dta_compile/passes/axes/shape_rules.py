@@ -14,12 +14,11 @@ from dta_compile.passes.axes.layouts import (
     Rule,
     argument,
     broadcast,
-    expression,
     require_feature,
-    sizes,
     unify_frames,
 )
 from dta_compile.passes.program import Axis, Frame, Layout
+from dta_compile.passes.symbols import expression, sizes
 
 aten = torch.ops.aten
 FLATTENED: dict[tuple[Axis | None, ...], Axis] = {

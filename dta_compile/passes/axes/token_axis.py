@@ -15,7 +15,7 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.library import ATTENTION_CALL
-from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule, expression, sizes
+from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule
 from dta_compile.passes.axes.position_tables import index_position_tables
 from dta_compile.passes.axes.token_rules import pointwise, rule_for
 from dta_compile.passes.contracts import contract
@@ -33,6 +33,7 @@ from dta_compile.passes.program import (
     has_tensor,
     where,
 )
+from dta_compile.passes.symbols import expression, sizes
 
 aten = torch.ops.aten
 

@@ -24,14 +24,23 @@ from dta_compile.passes.axes.layouts import (
     is_tensor,
     require_feature,
     single_token_axis,
-    sizes,
     unify_frames,
 )
+from dta_compile.passes.graphs.operators import (
+    CASTS,
+    COPIES,
+    EXCHANGES,
+    MASKED_FILLS,
+    RESHAPES,
+    SQUEEZES,
+    is_tagged_pointwise,
+)
 from dta_compile.passes.program import Axis, Layout
+from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
 
-RULES: dict[Any, Rule] = {}
+TOKEN_RULES: dict[Any, Rule] = {}
 
 
 def pointwise(node: fx.Node, arguments: Arguments) -> Layout | tuple[Layout, ...]:
@@ -231,22 +240,21 @@ def item(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def _register(rule: Rule, *ops: Any) -> None:
-    RULES.update(dict.fromkeys(ops, rule))
+    TOKEN_RULES.update(dict.fromkeys(ops, rule))
 
 
-_register(pointwise, aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default)
-_register(pointwise, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, aten.copy.default)
-_register(pointwise, aten.lift_fresh_copy.default, aten.contiguous.default, aten.fill.Scalar, aten.fill.Tensor)
+_register(pointwise, *CASTS, *COPIES, *MASKED_FILLS, aten.where.self)
+_register(pointwise, aten.contiguous.default, aten.copy.default, aten.fill.Scalar, aten.fill.Tensor)
 _register(pointwise, aten.hardswish.default, aten._prelu_kernel.default, aten.complex.default, aten.polar.default)
 _register(pointwise, aten._conj.default, aten._conj_physical.default, aten.resolve_conj.default, aten.real.default)
 _register(
     shape_rules.like, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default
 )
-_register(shape_rules.view, aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-_register(shape_rules.permuted(shape_rules.transpose_order), aten.transpose.int, aten.t.default)
+_register(shape_rules.view, *RESHAPES)
+_register(shape_rules.permuted(shape_rules.transpose_order), *EXCHANGES)
 _register(shape_rules.permuted(lambda node, rank: [d % rank for d in node.args[1]]), aten.permute.default)
 _register(shape_rules.unsqueeze, aten.unsqueeze.default)
-_register(shape_rules.squeeze, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+_register(shape_rules.squeeze, *SQUEEZES)
 _register(shape_rules.expand, aten.expand.default)
 _register(shape_rules.slice_, aten.slice.Tensor)
 _register(shape_rules.select, aten.select.int)
@@ -299,13 +307,12 @@ _register(item, operator.getitem)
 
 def rule_for(target: Any) -> Rule | None:
     """The rule of an operator, `pointwise` for those that torch itself tags so, or None."""
-    if target in RULES:
-        return RULES[target]
-    tags = target.tags if isinstance(target, torch._ops.OpOverload) else []
-    elementwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    if not elementwise or any(not isinstance(one.type, torch.TensorType) for one in target._schema.returns):
-        return None  # some give a number for the whole tensor (aten.equal)
-    return pointwise
+    if target in TOKEN_RULES:
+        return TOKEN_RULES[target]
+    if not is_tagged_pointwise(target):
+        return None
+    # Some give a number for the whole tensor (aten.equal).
+    return pointwise if all(isinstance(one.type, torch.TensorType) for one in target._schema.returns) else None
 
 
 def register_token_rule(op: Any, rule: Rule) -> None:
@@ -325,4 +332,4 @@ def register_token_rule(op: Any, rule: Rule) -> None:
             expected="for example torch.ops.my_library.my_op.default",
             got=repr(op),
         )
-    RULES[op] = rule
+    TOKEN_RULES[op] = rule

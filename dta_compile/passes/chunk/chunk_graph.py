@@ -15,15 +15,13 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION
-from dta_compile.passes.axes.layouts import sizes
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import is_uniform
+from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, SQUEEZES, TAKE_A_SHAPE
 from dta_compile.passes.program import Axis, ChunkInput, InputKind, Layout, Program, has_tensor, where
+from dta_compile.passes.symbols import free_symbols, sizes, symbolic
 
 aten = torch.ops.aten
-RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
-SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
-TAKES_A_TENSOR = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor)
 
 
 @contract(
@@ -154,7 +152,7 @@ class _Builder:
         in_head = node not in self.program.trunk
         if node in self.layers:
             self.copies[node] = self._attention(node)
-        elif node.target in RESHAPES and self._is_per_token(node):
+        elif node.target in TAKE_A_SHAPE and self._is_per_token(node):
             source = self._read(node.args[0], in_head, node)
             self.copies[node] = self.graph.call_function(
                 node.target, (source, self._chunk_shape(self.program.layout(node), sizes(node), in_head))
@@ -203,12 +201,12 @@ class _Builder:
     def _add_sizes_used_as_numbers(self, region: list[fx.Node]) -> None:
         """`x / S` must keep the number of tokens of the batch: the prologue hands it over as a scalar tensor."""
         for node in region:
-            if node.target in RESHAPES or node.target is aten.slice.Tensor:
+            if node.target in TAKE_A_SHAPE or node.target is aten.slice.Tensor:
                 continue
             for arg in node.all_input_nodes:
-                if has_tensor(arg) or (node.target not in TAKES_A_TENSOR and self._fix_argument(arg)):
+                if has_tensor(arg) or (node.target not in OF_TWO_TENSORS and self._fix_argument(arg)):
                     continue
-                if node.target not in TAKES_A_TENSOR:
+                if node.target not in OF_TWO_TENSORS:
                     raise RefusalError(
                         "an operator in the token region takes the number of sequences or tokens as an argument",
                         where=where(node),
@@ -226,9 +224,9 @@ class _Builder:
     def _fix_argument(self, node: fx.Node) -> bool:
         """Make a number given to the function a constant, under a guard; False: it counts rows or tokens."""
         value, program = node.meta["val"], self.program
-        counting = [size.free_symbols for size in (program.batch, program.tokens) if size is not None]
+        counting = free_symbols(size for size in (program.batch, program.tokens) if size is not None)
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
-            if any(value.node.expr.free_symbols & symbols for symbols in counting):
+            if symbolic(value).free_symbols & counting:
                 return False
             int(value) if isinstance(value, torch.SymInt) else float(value)
         return True
@@ -237,6 +235,6 @@ class _Builder:
 def _number(node: fx.Node) -> int | float | None:
     """The number that a node always has by now, if it is one."""
     value = node.meta.get("val")
-    if isinstance(value, (torch.SymInt, torch.SymFloat)) and value.node.expr.is_number:
+    if isinstance(value, (torch.SymInt, torch.SymFloat)) and symbolic(value).is_number:
         return int(value) if isinstance(value, torch.SymInt) else float(value)
     return value if isinstance(value, (int, float)) else None

@@ -18,15 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB
+from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB, Head, Results
 from dta_compile.passes.chunk.chunk_inputs import fake_inputs, free_sizes
 from dta_compile.passes.chunk.vocabulary import CAST, Kind, Reading, Reduction, Scaling
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.nodes import TRANSPOSITIONS, swaps
+from dta_compile.passes.graphs.nodes import descendants, swaps
+from dta_compile.passes.graphs.operators import LINEAR_LAYERS, TRANSPOSITIONS
 from dta_compile.passes.program import Program, ancestors
 
 aten = torch.ops.aten
-LINEAR_LAYERS = (aten.mm.default, aten.addmm.default)
 # The backward computes the logits again, a fourth matrix product beside three. From about here on that costs less than
 # going through memory with the logits: their rows are several times as long as those of any other value.
 LEAST_VOCABULARY = 2**15
@@ -91,11 +91,8 @@ def _trained(program: Program) -> set[fx.Node]:
     """What depends on parameters that are trained."""
     parameters = program.chunk.graph.find_nodes(op="placeholder")
     pairs = zip(program.region_parameters, parameters, strict=False)  # parameters come first
-    found = {node for spec, node in pairs if spec.requires_grad and program.training}
-    for node in program.chunk.graph.nodes:
-        if any(arg in found for arg in node.all_input_nodes):
-            found.add(node)
-    return found
+    trained = (node for spec, node in pairs if spec.requires_grad and program.training)
+    return descendants(program.chunk.graph, trained)
 
 
 def _operands(reductions: Sequence[Reduction]) -> list[fx.Node]:
@@ -133,9 +130,9 @@ class _Fusion:
             kinds = {reduction.meaning.kind for reduction in self.reductions}
             wants_mean = bool(kinds & {Kind.PROBS_LOG_PROBS, Kind.PROBS_LOGITS})
             bias = None if self.scaling.bias is None else self._before_cast(self.scaling.bias)
-            operands = (hidden, self._weight(weight), bias, temperature, labels, wants_mean, self.dtype)
-            fused = self._call(LINEAR_LOG_PROB, *operands)
-            results = [self._call(operator.getitem, fused, i) for i in range(5)]
+            head = Head(hidden, self._weight(weight), bias, temperature, labels)
+            fused = self._call(LINEAR_LOG_PROB, *head, wants_mean, self.dtype)
+            results = Results(*(self._call(operator.getitem, fused, i) for i in range(len(Results._fields))))
             for reduction in self.reductions:
                 value = self._result(reduction, results, columns)
                 value.meta.setdefault("stack_trace", reduction.node.meta.get("stack_trace"))
@@ -201,18 +198,17 @@ class _Fusion:
         to_layer = value.dtype == self.values[self.linear].dtype and source.is_floating_point()
         return node.args[0] if to_layer and value.device == source.device else node
 
-    def _result(self, reduction: Reduction, results: list[fx.Node], columns: dict[fx.Node, tuple[int, int]]) -> fx.Node:
+    def _result(self, reduction: Reduction, results: Results, columns: dict[fx.Node, tuple[int, int]]) -> fx.Node:
         """The value of a reduction, in its shape and dtype."""
-        log_prob, logit, log_sum, mean, largest = results
         meaning, value = reduction.meaning, self.values[reduction.node]
         if reduction.labels is not None:
-            source = log_prob if meaning.kind is Kind.LOG_PROBS else logit
+            source = results.log_prob if meaning.kind is Kind.LOG_PROBS else results.logit
             result = self._picked(reduction, source, *columns[reduction.labels])
         else:
             target, *terms = {
-                Kind.LOGITS: (aten.add.Tensor, largest, log_sum),
-                Kind.PROBS_LOGITS: (aten.add.Tensor, largest, mean),
-                Kind.PROBS_LOG_PROBS: (aten.sub.Tensor, mean, log_sum),
+                Kind.LOGITS: (aten.add.Tensor, results.largest, results.log_sum),
+                Kind.PROBS_LOGITS: (aten.add.Tensor, results.largest, results.mean),
+                Kind.PROBS_LOG_PROBS: (aten.sub.Tensor, results.mean, results.log_sum),
             }[meaning.kind]
             result = self._call(target, *terms)
             result = self._call(aten.reshape.default, result, self._shape(value.shape))

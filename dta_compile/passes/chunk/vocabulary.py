@@ -15,21 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.passes.graphs.nodes import TRANSPOSITIONS
+from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, PRODUCTS, QUOTIENTS, TRANSPOSITIONS
 
 aten = torch.ops.aten
 
-RESHAPES = (
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.unsqueeze.default,
-)
-COPIES = (aten.clone.default, aten.alias.default, aten._to_copy.default, aten.detach.default)
-PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
-QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
 CAST = {"dtype", "device", "layout", "memory_format"}  # keywords that change no number but by rounding
 
 
@@ -104,7 +93,7 @@ class Reading:
         return next(dim for dim, size in enumerate(sizes) if isinstance(size, int) and size == self.vocabulary)
 
     def _read(self, node: fx.Node) -> bool:
-        rule = RULES.get(node.target)
+        rule = READING_RULES.get(node.target)
         found = rule(self, node) if rule is not None and not (node.kwargs.keys() - CAST) else None
         if isinstance(found, Reduction):
             self.reductions.append(found)
@@ -265,9 +254,9 @@ def _alike(node: fx.Node, one: Meaning, other: Meaning) -> bool:
 
 Rule = Callable[[Reading, fx.Node], Meaning | Reduction | None]
 
-RULES: dict[Any, Rule] = {
-    **dict.fromkeys(COPIES, Reading._copy),
-    **dict.fromkeys(RESHAPES, Reading._reshape),
+READING_RULES: dict[Any, Rule] = {
+    **dict.fromkeys(COPIES | CASTS, Reading._copy),
+    **dict.fromkeys(KEEP_ORDER, Reading._reshape),
     **dict.fromkeys(TRANSPOSITIONS, Reading._transpose),
     **dict.fromkeys(PRODUCTS, Reading._multiply),
     **dict.fromkeys(QUOTIENTS, Reading._divide),

@@ -13,6 +13,7 @@ from torch import fx
 
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.cuts.row_epilogue import row_epilogue
+from dta_compile.passes.graphs.subgraph import Subgraph
 from dta_compile.passes.lowering.draws import place_draws
 from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor
 
@@ -84,16 +85,13 @@ def graph_of(
     program: Program, received: list[fx.Node], outputs: Iterable[Any], draws: Sequence[fx.Node] = ()
 ) -> fx.GraphModule:
     """A graph from the call's inputs (and `received` values) to `outputs`, with `draws` and what all of them need."""
-    outputs = list(outputs)
-    graph, copies = fx.Graph(), {}
-    for node in program.placeholders:
-        copies[node] = graph.placeholder(node.name)
-    for node in received:
-        copies[node] = graph.placeholder(f"received_{node.name}")
+    outputs, part = list(outputs), Subgraph()
+    part.add_inputs(program.placeholders)
+    part.add_inputs(received, "received_")
     wanted = [*draws, *(node for node in outputs if isinstance(node, fx.Node))]
-    needed = ancestors(wanted, stop=lambda node: node in copies)
+    needed = ancestors(wanted, stop=part.copies.__contains__)
     for node in program.graph.nodes:
-        if node in needed and node not in copies:
-            copies[node] = graph.node_copy(node, lambda arg: copies[arg])
-    graph.output(tuple(copies[node] if isinstance(node, fx.Node) else node for node in outputs))
-    return fx.GraphModule(program.module, graph)
+        if node in needed and node not in part.copies:
+            part.copied(node)
+    part.set_outputs(outputs)
+    return fx.GraphModule(program.module, part.graph)

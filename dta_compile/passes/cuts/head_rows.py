@@ -24,6 +24,16 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument, is_tensor
 from dta_compile.passes.contracts import contract
+from dta_compile.passes.graphs.nodes import filled_with
+from dta_compile.passes.graphs.operators import (
+    FILLS,
+    MASKED_FILLS,
+    PRODUCTS,
+    QUOTIENTS,
+    SAME_ENTRIES,
+    SUMS,
+    ZERO_OF_ZERO,
+)
 from dta_compile.passes.program import Condition, FrontierValue, Layout, Program, Use, Value
 
 aten = torch.ops.aten
@@ -32,31 +42,6 @@ Conditions = frozenset[Condition]  # all of them hold
 ALWAYS: frozenset[Conditions] = frozenset([frozenset()])  # sets of conditions: those of at least one hold
 NEVER: frozenset[Conditions] = frozenset()
 MOST_USES = 8  # beyond that a value counts as used everywhere
-
-FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-COPIES = (
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.unsqueeze.default,
-    aten.expand.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.lift_fresh_copy.default,
-    aten._to_copy.default,
-)
-# Of zeros these make zeros (of either sign).
-ZERO_OF_ZERO = (*COPIES, aten.neg.default, aten.abs.default, aten.sum.dim_IntList, aten.mean.dim)
-CONSTRUCTORS = (aten.scalar_tensor.default, aten.full.default, aten.full_like.default)
 
 
 @contract(
@@ -144,7 +129,7 @@ def _branches(program: Program, node: fx.Node) -> list[tuple[Any, Condition]]:
     """The operands that a selection takes its entries from, and when it takes each; empty if `node` is none."""
     if node.target is aten.where.self:
         mask, taken, other = node.args
-    elif node.target in FILLS:
+    elif node.target in MASKED_FILLS:
         other, mask, taken = node.args
     else:
         return []
@@ -170,12 +155,12 @@ def _zero_if_zero(node: fx.Node) -> list[Any] | None:
     """The operands of which all have to be zero for the result to be zero; None if nothing is known."""
     if node.target in ZERO_OF_ZERO:
         return [node.args[0]]
-    if node.target in (aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar):
+    if node.target in SUMS:
         return list(node.args[:2]) if _is_finite(argument(node, 2, "alpha")) else None
-    if node.target in (aten.mul.Tensor, aten.mul.Scalar):
+    if node.target in PRODUCTS:
         first, second = node.args[:2]
         return [first] if _is_finite(second) else [second] if _is_finite(first) else None
-    if node.target in (aten.div.Tensor, aten.div.Scalar):
+    if node.target in QUOTIENTS:
         by = node.args[1]  # integers may be zero
         return [node.args[0]] if not is_tensor(by) and _is_finite(by) and by != 0 else None
     return None
@@ -195,9 +180,9 @@ def _is_zero(program: Program, arg: Any) -> bool:
     if arg.op == "get_attr":
         constant = getattr(program.module, arg.target, None)
         return isinstance(constant, torch.Tensor) and constant.numel() == 1 and not constant.item()
-    if arg.target in CONSTRUCTORS:
-        return _is_zero(program, arg.args[-1])
-    return arg.target is aten.zeros_like.default or (arg.target in COPIES and _is_zero(program, arg.args[0]))
+    if arg.target in FILLS:
+        return _is_zero(program, filled_with(arg))
+    return arg.target in SAME_ENTRIES and _is_zero(program, arg.args[0])
 
 
 def _is_token_wise(value: Value) -> bool:

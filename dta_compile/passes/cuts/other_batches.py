@@ -7,9 +7,8 @@ a prefix tree of its own, whose epilogue may again be one. Ordinary autograd joi
 
 from __future__ import annotations
 
-import torch
-
 from dta_compile.errors import RefusalError
+from dta_compile.ops.draw_capture import is_random
 from dta_compile.ops.library import ATTENTION_CALL
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.cuts.dense_graphs import graph_of, prologue_nodes
@@ -58,7 +57,7 @@ def other_batches(program: Program) -> None:
 
 def _refuse_random_operators(program: Program) -> None:
     for node in program.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        if is_random(node.target):
             raise RefusalError(
                 "random numbers in a function that runs the model on batches of different sizes",
                 where=where(node),

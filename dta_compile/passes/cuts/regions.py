@@ -11,9 +11,11 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.axes.layouts import expression, memory_order
+from dta_compile.passes.axes.layouts import memory_order
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.min_cut import bytes_per_token, cheapest_cut, is_float, is_per_token
+from dta_compile.passes.graphs.min_cut import bytes_per_token, cheapest_cut, is_per_token
+from dta_compile.passes.graphs.nodes import may_have_gradient
+from dta_compile.passes.graphs.operators import DROPOUTS
 from dta_compile.passes.masks.attention import cache_outputs, mixing_refusal
 from dta_compile.passes.program import (
     FrontierValue,
@@ -25,9 +27,9 @@ from dta_compile.passes.program import (
     has_tensor,
     where,
 )
+from dta_compile.passes.symbols import expression
 
 aten = torch.ops.aten
-DROPOUT = (aten.native_dropout.default, aten.bernoulli.p)
 
 
 @contract(
@@ -68,7 +70,7 @@ def regions(program: Program) -> None:
 def _refuse_dropout(program: Program, live: list[fx.Node]) -> None:
     """Also after the last attention: a dropped hidden state or logit would differ between rollouts that share it."""
     for node in live:
-        if node.target in DROPOUT and isinstance(mixed := program.values[node], Mixed) and mixed.node is node:
+        if node.target in DROPOUTS and isinstance(mixed := program.values[node], Mixed) and mixed.node is node:
             raise mixing_refusal(mixed)
 
 
@@ -134,7 +136,7 @@ def _frontier_value(program: Program, node: fx.Node, is_cache: bool) -> Frontier
         )
     shape = node.meta["val"].shape
     features = tuple(int(size) for size, axis in zip(shape, layout.dims, strict=True) if axis is None)
-    differentiable = is_float(node) and program.training
+    differentiable = may_have_gradient(node) and program.training
     everywhere = (Use(layout.frame),)
     order = memory_order(node.meta["val"])
     return FrontierValue(node, layout, features, node.meta["val"].dtype, differentiable, order, is_cache, everywhere)

@@ -16,15 +16,15 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import expression, sizes
 from dta_compile.passes.axes.shape_rules import reshape_groups
 from dta_compile.passes.axes.token_axis import apply_rule, axis_of_size, layout_by_shape
+from dta_compile.passes.graphs.operators import TAKE_A_SHAPE
+from dta_compile.passes.graphs.subgraph import Subgraph
 from dta_compile.passes.program import Axis, Layout, Mixed, Program, Value, has_tensor
+from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
 
-# Their second argument is the shape of the result.
-TAKE_A_SHAPE = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
 PER_ROW = tuple(axis for axis in Axis if axis.is_over_sequences)
 
 
@@ -38,22 +38,20 @@ def row_epilogue(program: Program, nodes: Sequence[fx.Node], received: Sequence[
     values = _layouts(program, nodes)
     if isinstance(values, Mixed):
         return values
-    graph, copies = fx.Graph(), {}
-    batch = graph.placeholder("batch")
-    for node in program.placeholders:
-        copies[node] = graph.placeholder(node.name)
-    for node in received:
-        copies[node] = graph.placeholder(f"received_{node.name}")
+    part = Subgraph()
+    batch = part.graph.placeholder("batch")
+    part.add_inputs(program.placeholders)
+    part.add_inputs(received, "received_")
     for node in nodes:
-        if node in copies:
+        if node in part.copies:
             continue
-        copy = copies[node] = graph.node_copy(node, lambda arg: copies[arg])
+        copy = part.copied(node)
         if node.target in TAKE_A_SHAPE:
             _take_shape_of_row(copy, values[node], batch)
         elif not has_tensor(node) and _counts_rows(node, values):
-            copies[node] = graph.call_function(operator.mul, (copy, batch))
-    graph.output(tuple(copies[node] if isinstance(node, fx.Node) else node for node in program.outputs))
-    return fx.GraphModule(program.module, graph)
+            part.copies[node] = part.graph.call_function(operator.mul, (copy, batch))
+    part.set_outputs(program.outputs)
+    return fx.GraphModule(program.module, part.graph)
 
 
 def _layouts(program: Program, nodes: Sequence[fx.Node]) -> dict[fx.Node, Value] | Mixed:
@@ -158,8 +156,7 @@ def _depends_on_batch(program: Program, size: sympy.Expr) -> bool:
 def _has_rows(program: Program, node: fx.Node, values: dict[fx.Node, Value]) -> bool:
     """Whether a value's first dimension is the batch; that of a single row is 1."""
     if program.batch is None:
-        shape = node.meta["val"].shape
-        return len(shape) > 0 and expression(shape[0]) == 1
+        return sizes(node)[:1] == (1,)
     value = values.get(node)
     return isinstance(value, Layout) and value.batch_dim == 0
 

@@ -17,45 +17,11 @@ import torch
 from torch import fx
 
 from dta_compile.passes.graphs.nodes import is_item, is_pointwise
+from dta_compile.passes.graphs.operators import CONSTRUCTORS, ONE_PASS, REDUCTIONS
 from dta_compile.passes.graphs.sizes import is_polynomial
 from dta_compile.passes.graphs.storage import view_source
 from dta_compile.passes.program import has_tensor, writes_in_place
 
-aten = torch.ops.aten
-REDUCTIONS = (
-    aten._log_softmax.default,
-    aten._log_softmax_backward_data.default,
-    aten._softmax.default,
-    aten._softmax_backward_data.default,
-    aten.amax.default,
-    aten.amin.default,
-    aten.logsumexp.default,
-    aten.mean.default,
-    aten.mean.dim,
-    aten.native_layer_norm.default,
-    aten.native_layer_norm_backward.default,
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.var.correction,
-    aten.var_mean.correction,
-)
-COPIES = (
-    aten._to_copy.default,
-    aten.cat.default,
-    aten.clone.default,
-    aten.constant_pad_nd.default,
-    aten.repeat.default,
-    aten.select_backward.default,
-    aten.slice_backward.default,
-    aten.stack.default,
-)
-CONSTRUCTORS = (
-    aten.arange.start_step,
-    aten.full.default,
-    aten.full_like.default,
-    aten.scalar_tensor.default,
-    aten.zeros_like.default,
-)
 LEAST_OPERATORS = 2  # one by itself runs as well where it is
 
 
@@ -114,7 +80,7 @@ def _fusible(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    known = is_pointwise(node) or node.target in (*REDUCTIONS, *COPIES, *CONSTRUCTORS)
+    known = is_pointwise(node) or node.target in ONE_PASS or node.target in REDUCTIONS
     if not known or is_view(node) or not _has_known_sizes(node):
         return False
     tensors = [*_tensors(node), *(tensor for arg in node.all_input_nodes for tensor in _tensors(arg))]

@@ -24,6 +24,7 @@ import torch
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.fusion.inductor import generate
 from dta_compile.passes.fusion.piece import Piece, outlined
+from dta_compile.passes.symbols import hint
 
 if TYPE_CHECKING:
     from torch import fx
@@ -104,7 +105,7 @@ def codegen(program: Program) -> None:
 def _worthwhile(program: Program) -> bool:
     """Whether generated code pays, as far as the first batch tells."""
     value: torch.Tensor = program.attention[0].node.meta["val"]  # [B, H, S, D]
-    batch, _, tokens, _ = (size.node.hint or 0 if isinstance(size, torch.SymInt) else size for size in value.shape)
+    batch, _, tokens, _ = (hint(size) or 0 for size in value.shape)
     least = WORTHWHILE.get(value.device.type)
     return least is not None and program.joint.saved_bytes_per_token * batch * tokens >= least
 

@@ -27,8 +27,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
-from dta_compile.passes.chunk_sizes import size_expression
 from dta_compile.passes.program import output_node
+from dta_compile.passes.symbols import expression
 
 TYPICAL_SIZES = (2039, 1021)  # what the code is tuned for; primes, so that none of their divisors is taken for granted
 
@@ -63,7 +63,7 @@ def generate(body: fx.GraphModule, symbols: Sequence[sympy.Symbol], inputs: Sequ
     mode = FakeTensorMode(shape_env=env)
     with _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad():
         sizes = [_size(env, index) for index in range(len(symbols))]
-        known = {symbol: size.node.expr for symbol, size in zip(symbols, sizes, strict=True)}
+        known = {symbol: expression(size) for symbol, size in zip(symbols, sizes, strict=True)}
         with mode, enable_python_dispatcher():
             fakes = [_like(env, value, known) for value in inputs]
             module = _decomposed(body, [*sizes, *fakes])
@@ -73,11 +73,11 @@ def generate(body: fx.GraphModule, symbols: Sequence[sympy.Symbol], inputs: Sequ
         changes = {"cpp.threads": torch.get_num_threads()} if on_cpu else {}
         with tracing(TracingContext(mode)), config.patch(changes):
             run = compile_fx_inner(module, [*sizes, *fakes], cudagraphs=BoxedBool(False), is_inference=True)
-    own = [size.node.expr for size in sizes]
+    own = list(map(expression, sizes))
     if not all(isinstance(symbol, sympy.Symbol) for symbol in own) or len(set(own)) < len(own):
         raise ValueError(f"it works for one number of tokens or head rows only: {own}")
     conditions = [sympy.Ge(symbol, 2, evaluate=False) for symbol in own] + [guard.expr for guard in env.guards]
-    strides = [[size_expression(stride) for stride in fake.stride()] for fake in fakes]
+    strides = [[expression(stride) for stride in fake.stride()] for fake in fakes]
     return Code(
         run,
         _function(own, " and ".join(f"({_printed(condition)})" for condition in conditions) or "True"),
@@ -99,7 +99,7 @@ def _like(env: ShapeEnv, value: torch.Tensor, known: dict[sympy.Symbol, sympy.Ex
     def renamed(size: int | torch.SymInt) -> Any:
         if isinstance(size, int):
             return size
-        found = size.node.expr.subs(known)
+        found = expression(size).subs(known)
         hints = {symbol: TYPICAL_SIZES[index] for index, symbol in enumerate(known.values())}
         return env.create_symintnode(found, hint=int(found.subs(hints)))
 

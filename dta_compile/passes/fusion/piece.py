@@ -10,11 +10,13 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.chunk_sizes import ChunkSizes, size_expression
+from dta_compile.passes.chunk_sizes import ChunkSizes
 from dta_compile.passes.fusion.clusters import clusters, is_view, readers, sources
 from dta_compile.passes.fusion.inductor import Code
 from dta_compile.passes.graphs.sizes import SizeNodes, is_polynomial
+from dta_compile.passes.graphs.subgraph import Subgraph, missing
 from dta_compile.passes.program import ancestors, has_tensor
+from dta_compile.passes.symbols import expression, free_symbols
 
 
 class Piece:
@@ -61,37 +63,30 @@ def outlined(graph: fx.Graph, sizes: ChunkSizes, known: dict[str, Piece]) -> fx.
     return _Outliner(graph, sizes, known).build()
 
 
-class _Outliner:
+class _Outliner(Subgraph):
     """Copies a graph in its order; a cluster is called, and a view is made, right before it is first needed."""
 
     def __init__(self, graph: fx.Graph, sizes: ChunkSizes, known: dict[str, Piece]) -> None:
+        super().__init__()
         self.old, self.symbols, self.known = graph, sizes.symbols, known
-        self.new, self.copies = fx.Graph(), dict[fx.Node, fx.Node]()
         self.readers = readers(graph)
         for node in graph.find_nodes(op="placeholder"):
-            self.copies[node] = self.new.node_copy(node)
-        self.sizes = SizeNodes(self.new)
+            self.copied(node)
+        self.sizes = SizeNodes(self.graph)
         self.cluster_of: dict[fx.Node, list[fx.Node]] = {}
         for cluster in clusters(graph):
-            if _symbols(cluster) <= self.sizes.places.keys() & set(self.symbols):
+            if _symbols(cluster) <= self.sizes.sources.keys() & set(self.symbols):
                 self.cluster_of.update((node, cluster) for node in cluster)
 
     def build(self) -> fx.Graph:
         for node in self.old.nodes:
             if node not in self.cluster_of and not is_view(node) and not self._is_size(node):
-                self._copy_with_needed(node)
-        return self.new
-
-    def _copy_with_needed(self, node: fx.Node) -> None:
-        pending = [node]
-        while pending:
-            node = pending[-1]
-            missing = [arg for arg in self._needs(node) if arg not in self.copies]
-            pending += reversed(missing)
-            if not missing:
-                pending.pop()
-                if node not in self.copies:
-                    self._copy(node)
+                for needed in missing(node, self.copies, self._needs):
+                    if needed in self.cluster_of and needed not in self.copies:
+                        self._call(self.cluster_of[needed])
+                    elif needed not in self.cluster_of:
+                        self.copied(needed)
+        return self.graph
 
     def _needs(self, node: fx.Node) -> list[fx.Node]:
         needed = _inputs(self.cluster_of[node]) if node in self.cluster_of else node.all_input_nodes
@@ -102,18 +97,12 @@ class _Outliner:
         value = node.meta.get("val")
         return (
             isinstance(value, torch.SymInt)
-            and value.node.expr.free_symbols <= self.sizes.places.keys()
+            and expression(value).free_symbols <= self.sizes.sources.keys()
             and is_polynomial(value)
         )
 
-    def _copy(self, node: fx.Node) -> None:
-        if node in self.cluster_of:
-            self._call(self.cluster_of[node])
-        else:
-            self.copies[node] = self.new.node_copy(node, self._argument)
-
-    def _argument(self, node: fx.Node) -> Any:
-        return self.sizes.build(node.meta["val"].node.expr) if self._is_size(node) else self.copies[node]
+    def argument(self, node: fx.Node) -> Any:
+        return self.sizes.build(expression(node.meta["val"])) if self._is_size(node) else super().argument(node)
 
     def _call(self, cluster: list[fx.Node]) -> None:
         inputs, members = _inputs(cluster), set(cluster)
@@ -121,10 +110,10 @@ class _Outliner:
         found = _symbols(cluster)
         sizes: list[Any] = [self.sizes.build(symbol) for symbol in self.symbols if symbol in found]
         piece = self._piece(cluster, sizes, inputs, outputs)
-        results = self.new.call_function(piece, (*sizes, *(self.copies[node] for node in inputs)))
+        results = self.graph.call_function(piece, (*sizes, *(self.copies[node] for node in inputs)))
         results.meta["val"] = tuple(node.meta["val"] for node in outputs)
         for i, node in enumerate(outputs):
-            self.copies[node] = self.new.call_function(operator.getitem, (results, i))
+            self.copies[node] = self.graph.call_function(operator.getitem, (results, i))
             self.copies[node].meta = dict(node.meta)
 
     def _piece(
@@ -132,7 +121,7 @@ class _Outliner:
     ) -> Piece:
         """The one with the same operators for inputs of the same shapes, whichever of the chunk's sizes these have."""
         body = _body(cluster, sizes, inputs, outputs)
-        symbols = [node.meta["val"].node.expr for node in sizes]
+        symbols = [expression(node.meta["val"]) for node in sizes]
         values = [node.meta["val"] for node in inputs]
         key = "\n".join([body.python_code("self").src, *(_description(value, symbols) for value in values)])
         if key not in self.known:
@@ -150,8 +139,7 @@ def _symbols(cluster: list[fx.Node]) -> set[sympy.Symbol]:
     """The sizes that occur in a cluster."""
     inputs = set(_inputs(cluster))
     read = ancestors(cluster, stop=lambda node: node in inputs or not has_tensor(node))
-    sizes = (size for node in read for size in _sizes(node.meta["val"]))
-    return {symbol for size in sizes for symbol in size_expression(size).free_symbols}
+    return free_symbols(expression(size) for node in read for size in _sizes(node.meta["val"]))
 
 
 def _sizes(value: Any) -> Iterator[int | torch.SymInt]:
@@ -175,7 +163,7 @@ def _body(cluster: list[fx.Node], sizes: list[fx.Node], inputs: list[fx.Node], o
 
     def copy(node: fx.Node) -> Any:
         if node not in copies and not has_tensor(node):
-            copies[node] = size_nodes.build(size_expression(node.meta["val"]))
+            copies[node] = size_nodes.build(expression(node.meta["val"]))
         elif node not in copies:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), copy)
             copies[node] = body.call_function(node.target, args, kwargs)
@@ -191,5 +179,5 @@ def _body(cluster: list[fx.Node], sizes: list[fx.Node], inputs: list[fx.Node], o
 def _description(value: torch.Tensor, symbols: list[sympy.Symbol]) -> str:
     """Dtype, device and layout of an input, with its sizes named by their places."""
     names = {symbol: sympy.Symbol(f"size_{i}") for i, symbol in enumerate(symbols)}
-    layout = [str(size_expression(size).subs(names)) for size in _sizes(value)]
+    layout = [str(expression(size).subs(names)) for size in _sizes(value)]
     return f"{value.dtype} {value.device} {layout}"

@@ -7,20 +7,18 @@ one by one.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from dta_compile.ops.add_product import ADD_PRODUCT
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
+from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_, Backward, Wanted
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.nodes import TRANSPOSITIONS, call, is_item, swaps
-from dta_compile.passes.program import Program, output_node
+from dta_compile.passes.graphs.nodes import call, is_item, swaps
+from dta_compile.passes.graphs.operators import TRANSPOSITIONS
+from dta_compile.passes.program import Program, output_node, writes_in_place
 
 aten = torch.ops.aten
-IN_PLACE = (aten.addmm_.default, aten.add_.Tensor, aten.index_add_.default, ADD_PRODUCT, LINEAR_LOG_PROB_BACKWARD_)
 
 
 @contract(rewrites=["joint"])
@@ -54,7 +52,7 @@ def accumulate(program: Program) -> None:
 
 def _acts(node: fx.Node) -> bool:
     """What works in place: accumulations, and attention, which adds KV gradients to the path."""
-    return node.op in ("placeholder", "output", "call_method") or node.target in IN_PLACE
+    return node.op in ("placeholder", "output", "call_method") or writes_in_place(node)
 
 
 def _summands(grad: fx.Node) -> list[fx.Node]:
@@ -74,25 +72,22 @@ def _add_in_heads(graph: fx.Graph, parts: list[tuple[fx.Node, fx.Node]]) -> set[
             heads.setdefault(source.args[0], []).append((source.args[1], (part, accumulator)))
     added: set[fx.Node] = set()
     for head, found in heads.items():
-        *operands, wanted = head.args
         items = dict(found)
         # Not if one result goes to several parameters, or is not the gradient of one: weights that are computed.
-        if sorted(i for i, _ in found) == [i for i in (1, 2) if wanted[i]]:
-            _add_in_head(graph, head, operands, items)
+        if sorted(i for i, _ in found) == [i for i in (1, 2) if Backward.of(head.args).wanted[i]]:
+            _add_in_head(graph, head, items)
             added |= {part for part, _ in items.values()}
     return added
 
 
-def _add_in_head(
-    graph: fx.Graph, head: fx.Node, operands: list[Any], items: dict[int, tuple[fx.Node, fx.Node]]
-) -> None:
-    targets: list[fx.Node | None] = [None, None]
+def _add_in_head(graph: fx.Graph, head: fx.Node, items: dict[int, tuple[fx.Node, fx.Node]]) -> None:
+    arguments, targets = Backward.of(head.args), dict[int, fx.Node]()
     with graph.inserting_before(head):
         for i, (part, accumulator) in items.items():
             transposed = _untranspose(part)[1]
-            targets[i - 1] = call(graph, aten.t.default, accumulator) if transposed else accumulator
-        wants_hidden = head.args[-1][0]
-        of_hidden = graph.call_function(LINEAR_LOG_PROB_BACKWARD_, (*operands, wants_hidden, *targets))
+            targets[i] = call(graph, aten.t.default, accumulator) if transposed else accumulator
+        wanted = Wanted(arguments.wanted.hidden, targets.get(1), targets.get(2))
+        of_hidden = graph.call_function(LINEAR_LOG_PROB_BACKWARD_, (*arguments.operands, *wanted))
     of_hidden.meta = {**head.meta, "val": head.meta["val"][0]}
     for item in list(head.users):
         if item.args[1] == 0:

@@ -27,6 +27,7 @@ from dta_compile.passes.graphs.sizes import sizes_from_inputs
 from dta_compile.passes.graphs.storage import owner
 from dta_compile.passes.joint_graphs import JointGraphs
 from dta_compile.passes.program import Program, output_node, where
+from dta_compile.passes.symbols import expression
 
 aten = torch.ops.aten
 
@@ -148,7 +149,7 @@ def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, C
             functional = torch.func.functionalize(trace, remove="mutations")
             trace = _traced(functional, primals, tangents)
     for size in (tokens, head_rows):
-        if not size.node.expr.free_symbols:
+        if not expression(size).free_symbols:
             raise RefusalError(
                 "an operation in the token region, or its derivative, works for one number of tokens only",
                 expected="operations that work on any number of tokens",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,8 +15,9 @@ from torch import fx
 from dta_compile.ops.attention import ATTENTION, ATTENTION_BACKWARD
 from dta_compile.passes.chunk_sizes import ChunkSizes
 from dta_compile.passes.gradients.saved_values import saved_values
-from dta_compile.passes.graphs.nodes import call, is_item
+from dta_compile.passes.graphs.nodes import call, descendants, is_item
 from dta_compile.passes.graphs.storage import owner, view_source
+from dta_compile.passes.graphs.subgraph import Subgraph, missing
 from dta_compile.passes.program import ancestors
 
 aten = torch.ops.aten
@@ -62,11 +64,7 @@ class JointTrace:
         )
 
     def depending_on(self, sources: Iterable[fx.Node]) -> set[fx.Node]:
-        found = set(sources)
-        for node in self.module.graph.nodes:
-            if node.op != "output" and any(arg in found for arg in node.all_input_nodes):
-                found.add(node)
-        return found
+        return descendants(self.module.graph, sources)
 
 
 def choose_saved(trace: JointTrace) -> list[fx.Node]:
@@ -117,6 +115,34 @@ def _same_elements(view: fx.Node, node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == node.meta["val"].numel()
 
 
+class _OnPath(Subgraph):
+    """A part whose attention is a call on `path`, its first input."""
+
+    def __init__(self, sizes: ChunkSizes) -> None:
+        super().__init__()
+        self.sizes, self.path = sizes, self.graph.placeholder("path")
+
+    def add_inputs(self, nodes: Iterable[fx.Node], prefix: str = "") -> None:
+        """Inputs whose `meta["memory"]` names the memory that they are in, of so many bytes."""
+        nodes = list(nodes)
+        super().add_inputs(nodes, prefix)
+        for node in nodes:
+            memory = owner(node)
+            self.copies[node].meta = {**node.meta, "memory": (memory.name, self.sizes.bytes(memory.meta["val"]))}
+
+    def call(self, method: str, *arguments: Any) -> fx.Node:
+        """A call of a method of the path."""
+        return self.graph.call_method(method, (self.path, *fx.node.map_arg(arguments, self.argument)))
+
+    def copied(self, node: fx.Node) -> fx.Node:
+        method = {ATTENTION: "attend", ATTENTION_BACKWARD: "attend_backward"}.get(node.target)
+        if method is None:
+            return super().copied(node)
+        self.copies[node] = call = self.call(method, *node.args)
+        call.meta = dict(node.meta)
+        return call
+
+
 def forward_graph(trace: JointTrace, outputs: Iterable[fx.Node]) -> fx.GraphModule:
     """The part of the forward that computes `outputs` and writes the KV of every layer to the path."""
     outputs = list(outputs)
@@ -125,17 +151,15 @@ def forward_graph(trace: JointTrace, outputs: Iterable[fx.Node]) -> fx.GraphModu
         # A layer whose result nobody reads still has to leave its keys and values for later chunks.
         if node not in computed:
             computed |= ancestors(list(node.args[1:3]))
-    graph, copies = fx.Graph(), {}
-    path = graph.placeholder("path")
-    for node in trace.primals:
-        copies[node] = _input(trace, graph, node, node.name)
+    part = _OnPath(trace.sizes)
+    part.add_inputs(trace.primals)
     for node in trace.module.graph.nodes:
         if node.target is ATTENTION and node not in computed:
-            graph.call_method("write", (path, copies[node.args[1]], copies[node.args[2]], node.args[3]))
-        elif node in computed and node not in copies:
-            copies[node] = _copy(graph, node, copies, path)
-    graph.output(tuple(copies[node] for node in outputs))
-    return fx.GraphModule(trace.module, graph)
+            part.call("write", *node.args[1:4])
+        elif node in computed and node not in part.copies:
+            part.copied(node)
+    part.set_outputs(outputs)
+    return fx.GraphModule(trace.module, part.graph)
 
 
 def backward_graph(trace: JointTrace, saved: list[fx.Node]) -> tuple[fx.GraphModule, list[int]]:
@@ -147,46 +171,14 @@ def backward_graph(trace: JointTrace, saved: list[fx.Node]) -> tuple[fx.GraphMod
     boundary = {*trace.primals, *saved, *tangents}
     computed = ancestors(trace.backward_results, stop=boundary.__contains__)
     inputs = [i for i, node in enumerate(trace.primals) if node in computed]
-    graph, copies = fx.Graph(), {}
-    path = graph.placeholder("path")
-    for node in [*(trace.primals[i] for i in inputs), *saved, *tangents]:
-        copies[node] = _input(trace, graph, node, f"saved_{node.name}" if node in saved else node.name)
+    part = _OnPath(trace.sizes)
+    part.add_inputs(trace.primals[i] for i in inputs)
+    part.add_inputs(saved, "saved_")
+    part.add_inputs(tangents)
     gradients = [node for node in trace.gradients if node is not None]
     in_turn = trace.depending_on(tangents) & computed
     for node in [*_in_order(trace, in_turn), *gradients]:
-        for part in _missing(node, copies):
-            copies[part] = _copy(graph, part, copies, path)
-    graph.output(tuple(copies[node] for node in gradients))
-    return fx.GraphModule(trace.module, graph), inputs
-
-
-def _missing(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> list[fx.Node]:
-    """A node and what it needs that has not been copied yet, in an order to compute them in."""
-    order: dict[fx.Node, None] = {}
-    pending = [] if node in copies else [node]
-    while pending:
-        node = pending[-1]
-        needed = [arg for arg in node.all_input_nodes if arg not in copies and arg not in order]
-        if needed:
-            pending += reversed(needed)
-            continue
-        pending.pop()
-        order[node] = None
-    return list(order)
-
-
-def _input(trace: JointTrace, graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
-    """An input of a graph; `meta["memory"]` names the memory that it is in, of so many bytes."""
-    placeholder, memory = graph.placeholder(name), owner(node)
-    placeholder.meta = {**node.meta, "memory": (memory.name, trace.sizes.bytes(memory.meta["val"]))}
-    return placeholder
-
-
-def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], path: fx.Node) -> fx.Node:
-    if node.target is ATTENTION or node.target is ATTENTION_BACKWARD:
-        method = "attend" if node.target is ATTENTION else "attend_backward"
-        arguments = fx.node.map_arg(node.args, lambda arg: copies[arg])
-        copy = graph.call_method(method, (path, *arguments))
-        copy.meta = dict(node.meta)
-        return copy
-    return graph.node_copy(node, lambda arg: copies[arg])
+        for needed in missing(node, part.copies):
+            part.copied(needed)
+    part.set_outputs(gradients)
+    return fx.GraphModule(trace.module, part.graph), inputs

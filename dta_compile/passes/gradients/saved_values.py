@@ -22,35 +22,13 @@ from torch import fx
 from dta_compile.passes.chunk_sizes import ChunkSizes
 from dta_compile.passes.graphs.min_cut import source_side
 from dta_compile.passes.graphs.nodes import is_item, is_pointwise
+from dta_compile.passes.graphs.operators import LOOKUPS, ONE_PASS, ROW_REDUCTIONS
 from dta_compile.passes.graphs.storage import owner, view_source
 from dta_compile.passes.program import has_tensor
 
-aten = torch.ops.aten
 TOUCHED_PER_SAVED = 8
 NEVER = float("inf")
 NOMINAL_ROWS = 1024  # costs are those of a chunk with as many tokens and head rows
-ROW_COPIES = (
-    aten._to_copy.default,
-    aten.arange.start_step,
-    aten.cat.default,
-    aten.constant_pad_nd.default,
-    aten.full.default,
-    aten.full_like.default,
-    aten.repeat.default,
-    aten.scalar_tensor.default,
-    aten.slice_backward.default,
-    aten.stack.default,
-    aten.zeros_like.default,
-)
-ROW_LOOKUPS = (aten.embedding.default, aten.gather.default, aten.index_select.default)
-ROW_REDUCTIONS = (  # they read their rows twice, or take as long
-    aten.amax.default,
-    aten.mean.dim,
-    aten.native_layer_norm.default,
-    aten.sum.dim_IntList,
-    aten.var.correction,
-    aten.var_mean.correction,
-)
 
 
 def saved_values(
@@ -125,9 +103,9 @@ class _Cut:
         if view_source(node) is not None or is_item(node) or not has_tensor(node):
             return 0
         read, written = sum(self._bytes(arg) for arg in node.all_input_nodes), self._bytes(node)
-        if is_pointwise(node) or node.target in ROW_COPIES:
+        if is_pointwise(node) or node.target in ONE_PASS:
             return read + written
-        if node.target in ROW_LOOKUPS:
+        if node.target in LOOKUPS:
             return 2 * written
         return 2 * read + written if node.target in ROW_REDUCTIONS else NEVER
 

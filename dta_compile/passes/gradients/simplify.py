@@ -13,19 +13,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.passes.graphs.nodes import call, is_pointwise
+from dta_compile.passes.graphs.nodes import call, filled_with, is_pointwise
+from dta_compile.passes.graphs.operators import ALIASES, EXCHANGES, SCALINGS
 from dta_compile.passes.graphs.storage import same_memory_format
 
 aten = torch.ops.aten
-TRANSPOSITIONS = (aten.t.default, aten.transpose.int)
-SCALINGS = (aten.mul.Scalar, aten.div.Scalar)
 
 
 def simplify(graph: fx.Graph) -> None:
     """Apply the rules to every node, in order: a rule sees arguments that are simple already."""
     for node in list(graph.nodes):
         with graph.inserting_before(node):
-            replacement = next(filter(None, (rule(node) for rule in RULES)), None)
+            replacement = next(filter(None, (rule(node) for rule in IDENTITIES)), None)
         if replacement is not None and _fits(node, replacement):
             replacement.meta = {**node.meta, **replacement.meta}
             node.replace_all_uses_with(replacement)
@@ -53,7 +52,7 @@ def _keeps_its_result(user: fx.Node, node: fx.Node, value: torch.Tensor) -> bool
 
 def _aliased(node: fx.Node) -> fx.Node | None:
     """`x.detach()` is x: nothing differentiates the graph. So is the alias that autograd makes since torch 2.14."""
-    return node.args[0] if node.target in (aten.detach.default, aten.alias.default) else None
+    return node.args[0] if node.target in ALIASES else None
 
 
 def _first_power(node: fx.Node) -> fx.Node | None:
@@ -64,7 +63,7 @@ def _first_power(node: fx.Node) -> fx.Node | None:
 
 
 def _transposed_twice(node: fx.Node) -> fx.Node | None:
-    if node.target not in TRANSPOSITIONS or node.args[0].target is not node.target:
+    if node.target not in EXCHANGES or node.args[0].target is not node.target:
         return None
     return node.args[0].args[0] if node.args[0].args[1:] == node.args[1:] else None
 
@@ -137,7 +136,7 @@ def _sparse_log_softmax_gradient(node: fx.Node) -> fx.Node | None:
     zeros, scattered, index, entries = gradient.args
     rank = output.meta["val"].dim()
     same = _shape(zeros) == _shape(output) and zeros.meta["val"].dtype == output.meta["val"].dtype == dtype
-    if not same or scattered % rank != dim % rank or not _is_zero(zeros) or _shape(index) != _shape(entries):
+    if not same or scattered % rank != dim % rank or filled_with(zeros) != 0 or _shape(index) != _shape(entries):
         return None
     others = [i for i in range(rank) if i != dim % rank]
     if any(_shape(index)[i] != _shape(output)[i] for i in others):  # a gather may leave rows out
@@ -147,13 +146,7 @@ def _sparse_log_softmax_gradient(node: fx.Node) -> fx.Node | None:
     return call(node.graph, aten.scatter_add.default, dense, dim, index, entries)
 
 
-def _is_zero(node: fx.Node) -> bool:
-    if node.target in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default):
-        return True
-    return node.target in (aten.full.default, aten.full_like.default) and node.args[1] == 0
-
-
-RULES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (
+IDENTITIES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (
     _aliased,
     _first_power,
     _transposed_twice,

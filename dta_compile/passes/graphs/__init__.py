@@ -1,1 +1,1 @@
-"""What passes share: questions about nodes, sizes and storage, and minimum cuts."""
+"""What passes share: properties of operators, questions about nodes, sizes and storage, subgraphs, and minimum cuts."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import networkx as nx
-import torch
 from torch import fx
 
 from dta_compile.passes.program import Layout
@@ -65,8 +64,3 @@ def bytes_per_token(node: fx.Node, layout: Layout) -> float:
 def is_per_token(layout: Layout) -> bool:
     """Whether a chunk has a row of the value for every token (of its sequence, if the value has no token axis)."""
     return layout.row_dim is not None
-
-
-def is_float(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())

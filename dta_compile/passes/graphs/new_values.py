@@ -9,11 +9,9 @@ from __future__ import annotations
 from torch import fx
 
 from dta_compile.passes.graphs.nodes import call
-from dta_compile.passes.graphs.operators import IN_PLACE_VARIANTS
+from dta_compile.passes.graphs.operators import FUNCTIONAL_VARIANTS
 from dta_compile.passes.graphs.storage import same_memory_format, view_source
 from dta_compile.passes.program import writes_in_place
-
-FUNCTIONAL = {variant: operator for operator, variant in IN_PLACE_VARIANTS.items()}
 
 
 def write_to_new_values(graph: fx.Graph) -> bool:
@@ -22,7 +20,7 @@ def write_to_new_values(graph: fx.Graph) -> bool:
 
 
 def _replaced(node: fx.Node) -> bool:
-    functional = FUNCTIONAL.get(node.target)
+    functional = FUNCTIONAL_VARIANTS.get(node.target)
     if functional is None or node.kwargs or not _is_read_by_nothing_else(node.args[0], node):
         return False
     with node.graph.inserting_before(node):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
+from dta_compile.passes.graphs.operators import FILL_ARGUMENTS, FILL_NUMBERS, is_tagged_pointwise
 from dta_compile.passes.program import writes_in_place
 
 aten = torch.ops.aten
-TRANSPOSITIONS = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 
 def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -26,15 +27,41 @@ def is_item(node: fx.Node) -> bool:
     return bool(node.target is operator.getitem)
 
 
+def is_float(node: fx.Node) -> bool:
+    """Whether a node's value is a tensor of floating-point numbers."""
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def may_have_gradient(node: fx.Node) -> bool:
+    """Whether a node's value is a tensor of floating-point or complex numbers."""
+    value = node.meta["val"]
+    return is_float(node) or (isinstance(value, torch.Tensor) and value.is_complex())
+
+
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether an operator computes entry by entry, the same each time."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags and not writes_in_place(node)
+    """Whether an operator computes a new value entry by entry, the same each time."""
+    return is_tagged_pointwise(node.target) and not writes_in_place(node)
+
+
+def filled_with(node: fx.Node) -> Any:
+    """What a constructor writes to every entry, a number or a node that is one; None: it is none of `FILLS`."""
+    position = FILL_ARGUMENTS.get(node.target)
+    return FILL_NUMBERS.get(node.target) if position is None else node.args[position]
 
 
 def is_uniform(node: fx.Node) -> bool:
     """Whether a value has one number in every entry: chunks make their own, of their own size."""
     return node.target is aten.full.default and not isinstance(node.args[1], fx.Node)
+
+
+def descendants(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """`nodes` and everything that is computed from them; what they are computed from: `program.ancestors`."""
+    found = set(nodes)
+    for node in graph.nodes:
+        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def swaps(node: fx.Node) -> bool:

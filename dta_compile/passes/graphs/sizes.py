@@ -14,7 +14,9 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.passes.graphs.nodes import call
 from dta_compile.passes.program import has_tensor
+from dta_compile.passes.symbols import expression, symbol_sources
 
 aten = torch.ops.aten
 
@@ -28,7 +30,7 @@ def sizes_from_inputs(graph: fx.Graph) -> None:
         if node.op != "call_function" or not isinstance(value, torch.SymInt) or not asks_a_tensor:
             continue
         with graph.inserting_before(node):
-            replacement = builder.build(value.node.expr)
+            replacement = builder.build(expression(value))
         if isinstance(replacement, fx.Node):
             node.replace_all_uses_with(replacement)
             graph.erase_node(node)
@@ -36,11 +38,9 @@ def sizes_from_inputs(graph: fx.Graph) -> None:
 
 def is_polynomial(value: Any) -> bool:
     """Whether a size is a sum of products of symbols and integers, as `SizeNodes` can compute it."""
-    if not isinstance(value, torch.SymInt):
-        return isinstance(value, int)
-    return all(
+    return isinstance(value, (int, torch.SymInt)) and all(
         isinstance(part, (sympy.Integer, sympy.Symbol, sympy.Add, sympy.Mul))
-        for part in sympy.preorder_traversal(value.node.expr)
+        for part in sympy.preorder_traversal(expression(value))
     )
 
 
@@ -49,12 +49,8 @@ class SizeNodes:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.places: dict[sympy.Symbol, tuple[fx.Node, int | None]] = {}
-        for node in graph.find_nodes(op="placeholder"):
-            value = node.meta.get("val")
-            for dim, size in enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]:
-                if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-                    self.places.setdefault(size.node.expr, (node, dim))
+        self.inputs = list(graph.find_nodes(op="placeholder"))
+        self.sources = symbol_sources(node.meta.get("val") for node in self.inputs)
         self.built: dict[sympy.Expr, fx.Node] = {}
 
     def build(self, expr: sympy.Expr) -> fx.Node | int | None:
@@ -72,16 +68,12 @@ class SizeNodes:
         return self.built[expr]
 
     def _build(self, expr: sympy.Expr) -> fx.Node | None:
-        if isinstance(expr, sympy.Symbol) and expr in self.places:
-            node, dim = self.places[expr]
-            return node if dim is None else self._call(aten.sym_size.int, node, dim)
+        if isinstance(expr, sympy.Symbol) and expr in self.sources:
+            index, dim = self.sources[expr]
+            node = self.inputs[index]
+            return node if dim is None else call(self.graph, aten.sym_size.int, node, dim)
         joined = {sympy.Add: operator.add, sympy.Mul: operator.mul}.get(expr.func)
         parts = [self.build(part) for part in expr.args]
         if joined is None or any(part is None for part in parts):
             return None
-        return functools.reduce(lambda a, b: self._call(joined, a, b), parts)
-
-    def _call(self, target: object, *args: fx.Node | int) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))  # type: ignore[operator]
-        return node
+        return functools.reduce(lambda a, b: call(self.graph, joined, a, b), parts)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import fx
 
 from dta_compile.passes.graphs.nodes import is_item
+from dta_compile.passes.graphs.operators import UNDECLARED_VIEWS
 from dta_compile.passes.program import has_tensor
 
-aten = torch.ops.aten
-UNDECLARED_VIEWS = (aten._unsafe_view.default,)
 Storage = tuple[fx.Node | str, int]  # the node that allocates (the name of an input's), and which of its results
 
 
@@ -53,3 +54,12 @@ def storages(node: fx.Node) -> list[Storage]:
         return [(node.args[0], node.args[1])]
     value = node.meta["val"]
     return [(node, i) for i in range(len(value) if isinstance(value, (tuple, list)) else 1)]
+
+
+def last_uses(nodes: Iterable[fx.Node]) -> dict[Storage, fx.Node]:
+    """By piece of memory, the last of some nodes, given in order, that makes, reads or writes it."""
+    found: dict[Storage, fx.Node] = {}
+    for node in nodes:
+        for value in (node, *node.all_input_nodes):
+            found |= dict.fromkeys(storages(value), node)
+    return found

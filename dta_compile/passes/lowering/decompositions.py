@@ -8,6 +8,9 @@ import torch
 from torch import fx
 from torch._decomp import get_decompositions
 
+from dta_compile.passes.graphs.nodes import filled_with
+from dta_compile.passes.graphs.operators import FULL_VARIANTS, UNINITIALIZED
+
 aten = torch.ops.aten
 
 # Reductions that torch fuses with per-token work: taken apart, the per-token half can run over the tree.
@@ -41,15 +44,6 @@ SPELLED_OUT = get_decompositions(
         aten.unsafe_split_with_sizes,
     ]
 )
-CONSTRUCTORS = {
-    aten.new_empty.default: 0,
-    aten.new_zeros.default: 0,
-    aten.new_ones.default: 1,
-    aten.new_full.default: None,
-    aten.empty.memory_format: 0,
-    aten.zeros.default: 0,
-    aten.ones.default: 1,
-}
 
 
 def _copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -119,12 +113,11 @@ TABLE = {
 def spell_out_constructors(graph: fx.Graph) -> None:
     """`x.new_zeros(size)` and its like become `full(size, value)`, which depends on nothing but sizes."""
     for node in list(graph.nodes):
-        if node.target not in CONSTRUCTORS:
+        if node.target not in FULL_VARIANTS:
             continue
         of_tensor = node.target._schema.arguments[0].name == "self"
-        size, value = node.args[1 if of_tensor else 0], CONSTRUCTORS[node.target]
-        val = node.meta["val"]
-        value = node.args[2] if value is None else value
+        size, val = node.args[1 if of_tensor else 0], node.meta["val"]
+        value = 0 if node.target in UNINITIALIZED else filled_with(node)
         with graph.inserting_before(node):
             full = graph.call_function(
                 aten.full.default, (size, value), {"dtype": val.dtype, "device": val.device, "pin_memory": False}

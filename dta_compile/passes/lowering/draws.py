@@ -13,6 +13,8 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
+from dta_compile.ops.draw_capture import is_random
+from dta_compile.passes.graphs.nodes import descendants
 from dta_compile.passes.program import Program, ancestors, where
 
 aten = torch.ops.aten
@@ -27,7 +29,7 @@ def drawing(graph: fx.Graph) -> list[fx.Node]:
 def _draws(node: fx.Node) -> bool:
     if node.op == "call_module":
         return bool(getattr(node.graph.owning_module.get_submodule(node.target), "draws", False))
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return is_random(node.target)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,19 +50,11 @@ def place_draws(program: Program, chunks_need: Iterable[fx.Node]) -> Draws:
         if node.target is aten.rrelu_with_noise_functional.default:
             raise _refusal(node, "a randomised leaky ReLU, whose noise cannot be kept for its derivative")
     first = next((i for i, node in enumerate(draws) if node in program.parameter_dependent), len(draws))
-    late = _descendants(program, draws[first:]) - program.parameter_dependent
+    late = descendants(program.graph, draws[first:]) - program.parameter_dependent
     for node in program.graph.nodes:
         if node in late and _draws(node) and node in ancestors(list(chunks_need)):
             raise _refusal(node, f"{node.target}, needed before {draws[first].target}, which comes first")
     return Draws(draws[:first], draws[first:], late)
-
-
-def _descendants(program: Program, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    found = set(nodes)
-    for node in program.graph.nodes:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _refusal(node: fx.Node, got: str) -> RefusalError:

@@ -13,16 +13,9 @@ import torch
 from torch import fx
 
 from dta_compile.passes.graphs.nodes import call, is_item
+from dta_compile.passes.graphs.operators import ALONG_DIMENSIONS, UNARY
 
 aten = torch.ops.aten
-POINTWISE = (aten._to_copy.default, aten.detach.default, aten.exp.default, aten.neg.default)
-ALONG_DIMENSIONS = (  # their second argument names dimensions
-    aten._log_softmax.default,
-    aten._softmax.default,
-    aten.gather.default,
-    aten.logsumexp.default,
-    aten.squeeze.dim,
-)
 
 
 def undo_row_loops(graph: fx.Graph) -> None:
@@ -49,7 +42,7 @@ def _batched(nodes: Sequence[fx.Node]) -> fx.Node | None:
     columns = list(zip(*(node.args for node in nodes), strict=False))
     if first.target in ALONG_DIMENSIONS:
         columns[1] = tuple(map(_shifted, columns[1]))
-    elif first.target not in POINTWISE:
+    elif first.target not in UNARY:
         return None
     arguments = [_batched(column) if isinstance(column[0], fx.Node) else _same(column) for column in columns]
     if any(argument is None for argument in arguments):

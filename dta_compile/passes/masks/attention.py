@@ -7,19 +7,15 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.library import ATTENTION_CALL
-from dta_compile.passes.axes.layouts import sizes, through_copies
+from dta_compile.passes.axes.layouts import through_copies
 from dta_compile.passes.axes.token_axis import own_attention
 from dta_compile.passes.contracts import contract
+from dta_compile.passes.graphs.operators import RESHAPES
 from dta_compile.passes.masks.proof import Mask
-from dta_compile.passes.program import (
-    AttentionLayer,
-    Mixed,
-    Program,
-    where,
-)
+from dta_compile.passes.program import AttentionLayer, Mixed, Program, where
+from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
-RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 @contract(

@@ -14,42 +14,35 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import argument, sizes
+from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import reshape_groups, transpose_order
-from dta_compile.passes.masks.entries import FILLED, Entries, Indices
+from dta_compile.passes.graphs.operators import COPIES, EXCHANGES, FILLS, RANGES, RESHAPES, SQUEEZES, UNTAGGED_POINTWISE
+from dta_compile.passes.masks.entries import Entries, Indices
 from dta_compile.passes.masks.ranges import LONGEST_ROW, held_by
 from dta_compile.passes.program import Program
+from dta_compile.passes.symbols import sizes
 from dta_compile.passes.terms import Term, Terms
 
 aten = torch.ops.aten
 
 ConstantOf = Callable[[Term, sympy.Expr], "float | None"]
 
-COPIES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-# Torch does not tag these pointwise.
-UNTAGGED = (aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.floor_divide.default)
 SCANNED = "scanned"  # the index along which sums and cumulative sums go
 _DIAGONAL = ((1, "offset", 0), (2, "dim1", 0), (3, "dim2", 1))
 
-RULES: dict[Any, str] = {
+ENTRY_RULES: dict[Any, str] = {
     **dict.fromkeys(COPIES, "_copy"),
-    **dict.fromkeys(VIEWS, "_view"),
-    **dict.fromkeys(FILLED, "_filled"),
-    **dict.fromkeys(UNTAGGED, "_pointwise"),
-    aten.arange.default: "_arange",
-    aten.arange.start: "_arange",
-    aten.arange.start_step: "_arange",
+    **dict.fromkeys(RESHAPES, "_view"),
+    **dict.fromkeys(SQUEEZES, "_squeeze"),
+    **dict.fromkeys(EXCHANGES, "_transpose"),
+    **dict.fromkeys(FILLS, "_filled"),
+    **dict.fromkeys(RANGES, "_arange"),
+    **dict.fromkeys(UNTAGGED_POINTWISE, "_pointwise"),
     aten._to_copy.default: "_converted",
     aten.fill.Tensor: "_filled_with_entry",
     aten.unsqueeze.default: "_unsqueeze",
-    aten.squeeze.default: "_squeeze",
-    aten.squeeze.dim: "_squeeze",
-    aten.squeeze.dims: "_squeeze",
     aten.expand.default: "_expand",
     aten.permute.default: "_permute",
-    aten.transpose.int: "_transpose",
-    aten.t.default: "_transpose",
     aten.slice.Tensor: "_slice",
     aten.select.int: "_select",
     aten.flip.default: "_flip",
@@ -83,7 +76,7 @@ class Elements(Entries):
         bound_sizes: sizes that every call makes sure of being no more than `LONGEST_ROW`.
     """
 
-    rules: ClassVar[Mapping[Any, str]] = RULES
+    rules: ClassVar[Mapping[Any, str]] = ENTRY_RULES
 
     def __init__(
         self, program: Program, terms: Terms, constant_of: ConstantOf, bound_sizes: Collection[sympy.Expr]
@@ -104,7 +97,7 @@ class Elements(Entries):
 
     def _view(self, node: fx.Node, index: Indices) -> Term | None:
         source = node.args[0]
-        while source.target in VIEWS:
+        while source.target in RESHAPES:
             source = source.args[0]  # flattened and taken apart again: one reshape
         before, after = sizes(source), sizes(node)
         found: dict[int, Term] = {}

@@ -13,9 +13,9 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.layouts import expression, sizes
-from dta_compile.passes.graphs.nodes import is_pointwise
+from dta_compile.passes.graphs.nodes import filled_with, is_pointwise
 from dta_compile.passes.program import Program
+from dta_compile.passes.symbols import expression, sizes, symbolic
 from dta_compile.passes.terms import Const, Index, Term, Terms
 
 aten = torch.ops.aten
@@ -23,14 +23,6 @@ aten = torch.ops.aten
 Indices = tuple[Term, ...]
 
 HALVES = (torch.bfloat16, torch.float16)
-FILLED = {
-    aten.full.default: 1,
-    aten.full_like.default: 1,
-    aten.fill.Scalar: 1,
-    aten.scalar_tensor.default: 0,
-    aten.zeros_like.default: False,
-    aten.ones_like.default: True,
-}
 
 
 class Entries:
@@ -103,9 +95,9 @@ class Entries:
         if not isinstance(arg, fx.Node):
             return arg
         value = arg.meta["val"]
-        if not hasattr(value, "node"):
+        if (expr := symbolic(value)) is None:
             return value
-        return self.terms.number(value.node.expr, torch.float64 if isinstance(value, torch.SymFloat) else torch.int64)
+        return self.terms.number(expr, torch.float64 if isinstance(value, torch.SymFloat) else torch.int64)
 
     def _plus(self, at: Term, offset: sympy.Expr) -> Term:
         if offset == 0:
@@ -142,13 +134,13 @@ class Entries:
         return None
 
     def _filled(self, node: fx.Node, index: Indices) -> Term | None:
-        place, value = FILLED[node.target], node.meta["val"]
-        fill = place if isinstance(place, bool) else self._scalar(node.args[place])
+        number, value = filled_with(node), node.meta["val"]
+        fill = self._scalar(number)
         if not isinstance(fill, Term):
             return self._filled_with(fill, value.dtype)
         if value.is_floating_point() or fill.dtype.is_floating_point:
             return None
-        return self._plus(self._zero, self._number(node.args[place]))
+        return self._plus(self._zero, self._number(number))
 
     def _filled_with(self, number: bool | int | float, dtype: torch.dtype) -> Const:
         """A number as a tensor of the dtype holds it where it is written."""

@@ -22,13 +22,14 @@ import z3
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.axes.layouts import expression
+from dta_compile.passes.graphs.nodes import is_float
 from dta_compile.passes.masks.cases import Cases, Untranslatable, applications
 from dta_compile.passes.masks.elements import Elements
 from dta_compile.passes.masks.formulas import Atom
 from dta_compile.passes.masks.logic import Logic
 from dta_compile.passes.masks.tables import Facts, Table, read_table
 from dta_compile.passes.program import MaskClass, Program, ancestors, where
+from dta_compile.passes.symbols import expression, free_symbols, symbolic
 from dta_compile.passes.terms import Entry, Number, Term, Terms, shown, subterms
 
 # An additive mask of this or less is taken to leave no weight. That is so in floating point if the scores of a query
@@ -117,12 +118,9 @@ class Mask:
 
     def _items(self) -> dict[sympy.Symbol, fx.Node]:
         """The tensors that symbols of the numbers are read from; raises `RefusalError` if nobody knows one."""
-        symbols = {symbol for expr in (*self.numbers, *self.sizes.values()) for symbol in expr.free_symbols}
-        read = {}
-        for node in self.program.graph.find_nodes(
-            op="call_function", target=torch.ops.aten._local_scalar_dense.default
-        ):
-            read[getattr(getattr(node.meta["val"], "node", None), "expr", None)] = node.args[0]
+        symbols = free_symbols((*self.numbers, *self.sizes.values()))
+        items = self.program.graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default)
+        read = {symbolic(node.meta["val"]): node.args[0] for node in items}
         unknown = symbols - read.keys() - set(self.program.input_symbols)
         if unknown:
             got = f"{', '.join(sorted(map(str, unknown)))}, a number that is computed from tensors"
@@ -155,7 +153,7 @@ class Mask:
             except Failure as error:
                 failure, is_decided = failure or str(error), True
             except Untranslatable as error:
-                kind = "an additive bias with values other than 0 and -inf" if _is_float(self.mask) else "a mask"
+                kind = "an additive bias with values other than 0 and -inf" if is_float(self.mask) else "a mask"
                 failure = failure or f"{kind} that cannot be decided: {error}"
             except z3.Z3Exception as error:
                 failure = failure or f"a mask that cannot be decided in time ({error})"
@@ -328,7 +326,3 @@ class _Proof:
 
 def _is_of_one_token(entry: Entry) -> bool:
     return len(entry.indices - {"row", "head"}) <= 1
-
-
-def _is_float(node: fx.Node) -> bool:
-    return bool(node.meta["val"].is_floating_point())

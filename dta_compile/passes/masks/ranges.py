@@ -55,13 +55,13 @@ class Ranges:
         kind = formula.decl().kind()
         if kind == z3.Z3_OP_UNINTERPRETED:
             return self._leaves.get(str(formula.decl().name()))
-        if kind not in (*_RULES, z3.Z3_OP_UMINUS) or not z3.is_int(formula):
+        if kind not in (*_RANGE_RULES, z3.Z3_OP_UMINUS) or not z3.is_int(formula):
             return None
         first, *others = [self.of(part) for part in formula.children() if not z3.is_bool(part)]
         if kind == z3.Z3_OP_UMINUS:
             return first and (-first[1], -first[0])
         for part in others:
-            first = None if first is None or part is None else _RULES[kind](first, part)
+            first = None if first is None or part is None else _RANGE_RULES[kind](first, part)
         return first
 
 
@@ -74,7 +74,7 @@ def _spanned(*numbers: int) -> Range:
     return min(numbers), max(numbers)
 
 
-_RULES: dict[int, Callable[[Range, Range], Range | None]] = {
+_RANGE_RULES: dict[int, Callable[[Range, Range], Range | None]] = {
     z3.Z3_OP_ADD: lambda a, b: (a[0] + b[0], a[1] + b[1]),
     z3.Z3_OP_SUB: lambda a, b: (a[0] - b[1], a[1] - b[0]),
     z3.Z3_OP_MUL: lambda a, b: _spanned(*(x * y for x in a for y in b)),

@@ -12,12 +12,9 @@ import torch
 from torch import fx
 
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.operators import IN_PLACE_VARIANTS
-from dta_compile.passes.graphs.storage import owner, same_memory_format, storages
+from dta_compile.passes.graphs.operators import COMMUTATIVE, IN_PLACE_VARIANTS
+from dta_compile.passes.graphs.storage import Storage, last_uses, owner, same_memory_format, storages
 from dta_compile.passes.program import Program, has_tensor, writes_in_place
-
-aten = torch.ops.aten
-COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 
 
 @contract(rewrites=["joint"], may_be_skipped=True)
@@ -31,10 +28,7 @@ def in_place(program: Program) -> None:
 
 
 def _write_over_dying(graph: fx.Graph) -> None:
-    last_use: dict[Any, fx.Node] = {}  # of a piece of memory: the node that reads or writes it last
-    for node in graph.nodes:
-        for value in (node, *node.all_input_nodes):
-            last_use |= dict.fromkeys(storages(value), node)
+    last_use = last_uses(graph.nodes)
     for node in graph.nodes:
         if node.target in IN_PLACE_VARIANTS and not node.kwargs:
             for args in _argument_orders(node):
@@ -52,7 +46,7 @@ def _argument_orders(node: fx.Node) -> Iterator[tuple[Any, ...]]:
         yield node.args[::-1]
 
 
-def _may_overwrite(node: fx.Node, value: Any, others: tuple[Any, ...], last_use: dict[Any, fx.Node]) -> bool:
+def _may_overwrite(node: fx.Node, value: Any, others: tuple[Any, ...], last_use: dict[Storage, fx.Node]) -> bool:
     if not isinstance(value, fx.Node) or not has_tensor(value):
         return False
     source = owner(value)

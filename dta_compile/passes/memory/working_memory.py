@@ -21,7 +21,8 @@ from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.passes.chunk_sizes import Bytes, ChunkSizes, Peaks, total
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import is_item
-from dta_compile.passes.graphs.storage import Storage, storages, view_source
+from dta_compile.passes.graphs.operators import is_tagged_pointwise
+from dta_compile.passes.graphs.storage import Storage, last_uses, storages, view_source
 from dta_compile.passes.program import Program, has_tensor
 
 
@@ -43,7 +44,9 @@ def peaks_of(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = False) -> 
     With `frees_inputs`, inputs whose size depends on the chunk count until their last use.
     """
     nodes = [node for node in graph.nodes if node.op != "placeholder"]
-    dying = _by_last_use(nodes)
+    dying: dict[fx.Node, list[Storage]] = {}
+    for storage, node in last_uses(nodes).items():
+        dying.setdefault(node, []).append(storage)
     live: dict[Storage, Bytes] = dict(_inputs(graph)) if frees_inputs else {}
     allocated = total(live.values())
     peaks: list[Bytes] = [allocated]
@@ -61,17 +64,6 @@ def peaks_of(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = False) -> 
 def peak(working: Iterable[tuple[float, float, float]], tokens: float, head_rows: float) -> float:
     """Bytes at the peak, for a chunk of `tokens` tokens and `head_rows` head rows."""
     return max((Bytes(*part).at(tokens, head_rows) for part in working), default=0.0)
-
-
-def _by_last_use(nodes: list[fx.Node]) -> dict[fx.Node, list[Storage]]:
-    last_uses: dict[Storage, fx.Node] = {}
-    for node in nodes:
-        for value in (node, *node.all_input_nodes):
-            last_uses |= dict.fromkeys(storages(value), node)
-    dying: dict[fx.Node, list[Storage]] = {}
-    for storage, node in last_uses.items():
-        dying.setdefault(node, []).append(storage)
-    return dying
 
 
 def _inputs(graph: fx.Graph) -> Iterable[tuple[Storage, Bytes]]:
@@ -108,9 +100,7 @@ def _casts(node: fx.Node, sizes: ChunkSizes) -> Bytes:
     """On a CPU, pointwise operators first copy the operands of another dtype than the one that they compute in."""
     values = [arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
     operands = [value for value in values if value.dim() and value.dtype is not torch.bool]
-    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or any(
-        value.device.type != "cpu" for value in operands
-    ):
+    if not is_tagged_pointwise(node.target) or any(value.device.type != "cpu" for value in operands):
         return Bytes()
     wide = functools.reduce(torch.promote_types, (value.dtype for value in operands), torch.bool)
     return total(
@@ -127,23 +117,27 @@ def _add_peak(peaks: list[Bytes], candidate: Bytes) -> None:
 
 def _scratch_of_head(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
     """What an operator of a head allocates besides its results, at each of the moments when that may be most."""
-    hidden, weight = (arg.meta["val"] for arg in node.args[:2])
+    if node.target is linear_log_prob.LINEAR_LOG_PROB:
+        (head, needs_both, dtype), wanted = linear_log_prob.Forward.of(node.args), None
+    else:
+        call = linear_log_prob.Backward.of(node.args)
+        head, needs_both, dtype = call.head, call.of_mean is not None, call.log_sum.meta["val"].dtype
+        wanted = call.wanted
+    hidden, weight = head.hidden.meta["val"], head.weight.meta["val"]
     narrow, wide = hidden.dtype, statistics_dtype(hidden.dtype)
     vocabulary, width = weight.shape
     columns = min(vocabulary, linear_log_prob.BLOCK_COLUMNS)
     rows = sizes.bytes(hidden).times(1 / (width * narrow.itemsize))
-    is_forward = node.target is linear_log_prob.LINEAR_LOG_PROB
-    dtype = node.args[6] if is_forward else node.args[5].meta["val"].dtype
-    needs_both = bool(node.args[5]) if is_forward else node.args[10] is not None  # probabilities and their logarithms
     rounded = 0 if narrow == dtype else narrow.itemsize
     cast = Bytes(columns * width * narrow.itemsize if weight.dtype != narrow else 0)
+    # For a mean, probabilities and their logarithms.
     logits = rows.times(columns * max((1 + needs_both) * dtype.itemsize, dtype.itemsize + rounded)).plus(cast)
-    if is_forward or narrow == wide:
+    if wanted is None or narrow == wide:
         return [logits]
     # Products with the logits' gradient are rounded, and then added to sums of a wider dtype.
     both = narrow.itemsize + wide.itemsize
     gradient, sums = rows.times(columns * narrow.itemsize), rows.times(width * wide.itemsize)
-    if node.target is linear_log_prob.LINEAR_LOG_PROB_BACKWARD and node.args[-1][1]:
+    if node.target is linear_log_prob.LINEAR_LOG_PROB_BACKWARD and wanted.weight:
         sums = sums.plus(Bytes(vocabulary * width * wide.itemsize))
     products = (rows.times(width * both).plus(cast), Bytes(columns * width * both))
     return [sums.plus(logits), *(sums.plus(gradient).plus(product) for product in products)]

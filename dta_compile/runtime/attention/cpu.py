@@ -11,6 +11,7 @@ import torch
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.runtime.attention.cpu_parts import Part, parts_of
 from dta_compile.runtime.attention.interface import Operands, Tensors
+from dta_compile.runtime.attention.merge import merge_with
 
 __all__ = ["FlashCPU"]
 
@@ -162,6 +163,4 @@ def _merge(
         out.copy_(part_out)
         logsumexp.copy_(part_logsumexp)
         return
-    share = torch.sigmoid(part_logsumexp - logsumexp)
-    out.lerp_(part_out.to(out.dtype), share[..., None])
-    torch.logaddexp(logsumexp, part_logsumexp, out=logsumexp)
+    merge_with(out, logsumexp, part_out, part_logsumexp)

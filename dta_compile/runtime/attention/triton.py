@@ -16,6 +16,7 @@ import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
+from dta_compile.runtime.attention.merge import merge_parts
 
 __all__ = ["TritonAttention", "make"]
 
@@ -76,8 +77,7 @@ class TritonAttention:
         forward_kernel[grid](*_tensors(x), parts, logsumexps, *_strides(x, parts), splits, **_constants(x, blocks))
         if splits == 1:
             return parts, logsumexps
-        logsumexp = logsumexps.logsumexp(0, keepdim=True)
-        out = (parts * (logsumexps - logsumexp).exp()[..., None]).sum(0, keepdim=True)
+        out, logsumexp = merge_parts(parts, logsumexps)
         return out.to(x.query.dtype), logsumexp
 
     def backward(

@@ -19,6 +19,7 @@ from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.plan.segments import Rectangle
 from dta_compile.runtime.attention.chunk_shape import ChunkShape
 from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
+from dta_compile.runtime.attention.merge import merge_with
 from dta_compile.runtime.attention.reference import Reference
 from dta_compile.runtime.rows.upload import upload
 
@@ -126,12 +127,9 @@ class VarlenAttention:
         for call in others:
             rows = call.query_rows
             part, part_logsumexp = self.kernel.forward(_at(query, rows), *keys_of(call), call)
-            before, before_logsumexp = _at(out, rows), logsumexp if rows is None else logsumexp.index_select(1, rows)
-            share = torch.sigmoid(part_logsumexp - before_logsumexp).t()[..., None]
-            merged, merged_logsumexp = before.lerp(part.to(dtype), share), before_logsumexp.logaddexp(part_logsumexp)
-            if rows is None:
-                out, logsumexp = merged, merged_logsumexp
-            else:
+            merged, merged_logsumexp = _at(out, rows), logsumexp if rows is None else logsumexp.index_select(1, rows)
+            merge_with(merged, merged_logsumexp.t(), part, part_logsumexp.t())
+            if rows is not None:
                 out.index_copy_(0, rows, merged)
                 logsumexp.index_copy_(1, rows, merged_logsumexp)
         return out.to(x.query.dtype).transpose(0, 1)[None], logsumexp[None]

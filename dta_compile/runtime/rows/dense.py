@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.program import Axis, ChunkInput, Frame, FrontierValue, Layout, Program
+from dta_compile.passes.symbols import symbolic
 from dta_compile.runtime.rows.batch_rows import BatchRows, Booleans, Integers, codes_of
 from dta_compile.runtime.rows.buffers import Gathered
 from dta_compile.runtime.rows.upload import upload
@@ -29,9 +30,9 @@ class Sizes:
 
     def number(self, value: Any, args: Sequence[object]) -> Any:
         """A symbolic number as the number that it is for the call's inputs; anything else as it is."""
-        if isinstance(value, torch.SymBool):
-            return bool(self._substituted(value.node.expr, args))
-        return self.value(value.node.expr, args) if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+        if (expr := symbolic(value)) is None:
+            return value
+        return bool(self._substituted(expr, args)) if isinstance(value, torch.SymBool) else self.value(expr, args)
 
     def value(self, expr: sympy.Expr, args: Sequence[object]) -> int | float:
         """The value of an expression of sizes and numbers, a `float` if it is no integer."""

@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule
-from dta_compile.passes.axes.token_rules import RULES, rule_for
-from dta_compile.passes.chunk.chunk_graph import RESHAPES
+from dta_compile.passes.axes.token_rules import TOKEN_RULES, rule_for
+from dta_compile.passes.graphs.operators import TAKE_A_SHAPE
 from dta_compile.passes.program import Axis, Frame, Layout
 
 pytest.importorskip("expecttest", reason="torch's own samples need it")
@@ -196,7 +196,7 @@ class _Case:
         args, kwargs = fx.map_arg(
             (self.node.args, self.node.kwargs), lambda node: sizes.picked(self.tensors[node], arguments[node])
         )
-        if self.call.target in RESHAPES:
+        if self.call.target in TAKE_A_SHAPE:
             args = (args[0], expected[0].shape)
         actual = self.call.target(*args, **kwargs)
         for mine, theirs in zip(_tuple(actual), expected, strict=True):
@@ -313,7 +313,7 @@ def test_operators_without_samples(recorded: dict[Any, dict[str, Call]]) -> None
         for name in packet.overloads()
     ]
     elementwise = [one for one in overloads if rule_for(one) is not None and _is_recorded(one)]
-    known = {str(target) for target in [*RULES, *elementwise] if getattr(target, "namespace", "") == "aten"}
+    known = {str(target) for target in [*TOKEN_RULES, *elementwise] if getattr(target, "namespace", "") == "aten"}
     missing = known - {str(target) for target in recorded}
     polynomials = {name for name in missing if "_polynomial_" in name and name.endswith("_scalar")}
     assert missing - polynomials == WITHOUT_SAMPLES

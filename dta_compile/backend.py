@@ -14,7 +14,7 @@ from torch import fx
 from dta_compile import records
 from dta_compile.capture import dynamo
 from dta_compile.capture.as_captured import as_captured
-from dta_compile.capture.generation import attention_calls, uses_kv_cache
+from dta_compile.capture.generation import mixer_calls, uses_kv_cache
 from dta_compile.capture.written_out import trains_parameters, written_out_attention
 from dta_compile.errors import DTAError, OptionError, RefusalError
 from dta_compile.options import Options
@@ -61,7 +61,7 @@ def dta(
         return Refused(error)
     own_symbols = dynamo.restore_duck_shapes()
     records.note_graph_break(dynamo.graph_break(module))
-    if not any(attention_calls(module)):
+    if not any(mixer_calls(module)):
         return without_attention(module, parsed)
     dynamo.trace_again_with_symbolic_sizes(module.graph)
     return compile_graph(module, parsed, own_symbols)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,13 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dta_compile.ops.attention import ATTENTION_MIXER
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.passes.mixer_layers import AttentionLayer, StateSpec
 from dta_compile.plan import Chunk, PrefixTree, Segment, Slice, segments
 from dta_compile.runtime.attention import cpu, cpu_parts
-from dta_compile.runtime.attention.chunk_shape import ChunkShape
 from dta_compile.runtime.attention.cpu import FlashCPU
+from dta_compile.runtime.attention.layer import AttentionRuntime
 from dta_compile.runtime.attention.reference import Reference
-from dta_compile.runtime.stack import PathStack
+from dta_compile.runtime.path.chunk_shape import ChunkShape
+from dta_compile.runtime.path.stack import PathStack
 
 TIGHT = 1e-12
 PROVIDERS = [Reference, FlashCPU]
@@ -102,8 +104,9 @@ def ancestry(case: Case) -> torch.Tensor:
 
 
 def attention_layer(kv_heads, key_dim, value_dim, dtype=torch.float64):
-    """What a stack reads of an `AttentionLayer`."""
-    return SimpleNamespace(kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, dtype=dtype)
+    """An attention layer of no graph."""
+    states = tuple(StateSpec((1, kv_heads, 1, width), 2, dtype) for width in (key_dim, value_dim))
+    return AttentionLayer(0, None, ATTENTION_MIXER, states, "", None)
 
 
 def random(*sizes, dtype=torch.float64, seed=0):
@@ -118,11 +121,12 @@ class Run:
         tokens, heads = shape.tokens, case.kv_heads * case.groups
         capacity = shape.start + tokens + spare
         layer = attention_layer(case.kv_heads, case.width, case.value_width, dtype)
-        self.path = path = PathStack([layer], capacity, torch.device("cpu"))
-        path.providers[0] = provider()
-        path.keys[0].copy_(random(1, case.kv_heads, capacity, case.width, dtype=dtype, seed=1))
-        path.values[0].copy_(random(1, case.kv_heads, capacity, case.value_width, dtype=dtype, seed=2))
-        self.before = path.keys[0].clone(), path.values[0].clone()
+        runtime = AttentionRuntime(provider(), case.window)
+        self.path = path = PathStack([layer], [runtime], capacity, torch.device("cpu"))
+        key_buffer, value_buffer = path.states[0].buffers
+        key_buffer.copy_(random(1, case.kv_heads, capacity, case.width, dtype=dtype, seed=1))
+        value_buffer.copy_(random(1, case.kv_heads, capacity, case.value_width, dtype=dtype, seed=2))
+        self.before = key_buffer.clone(), value_buffer.clone()
         # Projections come as [1, c, heads, D] in memory.
         self.query, self.key, self.value, self.grad = (
             random(1, tokens, count, width, dtype=dtype, seed=seed).transpose(1, 2)
@@ -137,17 +141,15 @@ class Run:
             )
         )
         path.chunk = shape
-        path.windows = [case.window]
-        arguments = (0, case.scale)
-        self.out, self.logsumexp = path.attend(self.query, self.key, self.value, *arguments)
+        self.out, self.logsumexp = path.mix(0, self.query, self.key, self.value, case.scale)
         path.allocate_gradients()
-        path.waiting = shape.start + shape.spine
+        path.pending = shape.start + shape.spine
         self.waiting = []
-        for seed, buffer in enumerate((path.key_grads[0], path.value_grads[0]), start=7):
-            buffer[:, :, : path.waiting] = random(*buffer.shape, seed=seed)[:, :, : path.waiting]
+        for seed, buffer in enumerate(path.states[0].gradients, start=7):
+            buffer[:, :, : path.pending] = random(*buffer.shape, seed=seed)[:, :, : path.pending]
             self.waiting.append(buffer.clone())
-        self.grads = path.attend_backward(
-            self.grad, self.query, self.key, self.value, self.out, self.logsumexp, *arguments
+        self.grads = path.mix_backward(
+            0, self.grad, self.query, self.key, self.value, self.out, self.logsumexp, case.scale
         )
 
     def oracle(self):
@@ -166,7 +168,7 @@ class Run:
         """As `oracle`, with what the stack was given of the gradients."""
         start, spine = self.case.shape.start, self.case.shape.spine
         both = []
-        buffers = self.path.key_grads[0], self.path.value_grads[0]
+        buffers = self.path.states[0].gradients
         for grad, buffer, waiting in zip(self.grads[1:], buffers, self.waiting, strict=True):
             grad = grad.double()
             grad[:, :, :spine] -= waiting[:, :, start : start + spine]
@@ -177,12 +179,10 @@ class Run:
         for result, expected in zip(self.results(), self.oracle(), strict=True):
             torch.testing.assert_close(result.double(), expected.detach(), rtol=tolerance, atol=tolerance * 10)
         start, stop = self.case.shape.start, self.case.shape.start + self.case.shape.spine
-        for buffer, before, own in zip(
-            (self.path.keys[0], self.path.values[0]), self.before, (self.key, self.value), strict=True
-        ):
+        for buffer, before, own in zip(self.path.states[0].buffers, self.before, (self.key, self.value), strict=True):
             before[:, :, start:stop] = own[:, :, : stop - start]
             assert torch.equal(buffer, before), "the spine, and nothing else, goes onto the stack"
-        for buffer in (self.path.key_grads[0], self.path.value_grads[0]):
+        for buffer in self.path.states[0].gradients:
             assert not buffer[:, :, start:].any(), "what waited for the spine is taken"
 
 
@@ -271,14 +271,14 @@ def test_rows_that_are_not_contiguous():
     shape = ChunkShape.run(0, 9)
     run = Run(Case(shape, groups=2), FlashCPU)
     columns = [tensor.mT.contiguous().mT for tensor in (run.query, run.key, run.value)]
-    out, logsumexp = run.path.attend(*columns, 0, run.case.scale)
+    out, logsumexp = run.path.mix(0, *columns, run.case.scale)
     assert torch.equal(out, run.out)
-    run.path.waiting = 0
+    run.path.pending = 0
     for grad in (run.grad.sum().expand(run.grad.shape), run.grad.mT.contiguous().mT):
-        expected = run.path.attend_backward(
-            grad.contiguous(), run.query, run.key, run.value, out, logsumexp, 0, run.case.scale
+        expected = run.path.mix_backward(
+            0, grad.contiguous(), run.query, run.key, run.value, out, logsumexp, run.case.scale
         )
-        actual = run.path.attend_backward(grad, *columns, out, logsumexp, 0, run.case.scale)
+        actual = run.path.mix_backward(0, grad, *columns, out, logsumexp, run.case.scale)
         for a, b in zip(actual, expected, strict=True):
             assert torch.equal(a, b)
 
@@ -311,7 +311,7 @@ def test_bfloat16_is_as_accurate_as_one_plain_call(sizes, window):
 
 def test_gradients_wait_until_all_layers_have_taken_theirs():
     layers = [attention_layer(1, 4, 4)] * 3
-    path = PathStack(layers, 12, torch.device("cpu"))
+    path = PathStack(layers, [AttentionRuntime(FlashCPU())] * 3, 12, torch.device("cpu"))
     path.allocate_gradients()
     assert not path.waits_for(0)
 
@@ -320,39 +320,39 @@ def test_gradients_wait_until_all_layers_have_taken_theirs():
         inputs = [random(1, 1, shape.tokens, 4, seed=seed) for seed in range(4)]
         taken = []
         for layer in range(len(layers)):
-            out, logsumexp = path.attend(*inputs[:3], layer, 1.0)
-            taken.append(path.attend_backward(inputs[3], *inputs[:3], out, logsumexp, layer, 1.0))
+            out, logsumexp = path.mix(layer, *inputs[:3], 1.0)
+            taken.append(path.mix_backward(layer, inputs[3], *inputs[:3], out, logsumexp, 1.0))
         path.finish()
         return taken
 
     run(ChunkShape.run(8, 4))
-    assert path.waiting == 8
+    assert path.pending == 8
     assert path.waits_for(7)
     assert not path.waits_for(8)
     run(ChunkShape.of(5, 0, [Segment(0, 2, 2, 5, -1)]))  # a branch leaves what waits beside it
-    assert path.waiting == 8
-    below = [grad[:, :, 5:8].clone() for grad in path.key_grads]
+    assert path.pending == 8
+    below = [states.gradients[0][:, :, 5:8].clone() for states in path.states]
     first, *others = run(ChunkShape.run(5, 3))
-    assert path.waiting == 5
+    assert path.pending == 5
     for number, (taken, waiting) in enumerate(zip([first, *others], below, strict=True)):
         assert waiting.any()
-        path.waiting = 5  # nothing waits any more: the same chunk without what waited
+        path.pending = 5  # nothing waits any more: the same chunk without what waited
         again = run(ChunkShape.run(5, 3))[number]
         torch.testing.assert_close(taken[1] - again[1], waiting, rtol=TIGHT, atol=TIGHT)
 
 
 def test_kv_is_copied_and_put_back():
     layers = [attention_layer(2, 4, 6, torch.float32)] * 2
-    path = PathStack(layers, 9, torch.device("cpu"))
-    for layer in range(2):
-        path.keys[layer].copy_(random(1, 2, 9, 4, seed=layer))
-        path.values[layer].copy_(random(1, 2, 9, 6, seed=9 + layer))
-    kept, before = path.copy(3, 7), [buffer.clone() for buffer in (*path.keys, *path.values)]
-    for buffer in (*path.keys, *path.values):
+    path = PathStack(layers, [AttentionRuntime(Reference())] * 2, 9, torch.device("cpu"))
+    buffers = [buffer for states in path.states for buffer in states.buffers]
+    for seed, buffer in enumerate(buffers):
+        buffer.copy_(random(*buffer.shape, seed=seed))
+    kept, before = path.copy(3, 7), [buffer.clone() for buffer in buffers]
+    for buffer in buffers:
         buffer[:, :, 3:7] = -1
-    assert [(key.shape[2], value.shape[2]) for key, value in kept] == [(4, 4)] * 2
-    path.put(3, kept)
-    for buffer, expected in zip((*path.keys, *path.values), before, strict=True):
+    assert [(key.shape[2], value.shape[2]) for key, value in kept.states] == [(4, 4)] * 2
+    path.put(kept, 3, 7)
+    for buffer, expected in zip(buffers, before, strict=True):
         assert torch.equal(buffer, expected)
 
 

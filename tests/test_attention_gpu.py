@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from dta_compile.errors import OptionError
 from dta_compile.plan import Segment
 from dta_compile.runtime.attention import triton as attention_triton
-from dta_compile.runtime.attention.chunk_shape import ChunkShape
 from dta_compile.runtime.attention.cpu import FlashCPU
+from dta_compile.runtime.attention.layer import AttentionRuntime
 from dta_compile.runtime.attention.providers import PROVIDERS, provider_for
 from dta_compile.runtime.attention.reference import Reference
 from dta_compile.runtime.attention.varlen import VarlenAttention
+from dta_compile.runtime.path.chunk_shape import ChunkShape
 from tests.test_attention import Case, Run, cases, shapes
 
 
@@ -100,8 +101,8 @@ def test_varlen_takes_one_call_per_level_of_the_chunk():
             calls.append((len(q), len(k), x.causal, x.on_stack))
             return kernel.forward(q, k, v, x)
 
-    run.path.providers[0] = VarlenAttention(Counting())
-    run.path.attend(run.query, run.key, run.value, 0, run.case.scale)
+    run.path.runtimes = [AttentionRuntime(VarlenAttention(Counting()))]
+    run.path.mix(0, run.query, run.key, run.value, run.case.scale)
     # Within slices; against the first slice; against the second one; against the stack.
     assert calls == [(9, 9, True, False), (5, 3 + 1, False, False), (2, 1, False, False), (9, 3, False, True)]
 
@@ -132,7 +133,8 @@ def test_triton_programs_share_a_long_stack():
     case = Case(ChunkShape.run(1200, 5), 0, 1, 2, 16, 16, torch.float32)
     provider = triton()
     run = Run(case, lambda: provider)
-    operands = run.path._operands(run.query, run.key, run.value, 0, case.scale)
+    inputs = run.path._inputs(0, (run.query, run.key, run.value), (case.scale,))
+    operands = run.path.runtimes[0]._operands(inputs)
     assert attention_triton._splits(operands, attention_triton._forward_blocks(operands)) > 1
     run.check(1e-5)
 
@@ -165,7 +167,8 @@ def test_what_lies_beyond_the_chunks_start_is_neither_read_nor_given_a_gradient(
     case = Case(ChunkShape.run(10, 6), 0, 2, 2, dtype=torch.float32)
     run = Run(case, provider)
     assert provider.replayable if provider is Reference else provider().replayable
-    operands = run.path._operands(run.query, run.key, run.value, 0, case.scale)
+    inputs = run.path._inputs(0, (run.query, run.key, run.value), (case.scale,))
+    operands = run.path.runtimes[0]._operands(inputs)
     longer = [torch.full((1, 2, 30, 4), float("nan")) for _ in range(2)]
     for buffer, exact in zip(longer, (operands.prefix_key, operands.prefix_value), strict=True):
         buffer[:, :, :10] = exact

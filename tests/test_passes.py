@@ -121,8 +121,8 @@ def test_labels_are_no_part_of_the_prefix_key(program):
 def test_no_attention_or_matrix_product_of_the_forward_is_repeated_in_the_backward(program):
     forward, backward = targets(program.joint.forward), targets(program.joint.backward)
     linear_layers = 4 * LAYERS + 1
-    assert forward["attend"] == backward["attend_backward"] == LAYERS
-    assert forward["attend_backward"] == backward["attend"] == 0
+    assert forward["mix"] == backward["mix_backward"] == LAYERS
+    assert forward["mix_backward"] == backward["mix"] == 0
     assert forward["aten.mm.default"] == linear_layers
     # One product per linear layer for its input, one (accumulated in place) for its weight.
     assert backward["aten.mm.default"] == linear_layers
@@ -168,7 +168,7 @@ def test_wide_sums_of_products():
 
 def test_an_anchor_computes_no_more_than_the_cache_needs(program):
     cache, forward = targets(program.joint.cache_only), targets(program.joint.forward_only)
-    assert cache["attend"] == LAYERS - 1 and cache["write"] == 1
+    assert cache["mix"] == LAYERS - 1 and cache["write"] == 1
     # The last layer's query and output projections and the head are not computed.
     assert cache["aten.mm.default"] == forward["aten.mm.default"] - 3
 
@@ -177,7 +177,7 @@ def test_saved_values_hold_no_weights(program):
     outputs = list(program.joint.forward.graph.nodes)[-1].args[0]
     saved = outputs[len(program.frontier) :]
     assert all(any(not isinstance(size, int) for size in node.meta["val"].shape) for node in saved)
-    for key, value in program.joint.saved_kv:
+    for key, value in program.joint.saved_states:
         assert saved[key].meta["val"].shape[1] == saved[value].meta["val"].shape[1] == KV_HEADS
 
 
@@ -303,14 +303,14 @@ class LinearPath:
     def __init__(self):
         self.on_backward = lambda layer: None
 
-    def write(self, key, value, layer):
+    def write(self, layer, key, value):
         pass
 
-    def attend(self, query, key, value, layer, scale):
+    def mix(self, layer, query, key, value, scale):
         repeated = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
         return query + repeated, query.sum(-1)
 
-    def attend_backward(self, grad, query, key, value, out, logsumexp, layer, scale):
+    def mix_backward(self, layer, grad, query, key, value, out, logsumexp, scale):
         self.on_backward(layer)
         scratch = [torch.empty_like(value) for value in (query, key, value)]
         grads = [(grad.mean() * value).clone() for value in (query, key, value)]
@@ -385,7 +385,7 @@ def operators(module):
 def test_cheap_operators_alone_are_repeated(toy):
     forward, backward = targets(toy.joint.forward), targets(toy.joint.backward)
     assert forward["aten._log_softmax.default"] == 1
-    assert not any(name.startswith(("aten._log_softmax.", "aten.addmm.", "attend.")) for name in backward)
+    assert not any(name.startswith(("aten._log_softmax.", "aten.addmm.", "mix.")) for name in backward)
     products = forward["aten.mm.default"] + forward["aten.addmm.default"]
     assert backward["aten.mm.default"] == backward["aten.addmm_.default"] == products
     assert backward["aten.silu.default"] + backward["aten.native_layer_norm.default"] > 0
@@ -394,7 +394,7 @@ def test_cheap_operators_alone_are_repeated(toy):
 def test_a_recomputed_value_is_made_right_before_it_is_read(toy):
     order = [node.target for node in toy.joint.backward.graph.nodes]
     repeated = aten.silu.default if aten.silu.default in order else aten.native_layer_norm.default
-    assert order.index(repeated) < order.index("attend_backward") < len(order) - order[::-1].index(repeated)
+    assert order.index(repeated) < order.index("mix_backward") < len(order) - order[::-1].index(repeated)
 
 
 def test_less_is_kept_than_all_that_the_backward_reads(toy, monkeypatch):
@@ -412,7 +412,7 @@ def test_kept_bytes_are_those_of_the_storages(toy, tokens, head_rows):
     run, joint = Run(toy, tokens, head_rows), toy.joint
     assert run.kept_bytes() == joint.token_bytes * tokens + joint.head_bytes * head_rows
     saved = run.kept[len(joint.backward_inputs) :]
-    assert sum(saved[i].nbytes for pair in joint.saved_kv for i in pair) == joint.kv_bytes * tokens
+    assert sum(saved[i].nbytes for pair in joint.saved_states for i in pair) == joint.kv_bytes * tokens
 
 
 def test_head_dims_are_those_that_grow_with_the_head_rows(toy):
@@ -489,7 +489,7 @@ class FusedProjections(nn.Module):
 def test_a_view_of_a_part_does_not_keep_the_whole_alive():
     program = program_of(FusedProjections(), VOCABULARY)
     run = Run(program, 8, 8)
-    for position in program.joint.saved_kv[0]:
+    for position in program.joint.saved_states[0]:
         value = run.kept[len(program.joint.backward_inputs) + position]
         assert value.untyped_storage().nbytes() == value.nbytes
 

@@ -131,7 +131,7 @@ def test_what_the_stack_holds_beyond_the_prefix_is_not_read(model, compiled):
     for _ in range(3):
         check_transparent(model, compiled, case, chosen, "weights")
         for place in (place for engine in records.of(compiled).engines for place in engine.replays.places.values()):
-            for buffer in (*place.path.keys, *place.path.values):
+            for buffer in (one for states in place.path.states for one in states.buffers):
                 buffer.fill_(float("nan"))
 
 

@@ -1,7 +1,7 @@
 """input_sizes: which inputs of a call are weights, and which of their sizes are constants.
 
 Dynamo was asked for symbolic sizes of all inputs but the parameters of modules, since what counts rows and tokens is
-not known before the attention is. Making a size constant leaves a guard: another number is traced anew.
+not known before the mixers are. Making a size constant leaves a guard: another number is traced anew.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.ops.library import ATTENTION_CALL
 from dta_compile.passes.axes.layouts import sizes
+from dta_compile.passes.axes.mixer_calls import batch_and_tokens, mixer_calls
 from dta_compile.passes.program import AmbiguousAxes, InputKind, Program
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -22,9 +22,9 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 def input_sizes(program: Program) -> None:
     """Give computed weights their kind in `program.inputs`, and weights and ids constant feature sizes."""
-    calls = program.graph.find_nodes(op="call_function", target=ATTENTION_CALL)
-    tokens = {sizes(call.args[0])[2] for call in calls}
-    counting = {symbol for call in calls for dim in (0, 2) for symbol in sizes(call.args[0])[dim].free_symbols}
+    calls = [batch_and_tokens(call) for call in mixer_calls(program.graph)]
+    tokens = {length for _, length in calls}
+    counting = {symbol for both in calls for size in both for symbol in size.free_symbols}
     for index, (node, spec) in enumerate(zip(program.placeholders, program.inputs, strict=True)):
         if spec.kind is InputKind.DIFFERENTIABLE_DATA and calls:
             if counting.isdisjoint(symbol for size in sizes(node) for symbol in size.free_symbols):

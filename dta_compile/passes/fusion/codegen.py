@@ -100,8 +100,10 @@ def codegen(program: Program) -> None:
 
 def _worthwhile(program: Program) -> bool:
     """Whether generated code pays, as far as the first batch tells."""
-    value: torch.Tensor = program.attention[0].node.meta["val"]  # [B, H, S, D]
-    batch, _, tokens, _ = (size.node.hint or 0 if isinstance(size, torch.SymInt) else size for size in value.shape)
+    layer = program.mixers[0]
+    value: torch.Tensor = layer.node.meta["val"]
+    sizes = [size.node.hint or 0 if isinstance(size, torch.SymInt) else size for size in value.shape]
+    batch, tokens = sizes[layer.mixer.batch_dim], sizes[layer.mixer.token_dim]
     least = WORTHWHILE.get(value.device.type)
     return least is not None and program.joint.saved_bytes_per_token * batch * tokens >= least
 

@@ -26,7 +26,7 @@ from benchmarks.model import token_logprobs
 from benchmarks.ours import compile_logprobs, replan
 from dta_compile import records
 from dta_compile.runtime.executor import Executor
-from dta_compile.runtime.stack import PathStack
+from dta_compile.runtime.path.stack import PathStack
 from tests.support.helpers import (
     Batch,
     Measurement,
@@ -261,7 +261,7 @@ def poisoned_stacks() -> Iterator[None]:
 
     def begin_poisoned(self: PathStack, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        for buffer in (*self.keys, *self.values):
+        for buffer in (one for states in self.states for one in states.buffers):
             buffer.fill_(torch.nan)
 
     with mock.patch.object(PathStack, "__init__", begin_poisoned):

@@ -9,15 +9,8 @@ from typing import Any
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.cuts.other_batches import programs_of
-from dta_compile.passes.program import (
-    AttentionLayer,
-    AttentionMask,
-    ChunkInput,
-    FrontierValue,
-    MaskClass,
-    Program,
-    has_tensor,
-)
+from dta_compile.passes.mixer_layers import AttentionLayer, AttentionMask, MaskClass
+from dta_compile.passes.program import ChunkInput, FrontierValue, Program, has_tensor
 from dta_compile.plan import Plan
 from dta_compile.runtime.interception import Intercepted
 
@@ -65,6 +58,7 @@ def explain_engine(engine: Intercepted, args: Sequence[Any]) -> Explanation:
     sections = {
         "regions": [f"{name}: {count} operators" for name, count in regions.items()],
         "attention": list(attention),
+        "other mixers": _other_mixers(program),
         "prefix key": list(prefix_key),
         "head inputs": [_input(program, item) for item in program.head_inputs],
         "frontier": list(frontier),
@@ -98,6 +92,11 @@ def _attention(program: Program, masks: Sequence[MaskClass | AttentionMask]) -> 
         for layer, mask in zip(program.attention, masks, strict=True)
     )
     return tuple(f"{count} layers: {kind}" for kind, count in kinds.items())
+
+
+def _other_mixers(program: Program) -> list[str]:
+    others = (layer.mixer.name for layer in program.mixers if not isinstance(layer, AttentionLayer))
+    return [f"{count} layers: {name}" for name, count in collections.Counter(others).items()]
 
 
 def _read_at_every_call(layer: AttentionLayer) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from dta_compile.capture import dynamo
-from dta_compile.capture.generation import attention_calls, uses_kv_cache
+from dta_compile.capture.generation import mixer_calls, uses_kv_cache
 from dta_compile.capture.written_out import trains_parameters, written_out_attention
 from dta_compile.errors import RefusalError
 
@@ -42,7 +42,7 @@ class Captured:
         module: Dynamo's graph; with symbolic batch and token sizes if it is for the tree.
         kind: what becomes of it.
         training: gradients are on, and flow to an input.
-        has_attention: it calls `scaled_dot_product_attention`.
+        has_attention: it calls attention, or another mixer.
         own_symbols: every size has a symbol of its own, also where sizes are equal.
         graph_break: why the graph ends before the function does, and where; None if it does not.
         note: a line to log, for a plain graph.
@@ -66,7 +66,7 @@ def classify(module: fx.GraphModule) -> Captured:
     that passes through here, after which Dynamo calls with the next trace.
     """
     own_symbols = dynamo.restore_duck_shapes()
-    has_attention = any(attention_calls(module))
+    has_attention = any(mixer_calls(module))
     facts = Captured(
         module, Kind.TREE, _is_training(module), has_attention, own_symbols, graph_break=dynamo.graph_break(module)
     )

@@ -9,36 +9,44 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
+from dta_compile.ops.mixer import MIXERS, Mixer, Operand
 from dta_compile.passes.program import output_node
 from dta_compile.passes.symbols import expression
 
 
-def attention_calls(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """The attention calls of a captured graph, also inside checkpointed regions."""
+def mixer_calls(module: fx.GraphModule) -> Iterator[tuple[Mixer, fx.Node]]:
+    """The calls of attention and other mixers in a captured graph, also inside checkpointed regions."""
+    known = {function: mixer for mixer in MIXERS.values() for function in mixer.functions}
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             for node in part.graph.nodes:
-                if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
-                    yield node
+                if node.op == "call_function" and node.target in known:
+                    yield known[node.target], node
 
 
 def uses_kv_cache(module: fx.GraphModule) -> bool:
     """Whether attention reads other tokens' keys, or the graph returns keys or values for later calls."""
     outputs = set(output_node(module.graph).all_input_nodes)
-    return any(_reads_cache(call) or not outputs.isdisjoint(_sources(call)) for call in attention_calls(module))
+    return any(
+        _reads_cache(mixer, call) or not outputs.isdisjoint(_sources(mixer, call))
+        for mixer, call in mixer_calls(module)
+    )
 
 
-def _reads_cache(call: fx.Node) -> bool:
-    query, key = _operand(call, 0, "query"), _operand(call, 1, "key")
-    return expression(query.meta["example_value"].shape[-2]) != expression(key.meta["example_value"].shape[-2])
+def _reads_cache(mixer: Mixer, call: fx.Node) -> bool:
+    dim = mixer.token_dim - len(mixer.dims)  # from the end: functions may take operands without batch or heads
+    lengths = {
+        expression(_operand(call, index, operand).meta["example_value"].shape[dim])
+        for index, operand in enumerate(mixer.operands)
+    }
+    return len(lengths) > 1
 
 
-def _sources(call: fx.Node) -> Iterator[fx.Node]:
-    """Keys and values of a call, and what they are views or copies of."""
-    for node in (_operand(call, 1, "key"), _operand(call, 2, "value")):
+def _sources(mixer: Mixer, call: fx.Node) -> Iterator[fx.Node]:
+    """States of a call, keys and values, and what they are views or copies of."""
+    for node in (_operand(call, index, mixer.operands[index]) for index in mixer.states):
         while True:
             yield node
             tensors = [arg for arg in node.all_input_nodes if isinstance(arg.meta.get("example_value"), torch.Tensor)]
@@ -47,5 +55,5 @@ def _sources(call: fx.Node) -> Iterator[fx.Node]:
             node = tensors[0]
 
 
-def _operand(call: fx.Node, index: int, name: str) -> fx.Node:
-    return call.args[index] if len(call.args) > index else call.kwargs[name]
+def _operand(call: fx.Node, index: int, operand: Operand) -> fx.Node:
+    return call.args[index] if len(call.args) > index else call.kwargs[operand.name]

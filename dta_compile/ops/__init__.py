@@ -7,6 +7,15 @@ from dta_compile.ops import (
     library,
     linear_log_prob,
     linear_log_prob_blocks,
+    mixer,
 )
 
-__all__ = ["add_product", "attention", "autograd_function", "library", "linear_log_prob", "linear_log_prob_blocks"]
+__all__ = [
+    "add_product",
+    "attention",
+    "autograd_function",
+    "library",
+    "linear_log_prob",
+    "linear_log_prob_blocks",
+    "mixer",
+]

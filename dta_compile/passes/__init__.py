@@ -3,7 +3,7 @@
 lower          Dynamo's graph -> functional ATen graph, attention as one opaque op
 input_sizes    which inputs are weights, and which sizes of ids are constants
 token_axis     which dimensions run over sequences and tokens, and what mixes them
-attention      masks proven causal, KV heads un-repeated
+attention      the mixer layers; of attention, masks proven causal and KV heads un-repeated
 regions        prologue | token region | epilogue, and the frontier between the last two
 prefix_key     trunk | head, and which inputs make two prefixes the same
 head_rows      at which tokens the head is needed: not where the loss ignores it

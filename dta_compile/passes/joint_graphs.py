@@ -30,18 +30,18 @@ class JointGraphs:
     """The executable graphs of a chunk. All take `path`, then the chunk graph's inputs, in the chunk graph's order.
 
     Attributes:
-        cache_only: writes the chunk's KV to the path; returns nothing (an anchor).
-        forward_only: writes KV, returns the frontier values (an anchor with outputs, or scoring).
-        forward: writes KV, returns the frontier values, then the saved values.
+        cache_only: writes the states of the chunk's spine (KV) to the path; returns nothing (an anchor).
+        forward_only: writes states, returns the frontier values (an anchor with outputs, or scoring).
+        forward: writes states, returns the frontier values, then the saved values.
         backward: takes `path`, the `backward_inputs` of the chunk's inputs, the saved values, the gradients of the
             differentiable frontier values, and (after the accumulate pass) accumulators for `grad_parameters`.
-        saved_kv: for each layer, where its key and value are among the saved values.
+        saved_states: for each mixer layer, where its states (key and value) are among the saved values.
         differentiated: positions of the frontier values whose gradients the backward takes.
         grad_parameters: positions among the chunk graph's parameters that receive a gradient.
         grad_sources: for each of `grad_parameters`, which frontier values its gradient comes from.
         token_bytes, head_bytes: what one chunk keeps for its backward, per token and per head row: saved values, and
             the inputs of trunk and head among `backward_inputs`.
-        kv_bytes: the keys and values of all layers, per token.
+        kv_bytes: the states of all layers, per token: keys and values, for attention.
         head_dims: for each of `backward_inputs` and then of the saved values, the dimension that runs over head rows.
         head_rows_separable: the backward may be run for some of the head rows, see `of_head_rows`.
         generated: the code that the graphs call, if any is generated for them.
@@ -55,7 +55,7 @@ class JointGraphs:
     sizes: ChunkSizes
     backward: fx.GraphModule | None = None
     backward_inputs: list[int] = dataclasses.field(default_factory=list)
-    saved_kv: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    saved_states: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     differentiated: list[int] = dataclasses.field(default_factory=list)
     grad_parameters: list[int] = dataclasses.field(default_factory=list)
     grad_sources: list[set[int]] = dataclasses.field(default_factory=list)

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import pathlib
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 import sympy
 import torch
@@ -14,7 +14,7 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.joint_graphs import JointGraphs
-from dta_compile.passes.terms import Term, shown
+from dta_compile.passes.mixer_layers import AttentionLayer, MixerLayer
 
 TORCH_FOLDER = str(pathlib.Path(torch.__file__).parent)
 
@@ -109,70 +109,6 @@ class Input:
     requires_grad: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class MaskClass:
-    """What an attention mask was proven to be: causal, within `window` tokens if that is not None.
-
-    The terms are over "row" and "key". What is said of them is what the proof takes for granted; every call checks it.
-
-    Attributes:
-        valid: which tokens are real (None: all); the others are padding, which no real token attends to.
-        segments: the same for all real tokens of a row.
-        positions: grow by one from token to token between the real tokens of a row.
-        binary: zero or one.
-        bias: zero or at most -1e4.
-        bounded: integers less than 2**31, of either sign.
-    """
-
-    window: int | None = None
-    valid: Term | None = None
-    segments: tuple[Term, ...] = ()
-    positions: tuple[Term, ...] = ()
-    binary: tuple[Term, ...] = ()
-    bias: tuple[Term, ...] = ()
-    bounded: tuple[Term, ...] = ()
-
-    def __str__(self) -> str:
-        parts = ["causal" if self.window is None else f"causal, window {self.window}"]
-        if self.valid is not None:
-            parts.append(f"real tokens where {shown(self.valid)}")
-        parts += [f"one segment of {shown(term)} a row" for term in self.segments]
-        parts += [f"consecutive {shown(term)}" for term in self.positions]
-        return ", ".join(parts)
-
-
-class AttentionMask(Protocol):
-    """A mask, as far as it is known before any call; printed, its class or what it computes. See `masks.proof`.
-
-    Attributes:
-        constant: its class, if that is the same for every call.
-        numbers, scalars, tables: what has to be known of a call to say the class otherwise.
-        items: tensors that numbers are read from, by the symbol that Dynamo knows the number by.
-        leaves: tensors that the class is read from.
-    """
-
-    constant: MaskClass | None
-    numbers: list[sympy.Expr]
-    scalars: set[fx.Node]
-    tables: set[fx.Node]
-    items: dict[sympy.Symbol, fx.Node]
-    leaves: set[fx.Node]
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionLayer:
-    """One attention call: `q [B, Hq, S, D]`, `k [B, Hkv, S, D]`, `v [B, Hkv, S, Dv]`; without a mask it is causal."""
-
-    index: int
-    node: fx.Node
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    mask: AttentionMask | None
-    where: str
-
-
 @dataclasses.dataclass
 class ChunkInput:
     """A prologue value that chunks read: gathered by row, by column, by sequence, or whole."""
@@ -246,7 +182,7 @@ class Program:
     roots: Mapping[fx.Node, frozenset[fx.Node]] = dataclasses.field(default_factory=dict)
     other_batches: Set[fx.Node] = frozenset()  # leads to attention over other sizes only
     # attention
-    attention: Sequence[AttentionLayer] = ()
+    mixers: Sequence[MixerLayer] = ()  # in order; a layer's index is its place here
     # regions
     region: Set[fx.Node] = frozenset()
     frontier: Sequence[FrontierValue] = ()
@@ -292,6 +228,11 @@ class Program:
     @property
     def graph(self) -> fx.Graph:
         return self.module.graph
+
+    @property
+    def attention(self) -> list[AttentionLayer]:
+        """Those of the mixer layers that have masks."""
+        return [layer for layer in self.mixers if isinstance(layer, AttentionLayer)]
 
     @property
     def input_symbols(self) -> dict[sympy.Symbol, tuple[int, int | None]]:

@@ -25,11 +25,12 @@ from dta_compile.runtime.masks import ReadMasks, read_masks
 from dta_compile.runtime.measure.budget import default_budget, keep_freed_pages
 from dta_compile.runtime.measure.calibration import Calibration
 from dta_compile.runtime.measure.stopwatch import Stopwatch
+from dta_compile.runtime.mixers import runtimes_of
+from dta_compile.runtime.path.stack import PathStack
 from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Booleans, Integers
 from dta_compile.runtime.rows.buffers import RowBuffer
 from dta_compile.runtime.rows.dense import Sizes, gathered, key_codes, used_tokens
 from dta_compile.runtime.rows.upload import upload
-from dta_compile.runtime.stack import PathStack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,13 +151,13 @@ class Call:
         if generated is not None:
             generated.prepare(sorted(_graphs(plan)))
             plan.estimates.codegen = str(generated)
-        layers, capacity = self.program.attention, plan.simulation.peak_stack_tokens
+        layers, capacity = self.program.mixers, plan.simulation.peak_stack_tokens
         attention, cache = self.context.options.attention, self.context.replays
+        runtimes = runtimes_of(self.program, self.masks, self.device, attention)
         data, lease = self._chunk_data(), None
         if cache is not None and replay.is_possible(self.device) and replay.pays(_runs(plan)):
-            lease = cache.lease(layers, capacity, self.device, attention, data.parameters)
-        path = lease.path if lease else PathStack(layers, capacity, self.device, attention)
-        path.windows = self.masks.windows
+            lease = cache.lease(layers, runtimes, capacity, self.device, attention, data.parameters)
+        path = lease.path if lease else PathStack(layers, runtimes, capacity, self.device)
         executor = Executor(self.program.joint, self.program.frontier, data, self.rows, path, lease)
         if lease:
             weakref.finalize(executor, lease.place.release)  # whatever way the call ends

@@ -15,13 +15,13 @@ from dta_compile.passes.program import FrontierValue
 from dta_compile.plan import Segment, Work, segments
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Chunk, Forward, Op, Pop, Restore, Slice
 from dta_compile.plan.verify import attention_pairs
-from dta_compile.runtime.attention.chunk_shape import ChunkShape
 from dta_compile.runtime.measure.stopwatch import Stopwatch
+from dta_compile.runtime.path.chunk_shape import ChunkShape
+from dta_compile.runtime.path.stack import PathStack, SpineStates
 from dta_compile.runtime.replay import Lease
 from dta_compile.runtime.rows.batch_rows import BatchRows
 from dta_compile.runtime.rows.buffers import Gathered, RowBuffer, Rows, next_to_zero, padded
 from dta_compile.runtime.rows.upload import upload
-from dta_compile.runtime.stack import PathStack
 
 HEAD_SHARE = 0.75  # of a kept graph's head rows with a gradient, from which on dropping the others does not pay
 
@@ -76,18 +76,6 @@ class Graph:
     active: HeadChoice | None
 
 
-@dataclasses.dataclass
-class Kept:
-    """KV of a spine that starts at depth `start`: per layer key and value `[1, Hkv, n, D]`."""
-
-    start: int
-    kv: list[tuple[torch.Tensor, torch.Tensor]]
-
-    def part(self, start: int, stop: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        window = slice(start - self.start, stop - self.start)
-        return [(key[:, :, window], value[:, :, window]) for key, value in self.kv]
-
-
 class Executor:
     """Runs the operations of a schedule over one batch; `run` may stop at an `attach` op and go on from there.
 
@@ -116,7 +104,7 @@ class Executor:
         self.lease = lease
         self.head_rows = rows.position_rows[rows.head_positions]  # [H] tree row of every head row
         self.graphs: dict[Chunk, Graph | None] = {}  # None: skipped
-        self.kept: dict[int, Kept] = {}  # by the first row of the spine
+        self.kept: dict[int, SpineStates] = {}  # by the first row of the spine
         self.spine_of_row = np.full(rows.tree.num_rows, -1)  # first row of the kept spine that covers the row
         self.waiting_ops: list[Anchor | Restore] = []
         self.outputs: list[RowBuffer] = []
@@ -202,7 +190,8 @@ class Executor:
         saved = results[len(self.frontier) :]
         self.graphs[chunk] = Graph(placed, [*(inputs[i] for i in self.joint.backward_inputs), *saved], active)
         if chunk.spine is not None:
-            self._keep(chunk.spine, [(saved[key], saved[value]) for key, value in self.joint.saved_kv])
+            states = [tuple(saved[i] for i in positions) for positions in self.joint.saved_states]
+            self._keep(chunk.spine, SpineStates(chunk.spine.start, states))
 
     def _backward(self, chunk: Chunk) -> None:
         graph = self.graphs.pop(chunk)
@@ -260,18 +249,18 @@ class Executor:
             gradient[real:] = 0
         return gradient.to(value.dtype)
 
-    def _keep(self, spine: Slice, kv: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _keep(self, spine: Slice, states: SpineStates) -> None:
         ranges = self.rows.tree.row_ranges(spine.sequence, spine.start, spine.stop)
         for start, stop in ranges:
             self.spine_of_row[start:stop] = ranges[0][0]
-        self.kept[ranges[0][0]] = Kept(spine.start, kv)
+        self.kept[ranges[0][0]] = states
 
     def _forget(self, spine: Slice) -> None:
         self.kept.pop(self.rows.tree.row_at(spine.sequence, spine.start), None)
 
     def _restore(self, part: Slice) -> None:
         kept = self.kept[int(self.spine_of_row[self.rows.tree.row_at(part.sequence, part.start)])]
-        self.path.put(part.start, kept.part(part.start, part.stop))
+        self.path.put(kept, part.start, part.stop)
 
     def _place(self, chunk: Chunk, heads: bool = True) -> Placed:
         tree, starts, device = self.rows.tree, self.rows.head_starts, self.path.device

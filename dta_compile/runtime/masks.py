@@ -18,7 +18,8 @@ from dta_compile.errors import RuntimeContractError
 from dta_compile.passes.masks.proof import FORBIDDEN, Mask
 from dta_compile.passes.masks.ranges import BOUND, LONGEST_ROW
 from dta_compile.passes.masks.tables import Facts, Table, read_table
-from dta_compile.passes.program import AttentionMask, MaskClass, Program, ancestors, has_tensor
+from dta_compile.passes.mixer_layers import AttentionLayer, AttentionMask, MaskClass
+from dta_compile.passes.program import Program, ancestors, has_tensor
 from dta_compile.passes.terms import Entry, Evaluation, Term, shown, subterms
 
 Booleans = npt.NDArray[np.bool_]
@@ -32,16 +33,11 @@ class ReadMasks:
 
     Attributes:
         valid: `[B, S]` real tokens.
-        classes: by attention layer.
+        classes: by attention layer; what mixes tokens otherwise has no mask, and takes all tokens for real.
     """
 
     valid: Booleans
     classes: list[MaskClass]
-
-    @property
-    def windows(self) -> list[int]:
-        """By attention layer the tokens that a token attends to, itself included; 0: all above it."""
-        return [one.window or 0 for one in self.classes]
 
 
 def read_masks(
@@ -56,7 +52,7 @@ def read_masks(
         RefusalError: a mask is of no supported class with the numbers and tables of this call.
         RuntimeContractError: the inputs are not what the proof of a mask takes for granted.
     """
-    masks = dict.fromkeys(layer.mask for layer in program.attention)
+    masks = dict.fromkeys(layer.mask if isinstance(layer, AttentionLayer) else None for layer in program.mixers)
     reader = _Reader(program, dense, number, shape)
     classes = {mask: reader.class_of(mask) for mask in masks}
     valid = reader.valid_of(list(dict.fromkeys(classes.values())))

@@ -21,12 +21,13 @@ import numpy as np
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.passes.program import AttentionLayer
+from dta_compile.passes.mixer_layers import MixerLayer
 from dta_compile.plan import ReplayCounts
-from dta_compile.runtime.attention.chunk_shape import ChunkTable
-from dta_compile.runtime.attention.interface import Operands
+from dta_compile.runtime.path.chunk_shape import ChunkTable
+from dta_compile.runtime.path.interface import LayerRuntime
+from dta_compile.runtime.path.stack import PathStack
+from dta_compile.runtime.path.token_states import Reach
 from dta_compile.runtime.rows.upload import upload
-from dta_compile.runtime.stack import PathStack
 
 __all__ = ["Lease", "ReplayCache", "ReplayStack", "is_possible", "pays"]
 
@@ -69,14 +70,40 @@ class Recorded:
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
+@dataclasses.dataclass(frozen=True)
+class DeviceReach:
+    """What a chunk reads and writes of the path by numbers in device memory: see `Reach`.
+
+    Attributes:
+        bound: not less than the number of tokens above the chunk.
+        put, taken: `[tokens]` at which depth each token's states go on the path, and where its pending gradient is.
+    """
+
+    bound: int
+    put: torch.Tensor
+    taken: torch.Tensor
+
+    def above(self, buffer: torch.Tensor, dim: int) -> torch.Tensor:
+        return buffer.narrow(dim, 0, self.bound)
+
+    def write(self, buffer: torch.Tensor, dim: int, values: torch.Tensor) -> None:
+        buffer.index_copy_(dim, self.put, values)
+
+    def take(self, buffer: torch.Tensor, dim: int, total: torch.Tensor) -> None:
+        total += buffer.index_select(dim, self.taken)
+        buffer.index_fill_(dim, self.taken, 0)
+
+
 class ReplayStack(PathStack):
     """A path stack at fixed addresses that goes by numbers in device memory.
 
     The last place of every buffer takes what is not to be kept; its gradients are always zero.
     """
 
-    def __init__(self, layers: Sequence[AttentionLayer], capacity: int, device: torch.device, attention: str) -> None:
-        super().__init__(layers, capacity + 1, device, attention)
+    def __init__(
+        self, layers: Sequence[MixerLayer], runtimes: Sequence[LayerRuntime], capacity: int, device: torch.device
+    ) -> None:
+        super().__init__(layers, runtimes, capacity + 1, device)
         self.tables: dict[int, ChunkTable] = {}
         self.places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.replaying = False
@@ -90,7 +117,7 @@ class ReplayStack(PathStack):
             self.places[tokens] = put, take
         number = np.arange(tokens)
         put = np.where(number < shape.spine, shape.start + number, dump)
-        take = np.where(number < min(self.waiting - shape.start, shape.spine), shape.start + number, dump)
+        take = np.where(number < min(self.pending - shape.start, shape.spine), shape.start + number, dump)
         self.tables[tokens].numbers.copy_(upload(shape.table_rows(), self.device), non_blocking=True)
         for place, numbers in zip(self.places[tokens], (put, take), strict=True):
             place.copy_(upload(numbers, self.device), non_blocking=True)
@@ -104,34 +131,10 @@ class ReplayStack(PathStack):
     def table(self) -> ChunkTable:
         return self.tables[self.chunk.tokens] if self.replaying else super().table()
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+    def _reach(self) -> Reach:
         if not self.replaying:
-            super().write(key, value, layer)
-            return
-        put, _ = self.places[self.chunk.tokens]
-        self.keys[layer].index_copy_(2, put, key)
-        self.values[layer].index_copy_(2, put, value)
-
-    def _operands(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float
-    ) -> Operands:
-        operands = super()._operands(query, key, value, layer, scale)
-        if not self.replaying:
-            return operands
-        prefix = self.keys[layer][:, :, : self.bound], self.values[layer][:, :, : self.bound]
-        return operands._replace(prefix_key=prefix[0], prefix_value=prefix[1])
-
-    def _above(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [buffer[:, :, : self.bound] for buffer in buffers] if self.replaying else super()._above(buffers)
-
-    def _take(self, buffers: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        if not self.replaying:
-            super()._take(buffers, grads)
-            return
-        _, take = self.places[self.chunk.tokens]
-        for buffer, own in zip(buffers, grads, strict=True):
-            own += buffer.index_select(2, take)
-            buffer.index_fill_(2, take, 0)
+            return super()._reach()
+        return DeviceReach(self.bound, *self.places[self.chunk.tokens])
 
 
 @dataclasses.dataclass
@@ -158,9 +161,9 @@ class Workplace:
 
     def clean(self) -> None:
         """As new, whatever a call left that ended half-way."""
-        self.path.waiting = 0
-        for buffer in (*self.path.key_grads, *self.path.value_grads):
-            buffer.zero_()
+        self.path.pending = 0
+        for states in self.path.states:
+            states.zero_gradients()
 
 
 class Lease:
@@ -197,7 +200,7 @@ class Lease:
             return run(arguments)
         copied = [tensor.data_ptr() not in self.fixed for tensor in tensors]
         shapes = [tensor.shape for tensor, copy in zip(tensors, copied, strict=True) if copy]
-        key = (id(graph), self.path.chunk.tokens, self.path.bound, *self.path.windows, *shapes)
+        key = (id(graph), self.path.chunk.tokens, self.path.bound, *(each.key for each in self.path.runtimes), *shapes)
         self.path.prepare()
         self.path.replaying = True
         try:
@@ -252,7 +255,8 @@ class ReplayCache:
 
     def lease(
         self,
-        layers: Sequence[AttentionLayer],
+        layers: Sequence[MixerLayer],
+        runtimes: Sequence[LayerRuntime],
         capacity: int,
         device: torch.device,
         attention: str,
@@ -270,11 +274,12 @@ class ReplayCache:
         if place is None and not self._make_room():
             return None
         if place is None or place.path.capacity <= capacity:
-            path = ReplayStack(layers, -(-max(capacity, 1) // CAPACITY) * CAPACITY, device, attention)
-            if not all(provider.replayable for provider in path.providers):
+            if not all(runtime.replayable for runtime in runtimes):
                 self.give_up("this kind of attention gets the shape of a chunk from the host")
                 return None
+            path = ReplayStack(layers, runtimes, -(-max(capacity, 1) // CAPACITY) * CAPACITY, device)
             place = self.places[addresses] = Workplace(path)
+        place.path.runtimes = runtimes
         place.clean()
         place.is_leased = True
         return Lease(self, place, parameters)

@@ -244,17 +244,17 @@ DIFFERS = r"(output 0|the gradient of) .*differs from the captured"
 @pytest.mark.parametrize(("verify", "checked"), [("off", 0), ("auto", 1), ("first", 1), ("always", 2)])
 def test_verify_finds_a_broken_runtime(model, monkeypatch, verify, checked):
     """Gradients and outputs that are wrong are found in the calls that are checked, and in these alone."""
-    from dta_compile.runtime.stack import PathStack
+    from dta_compile.runtime.path.stack import PathStack
 
-    def wrong_values(self, key, value, layer, write=PathStack.write):
-        write(self, key, value * 1.01, layer)
+    def wrong_values(self, layer, key, value, write=PathStack.write):
+        write(self, layer, key, value * 1.01)
 
-    def wrong_gradients(self, *arguments, backward=PathStack.attend_backward):
+    def wrong_gradients(self, *arguments, backward=PathStack.mix_backward):
         query, key, value = backward(self, *arguments)
         return query, key * 1.01, value
 
     ids = shared_ids()
-    for method, wrong in (("write", wrong_values), ("attend_backward", wrong_gradients)):
+    for method, wrong in (("write", wrong_values), ("mix_backward", wrong_gradients)):
         torch._dynamo.reset()
         compiled = dta(model, verify=verify)
         for call in range(2):

@@ -109,7 +109,7 @@ def test_results_are_frozen(result):
     program = result[0]
     with pytest.raises(TypeError):
         program.values[None] = None
-    for name in ("inputs", "attention", "frontier", "region", "trunk", "constant_inputs"):
+    for name in ("inputs", "mixers", "frontier", "region", "trunk", "constant_inputs"):
         assert isinstance(getattr(program, name), (tuple, frozenset)), name
     with pytest.raises(dataclasses.FrozenInstanceError):
         program.joint.working = {}
@@ -142,7 +142,7 @@ def spoil_values(program):
 
 
 def spoil_attention(program):
-    program.attention = tuple(dataclasses.replace(layer, index=layer.index + 1) for layer in program.attention)
+    program.mixers = tuple(dataclasses.replace(layer, index=layer.index + 1) for layer in program.mixers)
 
 
 def spoil_region(program):
@@ -187,10 +187,10 @@ def spoil_functional(program):
         (spoil_inputs, "every input of the call is a placeholder"),
         (spoil_functional, "the lowered graph is functional"),
         (spoil_values, "every value of the lowered graph has been interpreted"),
-        (spoil_attention, "attention has neither masks nor another batch"),
+        (spoil_attention, "every mixer of this batch is a layer"),
         (spoil_region, "the token region reads itself"),
         (spoil_frontier, "frontier values leave it token by token"),
-        (spoil_trunk, "the trunk has all attention"),
+        (spoil_trunk, "the trunk has all mixers"),
         (spoil_chunk, "the chunk graph takes parameters"),
         (spoil_joint, "executable graphs take the path"),
         (spoil_memory, "what has been written over"),
@@ -237,7 +237,7 @@ def test_a_listing_names_the_pass_and_the_users_line(result):
     assert "[lower]" in gelu and "test_contracts.py" in gelu and "F.gelu(x)" in gelu
     assert re.search(r"float64\[s\d+, s\d+, 8\]", gelu)
     assert any("aten.addmm_" in line and "[accumulate]" in line for line in parts["backward"].splitlines())
-    assert any("path.attend(" in line and "[joint]" in line for line in parts["forward"].splitlines())
+    assert any("path.mix(" in line and "[joint]" in line for line in parts["forward"].splitlines())
 
 
 def test_graphs_leave_the_recompile_limit_of_others_alone():

@@ -100,8 +100,8 @@ def test_labels_are_no_part_of_the_prefix_key(program):
 def test_no_attention_or_matrix_product_of_the_forward_is_repeated_in_the_backward(program):
     forward, backward = targets(program.joint.forward), targets(program.joint.backward)
     linear_layers = 4 * LAYERS + 1
-    assert forward["attend"] == backward["attend_backward"] == LAYERS
-    assert forward["attend_backward"] == backward["attend"] == 0
+    assert forward["mix"] == backward["mix_backward"] == LAYERS
+    assert forward["mix_backward"] == backward["mix"] == 0
     assert forward["aten.mm.default"] == linear_layers
     # One product per linear layer for its input, one (accumulated in place) for its weight.
     assert backward["aten.mm.default"] == linear_layers
@@ -135,7 +135,7 @@ def test_products_of_low_precision_are_added_to_float32_sums_without_a_temporary
 
 def test_an_anchor_computes_no_more_than_the_cache_needs(program):
     cache, forward = targets(program.joint.cache_only), targets(program.joint.forward_only)
-    assert cache["attend"] == LAYERS - 1 and cache["write"] == 1
+    assert cache["mix"] == LAYERS - 1 and cache["write"] == 1
     # The last layer's query and output projections and the head are not computed.
     assert cache["aten.mm.default"] == forward["aten.mm.default"] - 3
 
@@ -144,7 +144,7 @@ def test_saved_values_hold_no_weights(program):
     outputs = list(program.joint.forward.graph.nodes)[-1].args[0]
     saved = outputs[len(program.frontier) :]
     assert all(any(not isinstance(size, int) for size in node.meta["val"].shape) for node in saved)
-    for key, value in program.joint.saved_kv:
+    for key, value in program.joint.saved_states:
         assert saved[key].meta["val"].shape[1] == saved[value].meta["val"].shape[1] == KV_HEADS
 
 

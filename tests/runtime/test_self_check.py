@@ -97,21 +97,21 @@ def test_nothing_is_disturbed(steps):
         handle.remove()
 
 
-@pytest.mark.parametrize("method", ["write", "attend_backward"])
+@pytest.mark.parametrize("method", ["write", "mix_backward"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_mismatch_is_found_before_a_gradient_is_handed_out(steps, monkeypatch, method, streaming):
-    from dta_compile.runtime.stack import PathStack
+    from dta_compile.runtime.path.stack import PathStack
 
     model, compiled, step = steps
 
-    def wrong_values(self, key, value, layer, write=PathStack.write):
-        write(self, key, value * 1.01, layer)
+    def wrong_values(self, layer, key, value, write=PathStack.write):
+        write(self, layer, key, value * 1.01)
 
-    def wrong_gradients(self, *arguments, backward=PathStack.attend_backward):
+    def wrong_gradients(self, *arguments, backward=PathStack.mix_backward):
         query, key, value = backward(self, *arguments)
         return query, key * 1.01, value
 
-    monkeypatch.setattr(PathStack, method, {"write": wrong_values, "attend_backward": wrong_gradients}[method])
+    monkeypatch.setattr(PathStack, method, {"write": wrong_values, "mix_backward": wrong_gradients}[method])
     what = "output 0" if method == "write" else "the gradient of .*"
     with pytest.raises(VerificationError, match=f"{what} .*differs from the captured program(?s:.*)got: "):
         if streaming:

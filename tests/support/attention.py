@@ -6,14 +6,16 @@ Run(Case(shape, window=3), Reference).check()
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import torch
 from hypothesis import strategies as st
 
+from dta_compile.ops.attention import ATTENTION_MIXER
+from dta_compile.passes.mixer_layers import AttentionLayer, StateSpec
 from dta_compile.plan import Segment
-from dta_compile.runtime.attention.chunk_shape import ChunkShape
-from dta_compile.runtime.stack import PathStack
+from dta_compile.runtime.attention.layer import AttentionRuntime
+from dta_compile.runtime.path.chunk_shape import ChunkShape
+from dta_compile.runtime.path.stack import PathStack
 
 TIGHT = 1e-12
 
@@ -89,8 +91,9 @@ def ancestry(case: Case) -> torch.Tensor:
 
 
 def attention_layer(kv_heads, key_dim, value_dim, dtype=torch.float64):
-    """What a stack reads of an `AttentionLayer`."""
-    return SimpleNamespace(kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, dtype=dtype)
+    """An attention layer of no graph."""
+    states = tuple(StateSpec((1, kv_heads, 1, width), 2, dtype) for width in (key_dim, value_dim))
+    return AttentionLayer(0, None, ATTENTION_MIXER, states, "", None)
 
 
 def random(*sizes, dtype=torch.float64, seed=0):
@@ -105,11 +108,12 @@ class Run:
         tokens, heads = shape.tokens, case.kv_heads * case.groups
         capacity = shape.start + tokens + spare
         layer = attention_layer(case.kv_heads, case.width, case.value_width, dtype)
-        self.path = path = PathStack([layer], capacity, torch.device("cpu"))
-        path.providers[0] = provider()
-        path.keys[0].copy_(random(1, case.kv_heads, capacity, case.width, dtype=dtype, seed=1))
-        path.values[0].copy_(random(1, case.kv_heads, capacity, case.value_width, dtype=dtype, seed=2))
-        self.before = path.keys[0].clone(), path.values[0].clone()
+        runtime = AttentionRuntime(provider(), case.window)
+        self.path = path = PathStack([layer], [runtime], capacity, torch.device("cpu"))
+        key_buffer, value_buffer = path.states[0].buffers
+        key_buffer.copy_(random(1, case.kv_heads, capacity, case.width, dtype=dtype, seed=1))
+        value_buffer.copy_(random(1, case.kv_heads, capacity, case.value_width, dtype=dtype, seed=2))
+        self.before = key_buffer.clone(), value_buffer.clone()
         # Projections come as [1, c, heads, D] in memory.
         self.query, self.key, self.value, self.grad = (
             random(1, tokens, count, width, dtype=dtype, seed=seed).transpose(1, 2)
@@ -124,22 +128,21 @@ class Run:
             )
         )
         path.chunk = shape
-        path.windows = [case.window]
-        arguments = (0, case.scale)
-        self.out, self.logsumexp = path.attend(self.query, self.key, self.value, *arguments)
+        self.out, self.logsumexp = path.mix(0, self.query, self.key, self.value, case.scale)
         path.allocate_gradients()
-        path.waiting = shape.start + shape.spine
+        path.pending = shape.start + shape.spine
         self.waiting = []
-        for seed, buffer in enumerate((path.key_grads[0], path.value_grads[0]), start=7):
-            buffer[:, :, : path.waiting] = random(*buffer.shape, seed=seed)[:, :, : path.waiting]
+        for seed, buffer in enumerate(path.states[0].gradients, start=7):
+            buffer[:, :, : path.pending] = random(*buffer.shape, seed=seed)[:, :, : path.pending]
             self.waiting.append(buffer.clone())
-        self.grads = path.attend_backward(
-            self.grad, self.query, self.key, self.value, self.out, self.logsumexp, *arguments
+        self.grads = path.mix_backward(
+            0, self.grad, self.query, self.key, self.value, self.out, self.logsumexp, case.scale
         )
 
     def operands(self):
         """What the stack hands to the provider for this chunk."""
-        return self.path._operands(self.query, self.key, self.value, 0, self.case.scale)
+        inputs = self.path._inputs(0, (self.query, self.key, self.value), (self.case.scale,))
+        return self.path.runtimes[0]._operands(inputs)
 
     def oracle(self):
         """Output, log-sum-exp, and gradients of query, keys and values `[.., start + c, ..]`."""
@@ -157,7 +160,7 @@ class Run:
         """As `oracle`, with what the stack was given of the gradients."""
         start, spine = self.case.shape.start, self.case.shape.spine
         both = []
-        buffers = self.path.key_grads[0], self.path.value_grads[0]
+        buffers = self.path.states[0].gradients
         for grad, buffer, waiting in zip(self.grads[1:], buffers, self.waiting, strict=True):
             grad = grad.double()
             grad[:, :, :spine] -= waiting[:, :, start : start + spine]
@@ -168,10 +171,8 @@ class Run:
         for result, expected in zip(self.results(), self.oracle(), strict=True):
             torch.testing.assert_close(result.double(), expected.detach(), rtol=tolerance, atol=tolerance * 10)
         start, stop = self.case.shape.start, self.case.shape.start + self.case.shape.spine
-        for buffer, before, own in zip(
-            (self.path.keys[0], self.path.values[0]), self.before, (self.key, self.value), strict=True
-        ):
+        for buffer, before, own in zip(self.path.states[0].buffers, self.before, (self.key, self.value), strict=True):
             before[:, :, start:stop] = own[:, :, : stop - start]
             assert torch.equal(buffer, before), "the spine, and nothing else, goes onto the stack"
-        for buffer in (self.path.key_grads[0], self.path.value_grads[0]):
+        for buffer in self.path.states[0].gradients:
             assert not buffer[:, :, start:].any(), "what waited for the spine is taken"

@@ -36,14 +36,14 @@ class LinearPath:
     def __init__(self):
         self.on_backward = lambda layer: None
 
-    def write(self, key, value, layer):
+    def write(self, layer, key, value):
         pass
 
-    def attend(self, query, key, value, layer, scale):
+    def mix(self, layer, query, key, value, scale):
         repeated = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
         return query + repeated, query.sum(-1)
 
-    def attend_backward(self, grad, query, key, value, out, logsumexp, layer, scale):
+    def mix_backward(self, layer, grad, query, key, value, out, logsumexp, scale):
         self.on_backward(layer)
         scratch = [torch.empty_like(value) for value in (query, key, value)]
         grads = [(grad.mean() * value).clone() for value in (query, key, value)]

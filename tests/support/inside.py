@@ -15,8 +15,8 @@ from typing import Any
 from dta_compile import records
 from dta_compile.options import Options
 from dta_compile.runtime.engine import Engine
+from dta_compile.runtime.path.stack import PathStack
 from dta_compile.runtime.replay import ReplayCache
-from dta_compile.runtime.stack import PathStack
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Traced:
         allowed = allowed[(None,) * (4 - allowed.dim())].expand(batch, 1, tokens, tokens)[:, 0]
         distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
         expected = (distance >= 0) & torch.from_numpy(found.valid)[:, None]
-        if found.windows[0]:
+        if found.classes[0].window:
             expected &= distance < found.windows[0]
         real = torch.from_numpy(found.valid)[:, :, None]
         assert torch.equal(allowed & real, expected & real), f"{found.classes[0]}: {self.mask.term}"

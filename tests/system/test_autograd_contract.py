@@ -174,9 +174,9 @@ def test_one_module_compiled_twice_serves_both(model, compiled):
     assert dta_compile.last_plan(compiled).schedule.strategy != "dense"
 
 
-@pytest.mark.parametrize(("method", "call"), [("attend", 3), ("attend_backward", 1), ("attend_backward", 4)])
+@pytest.mark.parametrize(("method", "call"), [("mix", 3), ("mix_backward", 1), ("mix_backward", 4)])
 def test_an_exception_in_the_middle_leaves_the_next_step_correct(model, compiled, monkeypatch, method, call):
-    from dta_compile.runtime.stack import PathStack
+    from dta_compile.runtime.path.stack import PathStack
 
     original, calls = getattr(PathStack, method), []
 
@@ -195,11 +195,11 @@ def test_an_exception_in_the_middle_leaves_the_next_step_correct(model, compiled
 
 
 def test_an_exception_in_a_retained_backward_can_be_retried(model, compiled, monkeypatch):
-    from dta_compile.runtime.stack import PathStack
+    from dta_compile.runtime.path.stack import PathStack
 
     expected = after(model, lambda: weighted(model(IDS)).backward())
     loss = weighted(compiled(IDS))
-    monkeypatch.setattr(PathStack, "attend_backward", None)
+    monkeypatch.setattr(PathStack, "mix_backward", None)
     with pytest.raises(TypeError):
         loss.backward(retain_graph=True)
     monkeypatch.undo()
@@ -279,7 +279,7 @@ def test_optimiser_steps_equal_eager():
 
 @pytest.mark.parametrize("backward", [True, False])
 def test_a_finished_step_keeps_no_activations(model, compiled, backward):
-    from dta_compile.runtime.stack import PathStack
+    from dta_compile.runtime.path.stack import PathStack
 
     def alive():
         return sum(type(item) is PathStack for item in gc.get_objects())

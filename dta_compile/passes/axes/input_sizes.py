@@ -1,7 +1,7 @@
 """input_sizes: which inputs of a call are weights, and which of their sizes are constants.
 
 Dynamo was asked for symbolic sizes of all inputs but the parameters of modules, since what counts rows and tokens is
-not known before the attention is. Making a size constant leaves a guard: another number is traced anew.
+not known before the mixers are. Making a size constant leaves a guard: another number is traced anew.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.ops.library import ATTENTION_CALL
+from dta_compile.passes.axes.mixer_calls import batch_and_tokens, mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.program import AmbiguousAxes, InputKind, Program
 from dta_compile.passes.symbols import free_symbols, sizes
@@ -24,9 +24,9 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 @contract(reads=["module", "placeholders", "own_symbols"], rewrites=["inputs"])
 def input_sizes(program: Program) -> None:
     """Give computed weights their kind in `program.inputs`, and weights and ids constant feature sizes."""
-    calls = program.graph.find_nodes(op="call_function", target=ATTENTION_CALL)
-    tokens = {sizes(call.args[0])[2] for call in calls}
-    counting = free_symbols(sizes(call.args[0])[dim] for call in calls for dim in (0, 2))
+    calls = [batch_and_tokens(call) for call in mixer_calls(program.graph)]
+    tokens = {length for _, length in calls}
+    counting = free_symbols(size for both in calls for size in both)
     inputs = list(program.inputs)
     for index, (node, spec) in enumerate(zip(program.placeholders, inputs, strict=True)):
         if spec.kind is InputKind.DIFFERENTIABLE_DATA and calls:

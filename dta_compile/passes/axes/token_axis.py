@@ -14,8 +14,9 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.ops.library import ATTENTION_CALL
+from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule
+from dta_compile.passes.axes.mixer_calls import batch_and_tokens, mixer_calls
 from dta_compile.passes.axes.position_tables import index_position_tables
 from dta_compile.passes.axes.token_rules import pointwise, rule_for
 from dta_compile.passes.contracts import contract
@@ -67,16 +68,16 @@ def token_axis(program: Program) -> None:
 
 
 def _find_axes(program: Program) -> None:
-    """The first attention call's query `[B, heads, S, D]` says what the batch and token sizes are.
+    """The first mixer call, of attention for one, says what the batch and token sizes are.
 
     Calls over other sizes are for the program of the epilogue, see `other_batches`.
     """
-    calls = [node for node in program.graph.nodes if node.target is ATTENTION_CALL]
+    calls = mixer_calls(program.graph)
     if not calls:
         raise GraphWithoutAttention(None)
     _require_own_keys(calls)
-    batch, tokens = _batch_and_tokens(calls[0])
-    batch = next((other for other, length in map(_batch_and_tokens, calls) if length == tokens and other != 1), batch)
+    batch, tokens = batch_and_tokens(calls[0])
+    batch = next((other for other, length in map(batch_and_tokens, calls) if length == tokens and other != 1), batch)
     if tokens in (0, 1, 2) or batch == 0:  # 2 as a constant: `ids[:, 1:]` has a size of 1, which torch specialises
         raise GraphWithoutAttention("rows of one or two tokens share next to nothing: such calls run as captured")
     if not tokens.free_symbols:
@@ -88,7 +89,7 @@ def _find_axes(program: Program) -> None:
             hint="pass dynamic=True to torch.compile, and let the model's code not depend on the number itself",
         )
         raise AmbiguousAxes(refusal)  # it may have shared its symbol with a weight that is as wide
-    if any(batch.free_symbols & _batch_and_tokens(call)[1].free_symbols for call in calls):
+    if any(batch.free_symbols & batch_and_tokens(call)[1].free_symbols for call in calls):
         raise AmbiguousAxes()  # not only where they are equal: `s**2 // s` is not simplified
     # A loop over sequences makes the batch size a constant: Dynamo traces anew for another one.
     program.batch = batch if batch != 1 else None
@@ -97,31 +98,26 @@ def _find_axes(program: Program) -> None:
     program.other_batches = ancestors(others) - ancestors([call for call in calls if call not in others])
 
 
-def own_attention(program: Program) -> list[fx.Node]:
-    """The attention calls over the program's own batch."""
-    return [node for node in program.graph.nodes if node.target is ATTENTION_CALL and node not in program.other_batches]
-
-
-def _batch_and_tokens(call: fx.Node) -> tuple[sympy.Expr, sympy.Expr]:
-    batch, _, tokens, _ = sizes(call.args[0])
-    return batch, tokens
+def own_mixer_calls(program: Program) -> list[fx.Node]:
+    """The mixer calls over the program's own batch."""
+    return [call for call in mixer_calls(program.graph) if call not in program.other_batches]
 
 
 def _has_sizes(call: fx.Node, batch: sympy.Expr, tokens: sympy.Expr) -> bool:
     """Whether a call is over these rows, or over one row that stands for all of them."""
-    return _batch_and_tokens(call) in ((batch, tokens), (1, tokens))
+    return batch_and_tokens(call) in ((batch, tokens), (1, tokens))
 
 
 def _require_own_keys(calls: list[fx.Node]) -> None:
     for call in calls:
-        _, tokens = _batch_and_tokens(call)
-        for operand in call.args[1:3]:
-            if sizes(operand)[2] != tokens:
+        mixer, (_, tokens) = MIXERS[call.target], batch_and_tokens(call)
+        for operand, value in zip(mixer.operands, mixer.operands_of(call.args), strict=True):
+            if (found := sizes(value)[mixer.token_dim]) != tokens:
                 raise RefusalError(
-                    "attention over other tokens than the ones being trained (a KV cache, or cross-attention)",
+                    f"{mixer.name} over other tokens than the ones being trained (a KV cache, or cross-attention)",
                     where=where(call),
-                    expected=f"{tokens} keys, as many as tokens",
-                    got=f"{sizes(operand)[2]} keys",
+                    expected=f"{tokens} {operand.plural}, as many as tokens",
+                    got=f"{found} {operand.plural}",
                     hint="pass no past_key_values while training",
                 )
 
@@ -165,7 +161,7 @@ def _interpret(
 
 
 def _in_own_batch(program: Program, node: fx.Node, value: Layout) -> Layout | Mixed:
-    """A value with a gradient; mixed, if its tokens are others than those of the program's attention."""
+    """A value with a gradient; mixed, if its tokens are others than those of the program's mixers."""
     if not value.labelled:
         return value
     if node in program.other_batches:
@@ -190,8 +186,8 @@ def apply_rule(
     adopted: dict[tuple[fx.Node, fx.Node], Layout] | None,
 ) -> Value:
     """The value of a call node given those of its arguments; layouts that dense arguments take on go to `adopted`."""
-    # Masks have a proof of their own.
-    operands = node.args[:3] if node.target is ATTENTION_CALL else node.all_input_nodes
+    mixer = MIXERS.get(node.target)  # of attention, masks have a proof of their own
+    operands = mixer.operands_of(node.args) if mixer else node.all_input_nodes
     tensors = [arg for arg in operands if isinstance(arg, fx.Node) and has_tensor(arg)]
     for arg in tensors:
         if isinstance(values[arg], Mixed):
@@ -202,7 +198,7 @@ def apply_rule(
     layouts = {arg: value for arg in tensors if isinstance(value := values[arg], Layout)}
     if repeated := _repeated_for_tokens(program, node, layouts):
         return repeated
-    if not any(layout.labelled for layout in layouts.values()) and node.target is not ATTENTION_CALL:
+    if not any(layout.labelled for layout in layouts.values()) and mixer is None:
         return _without_axes(program, node)
     rule = rule_for(node.target)
     if rule is None:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import OptionError
-from dta_compile.ops.library import ATTENTION_CALL
+from dta_compile.ops.mixer import BATCH, MIXERS, TOKENS
 from dta_compile.passes.axes import shape_rules
 from dta_compile.passes.axes.layouts import (
     Arguments,
@@ -220,19 +220,23 @@ def convolution(node: fx.Node, arguments: Arguments) -> Layout:
     return layout
 
 
-def attention(node: fx.Node, arguments: Arguments) -> Layout:
-    """The one operator that may look along the token axis: query, key and value `[B, heads, S, D]`."""
-    query = arguments[node.args[0]]
-    for operand in node.args[:3]:
+def mixing(node: fx.Node, arguments: Arguments) -> Layout:
+    """The operators that may look along the token axis, all of whose operands are over the same tokens."""
+    mixer = MIXERS[node.target]
+    operands, batch_dim = mixer.operands_of(node.args), mixer.batch_dim
+    first, both = arguments[operands[0]], " and ".join(operand.plural for operand in mixer.operands[:2])
+    for operand in operands:
         layout = arguments[operand]
-        one_sequence = layout.dims[0] is None and sizes(operand)[0] == 1
-        if layout.dims[1:] != (None, Axis.TOKEN, None) or not (layout.dims[0] is Axis.BATCH or one_sequence):
-            raise MixesTokens(f"attention expects [batch, heads, tokens, head_dim], got {layout} of {sizes(operand)}")
-        if layout.frame != query.frame:
-            raise MixesTokens("its queries and keys are different tokens (a KV cache, or cross-attention)")
-        if one_sequence != (query.dims[0] is None):
-            raise MixesTokens("its queries and keys are of different numbers of sequences")
-    return query
+        one_sequence = layout.dims[batch_dim] is None and sizes(operand)[batch_dim] == 1
+        axes = {BATCH: None if one_sequence else Axis.BATCH, TOKENS: Axis.TOKEN}
+        if layout.dims != tuple(axes.get(dim) for dim in mixer.dims):
+            expected = ", ".join(mixer.dims)
+            raise MixesTokens(f"{mixer.name} expects [{expected}], got {layout} of {sizes(operand)}")
+        if layout.frame != first.frame:
+            raise MixesTokens(f"its {both} are different tokens (a KV cache, or cross-attention)")
+        if one_sequence != (first.dims[batch_dim] is None):
+            raise MixesTokens(f"its {both} are of different numbers of sequences")
+    return first
 
 
 def item(node: fx.Node, arguments: Arguments) -> Layout:
@@ -301,7 +305,6 @@ _register(shape_rules.view_as_real, aten.view_as_real.default)
 _register(convolution, aten.convolution.default)
 _register(shape_rules.constant_pad, aten.constant_pad_nd.default)
 _register(shape_rules.repeat, aten.repeat.default)
-_register(attention, ATTENTION_CALL)
 _register(item, operator.getitem)
 
 
@@ -309,6 +312,8 @@ def rule_for(target: Any) -> Rule | None:
     """The rule of an operator, `pointwise` for those that torch itself tags so, or None."""
     if target in TOKEN_RULES:
         return TOKEN_RULES[target]
+    if target in MIXERS:
+        return mixing
     if not is_tagged_pointwise(target):
         return None
     # Some give a number for the whole tensor (aten.equal).

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.ops.library import ATTENTION_CALL
+from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.between.listing import graphs
 from dta_compile.passes.contracts import ContractError, Pass
 from dta_compile.passes.graphs.storage import storages, view_source
@@ -110,13 +110,14 @@ def _interpreted(program: Program) -> Iterator[object]:
             yield f"{node.name}: {value} of {result.dim()} dimensions"
 
 
-@_rule("attention has neither masks nor another batch", "module", "attention", "other_batches")
-def _attention(program: Program) -> Iterator[object]:
-    calls = [n for n in program.graph.nodes if n.target is ATTENTION_CALL and n not in program.other_batches]
-    if set(calls) - {layer.node for layer in program.attention}:
-        yield "an attention call that is no layer"
-    for index, layer in enumerate(program.attention):
-        if layer.index != index or layer.node.args[3:5] != (None, True):
+@_rule("every mixer of this batch is a layer, and attention has no mask", "module", "mixers", "other_batches")
+def _layers(program: Program) -> Iterator[object]:
+    calls = [node for node in program.graph.nodes if node.target in MIXERS and node not in program.other_batches]
+    if calls != [layer.node for layer in program.mixers]:
+        yield f"{len(calls)} calls, {len(program.mixers)} layers"
+    yield from (f"layer {layer.index} in place {i}" for i, layer in enumerate(program.mixers) if layer.index != i)
+    for layer in program.attention:
+        if layer.node.args[3:5] != (None, True):
             yield layer.node.format_node()
 
 
@@ -128,17 +129,17 @@ def _closed_region(program: Program) -> Iterator[object]:
                 yield f"{node.name} reads {arg.name}"
 
 
-@_rule("all attention lies in the token region, and frontier values leave it token by token", "region", "frontier")
+@_rule("all mixers lie in the token region, and frontier values leave it token by token", "region", "frontier")
 def _frontier(program: Program) -> Iterator[object]:
-    yield from (f"{layer.node.name} is outside" for layer in program.attention if layer.node not in program.region)
+    yield from (f"{layer.node.name} is outside" for layer in program.mixers if layer.node not in program.region)
     for value in program.frontier:
         if value.node not in program.region or isinstance(program.values[value.node], Mixed):
             yield value.node.name
 
 
-@_rule("the trunk has all attention, and reads nothing of the head", "trunk", "region", "attention")
+@_rule("the trunk has all mixers, and reads nothing of the head", "trunk", "region", "mixers")
 def _closed_trunk(program: Program) -> Iterator[object]:
-    for layer in program.attention:
+    for layer in program.mixers:
         if layer.node not in program.trunk and any(user in program.trunk for user in layer.node.users):
             yield f"{layer.node.name} is in the head"
     for node in program.trunk:

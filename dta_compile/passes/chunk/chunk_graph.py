@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.ops.attention import ATTENTION
+from dta_compile.ops.mixer import has_several_results
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import is_uniform
 from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, SQUEEZES, TAKE_A_SHAPE
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 @contract(
     reads=[
-        *("inputs", "placeholders", "batch", "tokens", "input_layouts", "attention"),
+        *("inputs", "placeholders", "batch", "tokens", "input_layouts", "mixers"),
         *("region", "frontier", "trunk", "trunk_inputs", "head_inputs"),
     ],
     fills=["chunk", "region_parameters"],
@@ -45,7 +45,7 @@ class _Builder:
         self.copies: dict[fx.Node, fx.Node] = {}  # parameters, constants and region nodes
         self.placed: dict[tuple[fx.Node, Layout, bool], fx.Node] = {}  # chunk inputs, for trunk (False) and head (True)
         self.gathered: dict[fx.Node, fx.Node] = {}  # trunk values at head rows
-        self.layers = {layer.node: layer for layer in program.attention}
+        self.layers = {layer.node: layer for layer in program.mixers}
 
     def build(self) -> fx.Graph:
         program = self.program
@@ -151,7 +151,7 @@ class _Builder:
     def _copy(self, node: fx.Node) -> None:
         in_head = node not in self.program.trunk
         if node in self.layers:
-            self.copies[node] = self._attention(node)
+            self.copies[node] = self._mixed(node)
         elif node.target in TAKE_A_SHAPE and self._is_per_token(node):
             source = self._read(node.args[0], in_head, node)
             self.copies[node] = self.graph.call_function(
@@ -173,12 +173,13 @@ class _Builder:
         dims = [dim % len(shape) for dim in chosen if shape[dim] == 1]
         return self.graph.call_function(aten.squeeze.dims, (source, dims))
 
-    def _attention(self, node: fx.Node) -> fx.Node:
-        query, key, value = (self._read(arg, False, node) for arg in node.args[:3])
+    def _mixed(self, node: fx.Node) -> fx.Node:
         layer = self.layers[node]
-        arguments = (query, key, value, layer.index, node.args[5])
-        pair = self.graph.call_function(ATTENTION, arguments)
-        return self.graph.call_function(operator.getitem, (pair, 0))
+        operands = [self._read(arg, False, node) for arg in layer.mixer.operands_of(node.args)]
+        arguments = layer.mixer.chunk_arguments(operands, node.args)
+        results = self.graph.call_function(layer.mixer.chunk, (layer.index, *arguments))
+        several = has_several_results(layer.mixer.chunk)
+        return self.graph.call_function(operator.getitem, (results, 0)) if several else results
 
     def _is_per_token(self, node: fx.Node) -> bool:
         value = self.program.values[node]

@@ -58,4 +58,4 @@ def _feature_sizes(item: ChunkInput) -> tuple[int, ...]:
 
 
 def chunk_device(program: Program) -> torch.device:
-    return program.attention[0].node.meta["val"].device
+    return program.mixers[0].node.meta["val"].device

@@ -22,7 +22,7 @@ from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor
     reads=[
         *("training", "module", "placeholders", "draws", "batch", "tokens", "values", "parameter_dependent"),
         *(
-            "attention",
+            "mixers",
             "region",
             "frontier",
             "trunk_inputs",

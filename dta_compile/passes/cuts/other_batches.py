@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.draw_capture import is_random
-from dta_compile.ops.library import ATTENTION_CALL
+from dta_compile.ops.mixer import MIXERS
+from dta_compile.passes.axes.mixer_calls import mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.cuts.dense_graphs import graph_of, prologue_nodes
 from dta_compile.passes.program import Input, InputKind, Program, where
@@ -17,7 +18,7 @@ from dta_compile.passes.program import Input, InputKind, Program, where
 
 @contract(
     reads=[
-        *("training", "codegen", "own_symbols", "inputs", "module", "placeholders", "other_batches", "attention"),
+        *("training", "codegen", "own_symbols", "inputs", "module", "placeholders", "other_batches", "mixers"),
         *("frontier", "epilogue", "trunk_inputs", "head_inputs", "constant_inputs", "trunk_keys", "head_keys"),
     ],
     fills=["rest"],
@@ -25,16 +26,16 @@ from dta_compile.passes.program import Input, InputKind, Program, where
 )
 def other_batches(program: Program) -> None:
     """Fill `program.rest` if there is attention left; it starts with what the pass `lower` fills."""
-    left = [node for node in program.epilogue.graph.nodes if node.target is ATTENTION_CALL]
+    left = mixer_calls(program.epilogue.graph)
     if not left:
         return
-    others = [node for node in program.other_batches if node.target is ATTENTION_CALL]
+    others = [node for node in program.other_batches if node.target in MIXERS]
     if len(left) > len(others):
         raise RefusalError(
             "what follows attention would compute it again for all sequences",
-            where=where(program.attention[-1].node),
+            where=where(program.mixers[-1].node),
             expected="outputs that are computed from values of tokens",
-            got=f"{len(left)} attention calls after the token region",
+            got=f"{len(left)} {MIXERS[left[0].target].name} calls after the token region",
             hint="please report the model",
         )
     _refuse_random_operators(program)

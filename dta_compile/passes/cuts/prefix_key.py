@@ -1,4 +1,4 @@
-"""prefix_key: split the token region at its last attention, and say which inputs make two prefixes the same.
+"""prefix_key: split the token region at its last mixer, and say which inputs make two prefixes the same.
 
 The trunk decides what later tokens see; the head does not. Inputs that only the head reads (labels) are no part of the
 prefix key, so that they never split a prefix: one trunk row may have several head rows.
@@ -16,14 +16,13 @@ from dta_compile.passes.program import ChunkInput, Layout, Program, ancestors, w
 
 
 @contract(
-    reads=["module", "values", "input_layouts", "parameter_dependent", "roots", "attention", "region", "frontier"],
+    reads=["module", "values", "input_layouts", "parameter_dependent", "roots", "mixers", "region", "frontier"],
     fills=["trunk", "trunk_inputs", "head_inputs", "constant_inputs", "trunk_keys", "head_keys"],
 )
 def prefix_key(program: Program) -> None:
     """Fill `program.trunk`, the chunk inputs of trunk and head, and the prologue values that key them."""
     nodes = [node for node in program.graph.nodes if node in program.region]
-    attention_calls = [layer.node for layer in program.attention]
-    seen_later = ancestors(attention_calls)
+    seen_later = ancestors([layer.node for layer in program.mixers])
     inputs = _chunk_inputs(program, nodes)
     own = [item for item in inputs if any(user in seen_later for user in _users(program, item))]
     head_only = [item for item in inputs if item not in own]

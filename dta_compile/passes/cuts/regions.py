@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 
 @contract(
-    reads=["training", "batch", "values", "parameter_dependent", "attention", "draws"],
+    reads=["training", "batch", "values", "parameter_dependent", "mixers", "draws"],
     fills=["region", "frontier"],
     rewrites=["module"],
 )
@@ -43,18 +43,17 @@ def regions(program: Program) -> None:
     kept = of_masks | set(program.draws)
     program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in kept)
     live = [node for node in program.graph.nodes if node in program.parameter_dependent and node.op != "placeholder"]
-    attention_calls = [layer.node for layer in program.attention]
-    before_last_attention = ancestors(attention_calls) & set(live)
+    before_last_mixer = ancestors([layer.node for layer in program.mixers]) & set(live)
     for node in program.graph.nodes:
         value = program.values.get(node)
-        if node in before_last_attention and isinstance(value, Mixed):
+        if node in before_last_mixer and isinstance(value, Mixed):
             raise mixing_refusal(value)
     _refuse_dropout(program, live)
     candidates = [node for node in live if _could_run_per_token(program, node)]
     outputs = {node for node in program.outputs if isinstance(node, fx.Node)}
     others = {node for node in live if node not in set(candidates) and not _is_weight(program, node)} | {None}
     feeds_others = {node for node in candidates if outputs & {node} or any(user in others for user in node.users)}
-    forced = before_last_attention | {node for node in candidates if _uses_weights(program, node)}
+    forced = before_last_mixer | {node for node in candidates if _uses_weights(program, node)}
     forced = ancestors(list(forced)) & set(candidates)
     region = cheapest_cut(candidates, lambda node: _cost(program, node), first=forced, last=set(), leaving=feeds_others)
     program.region = region | ancestors(list(region)) & {node for node in live if _is_weight(program, node)}
@@ -100,7 +99,7 @@ def _is_handed_over(program: Program, node: fx.Node) -> bool:
     if not isinstance(value, Layout) or value.is_over_sequences:
         return True
     sources = ancestors([node])
-    if any(layer.node in sources for layer in program.attention):
+    if any(layer.node in sources for layer in program.mixers):
         return True
     data = [source for source in sources if source.op == "placeholder" and has_tensor(source)]
     return program.batch is None and any(_has_axes(program, source) for source in data)

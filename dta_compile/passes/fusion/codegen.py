@@ -86,7 +86,7 @@ class GeneratedCode:
         return text + (f"; {len(self.failures)} failed and run as ATen operators" if self.failures else "")
 
 
-@contract(reads=["attention"], rewrites=["codegen", "joint"], may_be_skipped=True)
+@contract(reads=["mixers"], rewrites=["codegen", "joint"], may_be_skipped=True)
 def codegen(program: Program) -> None:
     """Set `program.codegen` to what is done, "eager" or "inductor", and rewrite the executable graphs."""
     if program.codegen == "auto":
@@ -104,8 +104,9 @@ def codegen(program: Program) -> None:
 
 def _worthwhile(program: Program) -> bool:
     """Whether generated code pays, as far as the first batch tells."""
-    value: torch.Tensor = program.attention[0].node.meta["val"]  # [B, H, S, D]
-    batch, _, tokens, _ = (hint(size) or 0 for size in value.shape)
+    layer = program.mixers[0]
+    value: torch.Tensor = layer.node.meta["val"]
+    batch, tokens = (hint(value.shape[dim]) or 0 for dim in (layer.mixer.batch_dim, layer.mixer.token_dim))
     least = WORTHWHILE.get(value.device.type)
     return least is not None and program.joint.saved_bytes_per_token * batch * tokens >= least
 

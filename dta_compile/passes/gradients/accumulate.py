@@ -51,7 +51,7 @@ def accumulate(program: Program) -> None:
 
 
 def _acts(node: fx.Node) -> bool:
-    """What works in place: accumulations, and attention, which adds KV gradients to the path."""
+    """What works in place: accumulations, and mixers, which add gradients of their states to the path."""
     return node.op in ("placeholder", "output", "call_method") or writes_in_place(node)
 
 

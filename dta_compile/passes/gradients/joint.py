@@ -20,7 +20,7 @@ from dta_compile.errors import RefusalError
 from dta_compile.passes.chunk.chunk_inputs import chunk_device, fake_inputs, free_sizes
 from dta_compile.passes.chunk_sizes import ChunkSizes, total
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.gradients.partition import JointTrace, backward_graph, choose_saved, forward_graph
+from dta_compile.passes.gradients.partition import JointTrace, backward_graph, choose_saved, forward_graph, states_of
 from dta_compile.passes.gradients.simplify import simplify
 from dta_compile.passes.graphs.new_values import write_to_new_values
 from dta_compile.passes.graphs.sizes import sizes_from_inputs
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 
 @contract(
-    reads=["placeholders", "attention", "chunk", "region_parameters", "constant_inputs", "trunk_inputs", "head_inputs"],
+    reads=["placeholders", "mixers", "chunk", "region_parameters", "constant_inputs", "trunk_inputs", "head_inputs"],
     fills=["joint"],
     rewrites=["training", "frontier"],
 )
@@ -60,7 +60,7 @@ def joint(program: Program) -> None:
         sizes=trace.sizes,
         backward=backward,
         backward_inputs=backward_inputs,
-        saved_kv=[(positions[node.args[1]], positions[node.args[2]]) for node in trace.attention],
+        saved_states=[tuple(positions[state] for state in states_of(node)) for node in trace.mixing],
         differentiated=list(trace.tangents),
         grad_parameters=[i for i, grad in enumerate(trace.gradients) if grad is not None],
         grad_sources=_sources(trace),
@@ -78,7 +78,7 @@ def _sizes(trace: JointTrace, inputs: list[fx.Node], saved: list[fx.Node]) -> di
     return {
         "token_bytes": size.per_token,
         "head_bytes": size.per_head_row,
-        "kv_bytes": total(sizes.bytes(node.meta["val"]) for node in trace.keys_and_values).per_token,
+        "kv_bytes": total(sizes.bytes(node.meta["val"]) for node in trace.states).per_token,
         "head_dims": head_dims,
         "head_rows_separable": not any(
             dim is None and node in of_head for node, dim in zip(kept, head_dims, strict=True)

@@ -1,6 +1,6 @@
 """partition: a chunk's joint trace cut into forward and backward graphs at the values that the forward saves.
 
-Every attention operator becomes a call on `path`, the runtime's stack, which each graph takes as its first input.
+Every operator of a mixer becomes a call on `path`, the runtime's stack, which each graph takes as its first input.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.ops.attention import ATTENTION, ATTENTION_BACKWARD
+from dta_compile.ops.mixer import is_mixer_backward, mixer_of_chunk
 from dta_compile.passes.chunk_sizes import ChunkSizes
 from dta_compile.passes.gradients.saved_values import saved_values
 from dta_compile.passes.graphs.nodes import call, descendants, is_item
@@ -44,18 +44,20 @@ class JointTrace:
     gradients: list[fx.Node | None]
 
     @property
-    def attention(self) -> list[fx.Node]:
-        return [node for node in self.module.graph.nodes if node.target is ATTENTION]
+    def mixing(self) -> list[fx.Node]:
+        """The mixers' operators, a layer each."""
+        return [node for node in self.module.graph.nodes if mixer_of_chunk(node.target)]
 
     @property
-    def keys_and_values(self) -> list[fx.Node]:
-        return list(dict.fromkeys(arg for node in self.attention for arg in node.args[1:3]))
+    def states(self) -> list[fx.Node]:
+        """What all layers keep on the path: keys and values, for attention."""
+        return list(dict.fromkeys(state for node in self.mixing for state in states_of(node)))
 
     @property
     def backward_results(self) -> list[fx.Node]:
-        """Gradients of parameters, and the calls that leave gradients of keys and values on the path."""
-        attention = [node for node in self.module.graph.nodes if node.target is ATTENTION_BACKWARD]
-        return [*(gradient for gradient in self.gradients if gradient is not None), *attention]
+        """Gradients of parameters, and the calls that leave gradients of states on the path."""
+        leaving = [node for node in self.module.graph.nodes if is_mixer_backward(node.target)]
+        return [*(gradient for gradient in self.gradients if gradient is not None), *leaving]
 
     def per_token(self) -> set[fx.Node]:
         """What depends on the chunk's inputs or their number; the rest is made of parameters alone."""
@@ -67,24 +69,31 @@ class JointTrace:
         return descendants(self.module.graph, sources)
 
 
+def states_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What a mixer's operator keeps on the path."""
+    mixer = mixer_of_chunk(node.target)
+    assert mixer is not None
+    return mixer.states_of(node.args[1:])
+
+
 def choose_saved(trace: JointTrace) -> list[fx.Node]:
-    """The values to save: keys and values of all layers, then others. Copies of views may be added to the trace.
+    """The values to save: states of all layers, then others. Copies of views may be added to the trace.
 
     No weights: what depends on parameters alone is cheap to redo, and would be kept once per chunk.
     """
-    forward = ancestors([*trace.outputs, *trace.attention]) & trace.per_token()
+    forward = ancestors([*trace.outputs, *trace.mixing]) & trace.per_token()
     forward |= {node for node in trace.module.graph.nodes if is_item(node) and node.args[0] in forward}
     backward = [node for node in ancestors(trace.backward_results) if node not in forward]
     read = dict.fromkeys(arg for node in _in_order(trace, backward) for arg in node.all_input_nodes if arg in forward)
     kept = [
         _copied(trace, node) if view_source(node) is not None else node
-        for node in saved_values(forward, read, trace.keys_and_values, trace.sizes)
+        for node in saved_values(forward, read, trace.states, trace.sizes)
     ]
-    kv = trace.keys_and_values
-    boundary = {*trace.primals, *trace.tangents.values(), *kv, *kept}
+    states = trace.states
+    boundary = {*trace.primals, *trace.tangents.values(), *states, *kept}
     computed = ancestors(trace.backward_results, stop=boundary.__contains__)
     others = [_as_read(node, computed - boundary) for node in kept if node in computed and node.op != "placeholder"]
-    return list(dict.fromkeys([*kv, *_in_order(trace, others)]))
+    return list(dict.fromkeys([*states, *_in_order(trace, others)]))
 
 
 def _in_order(trace: JointTrace, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -116,7 +125,7 @@ def _same_elements(view: fx.Node, node: fx.Node) -> bool:
 
 
 class _OnPath(Subgraph):
-    """A part whose attention is a call on `path`, its first input."""
+    """A part whose mixers are calls on `path`, its first input."""
 
     def __init__(self, sizes: ChunkSizes) -> None:
         super().__init__()
@@ -135,27 +144,27 @@ class _OnPath(Subgraph):
         return self.graph.call_method(method, (self.path, *fx.node.map_arg(arguments, self.argument)))
 
     def copied(self, node: fx.Node) -> fx.Node:
-        method = {ATTENTION: "attend", ATTENTION_BACKWARD: "attend_backward"}.get(node.target)
-        if method is None:
+        is_backward = is_mixer_backward(node.target)
+        if not is_backward and mixer_of_chunk(node.target) is None:
             return super().copied(node)
-        self.copies[node] = call = self.call(method, *node.args)
+        self.copies[node] = call = self.call("mix_backward" if is_backward else "mix", *node.args)
         call.meta = dict(node.meta)
         return call
 
 
 def forward_graph(trace: JointTrace, outputs: Iterable[fx.Node]) -> fx.GraphModule:
-    """The part of the forward that computes `outputs` and writes the KV of every layer to the path."""
+    """The part of the forward that computes `outputs` and writes the states of every layer to the path."""
     outputs = list(outputs)
     computed = ancestors(outputs)
-    for node in reversed(trace.attention):
-        # A layer whose result nobody reads still has to leave its keys and values for later chunks.
+    for node in reversed(trace.mixing):
+        # A layer whose result nobody reads still has to leave its states for later chunks.
         if node not in computed:
-            computed |= ancestors(list(node.args[1:3]))
+            computed |= ancestors(list(states_of(node)))
     part = _OnPath(trace.sizes)
     part.add_inputs(trace.primals)
     for node in trace.module.graph.nodes:
-        if node.target is ATTENTION and node not in computed:
-            part.call("write", *node.args[1:4])
+        if node not in computed and mixer_of_chunk(node.target):
+            part.call("write", node.args[0], *states_of(node))
         elif node in computed and node not in part.copies:
             part.copied(node)
     part.set_outputs(outputs)

@@ -32,16 +32,16 @@ NOMINAL_ROWS = 1024  # costs are those of a chunk with as many tokens and head r
 
 
 def saved_values(
-    forward: set[fx.Node], read: Iterable[fx.Node], kv: Iterable[fx.Node], sizes: ChunkSizes
+    forward: set[fx.Node], read: Iterable[fx.Node], states: Iterable[fx.Node], sizes: ChunkSizes
 ) -> list[fx.Node]:
     """The cheapest values to keep, in graph order.
 
     Args:
         forward: what the forward computes from the chunk's inputs, these included.
         read: those of `forward` that the backward reads.
-        kv: keys and values of all layers; their memory is always kept.
+        states: what mixers keep on the path; their memory is always kept.
     """
-    return _Cut(forward, [*read, *kv], {owner(node) for node in kv}, sizes).solve()
+    return _Cut(forward, [*read, *states], {owner(node) for node in states}, sizes).solve()
 
 
 class _Cut:

@@ -1,4 +1,4 @@
-"""attention: find the attention layers, prove their masks, and undo the repetition of KV heads."""
+"""attention: find the mixer layers; of attention, prove the masks and undo the repetition of KV heads."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.ops.library import ATTENTION_CALL
+from dta_compile.ops.attention import ATTENTION_MIXER
+from dta_compile.ops.mixer import MIXERS, Mixer
 from dta_compile.passes.axes.layouts import through_copies
-from dta_compile.passes.axes.token_axis import own_attention
+from dta_compile.passes.axes.mixer_calls import mixer_calls
+from dta_compile.passes.axes.token_axis import own_mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.operators import RESHAPES
 from dta_compile.passes.masks.proof import Mask
-from dta_compile.passes.program import AttentionLayer, Mixed, Program, where
+from dta_compile.passes.mixer_layers import AttentionLayer, MixerLayer, StateSpec
+from dta_compile.passes.program import Mixed, Program, where
 from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
@@ -20,30 +23,32 @@ aten = torch.ops.aten
 
 @contract(
     reads=["placeholders", "inputs", "draws", "batch", "tokens", "other_batches"],
-    fills=["attention"],
+    fills=["mixers"],
     rewrites=["module", "values", "parameter_dependent"],
 )
 def attention(program: Program) -> None:
-    """Fill `program.attention`; every call gets the true KV heads and loses its mask, which is now a `Mask`."""
-    calls = own_attention(program)
+    """Fill `program.mixers`; attention calls get the true KV heads and lose their mask, which is now a `Mask`."""
     masks: dict[fx.Node, Mask] = {}
-    layers = []
-    for index, node in enumerate(calls):
+    layers: list[MixerLayer] = []
+    for index, node in enumerate(own_mixer_calls(program)):
         _require_token_wise(program, node)
+        mixer = MIXERS[node.target]
+        if mixer is not ATTENTION_MIXER:
+            layers.append(MixerLayer(index, node, mixer, _states(mixer, node), where(node)))
+            continue
         mask = _mask(program, node, masks)
         query, key, value, _, _, scale = node.args
         node.args = (query, *_with_true_heads(program, key, value), None, True, scale)
-        layers.append(_describe(index, node, mask))
-    program.attention = layers
+        layers.append(AttentionLayer(index, node, mixer, _states(mixer, node), where(node), mask))
+    program.mixers = layers
 
 
 def cache_outputs(program: Program) -> set[fx.Node]:
-    """The graph's outputs that are keys or values of an attention layer: a KV cache handed to the caller."""
+    """The graph's outputs that are states of a mixer layer, keys or values: a KV cache handed to the caller."""
     states: set[fx.Node] = set()
-    for node in program.graph.nodes:
-        if node.target is ATTENTION_CALL:
-            for operand in node.args[1:3]:
-                states |= {operand, _true_heads(program, operand)}
+    for node in mixer_calls(program.graph):
+        for operand in MIXERS[node.target].states_of(node.args):
+            states |= {operand, _true_heads(program, operand)}
     return {node for node in program.outputs if node in states}
 
 
@@ -158,15 +163,10 @@ def _cast_like(program: Program, source: fx.Node, cast: fx.Node) -> fx.Node:
     return moved
 
 
-def _describe(index: int, node: fx.Node, mask: Mask | None) -> AttentionLayer:
-    key, value = sizes(node.args[1]), sizes(node.args[2])
-    return AttentionLayer(
-        index=index,
-        node=node,
-        kv_heads=int(key[1]),
-        key_dim=int(key[3]),
-        value_dim=int(value[3]),
-        dtype=node.args[1].meta["val"].dtype,
-        mask=mask,
-        where=where(node),
-    )
+def _states(mixer: Mixer, node: fx.Node) -> tuple[StateSpec, ...]:
+    """What the layer keeps of a token."""
+    found = []
+    for operand in mixer.states_of(node.args):
+        shape = [1 if dim in (mixer.batch_dim, mixer.token_dim) else int(s) for dim, s in enumerate(sizes(operand))]
+        found.append(StateSpec(tuple(shape), mixer.token_dim, operand.meta["val"].dtype))
+    return tuple(found)

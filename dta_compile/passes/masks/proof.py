@@ -28,7 +28,8 @@ from dta_compile.passes.masks.elements import Elements
 from dta_compile.passes.masks.formulas import Atom
 from dta_compile.passes.masks.logic import Logic
 from dta_compile.passes.masks.tables import Facts, Table, read_table
-from dta_compile.passes.program import MaskClass, Program, ancestors, where
+from dta_compile.passes.mixer_layers import MaskClass
+from dta_compile.passes.program import Program, ancestors, where
 from dta_compile.passes.symbols import expression, free_symbols, symbolic
 from dta_compile.passes.terms import Entry, Number, Term, Terms, shown, subterms
 

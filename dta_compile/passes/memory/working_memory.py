@@ -84,10 +84,11 @@ def _allocations(node: fx.Node, sizes: ChunkSizes) -> Iterable[tuple[Storage, By
 
 def _scratch(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
     """What a node allocates besides its results while it runs, at one or several moments."""
-    if node.op == "call_method" and node.target == "attend":
-        return [sizes.bytes(node.meta["val"][0])]  # the prefix's part of the output, before the two are merged
-    if node.op == "call_method" and node.target == "attend_backward":
-        return [sizes.bytes(node.meta["val"])]  # the same gradients from the prefix, and of repeated heads
+    if node.op == "call_method" and node.target == "mix":
+        results = node.meta["val"]  # of attention, the prefix's part of the output, before the two are merged
+        return [sizes.bytes(results[0] if isinstance(results, (tuple, list)) else results)]
+    if node.op == "call_method" and node.target == "mix_backward":
+        return [sizes.bytes(node.meta["val"])]  # of attention, gradients from the prefix, and of repeated heads
     if node.target in linear_log_prob.OPERATORS:
         return _scratch_of_head(node, sizes)
     if node.target is ADD_PRODUCT:

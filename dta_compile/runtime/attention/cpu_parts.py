@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from dta_compile.plan.segments import Rectangle, Segment
-from dta_compile.runtime.attention.chunk_shape import ChunkShape
+from dta_compile.runtime.path.chunk_shape import ChunkShape
 
 __all__ = ["Part", "parts_of"]
 

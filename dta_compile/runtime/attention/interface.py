@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from dta_compile.runtime.attention.chunk_shape import ChunkShape, ChunkTable
+from dta_compile.runtime.path.chunk_shape import ChunkShape, ChunkTable
 
 __all__ = ["Operands", "Provider", "Tensors"]
 

@@ -17,10 +17,10 @@ import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.plan.segments import Rectangle
-from dta_compile.runtime.attention.chunk_shape import ChunkShape
 from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
 from dta_compile.runtime.attention.merge import merge_with
 from dta_compile.runtime.attention.reference import Reference
+from dta_compile.runtime.path.chunk_shape import ChunkShape
 from dta_compile.runtime.rows.upload import upload
 
 __all__ = ["VarlenAttention", "VarlenKernel", "make_flash_attn", "make_varlen"]

@@ -333,9 +333,10 @@ def file_name(program: Program, device: torch.device, attention: str = "") -> st
         (tuple(value.shape), str(value.dtype), spec.requires_grad)
         for value, spec in zip(values, program.region_parameters, strict=True)
     ]
-    layers = [(x.kv_heads, x.key_dim, x.value_dim, str(x.dtype), str(x.mask)) for x in program.attention]
+    layers = [(x.mixer.name, x.states) for x in program.mixers]
+    masks = [str(x.mask) for x in program.attention]
     made_by = (torch.__version__, program.codegen)
-    hashed = (made_by, program.training, threads, attention, parameters, layers, program.chunk.code)
+    hashed = (made_by, program.training, threads, attention, parameters, layers, masks, program.chunk.code)
     digest = hashlib.sha256(repr(hashed).encode()).hexdigest()[:12]
     words = [device_name(device), threads, dtypes, digest]
     return "-".join(re.sub(r"[^a-z0-9]+", "-", word.lower()).strip("-") for word in words if word) + ".json"

@@ -46,7 +46,7 @@ def test_the_forward_computes_nothing_that_only_derivatives_need(toy):
 def test_cheap_operators_alone_are_repeated(toy):
     forward, backward = targets(toy.joint.forward), targets(toy.joint.backward)
     assert forward["aten._log_softmax.default"] == 1
-    assert not any(name.startswith(("aten._log_softmax.", "aten.addmm.", "attend.")) for name in backward)
+    assert not any(name.startswith(("aten._log_softmax.", "aten.addmm.", "mix.")) for name in backward)
     products = forward["aten.mm.default"] + forward["aten.addmm.default"]
     assert backward["aten.mm.default"] == backward["aten.addmm_.default"] == products
     assert backward["aten.silu.default"] + backward["aten.native_layer_norm.default"] > 0
@@ -55,7 +55,7 @@ def test_cheap_operators_alone_are_repeated(toy):
 def test_a_recomputed_value_is_made_right_before_it_is_read(toy):
     order = [node.target for node in toy.joint.backward.graph.nodes]
     repeated = aten.silu.default if aten.silu.default in order else aten.native_layer_norm.default
-    assert order.index(repeated) < order.index("attend_backward") < len(order) - order[::-1].index(repeated)
+    assert order.index(repeated) < order.index("mix_backward") < len(order) - order[::-1].index(repeated)
 
 
 def test_less_is_kept_than_all_that_the_backward_reads(toy, monkeypatch):
@@ -73,7 +73,7 @@ def test_kept_bytes_are_those_of_the_storages(toy, tokens, head_rows):
     run, joint = Run(toy, tokens, head_rows), toy.joint
     assert run.kept_bytes() == joint.token_bytes * tokens + joint.head_bytes * head_rows
     saved = run.kept[len(joint.backward_inputs) :]
-    assert sum(saved[i].nbytes for pair in joint.saved_kv for i in pair) == joint.kv_bytes * tokens
+    assert sum(saved[i].nbytes for pair in joint.saved_states for i in pair) == joint.kv_bytes * tokens
 
 
 def test_head_dims_are_those_that_grow_with_the_head_rows(toy):
@@ -133,6 +133,6 @@ class FusedProjections(nn.Module):
 def test_a_view_of_a_part_does_not_keep_the_whole_alive():
     program = program_of(FusedProjections(), VOCABULARY)
     run = Run(program, 8, 8)
-    for position in program.joint.saved_kv[0]:
+    for position in program.joint.saved_states[0]:
         value = run.kept[len(program.joint.backward_inputs) + position]
         assert value.untyped_storage().nbytes() == value.nbytes

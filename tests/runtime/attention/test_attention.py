@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from dta_compile.plan import Chunk, PrefixTree, Segment, Slice, segments
 from dta_compile.runtime.attention import cpu, cpu_parts
-from dta_compile.runtime.attention.chunk_shape import ChunkShape
 from dta_compile.runtime.attention.cpu import FlashCPU
 from dta_compile.runtime.attention.reference import Reference
+from dta_compile.runtime.path.chunk_shape import ChunkShape
 from tests.support.attention import TIGHT, Case, Run, ancestry, cases, shapes
 
 PROVIDERS = [Reference, FlashCPU]
@@ -112,14 +112,14 @@ def test_rows_that_are_not_contiguous():
     shape = ChunkShape.run(0, 9)
     run = Run(Case(shape, groups=2), FlashCPU)
     columns = [tensor.mT.contiguous().mT for tensor in (run.query, run.key, run.value)]
-    out, logsumexp = run.path.attend(*columns, 0, run.case.scale)
+    out, logsumexp = run.path.mix(0, *columns, run.case.scale)
     assert torch.equal(out, run.out)
-    run.path.waiting = 0
+    run.path.pending = 0
     for grad in (run.grad.sum().expand(run.grad.shape), run.grad.mT.contiguous().mT):
-        expected = run.path.attend_backward(
-            grad.contiguous(), run.query, run.key, run.value, out, logsumexp, 0, run.case.scale
+        expected = run.path.mix_backward(
+            0, grad.contiguous(), run.query, run.key, run.value, out, logsumexp, run.case.scale
         )
-        actual = run.path.attend_backward(grad, *columns, out, logsumexp, 0, run.case.scale)
+        actual = run.path.mix_backward(0, grad, *columns, out, logsumexp, run.case.scale)
         for a, b in zip(actual, expected, strict=True):
             assert torch.equal(a, b)
 

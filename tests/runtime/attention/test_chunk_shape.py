@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.plan import Segment
 from dta_compile.runtime.attention import cpu_parts
-from dta_compile.runtime.attention.chunk_shape import ChunkShape
+from dta_compile.runtime.path.chunk_shape import ChunkShape
 from tests.support.attention import ancestry, cases, shapes
 
 

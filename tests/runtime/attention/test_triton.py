@@ -12,8 +12,8 @@ from hypothesis import given, settings
 
 from dta_compile.plan import Segment
 from dta_compile.runtime.attention import triton as attention_triton
-from dta_compile.runtime.attention.chunk_shape import ChunkShape
 from dta_compile.runtime.attention.reference import Reference
+from dta_compile.runtime.path.chunk_shape import ChunkShape
 from tests.support.attention import Case, Run, cases, shapes
 
 

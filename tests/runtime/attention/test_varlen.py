@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 
 from dta_compile.plan import Segment
-from dta_compile.runtime.attention.chunk_shape import ChunkShape
+from dta_compile.runtime.attention.layer import AttentionRuntime
 from dta_compile.runtime.attention.varlen import VarlenAttention
+from dta_compile.runtime.path.chunk_shape import ChunkShape
 from tests.support.attention import Case, Run, cases, shapes
 
 
@@ -67,7 +68,7 @@ def test_varlen_takes_one_call_per_level_of_the_chunk():
             calls.append((len(q), len(k), x.causal, x.on_stack))
             return kernel.forward(q, k, v, x)
 
-    run.path.providers[0] = VarlenAttention(Counting())
-    run.path.attend(run.query, run.key, run.value, 0, run.case.scale)
+    run.path.runtimes = [AttentionRuntime(VarlenAttention(Counting()))]
+    run.path.mix(0, run.query, run.key, run.value, run.case.scale)
     # Within slices; against the first slice; against the second one; against the stack.
     assert calls == [(9, 9, True, False), (5, 3 + 1, False, False), (2, 1, False, False), (9, 3, False, True)]

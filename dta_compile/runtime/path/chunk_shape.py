@@ -27,7 +27,7 @@ class ChunkShape:
         spine: its first tokens that go onto the stack (0: none).
         segments: its slices, see `dta_compile.plan.segments`.
         rectangles: what hangs from each slice against the slice.
-        kept: what attention providers derive from the shape once, for all layers, forward and backward.
+        kept: what mixers derive from the shape once, for all layers, forward and backward.
     """
 
     start: int

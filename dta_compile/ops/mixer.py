@@ -1,0 +1,120 @@
+"""Token mixers: the operators by which tokens see those above them, and what stays on the path for that.
+
+All else in a model treats every token by itself. A mixer is three operators: `call` over the whole batch, in lowered
+graphs; `chunk` and `backward` over one chunk, in executable graphs, where they become calls on the runtime's path. What
+some operands hold of each token, the mixer's *states*, stays on the path: the chunks below read it there, and leave
+gradients for it. How a layer is computed is said in the runtime, see `runtime.mixers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+BATCH, TOKENS = "batch", "tokens"
+
+
+class Operand(NamedTuple):
+    """A tensor argument of a mixer: its name, the word for several of it, and whether it stays on the path."""
+
+    name: str
+    plural: str
+    is_state: bool = False
+
+
+class BackwardArguments(NamedTuple):
+    """What `backward` of a mixer takes besides the layer and the gradient of the output.
+
+    Attributes:
+        results: what `chunk` gave: the output, then the residuals.
+    """
+
+    operands: tuple[Any, ...]
+    results: tuple[Any, ...]
+    constants: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixer:
+    """One way of mixing tokens. The arguments of its operators, none of which has a default:
+
+        call(*operands, ...) -> out                                          of the whole batch
+        chunk(int layer, *operands, *constants) -> (out, *residuals)         of a chunk
+        backward(int layer, grad, *operands, out, *residuals, *constants) -> gradients of the operands
+
+    All operands and `out` have the dimensions `dims`; the batch has size one in a chunk. `chunk` has a derivative
+    (`register_autograd`) that calls `backward`; neither has an implementation. An operator with one result returns it
+    as such, not a tuple. Running a layer is taken to allocate, besides its results, as much again as `out` in the
+    forward, and as the gradients in the backward.
+
+    Attributes:
+        functions: what a user's graph calls, as Dynamo captures it; they take the operands first.
+        dims: what each dimension counts: "batch", "tokens", and names of features.
+        constants: the arguments of `call`, by position, that `chunk` takes after the operands.
+    """
+
+    name: str
+    functions: tuple[Callable[..., Any], ...]
+    call: torch._ops.OpOverload
+    chunk: torch._ops.OpOverload
+    backward: torch._ops.OpOverload
+    operands: tuple[Operand, ...]
+    dims: tuple[str, ...]
+    constants: tuple[int, ...] = ()
+
+    @property
+    def batch_dim(self) -> int:
+        return self.dims.index(BATCH)
+
+    @property
+    def token_dim(self) -> int:
+        return self.dims.index(TOKENS)
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """Which of the operands stay on the path."""
+        return tuple(i for i, operand in enumerate(self.operands) if operand.is_state)
+
+    def operands_of(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """The operands among the arguments of `call`, or of `chunk` after the layer."""
+        return tuple(arguments[: len(self.operands)])
+
+    def states_of(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """Those of the operands that stay on the path."""
+        return tuple(arguments[i] for i in self.states)
+
+    def chunk_arguments(self, operands: Sequence[Any], arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments of `chunk` after the layer, for a chunk's operands and the `arguments` of `call`."""
+        return (*operands, *(arguments[i] for i in self.constants))
+
+    def backward_arguments(self, arguments: Sequence[Any]) -> BackwardArguments:
+        """The arguments of `backward` after the layer and the gradient, taken apart."""
+        first, last = len(self.operands), len(arguments) - len(self.constants)
+        return BackwardArguments(self.operands_of(arguments), tuple(arguments[first:last]), tuple(arguments[last:]))
+
+
+MIXERS: dict[Any, Mixer] = {}  # by the operator `call`; filled while modules are imported
+
+
+def register_mixer(mixer: Mixer) -> Mixer:
+    """Let graphs that call a mixer run over a prefix tree; `runtime.mixers.RUNTIMES` says how it is computed there."""
+    MIXERS[mixer.call] = mixer
+    return mixer
+
+
+def mixer_of_chunk(target: object) -> Mixer | None:
+    """The mixer whose `chunk` an operator is."""
+    return next((mixer for mixer in MIXERS.values() if mixer.chunk is target), None)
+
+
+def is_mixer_backward(target: object) -> bool:
+    """Whether an operator is the `backward` of a mixer."""
+    return any(mixer.backward is target for mixer in MIXERS.values())
+
+
+def has_several_results(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator returns a tuple."""
+    return len(operator._schema.returns) > 1

@@ -1,0 +1,50 @@
+"""Attention as a mixer of the path: its layers at run time, computed by a provider."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+
+import torch
+
+from dta_compile.passes.mixer_layers import MixerLayer
+from dta_compile.runtime.attention.interface import Operands, Provider
+from dta_compile.runtime.attention.providers import provider_for
+from dta_compile.runtime.path.interface import LayerInputs, Tensors
+
+__all__ = ["AttentionRuntime", "provider_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionRuntime:
+    """One attention layer; `window` are the tokens that a token attends to, itself included; 0: all above it."""
+
+    provider: Provider
+    window: int = 0
+
+    @property
+    def replayable(self) -> bool:
+        return self.provider.replayable
+
+    @property
+    def key(self) -> Hashable:
+        return self.window
+
+    def forward(self, x: LayerInputs) -> Tensors:
+        """Output `[1, Hq, c, Dv]` and log-sum-exp `[1, Hq, c]`."""
+        return self.provider.forward(self._operands(x))
+
+    def backward(self, grad: torch.Tensor, results: Tensors, x: LayerInputs, above_grads: Tensors) -> Tensors:
+        """Gradients of query, key and value."""
+        out, logsumexp = results
+        return self.provider.backward(grad, out, logsumexp, self._operands(x), *above_grads)
+
+    def _operands(self, x: LayerInputs) -> Operands:
+        (query, key, value), (prefix_key, prefix_value), (scale,) = x.operands, x.above, x.constants
+        return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, self.window)
+
+
+def provider_of(layer: MixerLayer, device: torch.device, choice: str) -> Provider:
+    """The provider that `options={"attention": choice}` gives a layer."""
+    key, value = (torch.empty(spec.of_tokens(0), dtype=spec.dtype, device=device) for spec in layer.states)
+    return provider_for(choice, key[:, :1], value[:, :1])

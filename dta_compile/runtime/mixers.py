@@ -1,0 +1,52 @@
+"""How the mixer layers of a program are computed in one call: the table of what does it, by mixer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import torch
+
+from dta_compile.ops.attention import ATTENTION_MIXER
+from dta_compile.passes.mixer_layers import MaskClass, MixerLayer
+from dta_compile.passes.program import Program
+from dta_compile.runtime.attention.layer import AttentionRuntime, provider_of
+from dta_compile.runtime.masks import ReadMasks
+from dta_compile.runtime.path.interface import LayerRuntime
+
+__all__ = ["RUNTIMES", "LayerContext", "runtimes_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerContext:
+    """What a call tells its layers.
+
+    Attributes:
+        attention: the chosen provider, see `Options`.
+        masks: what the masks of attention layers are in this call, by the number of the layer.
+    """
+
+    device: torch.device
+    attention: str
+    masks: Mapping[int, MaskClass]
+
+
+def _attention(layer: MixerLayer, context: LayerContext) -> LayerRuntime:
+    provider = provider_of(layer, context.device, context.attention)
+    return AttentionRuntime(provider, context.masks[layer.index].window or 0)
+
+
+Make = Callable[[MixerLayer, LayerContext], LayerRuntime]
+
+RUNTIMES: dict[str, Make] = {ATTENTION_MIXER.name: _attention}  # by the name of the mixer
+
+
+def runtimes_of(program: Program, masks: ReadMasks, device: torch.device, attention: str) -> list[LayerRuntime]:
+    """The layers of a program, for one call.
+
+    Raises:
+        OptionError: the provider of attention that was chosen cannot run here.
+    """
+    classes = {layer.index: one for layer, one in zip(program.attention, masks.classes, strict=True)}
+    context = LayerContext(device, attention, classes)
+    return [RUNTIMES[layer.mixer.name](layer, context) for layer in program.mixers]

@@ -1,0 +1,108 @@
+"""The path stack: what mixers keep of the tokens of one root-to-leaf path, and its gradients (paper section 3.1)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dta_compile.passes.mixer_layers import MixerLayer
+from dta_compile.runtime.path.chunk_shape import ChunkShape, ChunkTable
+from dta_compile.runtime.path.interface import LayerInputs, LayerRuntime, Tensors
+from dta_compile.runtime.path.token_states import HostReach, Reach, TokenStates
+
+
+@dataclasses.dataclass(frozen=True)
+class SpineStates:
+    """The states of a spine that starts at depth `start`, all layers: of attention, key and value `[1, Hkv, n, D]`."""
+
+    start: int
+    states: Sequence[Tensors]
+
+
+class PathStack:
+    """States of the active path and their gradients, per mixer layer, preallocated to the deepest path.
+
+    Chunk graphs call `mix`, `write` and `mix_backward`; the executor sets `chunk` before it runs a graph, and calls
+    `finish` after a backward graph, when all layers have been through.
+
+    Attributes:
+        chunk: the chunk being run.
+        pending: gradients of states are zero from this depth on, in all layers.
+        runtimes: how each layer is computed.
+        states: what each layer keeps.
+    """
+
+    def __init__(
+        self, layers: Sequence[MixerLayer], runtimes: Sequence[LayerRuntime], capacity: int, device: torch.device
+    ) -> None:
+        self.chunk = ChunkShape.of(0, 0, ())
+        self.pending = 0
+        self.layers, self.runtimes, self.capacity, self.device = layers, runtimes, capacity, device
+        self.states = [TokenStates(layer.states, capacity, device) for layer in layers]
+
+    def allocate_gradients(self) -> None:
+        """Zeroed gradients of states; needed before the first backward."""
+        for states in self.states:
+            states.allocate_gradients()
+
+    def waits_for(self, start: int) -> bool:
+        """Whether gradients may be pending for a chunk whose spine begins at depth `start`."""
+        return start < self.pending
+
+    def finish(self) -> None:
+        """The backward graph of `chunk` ran: what was pending for its spine is taken, gradients are pending above."""
+        if self.pending <= self.chunk.start + self.chunk.spine:
+            self.pending = self.chunk.start
+
+    def copy(self, start: int, stop: int) -> SpineStates:
+        """Copies of the states at depths `[start, stop)`."""
+        return SpineStates(start, [states.copy(start, stop) for states in self.states])
+
+    def put(self, spine: SpineStates, start: int, stop: int) -> None:
+        """Put the states of a spine that are of depths `[start, stop)` back on the path."""
+        for states, kept in zip(self.states, spine.states, strict=True):
+            states.put(start, states.part(kept, start - spine.start, stop - spine.start))
+
+    def write(self, layer: int, *states: torch.Tensor) -> None:
+        """Put the spine's part of a chunk's states on the path."""
+        self.states[layer].write(self._reach(), states)
+
+    def mix(self, layer: int, *arguments: Any) -> torch.Tensor | Tensors:
+        """A mixer's `chunk` operator over a chunk and the path before it; the states of its spine go on the path."""
+        mixer = self.layers[layer].mixer
+        operands = mixer.operands_of(arguments)
+        self.write(layer, *mixer.states_of(operands))
+        inputs = self._inputs(layer, operands, arguments[len(operands) :])
+        return _as_returned(self.runtimes[layer].forward(inputs))
+
+    def mix_backward(self, layer: int, grad: torch.Tensor, *arguments: Any) -> torch.Tensor | Tensors:
+        """A mixer's `backward` operator: gradients of a chunk's operands.
+
+        Adds the gradients of the states above to the path, and takes from it what later chunks left for the spine's.
+        """
+        mixer, states, reach = self.layers[layer].mixer, self.states[layer], self._reach()
+        operands, results, constants = mixer.backward_arguments(arguments)
+        inputs = self._inputs(layer, operands, constants)
+        grads = self.runtimes[layer].backward(grad, results, inputs, states.gradients_above(reach))
+        states.take(reach, mixer.states_of(grads))
+        return _as_returned(tuple(own.to(operand.dtype) for own, operand in zip(grads, operands, strict=True)))
+
+    def _inputs(self, layer: int, operands: Tensors, constants: tuple[Any, ...]) -> LayerInputs:
+        return LayerInputs(operands, constants, self.states[layer].above(self._reach()), self.chunk, self.table)
+
+    def _reach(self) -> Reach:
+        """What the chunk reads and writes of the path."""
+        start, spine = self.chunk.start, self.chunk.spine
+        return HostReach(start, spine, min(self.pending - start, spine))
+
+    def table(self) -> ChunkTable:
+        """The chunk's shape on the device."""
+        return self.chunk.table(self.device)
+
+
+def _as_returned(results: Tensors) -> torch.Tensor | Tensors:
+    """The results as an operator returns them: one by itself."""
+    return results if len(results) > 1 else results[0]

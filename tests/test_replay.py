@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 import dta_compile
 from dta_compile import records
 from dta_compile.options import Options
-from dta_compile.runtime import replay
+from dta_compile.runtime.replay import lease
 from tests.test_equivalence import (
     LOSSES,
     QUICK,
@@ -69,10 +69,10 @@ class Recorder:
 def replays():
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "is_possible", lambda device: True)
-        patch.setattr(replay, "pays", lambda chunks: True)
-        patch.setattr(replay, "_CudaRecorder", Recorder)
-        patch.setattr(replay, "SIZES", (4, 8))
+        patch.setattr(lease, "is_possible", lambda device: True)
+        patch.setattr(lease, "pays", lambda chunks: True)
+        patch.setattr(lease, "CudaRecorder", Recorder)
+        patch.setattr(lease, "SIZES", (4, 8))
         yield
 
 
@@ -90,7 +90,7 @@ def compiled_once(model):
 def compiled(compiled_once):
     """The same compilation for all tests, with nothing recorded yet."""
     for engine in records.of(compiled_once).engines:
-        engine.replays, engine.options = replay.ReplayCache(), Options(attention="reference")
+        engine.replays, engine.options = lease.ReplayCache(), Options(attention="reference")
     return compiled_once
 
 
@@ -130,8 +130,8 @@ def test_what_the_stack_holds_beyond_the_prefix_is_not_read(model, compiled):
     chosen = Options(chunk_size=3, attention="reference")
     for _ in range(3):
         check_transparent(model, compiled, case, chosen, "weights")
-        for place in (place for engine in records.of(compiled).engines for place in engine.replays.places.values()):
-            for buffer in (one for states in place.path.states for one in states.buffers):
+        for arena in (arena for engine in records.of(compiled).engines for arena in engine.replays.arenas.values()):
+            for buffer in (one for states in arena.path.states for one in states.buffers):
                 buffer.fill_(float("nan"))
 
 
@@ -246,7 +246,7 @@ def test_attention_that_needs_the_host_runs_without(model, compiled, caplog):
 
 
 def test_a_stack_that_grows(model, compiled, monkeypatch):
-    monkeypatch.setattr(replay, "CAPACITY", 4)
+    monkeypatch.setattr(lease, "CAPACITY", 4)
     chosen = Options(chunk_size=3, attention="reference")
     for length in (4, 4, 4, 30, 30, 30, 4, 4):
         check_transparent(model, compiled, make_case(chain(length), "right"), chosen, "weights")

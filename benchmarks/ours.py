@@ -75,7 +75,7 @@ def forget_replays(function: LogProbs) -> None:
     """Give back what CUDA graphs hold; they are recorded again when they are needed."""
     for engine in records.of(function).engines:
         if engine.replays is not None:
-            engine.replays.places.clear()
+            engine.replays.arenas.clear()
 
 
 def _plan_note(function: LogProbs) -> str:

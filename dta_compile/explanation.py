@@ -13,6 +13,7 @@ from dta_compile.passes.mixer_layers import AttentionLayer, AttentionMask, MaskC
 from dta_compile.passes.program import ChunkInput, FrontierValue, Program, has_tensor
 from dta_compile.plan import Plan
 from dta_compile.runtime.interception import Intercepted
+from dta_compile.runtime.planned_call import plan_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +50,7 @@ def explain_refusal(error: RefusalError) -> Explanation:
 def explain_engine(engine: Intercepted, args: Sequence[Any]) -> Explanation:
     """The report of a call that runs over a tree: its prologue and plan are run, its token region is not."""
     program = engine.program
-    call = engine.begin(args)
-    plan = call.plan("transparent" if program.training else "score")
+    call = plan_call(engine.begin(args), "transparent" if program.training else "score")
     regions = _regions(program)
     attention = _attention(program, call.masks.classes)
     prefix_key = tuple(_input(program, item) for item in program.trunk_keys)
@@ -70,8 +70,8 @@ def explain_engine(engine: Intercepted, args: Sequence[Any]) -> Explanation:
         ],
     }
     lines = [line for title, items in sections.items() if items for line in (title, *(f"  {item}" for item in items))]
-    text = "\n".join([*lines, str(plan)])
-    return Explanation(text, None, plan, regions, attention, prefix_key, frontier)
+    text = "\n".join([*lines, str(call.plan)])
+    return Explanation(text, None, call.plan, regions, attention, prefix_key, frontier)
 
 
 def _regions(program: Program) -> dict[str, int]:

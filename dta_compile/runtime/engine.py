@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from dta_compile.options import Options
 from dta_compile.passes import Program
 from dta_compile.plan import Plan
 from dta_compile.runtime import interception
-from dta_compile.runtime.call import Call, CallContext, Run
+from dta_compile.runtime.call import Call, CallContext
 from dta_compile.runtime.measure.calibration import Calibration
 from dta_compile.runtime.measure.stopwatch import Stopwatch
+from dta_compile.runtime.planned_call import PlannedCall, Run, plan_call
 from dta_compile.runtime.reference import self_check, verified
-from dta_compile.runtime.replay import ReplayCache
+from dta_compile.runtime.replay.lease import ReplayCache
 from dta_compile.runtime.rows.dense import Sizes
 from dta_compile.runtime.transparent import TreeFunction, no_autocast
 
@@ -69,7 +70,10 @@ class Engine:
         verify = self.options.verify
         if verify == "always" or (verify == "first" and not self.checked):
             self.checked = True
-            return verified(self.program, self.run, args)
+            outputs, verdict = verified(self.program, self.run, args)
+            assert self.last_plan is not None
+            self.last_plan.estimates.self_check = verdict
+            return outputs
         return self.run(args).outputs
 
     def run(self, args: Sequence[Any]) -> Run:
@@ -80,15 +84,15 @@ class Engine:
             frontier = TreeFunction.apply(call, *parameters)
         return Run(call, frontier, self.outputs_of(call, frontier), functools.partial(self.outputs_of, call))
 
-    def planned(self, args: Sequence[Any], mode: str) -> Call:
+    def planned(self, args: Sequence[Any], mode: str) -> PlannedCall:
         """A call with its prologue run and its plan; before the first one goes on, the program is checked."""
         with no_autocast():
-            call = self.begin(args)
-            self.last_plan = plan = call.plan(mode)
+            call = plan_call(self.begin(args), mode)
+            self.last_plan = call.plan
         if call.rows.tree.num_rows and self._is_check_due(mode):
             self.checked = True
             self.verdict = self_check(call, self.run_small, self.compile_seconds)
-        plan.estimates.self_check = self.verdict
+        call.plan.estimates.self_check = self.verdict
         return call
 
     def _is_check_due(self, mode: str) -> bool:
@@ -113,11 +117,11 @@ class Engine:
 
     def collect_times(self, wait: bool = False) -> None:
         """Note in their plans, and for the cost model, what calls took that have ended; `wait` for the others."""
-        waiting = self.timed
+        pending = self.timed
         self.timed = []
         if self.rest is not None:
             self.rest.collect_times(wait)
-        for plan, stopwatch, device in waiting:
+        for plan, stopwatch, device in pending:
             if not wait and not stopwatch.has_ended():
                 self.timed.append((plan, stopwatch, device))
                 continue
@@ -130,7 +134,7 @@ class Engine:
         self.collect_times()
         with torch.no_grad():
             values = self.program.prologue(*args)
-        return Call(self._context(), args, dict(zip(self.program.prologue_nodes, values, strict=True)))
+        return Call.begin(self._context(), args, dict(zip(self.program.prologue_nodes, values, strict=True)))
 
     def _context(self) -> CallContext:
         return CallContext(
@@ -144,13 +148,13 @@ class Engine:
     def _note_plan(self, plan: Plan) -> None:
         self.last_plan = plan
 
-    def outputs_of(self, call: Call, frontier: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    def outputs_of(self, call: PlannedCall, frontier: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """The outputs of a call for some dense frontier values."""
         with no_autocast():
             return self.epilogue(call.args, call.dense, frontier)
 
     def epilogue(
-        self, args: Sequence[Any], dense: dict[Any, torch.Tensor], frontier: Sequence[torch.Tensor]
+        self, args: Sequence[Any], dense: Mapping[Any, torch.Tensor], frontier: Sequence[torch.Tensor]
     ) -> tuple[Any, ...]:
         """The outputs of the call from its dense frontier values, under ordinary autograd."""
         if self.rest is not None:

@@ -18,10 +18,12 @@ from dta_compile.plan.verify import attention_pairs
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.path.chunk_shape import ChunkShape
 from dta_compile.runtime.path.stack import PathStack, SpineStates
-from dta_compile.runtime.replay import Lease
+from dta_compile.runtime.pending_ops import PendingOps
+from dta_compile.runtime.replay.lease import Lease
 from dta_compile.runtime.rows.batch_rows import BatchRows
-from dta_compile.runtime.rows.buffers import Gathered, RowBuffer, Rows, next_to_zero, padded
+from dta_compile.runtime.rows.buffers import Gathered, Rows, padded
 from dta_compile.runtime.rows.upload import upload
+from dta_compile.runtime.schedule_buffers import ScheduleBuffers
 
 HEAD_SHARE = 0.75  # of a kept graph's head rows with a gradient, from which on dropping the others does not pay
 
@@ -37,7 +39,7 @@ class ChunkData:
 
 
 @dataclasses.dataclass
-class Placed:
+class BatchChunk:
     """A chunk on this batch; perhaps with padding at the end, which nothing reads and which gets no gradient.
 
     Attributes:
@@ -71,22 +73,19 @@ class Graph:
     `active` are the head rows it was run for; None: all.
     """
 
-    placed: Placed
+    chunk: BatchChunk
     values: list[torch.Tensor]
     active: HeadChoice | None
 
 
 class Executor:
-    """Runs the operations of a schedule over one batch; `run` may stop at an `attach` op and go on from there.
+    """Runs the operations of a schedule over one batch; `run` may stop at an `attach` op and go on there.
 
     What a backward phase puts on the stack is put there when the first chunk with a gradient needs it; chunks without
     any incoming gradient are skipped, and their head rows without one are left out.
 
     Attributes:
-        outputs: rows of every frontier value, written by operations with `out`.
-        gradients: rows of every differentiable frontier value's gradient (None: nothing uses the value, its gradient is
-            zero), to be filled before a backward op reads them.
-        accumulators: per parameter that receives a gradient.
+        buffers: of the part of the schedule that is being run.
         stopwatch: times every run of a graph.
         lease: what replays graphs of small chunks, if anything does; `path` is its stack then.
     """
@@ -106,60 +105,44 @@ class Executor:
         self.graphs: dict[Chunk, Graph | None] = {}  # None: skipped
         self.kept: dict[int, SpineStates] = {}  # by the first row of the spine
         self.spine_of_row = np.full(rows.tree.num_rows, -1)  # first row of the kept spine that covers the row
-        self.waiting_ops: list[Anchor | Restore] = []
-        self.outputs: list[RowBuffer] = []
-        self.gradients: list[RowBuffer | None] = [None] * len(self.frontier)
-        self.active: npt.NDArray[np.bool_] | None = None  # [H] head rows with a gradient; None: not known yet
-        self.accumulators: list[torch.Tensor] = []
+        self.pending = PendingOps()
+        self.buffers = ScheduleBuffers()
         self.stopwatch = Stopwatch(path.device)
 
-    def row_buffer(self, index: int, kind: type[RowBuffer], dtype: torch.dtype) -> RowBuffer:
-        """An empty buffer for the rows of a frontier value."""
-        return kind(len(self.rows.head_positions), self.frontier[index].features, dtype, self.path.device)
+    def run(
+        self, ops: Sequence[Op], buffers: ScheduleBuffers, on_attach: Callable[[tuple[int, ...]], bool]
+    ) -> Sequence[Op]:
+        """Run ops until they end or `on_attach` (called with the sequences that became due) returns False.
 
-    def prepare_outputs(self, kind: type[RowBuffer], training: bool) -> None:
-        """Empty buffers for all frontier values."""
-        self.outputs = [self.row_buffer(i, kind, value.dtype) for i, value in enumerate(self.frontier)]
-        if training:
-            for buffer in self.outputs:
-                next_to_zero(buffer.padding)
-
-    def run(self, ops: Sequence[Op], on_attach: Callable[[tuple[int, ...]], bool], first: int = 0) -> int:
-        """Run `ops[first:]` until they end or `on_attach` (called with the sequences that became due) returns False.
-
-        Returns where to go on.
+        Returns what is left of them.
         """
-        for position in range(first, len(ops)):
-            op = ops[position]
+        self.buffers = buffers
+        try:
+            return ops[self._run(ops, on_attach) :]
+        finally:
+            self.buffers = ScheduleBuffers()  # whoever made them decides how long they live
+
+    def _run(self, ops: Sequence[Op], on_attach: Callable[[tuple[int, ...]], bool]) -> int:
+        for position, op in enumerate(ops):
             match op:
                 case Anchor(chunk, True, kv):
                     self._anchor(chunk, True, kv)
                 case Anchor() | Restore():
-                    self._postpone(op)
+                    self.pending.add(op)
                 case Forward(chunk, out):
                     goes_backward = position + 1 < len(ops) and ops[position + 1] == Backward(chunk)
                     self._forward(chunk, out, only_for_backward=goes_backward and not out)
                 case Backward(chunk):
                     self._backward(chunk)
                 case Pop(part):
-                    self._drop_postponed(part.start)
+                    self.pending.cut(part.start)
                 case Attach(sequences):
                     if not on_attach(sequences):
                         return position + 1
         return len(ops)
 
-    def _postpone(self, op: Anchor | Restore) -> None:
-        self._drop_postponed(_spine(op).start)
-        self.waiting_ops.append(op)
-
-    def _drop_postponed(self, depth: int) -> None:
-        """The stack is cut at `depth`: what was to be put there is not needed any more."""
-        while self.waiting_ops and _spine(self.waiting_ops[-1]).start >= depth:
-            self.waiting_ops.pop()
-
     def _complete_stack(self) -> None:
-        waiting, self.waiting_ops = self.waiting_ops, []
-        for op in waiting:
+        for op in self.pending.taken():
             match op:
                 case Anchor(chunk):
                     self._anchor(chunk, False, False)
@@ -168,27 +151,27 @@ class Executor:
 
     def _anchor(self, chunk: Chunk, out: bool, keep_kv: bool) -> None:
         self._complete_stack()
-        placed = self._place(chunk, heads=out)
+        batch_chunk = self._on_batch(chunk, heads=out)
         graph = self.joint.forward_only if out else self.joint.cache_only
-        results = self._launch("forward", graph, placed, [self.path, *self._inputs(placed, None)])
+        results = self._launch("forward", graph, batch_chunk, [self.path, *self._inputs(batch_chunk, None)])
         if out:
-            self._write(placed, results)
+            self.buffers.write(batch_chunk.heads, results)
         if keep_kv and chunk.spine is not None:
             self._keep(chunk.spine, self.path.copy(chunk.spine.start, chunk.spine.stop))
 
     def _forward(self, chunk: Chunk, out: bool, only_for_backward: bool) -> None:
-        placed = self._place(chunk)
-        if only_for_backward and not self._has_gradient(placed):
+        batch_chunk = self._on_batch(chunk)
+        if only_for_backward and not self._has_gradient(batch_chunk):
             self.graphs[chunk] = None
             return
         self._complete_stack()
-        active = None if out else self._active_rows(placed)
-        inputs = self._inputs(placed, active)
-        results = self._launch("forward", self.joint.forward, placed, [self.path, *inputs], active)
+        active = None if out else self._active_rows(batch_chunk)
+        inputs = self._inputs(batch_chunk, active)
+        results = self._launch("forward", self.joint.forward, batch_chunk, [self.path, *inputs], active)
         if out:
-            self._write(placed, results[: len(self.frontier)])
+            self.buffers.write(batch_chunk.heads, results[: len(self.frontier)])
         saved = results[len(self.frontier) :]
-        self.graphs[chunk] = Graph(placed, [*(inputs[i] for i in self.joint.backward_inputs), *saved], active)
+        self.graphs[chunk] = Graph(batch_chunk, [*(inputs[i] for i in self.joint.backward_inputs), *saved], active)
         if chunk.spine is not None:
             states = [tuple(saved[i] for i in positions) for positions in self.joint.saved_states]
             self._keep(chunk.spine, SpineStates(chunk.spine.start, states))
@@ -196,53 +179,54 @@ class Executor:
     def _backward(self, chunk: Chunk) -> None:
         graph = self.graphs.pop(chunk)
         if chunk.spine is not None:
-            self._drop_postponed(chunk.start)  # of its own spine
+            self.pending.cut(chunk.start)  # of its own spine
             self._forget(chunk.spine)
-        if graph is None or not self._has_gradient(graph.placed):
+        if graph is None or not self._has_gradient(graph.chunk):
             return
         self._complete_stack()
-        placed, active = graph.placed, graph.active
+        batch_chunk, active = graph.chunk, graph.active
         values, graph.values = graph.values, []
         if active is None:
-            active = self._enough_idle(placed)
+            active = self._enough_idle(batch_chunk)
             values = values if active is None else self.joint.of_head_rows(values, active.index)
-        tangents = [self._tangent(index, placed, active) for index in self.joint.differentiated]
-        arguments = [self.path, *values, *tangents, *self.accumulators]
+        tangents = [self._tangent(index, batch_chunk, active) for index in self.joint.differentiated]
+        arguments = [self.path, *values, *tangents, *self.buffers.accumulators]
         del values, tangents  # the backward frees what is in its list as it goes
-        self._launch("backward", self.joint.boxed_backward, placed, arguments, active)
+        self._launch("backward", self.joint.boxed_backward, batch_chunk, arguments, active)
         self.path.finish()
-        for buffer in (*self.outputs, *self.gradients):
-            if buffer is not None:
-                buffer.release(placed.heads)
+        self.buffers.release(batch_chunk.heads)
 
-    def _enough_idle(self, placed: Placed) -> HeadChoice | None:
+    def _enough_idle(self, batch_chunk: BatchChunk) -> HeadChoice | None:
         """The active head rows of a chunk, if leaving out the others of its graph pays."""
-        active = self._active_rows(placed)
-        return None if active is None or active.count > HEAD_SHARE * placed.heads.count else active
+        active = self._active_rows(batch_chunk)
+        return None if active is None or active.count > HEAD_SHARE * batch_chunk.heads.count else active
 
-    def _has_gradient(self, placed: Placed) -> bool:
-        if placed.shape.spine and self.path.waits_for(placed.shape.start):
+    def _has_gradient(self, batch_chunk: BatchChunk) -> bool:
+        if batch_chunk.shape.spine and self.path.waits_for(batch_chunk.shape.start):
             return True
-        return placed.heads.count > 0 and (self.active is None or bool(self.active[placed.heads.numpy].any()))
+        active = self.buffers.active
+        return batch_chunk.heads.count > 0 and (active is None or bool(active[batch_chunk.heads.numpy].any()))
 
-    def _active_rows(self, placed: Placed) -> HeadChoice | None:
+    def _active_rows(self, batch_chunk: BatchChunk) -> HeadChoice | None:
         """Those of a chunk's head rows that have a gradient; None: all, or not known."""
-        if self.active is None or not self.joint.head_rows_separable:
+        if self.buffers.active is None or not self.joint.head_rows_separable:
             return None
-        active = self.active[placed.heads.numpy]
+        active = self.buffers.active[batch_chunk.heads.numpy]
         if active.all():
             return None
         found = np.flatnonzero(active)
-        size = self.lease.size(len(found)) if self.lease and placed.replayable and len(found) else len(found)
+        size = self.lease.size(len(found)) if self.lease and batch_chunk.replayable and len(found) else len(found)
         return HeadChoice(upload(padded(found, size), self.path.device), len(found))
 
-    def _tangent(self, index: int, placed: Placed, active: HeadChoice | None) -> torch.Tensor:
+    def _tangent(self, index: int, batch_chunk: BatchChunk, active: HeadChoice | None) -> torch.Tensor:
         """Gradients of a frontier value at a chunk's (active) head rows, in the value's dtype; zeros at padding."""
-        value, buffer = self.frontier[index], self.gradients[index]
-        rows, real = (placed.heads.size, placed.heads.count) if active is None else (len(active.index), active.count)
+        value, buffer = self.frontier[index], self.buffers.gradients[index]
+        rows, real = (
+            (batch_chunk.heads.size, batch_chunk.heads.count) if active is None else (len(active.index), active.count)
+        )
         if buffer is None:
             return torch.zeros((), dtype=value.dtype, device=self.path.device).expand(rows, *value.features)
-        gradient = buffer.read(placed.heads)
+        gradient = buffer.read(batch_chunk.heads)
         if active is not None:
             gradient = gradient.index_select(0, active.index)
         if real < rows:
@@ -262,7 +246,7 @@ class Executor:
         kept = self.kept[int(self.spine_of_row[self.rows.tree.row_at(part.sequence, part.start)])]
         self.path.put(kept, part.start, part.stop)
 
-    def _place(self, chunk: Chunk, heads: bool = True) -> Placed:
+    def _on_batch(self, chunk: Chunk, heads: bool = True) -> BatchChunk:
         tree, starts, device = self.rows.tree, self.rows.head_starts, self.path.device
         ranges = tree.chunk_ranges(chunk)
         head_ranges = [(int(starts[start]), int(starts[stop])) for start, stop in ranges] if heads else []
@@ -277,7 +261,7 @@ class Executor:
             parts = [*parts, Segment(real, size, size, chunk.start, -1)]
         shape = ChunkShape.of(chunk.start, chunk.spine.tokens if chunk.spine is not None else 0, parts)
         pairs = sum(attention_pairs(part) for part in chunk.slices)
-        return Placed(
+        return BatchChunk(
             shape,
             rows=Rows(_merged(ranges), device, size),
             heads=Rows(_merged(head_ranges), device, heads_size),
@@ -286,43 +270,36 @@ class Executor:
             replayable=self.lease is not None and self.lease.replays(size, heads_size),
         )
 
-    def _inputs(self, placed: Placed, active: HeadChoice | None) -> list[torch.Tensor]:
+    def _inputs(self, batch_chunk: BatchChunk, active: HeadChoice | None) -> list[torch.Tensor]:
         data = self.data
-        readers = upload(placed.readers, self.path.device)
-        head = [item.read(placed.heads) for item in data.head]
+        readers = upload(batch_chunk.readers, self.path.device)
+        head = [item.read(batch_chunk.heads) for item in data.head]
         if active is not None:
             readers, *head = (value.index_select(0, active.index) for value in (readers, *head))
-        return [*data.parameters, *data.constants, *(item.read(placed.rows) for item in data.trunk), readers, *head]
+        return [
+            *data.parameters,
+            *data.constants,
+            *(item.read(batch_chunk.rows) for item in data.trunk),
+            readers,
+            *head,
+        ]
 
     def _launch(
         self,
         kind: str,
         graph: Callable[..., Sequence[torch.Tensor]],
-        placed: Placed,
+        batch_chunk: BatchChunk,
         arguments: list[Any],
         active: HeadChoice | None = None,
     ) -> Sequence[torch.Tensor]:
         """Run a graph; a backward takes its arguments as one list, which it empties."""
-        self.path.chunk = placed.shape
-        work = placed.work if active is None else placed.work._replace(heads=active.count)
+        self.path.chunk = batch_chunk.shape
+        work = batch_chunk.work if active is None else batch_chunk.work._replace(heads=active.count)
         run = graph if kind == "backward" else lambda given: graph(*given)
         with self.stopwatch.measure(kind, work):
-            if self.lease and placed.replayable:
+            if self.lease and batch_chunk.replayable:
                 return self.lease.run(graph, run, arguments)
             return run(arguments)
-
-    def _write(self, placed: Placed, results: Sequence[torch.Tensor]) -> None:
-        for output, gradient, result in zip(self.outputs, self.gradients, results, strict=True):
-            output.acquire(placed.heads)
-            output.write(placed.heads, result)
-            if gradient is not None:
-                gradient.acquire(placed.heads)
-
-
-def _spine(op: Anchor | Restore) -> Slice:
-    part = op.part if isinstance(op, Restore) else op.chunk.spine
-    assert part is not None
-    return part
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from dta_compile.passes.program import Program
 from dta_compile.runtime.call import Call
+from dta_compile.runtime.planned_call import PlannedCall
 
 
 class Intercepted(Protocol):
@@ -19,7 +20,7 @@ class Intercepted(Protocol):
     def begin(self, args: Sequence[Any]) -> Call:
         """A call with its prologue run."""
 
-    def planned(self, args: Sequence[Any], mode: str) -> Call:
+    def planned(self, args: Sequence[Any], mode: str) -> PlannedCall:
         """A call with its prologue run and its plan, in a program that was checked."""
 
 

@@ -27,8 +27,8 @@ from dta_compile.passes.axes.layouts import is_tensor
 from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.program import Program, ancestors, where
 from dta_compile.passes.symbols import free_symbols, sizes
-from dta_compile.runtime.call import Call, Run
 from dta_compile.runtime.measure.budget import default_budget
+from dta_compile.runtime.planned_call import PlannedCall, Run
 from dta_compile.runtime.sample import NotSampled, indices_from_values, sample
 
 RunSmall = Callable[[int, Sequence[Any]], Run]  # of a number of columns and the inputs of a small call
@@ -56,8 +56,8 @@ class Verdict:
         return ", ".join(f"{name} not comparable" if x is None else f"{name} within {x:.1g}" for name, x in parts)
 
 
-def verified(program: Program, run: Callable[[Sequence[Any]], Run], args: Sequence[Any]) -> tuple[Any, ...]:
-    """The outputs of a call, which `run` runs, after comparing them and their gradients with the reference.
+def verified(program: Program, run: Callable[[Sequence[Any]], Run], args: Sequence[Any]) -> tuple[tuple[Any, ...], str]:
+    """The outputs of a call that `run` runs, compared with the reference as their gradients are; and the verdict.
 
     Raises:
         VerificationError: naming the output or parameter that differs, by how much, and the tolerance.
@@ -72,11 +72,10 @@ def verified(program: Program, run: Callable[[Sequence[Any]], Run], args: Sequen
             detached = _detached(args)
             expected = _captured(program, detached)
             verdict = f"the whole call: {compare(program, ran, viewed, expected, detached)}"
-    ran.call.schedule_plan.estimates.self_check = verdict
-    return ran.outputs
+    return ran.outputs, verdict
 
 
-def self_check(call: Call, run_small: RunSmall, compile_seconds: float) -> str:
+def self_check(call: PlannedCall, run_small: RunSmall, compile_seconds: float) -> str:
     """Compare a few rows of a planned call, as a small call of its own; returns the verdict, or why there is none.
 
     Whatever else fails is left to the call itself.
@@ -95,7 +94,7 @@ def self_check(call: Call, run_small: RunSmall, compile_seconds: float) -> str:
         return f"skipped: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:150]}"
 
 
-def _self_check(call: Call, run_small: RunSmall, compile_seconds: float) -> str:
+def _self_check(call: PlannedCall, run_small: RunSmall, compile_seconds: float) -> str:
     program = call.program
     if program.joint.generated is not None:  # the call itself needs it, too
         program.joint.generated.prepare(["forward", "backward"] if _trains(program) else ["forward_only"])
@@ -114,7 +113,7 @@ def _self_check(call: Call, run_small: RunSmall, compile_seconds: float) -> str:
     return f"{small.rows} rows of {small.columns} tokens at the first call: {verdict}; {seconds:.2g} s"
 
 
-def _captured_in_time(call: Call, args: Sequence[Any], compile_seconds: float, scale: float) -> tuple[Any, ...]:
+def _captured_in_time(call: PlannedCall, args: Sequence[Any], compile_seconds: float, scale: float) -> tuple[Any, ...]:
     """The captured program's outputs; raises `NotSampled` if the rest would take longer than it may.
 
     `scale`: how many times as many tokens the whole call has.
@@ -205,7 +204,7 @@ class _Probe:
         self.tolerance = TOLERANCES.get(self.dtype, 5e-2)
         self.rounding = min(ROUNDING * torch.finfo(self.dtype).eps, self.tolerance)
         self.generator = torch.Generator(run.call.device).manual_seed(1)
-        self.padding = [run.call.padding(i) for i in range(len(run.frontier))]
+        self.padding = [run.call.layout.padding(i) for i in range(len(run.frontier))]
         self.rounded = self._outputs([self._rounded(value) for value in run.frontier])
         self.has_padding = any(mask is not None for mask in self.padding)
         self.padded: tuple[Any, ...] = ()

@@ -23,7 +23,7 @@ from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS,
 from dta_compile.passes.program import Program
 from dta_compile.passes.symbols import expression, free_symbols, sizes
 from dta_compile.plan import PrefixTree
-from dta_compile.runtime.call import Call
+from dta_compile.runtime.planned_call import PlannedCall
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ class Sample:
     bytes: int
 
 
-def sample(call: Call) -> Sample:
+def sample(call: PlannedCall) -> Sample:
     """Rows of a planned call that share something if any do, and columns around the place where they fork.
 
     Raises:
@@ -69,7 +69,7 @@ def sample(call: Call) -> Sample:
     raise NotSampled("its inputs cannot be cut to a few tokens, and whole rows would take too long")
 
 
-def _candidates(call: Call, limit: int, fixed: Collection[sympy.Basic]) -> Iterator[tuple[int, int]]:
+def _candidates(call: PlannedCall, limit: int, fixed: Collection[sympy.Basic]) -> Iterator[tuple[int, int]]:
     """Numbers of rows and columns, the most wanted first."""
     batch, tokens = _free_symbol(call.program.batch), _free_symbol(call.program.tokens)
     whole_rows = batch is None or batch in fixed or batch != call.program.batch
@@ -90,7 +90,7 @@ def _free_symbol(expr: sympy.Expr | None) -> sympy.Symbol | None:
 
 
 def _resized(
-    call: Call, values: Sizes, rows: int, columns: int, fixed: Collection[sympy.Basic]
+    call: PlannedCall, values: Sizes, rows: int, columns: int, fixed: Collection[sympy.Basic]
 ) -> dict[sympy.Symbol, int] | None:
     """Numbers for the symbols with which the call has so many rows and columns.
 
@@ -191,7 +191,7 @@ def _may_do_anything(node: fx.Node) -> bool:
     return not all(value.is_floating_point() or value.is_complex() for value in values)
 
 
-def _cut(call: Call, old: Sizes, new: Sizes, rows: int, columns: int) -> list[Any]:
+def _cut(call: PlannedCall, old: Sizes, new: Sizes, rows: int, columns: int) -> list[Any]:
     """The inputs at the new sizes."""
     chosen, anchor = _rows(call, rows)
     start = int(np.clip(anchor - columns // 2, 0, call.tokens - columns))
@@ -202,7 +202,9 @@ def _cut(call: Call, old: Sizes, new: Sizes, rows: int, columns: int) -> list[An
     ]
 
 
-def _cut_input(call: Call, arg: Any, node: fx.Node, changed: set[Any], new: Sizes, rows: list[int], start: int) -> Any:
+def _cut_input(
+    call: PlannedCall, arg: Any, node: fx.Node, changed: set[Any], new: Sizes, rows: list[int], start: int
+) -> Any:
     value, batch = node.meta["val"], call.program.batch
     if not isinstance(value, torch.Tensor):
         expr = expression(value) if isinstance(value, torch.SymInt) else sympy.S.Zero
@@ -234,7 +236,7 @@ def _in_order_of(arg: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return copy.requires_grad_(arg.requires_grad)
 
 
-def _rows(call: Call, count: int) -> tuple[list[int], int]:
+def _rows(call: PlannedCall, count: int) -> tuple[list[int], int]:
     """Rows of the batch, and the column where two of them fork.
 
     Rows are neighbours in lexicographic order, the shortest that share something and then fork, if any do."""
@@ -254,7 +256,7 @@ def _forking(tree: PrefixTree) -> int:
     return int(np.lexsort((longer, common >= shorter, common == 0, shorter == 0))[0])
 
 
-def _bytes(call: Call, new: Sizes) -> int:
+def _bytes(call: PlannedCall, new: Sizes) -> int:
     """At most what both programs hold at one time: all intermediate values, and gradients of all parameters."""
     program = call.program
     known: dict[sympy.Expr, int] = {}

@@ -7,6 +7,7 @@ function returns. Then the schedule runs, and every row's loss gets the rows of 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,17 +15,22 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError, RuntimeContractError
-from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
 from dta_compile.passes.program import Mixed, Program, has_tensor, where
-from dta_compile.plan import Plan
-from dta_compile.runtime.call import Call
 from dta_compile.runtime.executor import Executor
 from dta_compile.runtime.interception import Intercepted, intercept
+from dta_compile.runtime.planned_call import PlannedCall
 from dta_compile.runtime.rows.buffers import PathRows
 from dta_compile.runtime.rows.gradients import RowGradients
+from dta_compile.runtime.schedule_buffers import (
+    ScheduleBuffers,
+    accumulators,
+    finished_gradients,
+    gradient_buffer,
+    output_buffers,
+)
 from dta_compile.runtime.stand_in import StandIns, tensors_of
-from dta_compile.runtime.transparent import finished_gradients, gradient_of_cache, no_autocast, prepare_accumulators
+from dta_compile.runtime.transparent import gradient_of_cache, no_autocast
 
 aten = torch.ops.aten
 
@@ -96,10 +102,9 @@ class Stream:
     """A call that is streamed: begun when its engine is called, run when the compiled function has returned."""
 
     def __init__(self) -> None:
-        self.call: Call | None = None
+        self.call: PlannedCall | None = None
         self.stand_ins = StandIns()
         self.in_return_value: set[int] = set()
-        self.plan: Plan
 
     def begin(self, engine: Intercepted, args: Sequence[Any]) -> tuple[Any, ...] | None:
         """The outputs of the graph: real ones where they exist for the whole batch, else stand-ins."""
@@ -109,7 +114,6 @@ class Stream:
         if isinstance(program.row_epilogue, Mixed):
             raise _mixes_sequences(program.row_epilogue)
         self.call = engine.planned(args, "streaming")
-        self.plan = self.call.schedule_plan
         return tuple(self._output(i, node) for i, node in enumerate(program.outputs))
 
     def _output(self, position: int, node: Any) -> Any:
@@ -165,24 +169,26 @@ class Stream:
 
     def run(self, sources: Sequence[int | torch.Tensor], loss_fn: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
         """Run the schedule and add the gradients to the parameters."""
-        call, plan = self.call, self.plan
+        call = self.call
         assert call is not None
         program = call.program
         loss_fn = _under_current_autocast(loss_fn)
         with no_autocast():
-            executor = call.executor(plan)
+            executor = call.executor()
             parameters = [call.args[spec.index] for spec in program.region_parameters]
-            prepare_accumulators(executor, parameters)
-            executor.prepare_outputs(PathRows, training=True)
-            for i in executor.joint.differentiated:
-                executor.gradients[i] = executor.row_buffer(i, PathRows, statistics_dtype(program.frontier[i].dtype))
-            rows = _Rows(call, executor, sources, loss_fn)
-            executor.run(plan.schedule.ops, on_attach=rows.attach)
+            executor.path.allocate_gradients()
+            totals = accumulators(executor.joint, parameters, executor.lease)
+            buffers = _buffers(program, executor)
+            rows = _Rows(call, buffers, sources, loss_fn)
+            with_sums = dataclasses.replace(buffers, accumulators=tuple(totals))
+            executor.run(call.plan.schedule.ops, with_sums, on_attach=rows.attach)
+            del with_sums
             rows.refuse_padding()
-            call.record(plan, executor)
-            for parameter, gradient in zip(
-                parameters, finished_gradients(executor, parameters, rows.used), strict=True
-            ):
+            call.record(executor)
+            gradients = finished_gradients(
+                executor.joint, totals, parameters, rows.used, copy=executor.lease is not None
+            )
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None:
                     rows.gradients.add(parameter, gradient)
             rows.gradients.send()
@@ -213,17 +219,29 @@ def _under_current_autocast(function: Callable[..., torch.Tensor]) -> Callable[.
     return run
 
 
+def _buffers(program: Program, executor: Executor) -> ScheduleBuffers:
+    """Buffers for the rows of the current path."""
+    frontier, heads, device = program.frontier, len(executor.head_rows), executor.path.device
+    differentiated = executor.joint.differentiated
+    gradients = [
+        gradient_buffer(PathRows, value, heads, device) if i in differentiated else None
+        for i, value in enumerate(frontier)
+    ]
+    outputs = output_buffers(PathRows, frontier, heads, device, training=True)
+    return ScheduleBuffers(outputs, gradients)
+
+
 class _Rows:
     """Losses of single rows: dense outputs of one row, its loss, and the gradient back on the tree's rows."""
 
     def __init__(
         self,
-        call: Call,
-        executor: Executor,
+        call: PlannedCall,
+        buffers: ScheduleBuffers,
         sources: Sequence[int | torch.Tensor],
         loss_fn: Callable[..., torch.Tensor],
     ) -> None:
-        self.call, self.executor, self.sources, self.loss_fn = call, executor, sources, loss_fn
+        self.call, self.buffers, self.sources, self.loss_fn = call, buffers, sources, loss_fn
         self.losses: dict[int, torch.Tensor] = {}
         self.used: set[int] = set()  # frontier values that a loss sends gradients to
         self.gradients = RowGradients()  # that the epilogue and the loss send elsewhere: to parameters, for one
@@ -243,10 +261,10 @@ class _Rows:
         """Raise if a loss sent gradients to padding. Asking waits for the device: once, when all rows are through."""
         for i, found in self.at_padding.items():
             if found:
-                self.call.refuse_padding(i, torch.cat(found))
+                self.call.layout.refuse_padding(i, torch.cat(found))
 
     def _row(self, row: int) -> None:
-        leaves = [self._leaf(i, row) for i in range(len(self.executor.outputs))]
+        leaves = [self._leaf(i, row) for i in range(len(self.buffers.outputs))]
         self.gradients.begin_row()
         with torch.enable_grad():
             outputs = self._outputs(row, leaves)
@@ -261,14 +279,14 @@ class _Rows:
 
     def _leaf(self, index: int, row: int) -> torch.Tensor:
         value = self.call.program.frontier[index]
-        dense = self.call.expand_row(index, self.executor.outputs[index], row)
-        return dense.requires_grad_(self.executor.gradients[index] is not None or value.is_cache)
+        dense = self.call.layout.expand_row(index, self.buffers.outputs[index], row)
+        return dense.requires_grad_(self.buffers.gradients[index] is not None or value.is_cache)
 
     def _add(self, index: int, grad: torch.Tensor, row: int) -> None:
-        value, buffer = self.call.program.frontier[index], self.executor.gradients[index]
+        value, buffer = self.call.program.frontier[index], self.buffers.gradients[index]
         if buffer is None:
             raise gradient_of_cache(value)
-        at_padding = self.call.add_row_gradient(index, buffer, grad, row)
+        at_padding = self.call.layout.add_row_gradient(index, buffer, grad, row)
         self.at_padding.setdefault(index, []).extend([] if at_padding is None else [at_padding])
         self.used.add(index)
 

@@ -7,16 +7,22 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.passes.program import FrontierValue
-from dta_compile.plan import Op, Plan
-from dta_compile.runtime.call import Call
+from dta_compile.plan import Op
 from dta_compile.runtime.executor import Executor
-from dta_compile.runtime.rows.buffers import AllRows
+from dta_compile.runtime.planned_call import PlannedCall
+from dta_compile.runtime.rows.buffers import AllRows, RowBuffer
+from dta_compile.runtime.schedule_buffers import (
+    ScheduleBuffers,
+    accumulators,
+    finished_gradients,
+    gradient_buffer,
+    output_buffers,
+    rows_with_gradient,
+)
 
 logger = logging.getLogger("dta_compile")
 
@@ -39,12 +45,11 @@ class TreeFunction(torch.autograd.Function):
     """Dense frontier values of a call as a function of the region's parameters."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        executor, backward_half = _or_keeping_nothing(call, lambda plan: forward_half(call, plan))
+    def forward(ctx: Any, call: PlannedCall, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        call, (executor, rows, backward_half) = _or_keeping_nothing(call, forward_half)
         if not backward_half:
-            call.record(call.schedule_plan, executor)
-        outputs = tuple(call.expand(i, buffer) for i, buffer in enumerate(executor.outputs))
-        executor.outputs = []
+            call.record(executor)
+        outputs = tuple(call.layout.expand(i, rows.pop(0)) for i in range(len(rows)))
         ctx.call, ctx.executor, ctx.backward_half = call, executor, backward_half
         ctx.save_for_backward(*parameters, *call.reread())
         ctx.set_materialize_grads(False)
@@ -69,21 +74,22 @@ class TreeFunction(torch.autograd.Function):
                 got="a batch of gradients (is_grads_batched=True, torch.func.vmap, or vectorize=True)",
                 hint="call torch.autograd.grad in a loop, with retain_graph=True",
             )
-        call: Call = ctx.call
+        call: PlannedCall = ctx.call
         parameters = _unchanged(ctx)[: len(call.program.region_parameters)]
         begun = [(ctx.executor, ctx.backward_half)] if ctx.executor is not None else []
         ctx.executor = ctx.backward_half = None  # the kept graphs serve one backward; another one recomputes
         if not begun:
-            call.schedule_plan = call.replan_keeping_nothing()
+            call = call.keeping_nothing()
 
-        def run(plan: Plan) -> list[torch.Tensor | None]:
-            executor, backward_half = begun.pop() if begun else forward_half(call, plan)
+        def run(call: PlannedCall) -> list[torch.Tensor | None]:
+            executor, backward_half = begun.pop() if begun else forward_half(call)[::2]  # outputs are there
             gradients = backpropagate(call, executor, backward_half, grads, parameters)
-            call.record(plan, executor)
+            call.record(executor)
             return gradients
 
         with no_autocast():
-            return (None, *_or_keeping_nothing(call, run))
+            _, gradients = _or_keeping_nothing(call, run)
+        return (None, *gradients)
 
 
 def _unchanged(ctx: Any) -> tuple[torch.Tensor, ...]:
@@ -101,12 +107,12 @@ def _unchanged(ctx: Any) -> tuple[torch.Tensor, ...]:
         ) from error
 
 
-def _or_keeping_nothing(call: Call, run: Callable[[Plan], Result]) -> Result:
-    """`run` the call's plan; if memory does not suffice for what it keeps, once more with a plan that keeps nothing."""
+def _or_keeping_nothing(call: PlannedCall, run: Callable[[PlannedCall], Result]) -> tuple[PlannedCall, Result]:
+    """`run` a call; if memory does not suffice for what its plan keeps, once more with a plan that keeps nothing."""
     try:
-        return run(call.schedule_plan)
+        return call, run(call)
     except torch.OutOfMemoryError:
-        if not call.schedule_plan.keeps:
+        if not call.plan.keeps:
             raise
     # Outside of the handler: the error's traceback holds what the run had allocated.
     logger.warning(
@@ -115,43 +121,52 @@ def _or_keeping_nothing(call: Call, run: Callable[[Plan], Result]) -> Result:
     )
     if call.device.type == "cuda":
         torch.cuda.empty_cache()
-    call.schedule_plan = call.replan_keeping_nothing()
-    call.context.note_plan(call.schedule_plan)
-    return run(call.schedule_plan)
+    call = call.keeping_nothing()
+    call.context.note_plan(call.plan)
+    return call, run(call)
 
 
-def forward_half(call: Call, plan: Plan) -> tuple[Executor, Sequence[Op]]:
-    """Run a schedule up to its attach op; the executor, and what is left of the operations."""
-    executor = call.executor(plan)
-    executor.prepare_outputs(AllRows, training=plan.schedule.mode != "score")
-    done = executor.run(plan.schedule.ops, on_attach=lambda sequences: False)
-    return executor, plan.schedule.ops[done:]
+def forward_half(call: PlannedCall) -> tuple[Executor, list[RowBuffer], Sequence[Op]]:
+    """Run a schedule up to its attach op; the executor, rows of the frontier values, and what is left of the ops."""
+    executor, training = call.executor(), call.plan.schedule.mode != "score"
+    heads, device = len(executor.head_rows), executor.path.device
+    outputs = output_buffers(AllRows, call.program.frontier, heads, device, training)
+    left = executor.run(call.plan.schedule.ops, ScheduleBuffers(outputs), on_attach=lambda sequences: False)
+    return executor, outputs, left
 
 
 def backpropagate(
-    call: Call,
+    call: PlannedCall,
     executor: Executor,
     ops: Sequence[Op],
     grads: Sequence[torch.Tensor | None],
     parameters: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
     """Run the backward half of a schedule; gradients of all region parameters (None for frozen ones)."""
-    set_gradients(call, executor, grads)
-    prepare_accumulators(executor, parameters)
-    executor.run(ops, on_attach=lambda sequences: True)
-    return finished_gradients(executor, parameters, {i for i, grad in enumerate(grads) if grad is not None})
+    joint, lease = executor.joint, executor.lease
+    gradients = row_gradients(call, executor, grads)
+    active = rows_with_gradient(gradients, len(executor.head_rows), executor.path.device)
+    executor.path.allocate_gradients()
+    totals = accumulators(joint, parameters, lease)
+    executor.run(ops, ScheduleBuffers((), gradients, tuple(totals), active), on_attach=lambda sequences: True)
+    used = {i for i, grad in enumerate(grads) if grad is not None}
+    return finished_gradients(joint, totals, parameters, used, copy=lease is not None)
 
 
-def set_gradients(call: Call, executor: Executor, grads: Sequence[torch.Tensor | None]) -> None:
-    """Sum dense gradients of the frontier onto head rows."""
+def row_gradients(
+    call: PlannedCall, executor: Executor, grads: Sequence[torch.Tensor | None]
+) -> list[RowBuffer | None]:
+    """Dense gradients of the frontier, summed onto head rows."""
+    found: list[RowBuffer | None] = []
     for i, (value, grad) in enumerate(zip(call.program.frontier, grads, strict=True)):
         if value.is_cache and grad is not None:
             raise gradient_of_cache(value)
+        buffer = None
         if i in executor.joint.differentiated and grad is not None:
-            buffer = executor.row_buffer(i, AllRows, statistics_dtype(value.dtype))
-            call.add_gradient(i, buffer, grad)
-            executor.gradients[i] = buffer
-    executor.active = rows_with_gradient(executor)
+            buffer = gradient_buffer(AllRows, value, len(executor.head_rows), executor.path.device)
+            call.layout.add_gradient(i, buffer, grad)
+        found.append(buffer)
+    return found
 
 
 def gradient_of_cache(value: FrontierValue) -> RuntimeContractError:
@@ -162,37 +177,3 @@ def gradient_of_cache(value: FrontierValue) -> RuntimeContractError:
         got=f"a gradient for {value.node.name}",
         hint="pass use_cache=False",
     )
-
-
-def rows_with_gradient(executor: Executor) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """`[H]` head rows with a gradient in any frontier value. Read once per backward: no chunk waits for the device."""
-    active = torch.zeros(len(executor.head_rows), dtype=torch.bool, device=executor.path.device)
-    for buffer in executor.gradients:
-        if isinstance(buffer, AllRows):
-            active |= (buffer.values[:-1] != 0).unsqueeze(-1).flatten(1).any(1)
-    return active.cpu().numpy()
-
-
-def prepare_accumulators(executor: Executor, parameters: Sequence[torch.Tensor]) -> None:
-    executor.path.allocate_gradients()
-    if executor.lease is not None:
-        executor.accumulators = executor.lease.accumulators(parameters, executor.joint.grad_parameters)
-        return
-    executor.accumulators = [
-        torch.zeros_like(parameters[i], dtype=statistics_dtype(parameters[i].dtype)).detach()
-        for i in executor.joint.grad_parameters
-    ]
-
-
-def finished_gradients(
-    executor: Executor, parameters: Sequence[torch.Tensor], used: set[int]
-) -> list[torch.Tensor | None]:
-    """Gradients of all region parameters; None, not zero, where none of the frontier values `used` depends on one."""
-    gradients: list[torch.Tensor | None] = [None] * len(parameters)
-    joint = executor.joint
-    totals, executor.accumulators = executor.accumulators[::-1], []
-    for i, sources in zip(joint.grad_parameters, joint.grad_sources, strict=True):
-        total = totals.pop()  # so that a wide sum is gone before the next one is rounded to its parameter's dtype
-        if sources & used:
-            gradients[i] = total.to(parameters[i].dtype, copy=executor.lease is not None)  # a lease goes on using it
-    return gradients

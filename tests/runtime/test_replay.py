@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import dta_compile
 from dta_compile.options import Options
-from dta_compile.runtime import replay
+from dta_compile.runtime.replay import lease
 from tests.support.cases import (
     LOSSES,
     QUICK,
@@ -30,10 +30,10 @@ from tests.support.tiny import TinyLM, after, assert_same, gradients
 def replays():
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "is_possible", lambda device: True)
-        patch.setattr(replay, "pays", lambda chunks: True)
-        patch.setattr(replay, "_CudaRecorder", Recorder)
-        patch.setattr(replay, "SIZES", (4, 8))
+        patch.setattr(lease, "is_possible", lambda device: True)
+        patch.setattr(lease, "pays", lambda chunks: True)
+        patch.setattr(lease, "CudaRecorder", Recorder)
+        patch.setattr(lease, "SIZES", (4, 8))
         yield
 
 
@@ -207,7 +207,7 @@ def test_attention_that_needs_the_host_runs_without(model, compiled, caplog):
 
 
 def test_a_stack_that_grows(model, compiled, monkeypatch):
-    monkeypatch.setattr(replay, "CAPACITY", 4)
+    monkeypatch.setattr(lease, "CAPACITY", 4)
     chosen = Options(chunk_size=3, attention="reference")
     for length in (4, 4, 4, 30, 30, 30, 4, 4):
         check_transparent(model, compiled, make_case(chain(length), "right"), chosen, "weights")

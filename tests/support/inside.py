@@ -58,8 +58,8 @@ class Inside:
     def recorded_stacks(self) -> Iterator[PathStack]:
         """The path stacks that recorded chunks read and write, which stay between calls."""
         for engine in self.engines:
-            for place in engine.replays.places.values():
-                yield place.path
+            for arena in engine.replays.arenas.values():
+                yield arena.path
 
 
 def inside(compiled: Any) -> Inside:

@@ -13,7 +13,7 @@ from torch import nn
 import dta_compile
 from dta_compile.errors import RefusalError, RuntimeContractError, VerificationError
 from dta_compile.options import Options
-from dta_compile.runtime import replay
+from dta_compile.runtime.replay import lease
 from tests.support.cases import LOSSES, QUICK, chain, check_plan, fan, make_case, rollouts, with_options
 from tests.support.inside import inside
 from tests.support.replay import Recorder
@@ -150,13 +150,13 @@ def test_replays(compiled, monkeypatch):
     for name, value in {
         "is_possible": lambda device: True,
         "pays": lambda chunks: True,
-        "_CudaRecorder": Recorder,
+        "CudaRecorder": Recorder,
         "SIZES": (4, 8),
     }.items():
-        monkeypatch.setattr(replay, name, value)
+        monkeypatch.setattr(lease, name, value)
     compiled.with_options(Options())
     for engine in inside(compiled.function).engines:
-        monkeypatch.setattr(engine, "replays", replay.ReplayCache())
+        monkeypatch.setattr(engine, "replays", lease.ReplayCache())
     for budget in (0, None):
         for _ in range(3):
             compiled.check(make_case(fan(20), "none"), Options(3, memory_budget=budget, attention="reference"))

@@ -57,10 +57,10 @@ class Part(NamedTuple):
 def parts_of(chunk: ChunkShape, window: int, dtype: torch.dtype) -> list[Part]:
     """The parts of a chunk, the fresh ones first and in order; made once per shape."""
     window = window if window < chunk.height else 0
-    kept, key = chunk.kept, (Part, window, dtype)
-    if key not in kept:
-        kept[key] = list(_windowed(chunk, window, dtype) if window else _parts(chunk, dtype))
-    parts: list[Part] = kept[key]
+    derived, key = chunk.derived, (Part, window, dtype)
+    if key not in derived:
+        derived[key] = list(_windowed(chunk, window, dtype) if window else _parts(chunk, dtype))
+    parts: list[Part] = derived[key]
     return parts
 
 

@@ -39,7 +39,9 @@ class Lengths(NamedTuple):
 class VarlenKernel(Protocol):
     """One library's kernels. Tensors are `[tokens, heads, features]`, log-sum-exps `[heads, tokens]` in float32."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: KernelCall
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp."""
 
     def backward(
@@ -50,12 +52,12 @@ class VarlenKernel(Protocol):
         v: torch.Tensor,
         out: torch.Tensor,
         logsumexp: torch.Tensor,
-        x: Call,
+        x: KernelCall,
     ) -> Tensors:
         """Gradients of queries, keys and values."""
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """One kernel call.
 
     Attributes:
@@ -170,33 +172,33 @@ class _KeysAndValues:
         self.own = _tokens_first(x.key), _tokens_first(x.value)
         self.stack = _tokens_first(x.prefix_key), _tokens_first(x.prefix_value)
 
-    def __call__(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
         key, value = self.stack if call.on_stack else self.own
         return _at(key, call.key_rows), _at(value, call.key_rows)
 
 
-def _calls(x: Operands) -> list[Call]:
-    kept, device = x.chunk.kept, x.query.device
-    if (Call, device, x.scale) not in kept:
-        kept[Call, device, x.scale] = [call._replace(scale=x.scale) for call in _calls_of(x.chunk, device)]
-    calls: list[Call] = kept[Call, device, x.scale]
+def _calls(x: Operands) -> list[KernelCall]:
+    derived, device = x.chunk.derived, x.query.device
+    if (KernelCall, device, x.scale) not in derived:
+        derived[KernelCall, device, x.scale] = [call._replace(scale=x.scale) for call in _calls_of(x.chunk, device)]
+    calls: list[KernelCall] = derived[KernelCall, device, x.scale]
     return calls
 
 
-def _calls_of(chunk: ChunkShape, device: torch.device) -> Iterator[Call]:
+def _calls_of(chunk: ChunkShape, device: torch.device) -> Iterator[KernelCall]:
     slices = _lengths([part.last - part.first for part in chunk.segments], device)
-    yield Call(slices, slices, causal=True)
+    yield KernelCall(slices, slices, causal=True)
     for level in _levels(chunk):
         queries = [(found.query_first, found.query_last) for found in level]
         keys = [(found.key_first, found.key_last) for found in level]
-        yield Call(
+        yield KernelCall(
             _lengths([last - first for first, last in queries], device),
             _lengths([last - first for first, last in keys], device),
             query_rows=_numbers(queries, device),
             key_rows=_numbers(keys, device),
         )
     if chunk.start:
-        yield Call(_lengths([chunk.tokens], device), _lengths([chunk.start], device), on_stack=True)
+        yield KernelCall(_lengths([chunk.tokens], device), _lengths([chunk.start], device), on_stack=True)
 
 
 def _levels(chunk: ChunkShape) -> list[list[Rectangle]]:
@@ -243,7 +245,9 @@ def _is_windowed(x: Operands) -> bool:
 class _TorchKernel:
     """`aten::_flash_attention_*`, which `torch.nn.attention.varlen` calls; the same from torch 2.11 to 2.15."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: KernelCall
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         result = torch.ops.aten._flash_attention_forward(
             q, k, v, x.queries.offsets, x.keys.offsets, x.queries.longest, x.keys.longest, 0.0, x.causal, False,
             scale=x.scale,
@@ -258,7 +262,7 @@ class _TorchKernel:
         v: torch.Tensor,
         out: torch.Tensor,
         logsumexp: torch.Tensor,
-        x: Call,
+        x: KernelCall,
     ) -> Tensors:
         seed = torch.empty(2, dtype=torch.int64, device=q.device)  # of dropout, of which there is none
         grads: Tensors = torch.ops.aten._flash_attention_backward(
@@ -271,7 +275,9 @@ class _TorchKernel:
 class _PackageKernel:
     """Version 2 of the package `flash_attn`."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: KernelCall
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
         out, logsumexp, *_ = _flash_attn_varlen_forward(
@@ -288,7 +294,7 @@ class _PackageKernel:
         v: torch.Tensor,
         out: torch.Tensor,
         logsumexp: torch.Tensor,
-        x: Call,
+        x: KernelCall,
     ) -> Tensors:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
 

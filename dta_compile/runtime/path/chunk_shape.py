@@ -27,14 +27,14 @@ class ChunkShape:
         spine: its first tokens that go onto the stack (0: none).
         segments: its slices, see `dta_compile.plan.segments`.
         rectangles: what hangs from each slice against the slice.
-        kept: what mixers derive from the shape once, for all layers, forward and backward.
+        derived: what mixers derive from the shape once, for all layers, forward and backward.
     """
 
     start: int
     spine: int
     segments: tuple[Segment, ...]
     rectangles: tuple[Rectangle, ...]
-    kept: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    derived: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, start: int, spine: int, parts: Sequence[Segment]) -> ChunkShape:
@@ -79,9 +79,9 @@ class ChunkShape:
 
     def table(self, device: torch.device) -> ChunkTable:
         """The shape as tensors; made once per device."""
-        if (ChunkTable, device) not in self.kept:
-            self.kept[ChunkTable, device] = ChunkTable(upload(self.table_rows(), device))
-        table: ChunkTable = self.kept[ChunkTable, device]
+        if (ChunkTable, device) not in self.derived:
+            self.derived[ChunkTable, device] = ChunkTable(upload(self.table_rows(), device))
+        table: ChunkTable = self.derived[ChunkTable, device]
         return table
 
     def table_rows(self) -> npt.NDArray[np.int32]:

@@ -1,0 +1,178 @@
+"""A call with its rows and plan: all that running it needs, made at once by `plan_call`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.passes.program import ChunkInput
+from dta_compile.plan import Footprint, Limits, Plan, make_plan, peak_bytes
+from dta_compile.plan.prefix_tree import PrefixTree
+from dta_compile.plan.schedule import Anchor, Backward, Forward
+from dta_compile.runtime.call import Call
+from dta_compile.runtime.executor import ChunkData, Executor
+from dta_compile.runtime.masks import ReadMasks
+from dta_compile.runtime.measure.budget import default_budget
+from dta_compile.runtime.mixers import runtimes_of
+from dta_compile.runtime.path.stack import PathStack
+from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens
+from dta_compile.runtime.rows.dense import gathered
+from dta_compile.runtime.rows.layout import BatchLayout
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlannedCall(Call):
+    """A call that can be run.
+
+    Attributes:
+        masks: what its masks are.
+        layout: where its values lie.
+        plan: its tree and schedule.
+    """
+
+    masks: ReadMasks
+    layout: BatchLayout
+    plan: Plan
+
+    @property
+    def rows(self) -> BatchRows:
+        return self.layout.rows
+
+    def keeping_nothing(self) -> PlannedCall:
+        """The call with a plan for another backward: the kept graphs are gone, so every chunk is recomputed."""
+        same_rows = dataclasses.replace(self.context.options, strategy=self.plan.schedule.strategy)
+        made = make_plan(self.rows.tree, same_rows, mode="transparent", limits=Limits(budget=0))
+        made.estimates.self_check = self.plan.estimates.self_check
+        return dataclasses.replace(self, plan=made)
+
+    def record(self, executor: Executor) -> None:
+        """Note what the chunk runs of the schedule took, in the plan and for the cost model, as soon as they ended."""
+        self.plan.estimates.replays = executor.lease.counts if executor.lease else None
+        self.context.note_run(self.plan, executor.stopwatch, self.device)
+
+    def executor(self) -> Executor:
+        """An executor with a fresh stack; the code that its graphs call is compiled now, not as they run."""
+        generated = self.program.joint.generated
+        if generated is not None:
+            generated.prepare(sorted(_graphs(self.plan)))
+            self.plan.estimates.codegen = str(generated)
+        layers, capacity = self.program.mixers, self.plan.simulation.peak_stack_tokens
+        attention, cache = self.context.options.attention, self.context.replays
+        runtimes = runtimes_of(self.program, self.masks, self.device, attention)
+        data, lease = self._chunk_data(), None
+        if cache is not None and cache.pays(self.device, _runs(self.plan)):
+            lease = cache.lease(layers, runtimes, capacity, self.device, attention, data.parameters)
+        path = lease.path if lease else PathStack(layers, runtimes, capacity, self.device)
+        executor = Executor(self.program.joint, self.program.frontier, data, self.rows, path, lease)
+        if lease:
+            weakref.finalize(executor, lease.arena.release)  # whatever way the call ends
+        return executor
+
+    def _chunk_data(self) -> ChunkData:
+        program, rows = self.program, self.rows
+        trunk = [
+            gathered(item, self.dense[item.node], rows, rows.row_positions, self.window(item.layout.frame))
+            for item in program.trunk_inputs
+        ]
+        head = [
+            gathered(item, self.dense[item.node], rows, rows.head_positions, self.window(item.layout.frame))
+            for item in program.head_inputs
+        ]
+        parameters = [self.args[spec.index].detach() for spec in program.region_parameters]
+        return ChunkData(parameters, [self.dense[node] for node in program.constant_inputs], trunk, head)
+
+
+def plan_call(call: Call, mode: str) -> PlannedCall:
+    """Read the masks of a call, build its tree and rows, and choose a schedule."""
+    program, masks, used = call.program, call.read_masks(), call.used()
+    trunk_keys = [call.codes(item) for item in program.trunk_keys if not _by_column(item)]
+    head_keys = [call.codes(item) for item in program.head_keys]
+    used_by_any = np.logical_or.reduce(used)
+    tokens = BatchTokens.read(masks.valid, trunk_keys, by_column=any(_by_column(item) for item in program.trunk_keys))
+    tree = PrefixTree.build(tokens.keys)
+    rows = BatchRows.of(tokens, tree, head_keys, used_by_any)
+    plan = make_plan(tree, call.context.options, mode=mode, limits=_limits(call, rows, mode))
+    if plan.prefix_tree is not tree:  # the plan does not share prefixes
+        rows = BatchRows.of(tokens, plan.prefix_tree, head_keys, used_by_any)
+    plan.estimates.peak_bytes = _peak_bytes(call, rows, plan)
+    layout = BatchLayout.of(program.frontier, rows, used, call.window, call.device, by_sequence=mode == "streaming")
+    return PlannedCall(**vars(call), masks=masks, layout=layout, plan=plan)
+
+
+def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
+    """What the planner needs to know of this model, machine and batch."""
+    budget = call.context.options.memory_budget
+    cost = call.context.calibration(call.device).cost_model()
+    if mode != "transparent":
+        return Limits(cost=cost, head_starts=rows.head_starts)
+    budget = default_budget(call.device) if budget is None else budget
+    return Limits(budget, _footprint(call), cost, rows.head_starts)
+
+
+def _footprint(call: Call) -> Footprint:
+    joint = call.program.joint
+    return Footprint(joint.token_bytes, joint.head_bytes, joint.kv_bytes, joint.working)
+
+
+def _peak_bytes(call: Call, rows: BatchRows, plan: Plan) -> float:
+    """Most bytes that a call and its backward allocate at one time."""
+    joint, frontier = call.program.joint, call.program.frontier
+    first, second = peak_bytes(rows.tree, plan.schedule, _footprint(call), rows.head_starts)
+    stack = joint.kv_bytes * plan.simulation.peak_stack_tokens
+    heads = len(rows.head_positions)
+    stored = sum(heads * math.prod(value.features) * value.dtype.itemsize for value in frontier)
+    dense = sum(
+        call.batch * call.window(value.layout.frame)[1] * math.prod(value.features) * value.dtype.itemsize
+        for value in frontier
+    )
+    forward = stack + stored + first
+    if not call.program.training or plan.schedule.mode == "score":
+        return max(forward, stored + dense)
+    parameters = [call.args[spec.index] for spec in call.program.region_parameters]
+    wide = [parameters[i].numel() * statistics_dtype(parameters[i].dtype).itemsize for i in joint.grad_parameters]
+    # The values, the gradients that come for them, and these summed onto rows; KV has gradients too.
+    return max(forward, 2 * stack + 2 * dense + stored + sum(wide) + second)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A call that was run: its dense frontier values and its outputs.
+
+    Attributes:
+        outputs_of: the outputs for other frontier values.
+    """
+
+    call: PlannedCall
+    frontier: Sequence[torch.Tensor]
+    outputs: tuple[Any, ...]
+    outputs_of: Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
+
+
+def _runs(plan: Plan) -> list[int]:
+    """Tokens of every chunk run of a schedule."""
+    return [op.chunk.tokens for op in plan.schedule.ops if isinstance(op, (Anchor, Forward, Backward))]
+
+
+def _graphs(plan: Plan) -> set[str]:
+    """Names of the executable graphs that a schedule runs."""
+    found: set[str] = set()
+    for op in plan.schedule.ops:
+        match op:
+            case Anchor(_, out):
+                found.add("forward_only" if out else "cache_only")
+            case Forward():
+                found.add("forward")
+            case Backward():
+                found.add("backward")
+    return found
+
+
+def _by_column(item: ChunkInput) -> bool:
+    return not item.layout.is_over_sequences

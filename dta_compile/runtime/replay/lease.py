@@ -1,0 +1,160 @@
+"""Which calls replay graphs, and of which chunks: the arenas of an engine, each lent to one call at a time."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dta_compile.passes.mixer_layers import MixerLayer
+from dta_compile.plan import ReplayCounts
+from dta_compile.runtime.path.interface import LayerRuntime
+from dta_compile.runtime.replay.arena import Arena
+from dta_compile.runtime.replay.graphs import CudaRecorder, GraphKey, Record, Recorded
+from dta_compile.runtime.replay.stack import ReplayStack
+
+__all__ = ["Lease", "ReplayCache", "is_possible", "pays"]
+
+logger = logging.getLogger("dta_compile")
+
+SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # tokens, and head rows; larger chunks are worth their launches
+CAPACITY = 2048  # stacks grow by so many tokens
+LEAST_RUNS = 4  # of small chunks in a schedule, and as many as of others
+MODELS = 2  # that are served by the same compiled code, such as two policies
+MOST_MOVES = 3  # times that one of them may be somewhere else before graphs are given up
+
+Run = Callable[[list[Any]], Sequence[torch.Tensor]]
+
+
+def is_possible(device: torch.device) -> bool:
+    """Whether this device has graphs."""
+    return device.type == "cuda"
+
+
+def pays(chunks: Sequence[int]) -> bool:
+    """Whether graphs are worth their memory for a schedule that runs chunks of so many tokens."""
+    small = sum(tokens <= SIZES[-1] for tokens in chunks)
+    return small > LEAST_RUNS and 2 * small >= len(chunks)
+
+
+class Lease:
+    """An arena in the hands of one call, see `Executor.lease`."""
+
+    def __init__(self, cache: ReplayCache, arena: Arena, parameters: Sequence[torch.Tensor]) -> None:
+        self.cache, self.arena, self.path = cache, arena, arena.path
+        self.counts = ReplayCounts(bytes=arena.table.bytes)
+        self.fixed = {parameter.data_ptr() for parameter in parameters}
+
+    def size(self, count: int) -> int:
+        """What so many tokens or head rows are padded to."""
+        return SIZES[bisect_left(SIZES, count)] if 0 < count <= SIZES[-1] else count
+
+    def replays(self, tokens: int, head_rows: int) -> bool:
+        """Whether chunks of this size, padding included, are worth a graph."""
+        return tokens <= SIZES[-1] and head_rows <= SIZES[-1]
+
+    def accumulators(self, parameters: Sequence[torch.Tensor], positions: Sequence[int]) -> list[torch.Tensor]:
+        """Zeroed sums for the gradients of the parameters at these positions; the same tensors in every call."""
+        sums = self.arena.zeroed_sums([parameters[i] for i in positions])
+        self.fixed.update(tensor.data_ptr() for tensor in sums)
+        return sums
+
+    def run(self, graph: object, run: Run, arguments: list[Any]) -> Sequence[torch.Tensor]:
+        """Run a graph of the path and tensors: the first time of a size as it is, from the second time on replayed."""
+        path, tensors = self.path, arguments[1:]
+        if any(tensor.device != path.device for tensor in tensors):
+            self.counts.eager += 1  # a graph would go on with the number that it was recorded with
+            return run(arguments)
+        copied = [tensor.data_ptr() not in self.fixed for tensor in tensors]
+        shapes = tuple(tensor.shape for tensor, copy in zip(tensors, copied, strict=True) if copy)
+        layers = tuple(runtime.key for runtime in path.runtimes)
+        key = GraphKey(id(graph), path.chunk.tokens, path.bound, layers, shapes)
+        path.prepare()
+        path.replaying = True
+        try:
+            recorded = self._find(key, run, tensors, copied)
+            if recorded is None:
+                self.counts.eager += 1
+                return run(arguments)
+        finally:
+            path.replaying = False
+        arguments.clear()
+        self.counts.replayed += 1
+        return recorded(tensors)
+
+    def _find(
+        self, key: GraphKey, run: Run, tensors: Sequence[torch.Tensor], copied: Sequence[bool]
+    ) -> Recorded | None:
+        """The graph for a key, recorded if it has been run before; None: run it as it is."""
+        table, cache = self.arena.table, self.cache
+        if table.is_due(key) and not cache.given_up and table.has_room(self.path.device):
+            try:
+                found = Recorded.of(cache.record, lambda given: run([self.path, *given]), tensors, copied)
+            except RuntimeError as error:
+                cache.give_up(str(error).strip().splitlines()[0])
+                return None
+            table.add(key, found)
+            self.counts.recorded += 1
+            self.counts.bytes = table.bytes
+        return table.graphs[key]
+
+
+class ReplayCache:
+    """The arenas of one engine: one for each model that it serves, up to `MODELS`."""
+
+    def __init__(self) -> None:
+        self.record: Record = CudaRecorder()
+        self.arenas: dict[Any, Arena] = {}  # by the addresses of the parameters, the latest last
+        self.moves = 0
+        self.given_up = ""
+
+    def lease(
+        self,
+        layers: Sequence[MixerLayer],
+        runtimes: Sequence[LayerRuntime],
+        capacity: int,
+        device: torch.device,
+        attention: str,
+        parameters: Sequence[torch.Tensor],
+    ) -> Lease | None:
+        """An arena for one call, whose stack needs `capacity` tokens; None: it is in use, or none works here."""
+        if self.given_up:
+            return None
+        addresses = (attention, *(parameter.data_ptr() for parameter in parameters))
+        arena = self.arenas.pop(addresses, None)
+        if arena is not None:
+            self.arenas[addresses] = arena
+            if arena.is_leased:
+                return None
+        if arena is None and not self._make_room():
+            return None
+        if arena is None or arena.path.capacity <= capacity:
+            if not all(runtime.replayable for runtime in runtimes):
+                self.give_up("this kind of attention gets the shape of a chunk from the host")
+                return None
+            path = ReplayStack(layers, runtimes, -(-max(capacity, 1) // CAPACITY) * CAPACITY, device)
+            arena = self.arenas[addresses] = Arena(path)
+        arena.begin(runtimes)
+        return Lease(self, arena, parameters)
+
+    def pays(self, device: torch.device, chunks: Sequence[int]) -> bool:
+        """Whether a device has graphs, and a schedule that runs chunks of so many tokens is worth their memory."""
+        return is_possible(device) and pays(chunks)
+
+    def _make_room(self) -> bool:
+        """Forget the arena that was used longest ago, if there are as many as there may be."""
+        if len(self.arenas) < MODELS:
+            return True
+        self.arenas.pop(next(iter(self.arenas)))
+        self.moves += 1
+        if self.moves > MOST_MOVES:
+            self.give_up("the parameters are somewhere else in every step")
+        return not self.given_up
+
+    def give_up(self, reason: str) -> None:
+        """No more graphs for this engine; says so once."""
+        self.given_up, self.arenas = reason, {}
+        logger.warning("dta: chunks run without CUDA graphs from now on: %s", reason)

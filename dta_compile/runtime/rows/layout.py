@@ -1,0 +1,155 @@
+"""Where the values of a batch lie: dense in the call, by row in the tree; from one to the other and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dta_compile.errors import RuntimeContractError
+from dta_compile.passes.program import Axis, Frame, FrontierValue
+from dta_compile.runtime.rows.batch_rows import BatchRows, Booleans
+from dta_compile.runtime.rows.buffers import RowBuffer
+from dta_compile.runtime.rows.upload import upload
+
+Window = Callable[[Frame | None], tuple[int, int]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BatchLayout:
+    """How the frontier values of a batch lie in head rows, and dense.
+
+    Attributes:
+        batch: sequences of the batch.
+        device: of the dense values.
+        maps: per frontier value the head row of every entry.
+        uncovered: per frontier value `[entries]` at padding that the outputs depend on, if there are any.
+    """
+
+    frontier: Sequence[FrontierValue]
+    rows: BatchRows
+    batch: int
+    device: torch.device
+    maps: Sequence[torch.Tensor]
+    uncovered: Sequence[Booleans | None]
+
+    @classmethod
+    def of(
+        cls,
+        frontier: Sequence[FrontierValue],
+        rows: BatchRows,
+        used: Sequence[Booleans],
+        window: Window,
+        device: torch.device,
+        by_sequence: bool,
+    ) -> BatchLayout:
+        """The layout of a batch.
+
+        Args:
+            used: `[B, S]` tokens at which each frontier value is used.
+            window: `(start, length)` of a frame.
+            by_sequence: dense values are wanted sequence by sequence; then rows are looked up on the host.
+        """
+        valid, maps, uncovered = rows.tokens.valid, list[torch.Tensor](), list[Booleans | None]()
+        for value, one in zip(frontier, used, strict=True):
+            of_value = window(value.layout.frame)
+            maps.append(upload(_entries(rows.head_rows, of_value), torch.device("cpu") if by_sequence else device))
+            padding = _entries(one & ~valid, of_value)
+            uncovered.append(padding if padding.any() else None)
+        return cls(frontier, rows, len(valid), device, maps, uncovered)
+
+    def expand(self, index: int, buffer: RowBuffer) -> torch.Tensor:
+        """The rows of a frontier value in its dense layout; next to zero at padding and where it is not used."""
+        value = self.frontier[index]
+        dense = buffer.gather(self.maps[index])
+        return self._from_entries(value, dense, self.batch)
+
+    def padding(self, index: int) -> torch.Tensor | None:
+        """Where the dense frontier value lies at padding that the outputs depend on, bool; None: nowhere."""
+        value, uncovered = self.frontier[index], self.uncovered[index]
+        if uncovered is None:
+            return None
+        entries = upload(uncovered, self.device).reshape(-1, *[1] * len(value.features))
+        return self._from_entries(value, entries.expand(-1, *value.features), self.batch)
+
+    def expand_row(self, index: int, buffer: RowBuffer, row: int) -> torch.Tensor:
+        """As `expand`, for one sequence: the batch axis has size one."""
+        value = self.frontier[index]
+        entries = buffer.gather(self._row_of(self.maps[index], row))
+        return self._from_entries(value, entries, batch=1)
+
+    def add_row_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor, row: int) -> torch.Tensor | None:
+        """Add the gradient of `expand_row` to its rows; returns what `refuse_padding` asks for."""
+        value, uncovered = self.frontier[index], self.uncovered[index]
+        entries = _to_entries(value, grad, batch=1)
+        buffer.add(self._row_of(self.maps[index], row), entries)
+        return None if uncovered is None else _which_are_used(entries, self._row_of(uncovered, row))
+
+    def _row_of(self, entries: Any, row: int) -> Any:
+        return entries.reshape(self.batch, -1)[row]
+
+    def _from_entries(self, value: FrontierValue, entries: torch.Tensor, batch: int) -> torch.Tensor:
+        dims, order = value.layout.dims, _entry_order(value)
+        if Axis.BATCH in dims:
+            entries = entries.reshape(batch, -1, *value.features)
+        elif Axis.TOKEN_ROWS in dims:
+            entries = entries.reshape(batch, -1, *value.features).transpose(0, 1).reshape(-1, *value.features)
+        ordered = entries.permute([order.index(i) for i in value.memory_order]).contiguous()
+        # No view to autograd: callers may write to outputs in place (`logits.div_(temperature)`).
+        if value.memory_order == tuple(range(len(dims))):
+            return torch.ops.aten._unsafe_view(ordered, ordered.shape)
+        ordered = ordered.permute([value.memory_order.index(i) for i in range(len(dims))])
+        return torch.empty_strided(ordered.shape, ordered.stride(), dtype=ordered.dtype, device=ordered.device).copy_(
+            ordered
+        )
+
+    def add_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor) -> None:
+        """Add the gradient of `expand` to its rows."""
+        value, uncovered = self.frontier[index], self.uncovered[index]
+        entries = _to_entries(value, grad, self.batch)
+        if uncovered is not None and (used := _which_are_used(entries, uncovered)) is not None:
+            self.refuse_padding(index, used)
+        buffer.add(self.maps[index], entries)
+
+    def refuse_padding(self, index: int, used: torch.Tensor) -> None:
+        """Raise if a gradient came for any entry at padding; `used` says which, bool `[n]`. Waits for the device."""
+        if bool(used.any()):
+            raise RuntimeContractError(
+                "the loss uses outputs at padding positions, which the prefix tree does not compute",
+                where=f"frontier value {self.frontier[index].node.name}",
+                expected="zero gradients wherever the attention mask is 0",
+                got=f"{int(used.sum())} of {len(used)} padding positions with a gradient",
+                hint="mask the loss there (labels: -100), or let the attention mask cover these positions",
+            )
+
+
+def _entries(values: np.ndarray[Any, Any], window: tuple[int, int]) -> np.ndarray[Any, Any]:
+    """`[B, S]` (or `[1, S]`) numbers as `[entries]` of a frontier value over a window of tokens."""
+    start, length = window
+    return np.ascontiguousarray(values[:, start : start + length]).reshape(-1)
+
+
+def _which_are_used(gradients: torch.Tensor, entries: Booleans) -> torch.Tensor | None:
+    """Which of some entries have a gradient, bool `[n]` on the gradients' device; None if there are no such entries."""
+    positions = upload(np.flatnonzero(entries), gradients.device)
+    if not len(positions):
+        return None
+    return (gradients.index_select(0, positions) != 0).reshape(len(positions), -1).any(1)
+
+
+def _to_entries(value: FrontierValue, dense: torch.Tensor, batch: int) -> torch.Tensor:
+    """`[entries, *features]` of a dense frontier value, sequence by sequence."""
+    if Axis.TOKEN_ROWS in value.layout.dims:
+        dim = value.layout.dims.index(Axis.TOKEN_ROWS)
+        dense = dense.unflatten(dim, (-1, batch)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+    return dense.permute(_entry_order(value)).reshape(-1, *value.features)
+
+
+def _entry_order(value: FrontierValue) -> list[int]:
+    """Dimensions of a frontier value: batch, tokens, then features."""
+    dims = value.layout.dims
+    order = sorted(range(len(dims)), key=lambda i: (dims[i] is None, dims[i] is not Axis.BATCH, i))
+    return order

@@ -1,0 +1,107 @@
+"""What a schedule, or a half of it, reads and writes besides the path: rows of the frontier, sums of gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.passes.joint_graphs import JointGraphs
+from dta_compile.passes.program import FrontierValue
+from dta_compile.runtime.replay.lease import Lease
+from dta_compile.runtime.rows.buffers import AllRows, RowBuffer, Rows, next_to_zero
+
+__all__ = ["ScheduleBuffers", "accumulators", "finished_gradients", "output_buffers", "rows_with_gradient"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleBuffers:
+    """The buffers of a part of a schedule; those that none of its ops reads or writes may be left out.
+
+    Attributes:
+        outputs: rows of every frontier value, written by ops with `out`.
+        gradients: rows of every frontier value's gradient; None: nothing uses the value, its gradient is zero.
+        accumulators: per parameter that receives a gradient, as `accumulators` makes them.
+        active: `[H]` head rows with a gradient; None: not known before the ops run.
+    """
+
+    outputs: Sequence[RowBuffer] = ()
+    gradients: Sequence[RowBuffer | None] = ()
+    accumulators: Sequence[torch.Tensor] = ()
+    active: npt.NDArray[np.bool_] | None = None
+
+    def write(self, heads: Rows, results: Sequence[torch.Tensor]) -> None:
+        """Store the frontier values `[rows, *features]` of some head rows, and make room for their gradients."""
+        for output, result in zip(self.outputs, results, strict=True):
+            output.acquire(heads)
+            output.write(heads, result)
+        for gradient in self.gradients:
+            if gradient is not None:
+                gradient.acquire(heads)
+
+    def release(self, heads: Rows) -> None:
+        """Head rows that nothing reads any more."""
+        for buffer in (*self.outputs, *self.gradients):
+            if buffer is not None:
+                buffer.release(heads)
+
+
+def output_buffers(
+    kind: type[RowBuffer], frontier: Sequence[FrontierValue], head_rows: int, device: torch.device, training: bool
+) -> list[RowBuffer]:
+    """Empty buffers for all frontier values."""
+    buffers = [kind(head_rows, value.features, value.dtype, device) for value in frontier]
+    if training:
+        for buffer in buffers:
+            next_to_zero(buffer.padding)
+    return buffers
+
+
+def gradient_buffer(kind: type[RowBuffer], value: FrontierValue, head_rows: int, device: torch.device) -> RowBuffer:
+    """An empty buffer for sums of a frontier value's gradient."""
+    return kind(head_rows, value.features, statistics_dtype(value.dtype), device)
+
+
+def accumulators(joint: JointGraphs, parameters: Sequence[torch.Tensor], lease: Lease | None) -> list[torch.Tensor]:
+    """Zeroed sums for the gradients of the parameters that receive one, in at least float32."""
+    if lease is not None:
+        return lease.accumulators(parameters, joint.grad_parameters)
+    return [
+        torch.zeros_like(parameters[i], dtype=statistics_dtype(parameters[i].dtype)).detach()
+        for i in joint.grad_parameters
+    ]
+
+
+def rows_with_gradient(
+    gradients: Sequence[RowBuffer | None], head_rows: int, device: torch.device
+) -> npt.NDArray[np.bool_]:
+    """`[H]` head rows with a gradient in any frontier value. Read once per backward: no chunk waits for the device."""
+    active = torch.zeros(head_rows, dtype=torch.bool, device=device)
+    for buffer in gradients:
+        if isinstance(buffer, AllRows):
+            active |= (buffer.values[:-1] != 0).unsqueeze(-1).flatten(1).any(1)
+    found: npt.NDArray[np.bool_] = active.cpu().numpy()
+    return found
+
+
+def finished_gradients(
+    joint: JointGraphs, totals: list[torch.Tensor], parameters: Sequence[torch.Tensor], used: set[int], copy: bool
+) -> list[torch.Tensor | None]:
+    """Gradients of all region parameters; None, not zero, where none of the frontier values `used` depends on one.
+
+    Args:
+        totals: the accumulators; the list is emptied, so that each is gone before the next is rounded to its
+            parameter's dtype.
+        copy: whether somebody goes on using them.
+    """
+    gradients: list[torch.Tensor | None] = [None] * len(parameters)
+    totals.reverse()
+    for i, sources in zip(joint.grad_parameters, joint.grad_sources, strict=True):
+        total = totals.pop()
+        if sources & used:
+            gradients[i] = total.to(parameters[i].dtype, copy=copy)
+    return gradients

@@ -77,6 +77,7 @@ class Cell:
 
     @property
     def split(self) -> str:
+        """As it is printed: rollout GPUs / training GPUs."""
         return f"{self.roll_gpus}/{self.train_gpus}"
 
     @property

@@ -67,10 +67,12 @@ class Mixer:
 
     @property
     def batch_dim(self) -> int:
+        """Which dimension of an operand counts sequences."""
         return self.dims.index(BATCH)
 
     @property
     def token_dim(self) -> int:
+        """Which dimension of an operand counts tokens."""
         return self.dims.index(TOKENS)
 
     @property

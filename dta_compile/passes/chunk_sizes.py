@@ -19,15 +19,19 @@ class Bytes(NamedTuple):
     per_head_row: float = 0.0
 
     def at(self, tokens: float, head_rows: float) -> float:
+        """Bytes for so many tokens and head rows."""
         return self.fixed + self.per_token * tokens + self.per_head_row * head_rows
 
     def times(self, factor: float) -> Bytes:
+        """All three parts multiplied."""
         return Bytes(*(factor * number for number in self))
 
     def plus(self, other: Bytes) -> Bytes:
+        """The sum of two functions."""
         return Bytes(*(a + b for a, b in zip(self, other, strict=True)))
 
     def minus(self, other: Bytes) -> Bytes:
+        """The difference of two functions."""
         return Bytes(*(a - b for a, b in zip(self, other, strict=True)))
 
 
@@ -67,6 +71,7 @@ class ChunkSizes:
 
 
 def total(parts: Iterable[Bytes]) -> Bytes:
+    """The sum of all."""
     return functools.reduce(Bytes.plus, parts, Bytes())
 
 

@@ -48,6 +48,7 @@ class Pass:
 
     @property
     def name(self) -> str:
+        """As in `PASSES`, listings and the option `skip_passes`."""
         return self.run.__name__
 
     @property

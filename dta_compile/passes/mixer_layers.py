@@ -95,14 +95,17 @@ class AttentionLayer(MixerLayer):
 
     @property
     def kv_heads(self) -> int:
+        """Heads of keys and values."""
         return self.states[0].shape[1]
 
     @property
     def key_dim(self) -> int:
+        """Width of a head of queries and keys."""
         return self.states[0].shape[3]
 
     @property
     def value_dim(self) -> int:
+        """Width of a head of values."""
         return self.states[1].shape[3]
 
     @property

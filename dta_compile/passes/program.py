@@ -30,10 +30,12 @@ class Axis(enum.Enum):
 
     @property
     def is_over_tokens(self) -> bool:
+        """Whether neighbours along the axis are tokens, of one sequence or of several."""
         return self is not Axis.BATCH
 
     @property
     def is_over_sequences(self) -> bool:
+        """Whether the axis runs over sequences, alone or with their tokens."""
         return self is not Axis.TOKEN
 
 
@@ -64,6 +66,7 @@ class Layout:
 
     @property
     def batch_dim(self) -> int | None:
+        """The dimension that runs over sequences alone, or None."""
         return self.dims.index(Axis.BATCH) if Axis.BATCH in self.dims else None
 
     @property
@@ -73,6 +76,7 @@ class Layout:
 
     @property
     def labelled(self) -> bool:
+        """Whether any dimension runs over sequences or tokens."""
         return any(axis is not None for axis in self.dims)
 
     def __str__(self) -> str:
@@ -227,6 +231,7 @@ class Program:
 
     @property
     def graph(self) -> fx.Graph:
+        """The lowered graph."""
         return self.module.graph
 
     @property
@@ -289,10 +294,12 @@ class AmbiguousAxes(Exception):
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
+    """The node of a graph that returns its results."""
     return next(iter(reversed(graph.nodes)))
 
 
 def has_tensor(node: fx.Node) -> bool:
+    """Whether the value of a node is a tensor, or a tuple with one in it."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) or (
         isinstance(value, (tuple, list)) and any(isinstance(item, torch.Tensor) for item in value)

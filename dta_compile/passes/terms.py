@@ -86,6 +86,7 @@ class Apply(Term):
 
     @property
     def operands(self) -> tuple[Term, ...]:
+        """The arguments that are terms."""
         return tuple(arg for arg in self.args if isinstance(arg, Term))
 
 
@@ -139,18 +140,22 @@ class Terms:
         self._known: dict[Any, Any] = {}
 
     def const(self, value: bool | int | float, dtype: torch.dtype = torch.int64, is_scalar: bool = False) -> Const:
+        """A number; `is_scalar`: it has no say in type promotion."""
         key = (Const, repr(value), dtype, is_scalar)
         return self._make(key, lambda: Const(dtype, is_scalar, frozenset(), value))
 
     def index(self, name: str) -> Index:
+        """An index of an entry: "row", "query", "key" ..."""
         return self._make((Index, name), lambda: Index(torch.int64, False, frozenset([name]), name))
 
     def number(self, expr: sympy.Expr, dtype: torch.dtype = torch.int64) -> Const | Number:
+        """A number of the call: a size, or an argument."""
         if isinstance(expr, sympy.Integer):
             return self.const(int(expr), is_scalar=True)
         return self._make((Number, expr), lambda: Number(dtype, True, frozenset(), expr))
 
     def entry(self, node: fx.Node, index: tuple[Term, ...]) -> Entry:
+        """One entry of a tensor that is not looked into."""
         indices = frozenset().union(*(term.indices for term in index))
         dtype = node.meta["val"].dtype
         return self._make((Entry, node, index), lambda: Entry(dtype, not index, indices, node, index))

@@ -30,6 +30,7 @@ class Rates(NamedTuple):
     head: float
 
     def seconds(self, work: Work) -> float:
+        """Seconds that so much work takes."""
         return sum(rate * amount for rate, amount in zip(self, work, strict=True))
 
 
@@ -56,6 +57,7 @@ class CostModel:
     source: str = "not calibrated"
 
     def forward_seconds(self, work: Work) -> float:
+        """Seconds of a chunk run without its backward."""
         return self.forward.seconds(work)
 
     def tree_rates(self) -> tuple[float, float]:

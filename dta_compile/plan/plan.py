@@ -46,6 +46,7 @@ class Plan:
 
     @cached_property
     def stats(self) -> Stats:
+        """What the tree and the schedule come to, in numbers."""
         tree, simulation = self.prefix_tree, self.simulation
         tokens = int(tree.lengths.sum())
         tree_pairs = _causal_pairs(tree.stop) - _causal_pairs(tree.start)

@@ -36,6 +36,7 @@ class Slice:
 
     @property
     def tokens(self) -> int:
+        """How many tokens it has."""
         return self.stop - self.start
 
     def __str__(self) -> str:
@@ -71,6 +72,7 @@ class Chunk:
 
     @property
     def tokens(self) -> int:
+        """How many tokens all its slices have."""
         return sum(part.tokens for part in self.slices)
 
     def __str__(self) -> str:

@@ -36,6 +36,7 @@ class Work(NamedTuple):
     heads: int = 0
 
     def plus(self, other: Work) -> Work:
+        """The sum of two amounts."""
         return Work(*map(operator.add, self, other))
 
 
@@ -64,6 +65,7 @@ class Simulation:
 
     @property
     def launches(self) -> int:
+        """Chunk runs of both directions."""
         return self.forward.launches + self.backward.launches
 
 
@@ -147,6 +149,7 @@ class _Gauge:
 
 
 def attention_pairs(part: Slice) -> int:
+    """Query-key pairs of a slice: each token reads itself and all above it."""
     return (part.stop * (part.stop + 1) - part.start * (part.start + 1)) // 2
 
 

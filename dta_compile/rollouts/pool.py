@@ -140,6 +140,7 @@ class RolloutPool:
 
     @property
     def oldest_arrival(self) -> float | None:
+        """When the rollout that waits longest came; None: none waits."""
         return self._waiting[next(iter(self._ends))].arrived if self._ends else None
 
     def find_room(self, key: bytes) -> Place | None:

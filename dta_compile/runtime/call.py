@@ -74,6 +74,7 @@ class Call:
 
     @property
     def program(self) -> Program:
+        """What was compiled."""
         return self.context.program
 
     def window(self, frame: Frame | None) -> tuple[int, int]:

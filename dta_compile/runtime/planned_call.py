@@ -43,6 +43,7 @@ class PlannedCall(Call):
 
     @property
     def rows(self) -> BatchRows:
+        """How `[B, S]` and the rows of the tree correspond."""
         return self.layout.rows
 
     def keeping_nothing(self) -> PlannedCall:

@@ -46,6 +46,7 @@ class TreeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: PlannedCall, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the forward half of the schedule; returns the dense frontier values."""
         call, (executor, rows, backward_half) = _or_keeping_nothing(call, forward_half)
         if not backward_half:
             call.record(executor)
@@ -60,6 +61,7 @@ class TreeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Run the backward half; returns a gradient, or None, for every parameter."""
         if torch.is_grad_enabled():
             raise RuntimeContractError(
                 "a backward over the prefix tree cannot be differentiated again",

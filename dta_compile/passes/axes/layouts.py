@@ -39,6 +39,7 @@ class Arguments:
         return self.adopted.get(node) or self.layouts[node]
 
     def adopt(self, node: fx.Node, layout: Layout) -> None:
+        """Let a dense argument take on a layout: that of the tokens it is combined with."""
         if layout != self.layouts[node]:
             self.adopted[node] = layout
 
@@ -113,6 +114,7 @@ def unify_frames(frames: Sequence[Frame | None]) -> Frame | None:
 
 
 def single_token_axis(layout: Layout) -> Layout:
+    """The layout, if it runs over tokens once and over sequences once; else raises `MixesTokens`."""
     axes = [axis for axis in layout.dims if axis is not None]
     if sum(axis.is_over_tokens for axis in axes) > 1:
         raise MixesTokens("it compares every token with every other")
@@ -140,6 +142,7 @@ def argument(node: fx.Node, position: int, name: str) -> Any:
 
 
 def is_tensor(node: Any) -> bool:
+    """Whether an argument is a node whose value is one tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 

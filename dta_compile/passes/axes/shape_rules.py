@@ -43,6 +43,7 @@ def permuted(order: Callable[[fx.Node, int], list[int]]) -> Rule:
 
 
 def transpose_order(node: fx.Node, rank: int) -> list[int]:
+    """`transpose` and `t`: two dimensions change places."""
     order = list(range(rank))
     if rank > 1:
         first, second = (node.args[1], node.args[2]) if len(node.args) > 2 else (0, 1)
@@ -51,6 +52,7 @@ def transpose_order(node: fx.Node, rank: int) -> list[int]:
 
 
 def unsqueeze(node: fx.Node, arguments: Arguments) -> Layout:
+    """A feature dimension more."""
     layout = arguments[node.args[0]]
     dims = list(layout.dims)
     dims.insert(node.args[1] % (len(dims) + 1), None)
@@ -58,6 +60,7 @@ def unsqueeze(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def squeeze(node: fx.Node, arguments: Arguments) -> Layout:
+    """Dimensions of size one less; never the token axis."""
     source = node.args[0]
     layout, shape = arguments[source], sizes(source)
     chosen = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
@@ -69,6 +72,7 @@ def squeeze(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def expand(node: fx.Node, arguments: Arguments) -> Layout:
+    """Feature dimensions repeated or added; an axis that was not there cannot come from nothing."""
     source = node.args[0]
     layout, before, after = arguments[source], sizes(source), sizes(node)
     added = len(after) - len(before)
@@ -163,6 +167,7 @@ def slice_(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def cat(node: fx.Node, arguments: Arguments) -> Layout:
+    """Parts beside each other along a feature dimension."""
     parts, dim = list(node.args[0]), argument(node, 1, "dim") or 0
     parts = [part for part in parts if len(sizes(part)) > 1 or sizes(part) != (0,)]
     for part in parts:
@@ -171,12 +176,14 @@ def cat(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def stack(node: fx.Node, arguments: Arguments) -> Layout:
+    """Parts beside each other along a new feature dimension."""
     layout = broadcast(node, arguments, list(node.args[0]))
     dim = (argument(node, 1, "dim") or 0) % (len(layout.dims) + 1)
     return Layout((*layout.dims[:dim], None, *layout.dims[dim:]), layout.frame)
 
 
 def split(node: fx.Node, arguments: Arguments) -> tuple[Layout, ...]:
+    """Parts of a feature dimension, a result each; `unbind` drops the dimension."""
     layout = arguments[node.args[0]]
     is_unbind = node.target is aten.unbind.int
     dim = require_feature(layout, argument(node, 1 if is_unbind else 2, "dim") or 0, "splits")
@@ -186,6 +193,7 @@ def split(node: fx.Node, arguments: Arguments) -> tuple[Layout, ...]:
 
 
 def select(node: fx.Node, arguments: Arguments) -> Layout:
+    """One entry of a feature dimension."""
     layout = arguments[node.args[0]]
     dim = require_feature(layout, node.args[1], "selects one entry")
     return Layout(layout.dims[:dim] + layout.dims[dim + 1 :], layout.frame)
@@ -202,6 +210,7 @@ def written_slice(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def constant_pad(node: fx.Node, arguments: Arguments) -> Layout:
+    """Entries added to feature dimensions."""
     layout = arguments[node.args[0]]
     for i in range(len(node.args[1]) // 2):
         if tuple(node.args[1][2 * i : 2 * i + 2]) != (0, 0):
@@ -210,6 +219,7 @@ def constant_pad(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def repeat(node: fx.Node, arguments: Arguments) -> Layout:
+    """Feature dimensions repeated, and new ones in front."""
     layout, repeats = arguments[node.args[0]], node.args[1]
     added = len(repeats) - len(layout.dims)
     for i, axis in enumerate(layout.dims):
@@ -219,23 +229,27 @@ def repeat(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def diagonal(node: fx.Node, arguments: Arguments) -> Layout:
+    """Two feature dimensions become one, the last."""
     layout = arguments[node.args[0]]
     taken = {require_feature(layout, argument(node, i, f"dim{i - 1}"), "takes the diagonal") for i in (2, 3)}
     return Layout((*(axis for i, axis in enumerate(layout.dims) if i not in taken), None), layout.frame)
 
 
 def unfold(node: fx.Node, arguments: Arguments) -> Layout:
+    """Windows of a feature dimension, along a new last one."""
     layout = arguments[node.args[0]]
     require_feature(layout, node.args[1], "takes windows")
     return Layout((*layout.dims, None), layout.frame)
 
 
 def view_as_complex(node: fx.Node, arguments: Arguments) -> Layout:
+    """The last feature dimension holds real and imaginary parts."""
     layout = arguments[node.args[0]]
     require_feature(layout, -1, "pairs real and imaginary parts")
     return Layout(layout.dims[:-1], layout.frame)
 
 
 def view_as_real(node: fx.Node, arguments: Arguments) -> Layout:
+    """Real and imaginary parts in a new last feature dimension."""
     layout = arguments[node.args[0]]
     return Layout((*layout.dims, None), layout.frame)

@@ -94,6 +94,7 @@ def _same_axis(a: Axis | None, b: Axis | None) -> Axis | None:
 
 
 def embedding(node: fx.Node, arguments: Arguments) -> Layout:
+    """A row of a table for every index."""
     table, index = arguments[node.args[0]], arguments[node.args[1]]
     if table.labelled:
         raise MixesTokens("it looks up rows of a table that is itself computed per token")
@@ -136,6 +137,7 @@ def index_put(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def index_select(node: fx.Node, arguments: Arguments) -> Layout:
+    """Entries of a feature dimension; the index takes its place, with its own axes."""
     source, dim, index = node.args
     layout = arguments[source]
     dim = require_feature(layout, dim, "selects")
@@ -145,12 +147,14 @@ def index_select(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def gather(node: fx.Node, arguments: Arguments) -> Layout:
+    """Entries of a feature dimension, chosen token by token."""
     source, dim, index = node.args[:3]
     require_feature(arguments[source], dim, "gathers")
     return _along_others(source, index, dim, arguments)
 
 
 def scatter(node: fx.Node, arguments: Arguments) -> Layout:
+    """Entries of a feature dimension overwritten, chosen token by token."""
     source, dim, index = node.args[:3]
     require_feature(arguments[source], dim, "scatters")
     _along_others(source, index, dim, arguments)
@@ -198,6 +202,7 @@ def normalization(results: int) -> Rule:
 
 
 def triangle(node: fx.Node, arguments: Arguments) -> Layout:
+    """`tril` and `triu` of two feature dimensions."""
     layout = arguments[node.args[0]]
     for dim in (-1, -2):
         require_feature(layout, dim, "cuts a triangle")
@@ -205,6 +210,7 @@ def triangle(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def bucketize(node: fx.Node, arguments: Arguments) -> Layout:
+    """A number of each value, by boundaries that are the same for all."""
     if arguments[node.args[1]].labelled:
         raise MixesTokens("it sorts into boundaries that are computed per token")
     return arguments[node.args[0]]
@@ -240,6 +246,7 @@ def mixing(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def item(node: fx.Node, arguments: Arguments) -> Layout:
+    """One of several results."""
     raise AssertionError("getitem is resolved by the token_axis pass")
 
 

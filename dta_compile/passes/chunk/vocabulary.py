@@ -23,6 +23,8 @@ CAST = {"dtype", "device", "layout", "memory_format"}  # keywords that change no
 
 
 class Kind(enum.Enum):
+    """What is computed from the logits."""
+
     LOGITS = "z"
     LOG_PROBS = "log p"
     PROBS = "p"

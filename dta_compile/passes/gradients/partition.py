@@ -66,6 +66,7 @@ class JointTrace:
         )
 
     def depending_on(self, sources: Iterable[fx.Node]) -> set[fx.Node]:
+        """`sources` and all that is computed from them."""
         return descendants(self.module.graph, sources)
 
 

@@ -82,6 +82,7 @@ class CapturedInterpreter(fx.Interpreter):
             ) from error
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call; a checkpointed region runs as part of the graph."""
         name = getattr(target, "__name__", "")
         if name == "_log_api_usage_once":
             return None
@@ -111,9 +112,11 @@ class GradientFlow(CapturedInterpreter):
         self._roots: dict[int, set[int]] = {} if outer is None else outer._roots
 
     def inside(self, body: fx.GraphModule) -> GradientFlow:
+        """The same question of a region, with the answers in one place."""
         return GradientFlow(body, self)
 
     def run_node(self, n: fx.Node) -> Any:
+        """Run a node, and note which of its results autograd follows."""
         recorded = n.meta.get("example_value")
         if n.op == "call_method" and isinstance(recorded, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             self.found[n] = []
@@ -131,6 +134,7 @@ class GradientFlow(CapturedInterpreter):
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call; inference mode is a gradient mode, as its tensors could not be differentiated later."""
         name = getattr(target, "__name__", "")
         if name == "_enter_inference_mode":
             without_gradients = torch.set_grad_enabled(torch.is_grad_enabled() and not args[0])

@@ -27,6 +27,7 @@ class FlashCPU:
     replayable = False
 
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Provider.forward`."""
         x, dtype = _with_dense_rows(x), statistics_dtype(x.query.dtype)
         first, *others = parts = parts_of(x.chunk, x.window, x.query.dtype)
         _, heads, tokens, width = x.query.shape
@@ -49,6 +50,7 @@ class FlashCPU:
         prefix_key_grad: torch.Tensor,
         prefix_value_grad: torch.Tensor,
     ) -> Tensors:
+        """See `Provider.backward`."""
         x, dtype, start = _with_dense_rows(x), statistics_dtype(x.query.dtype), x.chunk.start
         first, *others = parts = parts_of(x.chunk, x.window, x.query.dtype)
         _, heads, tokens, width = x.query.shape

@@ -24,10 +24,12 @@ class AttentionRuntime:
 
     @property
     def replayable(self) -> bool:
+        """That of the provider."""
         return self.provider.replayable
 
     @property
     def key(self) -> Hashable:
+        """What replays tell it apart by: its sliding window."""
         return self.window
 
     def forward(self, x: LayerInputs) -> Tensors:

@@ -15,6 +15,7 @@ class Reference:
     replayable = True
 
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Provider.forward`."""
         scores, value = self._scores_and_values(x)
         logsumexp = scores.logsumexp(-1)
         return ((scores - logsumexp[..., None]).exp() @ value).to(x.query.dtype), logsumexp
@@ -28,6 +29,7 @@ class Reference:
         prefix_key_grad: torch.Tensor,
         prefix_value_grad: torch.Tensor,
     ) -> Tensors:
+        """See `Provider.backward`."""
         scores, value = self._scores_and_values(x)
         grad, out = grad.to(value.dtype), out.to(value.dtype)
         weights = (scores - logsumexp[..., None]).exp()

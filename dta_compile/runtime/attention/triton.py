@@ -62,6 +62,7 @@ class TritonAttention:
     replayable = True
 
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Provider.forward`."""
         from dta_compile.runtime.attention.triton_kernels import forward_kernel
 
         x = _with_dense_rows(x)
@@ -89,6 +90,7 @@ class TritonAttention:
         prefix_key_grad: torch.Tensor,
         prefix_value_grad: torch.Tensor,
     ) -> Tensors:
+        """See `Provider.backward`."""
         from dta_compile.runtime.attention.triton_kernels import own_keys_kernel, queries_kernel, stack_keys_kernel
 
         x = _with_dense_rows(x)

@@ -119,6 +119,7 @@ class VarlenAttention:
         self.kernel = kernel
 
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Provider.forward`."""
         if _is_windowed(x):
             return Reference().forward(x)
         first, *others = _calls(x)
@@ -145,6 +146,7 @@ class VarlenAttention:
         prefix_key_grad: torch.Tensor,
         prefix_value_grad: torch.Tensor,
     ) -> Tensors:
+        """See `Provider.backward`."""
         if _is_windowed(x):
             return Reference().backward(grad, out, logsumexp, x, prefix_key_grad, prefix_value_grad)
         keys_of = _KeysAndValues(x)

@@ -82,6 +82,7 @@ class Window:
 
     @property
     def samples(self) -> Iterator[Sample]:
+        """All of them, size by size."""
         return itertools.chain.from_iterable(self.sizes.values())
 
     def add(self, call: int, runs: list[tuple[Work, float]]) -> None:
@@ -96,6 +97,7 @@ class Window:
         self.runs += len(runs)
 
     def insert(self, sample: Sample) -> None:
+        """Add a sample; the oldest of its size, and the least recently seen size, make room."""
         size = _size(sample.work)
         self.sizes[size] = [*self.sizes.pop(size, []), sample][-CALLS:]
         if sum(map(len, self.sizes.values())) > SAMPLES:
@@ -188,6 +190,7 @@ class Calibration:
         return CostModel(**rates, restore=PRIOR.restore * factor, source=source)
 
     def to_json(self) -> str:
+        """What is kept on disk; `from_json` reads it."""
         fields = {
             "format": FORMAT,
             "version": VERSION,

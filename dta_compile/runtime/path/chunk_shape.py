@@ -127,6 +127,7 @@ class ChunkTable(NamedTuple):
 
     @property
     def tokens(self) -> int:
+        """Tokens of the chunk, padding included."""
         return (len(self.numbers) - 1) // 2
 
     @property

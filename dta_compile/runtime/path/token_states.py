@@ -39,13 +39,16 @@ class HostReach:
     pending: int
 
     def above(self, buffer: torch.Tensor, dim: int) -> torch.Tensor:
+        """See `Reach.above`."""
         return buffer.narrow(dim, 0, self.start)
 
     def write(self, buffer: torch.Tensor, dim: int, values: torch.Tensor) -> None:
+        """See `Reach.write`."""
         if self.spine:
             buffer.narrow(dim, self.start, self.spine).copy_(values.narrow(dim, 0, self.spine))
 
     def take(self, buffer: torch.Tensor, dim: int, total: torch.Tensor) -> None:
+        """See `Reach.take`."""
         if self.pending > 0:
             pending = buffer.narrow(dim, self.start, self.pending)
             total.narrow(dim, 0, self.pending).add_(pending)

@@ -32,12 +32,15 @@ class DeviceReach:
     taken: torch.Tensor
 
     def above(self, buffer: torch.Tensor, dim: int) -> torch.Tensor:
+        """See `Reach.above`."""
         return buffer.narrow(dim, 0, self.bound)
 
     def write(self, buffer: torch.Tensor, dim: int, values: torch.Tensor) -> None:
+        """See `Reach.write`."""
         buffer.index_copy_(dim, self.put, values)
 
     def take(self, buffer: torch.Tensor, dim: int, total: torch.Tensor) -> None:
+        """See `Reach.take`."""
         total += buffer.index_select(dim, self.taken)
         buffer.index_fill_(dim, self.taken, 0)
 
@@ -52,6 +55,7 @@ class DeviceNumbers:
 
     @classmethod
     def allocate(cls, tokens: int, device: torch.device) -> DeviceNumbers:
+        """Zeroed numbers for chunks of so many tokens."""
         table = ChunkTable(torch.zeros(1 + 2 * tokens, dtype=torch.int32, device=device))
         put, taken = torch.zeros(2, tokens, dtype=torch.int64, device=device)
         return cls(table, put, taken)
@@ -88,6 +92,7 @@ class ReplayStack(PathStack):
         return min(max(SMALLEST_BOUND, 1 << (start - 1).bit_length()), self.capacity - 1) if start else 0
 
     def table(self) -> ChunkTable:
+        """That of the place in memory which recorded graphs read, while one is recorded or replayed."""
         return self.numbers[self.chunk.tokens].table if self.replaying else super().table()
 
     def _reach(self) -> Reach:

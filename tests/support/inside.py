@@ -16,7 +16,7 @@ from dta_compile import records
 from dta_compile.options import Options
 from dta_compile.runtime.engine import Engine
 from dta_compile.runtime.path.stack import PathStack
-from dta_compile.runtime.replay import ReplayCache
+from dta_compile.runtime.replay.lease import ReplayCache
 
 
 @dataclasses.dataclass(frozen=True)

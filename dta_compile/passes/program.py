@@ -15,6 +15,7 @@ from torch import fx
 from dta_compile.errors import RefusalError
 from dta_compile.passes.joint_graphs import JointGraphs
 from dta_compile.passes.mixer_layers import AttentionLayer, MixerLayer
+from dta_compile.passes.symbols import symbol_sources
 
 TORCH_FOLDER = str(pathlib.Path(torch.__file__).parent)
 
@@ -242,14 +243,7 @@ class Program:
     @property
     def input_symbols(self) -> dict[sympy.Symbol, tuple[int, int | None]]:
         """Where the inputs of a call give each symbol: the input, and its dimension, or None if it is the number."""
-        found: dict[sympy.Symbol, tuple[int, int | None]] = {}
-        for index, node in enumerate(self.placeholders):
-            value = node.meta["val"]
-            for dim, size in enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]:
-                is_symbol = isinstance(size, (torch.SymInt, torch.SymFloat))
-                if is_symbol and isinstance(expr := size.node.expr, sympy.Symbol):  # type: ignore[union-attr]
-                    found.setdefault(expr, (index, dim))
-        return found
+        return symbol_sources(node.meta["val"] for node in self.placeholders)
 
     def layout(self, node: fx.Node) -> Layout:
         """The layout of a node that is known to be a token-wise single tensor."""

@@ -94,8 +94,15 @@ def _inputs(program: Program) -> Iterator[object]:
 @_rule("the lowered graph is functional, and each of its nodes knows its value", "module")
 def _functional(program: Program) -> Iterator[object]:
     for node in program.graph.nodes:
-        if writes_in_place(node) or (node.op == "call_function" and "val" not in node.meta):
+        if writes_in_place(node) or (_has_value(node) and "val" not in node.meta):
             yield node.format_node()
+
+
+def _has_value(node: fx.Node) -> bool:
+    """Calls of operators have, but for those that only check something."""
+    return node.op == "call_function" and (
+        not isinstance(node.target, torch._ops.OpOverload) or bool(node.target._schema.returns)
+    )
 
 
 @_rule("every value of the lowered graph has been interpreted, with an axis for each dimension", "module", "values")

@@ -25,6 +25,7 @@ from dta_compile.runtime.measure.calibration import (
     cache_folder,
     file_name,
 )
+from tests.support.attention import attention_layer
 from tests.support.tiny import SMALL_CHUNKS, TinyLM, shared_ids, weighted
 
 TRUE = {"forward": Rates(3e-3, 2e-4, 1.7e-4, 2e-8, 4e-5), "backward": Rates(4e-3, 3e-4, 3.1e-4, 7e-8, 1e-4)}
@@ -221,7 +222,8 @@ def program(code="def forward(self, x): ...", training=True, shape=(4, 4), dtype
     return types.SimpleNamespace(
         placeholders=[node],
         region_parameters=[spec],
-        attention=[types.SimpleNamespace(kv_heads=1, key_dim=4, value_dim=4, dtype=dtype, mask=None)],
+        mixers=[attention_layer(1, 4, 4, dtype)],
+        attention=[attention_layer(1, 4, 4, dtype)],
         training=training,
         codegen=codegen,
         chunk=types.SimpleNamespace(code=code),

@@ -18,6 +18,7 @@ from dta_compile.capture.classify import Captured, Kind, classify
 from dta_compile.errors import DTAError, OptionError, RefusalError
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
+from dta_compile.passes.contracts import ContractError
 from dta_compile.passes.program import AmbiguousAxes
 from dta_compile.runtime.engine import Engine
 
@@ -29,6 +30,8 @@ SEVERAL_BATCHES = (
     "the model runs on batches of different sizes in one function: each has a prefix tree of its own (padded to one "
     "size and concatenated, they would share what their rows have in common)"
 )
+
+BUG = "a check of the compiler on itself failed, which is a bug of dta_compile"
 
 
 def dta(
@@ -61,6 +64,8 @@ def dta(
         engine = Engine(program, parsed, compile_seconds=time.perf_counter() - started)
     except GraphWithoutAttention as plain:
         return _plain(graph.module, plain.log)
+    except ContractError as broken:
+        return _refused(RefusalError(BUG, got=str(broken), hint="please report the model"), graph.module, parsed)
     except RefusalError as refusal:
         return _refused(refusal, graph.module, parsed)
     if engine.rest is not None:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from dta_compile import records
+from dta_compile.backend import BUG
 from dta_compile.errors import RefusalError, RuntimeContractError
 
 TOLERANCE = 1e-9  # relative, in float64
@@ -68,7 +69,9 @@ def attempt(make, seen, calls, expected, **compilation):
         try:
             found = measure(compiled, model, seen, call)
         except (RefusalError, RuntimeContractError) as error:
-            return ("refused", str(error)) if error.what else ("crashed", "a typed error that names nothing")
+            if not error.what or error.what == BUG:
+                return "crashed", str(error) or "a typed error that names nothing"
+            return "refused", str(error)
         except Exception as error:
             return "crashed", f"call {number}: {type(error).__name__}: {error}"
         if found.keys() != wanted.keys():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dta_compile.errors import OptionError
+from dta_compile.errors import OptionError, RefusalError
 from dta_compile.options import SKIPPABLE_PASSES
 from dta_compile.passes import PASSES, Program, run_passes
 from dta_compile.passes.between.invariants import INVARIANTS, Snapshot
@@ -227,6 +227,20 @@ def test_passes_can_stop_early(result):
     assert list(program.timings)[-1] == "regions" and program.frontier and not program.trunk
     with pytest.raises(ContractError, match="no pass before it filled"):
         PASSES[-1](program)
+
+
+def test_a_broken_invariant_is_an_error_that_asks_for_a_report(monkeypatch):
+    def violations(program):
+        yield "anything"
+
+    rule = dataclasses.replace(INVARIANTS[0], violations=violations)
+    monkeypatch.setattr("dta_compile.passes.between.invariants.INVARIANTS", (rule,))
+    with pytest.raises(RefusalError, match=r"(?s)a bug of dta_compile.*after lower.*not so: anything.*please report"):
+        compiled()
+    torch._dynamo.reset()
+    model, ids = Decoder(), torch.randint(0, VOCABULARY, (3, 5))
+    dense = torch.compile(model, backend="dta", options={"fallback": "dense"})(ids)
+    torch.testing.assert_close(dense, model(ids))
 
 
 def test_a_listing_names_the_pass_and_the_users_line(result):

@@ -25,7 +25,7 @@ from benchmarks.gpu_report import Check
 from benchmarks.model import token_logprobs
 from benchmarks.ours import compile_logprobs, replan
 from dta_compile import records
-from dta_compile.runtime.executor import Executor
+from dta_compile.runtime.calls.executor import Executor
 from dta_compile.runtime.path.stack import PathStack
 from tests.support.helpers import (
     Batch,

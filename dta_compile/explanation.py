@@ -12,8 +12,8 @@ from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.mixer_layers import AttentionLayer, AttentionMask, MaskClass
 from dta_compile.passes.program import ChunkInput, FrontierValue, Program, has_tensor
 from dta_compile.plan import Plan
+from dta_compile.runtime.calls.planned_call import plan_call
 from dta_compile.runtime.interception import Intercepted
-from dta_compile.runtime.planned_call import plan_call
 
 
 @dataclasses.dataclass(frozen=True)

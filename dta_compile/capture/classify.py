@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from dta_compile.capture import dynamo
-from dta_compile.capture.generation import mixer_calls, uses_kv_cache
+from dta_compile.capture.generation import captured_mixer_calls, uses_kv_cache
 from dta_compile.capture.written_out import trains_parameters, written_out_attention
 from dta_compile.errors import RefusalError
 
@@ -66,7 +66,7 @@ def classify(module: fx.GraphModule) -> Captured:
     that passes through here, after which Dynamo calls with the next trace.
     """
     own_symbols = dynamo.restore_duck_shapes()
-    has_attention = any(mixer_calls(module))
+    has_attention = any(captured_mixer_calls(module))
     facts = Captured(
         module, Kind.TREE, _is_training(module), has_attention, own_symbols, graph_break=dynamo.graph_break(module)
     )

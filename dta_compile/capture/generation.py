@@ -16,7 +16,7 @@ from dta_compile.passes.program import output_node
 from dta_compile.passes.symbols import expression
 
 
-def mixer_calls(module: fx.GraphModule) -> Iterator[tuple[Mixer, fx.Node]]:
+def captured_mixer_calls(module: fx.GraphModule) -> Iterator[tuple[Mixer, fx.Node]]:
     """The calls of attention and other mixers in a captured graph, also inside checkpointed regions."""
     known = {function: mixer for mixer in MIXERS.values() for function in mixer.functions}
     for part in module.modules():
@@ -31,7 +31,7 @@ def uses_kv_cache(module: fx.GraphModule) -> bool:
     outputs = set(output_node(module.graph).all_input_nodes)
     return any(
         _reads_cache(mixer, call) or not outputs.isdisjoint(_sources(mixer, call))
-        for mixer, call in mixer_calls(module)
+        for mixer, call in captured_mixer_calls(module)
     )
 
 

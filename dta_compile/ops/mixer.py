@@ -3,7 +3,7 @@
 All else in a model treats every token by itself. A mixer is three operators: `call` over the whole batch, in lowered
 graphs; `chunk` and `backward` over one chunk, in executable graphs, where they become calls on the runtime's path. What
 some operands hold of each token, the mixer's *states*, stays on the path: the chunks below read it there, and leave
-gradients for it. How a layer is computed is said in the runtime, see `runtime.mixers`.
+gradients for it. How a layer is computed is said in the runtime, see `runtime.calls.mixers`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ MIXERS: dict[Any, Mixer] = {}  # by the operator `call`; filled while modules ar
 
 
 def register_mixer(mixer: Mixer) -> Mixer:
-    """Let graphs that call a mixer run over a prefix tree; `runtime.mixers.RUNTIMES` says how it is computed there."""
+    """Let graphs that call a mixer run over a tree; `runtime.calls.mixers.RUNTIMES` says how it is computed there."""
     MIXERS[mixer.call] = mixer
     return mixer
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
-from dta_compile.passes.chunk_sizes import ChunkSizes, Peaks
+from dta_compile.passes.chunk_bytes import ChunkSizes, Peaks
 
 
 class Generated(Protocol):

@@ -6,8 +6,8 @@ from dta_compile.plan.balance import TreeCost, balance
 from dta_compile.plan.chunk_tree import ChunkTree, chunk_tree
 from dta_compile.plan.cost import CostModel, Limits, Rates, choose, choose_keep
 from dta_compile.plan.lexicographic import LexicographicOrder, lexicographic_order
-from dta_compile.plan.memory import Footprint, peak_bytes
 from dta_compile.plan.order import leaf_order
+from dta_compile.plan.peak_memory import Footprint, peak_bytes
 from dta_compile.plan.plan import Plan, make_plan, plan
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule
 from dta_compile.plan.prefix_tree import PrefixTree

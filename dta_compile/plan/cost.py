@@ -9,7 +9,7 @@ import numpy as np
 
 from dta_compile.options import Options
 from dta_compile.plan.chunk_tree import ChunkTree, chunk_tree
-from dta_compile.plan.memory import Footprint
+from dta_compile.plan.peak_memory import Footprint
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule, rebuilt_slices
 from dta_compile.plan.prefix_tree import IntArray, PrefixTree
 from dta_compile.plan.schedule import Chunk, Schedule

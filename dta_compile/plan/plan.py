@@ -10,7 +10,7 @@ from typing import Any
 from dta_compile.errors import OptionError
 from dta_compile.options import Options
 from dta_compile.plan.cost import Limits, choose
-from dta_compile.plan.memory import Footprint
+from dta_compile.plan.peak_memory import Footprint
 from dta_compile.plan.prefix_tree import IntArray, PrefixTree
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.summary import Estimates, Stats, summarize

@@ -16,14 +16,14 @@ from dta_compile.options import Options
 from dta_compile.passes import Program
 from dta_compile.plan import Plan
 from dta_compile.runtime import interception
-from dta_compile.runtime.call import Call, CallContext
+from dta_compile.runtime.calls.call import Call, CallContext
+from dta_compile.runtime.calls.planned_call import PlannedCall, Run, plan_call
 from dta_compile.runtime.measure.calibration import Calibration
 from dta_compile.runtime.measure.stopwatch import Stopwatch
-from dta_compile.runtime.planned_call import PlannedCall, Run, plan_call
-from dta_compile.runtime.reference import self_check, verified
 from dta_compile.runtime.replay.lease import ReplayCache
-from dta_compile.runtime.rows.dense import Sizes
+from dta_compile.runtime.rows.dense_to_tree import Sizes
 from dta_compile.runtime.transparent import TreeFunction, no_autocast
+from dta_compile.runtime.verification.self_check import self_check, verified
 
 logger = logging.getLogger("dta_compile")
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from dta_compile.passes.program import Program
-from dta_compile.runtime.call import Call
-from dta_compile.runtime.planned_call import PlannedCall
+from dta_compile.runtime.calls.call import Call
+from dta_compile.runtime.calls.planned_call import PlannedCall
 
 
 class Intercepted(Protocol):

@@ -17,18 +17,18 @@ from torch import fx
 from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
 from dta_compile.passes.program import Mixed, Program, has_tensor, where
-from dta_compile.runtime.executor import Executor
-from dta_compile.runtime.interception import Intercepted, intercept
-from dta_compile.runtime.planned_call import PlannedCall
-from dta_compile.runtime.rows.buffers import PathRows
-from dta_compile.runtime.rows.gradients import RowGradients
-from dta_compile.runtime.schedule_buffers import (
+from dta_compile.runtime.calls.executor import Executor
+from dta_compile.runtime.calls.planned_call import PlannedCall
+from dta_compile.runtime.calls.schedule_buffers import (
     ScheduleBuffers,
     accumulators,
     finished_gradients,
     gradient_buffer,
     output_buffers,
 )
+from dta_compile.runtime.interception import Intercepted, intercept
+from dta_compile.runtime.rows.buffers import PathRows
+from dta_compile.runtime.rows.gradients import RowGradients
 from dta_compile.runtime.stand_in import StandIns, tensors_of
 from dta_compile.runtime.transparent import gradient_of_cache, no_autocast
 

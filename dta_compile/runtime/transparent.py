@@ -12,10 +12,9 @@ import torch
 from dta_compile.errors import RuntimeContractError
 from dta_compile.passes.program import FrontierValue
 from dta_compile.plan import Op
-from dta_compile.runtime.executor import Executor
-from dta_compile.runtime.planned_call import PlannedCall
-from dta_compile.runtime.rows.buffers import AllRows, RowBuffer
-from dta_compile.runtime.schedule_buffers import (
+from dta_compile.runtime.calls.executor import Executor
+from dta_compile.runtime.calls.planned_call import PlannedCall
+from dta_compile.runtime.calls.schedule_buffers import (
     ScheduleBuffers,
     accumulators,
     finished_gradients,
@@ -23,6 +22,7 @@ from dta_compile.runtime.schedule_buffers import (
     output_buffers,
     rows_with_gradient,
 )
+from dta_compile.runtime.rows.buffers import AllRows, RowBuffer
 
 logger = logging.getLogger("dta_compile")
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import dta_compile
 from dta_compile.errors import VerificationError
-from dta_compile.runtime import reference, sample
+from dta_compile.runtime.verification import sample, self_check
 from tests.support.inside import inside
 from tests.support.tiny import SMALL_CHUNKS, TinyLM, assert_same, log_probs, shared_ids, weighted
 
@@ -54,8 +54,8 @@ def test_the_plan_says_what_was_compared(steps):
 @pytest.mark.parametrize(
     ("where", "name", "value", "says"),
     [
-        (reference, "SHARE", 0.0, "skipped: it would take "),
-        (reference, "default_budget", lambda device: 0, "MiB for 2 rows of 40 tokens are not free"),
+        (self_check, "SHARE", 0.0, "skipped: it would take "),
+        (self_check, "default_budget", lambda device: 0, "MiB for 2 rows of 40 tokens are not free"),
         (sample, "WHOLE", 0, "skipped: its inputs cannot be cut to a few tokens"),
         (sample, "_bytes", lambda call, sizes: 1 // 0, "skipped: ZeroDivisionError: "),
     ],
@@ -147,7 +147,7 @@ def test_rows_and_columns_around_a_fork(steps, monkeypatch):
     monkeypatch.setattr(sample, "LEAST_TOKENS", 32)
     monkeypatch.setattr(sample, "SHARE", 1000)
     taken = []
-    monkeypatch.setattr(reference, "sample", lambda call: taken.append(sample.sample(call)) or taken[-1])
+    monkeypatch.setattr(self_check, "sample", lambda call: taken.append(sample.sample(call)) or taken[-1])
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 31, (6, 60), generator=generator)
     ids[4, :50] = ids[2, :50]

@@ -24,8 +24,8 @@ from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from dta_compile.runtime.calls.executor import Executor
 from dta_compile.runtime.engine import Engine
-from dta_compile.runtime.executor import Executor
 from dta_compile.runtime.streaming import Stream
 
 DEVICE, CPU = torch.device("meta"), torch.device("cpu")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dta_compile.ops.mixer import BATCH, TOKENS, Mixer, Operand, register_mixer
-from dta_compile.runtime import mixers
+from dta_compile.runtime.calls import mixers
 
 LIBRARY = torch.library.Library("toy", "DEF")
 LIBRARY.define("decayed_sum(Tensor value, float decay) -> Tensor")  # what a model calls

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.chunk_sizes import ChunkSizes
+from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.fusion.clusters import clusters, is_view, readers, sources
 from dta_compile.passes.fusion.inductor import Code
 from dta_compile.passes.graphs.sizes import SizeNodes, is_polynomial

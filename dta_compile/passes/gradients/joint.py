@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.chunk.chunk_inputs import chunk_device, fake_inputs, free_sizes
-from dta_compile.passes.chunk_sizes import ChunkSizes, total
+from dta_compile.passes.chunk_bytes import ChunkSizes, total
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.gradients.partition import JointTrace, backward_graph, choose_saved, forward_graph, states_of
 from dta_compile.passes.gradients.simplify import simplify

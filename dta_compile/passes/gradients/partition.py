@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from dta_compile.ops.mixer import is_mixer_backward, mixer_of_chunk
-from dta_compile.passes.chunk_sizes import ChunkSizes
+from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.gradients.saved_values import saved_values
 from dta_compile.passes.graphs.nodes import call, descendants, is_item
 from dta_compile.passes.graphs.storage import owner, view_source

@@ -19,7 +19,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from dta_compile.passes.chunk_sizes import ChunkSizes
+from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.graphs.min_cut import source_side
 from dta_compile.passes.graphs.nodes import is_item, is_pointwise
 from dta_compile.passes.graphs.operators import LOOKUPS, ONE_PASS, ROW_REDUCTIONS

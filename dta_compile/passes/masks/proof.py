@@ -3,7 +3,7 @@
 An entry of the mask is a term of the row, the query and the key (`elements`), the term a formula (`logic`).
 Which keys are real is what the mask says of a token and itself. That it allows just what a causal mask allows, with
 such padding, is then proven for all rows, queries and keys; what a proof assumes of the inputs is checked at every call
-(`runtime.masks`). A mask that depends on numbers or tables is proven for those of each call.
+(`runtime.calls.masks`). A mask that depends on numbers or tables is proven for those of each call.
 
 One assumption is of the scores and is not checked: what a finite additive mask forbids gets no weight (`FORBIDDEN`).
 """

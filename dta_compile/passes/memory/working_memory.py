@@ -18,7 +18,7 @@ from torch import fx
 from dta_compile.ops import linear_log_prob
 from dta_compile.ops.add_product import ADD_PRODUCT
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.passes.chunk_sizes import Bytes, ChunkSizes, Peaks, total
+from dta_compile.passes.chunk_bytes import Bytes, ChunkSizes, Peaks, total
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import is_item
 from dta_compile.passes.graphs.operators import is_tagged_pointwise

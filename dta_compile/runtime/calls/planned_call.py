@@ -16,15 +16,15 @@ from dta_compile.passes.program import ChunkInput
 from dta_compile.plan import Footprint, Limits, Plan, make_plan, peak_bytes
 from dta_compile.plan.prefix_tree import PrefixTree
 from dta_compile.plan.schedule import Anchor, Backward, Forward
-from dta_compile.runtime.call import Call
-from dta_compile.runtime.executor import ChunkData, Executor
-from dta_compile.runtime.masks import ReadMasks
+from dta_compile.runtime.calls.call import Call
+from dta_compile.runtime.calls.executor import ChunkData, Executor
+from dta_compile.runtime.calls.masks import ReadMasks
+from dta_compile.runtime.calls.mixers import runtimes_of
 from dta_compile.runtime.measure.budget import default_budget
-from dta_compile.runtime.mixers import runtimes_of
 from dta_compile.runtime.path.stack import PathStack
 from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens
-from dta_compile.runtime.rows.dense import gathered
-from dta_compile.runtime.rows.layout import BatchLayout
+from dta_compile.runtime.rows.dense_to_tree import gathered
+from dta_compile.runtime.rows.tree_to_dense import BatchLayout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

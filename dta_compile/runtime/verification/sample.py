@@ -23,7 +23,7 @@ from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS,
 from dta_compile.passes.program import Program
 from dta_compile.passes.symbols import expression, free_symbols, sizes
 from dta_compile.plan import PrefixTree
-from dta_compile.runtime.planned_call import PlannedCall
+from dta_compile.runtime.calls.planned_call import PlannedCall
 
 aten = torch.ops.aten
 

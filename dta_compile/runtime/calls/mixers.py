@@ -11,7 +11,7 @@ from dta_compile.ops.attention import ATTENTION_MIXER
 from dta_compile.passes.mixer_layers import MaskClass, MixerLayer
 from dta_compile.passes.program import Program
 from dta_compile.runtime.attention.layer import AttentionRuntime, provider_of
-from dta_compile.runtime.masks import ReadMasks
+from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.path.interface import LayerRuntime
 
 __all__ = ["RUNTIMES", "LayerContext", "runtimes_of"]

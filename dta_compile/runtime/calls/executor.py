@@ -15,15 +15,15 @@ from dta_compile.passes.program import FrontierValue
 from dta_compile.plan import Segment, Work, segments
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Chunk, Forward, Op, Pop, Restore, Slice
 from dta_compile.plan.verify import attention_pairs
+from dta_compile.runtime.calls.pending_ops import PendingOps
+from dta_compile.runtime.calls.schedule_buffers import ScheduleBuffers
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.path.chunk_shape import ChunkShape
 from dta_compile.runtime.path.stack import PathStack, SpineStates
-from dta_compile.runtime.pending_ops import PendingOps
 from dta_compile.runtime.replay.lease import Lease
 from dta_compile.runtime.rows.batch_rows import BatchRows
 from dta_compile.runtime.rows.buffers import Gathered, Rows, padded
 from dta_compile.runtime.rows.upload import upload
-from dta_compile.runtime.schedule_buffers import ScheduleBuffers
 
 HEAD_SHARE = 0.75  # of a kept graph's head rows with a gradient, from which on dropping the others does not pay
 

@@ -1,0 +1,217 @@
+"""What of a run's outputs can be compared: which entries are defined, and how much of them is rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.errors import VerificationError
+from dta_compile.passes.axes.layouts import is_tensor
+from dta_compile.passes.program import Program, ancestors, where
+from dta_compile.passes.symbols import free_symbols, sizes
+from dta_compile.runtime.calls.planned_call import Run
+from dta_compile.runtime.verification.values import (
+    compare_exactly,
+    compare_values,
+    largest_entry,
+    of_parts,
+    real_parts,
+    require,
+)
+
+# Largest accepted difference relative to the largest entry; rounding differs because sums run in another order.
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+# A gradient that is zero but for rounding (of a key's bias) may differ by so many units in the last place of the
+# largest gradient, and by no more than the tolerance.
+ROUNDING = 100
+NOISE = 3.0  # times what rounding of frontier values does that outputs and gradients may differ by
+
+
+class Probe:
+    """Which entries of a run's outputs are defined, and how much of them is rounding."""
+
+    def __init__(self, program: Program, run: Run) -> None:
+        self.program, self.run, self.dtype = program, run, precision(program, run.call.device)
+        self.tolerance = TOLERANCES.get(self.dtype, 5e-2)
+        self.rounding = min(ROUNDING * torch.finfo(self.dtype).eps, self.tolerance)
+        self.generator = torch.Generator(run.call.device).manual_seed(1)
+        self.padding = [run.call.layout.padding(i) for i in range(len(run.frontier))]
+        self.rounded = self._outputs([self._rounded(value) for value in run.frontier])
+        self.has_padding = any(mask is not None for mask in self.padding)
+        self.padded: tuple[Any, ...] = ()
+        self.plausible: tuple[Any, ...] = ()
+        if self.has_padding:
+            self.padded = self._outputs([*map(self._padded, run.frontier, self.padding)])
+            self.plausible = self._outputs([*map(self._plausible, run.frontier, self.padding)])
+        self.masks: dict[int, torch.Tensor] = {}
+        self.choices = set() if self.dtype in (torch.float64, torch.float32) else _choices(program)
+
+    def _outputs(self, frontier: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        with torch.no_grad():
+            return self.run.outputs_of(frontier)
+
+    def _random(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.randn(value.shape, generator=self.generator, device=value.device, dtype=torch.float32)
+
+    def _rounded(self, value: torch.Tensor) -> torch.Tensor:
+        """The value with differences of the size of rounding."""
+        value = value.detach()
+        if value.is_complex():
+            return torch.view_as_complex(self._rounded(torch.view_as_real(value)))
+        if not value.is_floating_point() or not value.numel():
+            return value.clone()
+        noise = self._random(value).clamp(-1, 1) * (self.rounding * largest_entry(value))
+        return value + noise.to(value.dtype)
+
+    def _padded(self, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """The value with large numbers of either sign at padding; whole ones, which may be indices, occur elsewhere."""
+        value = value.detach()
+        if mask is None:
+            return value
+        if value.is_complex():
+            return torch.view_as_complex(self._padded(torch.view_as_real(value), of_parts(mask)))
+        if not value.is_floating_point():  # zero at padding
+            other = value.ne(0).any() if value.dtype is torch.bool else value.amax()
+            return torch.where(mask, torch.where(other == 0, torch.ones_like(value), other), value)
+        other = self._random(value) * 10 * max(largest_entry(value), 1.0)
+        return torch.where(mask, other.to(value.dtype), value)
+
+    def _plausible(self, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """The value with numbers at padding as they are elsewhere."""
+        value = value.detach()
+        if mask is not None and value.is_complex():
+            return torch.view_as_complex(self._plausible(torch.view_as_real(value), of_parts(mask)))
+        if mask is None or not value.is_floating_point() or bool(mask.all()):
+            return value
+        low, high = value[~mask].aminmax()
+        share = torch.rand(value.shape, generator=self.generator, device=value.device, dtype=torch.float32)
+        return torch.where(mask, low + (high - low) * share.to(value.dtype), value)
+
+    def require_no_padding(self, index: int) -> None:
+        """Refuse an output without a token axis that padding changes: no gradient need ever tell of a metric's use."""
+        node, mine = self.program.outputs[index], self.run.outputs[index]
+        if not (self.has_padding and isinstance(mine, torch.Tensor) and isinstance(node, fx.Node)):
+            return
+        if self._is_over_tokens(node):
+            return
+        mine, other = real_parts(mine.detach()), real_parts(self.plausible[index])
+        changed = (
+            (other - mine).abs() > self.tolerance * largest_entry(mine) if mine.is_floating_point() else other != mine
+        )
+        if bool((changed & mine.isfinite() & other.isfinite()).any()):
+            raise VerificationError(
+                f"output {index} ({node}) depends on padding, which the prefix tree does not compute",
+                where=where(node),
+                expected="values of real tokens, masked before they are counted",
+                got="another value with other numbers at padding",
+                hint="multiply by the mask before the mean, or masked_fill before the maximum; "
+                "options={'verify': 'off'} accepts it as it is",
+            )
+
+    def _is_over_tokens(self, node: fx.Node) -> bool:
+        """Whether an output has a dimension whose size depends on the number of tokens."""
+        assert self.program.tokens is not None
+        return not self.program.tokens.free_symbols.isdisjoint(free_symbols(sizes(node)))
+
+    def compare_output(self, index: int, theirs: Any) -> float | None:
+        """The largest relative difference of an output; None if it cannot be compared."""
+        mine, node = self.run.outputs[index], self.program.outputs[index]
+        what = f"output {index} ({node})"
+        if not isinstance(theirs, torch.Tensor) or not isinstance(mine, torch.Tensor):
+            require(isinstance(mine, torch.Tensor) == isinstance(theirs, torch.Tensor), what, type(theirs), type(mine))
+            require(mine == theirs, what, theirs, mine)
+            return None
+        require(mine.shape == theirs.shape, what, list(theirs.shape), list(mine.shape))
+        require(mine.dtype == theirs.dtype, what, theirs.dtype, mine.dtype)
+        if isinstance(node, fx.Node) and self.choices and self.choices & ancestors([node]):
+            return None
+        mine, theirs, rounded = real_parts(mine.detach()), real_parts(theirs.detach()), real_parts(self.rounded[index])
+        mask = self.masks[index] = self._defined(index, mine, theirs)
+        if not mine.is_floating_point():
+            return compare_exactly(what, mine, theirs, mask & (rounded == mine), self.dtype)
+        if not bool(mask.any()):
+            return None
+        noise = NOISE * largest_entry(torch.where(mask, rounded - mine, 0))
+        beyond = max(noise - self.tolerance * largest_entry(torch.where(mask, theirs, 0)), 0.0)
+        return compare_values(what, mine, theirs, mask, self.tolerance, beyond)
+
+    def _defined(self, index: int, mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+        """Entries that do not depend on padding, bool."""
+        everywhere = torch.ones_like(mine, dtype=torch.bool)
+        if not self.has_padding:
+            return everywhere
+        other = real_parts(self.padded[index])
+        if not mine.is_floating_point():
+            return other == mine
+        small = self.tolerance * largest_entry(theirs)
+        return ((other == mine) | ((other - mine).abs() <= small)) & theirs.isfinite()
+
+    def is_differentiable(self, index: int, out: Any) -> bool:
+        """Whether gradients may be taken of an output."""
+        caches = {value.node for value in self.program.frontier if value.is_cache}
+        return _is_rounded(out) and self.program.outputs[index] not in caches
+
+    def cotangent(self, index: int, theirs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Random numbers where the output is defined and finite."""
+        parts = real_parts(theirs.detach())
+        drawn = torch.randn(parts.shape, generator=generator, device=theirs.device, dtype=torch.float32)
+        drawn = drawn.masked_fill(~(self.masks[index] & parts.isfinite()), 0).to(parts.dtype)
+        return torch.view_as_complex(drawn) if theirs.is_complex() else drawn
+
+    def conditioning(self, cotangents: dict[int, torch.Tensor]) -> float:
+        """How much rounding of frontier values changes the gradients that go to them, relative to these."""
+        plain = self._frontier_gradients([value.detach() for value in self.run.frontier], cotangents)
+        again = self._frontier_gradients([self._rounded(value) for value in self.run.frontier], cotangents)
+        change = max((largest_entry(a - b) for a, b in zip(again, plain, strict=True)), default=0.0)
+        size = max(map(largest_entry, plain), default=0.0)
+        return change / size if size else 0.0
+
+    def _frontier_gradients(
+        self, frontier: Sequence[torch.Tensor], cotangents: dict[int, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        leaves = [
+            value.requires_grad_(one.requires_grad) for value, one in zip(frontier, self.run.frontier, strict=True)
+        ]
+        outputs = self.run.outputs_of(leaves)
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        return [grad for grad in gradients_of(outputs, wanted, cotangents) if grad is not None]
+
+
+def gradients_of(
+    outputs: Sequence[Any], inputs: Sequence[torch.Tensor], cotangents: dict[int, torch.Tensor], keep: bool = False
+) -> Sequence[torch.Tensor | None]:
+    """Gradients of some outputs, by their position, weighted by `cotangents`; `keep` their graph for another time."""
+    kept = [i for i in cotangents if outputs[i].requires_grad]
+    if not kept or not inputs:
+        return [None] * len(inputs)
+    seeds = [cotangents[i] for i in kept]
+    return torch.autograd.grad([outputs[i] for i in kept], inputs, seeds, retain_graph=keep, allow_unused=True)
+
+
+def precision(program: Program, device: torch.device) -> torch.dtype:
+    """The least precise dtype that values which depend on parameters are computed in."""
+    values = [node.meta["val"] for node in program.parameter_dependent if is_tensor(node)]
+    numbers = (value.dtype for value in values if _is_rounded(value))
+    dtypes = {dtype.to_real() for dtype in numbers} or {torch.float64}
+    least = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    if least is torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        return torch.float16  # as many bits as TF32 has
+    return least
+
+
+def _choices(program: Program) -> set[fx.Node]:
+    """Where the program chooses (an expert, a token) by values that are rounded: another choice is no error."""
+    found = set()
+    for node in program.parameter_dependent:
+        values = node.meta.get("val")
+        results = values if isinstance(values, (tuple, list)) else [values]
+        if any(isinstance(value, torch.Tensor) and not _is_rounded(value) for value in results):
+            found.add(node)
+    return found
+
+
+def _is_rounded(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()

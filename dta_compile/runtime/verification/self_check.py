@@ -1,0 +1,218 @@
+"""The reference: the captured program run as it is, on the dense batch, by ordinary autograd.
+
+`options={"verify": ...}` says which calls are compared with it, in every output and every gradient, before any of them
+is handed out: by default the first, on a few of its rows (`self_check`); "first" and "always" as a whole (`verified`).
+
+What the comparison allows is a share of the largest entry, and in addition what rounding may do: a loss that is the
+difference of equal sums is nothing but rounding. So the epilogue is run once more on rounded frontier values; and if
+there is padding, twice on others there, which shows what outputs depend on it: such entries of tokens are not compared,
+and an output of whole sequences, a metric say, is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dta_compile.capture.as_captured import as_captured
+from dta_compile.errors import DTAError, VerificationError
+from dta_compile.ops.draw_capture import is_random
+from dta_compile.passes.cuts.other_batches import programs_of
+from dta_compile.passes.program import Program
+from dta_compile.runtime.calls.planned_call import PlannedCall, Run
+from dta_compile.runtime.measure.budget import default_budget
+from dta_compile.runtime.verification.probe import NOISE, Probe, gradients_of
+from dta_compile.runtime.verification.sample import NotSampled, indices_from_values, sample
+from dta_compile.runtime.verification.values import compare_values, largest_entry, real_parts
+
+RunSmall = Callable[[int, Sequence[Any]], Run]  # of a number of columns and the inputs of a small call
+
+SHARE = 0.1  # of the first call's time that the self-check may take
+PASSES = {True: 8.0, False: 3.0}  # what it takes with and without gradients, in forward passes of the captured program
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The largest accepted differences, relative to the largest entry; None: nothing could be compared."""
+
+    outputs: float | None
+    gradients: float | None
+    trains: bool
+
+    def __str__(self) -> str:
+        parts = [("outputs", self.outputs), *([("gradients", self.gradients)] if self.trains else [])]
+        return ", ".join(f"{name} not comparable" if x is None else f"{name} within {x:.1g}" for name, x in parts)
+
+
+def verified(program: Program, run: Callable[[Sequence[Any]], Run], args: Sequence[Any]) -> tuple[tuple[Any, ...], str]:
+    """The outputs of a call that `run` runs, compared with the reference as their gradients are; and the verdict.
+
+    Raises:
+        VerificationError: naming the output or parameter that differs, by how much, and the tolerance.
+    """
+    # Gradients are taken for views: hooks that are registered on the parameters are for the user's own backward.
+    viewed = [arg.view_as(arg) if _takes_gradient(arg) else arg for arg in args]
+    ran = run(viewed)
+    if reason := _not_comparable(program):
+        verdict = f"skipped: {reason}"
+    else:
+        with _undisturbed(ran.call.device):
+            detached = _detached(args)
+            expected = _captured(program, detached)
+            verdict = f"the whole call: {compare(program, ran, viewed, expected, detached)}"
+    return ran.outputs, verdict
+
+
+def self_check(call: PlannedCall, run_small: RunSmall, compile_seconds: float) -> str:
+    """Compare a few rows of a planned call, as a small call of its own; returns the verdict, or why there is none.
+
+    Whatever else fails is left to the call itself.
+
+    Raises:
+        VerificationError: naming the output or parameter that differs, by how much, and the tolerance.
+    """
+    try:
+        with _undisturbed(call.device):
+            return _self_check(call, run_small, compile_seconds)
+    except VerificationError:
+        raise
+    except (NotSampled, DTAError) as reason:
+        return f"skipped: {str(reason).splitlines()[0]}"
+    except Exception as error:
+        return f"skipped: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:150]}"
+
+
+def _self_check(call: PlannedCall, run_small: RunSmall, compile_seconds: float) -> str:
+    program = call.program
+    if program.joint.generated is not None:  # the call itself needs it, too
+        program.joint.generated.prepare(["forward", "backward"] if _trains(program) else ["forward_only"])
+    started = time.perf_counter()
+    if reason := _not_comparable(program):
+        raise NotSampled(reason)
+    small = sample(call)
+    if small.bytes > default_budget(call.device):
+        raise NotSampled(f"{small.bytes / 2**20:,.0f} MiB for {small.rows} rows of {small.columns} tokens are not free")
+    theirs, mine = _detached(small.args), _detached(small.args)
+    scale = call.rows.tree.num_rows / (small.rows * small.columns)
+    expected = _captured_in_time(call, theirs, compile_seconds, scale)
+    run = run_small(small.columns, mine)
+    verdict = compare(program, run, mine, expected, theirs)
+    seconds = time.perf_counter() - started
+    return f"{small.rows} rows of {small.columns} tokens at the first call: {verdict}; {seconds:.2g} s"
+
+
+def _captured_in_time(call: PlannedCall, args: Sequence[Any], compile_seconds: float, scale: float) -> tuple[Any, ...]:
+    """The captured program's outputs; raises `NotSampled` if the rest would take longer than it may.
+
+    `scale`: how many times as many tokens the whole call has.
+    """
+    trains = _trains(call.program)
+    for _attempt in range(2):  # the first run may have loaded kernels
+        begun = time.perf_counter()
+        outputs = _captured(call.program, args)
+        if call.device.type == "cuda":
+            torch.cuda.synchronize(call.device)
+        seconds = time.perf_counter() - begun
+        whole = compile_seconds + (3 if trains else 1) * scale * seconds
+        if PASSES[trains] * seconds <= SHARE * whole:
+            return outputs
+    raise NotSampled(f"it would take {PASSES[trains] * seconds:.1f} s of a call of about {whole:.1f} s")
+
+
+def _trains(program: Program) -> bool:
+    return program.training and torch.is_grad_enabled()
+
+
+def _takes_gradient(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and arg.requires_grad and torch.is_grad_enabled()
+
+
+def _detached(args: Sequence[Any]) -> list[Any]:
+    """The same inputs as leaves of their own, without hooks."""
+    return [arg.detach().requires_grad_() if _takes_gradient(arg) else arg for arg in args]
+
+
+def _captured(program: Program, args: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(as_captured(program.captured)(*args))
+
+
+@contextlib.contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Autocast as around the call, but with no casts left in its cache; and no hooks that are for the call's values."""
+    with contextlib.ExitStack() as stack:
+        for kind in {"cpu", device.type}:
+            if torch.amp.is_autocast_available(kind):
+                dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+        yield
+
+
+def _not_comparable(program: Program) -> str:
+    """Why two runs of the program may differ; "": they may not."""
+    for node in program.graph.nodes:
+        if is_random(node.target):
+            return f"{node.target} draws random numbers"
+        if "c10d" in str(getattr(node.target, "namespace", "")):
+            return f"{node.target} waits for other ranks"
+    further = programs_of(program)[1:]
+    if any(layer.mask is not None for one in further for layer in one.attention):
+        return "it runs the model on batches of several sizes, with masks of their own"
+    return "it indexes by rounded values" if indices_from_values(program) else ""
+
+
+def compare(
+    program: Program, run: Run, inputs: Sequence[Any], expected: Sequence[Any], their_inputs: Sequence[Any]
+) -> Verdict:
+    """Compare the outputs of a run, and their gradients for `inputs`, with those of the captured program.
+
+    Raises:
+        VerificationError: naming what differs.
+    """
+    probe = Probe(program, run)
+    for i in range(len(expected)):
+        probe.require_no_padding(i)
+    compared = [probe.compare_output(i, theirs) for i, theirs in enumerate(expected)]
+    outputs = max((x for x in compared if x is not None), default=None)
+    kept = [i for i, out in enumerate(run.outputs) if compared[i] is not None and probe.is_differentiable(i, out)]
+    if not kept or not _trains(program):
+        return Verdict(outputs, None, _trains(program))
+    generator = torch.Generator(run.call.device).manual_seed(0)
+    cotangents = {i: probe.cotangent(i, expected[i], generator) for i in kept}
+    gradients = _compare_gradients(program, probe, run.outputs, inputs, expected, their_inputs, cotangents)
+    return Verdict(outputs, gradients, trains=True)
+
+
+def _compare_gradients(
+    program: Program,
+    probe: Probe,
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    expected: Sequence[Any],
+    their_inputs: Sequence[Any],
+    cotangents: dict[int, torch.Tensor],
+) -> float | None:
+    """The largest relative difference; None if the captured program's own are not finite, or are only rounding."""
+    trained = [i for i, arg in enumerate(their_inputs) if _takes_gradient(arg)]
+    theirs = gradients_of(expected, [their_inputs[i] for i in trained], cotangents)
+    conditioning = probe.conditioning(cotangents)
+    if not all(bool(grad.isfinite().all()) for grad in theirs if grad is not None) or conditioning > 0.5:
+        return None
+    mine = gradients_of(outputs, [inputs[i] for i in trained], cotangents, keep=True)
+    largest = max((largest_entry(grad) for grad in theirs if grad is not None), default=0.0)
+    share = probe.rounding + NOISE * conditioning
+    found = [0.0]
+    for i, one, other in zip(trained, mine, theirs, strict=True):
+        known = one if one is not None else other
+        if known is not None:
+            one, other = (real_parts(torch.zeros_like(known) if grad is None else grad) for grad in (one, other))
+            what = f"the gradient of {program.inputs[i].name}"
+            everywhere = torch.ones_like(one, dtype=torch.bool)
+            found.append(compare_values(what, one, other, everywhere, probe.tolerance, share * largest))
+    return max(found)

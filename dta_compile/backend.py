@@ -56,22 +56,33 @@ def dta(
     record.note_graph(graph)
     if graph.kind is Kind.PLAIN:
         return _plain(graph.module, graph.note)
+    if graph.kind is Kind.REFUSED:
+        assert graph.refusal is not None
+        return _refused(graph.refusal, graph.module, parsed)
     try:
-        if graph.refusal is not None:
-            raise graph.refusal
         started = time.perf_counter()
         program = _analyse(graph, parsed)
         engine = Engine(program, parsed, compile_seconds=time.perf_counter() - started)
     except GraphWithoutAttention as plain:
         return _plain(graph.module, plain.log)
     except ContractError as broken:
-        return _refused(RefusalError(BUG, got=str(broken), hint="please report the model"), graph.module, parsed)
+        return _refused(_bug(broken), graph.module, parsed)
     except RefusalError as refusal:
         return _refused(refusal, graph.module, parsed)
     if engine.rest is not None:
         record.log_once(SEVERAL_BATCHES)
     record.engines.append(engine)
     return records.recorded(engine)
+
+
+def _bug(broken: ContractError) -> RefusalError:
+    return RefusalError(
+        BUG,
+        where="the compiler's passes, not your code",
+        expected="what its passes promise one another",
+        got=str(broken),
+        hint="please report the model; options={'fallback': 'dense'} runs it without sharing until this is mended",
+    )
 
 
 def _analyse(graph: Captured, options: Options) -> Program:

@@ -60,16 +60,16 @@ def allow_one_more_graph() -> None:
     function of a decorator, so that policy, reference model and each kind of generation step take places of the same 8.
     Runaway recompilation has a warning of ours (`records.Record.note_graph`).
 
-    The limit is that of the function now being compiled, which torch has from 2.13 on; before that, everybody's. That
-    for all graphs of a function, by whatever backend, makes room for one more of ours.
+    Everybody's limit is raised, also for other backends: Dynamo counts the graphs of a function whoever compiled them,
+    and looks at the limit before it calls a backend, so that a compiled callable's own limit (`torch.compile` has one
+    from 2.13 on) could not be raised in time for the second callable that shares a function. A limit that the user
+    gave a callable is raised as well.
     """
     config, conversion = torch._dynamo.config, _calling("ConvertFrameAssert")
-    if conversion is not None and hasattr(conversion, "_recompile_limit"):
-        own = conversion._recompile_limit
-        conversion._recompile_limit = (config.recompile_limit if own is None else own) + 1
-    else:
-        config.recompile_limit += 1
+    config.recompile_limit += 1
     config.accumulated_recompile_limit += 1
+    if getattr(conversion, "_recompile_limit", None) is not None:
+        conversion._recompile_limit += 1  # type: ignore[union-attr]
 
 
 def trace_again_without_duck_shapes(already: bool) -> NoReturn:

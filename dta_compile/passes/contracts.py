@@ -105,13 +105,15 @@ class View:
             return getattr(self._program, name)
         if name in FIELDS:
             raise ContractError(f"{self._pass.name} reads {name!r} without declaring it")
-        member = inspect.getattr_static(Program, name)
+        member = inspect.getattr_static(Program, name, None)
+        if not hasattr(member, "__get__"):
+            raise ContractError(f"passes have no business with {name!r}")
         return member.__get__(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._pass is None or name not in self._pass.writes:
-            who = "nobody" if self._pass is None else self._pass.name
-            raise ContractError(f"{name!r} is written by {who}, who does not declare it")
+            who = "after its pass has run" if self._pass is None else f"by {self._pass.name}, who does not declare it"
+            raise ContractError(f"{name!r} is written {who}")
         setattr(self._program, name, value)
 
 

@@ -104,11 +104,6 @@ class AttentionLayer(MixerLayer):
         return self.states[0].shape[3]
 
     @property
-    def value_dim(self) -> int:
-        """Width of a head of values."""
-        return self.states[1].shape[3]
-
-    @property
     def dtype(self) -> torch.dtype:
         """Of keys and values."""
         return self.states[0].dtype

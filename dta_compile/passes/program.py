@@ -171,7 +171,7 @@ class Program:
 
     captured: fx.GraphModule
     training: bool
-    codegen: str = "eager"  # as in `Options`; after the pass of this name no longer "auto"
+    codegen: str = "eager"  # as in `Options`; what is done, once the pass of this name has run
     own_symbols: bool = False  # Dynamo gave every size a symbol of its own, also where sizes are equal
     # lower
     inputs: Sequence[Input] = ()

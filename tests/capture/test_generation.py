@@ -5,6 +5,8 @@ import logging
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import dta_compile
 from dta_compile.errors import RefusalError, RuntimeContractError
@@ -115,3 +117,25 @@ def test_scoring_without_a_cache_runs_over_the_tree(model):
         actual = model(input_ids=fork(ids[:2]), use_cache=False).logits
         assert torch.allclose(actual, eager(input_ids=fork(ids[:2]), use_cache=False).logits, atol=1e-6)
     assert dta_compile.last_plan(model).stats.compression > 1.5
+
+
+def test_many_models_of_one_class_all_run_over_the_tree():
+    """Dynamo counts the graphs of a function whoever compiled it, and runs it eagerly from the ninth on."""
+    torch._dynamo.reset()
+    ids = torch.randint(0, 20, (3, 5))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for width in (4, 8, 12, 16):
+            compiled = torch.compile(OneLayer(width), backend="dta", options={"verify": "off"})
+            with torch.no_grad():
+                compiled(ids)
+            assert dta_compile.last_plan(compiled).stats.tokens == ids.numel()
+
+
+class OneLayer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.embedding, self.project = nn.Embedding(20, width), nn.Linear(width, 3 * width)
+
+    def forward(self, ids):
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.project(self.embedding(ids)).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)

@@ -252,9 +252,3 @@ def test_a_listing_names_the_pass_and_the_users_line(result):
     assert re.search(r"float64\[s\d+, s\d+, 8\]", gelu)
     assert any("aten.addmm_" in line and "[accumulate]" in line for line in parts["backward"].splitlines())
     assert any("path.mix(" in line and "[joint]" in line for line in parts["forward"].splitlines())
-
-
-def test_graphs_leave_the_recompile_limit_of_others_alone():
-    limit = torch._dynamo.config.recompile_limit
-    compiled()
-    assert torch._dynamo.config.recompile_limit == limit

@@ -170,6 +170,20 @@ def test_an_empty_part_of_another_dtype_counts_for_the_result(model):
         assert_same(mine, theirs, tolerance=1e-6)
 
 
+def test_stacks_of_parts_and_of_results_are_no_loops_over_rows(model):
+    def stacked(ids):
+        x = model.hidden(ids)
+        halves = torch.stack(x.chunk(2, -1)).sum(0)
+        return torch.stack(torch.split(halves, 4, -1), -1) + torch.stack([x[..., :4], x[..., 4:8]], -1)
+
+    def tops(ids):
+        scores = model(ids)
+        return torch.stack([row.max(-1).values for row in scores])
+
+    for function in (stacked, tops):
+        assert_equals_eager(function, compiled_function(function), model, shared_ids(4, 9))
+
+
 def test_loops_over_numbers_of_sequences(model):
     def weighed(ids):
         scores = model(ids).logsumexp(-1).mean(1)

@@ -45,7 +45,8 @@ aten = torch.ops.aten
     rewrites=["module"],
 )
 def token_axis(program: Program) -> None:
-    """Fill `program.batch`, `.tokens`, `.values`, `.parameter_dependent`, `.roots` and `.input_layouts`."""
+    """Fill `program.batch`, `.tokens`, `.values`, `.parameter_dependent`, `.roots`,
+    `.input_layouts` and `.other_batches`."""
     _find_axes(program)
     index_position_tables(program)
     values: dict[fx.Node, Value] = {}

@@ -246,7 +246,7 @@ def mixing(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def item(node: fx.Node, arguments: Arguments) -> Layout:
-    """One of several results."""
+    """Stands in the table, so that `getitem` counts as known; what it gives is its argument's."""
     raise AssertionError("getitem is resolved by the token_axis pass")
 
 

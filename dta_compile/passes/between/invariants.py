@@ -15,7 +15,7 @@ from torch import fx
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.between.listing import graphs
 from dta_compile.passes.contracts import ContractError, Pass
-from dta_compile.passes.graphs.storage import storages, view_source
+from dta_compile.passes.graphs.storage import owner, storages, view_source
 from dta_compile.passes.program import Layout, Mixed, Program, has_tensor, output_node, writes_in_place
 
 __all__ = ["INVARIANTS", "Invariant", "Snapshot", "check"]
@@ -219,12 +219,16 @@ def _stale_reads(graph: fx.Graph) -> Iterator[str]:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a node writes over; not accumulators, inputs of the graph that are only added to."""
+    """The arguments that a node writes over; not (views of) accumulators, which the graph is given to add to."""
     if not writes_in_place(node):
         return []
     pairs = zip(node.args, node.target._schema.arguments, strict=False)
     written = (arg for arg, formal in pairs if formal.alias_info is not None and formal.alias_info.is_write)
-    return [arg for arg in written if isinstance(arg, fx.Node) and (arg.op != "placeholder" or "memory" in arg.meta)]
+    return [arg for arg in written if isinstance(arg, fx.Node) and not _is_accumulator(owner(arg))]
+
+
+def _is_accumulator(node: fx.Node) -> bool:
+    return node.op == "placeholder" and "memory" not in node.meta
 
 
 INVARIANTS: tuple[Invariant, ...] = tuple(_table)

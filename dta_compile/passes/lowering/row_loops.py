@@ -37,17 +37,22 @@ def _batched(nodes: Sequence[fx.Node]) -> fx.Node | None:
     first = nodes[0]
     if any(node.target is not first.target or node.kwargs != first.kwargs for node in nodes):
         return None
-    if not all(node.meta["val"].dim() for node in first.all_input_nodes):
-        return None  # the only dimension would be that of the batch
     columns = list(zip(*(node.args for node in nodes), strict=False))
     if first.target in ALONG_DIMENSIONS:
         columns[1] = tuple(map(_shifted, columns[1]))
     elif first.target not in UNARY:
         return None
+    if not all(_has_dimensions(node) for node in first.all_input_nodes):
+        return None  # the only dimension would be that of the batch
     arguments = [_batched(column) if isinstance(column[0], fx.Node) else _same(column) for column in columns]
     if any(argument is None for argument in arguments):
         return None
     return call(first.graph, first.target, *arguments, **first.kwargs)
+
+
+def _has_dimensions(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _whole(nodes: Sequence[fx.Node]) -> fx.Node | None:

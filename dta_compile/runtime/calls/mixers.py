@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from dta_compile.ops.attention import ATTENTION_MIXER
 from dta_compile.passes.mixer_layers import MaskClass, MixerLayer
 from dta_compile.passes.program import Program
+from dta_compile.runtime.attention.interface import Provider
 from dta_compile.runtime.attention.layer import AttentionRuntime, provider_of
 from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.path.interface import LayerRuntime
@@ -24,16 +26,19 @@ class LayerContext:
     Attributes:
         attention: the chosen provider, see `Options`.
         masks: what the masks of attention layers are in this call, by the number of the layer.
+        providers: of attention, made so far, by the states of a layer: equal layers share one.
     """
 
     device: torch.device
     attention: str
     masks: Mapping[int, MaskClass]
+    providers: dict[Any, Provider] = dataclasses.field(default_factory=dict)
 
 
 def _attention(layer: MixerLayer, context: LayerContext) -> LayerRuntime:
-    provider = provider_of(layer, context.device, context.attention)
-    return AttentionRuntime(provider, context.masks[layer.index].window or 0)
+    if layer.states not in context.providers:
+        context.providers[layer.states] = provider_of(layer, context.device, context.attention)
+    return AttentionRuntime(context.providers[layer.states], context.masks[layer.index].window or 0)
 
 
 Make = Callable[[MixerLayer, LayerContext], LayerRuntime]

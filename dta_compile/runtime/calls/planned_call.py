@@ -104,7 +104,8 @@ def plan_call(call: Call, mode: str) -> PlannedCall:
         rows = BatchRows.of(tokens, plan.prefix_tree, head_keys, used_by_any)
     plan.estimates.peak_bytes = _peak_bytes(call, rows, plan)
     layout = BatchLayout.of(program.frontier, rows, used, call.window, call.device, by_sequence=mode == "streaming")
-    return PlannedCall(**vars(call), masks=masks, layout=layout, plan=plan)
+    known = call.context, call.args, call.dense, call.batch, call.tokens, call.device
+    return PlannedCall(*known, masks=masks, layout=layout, plan=plan)
 
 
 def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:

@@ -338,7 +338,7 @@ def file_name(program: Program, device: torch.device, attention: str = "") -> st
     ]
     layers = [(x.mixer.name, x.states) for x in program.mixers]
     masks = [str(x.mask) for x in program.attention]
-    made_by = (torch.__version__, program.codegen)
+    made_by = (torch.__version__, "inductor" if program.codegen == "inductor" else "eager")
     hashed = (made_by, program.training, threads, attention, parameters, layers, masks, program.chunk.code)
     digest = hashlib.sha256(repr(hashed).encode()).hexdigest()[:12]
     words = [device_name(device), threads, dtypes, digest]

@@ -299,6 +299,25 @@ def frozen_trunk():
     return model
 
 
+class TiedTransposed(nn.Module):
+    """One weight `[H, V]`, of the embedding and of the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = TinyLM(layers=1)
+        del self.trunk.head
+        self.weight = nn.Parameter(self.trunk.embedding.weight.detach().t().clone())
+        del self.trunk.embedding
+        self.trunk.embedding = lambda ids: F.embedding(ids, self.weight.t())
+
+    def forward(self, ids, mask):
+        return self.trunk.hidden(ids, mask) @ self.weight
+
+
+def test_a_transposed_weight_that_is_tied_gets_both_of_its_gradients():
+    compare(TiedTransposed(), log_softmax)
+
+
 class Transposed(nn.Module):
     """A weight `[H, V]`, and a bias that is added."""
 

@@ -1,5 +1,7 @@
 """Memory: what a plan predicts is what a step allocates, and budgets are kept."""
 
+import copy
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -98,6 +100,13 @@ def test_a_budget_bounds_what_is_kept():
     assert kept[0].peak_live_tokens <= 200 < kept[1].peak_live_tokens < kept[-1].peak_live_tokens
 
 
+def replace_graphs(monkeypatch, program, **functions):
+    """Let a program run other functions in place of some of its graphs."""
+    joint = copy.copy(program.joint)
+    vars(joint).update(functions)
+    monkeypatch.setattr(program, "joint", joint)
+
+
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
 def test_a_call_that_runs_out_of_memory_recomputes_once(fails_in, caplog, monkeypatch):
     """What a GPU's allocator raises while activations are kept: the step goes on, with one line."""
@@ -107,9 +116,9 @@ def test_a_call_that_runs_out_of_memory_recomputes_once(fails_in, caplog, monkey
     ids = torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)
     compiled(ids).sum().backward()
     expected = after(model, lambda: model(ids).pow(2).sum().backward())
-    joint = inside(compiled).newest.program.joint
+    program = inside(compiled).newest.program
     name = "forward" if fails_in == "forward" else "boxed_backward"
-    run, calls = getattr(joint, name), []
+    run, calls = getattr(program.joint, name), []
 
     def fail_once(*args):
         calls.append(1)
@@ -117,7 +126,7 @@ def test_a_call_that_runs_out_of_memory_recomputes_once(fails_in, caplog, monkey
             raise torch.OutOfMemoryError("no more of it")
         return run(*args)
 
-    monkeypatch.setattr(joint, name, fail_once)
+    replace_graphs(monkeypatch, program, **{name: fail_once})
     with caplog.at_level("WARNING", "dta_compile"):
         actual = after(model, lambda: compiled(ids).pow(2).sum().backward())
     assert_same(actual, expected)
@@ -131,13 +140,12 @@ def test_a_call_that_keeps_nothing_and_runs_out_of_memory_fails(monkeypatch):
     model, ids = TinyLM(), torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)
     compiled = torch.compile(model, backend="dta", options={"memory_budget": 0})
     compiled(ids).sum().backward()
-    joint = inside(compiled).newest.program.joint
+    program = inside(compiled).newest.program
 
     def fail(*args):
         raise torch.OutOfMemoryError("no more of it")
 
-    monkeypatch.setattr(joint, "forward_only", fail)
-    monkeypatch.setattr(joint, "forward", fail)
+    replace_graphs(monkeypatch, program, forward_only=fail, forward=fail)
     with pytest.raises(torch.OutOfMemoryError, match="no more of it"):
         compiled(ids).sum().backward()
     monkeypatch.undo()

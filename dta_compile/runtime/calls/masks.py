@@ -39,6 +39,11 @@ class ReadMasks:
     valid: Booleans
     classes: list[MaskClass]
 
+    @property
+    def windows(self) -> list[int]:
+        """By attention layer, the tokens that a token attends to, itself included; 0: all above it."""
+        return [one.window or 0 for one in self.classes]
+
 
 def read_masks(
     program: Program,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dta_compile.ops.attention import ATTENTION_MIXER
-from dta_compile.passes.mixer_layers import MaskClass, MixerLayer
+from dta_compile.passes.mixer_layers import MixerLayer
 from dta_compile.passes.program import Program
 from dta_compile.runtime.attention.interface import Provider
 from dta_compile.runtime.attention.layer import AttentionRuntime, provider_of
@@ -25,20 +25,20 @@ class LayerContext:
 
     Attributes:
         attention: the chosen provider, see `Options`.
-        masks: what the masks of attention layers are in this call, by the number of the layer.
+        windows: how far attention layers reach in this call, by the number of the layer; see `ReadMasks.windows`.
         providers: of attention, made so far, by the states of a layer: equal layers share one.
     """
 
     device: torch.device
     attention: str
-    masks: Mapping[int, MaskClass]
+    windows: Mapping[int, int]
     providers: dict[Any, Provider] = dataclasses.field(default_factory=dict)
 
 
 def _attention(layer: MixerLayer, context: LayerContext) -> LayerRuntime:
     if layer.states not in context.providers:
         context.providers[layer.states] = provider_of(layer, context.device, context.attention)
-    return AttentionRuntime(context.providers[layer.states], context.masks[layer.index].window or 0)
+    return AttentionRuntime(context.providers[layer.states], context.windows[layer.index])
 
 
 Make = Callable[[MixerLayer, LayerContext], LayerRuntime]
@@ -52,6 +52,6 @@ def runtimes_of(program: Program, masks: ReadMasks, device: torch.device, attent
     Raises:
         OptionError: the provider of attention that was chosen cannot run here.
     """
-    classes = {layer.index: one for layer, one in zip(program.attention, masks.classes, strict=True)}
-    context = LayerContext(device, attention, classes)
+    windows = {layer.index: one for layer, one in zip(program.attention, masks.windows, strict=True)}
+    context = LayerContext(device, attention, windows)
     return [RUNTIMES[layer.mixer.name](layer, context) for layer in program.mixers]

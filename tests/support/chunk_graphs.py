@@ -9,6 +9,7 @@ import collections
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.passes.chunk_bytes import Bytes
 from tests.support.inside import inside
 
 
@@ -125,3 +126,8 @@ def allocations(program, name, tokens, head_rows):
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     del results
     return sizes[sizes.index(-marker) + 1 :], held
+
+
+def peak(working, tokens, head_rows):
+    """Bytes at the peak that `JointGraphs.working` predicts of a graph, for a chunk of so many tokens and head rows."""
+    return max((Bytes(*part).at(tokens, head_rows) for part in working), default=0.0)

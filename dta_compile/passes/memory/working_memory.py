@@ -61,11 +61,6 @@ def peaks_of(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = False) -> 
     return tuple(peaks)
 
 
-def peak(working: Iterable[tuple[float, float, float]], tokens: float, head_rows: float) -> float:
-    """Bytes at the peak, for a chunk of `tokens` tokens and `head_rows` head rows."""
-    return max((Bytes(*part).at(tokens, head_rows) for part in working), default=0.0)
-
-
 def _inputs(graph: fx.Graph) -> Iterable[tuple[Storage, Bytes]]:
     """The memory of the inputs whose size depends on the chunk; several of them may be in the same."""
     for node in graph.find_nodes(op="placeholder"):

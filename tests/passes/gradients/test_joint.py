@@ -13,8 +13,7 @@ from torch import nn
 
 from dta_compile.passes import joint
 from dta_compile.passes.gradients import saved_values
-from dta_compile.passes.memory.working_memory import peak
-from tests.support.chunk_graphs import Run, allocations, operators, program_of, targets
+from tests.support.chunk_graphs import Run, allocations, operators, peak, program_of, targets
 
 aten = torch.ops.aten
 WIDTH, VOCABULARY, HEADS = 16, 37, 4

@@ -13,8 +13,12 @@ from typing import Any, NoReturn
 import torch
 import torch._dynamo
 from torch import fx
+from torch._dynamo.cache_size import _has_same_id_matched_objs
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
+from torch._guards import CompileContext
 from torch.fx.experimental import _config as symbolic_shape_config
 
 from dta_compile.errors import RefusalError
@@ -23,6 +27,8 @@ from dta_compile.passes.symbols import hint
 MARKED = "_dta_marked_dynamic"
 # What `use_duck_shape` was before the trace now running, if that is one with a symbol for every dimension.
 _duck_shapes_before: list[bool] = []
+# The compilations whose graphs do not count towards Dynamo's recompile limit.
+_uncounted: set[Any] = set()
 EVAL_FRAME = torch._dynamo.eval_frame.__file__
 
 
@@ -53,23 +59,49 @@ def trace_again_with_symbolic_sizes(graph: fx.Graph) -> None:
 
 
 def allow_one_more_graph() -> None:
-    """Keep the graph now being compiled from counting towards Dynamo's recompile limit.
+    """Keep the graph now being compiled from counting towards Dynamo's recompile limit, for whoever compiles next.
 
     Past that limit (8 graphs a function) Dynamo runs the function eagerly with no more than a warning, which would be a
     dense run while training. The limit is reached soon: every transformers model is called through the one wrapper
     function of a decorator, so that policy, reference model and each kind of generation step take places of the same 8.
     Runaway recompilation has a warning of ours (`records.Record.note_graph`).
 
-    Everybody's limit is raised, also for other backends: Dynamo counts the graphs of a function whoever compiled them,
-    and looks at the limit before it calls a backend, so that a compiled callable's own limit (`torch.compile` has one
-    from 2.13 on) could not be raised in time for the second callable that shares a function. A limit that the user
-    gave a callable is raised as well.
+    Dynamo's cap of 256 graphs a function is raised where it is near, as it also counts graphs that are gone.
     """
-    config, conversion = torch._dynamo.config, _calling("ConvertFrameAssert")
-    config.recompile_limit += 1
-    config.accumulated_recompile_limit += 1
-    if getattr(conversion, "_recompile_limit", None) is not None:
-        conversion._recompile_limit += 1  # type: ignore[union-attr]
+    if _leave_out_uncounted not in (get_hook_for_recompile_user_context() or ()):
+        register_hook_for_recompile_user_context(_leave_out_uncounted)  # again, after a reset of Dynamo's
+    here = CompileContext.current_compile_id()
+    _uncounted.add(here)
+    if here is not None and (here.frame_compile_id or 0) + 1 >= torch._dynamo.config.accumulated_recompile_limit:
+        torch._dynamo.config.accumulated_recompile_limit += 1
+
+
+def _leave_out_uncounted() -> str:
+    """Take graphs for the tree out of what Dynamo is about to compare with its limit; Dynamo logs what is returned.
+
+    Dynamo counts the graphs of a function whoever compiled them, and compares before it calls a backend: a hook that
+    it calls in between, with every compilation of whatever backend, is the one place where its count can be put right.
+    """
+    compiling: Any = sys._getframe()
+    while compiling.f_code.co_name != "_compile":
+        compiling = compiling.f_back
+    size, frame, code = (compiling.f_locals[name] for name in ("cache_size", "frame", "code"))
+    entries = compiling.f_locals.get("cache_entries") or _debug_get_cache_entry_list(code)  # torch 2.11 has the latter
+    left_out = [entry for entry in entries if _is_uncounted(entry)]
+    same_objects = frame is not None and sum(_has_same_id_matched_objs(frame, entry) for entry in left_out)
+    size.num_cache_entries_with_same_id_matched_objs -= same_objects
+    size.num_cache_entries -= len(left_out)
+    if hasattr(size, "total_cache_entries_all_regions"):
+        size.total_cache_entries_all_regions -= len(left_out)
+    return f"dta_compile: {len(left_out)} graphs over a prefix tree are not counted"
+
+
+def _is_uncounted(entry: Any) -> bool:
+    """Also asks whose the graph is: numbers of compilations start anew when Dynamo is reset."""
+    if entry.compile_id not in _uncounted:
+        return False
+    backend = getattr(compile_wrapper_of(entry.backend), "compiler_fn", None)
+    return getattr(backend, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
 
 
 def trace_again_without_duck_shapes(already: bool) -> NoReturn:

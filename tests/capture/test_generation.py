@@ -131,6 +131,33 @@ def test_many_models_of_one_class_all_run_over_the_tree():
             assert dta_compile.last_plan(compiled).stats.tokens == ids.numel()
 
 
+def test_the_recompile_limit_of_other_backends_is_as_the_user_set_it():
+    torch._dynamo.reset()
+    ids, graphs = torch.randint(0, 20, (3, 5)), []
+
+    def other(module, example_inputs):
+        graphs.append(module)
+        return module.forward
+
+    with torch._dynamo.config.patch(recompile_limit=3, accumulated_recompile_limit=100), torch.no_grad():
+        for width in (4, 8, 12, 16):
+            torch.compile(OneLayer(width), backend="dta", options={"verify": "off"})(ids)
+        assert (torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit) == (3, 100)
+        for width in (4, 8, 12, 16, 20):
+            torch.compile(OneLayer(width), backend=other)(ids)
+    assert len(graphs) == 3
+
+
+def test_more_graphs_than_dynamo_ever_keeps_of_a_function_run_over_the_tree():
+    torch._dynamo.reset()
+    ids = torch.randint(0, 20, (3, 5))
+    with torch._dynamo.config.patch(accumulated_recompile_limit=2), torch.no_grad():
+        for width in (4, 8, 12, 16):
+            compiled = torch.compile(OneLayer(width), backend="dta", options={"verify": "off"})
+            compiled(ids)
+            assert dta_compile.last_plan(compiled).stats.tokens == ids.numel()
+
+
 class OneLayer(nn.Module):
     def __init__(self, width):
         super().__init__()

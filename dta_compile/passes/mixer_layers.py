@@ -21,8 +21,9 @@ class MaskClass:
 
     Attributes:
         valid: which tokens are real (None: all); the others are padding, which no real token attends to.
-        segments: the same for all real tokens of a row.
-        positions: grow by one from token to token between the real tokens of a row.
+        segments: two tokens of a row are of one sequence if they have all of these in common; the tokens of a sequence
+            are next to each other.
+        positions: grow by one from token to token between the real tokens of a sequence.
         binary: zero or one.
         bias: zero or at most -1e4.
         bounded: integers less than 2**31, of either sign.
@@ -40,7 +41,7 @@ class MaskClass:
         parts = ["causal" if self.window is None else f"causal, window {self.window}"]
         if self.valid is not None:
             parts.append(f"real tokens where {shown(self.valid)}")
-        parts += [f"one segment of {shown(term)} a row" for term in self.segments]
+        parts += [f"a sequence for each {shown(term)}" for term in self.segments]
         parts += [f"consecutive {shown(term)}" for term in self.positions]
         return ", ".join(parts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +30,7 @@ class Plan:
         options: as asked for; the strategy that "auto" chose is `schedule.strategy`.
         reason: why this strategy.
         estimates: time and memory.
+        segments: `(row, segment)` of every sequence, where rows of the batch are packed; None: sequence i is row i.
     """
 
     prefix_tree: PrefixTree
@@ -38,6 +39,7 @@ class Plan:
     options: Options
     reason: str
     estimates: Estimates
+    segments: Sequence[tuple[int, int]] | None = None
 
     @cached_property
     def tree(self) -> Any:
@@ -74,7 +76,7 @@ class Plan:
         return peaks.peak_stored_tokens > 0 or peaks.peak_live_tokens > self.schedule.chunk_size
 
     def __str__(self) -> str:
-        return summarize(self.stats, self.prefix_tree, self.schedule, self.reason, self.estimates)
+        return summarize(self.stats, self.prefix_tree, self.schedule, self.reason, self.estimates, self.segments)
 
     def __repr__(self) -> str:
         sequences, ops = len(self.prefix_tree.lengths), len(self.schedule.ops)
@@ -82,7 +84,12 @@ class Plan:
 
 
 def make_plan(
-    sequences: Iterable[Any] | PrefixTree, options: Options, *, mode: str = "transparent", limits: Limits | None = None
+    sequences: Iterable[Any] | PrefixTree,
+    options: Options,
+    *,
+    mode: str = "transparent",
+    limits: Limits | None = None,
+    segments: Sequence[tuple[int, int]] | None = None,
 ) -> Plan:
     """Plan for a batch: builds its tree, chooses the strategy, schedules and verifies.
 
@@ -90,6 +97,7 @@ def make_plan(
         sequences: 1-D integer sequences (see `PrefixTree.build`), or their tree.
         mode: see `build_schedule`.
         limits: what is known of the model and the machine.
+        segments: see `Plan`.
 
     Raises:
         PlanError: a sequence that is not a run of integers, or an unknown mode.
@@ -99,7 +107,7 @@ def make_plan(
     tree, schedule, reason = choose(shared, options, mode, limits)
     simulation = verify(tree, schedule, limits.head_starts if tree is shared else None)
     estimates = Estimates(limits.cost.estimate(simulation), limits.cost.source)
-    return Plan(tree, schedule, simulation, options, reason, estimates)
+    return Plan(tree, schedule, simulation, options, reason, estimates, segments)
 
 
 def plan(

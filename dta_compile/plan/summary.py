@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -88,7 +90,14 @@ class Estimates:
     self_check: str | None = None
 
 
-def summarize(stats: Stats, tree: PrefixTree, schedule: Schedule, reason: str, estimates: Estimates) -> str:
+def summarize(
+    stats: Stats,
+    tree: PrefixTree,
+    schedule: Schedule,
+    reason: str,
+    estimates: Estimates,
+    segments: Sequence[tuple[int, int]] | None = None,
+) -> str:
     """Counts, strategy and reason, ops by kind and peaks in at most 24 lines of 100 columns."""
     kinds = Counter(type(op).__name__.lower() for op in schedule.ops)
     again = stats.tokens_forwarded_twice / max(stats.tree_tokens, 1)
@@ -115,6 +124,8 @@ def summarize(stats: Stats, tree: PrefixTree, schedule: Schedule, reason: str, e
         ),
         *_estimates(estimates),
     ]
+    if segments is not None:
+        rows.insert(0, ("packed", _packed(segments)))
     title = f"dta plan: {stats.sequences:,} sequences, {stats.tokens:,} tokens, {stats.tree_tokens:,} to run"
     lines = [title, *(line for label, text in rows for line in _row(label, text))]
     if stats.sequences > 1 and _possible_compression(tree) < _LOW_SHARING:
@@ -164,6 +175,16 @@ def _estimates(known: Estimates) -> list[tuple[str, str]]:
     if known.self_check is not None:
         rows.append(("self-check", known.self_check))
     return rows
+
+
+def _packed(segments: Sequence[tuple[int, int]]) -> str:
+    """Which sequences are segments of which row: `row 0 is s0..s3, row 1 is s4`."""
+    counts = Counter(row for row, _ in segments)
+    stops = dict(zip(counts, accumulate(counts.values()), strict=True))
+    firsts = {row: stop - counts[row] for row, stop in stops.items()}
+    return ", ".join(
+        f"row {row} is s{firsts[row]}" + (f"..s{stop - 1}" if counts[row] > 1 else "") for row, stop in stops.items()
+    )
 
 
 def _attention(stats: Stats, tree: PrefixTree) -> str:

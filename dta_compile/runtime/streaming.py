@@ -47,7 +47,10 @@ def step(
     with intercept(stream.begin):
         returned = compiled(*args, **kwargs)
     if stream.call is None:
-        log("a streaming step ran no training graph over a tree: its outputs exist for the whole batch")
+        log(
+            "the outputs of a streaming step exist for the whole batch: rows are packed, so that the loss of one needs"
+            " several sequences at a time, or there was nothing to train over a tree"
+        )
         return _whole(tensors_of(returned), loss_fn)
     sources = stream.sources(tensors_of(returned))
     stream.in_return_value = stream.stand_ins.alive(expected=[one for one in sources if isinstance(one, int)])
@@ -113,7 +116,10 @@ class Stream:
             return None  # its outputs exist for the whole batch
         if isinstance(program.row_epilogue, Mixed):
             raise _mixes_sequences(program.row_epilogue)
-        self.call = engine.planned(args, "streaming")
+        call = engine.planned(args, "streaming")
+        if call.plan.segments is not None:
+            return None  # the loss of a row needs all of its sequences at one time
+        self.call = call
         return tuple(self._output(i, node) for i, node in enumerate(program.outputs))
 
     def _output(self, position: int, node: Any) -> Any:

@@ -284,9 +284,10 @@ class _Proof:
         """The window with which the mask is of the class; None: it has none. Raises `Failure`."""
         distance = self.query - self.key
         both_real = [self.valid_query, self.valid_key]
-        positions = [self._difference(atom) == distance for atom in roles.positions]
-        given = [self.valid_query, *(z3.Implies(self.valid_key, known) for known in positions)]
         same = [self._difference(atom, z3.BoolRef) for atom in roles.segments]
+        positions = [self._difference(atom) == distance for atom in roles.positions]
+        in_sequence = z3.And(self.valid_key, *same)
+        given = [self.valid_query, *(z3.Implies(in_sequence, known) for known in positions)]
         if (example := self._counterexample(z3.Implies(self.allowed, distance >= 0), *given)) is not None:
             raise Failure(f"a mask that lets tokens attend to later ones: {self._pair(example)}")
         hidden = [*given, *both_real, *same, distance >= 0]

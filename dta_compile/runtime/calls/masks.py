@@ -1,5 +1,5 @@
-"""What the attention masks of a call say: which tokens are real, and each layer's window; with the checks of everything
-that their proofs take for granted."""
+"""What the attention masks of a call say: which tokens are real, where sequences begin, and each layer's window; with the
+checks of everything that their proofs take for granted."""
 
 from __future__ import annotations
 
@@ -33,10 +33,14 @@ class ReadMasks:
 
     Attributes:
         valid: `[B, S]` real tokens.
-        classes: by attention layer; what mixes tokens otherwise has no mask, and takes all tokens for real.
+        starts: `[B, S]` real tokens that begin a sequence, where rows are packed; None: the real tokens of a row are
+            one sequence.
+        classes: by attention layer; what mixes tokens otherwise has no mask, and takes all tokens of a row for real
+            and for one sequence.
     """
 
     valid: Booleans
+    starts: Booleans | None
     classes: list[MaskClass]
 
     @property
@@ -60,13 +64,16 @@ def read_masks(
     masks = dict.fromkeys(layer.mask if isinstance(layer, AttentionLayer) else None for layer in program.mixers)
     reader = _Reader(program, dense, number, shape)
     classes = {mask: reader.class_of(mask) for mask in masks}
-    valid = reader.valid_of(list(dict.fromkeys(classes.values())))
-    for one in dict.fromkeys(classes.values()):
-        reader.check(one, valid)
+    distinct = list(dict.fromkeys(classes.values()))
+    valid = reader.valid_of(distinct)
+    starts = reader.starts_of(distinct, valid)
+    for one in distinct:
+        reader.check(one, valid, starts)
     on_host: Booleans = valid.cpu().numpy()
-    if any(one.window for one in classes.values()):
-        _require_contiguous(on_host)
-    return ReadMasks(on_host, [classes[layer.mask] for layer in program.attention])
+    starts_on_host: Booleans | None = None if starts is None else starts.cpu().numpy()
+    if any(one.window for one in distinct):
+        _require_contiguous(on_host, starts_on_host)
+    return ReadMasks(on_host, starts_on_host, [classes[layer.mask] for layer in program.attention])
 
 
 def number_of_call(
@@ -140,12 +147,55 @@ class _Reader:
                 )
         return first
 
-    def check(self, one: MaskClass, valid: torch.Tensor) -> None:
+    def starts_of(self, classes: list[MaskClass], valid: torch.Tensor) -> torch.Tensor | None:
+        """`[B, S]` real tokens that begin a sequence, on which all masks have to agree; None: one sequence a row."""
+        if not any(one.segments for one in classes):
+            return None
+        places = valid.reshape(-1).nonzero()[:, 0]
+        rows = places // self.shape[1]
+        begins_row = torch.diff(rows, prepend=rows.new_full((1,), -1)) != 0
+        begins = [self._begins_of(one, places, rows, begins_row) for one in classes]
+        for one, other in zip(classes[1:], begins[1:], strict=True):
+            if not torch.equal(begins[0], other):
+                place = int(places[(begins[0] != other).nonzero()[0, 0]])
+                raise RuntimeContractError(
+                    "attention layers take different tokens of a row for one sequence",
+                    expected=f"{_segments(classes[0])}, as another layer has it",
+                    got=f"{_segments(one)}, which differs at row {place // self.shape[1]}, token "
+                    f"{place % self.shape[1]}",
+                    hint="give all layers the same packed rows, or pass one sequence per row",
+                )
+        if torch.equal(begins[0], begins_row):
+            return None
+        return torch.zeros_like(valid).reshape(-1).index_put((places,), begins[0]).view(self.shape)
+
+    def _begins_of(
+        self, one: MaskClass, places: torch.Tensor, rows: torch.Tensor, begins_row: torch.Tensor
+    ) -> torch.Tensor:
+        """Which of the real tokens at some places of the batch begin a sequence, by one class."""
+        values = [self.value(term).reshape(-1)[places] for term in one.segments]
+        begins = begins_row
+        for each in values:
+            begins = begins | torch.cat([begins_row[:1], each[1:] != each[:-1]])
+        if all(_never_falls(each, begins_row) for each in values):
+            return begins
+        runs = torch.stack([rows[begins], *(each[begins].to(torch.int64) for each in values)])
+        _, run, count = runs.unique(dim=1, return_inverse=True, return_counts=True)
+        if bool((again := count[run] > 1).any()):
+            place = int(places[begins][again.nonzero()[-1, 0]])
+            raise RuntimeContractError(
+                "a sequence of a packed row is in several pieces, with another one in between",
+                where=self._inputs(one.segments[0]),
+                expected=f"the tokens of one {shown(one.segments[0])} next to each other",
+                got=f"row {place // self.shape[1]}, where one goes on at token {place % self.shape[1]}",
+                hint="put all tokens of a sequence together",
+            )
+        return begins
+
+    def check(self, one: MaskClass, valid: torch.Tensor, starts: torch.Tensor | None) -> None:
         """Raise unless the inputs are what a proof takes for granted."""
-        for term in one.segments:
-            self._require_one_segment(term, valid)
         for term in one.positions:
-            self._require_consecutive(term, valid)
+            self._require_consecutive(term, valid, starts)
         for term in one.binary:
             values = self.value(term)
             self._require(term, (values == 0) | (values == 1), "zero or one")
@@ -172,37 +222,23 @@ class _Reader:
             hint=hint,
         )
 
-    def _require_one_segment(self, term: Term, valid: torch.Tensor) -> None:
-        values = self.value(term)
-        first = values.gather(1, valid.to(torch.int8).argmax(1, keepdim=True))
-        differs = (values != first) & valid
-        if not bool(differs.any()):
-            return
-        row, column = (int(number) for number in differs.nonzero()[0])
-        raise RuntimeContractError(
-            "a row holds several packed sequences, between which the model lets no token attend",
-            where=self._inputs(term),
-            expected=f"one sequence a row: the same {shown(term)} for all of its real tokens",
-            got=f"row {row}, where another sequence starts at token {column}",
-            hint="pass one sequence per row, with an attention_mask if rows are padded (position ids that start again, "
-            "segment ids and document separators make several of one)",
-        )
-
-    def _require_consecutive(self, term: Term, valid: torch.Tensor) -> None:
+    def _require_consecutive(self, term: Term, valid: torch.Tensor, starts: torch.Tensor | None) -> None:
         if term.dtype is torch.int64:
             self._require_bounded(term)
-        offsets = self.value(term) - torch.arange(self.shape[1], device=valid.device)
-        first = offsets.gather(1, valid.to(torch.int8).argmax(1, keepdim=True))
-        differs = (offsets != first) & valid
+        places = valid.reshape(-1).nonzero()[:, 0]
+        rows = places // self.shape[1]
+        offsets = self.value(term).reshape(-1)[places] - places
+        goes_on = (rows[1:] == rows[:-1]) if starts is None else ~starts.reshape(-1)[places][1:]
+        differs = (offsets[1:] != offsets[:-1]) & goes_on
         if not bool(differs.any()):
             return
-        row, column = (int(number) for number in differs.nonzero()[0])
+        place = int(places[1:][differs.nonzero()[0, 0]])
         raise RuntimeContractError(
             "attention goes by positions that make a row several packed sequences, or leave out some",
             where=self._inputs(term),
-            expected=f"{shown(term)} to grow by one from each real token to the next",
-            got=f"row {row}, where it jumps at token {column}",
-            hint="pass an attention_mask along with position_ids, and one sequence per row",
+            expected=f"{shown(term)} to grow by one from each real token of a sequence to the next",
+            got=f"row {place // self.shape[1]}, where it jumps at token {place % self.shape[1]}",
+            hint="let the mask also compare which sequence a token is of, or pass one sequence per row",
         )
 
     def _inputs(self, term: Term) -> str:
@@ -221,13 +257,24 @@ def _too_large(size: float) -> RuntimeContractError:
     return RuntimeContractError("the batch is too large for the proof of its mask", expected=expected, got=f"{size}")
 
 
-def _require_contiguous(valid: Booleans) -> None:
-    changes = np.diff(valid.astype(np.int8), axis=1, prepend=0, append=0)
-    if ((changes == 1).sum(1) > 1).any():
+def _segments(one: MaskClass) -> str:
+    return "one sequence a row" if not one.segments else " and ".join(f"one for each {shown(t)}" for t in one.segments)
+
+
+def _never_falls(values: torch.Tensor, begins_row: torch.Tensor) -> bool:
+    """Whether values never fall along a row, so that equal ones are next to each other."""
+    return bool(((values[1:] >= values[:-1]) | begins_row[1:]).all())
+
+
+def _require_contiguous(valid: Booleans, starts: Booleans | None) -> None:
+    """Raise unless the tokens of every sequence are next to each other."""
+    begins = np.diff(valid.astype(np.int8), axis=1, prepend=0) == 1
+    begins &= (np.cumsum(valid, axis=1) > 1) & (True if starts is None else ~starts)
+    if begins.any():
         raise RuntimeContractError(
             "a row has padding between real tokens, and a sliding window counts padding",
-            expected="padding at the left or right end of a row only",
-            got=f"row {int(((changes == 1).sum(1) > 1).argmax())}",
+            expected="padding before or after a sequence only",
+            got=f"row {int(begins.any(1).argmax())}",
             hint="move the padding to one end of the row",
         )
 

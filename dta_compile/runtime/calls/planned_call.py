@@ -49,7 +49,9 @@ class PlannedCall(Call):
     def keeping_nothing(self) -> PlannedCall:
         """The call with a plan for another backward: the kept graphs are gone, so every chunk is recomputed."""
         same_rows = dataclasses.replace(self.context.options, strategy=self.plan.schedule.strategy)
-        made = make_plan(self.rows.tree, same_rows, mode="transparent", limits=Limits(budget=0))
+        made = make_plan(
+            self.rows.tree, same_rows, mode="transparent", limits=Limits(budget=0), segments=self.plan.segments
+        )
         made.estimates.self_check = self.plan.estimates.self_check
         return dataclasses.replace(self, plan=made)
 
@@ -93,13 +95,19 @@ class PlannedCall(Call):
 def plan_call(call: Call, mode: str) -> PlannedCall:
     """Read the masks of a call, build its tree and rows, and choose a schedule."""
     program, masks, used = call.program, call.read_masks(), call.used()
-    trunk_keys = [call.codes(item) for item in program.trunk_keys if not _by_column(item)]
+    # Without padding, sequences that are rows agree on the columns of their tokens.
+    is_even = masks.starts is None and bool(masks.valid.all())
+    by_column = [item for item in program.trunk_keys if not item.layout.is_over_sequences]
+    wide = [item for item in by_column if not _is_one_number(call.dense[item.node])]
+    left_out = by_column if is_even else wide
+    trunk_keys = [call.codes(item) for item in program.trunk_keys if item not in left_out]
     head_keys = [call.codes(item) for item in program.head_keys]
     used_by_any = np.logical_or.reduce(used)
-    tokens = BatchTokens.read(masks.valid, trunk_keys, by_column=any(_by_column(item) for item in program.trunk_keys))
+    tokens = BatchTokens.read(masks.valid, masks.starts, trunk_keys, by_column=bool(wide) and not is_even)
     tree = PrefixTree.build(tokens.keys)
     rows = BatchRows.of(tokens, tree, head_keys, used_by_any)
-    plan = make_plan(tree, call.context.options, mode=mode, limits=_limits(call, rows, mode))
+    limits = _limits(call, rows, mode)
+    plan = make_plan(tree, call.context.options, mode=mode, limits=limits, segments=tokens.segments)
     if plan.prefix_tree is not tree:  # the plan does not share prefixes
         rows = BatchRows.of(tokens, plan.prefix_tree, head_keys, used_by_any)
     plan.estimates.peak_bytes = _peak_bytes(call, rows, plan)
@@ -176,5 +184,6 @@ def _graphs(plan: Plan) -> set[str]:
     return found
 
 
-def _by_column(item: ChunkInput) -> bool:
-    return not item.layout.is_over_sequences
+def _is_one_number(table: torch.Tensor) -> bool:
+    """Whether a table by column has one number for each, so that values are compared as fast as columns."""
+    return table.numel() == max(table.shape, default=1)

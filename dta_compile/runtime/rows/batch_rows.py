@@ -21,35 +21,58 @@ Booleans = npt.NDArray[np.bool_]
 
 @dataclasses.dataclass
 class BatchTokens:
-    """The real tokens of a batch, and what makes their prefixes the same.
+    """The real tokens of a batch, the sequences that they are of, and what makes their prefixes the same.
 
     Attributes:
         valid: `[B, S]` real tokens; the others are padding and get no rows.
-        places: `[P]` place of every real token in the flattened batch, `sequence * S + column`, ascending.
+        places: `[P]` place of every real token in the flattened batch, `row * S + column`, ascending.
+        rows: `[N]` the row of every sequence, ascending; a sequence for every row, or several where rows are packed.
         keys: for every sequence the codes of its real tokens; two sequences share rows as long as their codes agree.
     """
 
     valid: Booleans
     places: Integers
+    rows: Integers
     keys: list[Integers]
 
     @classmethod
-    def read(cls, valid: Booleans, trunk_keys: Sequence[Integers], by_column: bool) -> BatchTokens:
+    def read(
+        cls, valid: Booleans, starts: Booleans | None, trunk_keys: Sequence[Integers], by_column: bool
+    ) -> BatchTokens:
         """Tokens of a batch.
 
         Args:
             valid: `[B, S]` real tokens.
+            starts: `[B, S]` real tokens that begin a sequence; None: a sequence for every row.
             trunk_keys: `[B, S]` codes of everything that the trunk reads token by token.
-            by_column: whether the trunk reads tables by column, so that rows must agree on their columns as well.
+            by_column: whether sequences must agree on the columns of their tokens as well.
         """
-        lengths = np.count_nonzero(valid, axis=1)
-        stops = np.cumsum(lengths)
         places = np.flatnonzero(valid)
+        if starts is None:
+            rows, lengths = np.arange(len(valid)), np.count_nonzero(valid, axis=1)
+            stops = np.cumsum(lengths)
+            begins = stops - lengths
+        else:
+            begins = np.flatnonzero(_take(starts, places))
+            stops = np.append(begins[1:], len(places))
+            rows = places[begins] // valid.shape[1]
         codes = [_take(key, places) for key in trunk_keys]
-        if by_column and len(places) < valid.size:
-            first = np.arange(len(valid)) * valid.shape[1] - (stops - lengths)
-            codes.append(places - np.arange(len(places)) - np.repeat(first, lengths))  # padding before each token
-        return cls(valid, places, np.split(combine(codes, len(places)), stops[:-1]))
+        if by_column:
+            first = np.repeat(rows * valid.shape[1] - begins, stops - begins)
+            codes.append(places - np.arange(len(places)) - first)  # the column of each token, less its depth
+        return cls(valid, places, rows, np.split(combine(codes, len(places)), stops[:-1]))
+
+    @property
+    def segments(self) -> list[tuple[int, int]] | None:
+        """`(row, segment)` of every sequence, where rows are packed; None: a sequence for every row."""
+        if np.array_equal(self.rows, np.arange(len(self.valid))):
+            return None
+        return list(zip(self.rows.tolist(), _rank_in_run(self.rows).tolist(), strict=True))
+
+    def places_of(self, sequence: int) -> Integers:
+        """The places of a sequence's tokens."""
+        begin = sum(map(len, self.keys[:sequence]))
+        return self.places[begin : begin + len(self.keys[sequence])]
 
 
 @dataclasses.dataclass
@@ -94,9 +117,9 @@ class BatchRows:
         return cls(tree, tokens, position_rows, row_positions, head_rows, needed[chosen], head_starts)
 
     def coordinates(self, positions: Integers) -> tuple[Integers, Integers]:
-        """Sequence and column of positions."""
-        sequences, columns = np.divmod(self.tokens.places[positions], self.tokens.valid.shape[1])
-        return sequences, columns
+        """Row of the batch and column of positions."""
+        rows, columns = np.divmod(self.tokens.places[positions], self.tokens.valid.shape[1])
+        return rows, columns
 
 
 def _distinct_uses(rows: Integers, codes: Sequence[Integers], num_rows: int) -> tuple[Integers, Integers, Integers]:

@@ -24,6 +24,7 @@ from dta_compile.passes.program import Program
 from dta_compile.passes.symbols import expression, free_symbols, sizes
 from dta_compile.plan import PrefixTree
 from dta_compile.runtime.calls.planned_call import PlannedCall
+from dta_compile.runtime.rows.batch_rows import Integers
 
 aten = torch.ops.aten
 
@@ -193,17 +194,16 @@ def _may_do_anything(node: fx.Node) -> bool:
 
 def _cut(call: PlannedCall, old: Sizes, new: Sizes, rows: int, columns: int) -> list[Any]:
     """The inputs at the new sizes."""
-    chosen, anchor = _rows(call, rows)
-    start = int(np.clip(anchor - columns // 2, 0, call.tokens - columns))
+    chosen, where = _rows_and_columns(call, rows, columns)
     changed = {symbol for symbol, value in new.items() if value != old[symbol]}
     return [
-        _cut_input(call, arg, node, changed, new, chosen, start)
+        _cut_input(call, arg, node, changed, new, chosen, where)
         for arg, node in zip(call.args, call.program.placeholders, strict=True)
     ]
 
 
 def _cut_input(
-    call: PlannedCall, arg: Any, node: fx.Node, changed: set[Any], new: Sizes, rows: list[int], start: int
+    call: PlannedCall, arg: Any, node: fx.Node, changed: set[Any], new: Sizes, rows: list[int], columns: Integers
 ) -> Any:
     value, batch = node.meta["val"], call.program.batch
     if not isinstance(value, torch.Tensor):
@@ -217,15 +217,17 @@ def _cut_input(
         if batch in size.free_symbols and result.shape[dim] % call.batch == 0:
             parts = result.unflatten(dim, (call.batch, -1))
             parts = parts.index_select(dim, torch.tensor(rows, device=arg.device))
-            result = _narrowed(parts, dim + 1, length // len(rows), start).flatten(dim, dim + 1)
-        result = _narrowed(result, dim, length, start)
+            result = _picked(parts, dim + 1, length // len(rows), columns).flatten(dim, dim + 1)
+        result = _picked(result, dim, length, columns)
     return arg if result.shape == arg.shape else _in_order_of(arg, result)
 
 
-def _narrowed(value: torch.Tensor, dim: int, length: int, start: int) -> torch.Tensor:
-    """At most `length` entries, from `start` on if there are so many."""
-    length = min(length, value.shape[dim])
-    return value.narrow(dim, min(start, value.shape[dim] - length), length)
+def _picked(value: torch.Tensor, dim: int, length: int, columns: Integers) -> torch.Tensor:
+    """At most `length` entries, at the columns as far as there are so many."""
+    size = value.shape[dim]
+    length = min(length, size)
+    index = np.resize(columns, length) - max(0, int(columns[:length].max(initial=0)) - (size - 1))
+    return value.index_select(dim, torch.from_numpy(np.maximum(index, 0)).to(value.device))
 
 
 def _in_order_of(arg: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -236,17 +238,30 @@ def _in_order_of(arg: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return copy.requires_grad_(arg.requires_grad)
 
 
-def _rows(call: PlannedCall, count: int) -> tuple[list[int], int]:
-    """Rows of the batch, and the column where two of them fork.
+def _rows_and_columns(call: PlannedCall, rows: int, columns: int) -> tuple[list[int], Integers]:
+    """That many rows and columns of the batch, around the place where two sequences fork.
 
-    Rows are neighbours in lexicographic order, the shortest that share something and then fork, if any do."""
-    tree, valid = call.rows.tree, call.rows.tokens.valid
+    The sequences are neighbours in lexicographic order, the shortest that share something and then fork, if any do.
+    """
+    tree, tokens = call.rows.tree, call.rows.tokens
     position = _forking(tree)
-    first = int(tree.order[position])
-    begin = max(0, min(position - 1, call.batch - count))
-    rows = range(count) if count == call.batch else tree.order[begin : begin + count].tolist()
-    real = np.flatnonzero(valid[first])
-    return list(rows), int(real[min(int(tree.common[position]), len(real) - 1)]) if len(real) else 0
+    begin = max(0, min(position - 1, len(tree.order) - rows))
+    near = dict.fromkeys(tokens.rows[tree.order[begin:]].tolist())
+    chosen = list(dict.fromkeys([*near, *range(call.batch)]))[:rows]
+    packed = tokens.segments is not None
+    pair = tree.order[max(0, position - 1) : position + 1] if packed else tree.order[position : position + 1]
+    pieces = [_around_fork(call, int(one), int(tree.common[position]), columns // len(pair)) for one in pair]
+    wanted = np.unique(np.concatenate(pieces))
+    others = np.setdiff1d(np.arange(call.tokens), wanted)
+    return chosen if rows < call.batch else list(range(rows)), np.sort(np.append(wanted, others)[:columns])
+
+
+def _around_fork(call: PlannedCall, sequence: int, depth: int, columns: int) -> Integers:
+    """Columns of the batch next to the one where a sequence forks."""
+    real = call.rows.tokens.places_of(sequence) % call.tokens
+    fork = int(real[min(depth, len(real) - 1)]) if len(real) else 0
+    start = int(np.clip(fork - columns // 2, 0, call.tokens - columns))
+    return np.arange(start, start + columns)
 
 
 def _forking(tree: PrefixTree) -> int:

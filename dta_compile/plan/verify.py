@@ -156,13 +156,14 @@ def attention_pairs(part: Slice) -> int:
 class _Replay:
     """The state that the rules of legality are about, one entry per tree row unless said otherwise.
 
-    Rows not backpropagated yet on which gradients wait are a prefix of the stack: its first `waiting` tokens.
+    Rows not backpropagated yet on which gradients wait are a prefix of the stack: its first `gradient_depth` tokens.
     """
 
     def __init__(self, tree: PrefixTree, schedule: Schedule) -> None:
         self.tree, self.schedule = tree, schedule
         self.position = 0  # in schedule.ops
-        self.sequence, self.depth, self.waiting = 0, 0, 0  # the stack holds the first `depth` tokens of `sequence`
+        self.sequence, self.depth = 0, 0  # the stack holds the first `depth` tokens of `sequence`
+        self.gradient_depth = 0
         self.written = np.zeros(tree.num_rows, np.bool_)
         self.finished = np.zeros(tree.num_rows, np.bool_)  # backpropagated
         self.graph = np.zeros(tree.num_rows, np.int32)  # number of the live graph that covers the row, 0 for none
@@ -261,17 +262,19 @@ class _Replay:
         """Cut the stack to the start of `part`, then put `part` on top."""
         self.check_prefix(part)
         kept = part.start
-        if kept < self.waiting and self.tree.same_path(self.sequence, part.sequence, min(part.stop, self.waiting)):
+        if kept < self.gradient_depth and self.tree.same_path(
+            self.sequence, part.sequence, min(part.stop, self.gradient_depth)
+        ):
             kept = part.stop  # recomputed KV keeps the gradients that wait at its place
-        self.check_waiting(kept)
+        self.check_gradients(kept)
         self.sequence, self.depth = part.sequence, part.stop
 
-    def check_waiting(self, depth: int) -> None:
-        if depth < self.waiting:
+    def check_gradients(self, depth: int) -> None:
+        if depth < self.gradient_depth:
             self.fail(
                 "tokens leave the stack only after the backward that their KV gradients wait for",
-                f"backward of s{self.sequence}[{depth}:{self.waiting}] first",
-                f"a cut to {depth} with gradients waiting up to {self.waiting}",
+                f"backward of s{self.sequence}[{depth}:{self.gradient_depth}] first",
+                f"a cut to {depth} with gradients waiting up to {self.gradient_depth}",
             )
 
     def forward(self, op: Anchor | Forward, chunk: Chunk, rows: IntArray) -> None:
@@ -357,16 +360,16 @@ class _Replay:
                 "not attached",
             )
         self.check_descendants(chunk, rows)
-        if chunk.start >= self.waiting:
-            self.waiting = chunk.start
+        if chunk.start >= self.gradient_depth:
+            self.gradient_depth = chunk.start
         elif chunk.spine is not None:  # takes what waits on the stack from its start on
             if self.tree.row_at(self.sequence, chunk.start) != rows[0]:
                 self.fail(
                     "a spine takes the KV gradients that wait at its place, so they must be its own",
-                    f"backward of s{self.sequence}[{chunk.start}:{self.waiting}] first",
-                    f"gradients waiting up to {self.waiting}",
+                    f"backward of s{self.sequence}[{chunk.start}:{self.gradient_depth}] first",
+                    f"gradients waiting up to {self.gradient_depth}",
                 )
-            self.waiting = chunk.start
+            self.gradient_depth = chunk.start
         self.finished[rows] = True
         self.graph[rows] = self.kept[rows] = 0
         del self.live[chunk]
@@ -399,7 +402,7 @@ class _Replay:
     def pop(self, part: Slice) -> None:
         if part.stop != self.depth or not self.tree.same_path(self.sequence, part.sequence, self.depth):
             self.fail("pop takes what is on top of the stack", f"s{self.sequence}[..:{self.depth}]", str(part))
-        self.check_waiting(part.start)
+        self.check_gradients(part.start)
         self.depth = part.start
 
     def check_end(self) -> None:

@@ -11,20 +11,10 @@ from dta_compile.plan.peak_memory import Footprint, peak_bytes
 from dta_compile.plan.plan import Plan, make_plan, plan
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule
 from dta_compile.plan.prefix_tree import PrefixTree
-from dta_compile.plan.schedule import (
-    Anchor,
-    Attach,
-    Backward,
-    Chunk,
-    Forward,
-    Op,
-    Pop,
-    Restore,
-    Schedule,
-    Slice,
-)
+from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
 from dta_compile.plan.segments import Rectangle, Segment, rectangles, segments
 from dta_compile.plan.summary import Estimates, ReplayCounts, Stats
+from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.verify import Simulation, Work, simulate, verify
 
 __all__ = [

@@ -15,7 +15,7 @@ from dta_compile.options import Options
 from dta_compile.plan.order import branch_depths, leaf_order
 from dta_compile.plan.packing import pack
 from dta_compile.plan.prefix_tree import PrefixTree
-from dta_compile.plan.schedule import Chunk, Slice
+from dta_compile.plan.tree.chunk import Chunk, Slice
 
 __all__ = ["ChunkTree", "chunk_tree", "cut"]
 

@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 from dta_compile.plan.prefix_tree import PrefixTree
-from dta_compile.plan.schedule import Chunk, Slice
+from dta_compile.plan.tree.chunk import Chunk, Slice
 
 __all__ = ["pack"]
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from dta_compile.plan.prefix_tree import PrefixTree
-from dta_compile.plan.schedule import Chunk, Slice
+from dta_compile.plan.tree.chunk import Chunk, Slice
 
 __all__ = ["Rectangle", "Segment", "rectangles", "segments"]
 

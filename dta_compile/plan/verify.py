@@ -10,8 +10,9 @@ import numpy as np
 
 from dta_compile.errors import ScheduleError
 from dta_compile.plan.prefix_tree import IntArray, PrefixTree
-from dta_compile.plan.schedule import Anchor, Attach, Backward, Chunk, Forward, Op, Pop, Restore, Schedule, Slice
+from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
 from dta_compile.plan.segments import segments
+from dta_compile.plan.tree.chunk import Chunk, Slice
 
 __all__ = ["Simulation", "Work", "simulate", "verify"]
 

@@ -9,10 +9,10 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from dta_compile.errors import ScheduleError
-from dta_compile.plan.prefix_tree import IntArray, PrefixTree
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
-from dta_compile.plan.segments import segments
 from dta_compile.plan.tree.chunk import Chunk, Slice
+from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
+from dta_compile.plan.tree.segments import segments
 
 __all__ = ["Simulation", "Work", "simulate", "verify"]
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dta_compile.errors import PlanError, TreeClosedError, WaitTimeoutError
 from dta_compile.options import as_integer
-from dta_compile.plan.lexicographic import as_integers
+from dta_compile.plan.tree.lexicographic import as_integers
 from dta_compile.rollouts.pool import RolloutBatch, RolloutPool, RolloutTreeStats
 from dta_compile.rollouts.trie import ForkPoint
 

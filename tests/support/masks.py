@@ -24,7 +24,7 @@ from dta_compile.passes.masks.proof import Mask
 from dta_compile.passes.program import Program
 from dta_compile.passes.terms import Evaluation
 from dta_compile.runtime.calls.masks import ReadMasks, number_of_call, read_masks
-from dta_compile.runtime.rows.dense_to_tree import Sizes
+from dta_compile.runtime.calls.sizes import Sizes
 
 
 @dataclasses.dataclass

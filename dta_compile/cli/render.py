@@ -10,7 +10,8 @@ import numpy as np
 from rich.markup import escape
 from rich.tree import Tree
 
-from dta_compile.plan.schedule import Anchor, Chunk, Forward
+from dta_compile.plan.schedule import Anchor, Forward
+from dta_compile.plan.tree.chunk import Chunk
 
 if TYPE_CHECKING:
     from dta_compile.plan import Plan

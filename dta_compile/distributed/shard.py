@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dta_compile.distributed.group import Group, GroupLike
-from dta_compile.distributed.transfer import IntArray, Places, to_first, transfer
+from dta_compile.distributed.transfer import IntArray, RowLocations, to_first, transfer
 from dta_compile.errors import OptionError, RuntimeContractError
 from dta_compile.plan import CostModel, PrefixTree, balance
 
@@ -39,8 +39,8 @@ class Shard:
     rows: int
     costs: list[int]
     _group: Group = dataclasses.field(repr=False)
-    _origin: Places = dataclasses.field(repr=False)
-    _here: Places = dataclasses.field(repr=False)
+    _origin: RowLocations = dataclasses.field(repr=False)
+    _here: RowLocations = dataclasses.field(repr=False)
     _lengths: IntArray = dataclasses.field(repr=False)
 
     @property
@@ -271,18 +271,18 @@ def _agree(
     return fields
 
 
-def _origin(told: list[_Local]) -> tuple[Places, IntArray]:
+def _origin(told: list[_Local]) -> tuple[RowLocations, IntArray]:
     """Where all rows are, and how many tokens they have: by rank, then by row."""
     counts = [local.shape[0] for local in told]
     rank = np.repeat(np.arange(len(told)), counts)
     row = np.concatenate([np.arange(count) for count in counts])
     starts, lengths = (np.concatenate([getattr(local, name) for local in told]) for name in ("starts", "lengths"))
-    return Places(rank, row, starts, [local.shape for local in told]), lengths
+    return RowLocations(rank, row, starts, [local.shape for local in told]), lengths
 
 
 def _deal(
-    group: Group, ids: torch.Tensor, origin: Places, lengths: IntArray, cost: Literal["tree_tokens"] | CostModel
-) -> tuple[Places, list[int]]:
+    group: Group, ids: torch.Tensor, origin: RowLocations, lengths: IntArray, cost: Literal["tree_tokens"] | CostModel
+) -> tuple[RowLocations, list[int]]:
     """Where all rows shall be, and the tree tokens of every rank; planned by the first rank."""
     count = len(lengths)
     gathered = to_first(ids, origin, lengths, group)
@@ -299,4 +299,4 @@ def _deal(
         rank[chosen], row[chosen] = number, np.arange(len(chosen))
         longest = int(lengths[chosen].max(initial=0)) if chosen else 0
         shapes.append((max(len(chosen), LEAST_ROWS), max(longest, LEAST_COLUMNS)))
-    return Places(rank, row, np.zeros(count, np.int64), shapes), costs
+    return RowLocations(rank, row, np.zeros(count, np.int64), shapes), costs

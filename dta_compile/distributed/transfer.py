@@ -10,13 +10,13 @@ import torch
 
 from dta_compile.distributed.group import Group
 
-__all__ = ["Places", "to_first", "transfer"]
+__all__ = ["RowLocations", "to_first", "transfer"]
 
 IntArray = npt.NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
+class RowLocations:
     """Where all rows of the group lie: the same arrays on every rank.
 
     Attributes:
@@ -33,7 +33,13 @@ class Places:
 
 
 def transfer(
-    values: torch.Tensor, source: Places, target: Places, lengths: IntArray, group: Group, per_token: bool, fill: float
+    values: torch.Tensor,
+    source: RowLocations,
+    target: RowLocations,
+    lengths: IntArray,
+    group: Group,
+    per_token: bool,
+    fill: float,
 ) -> torch.Tensor:
     """Rows of all ranks' `values`, moved.
 
@@ -61,7 +67,7 @@ def transfer(
     return out.reshape(*shape, *entries.shape[1:])
 
 
-def to_first(values: torch.Tensor, source: Places, lengths: IntArray, group: Group) -> torch.Tensor:
+def to_first(values: torch.Tensor, source: RowLocations, lengths: IntArray, group: Group) -> torch.Tensor:
     """The tokens of all rows on the first rank, one row after the other `[lengths.sum()]`; nothing on the others.
 
     Args:
@@ -85,11 +91,11 @@ def _per_rank(rank: IntArray, rows: IntArray, sizes: IntArray, count: int) -> li
     return totals
 
 
-def _entries(places: Places, rows: IntArray, sizes: IntArray, rank: int, per_token: bool) -> torch.Tensor:
+def _entries(locations: RowLocations, rows: IntArray, sizes: IntArray, rank: int, per_token: bool) -> torch.Tensor:
     """Positions of the rows' entries in a rank's rectangle, flattened if per token."""
     if not per_token:
-        return torch.from_numpy(places.row[rows])
-    begin = places.row[rows] * places.shapes[rank][1] + places.start[rows]
+        return torch.from_numpy(locations.row[rows])
+    begin = locations.row[rows] * locations.shapes[rank][1] + locations.start[rows]
     ends = np.cumsum(sizes[rows])
     offsets = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - sizes[rows], sizes[rows])
     return torch.from_numpy(np.repeat(begin, sizes[rows]) + offsets)

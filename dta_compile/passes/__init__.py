@@ -3,7 +3,7 @@
 lower          Dynamo's graph -> functional ATen graph, attention as one opaque op
 input_sizes    which inputs are weights, and which sizes of ids are constants
 token_axis     which dimensions run over sequences and tokens, and what mixes them
-attention      the mixer layers; of attention, masks proven causal and KV heads un-repeated
+mixers         the mixer layers; of attention, masks proven causal and KV heads un-repeated
 regions        prologue | token region | epilogue, and the frontier between the last two
 prefix_key     trunk | head, and which inputs make two prefixes the same
 head_rows      at which tokens the head is needed: not where the loss ignores it
@@ -44,7 +44,7 @@ from dta_compile.passes.fusion.codegen import codegen
 from dta_compile.passes.gradients.accumulate import accumulate
 from dta_compile.passes.gradients.joint import joint
 from dta_compile.passes.lowering.lower import lower
-from dta_compile.passes.masks.attention import attention
+from dta_compile.passes.masks.mixers import mixers
 from dta_compile.passes.memory.in_place import in_place
 from dta_compile.passes.memory.working_memory import working_memory
 from dta_compile.passes.program import GraphWithoutAttention, Program
@@ -55,7 +55,7 @@ PASSES: tuple[Pass, ...] = (
     lower,
     input_sizes,
     token_axis,
-    attention,
+    mixers,
     regions,
     prefix_key,
     head_rows,

@@ -186,7 +186,7 @@ class Program:
     parameter_dependent: Set[fx.Node] = frozenset()
     roots: Mapping[fx.Node, frozenset[fx.Node]] = dataclasses.field(default_factory=dict)
     other_batches: Set[fx.Node] = frozenset()  # leads to attention over other sizes only
-    # attention
+    # mixers
     mixers: Sequence[MixerLayer] = ()  # in order; a layer's index is its place here
     # regions
     region: Set[fx.Node] = frozenset()

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from dta_compile.plan.balance import TreeCost, balance
-from dta_compile.plan.chunk_tree import ChunkTree, chunk_tree
 from dta_compile.plan.cost import CostModel, Limits, Rates, choose, choose_keep
-from dta_compile.plan.lexicographic import LexicographicOrder, lexicographic_order
-from dta_compile.plan.order import leaf_order
 from dta_compile.plan.peak_memory import Footprint, peak_bytes
 from dta_compile.plan.plan import Plan, make_plan, plan
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule
-from dta_compile.plan.prefix_tree import PrefixTree
-from dta_compile.plan.schedule import (
-    Anchor,
-    Attach,
-    Backward,
-    Chunk,
-    Forward,
-    Op,
-    Pop,
-    Restore,
-    Schedule,
-    Slice,
-)
-from dta_compile.plan.segments import Rectangle, Segment, rectangles, segments
+from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
+from dta_compile.plan.simulate import Simulation, Work, simulate
 from dta_compile.plan.summary import Estimates, ReplayCounts, Stats
-from dta_compile.plan.verify import Simulation, Work, simulate, verify
+from dta_compile.plan.tree.chunk import Chunk, Slice
+from dta_compile.plan.tree.chunk_tree import ChunkTree, chunk_tree
+from dta_compile.plan.tree.lexicographic import LexicographicOrder, lexicographic_order
+from dta_compile.plan.tree.order import leaf_order
+from dta_compile.plan.tree.prefix_tree import PrefixTree
+from dta_compile.plan.tree.segments import Rectangle, Segment, rectangles, segments
+from dta_compile.plan.verify import verify
 
 __all__ = [
     "KEEP_ALL",

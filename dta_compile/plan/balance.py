@@ -13,8 +13,8 @@ import numpy as np
 
 from dta_compile.errors import PlanError
 from dta_compile.options import as_integer
-from dta_compile.plan.lexicographic import IntArray, LexicographicOrder, lexicographic_order
-from dta_compile.plan.prefix_tree import PrefixTree
+from dta_compile.plan.tree.lexicographic import IntArray, LexicographicOrder, lexicographic_order
+from dta_compile.plan.tree.prefix_tree import PrefixTree
 
 __all__ = ["TreeCost", "balance"]
 

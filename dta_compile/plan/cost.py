@@ -8,12 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from dta_compile.options import Options
-from dta_compile.plan.chunk_tree import ChunkTree, chunk_tree
 from dta_compile.plan.peak_memory import Footprint
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule, rebuilt_slices
-from dta_compile.plan.prefix_tree import IntArray, PrefixTree
-from dta_compile.plan.schedule import Chunk, Schedule
-from dta_compile.plan.verify import Simulation, Work, chunk_work, simulate
+from dta_compile.plan.schedule import Schedule
+from dta_compile.plan.simulate import Simulation, Work, chunk_work, simulate
+from dta_compile.plan.tree.chunk import Chunk
+from dta_compile.plan.tree.chunk_tree import ChunkTree, chunk_tree
+from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 
 __all__ = ["CostModel", "Limits", "Rates", "choose", "choose_keep"]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from dta_compile.plan.prefix_tree import IntArray, PrefixTree
-from dta_compile.plan.schedule import Anchor, Attach, Backward, Chunk, Forward, Schedule
-from dta_compile.plan.verify import Work, chunk_work
+from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Schedule
+from dta_compile.plan.simulate import Work, chunk_work
+from dta_compile.plan.tree.chunk import Chunk
+from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 
 __all__ = ["Footprint", "peak_bytes"]
 

@@ -11,10 +11,11 @@ from dta_compile.errors import OptionError
 from dta_compile.options import Options
 from dta_compile.plan.cost import Limits, choose
 from dta_compile.plan.peak_memory import Footprint
-from dta_compile.plan.prefix_tree import IntArray, PrefixTree
 from dta_compile.plan.schedule import Schedule
+from dta_compile.plan.simulate import Simulation
 from dta_compile.plan.summary import Estimates, Stats, summarize
-from dta_compile.plan.verify import Simulation, verify
+from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
+from dta_compile.plan.verify import verify
 
 __all__ = ["Plan", "make_plan", "plan"]
 

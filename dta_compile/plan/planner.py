@@ -14,21 +14,10 @@ import numpy as np
 
 from dta_compile.errors import PlanError
 from dta_compile.options import Options
-from dta_compile.plan.chunk_tree import ChunkTree, chunk_tree, cut
-from dta_compile.plan.prefix_tree import PrefixTree
-from dta_compile.plan.schedule import (
-    MODES,
-    Anchor,
-    Attach,
-    Backward,
-    Chunk,
-    Forward,
-    Op,
-    Pop,
-    Restore,
-    Schedule,
-    Slice,
-)
+from dta_compile.plan.schedule import MODES, Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
+from dta_compile.plan.tree.chunk import Chunk, Slice
+from dta_compile.plan.tree.chunk_tree import ChunkTree, chunk_tree, cut
+from dta_compile.plan.tree.prefix_tree import PrefixTree
 
 __all__ = ["KEEP_ALL", "KEEP_NOTHING", "Keep", "build_schedule", "rebuilt_slices"]
 

@@ -10,8 +10,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from dta_compile.plan.prefix_tree import PrefixTree
 from dta_compile.plan.schedule import Schedule
+from dta_compile.plan.tree.prefix_tree import PrefixTree
 
 __all__ = ["Estimates", "ReplayCounts", "Stats", "divergence", "summarize"]
 

@@ -1,124 +1,21 @@
-"""Replays schedules without tensors: `simulate` counts what one costs, `verify` also rejects what is illegal."""
+"""Replays schedules without tensors, and rejects what is illegal."""
 
 from __future__ import annotations
 
-import dataclasses
-import operator
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from dta_compile.errors import ScheduleError
-from dta_compile.plan.prefix_tree import IntArray, PrefixTree
-from dta_compile.plan.schedule import Anchor, Attach, Backward, Chunk, Forward, Op, Pop, Restore, Schedule, Slice
-from dta_compile.plan.segments import segments
+from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
+from dta_compile.plan.simulate import Simulation, simulate
+from dta_compile.plan.tree.chunk import Chunk, Slice
+from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
+from dta_compile.plan.tree.segments import segments
 
-__all__ = ["Simulation", "Work", "simulate", "verify"]
+__all__ = ["verify"]
 
 _WINDOW = 6  # rows of the listing shown on either side of the offending one
-
-
-class Work(NamedTuple):
-    """Amounts of work that the cost model prices.
-
-    Attributes:
-        launches: chunk runs.
-        slices: slices of these chunks.
-        tokens: tokens of these chunks.
-        pairs: query-key pairs, the prefix and the query itself included.
-        heads: rows of the head.
-    """
-
-    launches: int = 0
-    slices: int = 0
-    tokens: int = 0
-    pairs: int = 0
-    heads: int = 0
-
-    def plus(self, other: Work) -> Work:
-        """The sum of two amounts."""
-        return Work(*map(operator.add, self, other))
-
-
-@dataclasses.dataclass(frozen=True)
-class Simulation:
-    """What a legal schedule costs.
-
-    Attributes:
-        ops: operations.
-        forward, backward: work of the anchor and forward ops, and of the backward ops.
-        recomputed_tokens: tokens forwarded again: forward tokens less the tokens of the tree.
-        restored_tokens: tokens whose KV is copied back.
-        peak_stack_tokens: most tokens on the stack.
-        peak_live_tokens: most tokens whose graphs are live at one time.
-        peak_stored_tokens: most tokens whose KV alone is kept at one time.
-    """
-
-    ops: int
-    forward: Work
-    backward: Work
-    recomputed_tokens: int
-    restored_tokens: int
-    peak_stack_tokens: int
-    peak_live_tokens: int
-    peak_stored_tokens: int
-
-    @property
-    def launches(self) -> int:
-        """Chunk runs of both directions."""
-        return self.forward.launches + self.backward.launches
-
-
-def chunk_work(tree: PrefixTree, chunk: Chunk, head_starts: IntArray | None = None, head: bool = True) -> Work:
-    """Work of running a chunk once; `head_starts` as in `simulate`, `head=False` for a run without outputs."""
-    slices = chunk.slices
-    tokens = chunk.tokens
-    heads = tokens if head else 0
-    if head and head_starts is not None:
-        heads = sum(int(head_starts[stop] - head_starts[start]) for start, stop in tree.chunk_ranges(chunk))
-    return Work(1, len(slices), tokens, sum(map(attention_pairs, slices)), heads)
-
-
-def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> Simulation:
-    """Counts of a schedule that is known to be legal, in O(ops); `verify` is for the others.
-
-    Args:
-        head_starts: `[R + 1]` the head rows of tree row r are `head_starts[r]` to `head_starts[r + 1]`; None: one each.
-    """
-    forward, backward = Work(), Work()
-    restored = depth = peak_depth = 0
-    live, stored = _Gauge(), _Gauge()
-    for op in schedule.ops:
-        match op:
-            case Anchor(chunk, out, kv):
-                forward = forward.plus(chunk_work(tree, chunk, head_starts, out))
-                if kv and chunk.spine is not None:
-                    stored.add(chunk, chunk.spine.tokens)
-            case Forward(chunk):
-                forward = forward.plus(chunk_work(tree, chunk, head_starts))
-                live.add(chunk, chunk.tokens)
-            case Backward(chunk):
-                backward = backward.plus(chunk_work(tree, chunk, head_starts))
-                live.remove(chunk)
-                stored.remove(chunk)
-            case Restore(part):
-                restored += part.tokens
-                depth = part.stop
-            case Pop(part):
-                depth = part.start
-        if isinstance(op, (Anchor, Forward)) and op.chunk.spine is not None:
-            depth = op.chunk.spine.stop
-        peak_depth = max(peak_depth, depth)
-    return Simulation(
-        ops=len(schedule.ops),
-        forward=forward,
-        backward=backward,
-        recomputed_tokens=forward.tokens - tree.num_rows,
-        restored_tokens=restored,
-        peak_stack_tokens=peak_depth,
-        peak_live_tokens=live.peak,
-        peak_stored_tokens=stored.peak,
-    )
 
 
 def verify(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> Simulation:
@@ -132,37 +29,17 @@ def verify(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = 
     return simulate(tree, schedule, head_starts)
 
 
-class _Gauge:
-    """Tokens held by chunks, and the most at one time."""
-
-    def __init__(self) -> None:
-        self.held: dict[Chunk, int] = {}
-        self.total = self.peak = 0
-
-    def add(self, chunk: Chunk, tokens: int) -> None:
-        self.held[chunk] = tokens
-        self.total += tokens
-        self.peak = max(self.peak, self.total)
-
-    def remove(self, chunk: Chunk) -> None:
-        self.total -= self.held.pop(chunk, 0)
-
-
-def attention_pairs(part: Slice) -> int:
-    """Query-key pairs of a slice: each token reads itself and all above it."""
-    return (part.stop * (part.stop + 1) - part.start * (part.start + 1)) // 2
-
-
 class _Replay:
     """The state that the rules of legality are about, one entry per tree row unless said otherwise.
 
-    Rows not backpropagated yet on which gradients wait are a prefix of the stack: its first `waiting` tokens.
+    Rows not backpropagated yet on which gradients wait are a prefix of the stack: its first `gradient_depth` tokens.
     """
 
     def __init__(self, tree: PrefixTree, schedule: Schedule) -> None:
         self.tree, self.schedule = tree, schedule
         self.position = 0  # in schedule.ops
-        self.sequence, self.depth, self.waiting = 0, 0, 0  # the stack holds the first `depth` tokens of `sequence`
+        self.sequence, self.depth = 0, 0  # the stack holds the first `depth` tokens of `sequence`
+        self.gradient_depth = 0
         self.written = np.zeros(tree.num_rows, np.bool_)
         self.finished = np.zeros(tree.num_rows, np.bool_)  # backpropagated
         self.graph = np.zeros(tree.num_rows, np.int32)  # number of the live graph that covers the row, 0 for none
@@ -261,17 +138,19 @@ class _Replay:
         """Cut the stack to the start of `part`, then put `part` on top."""
         self.check_prefix(part)
         kept = part.start
-        if kept < self.waiting and self.tree.same_path(self.sequence, part.sequence, min(part.stop, self.waiting)):
+        if kept < self.gradient_depth and self.tree.same_path(
+            self.sequence, part.sequence, min(part.stop, self.gradient_depth)
+        ):
             kept = part.stop  # recomputed KV keeps the gradients that wait at its place
-        self.check_waiting(kept)
+        self.check_gradients(kept)
         self.sequence, self.depth = part.sequence, part.stop
 
-    def check_waiting(self, depth: int) -> None:
-        if depth < self.waiting:
+    def check_gradients(self, depth: int) -> None:
+        if depth < self.gradient_depth:
             self.fail(
                 "tokens leave the stack only after the backward that their KV gradients wait for",
-                f"backward of s{self.sequence}[{depth}:{self.waiting}] first",
-                f"a cut to {depth} with gradients waiting up to {self.waiting}",
+                f"backward of s{self.sequence}[{depth}:{self.gradient_depth}] first",
+                f"a cut to {depth} with gradients waiting up to {self.gradient_depth}",
             )
 
     def forward(self, op: Anchor | Forward, chunk: Chunk, rows: IntArray) -> None:
@@ -357,16 +236,16 @@ class _Replay:
                 "not attached",
             )
         self.check_descendants(chunk, rows)
-        if chunk.start >= self.waiting:
-            self.waiting = chunk.start
+        if chunk.start >= self.gradient_depth:
+            self.gradient_depth = chunk.start
         elif chunk.spine is not None:  # takes what waits on the stack from its start on
             if self.tree.row_at(self.sequence, chunk.start) != rows[0]:
                 self.fail(
                     "a spine takes the KV gradients that wait at its place, so they must be its own",
-                    f"backward of s{self.sequence}[{chunk.start}:{self.waiting}] first",
-                    f"gradients waiting up to {self.waiting}",
+                    f"backward of s{self.sequence}[{chunk.start}:{self.gradient_depth}] first",
+                    f"gradients waiting up to {self.gradient_depth}",
                 )
-            self.waiting = chunk.start
+            self.gradient_depth = chunk.start
         self.finished[rows] = True
         self.graph[rows] = self.kept[rows] = 0
         del self.live[chunk]
@@ -399,7 +278,7 @@ class _Replay:
     def pop(self, part: Slice) -> None:
         if part.stop != self.depth or not self.tree.same_path(self.sequence, part.sequence, self.depth):
             self.fail("pop takes what is on top of the stack", f"s{self.sequence}[..:{self.depth}]", str(part))
-        self.check_waiting(part.start)
+        self.check_gradients(part.start)
         self.depth = part.start
 
     def check_end(self) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dta_compile.plan.balance import balance
 from dta_compile.rollouts.choose_batch import choose_batch
-from dta_compile.rollouts.trie import Node, Place, Trie
+from dta_compile.rollouts.trie import ForkPoint, Node, Trie
 
 __all__ = ["Rollout", "RolloutBatch", "RolloutPool", "RolloutTreeStats"]
 
@@ -143,19 +143,19 @@ class RolloutPool:
         """When the rollout that waits longest came; None: none waits."""
         return self._waiting[next(iter(self._ends))].arrived if self._ends else None
 
-    def find_room(self, key: bytes) -> Place | None:
+    def find_room(self, key: bytes) -> ForkPoint | None:
         """Where a rollout goes, None if it does not fit now. `key` is its tokens as bytes of the trie's dtype."""
         if self._max_rollouts is not None and len(self._ends) + len(self.expired) >= self._max_rollouts:
             return None
-        place, length = self.trie.find(key), len(key) // self.trie.dtype.itemsize
-        stored = self.trie.tokens + self._expired_tokens + length - place.shared
-        return place if self._max_tokens is None or stored <= self._max_tokens else None
+        fork, length = self.trie.find(key), len(key) // self.trie.dtype.itemsize
+        stored = self.trie.tokens + self._expired_tokens + length - fork.shared
+        return fork if self._max_tokens is None or stored <= self._max_tokens else None
 
-    def insert(self, key: bytes, place: Place, policy_version: int, payload: Any, now: float) -> int:
+    def insert(self, key: bytes, fork: ForkPoint, policy_version: int, payload: Any, now: float) -> int:
         """Add a rollout where there was room for it, and return its id."""
         name, length = self._added, len(key) // self.trie.dtype.itemsize
         waiting = _Waiting(length, policy_version, payload, now, self._batches)
-        self._ends[name] = self.trie.insert(name, key, place)
+        self._ends[name] = self.trie.insert(name, key, fork)
         self._waiting[name] = waiting
         self._of_version.setdefault(policy_version, {})[name] = None
         self._added += 1

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from dta_compile.errors import PlanError, TreeClosedError, WaitTimeoutError
 from dta_compile.options import as_integer
-from dta_compile.plan.lexicographic import as_integers
+from dta_compile.plan.tree.lexicographic import as_integers
 from dta_compile.rollouts.pool import RolloutBatch, RolloutPool, RolloutTreeStats
-from dta_compile.rollouts.trie import Place
+from dta_compile.rollouts.trie import ForkPoint
 
 __all__ = ["RolloutTree"]
 
@@ -114,9 +114,9 @@ class RolloutTree:
             policy_version = _integer("policy_version", policy_version, None)
             key = self._encode(tokens)
             with self._lock:
-                place = self._pool.find_room(key) if not self._closed and not self._producers else None
-                place = place or self._await_room(key, deadline)
-                name = self._pool.insert(key, place, policy_version, payload, self._clock())
+                fork = self._pool.find_room(key) if not self._closed and not self._producers else None
+                fork = fork or self._await_room(key, deadline)
+                name = self._pool.insert(key, fork, policy_version, payload, self._clock())
                 if len(self._pool) == 1 or any(self._is_due(*limits) for limits in self._consumers):
                     self._arrived.notify_all()  # the first arrival starts the clock of those that wait for seconds
                 return name
@@ -213,15 +213,15 @@ class RolloutTree:
                 raise PlanError("a token does not fit", expected=str(dtype), got=f"[{low}, {high}]", hint=hint)
         return array.astype(dtype, copy=False).tobytes()
 
-    def _await_room(self, key: bytes, deadline: float) -> Place:
+    def _await_room(self, key: bytes, deadline: float) -> ForkPoint:
         """Wait until this rollout fits and no producer has waited for longer."""
         turn = threading.Condition(self._lock)
         self._producers.append(turn)
         try:
             while not self._closed:
                 if self._producers[0] is turn:
-                    if (place := self._pool.find_room(key)) is not None:
-                        return place
+                    if (fork := self._pool.find_room(key)) is not None:
+                        return fork
                     self._refused = True
                     self._arrived.notify_all()
                 if (left := deadline - time.monotonic()) <= 0:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Node", "Place", "Trie"]
+__all__ = ["ForkPoint", "Node", "Trie"]
 
 MAX_SEGMENT = 4096
 """Most tokens of a node. It bounds what a split or a merge copies, however long the sequences are."""
@@ -37,7 +37,7 @@ class Node:
         self.ending: dict[int, None] = {}
 
 
-class Place:
+class ForkPoint:
     """Where a sequence leaves the tree: `shared` tokens lead there, the last `inside` bytes of them within `node`."""
 
     __slots__ = ("inside", "node", "shared")
@@ -62,36 +62,36 @@ class Trie:
         self.root = Node(b"", None, 0)
         self.tokens = 0
 
-    def find(self, key: bytes) -> Place:
+    def find(self, key: bytes) -> ForkPoint:
         """The longest prefix of `key` that is in the tree. Changes nothing."""
         width, node, at = self.dtype.itemsize, self.root, 0
         while (child := node.children.get(key[at : at + width])) is not None:
             if not key.startswith(child.segment, at):
                 inside = self._common_bytes(child.segment, key, at)
-                return Place(child, inside, (at + inside) // width)
+                return ForkPoint(child, inside, (at + inside) // width)
             node, at = child, at + len(child.segment)
-        return Place(node, len(node.segment), at // width)
+        return ForkPoint(node, len(node.segment), at // width)
 
-    def insert(self, name: int, key: bytes, place: Place) -> Node:
-        """Add a sequence at its place, which `find` has given since the tree last changed; its last node.
+    def insert(self, name: int, key: bytes, fork: ForkPoint) -> Node:
+        """Add a sequence at the fork that `find` has given since the tree last changed; its last node.
 
         All memory is allocated before the first change, so that a failure leaves the tree as it was.
         """
         width = self.dtype.itemsize
-        branch, head = place.node, None
-        if place.inside < len(branch.segment):
-            head, rest = self._cut(branch, place.inside)
+        branch, head = fork.node, None
+        if fork.inside < len(branch.segment):
+            head, rest = self._cut(branch, fork.inside)
         above = branch if head is None else head
-        first, last = self._chain(above, key, place.shared)
+        first, last = self._chain(above, key, fork.shared)
         last.ending[name] = None
         if first is not None:  # of three changes only this one may allocate; where it fails, `head` is not linked yet
-            above.children[key[place.shared * width : (place.shared + 1) * width]] = first
+            above.children[key[fork.shared * width : (fork.shared + 1) * width]] = first
         if head is not None:
             assert branch.parent is not None
             branch.parent.children[branch.segment[:width]] = head
             branch.parent, branch.segment = head, rest
             self._merge(branch)  # what remains of it may now be short enough
-        self.tokens += len(key) // width - place.shared
+        self.tokens += len(key) // width - fork.shared
         return last
 
     def remove(self, name: int, node: Node) -> None:

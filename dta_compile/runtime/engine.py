@@ -18,10 +18,10 @@ from dta_compile.plan import Plan
 from dta_compile.runtime import interception
 from dta_compile.runtime.calls.call import Call, CallContext
 from dta_compile.runtime.calls.planned_call import PlannedCall, Run, plan_call
+from dta_compile.runtime.calls.sizes import Sizes
 from dta_compile.runtime.measure.calibration import Calibration
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.replay.lease import ReplayCache
-from dta_compile.runtime.rows.dense_to_tree import Sizes
 from dta_compile.runtime.transparent import TreeFunction, no_autocast
 from dta_compile.runtime.verification.self_check import self_check, verified
 

@@ -141,7 +141,7 @@ def spoil_values(program):
     program.values = {node: value for node, value in program.values.items() if node.target is not aten.gelu.default}
 
 
-def spoil_attention(program):
+def spoil_mixers(program):
     program.mixers = tuple(dataclasses.replace(layer, index=layer.index + 1) for layer in program.mixers)
 
 
@@ -187,7 +187,7 @@ def spoil_functional(program):
         (spoil_inputs, "every input of the call is a placeholder"),
         (spoil_functional, "the lowered graph is functional"),
         (spoil_values, "every value of the lowered graph has been interpreted"),
-        (spoil_attention, "every mixer of this batch is a layer"),
+        (spoil_mixers, "every mixer of this batch is a layer"),
         (spoil_region, "the token region reads itself"),
         (spoil_frontier, "frontier values leave it token by token"),
         (spoil_trunk, "the trunk has all mixers"),

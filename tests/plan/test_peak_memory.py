@@ -20,7 +20,7 @@ from dta_compile.plan import (
     peak_bytes,
     simulate,
 )
-from dta_compile.plan.verify import chunk_work
+from dta_compile.plan.simulate import chunk_work
 
 COST = CostModel()
 # Chunks of 4, first backward first: +s0[3:5]+s1[3:5], s0[1:3]+s4[1:2], +s2[3:5]+s3[3:5], s2[0:3].

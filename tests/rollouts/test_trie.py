@@ -22,10 +22,10 @@ class Model:
 
     def insert(self, tokens):
         name = next(self.names)
-        place = self.trie.find(key(tokens))
+        fork = self.trie.find(key(tokens))
         prefixes = {tuple(s[:n]) for s in self.sequences.values() for n in range(len(s) + 1)} | {()}
-        assert place.shared == max(n for n in range(len(tokens) + 1) if tuple(tokens[:n]) in prefixes)
-        self.sequences[name], self.ends[name] = tokens, self.trie.insert(name, key(tokens), place)
+        assert fork.shared == max(n for n in range(len(tokens) + 1) if tuple(tokens[:n]) in prefixes)
+        self.sequences[name], self.ends[name] = tokens, self.trie.insert(name, key(tokens), fork)
         return name
 
     def remove(self, name):

@@ -30,8 +30,7 @@ from tests.support.tiny import TinyLM, after, assert_same, gradients
 def replays():
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lease, "is_possible", lambda device: True)
-        patch.setattr(lease, "pays", lambda chunks: True)
+        patch.setattr(lease.ReplayCache, "pays", lambda cache, device, chunks: True)
         patch.setattr(lease, "CudaRecorder", Recorder)
         patch.setattr(lease, "SIZES", (4, 8))
         yield

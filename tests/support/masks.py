@@ -19,12 +19,12 @@ from dta_compile.errors import DTAError
 from dta_compile.passes.axes.token_axis import token_axis
 from dta_compile.passes.cuts.dense_graphs import graph_of
 from dta_compile.passes.lowering.lower import lower
-from dta_compile.passes.masks.attention import attention
+from dta_compile.passes.masks.mixers import mixers
 from dta_compile.passes.masks.proof import Mask
 from dta_compile.passes.program import Program
 from dta_compile.passes.terms import Evaluation
 from dta_compile.runtime.calls.masks import ReadMasks, number_of_call, read_masks
-from dta_compile.runtime.rows.dense_to_tree import Sizes
+from dta_compile.runtime.calls.sizes import Sizes
 
 
 @dataclasses.dataclass
@@ -89,7 +89,7 @@ def calls(make_mask: Any, inputs: list[tuple[Any, ...]]) -> list[Traced]:
         dynamo.trace_again_with_symbolic_sizes(module.graph)
         program = Program(module, training=False)
         try:
-            for step in (lower, token_axis, attention):
+            for step in (lower, token_axis, mixers):
                 step(program)
         except DTAError as error:
             errors.append(error)

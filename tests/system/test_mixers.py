@@ -147,13 +147,9 @@ def test_scoring(compiled):
 
 
 def test_replays(compiled, monkeypatch):
-    for name, value in {
-        "is_possible": lambda device: True,
-        "pays": lambda chunks: True,
-        "CudaRecorder": Recorder,
-        "SIZES": (4, 8),
-    }.items():
-        monkeypatch.setattr(lease, name, value)
+    monkeypatch.setattr(lease.ReplayCache, "pays", lambda cache, device, chunks: True)
+    monkeypatch.setattr(lease, "CudaRecorder", Recorder)
+    monkeypatch.setattr(lease, "SIZES", (4, 8))
     compiled.with_options(Options())
     for engine in inside(compiled.function).engines:
         monkeypatch.setattr(engine, "replays", lease.ReplayCache())

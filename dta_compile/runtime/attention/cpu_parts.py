@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dta_compile.plan.segments import Rectangle, Segment
+from dta_compile.plan.tree.segments import Rectangle, Segment
 from dta_compile.runtime.path.chunk_shape import ChunkShape
 
 __all__ = ["Part", "parts_of"]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.plan.segments import Rectangle
+from dta_compile.plan.tree.segments import Rectangle
 from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
 from dta_compile.runtime.attention.merge import merge_with
 from dta_compile.runtime.attention.reference import Reference

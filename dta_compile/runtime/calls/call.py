@@ -14,12 +14,13 @@ from dta_compile.options import Options
 from dta_compile.passes.program import ChunkInput, Frame, Program
 from dta_compile.plan import Plan
 from dta_compile.runtime.calls.masks import ReadMasks, read_masks
+from dta_compile.runtime.calls.sizes import Sizes
 from dta_compile.runtime.measure.budget import keep_freed_pages
 from dta_compile.runtime.measure.calibration import Calibration
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.replay.lease import ReplayCache
 from dta_compile.runtime.rows.batch_rows import Booleans, Integers
-from dta_compile.runtime.rows.dense_to_tree import Sizes, key_codes, used_tokens
+from dta_compile.runtime.rows.dense_to_tree import key_codes, used_tokens
 
 
 @dataclasses.dataclass(frozen=True)

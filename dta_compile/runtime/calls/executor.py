@@ -13,8 +13,9 @@ import torch
 from dta_compile.passes.joint_graphs import JointGraphs
 from dta_compile.passes.program import FrontierValue
 from dta_compile.plan import Segment, Work, segments
-from dta_compile.plan.schedule import Anchor, Attach, Backward, Chunk, Forward, Op, Pop, Restore, Slice
-from dta_compile.plan.verify import attention_pairs
+from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore
+from dta_compile.plan.simulate import attention_pairs
+from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.runtime.calls.pending_ops import PendingOps
 from dta_compile.runtime.calls.schedule_buffers import ScheduleBuffers
 from dta_compile.runtime.measure.stopwatch import Stopwatch

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dta_compile.plan.schedule import Anchor, Restore, Slice
+from dta_compile.plan.schedule import Anchor, Restore
+from dta_compile.plan.tree.chunk import Slice
 
 
 class PendingOps:

@@ -14,8 +14,8 @@ import torch
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.passes.program import ChunkInput
 from dta_compile.plan import Footprint, Limits, Plan, make_plan, peak_bytes
-from dta_compile.plan.prefix_tree import PrefixTree
 from dta_compile.plan.schedule import Anchor, Backward, Forward
+from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.runtime.calls.call import Call
 from dta_compile.runtime.calls.executor import ChunkData, Executor
 from dta_compile.runtime.calls.masks import ReadMasks

@@ -67,7 +67,7 @@ class Sample(NamedTuple):
     seconds: float
 
 
-class Window:
+class RunHistory:
     """What is remembered of one kind of run.
 
     Attributes:
@@ -129,7 +129,7 @@ class Calibration:
 
     def __init__(self, path: pathlib.Path | None = None, identity: str = "") -> None:
         self.path, self.identity, self.calls = path, identity, 0
-        self.windows = {kind: Window(getattr(PRIOR, kind)) for kind in KINDS}
+        self.histories = {kind: RunHistory(getattr(PRIOR, kind)) for kind in KINDS}
         self._calls_here = 0  # since this object was made
         self._warm: set[str] = set()
         self._model = PRIOR
@@ -158,7 +158,7 @@ class Calibration:
         """Learn from the runs of one call, `(kind, work, seconds)`; after the 2nd, 4th, 8th, ... call, save."""
         of_kind: dict[str, list[tuple[Work, float]]] = {}
         for kind, work, seconds in runs:
-            if kind in self.windows and seconds > 0 and work.launches:
+            if kind in self.histories and seconds > 0 and work.launches:
                 of_kind.setdefault(kind, []).append((work, seconds))
         ready = of_kind.keys() & self._warm
         self._warm.update(of_kind)
@@ -166,7 +166,7 @@ class Calibration:
             return
         self.calls, self._calls_here = self.calls + 1, self._calls_here + 1
         for kind in ready:
-            self.windows[kind].add(self.calls, of_kind[kind])
+            self.histories[kind].add(self.calls, of_kind[kind])
         if self._calls_here > 1 and self._calls_here & (self._calls_here - 1) == 0:
             self.save()
 
@@ -177,13 +177,13 @@ class Calibration:
         return self._model
 
     def _fitted(self) -> CostModel:
-        fits = {kind: fit(window) for kind, window in self.windows.items() if window.runs}
+        fits = {kind: fit(history) for kind, history in self.histories.items() if history.runs}
         if not fits:
             return PRIOR
         factor = next(iter(fits.values())).factor  # of the forward, if there was any
         scaled = {kind: Rates(*(factor * rate for rate in getattr(PRIOR, kind))) for kind in KINDS}
         rates = scaled | {kind: found.rates for kind, found in fits.items()}
-        runs = sum(window.runs for window in self.windows.values())
+        runs = sum(history.runs for history in self.histories.values())
         error = float(np.median(np.concatenate([found.errors for found in fits.values()])))
         verb = "calibrated on" if runs >= MINIMUM_RUNS else "defaults scaled to"
         source = f"{verb} {runs:,} runs, median error {error:.0%}"
@@ -196,9 +196,9 @@ class Calibration:
             "version": VERSION,
             "identity": self.identity,
             "calls": self.calls,
-            "runs": {kind: window.runs for kind, window in self.windows.items()},
+            "runs": {kind: history.runs for kind, history in self.histories.items()},
             "columns": ["call", "runs", *Work._fields, "seconds"],
-            "samples": {kind: [*map(_row, window.samples)] for kind, window in self.windows.items()},
+            "samples": {kind: [*map(_row, history.samples)] for kind, history in self.histories.items()},
         }
         return json.dumps(fields) + "\n"
 
@@ -211,12 +211,12 @@ class Calibration:
                 raise ValueError(f"format {fields['format']!r}, version {fields['version']!r}")
             made = cls(path, str(fields["identity"]))
             made.calls = int(fields["calls"])
-            for kind, window in made.windows.items():
-                window.runs = int(fields["runs"][kind])
+            for kind, history in made.histories.items():
+                history.runs = int(fields["runs"][kind])
                 for row in fields["samples"][kind]:
-                    window.insert(_sample(row))
-                if bool(window.runs) != bool(window.sizes):
-                    raise ValueError(f"{window.runs} {kind} runs")
+                    history.insert(_sample(row))
+                if bool(history.runs) != bool(history.sizes):
+                    raise ValueError(f"{history.runs} {kind} runs")
         except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"not a calibration: {type(error).__name__}: {error}") from error
         return made
@@ -237,20 +237,20 @@ class Calibration:
                 written.unlink()
 
 
-def fit(window: Window) -> Fit:
+def fit(history: RunHistory) -> Fit:
     """Rates of least absolute relative error over the samples, scaled to the latest calls."""
-    samples = list(window.samples)
+    samples = list(history.samples)
     work = np.array([sample.work for sample in samples], np.float64)
     seconds = np.array([sample.seconds for sample in samples], np.float64)
     call = np.array([sample.call for sample in samples])
     age = call.max() - call
     # What the runs of the latest calls should have taken; not what they took, or disturbed ones would weigh more.
-    spent = np.where(age < CALLS, work @ window.prior * [sample.runs for sample in samples], 0.0)
-    factor = _median(seconds / (work @ window.prior), spent)
-    prior = factor * np.array(window.prior)
+    spent = np.where(age < CALLS, work @ history.prior * [sample.runs for sample in samples], 0.0)
+    factor = _median(seconds / (work @ history.prior), spent)
+    prior = factor * np.array(history.prior)
     shares = work * prior / seconds[:, None]  # of the measured times; 1 in sum when times the factors to be found
     factors: Floats = np.ones(len(prior))
-    if window.runs >= MINIMUM_RUNS:
+    if history.runs >= MINIMUM_RUNS:
         factors = _robust(shares, np.maximum(0.5 ** (age / HALF_LIFE), LEAST_WEIGHT))
         factors *= _median(1 / (shares @ factors), spent)
     rates = Rates(*(factors * prior).tolist())

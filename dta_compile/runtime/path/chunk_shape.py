@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dta_compile.plan.segments import Rectangle, Segment, rectangles
+from dta_compile.plan.tree.segments import Rectangle, Segment, rectangles
 from dta_compile.runtime.rows.upload import upload
 
 __all__ = ["ChunkShape", "ChunkTable"]
@@ -25,7 +25,7 @@ class ChunkShape:
     Attributes:
         start: tokens of the stack that it reads.
         spine: its first tokens that go onto the stack (0: none).
-        segments: its slices, see `dta_compile.plan.segments`.
+        segments: its slices, see `dta_compile.plan.tree.segments`.
         rectangles: what hangs from each slice against the slice.
         derived: what mixers derive from the shape once, for all layers, forward and backward.
     """

@@ -16,7 +16,7 @@ from dta_compile.runtime.replay.arena import Arena
 from dta_compile.runtime.replay.graphs import CudaRecorder, GraphKey, Record, Recorded
 from dta_compile.runtime.replay.stack import ReplayStack
 
-__all__ = ["Lease", "ReplayCache", "is_possible", "pays"]
+__all__ = ["Lease", "ReplayCache"]
 
 logger = logging.getLogger("dta_compile")
 
@@ -27,17 +27,6 @@ MODELS = 2  # that are served by the same compiled code, such as two policies
 MOST_MOVES = 3  # times that one of them may be somewhere else before graphs are given up
 
 Run = Callable[[list[Any]], Sequence[torch.Tensor]]
-
-
-def is_possible(device: torch.device) -> bool:
-    """Whether this device has graphs."""
-    return device.type == "cuda"
-
-
-def pays(chunks: Sequence[int]) -> bool:
-    """Whether graphs are worth their memory for a schedule that runs chunks of so many tokens."""
-    small = sum(tokens <= SIZES[-1] for tokens in chunks)
-    return small > LEAST_RUNS and 2 * small >= len(chunks)
 
 
 class Lease:
@@ -142,7 +131,8 @@ class ReplayCache:
 
     def pays(self, device: torch.device, chunks: Sequence[int]) -> bool:
         """Whether a device has graphs, and a schedule that runs chunks of so many tokens is worth their memory."""
-        return is_possible(device) and pays(chunks)
+        small = sum(tokens <= SIZES[-1] for tokens in chunks)
+        return device.type == "cuda" and small > LEAST_RUNS and 2 * small >= len(chunks)
 
     def _make_room(self) -> bool:
         """Forget the arena that was used longest ago, if there are as many as there may be."""

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from dta_compile.plan.prefix_tree import IntArray
+from dta_compile.plan.tree.prefix_tree import IntArray
 from dta_compile.runtime.rows.upload import upload
 
 

@@ -2,57 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.program import Axis, ChunkInput, Frame, FrontierValue, Layout, Program
-from dta_compile.passes.symbols import symbolic
+from dta_compile.passes.program import Axis, ChunkInput, FrontierValue, Layout
 from dta_compile.runtime.rows.batch_rows import BatchRows, Booleans, Integers, codes_of
 from dta_compile.runtime.rows.buffers import Gathered
 from dta_compile.runtime.rows.upload import upload
-
-
-class Sizes:
-    """Numbers for the size symbols of one call."""
-
-    def __init__(self, program: Program) -> None:
-        self._sources = program.input_symbols
-
-    def evaluate(self, expr: sympy.Expr | None, args: Sequence[object]) -> int:
-        """The value of a size expression for the call's inputs; None counts as 1."""
-        return 1 if expr is None else int(self.value(expr, args))
-
-    def number(self, value: Any, args: Sequence[object]) -> Any:
-        """A symbolic number as the number that it is for the call's inputs; anything else as it is."""
-        if (expr := symbolic(value)) is None:
-            return value
-        return bool(self._substituted(expr, args)) if isinstance(value, torch.SymBool) else self.value(expr, args)
-
-    def value(self, expr: sympy.Expr, args: Sequence[object]) -> int | float:
-        """The value of an expression of sizes and numbers, a `float` if it is no integer."""
-        found = self._substituted(expr, args)
-        return int(found) if found.is_integer else float(found)
-
-    def values(self, args: Sequence[object]) -> dict[sympy.Symbol, int]:
-        """The value of every symbol that an input gives."""
-        return {symbol: self._value(symbol, args) for symbol in self._sources}
-
-    def _substituted(self, expr: sympy.Expr, args: Sequence[object]) -> sympy.Expr:
-        return expr.subs({symbol: self._value(symbol, args) for symbol in expr.free_symbols})
-
-    def _value(self, symbol: Any, args: Sequence[Any]) -> int:
-        index, dim = self._sources[symbol]
-        return args[index] if dim is None else int(args[index].shape[dim])
-
-    def window(self, frame: Frame, args: Sequence[object]) -> tuple[int, int]:
-        """`(start, length)` of a frame."""
-        return self.evaluate(frame.start, args), self.evaluate(frame.length, args)
 
 
 def entries_first(value: torch.Tensor, layout: Layout) -> torch.Tensor:

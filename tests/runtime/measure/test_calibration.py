@@ -181,10 +181,10 @@ def test_samples_are_limited():
     random = np.random.default_rng(0)
     for _ in range(60):
         learner.record([("forward", varied(random), 1.0) for _ in range(40)])
-    samples = list(learner.windows["forward"].samples)
+    samples = list(learner.histories["forward"].samples)
     assert SAMPLES - CALLS <= len(samples) <= SAMPLES
-    assert max(map(len, learner.windows["forward"].sizes.values())) <= CALLS
-    assert learner.windows["forward"].runs == 59 * 40
+    assert max(map(len, learner.histories["forward"].sizes.values())) <= CALLS
+    assert learner.histories["forward"].runs == 59 * 40
 
 
 def test_unknown_kinds_and_times_of_zero_are_left_out():

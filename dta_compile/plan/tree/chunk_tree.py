@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from dta_compile.options import Options
-from dta_compile.plan.order import branch_depths, leaf_order
-from dta_compile.plan.packing import pack
-from dta_compile.plan.prefix_tree import PrefixTree
-from dta_compile.plan.schedule import Chunk, Slice
+from dta_compile.plan.tree.chunk import Chunk, Slice
+from dta_compile.plan.tree.order import branch_depths, leaf_order
+from dta_compile.plan.tree.packing import pack
+from dta_compile.plan.tree.prefix_tree import PrefixTree
 
 __all__ = ["ChunkTree", "chunk_tree", "cut"]
 

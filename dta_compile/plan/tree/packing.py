@@ -12,8 +12,8 @@ import random
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from dta_compile.plan.prefix_tree import PrefixTree
-from dta_compile.plan.schedule import Chunk, Slice
+from dta_compile.plan.tree.chunk import Chunk, Slice
+from dta_compile.plan.tree.prefix_tree import PrefixTree
 
 __all__ = ["pack"]
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from dta_compile.errors import PlanError
-from dta_compile.plan.prefix_tree import PrefixTree
+from dta_compile.plan.tree.prefix_tree import PrefixTree
 
 __all__ = ["branch_depths", "leaf_order"]
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dta_compile.errors import PlanError
-from dta_compile.plan.lexicographic import IntArray, LexicographicOrder, lexicographic_order
+from dta_compile.plan.tree.lexicographic import IntArray, LexicographicOrder, lexicographic_order
 
 if TYPE_CHECKING:
-    from dta_compile.plan.schedule import Chunk
+    from dta_compile.plan.tree.chunk import Chunk
 
 __all__ = ["IntArray", "PrefixTree"]
 

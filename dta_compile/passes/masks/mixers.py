@@ -1,4 +1,4 @@
-"""attention: find the mixer layers; of attention, prove the masks and undo the repetition of KV heads."""
+"""mixers: find the mixer layers; of attention, prove the masks and undo the repetition of KV heads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ aten = torch.ops.aten
     fills=["mixers"],
     rewrites=["module", "values", "parameter_dependent"],
 )
-def attention(program: Program) -> None:
+def mixers(program: Program) -> None:
     """Fill `program.mixers`; attention calls get the true KV heads and lose their mask, which is now a `Mask`."""
     masks: dict[fx.Node, Mask] = {}
     layers: list[MixerLayer] = []

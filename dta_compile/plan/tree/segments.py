@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from dta_compile.plan.prefix_tree import PrefixTree
-from dta_compile.plan.schedule import Chunk, Slice
+from dta_compile.plan.tree.chunk import Chunk, Slice
+from dta_compile.plan.tree.prefix_tree import PrefixTree
 
 __all__ = ["Rectangle", "Segment", "rectangles", "segments"]
 

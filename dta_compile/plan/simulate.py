@@ -1,0 +1,137 @@
+"""Counts what a schedule costs, without tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import NamedTuple
+
+from dta_compile.plan.schedule import Anchor, Backward, Forward, Pop, Restore, Schedule
+from dta_compile.plan.tree.chunk import Chunk, Slice
+from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
+
+__all__ = ["Simulation", "Work", "attention_pairs", "chunk_work", "simulate"]
+
+
+class Work(NamedTuple):
+    """Amounts of work that the cost model prices.
+
+    Attributes:
+        launches: chunk runs.
+        slices: slices of these chunks.
+        tokens: tokens of these chunks.
+        pairs: query-key pairs, the prefix and the query itself included.
+        heads: rows of the head.
+    """
+
+    launches: int = 0
+    slices: int = 0
+    tokens: int = 0
+    pairs: int = 0
+    heads: int = 0
+
+    def plus(self, other: Work) -> Work:
+        """The sum of two amounts."""
+        return Work(*map(operator.add, self, other))
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """What a legal schedule costs.
+
+    Attributes:
+        ops: operations.
+        forward, backward: work of the anchor and forward ops, and of the backward ops.
+        recomputed_tokens: tokens forwarded again: forward tokens less the tokens of the tree.
+        restored_tokens: tokens whose KV is copied back.
+        peak_stack_tokens: most tokens on the stack.
+        peak_live_tokens: most tokens whose graphs are live at one time.
+        peak_stored_tokens: most tokens whose KV alone is kept at one time.
+    """
+
+    ops: int
+    forward: Work
+    backward: Work
+    recomputed_tokens: int
+    restored_tokens: int
+    peak_stack_tokens: int
+    peak_live_tokens: int
+    peak_stored_tokens: int
+
+    @property
+    def launches(self) -> int:
+        """Chunk runs of both directions."""
+        return self.forward.launches + self.backward.launches
+
+
+def chunk_work(tree: PrefixTree, chunk: Chunk, head_starts: IntArray | None = None, head: bool = True) -> Work:
+    """Work of running a chunk once; `head_starts` as in `simulate`, `head=False` for a run without outputs."""
+    slices = chunk.slices
+    tokens = chunk.tokens
+    heads = tokens if head else 0
+    if head and head_starts is not None:
+        heads = sum(int(head_starts[stop] - head_starts[start]) for start, stop in tree.chunk_ranges(chunk))
+    return Work(1, len(slices), tokens, sum(map(attention_pairs, slices)), heads)
+
+
+def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> Simulation:
+    """Counts of a schedule that is known to be legal, in O(ops); `verify` is for the others.
+
+    Args:
+        head_starts: `[R + 1]` the head rows of tree row r are `head_starts[r]` to `head_starts[r + 1]`; None: one each.
+    """
+    forward, backward = Work(), Work()
+    restored = depth = peak_depth = 0
+    live, stored = _Gauge(), _Gauge()
+    for op in schedule.ops:
+        match op:
+            case Anchor(chunk, out, kv):
+                forward = forward.plus(chunk_work(tree, chunk, head_starts, out))
+                if kv and chunk.spine is not None:
+                    stored.add(chunk, chunk.spine.tokens)
+            case Forward(chunk):
+                forward = forward.plus(chunk_work(tree, chunk, head_starts))
+                live.add(chunk, chunk.tokens)
+            case Backward(chunk):
+                backward = backward.plus(chunk_work(tree, chunk, head_starts))
+                live.remove(chunk)
+                stored.remove(chunk)
+            case Restore(part):
+                restored += part.tokens
+                depth = part.stop
+            case Pop(part):
+                depth = part.start
+        if isinstance(op, (Anchor, Forward)) and op.chunk.spine is not None:
+            depth = op.chunk.spine.stop
+        peak_depth = max(peak_depth, depth)
+    return Simulation(
+        ops=len(schedule.ops),
+        forward=forward,
+        backward=backward,
+        recomputed_tokens=forward.tokens - tree.num_rows,
+        restored_tokens=restored,
+        peak_stack_tokens=peak_depth,
+        peak_live_tokens=live.peak,
+        peak_stored_tokens=stored.peak,
+    )
+
+
+class _Gauge:
+    """Tokens held by chunks, and the most at one time."""
+
+    def __init__(self) -> None:
+        self.held: dict[Chunk, int] = {}
+        self.total = self.peak = 0
+
+    def add(self, chunk: Chunk, tokens: int) -> None:
+        self.held[chunk] = tokens
+        self.total += tokens
+        self.peak = max(self.peak, self.total)
+
+    def remove(self, chunk: Chunk) -> None:
+        self.total -= self.held.pop(chunk, 0)
+
+
+def attention_pairs(part: Slice) -> int:
+    """Query-key pairs of a slice: each token reads itself and all above it."""
+    return (part.stop * (part.stop + 1) - part.start * (part.start + 1)) // 2

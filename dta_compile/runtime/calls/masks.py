@@ -1,5 +1,5 @@
-"""What the attention masks of a call say: which tokens are real, where sequences begin, and each layer's window; with the
-checks of everything that their proofs take for granted."""
+"""What the attention masks of a call say: which tokens are real, where sequences begin, and each layer's window; with
+the checks of everything that their proofs take for granted."""
 
 from __future__ import annotations
 

@@ -50,7 +50,10 @@ class Traced:
         batch, tokens = self.shape
         allowed = allowed[(None,) * (4 - allowed.dim())].expand(batch, 1, tokens, tokens)[:, 0]
         distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+        starts = torch.zeros(self.shape) if found.starts is None else torch.from_numpy(found.starts)
+        sequence = starts.cumsum(1)
         expected = (distance >= 0) & torch.from_numpy(found.valid)[:, None]
+        expected = expected & (sequence[:, :, None] == sequence[:, None])
         if found.classes[0].window:
             expected &= distance < found.windows[0]
         real = torch.from_numpy(found.valid)[:, :, None]

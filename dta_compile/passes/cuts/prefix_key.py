@@ -111,8 +111,31 @@ def _keys(program: Program, inputs: list[ChunkInput]) -> list[ChunkInput]:
 
 
 def _key_roots(program: Program, item: ChunkInput) -> list[fx.Node]:
-    """The roots of a value over all tokens; a shifted or per-sequence value is its own key."""
+    """What determines a value over all tokens, position by position; a shifted or per-sequence one is its own key.
+
+    Its roots, or on the way there what has one number for each token: sequences at other columns of a batch have
+    positions in common, not the columns and segments that these are computed from.
+    """
     whole = item.layout == program.values[item.node] and item.layout.frame is not None
-    roots = program.roots[item.node]
-    readable = all(isinstance(program.values[root], Layout) for root in roots)
-    return sorted(roots, key=lambda root: root.name) if whole and readable else [item.node]
+    if not whole:
+        return [item.node]
+    found, pending, seen = set[fx.Node](), [item.node], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if program.roots[node] == {node} or _is_one_number_per_token(program, node, item.layout):
+            found.add(node)
+        else:
+            pending += [arg for arg in node.all_input_nodes if arg in program.roots]
+    readable = all(isinstance(program.values[node], Layout) for node in found)
+    return sorted(found, key=lambda node: node.name) if readable else [item.node]
+
+
+def _is_one_number_per_token(program: Program, node: fx.Node, like: Layout) -> bool:
+    value = program.values[node]
+    if not isinstance(value, Layout) or value.frame != like.frame:
+        return False
+    features = [size for size, axis in zip(node.meta["val"].shape, value.dims, strict=True) if axis is None]
+    return is_per_token(value) and all(size == 1 for size in features)

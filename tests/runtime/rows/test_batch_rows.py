@@ -11,19 +11,22 @@ BATCHES = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2**32 -
 
 
 @settings(max_examples=200, deadline=None)
-@given(BATCHES, st.booleans(), st.booleans())
-def test_rows_are_what_they_are_defined_to_be(shape, by_column, share):
+@given(BATCHES, st.booleans(), st.booleans(), st.booleans())
+def test_rows_are_what_they_are_defined_to_be(shape, by_column, share, packed):
     batch, tokens, seed = shape
     random = np.random.default_rng(seed)
     valid, used = random.random((2, batch, tokens)) < random.random((2, 1, 1))
     ids, kinds, labels, weights = random.integers(0, 2, (4, batch, tokens))
-    read = BatchTokens.read(valid, [ids, kinds], by_column)
+    starts = (random.random((batch, tokens)) < 0.5) | (np.cumsum(valid, 1) == 1) if packed else np.cumsum(valid, 1) == 1
+    begins = np.maximum.accumulate(np.where(starts & valid, np.arange(tokens), 0), 1)  # column where each sequence does
+    read = BatchTokens.read(valid, starts & valid if packed else None, [ids, kinds], by_column)
     tree = PrefixTree.build(read.keys, share=share)
     rows = BatchRows.of(read, tree, [labels, weights - 2**40], used)
     of_tokens, heads = {}, {}
     for position, (b, t) in enumerate(np.argwhere(valid).tolist()):
-        prefix = [(int(ids[b, s]), int(kinds[b, s]), s if by_column else 0) for s in range(t + 1) if valid[b, s]]
-        token = (tuple(prefix), None if share else b)
+        above = [s for s in range(begins[b, t], t + 1) if valid[b, s]]
+        prefix = [(int(ids[b, s]), int(kinds[b, s]), s if by_column else 0) for s in above]
+        token = (tuple(prefix), None if share else (b, begins[b, t]))
         assert of_tokens.setdefault(token, rows.position_rows[position]) == rows.position_rows[position]
         head = rows.head_rows[b, t]
         if used[b, t]:

@@ -40,6 +40,7 @@ def _reads_cache(mixer: Mixer, call: fx.Node) -> bool:
     lengths = {
         expression(_operand(call, index, operand).meta["example_value"].shape[dim])
         for index, operand in enumerate(mixer.operands)
+        if operand.has_tokens
     }
     return len(lengths) > 1
 

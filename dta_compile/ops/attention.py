@@ -1,73 +1,195 @@
-"""Attention as a mixer: the opaque operator of chunk graphs, `dta::attention`, and the operator its gradient calls.
+"""Attention as a mixer: its operators over a batch, which compute, and those over a chunk, which exist to be traced.
 
-The operators exist to be traced: they carry the layer's number, and the `joint` pass turns each into a call on the
-runtime's path stack, which holds the keys and values of the tokens before the chunk. They have no implementation.
+Over a batch (`attention_call`, and with a sink for every head `sink_attention_call`) an operator takes all that says
+who attends to whom, see `Masking`; `ops.dense_attention` computes it. Over a chunk it carries the layer's number, and
+the `joint` pass turns it into a call on the runtime's path stack, which holds the keys and values of the tokens before
+the chunk.
+
+A *sink* is a number for each head that takes part in the softmax as the score of one more key, whose value is zero.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from dta_compile.ops.dense_attention import attend, attend_backward
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.ops.library import ATTENTION_CALL, LIBRARY
+from dta_compile.ops.library import LIBRARY
 from dta_compile.ops.mixer import BATCH, TOKENS, Mixer, Operand, register_mixer
 
-LIBRARY.define("attention(int layer, Tensor query, Tensor key, Tensor value, float scale) -> (Tensor, Tensor)")
+OPERANDS = "Tensor query, Tensor key, Tensor value"
+MASKING = "Tensor? mask, bool is_causal, Tensor? segments, int window, float scale, float softcap"
+SCORING = "float scale, float softcap"
+
+
+class Masking(NamedTuple):
+    """The arguments of an operator over a batch that follow its operands.
+
+    Attributes:
+        mask: `[B, 1, S, S]` or what broadcasts to it: where it allows, bool, or what is added to the scores.
+        is_causal: tokens attend to none after them.
+        segments: `[B, S]` integers or bool: tokens attend to those of their own number only, and to none of number 0.
+        window: tokens attend to so many, themselves included; 0: to any number.
+        scale: of the scores, positive.
+        softcap: scaled scores `s` become `softcap * tanh(s / softcap)`; 0: they stay.
+    """
+
+    mask: Any
+    is_causal: Any
+    segments: Any
+    window: Any
+    scale: Any
+    softcap: Any
+
+    @classmethod
+    def causal(cls, scale: Any, softcap: Any) -> Masking:
+        """Without anything but the order of tokens."""
+        return cls(None, True, None, 0, scale, softcap)
+
+
+LIBRARY.define(f"attention_call({OPERANDS}, {MASKING}) -> Tensor")
+LIBRARY.define(f"sink_attention_call({OPERANDS}, Tensor sinks, {MASKING}) -> Tensor")
 LIBRARY.define(
-    "attention_backward(int layer, Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp,"
-    " float scale) -> (Tensor, Tensor, Tensor)"
+    f"dense_attention_backward(Tensor grad, {OPERANDS}, Tensor? sinks, {MASKING}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+LIBRARY.define(f"attention(int layer, {OPERANDS}, {SCORING}) -> (Tensor, Tensor)")
+LIBRARY.define(f"sink_attention(int layer, {OPERANDS}, Tensor sinks, {SCORING}) -> (Tensor, Tensor)")
+LIBRARY.define(
+    f"attention_backward(int layer, Tensor grad, {OPERANDS}, Tensor out, Tensor logsumexp, {SCORING})"
+    " -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    f"sink_attention_backward(int layer, Tensor grad, {OPERANDS}, Tensor sinks, Tensor out, Tensor logsumexp,"
+    f" {SCORING}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+ATTENTION_CALL = torch.ops.dta.attention_call.default
+SINK_ATTENTION_CALL = torch.ops.dta.sink_attention_call.default
+DENSE_ATTENTION_BACKWARD = torch.ops.dta.dense_attention_backward.default
 ATTENTION = torch.ops.dta.attention.default
+SINK_ATTENTION = torch.ops.dta.sink_attention.default
 ATTENTION_BACKWARD = torch.ops.dta.attention_backward.default
+SINK_ATTENTION_BACKWARD = torch.ops.dta.sink_attention_backward.default
+
+_OPERANDS = (Operand("query", "queries"), Operand("key", "keys", True), Operand("value", "values", True))
+_DIMS = (BATCH, "heads", TOKENS, "head_dim")
 
 ATTENTION_MIXER = register_mixer(
     Mixer(
         name="attention",
-        functions=(F.scaled_dot_product_attention,),
+        functions=(F.scaled_dot_product_attention, torch.ops.dta.attention_call, ATTENTION_CALL),
         call=ATTENTION_CALL,
         chunk=ATTENTION,
         backward=ATTENTION_BACKWARD,
-        operands=(Operand("query", "queries"), Operand("key", "keys", True), Operand("value", "values", True)),
-        dims=(BATCH, "heads", TOKENS, "head_dim"),
-        constants=(5,),  # the scale
+        operands=_OPERANDS,
+        dims=_DIMS,
+        constants=(7, 8),  # scale and soft cap
     )
 )
+SINK_ATTENTION_MIXER = register_mixer(
+    Mixer(
+        name="attention with sinks",
+        functions=(torch.ops.dta.sink_attention_call, SINK_ATTENTION_CALL),
+        call=SINK_ATTENTION_CALL,
+        chunk=SINK_ATTENTION,
+        backward=SINK_ATTENTION_BACKWARD,
+        operands=(*_OPERANDS, Operand("sinks", "sinks", has_tokens=False)),
+        dims=_DIMS,
+        constants=(8, 9),
+    )
+)
+ATTENTION_MIXERS = (ATTENTION_MIXER, SINK_ATTENTION_MIXER)
 
 
-@torch.library.register_fake("dta::attention", lib=LIBRARY)
-def _attention_fake(
-    layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-    return out, query.new_empty(query.shape[:-1], dtype=statistics_dtype(query.dtype))
+# Over a batch
 
 
-@torch.library.register_fake("dta::attention_backward", lib=LIBRARY)
-def _attention_backward_fake(
-    layer: int,
+@torch.library.impl("dta::attention_call", "CompositeExplicitAutograd", lib=LIBRARY)
+def _attention_call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *masking: Any) -> torch.Tensor:
+    return attend(query, key, value, None, *masking)
+
+
+@torch.library.impl("dta::sink_attention_call", "CompositeExplicitAutograd", lib=LIBRARY)
+def _sink_attention_call(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, *masking: Any
+) -> torch.Tensor:
+    return attend(query, key, value, sinks, *masking)
+
+
+@torch.library.impl("dta::dense_attention_backward", "CompositeExplicitAutograd", lib=LIBRARY)
+def _dense_attention_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    return attend_backward(*arguments)
+
+
+def _call_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> torch.Tensor:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+for _name in ("attention_call", "sink_attention_call"):
+    torch.library.register_fake(f"dta::{_name}", _call_fake, lib=LIBRARY)
+
+
+@torch.library.register_fake("dta::dense_attention_backward", lib=LIBRARY)
+def _dense_backward_fake(
     grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    sinks: torch.Tensor | None,
+    *masking: Any,
+) -> tuple[torch.Tensor, ...]:
+    of_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return (*(tensor.new_empty(tensor.shape) for tensor in (query, key, value)), of_sinks)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.layer, query, key, value, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value, *output)
+def _save_call(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    operands, masking = inputs[: -len(Masking._fields)], Masking(*inputs[-len(Masking._fields) :])
+    ctx.save_for_backward(*operands, masking.mask, masking.segments)
+    ctx.masking = masking._replace(mask=None, segments=None)
+
+
+def _call_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    *operands, mask, segments = ctx.saved_tensors
+    sinks = operands[3] if len(operands) > 3 else None
+    masking = ctx.masking._replace(mask=mask, segments=segments)
+    grads = DENSE_ATTENTION_BACKWARD(grad, *operands[:3], sinks, *masking)
+    return (*grads[: len(operands)], *[None] * len(masking))
+
+
+for _name in ("attention_call", "sink_attention_call"):
+    torch.library.register_autograd(f"dta::{_name}", _call_backward, setup_context=_save_call, lib=LIBRARY)
+
+
+# Over a chunk
+
+
+def _chunk_fake(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> Any:
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    return out, query.new_empty(query.shape[:-1], dtype=statistics_dtype(query.dtype))
+
+
+def _backward_fake(layer: int, grad: torch.Tensor, *arguments: Any) -> Any:
+    operands = [arg for arg in arguments if isinstance(arg, torch.Tensor)][:-2]
+    return tuple(operand.new_empty(operand.shape) for operand in operands)
+
+
+for _mixer, _name in zip(ATTENTION_MIXERS, ("attention", "sink_attention"), strict=True):
+    torch.library.register_fake(f"dta::{_name}", _chunk_fake, lib=LIBRARY)
+    torch.library.register_fake(f"dta::{_name}_backward", _backward_fake, lib=LIBRARY)
+
+
+def _save_chunk(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.layer, *operands, ctx.scale, ctx.softcap = inputs
+    ctx.save_for_backward(*operands, *output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    grads = ATTENTION_BACKWARD(ctx.layer, grad, *ctx.saved_tensors, ctx.scale)
-    return (None, *grads, None)
+def _chunk_backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    backward = ATTENTION_BACKWARD if len(ctx.saved_tensors) == 5 else SINK_ATTENTION_BACKWARD
+    return (None, *backward(ctx.layer, grad, *ctx.saved_tensors, ctx.scale, ctx.softcap), None, None)
 
 
-torch.library.register_autograd("dta::attention", _backward, setup_context=_save, lib=LIBRARY)
+for _name in ("attention", "sink_attention"):
+    torch.library.register_autograd(f"dta::{_name}", _chunk_backward, setup_context=_save_chunk, lib=LIBRARY)

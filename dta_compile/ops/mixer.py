@@ -18,11 +18,15 @@ BATCH, TOKENS = "batch", "tokens"
 
 
 class Operand(NamedTuple):
-    """A tensor argument of a mixer: its name, the word for several of it, and whether it stays on the path."""
+    """A tensor argument of a mixer: its name, the word for several of it, and whether it stays on the path.
+
+    One that does not have tokens is the same for all of them, a parameter for instance.
+    """
 
     name: str
     plural: str
     is_state: bool = False
+    has_tokens: bool = True
 
 
 class BackwardArguments(NamedTuple):
@@ -45,7 +49,8 @@ class Mixer:
         chunk(int layer, *operands, *constants) -> (out, *residuals)         of a chunk
         backward(int layer, grad, *operands, out, *residuals, *constants) -> gradients of the operands
 
-    All operands and `out` have the dimensions `dims`; the batch has size one in a chunk. `chunk` has a derivative
+    `out` and the operands, as far as they have tokens, have the dimensions `dims`; the first ones do, and the batch has
+    size one in a chunk. `chunk` has a derivative
     (`register_autograd`) that calls `backward`; neither has an implementation. An operator with one result returns it
     as such, not a tuple. Running a layer is taken to allocate, besides its results, as much again as `out` in the
     forward, and as the gradients in the backward.
@@ -83,6 +88,14 @@ class Mixer:
     def operands_of(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """The operands among the arguments of `call`, or of `chunk` after the layer."""
         return tuple(arguments[: len(self.operands)])
+
+    def over_tokens(self, arguments: Sequence[Any]) -> list[tuple[Operand, Any]]:
+        """Those of the operands that have tokens, among the arguments of `call`."""
+        return [
+            (operand, value)
+            for operand, value in zip(self.operands, self.operands_of(arguments), strict=True)
+            if operand.has_tokens
+        ]
 
     def states_of(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """Those of the operands that stay on the path."""

@@ -90,9 +90,13 @@ class MixerLayer:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionLayer(MixerLayer):
-    """One attention call: `q [B, Hq, S, D]`, `k [B, Hkv, S, D]`, `v [B, Hkv, S, Dv]`; without a mask it is causal."""
+    """One attention call: `q [B, Hq, S, D]`, `k [B, Hkv, S, D]`, `v [B, Hkv, S, Dv]`; without a mask it is causal.
+
+    `softcap`: see `ops.attention.Masking`.
+    """
 
     mask: AttentionMask | None
+    softcap: float = 0.0
 
     @property
     def kv_heads(self) -> int:

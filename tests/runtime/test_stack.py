@@ -24,8 +24,8 @@ def test_gradients_wait_until_all_layers_have_taken_theirs():
         inputs = [random(1, 1, shape.tokens, 4, seed=seed) for seed in range(4)]
         taken = []
         for layer in range(len(layers)):
-            out, logsumexp = path.mix(layer, *inputs[:3], 1.0)
-            taken.append(path.mix_backward(layer, inputs[3], *inputs[:3], out, logsumexp, 1.0))
+            out, logsumexp = path.mix(layer, *inputs[:3], 1.0, 0.0)
+            taken.append(path.mix_backward(layer, inputs[3], *inputs[:3], out, logsumexp, 1.0, 0.0))
         path.finish()
         return taken
 

@@ -10,7 +10,7 @@ import dataclasses
 import torch
 from hypothesis import strategies as st
 
-from dta_compile.ops.attention import ATTENTION_MIXER
+from dta_compile.ops.attention import ATTENTION_MIXER, SINK_ATTENTION_MIXER
 from dta_compile.passes.mixer_layers import AttentionLayer, StateSpec
 from dta_compile.plan import Segment
 from dta_compile.runtime.attention.layer import AttentionRuntime
@@ -31,6 +31,8 @@ class Case:
     width: int = 4
     value_width: int = 4
     dtype: torch.dtype = torch.float64
+    softcap: float = 0.0
+    with_sinks: bool = False
 
     @property
     def scale(self) -> float:
@@ -61,7 +63,13 @@ def shapes(draw, sizes=(1, 1, 2, 3, 5, 8, 13)):
 
 
 def cases(shape):
-    sizes = {"window": [0, 3, 50], "kv_heads": [1, 2, 3], "groups": [1, 2, 4]}
+    sizes = {
+        "window": [0, 3, 50],
+        "kv_heads": [1, 2, 3],
+        "groups": [1, 2, 4],
+        "softcap": [0.0, 0.0, 1.5],
+        "with_sinks": [False, True],
+    }
     return st.builds(Case, shape=shape, **{name: st.sampled_from(values) for name, values in sizes.items()})
 
 
@@ -90,10 +98,10 @@ def ancestry(case: Case) -> torch.Tensor:
     return allowed[shape.start :]
 
 
-def attention_layer(kv_heads, key_dim, value_dim, dtype=torch.float64):
+def attention_layer(kv_heads, key_dim, value_dim, dtype=torch.float64, with_sinks=False):
     """An attention layer of no graph."""
     states = tuple(StateSpec((1, kv_heads, 1, width), 2, dtype) for width in (key_dim, value_dim))
-    return AttentionLayer(0, None, ATTENTION_MIXER, states, "", None)
+    return AttentionLayer(0, None, SINK_ATTENTION_MIXER if with_sinks else ATTENTION_MIXER, states, "", None)
 
 
 def random(*sizes, dtype=torch.float64, seed=0):
@@ -107,7 +115,7 @@ class Run:
         self.case, shape, dtype = case, case.shape, case.dtype
         tokens, heads = shape.tokens, case.kv_heads * case.groups
         capacity = shape.start + tokens + spare
-        layer = attention_layer(case.kv_heads, case.width, case.value_width, dtype)
+        layer = attention_layer(case.kv_heads, case.width, case.value_width, dtype, case.with_sinks)
         runtime = AttentionRuntime(provider(), case.window)
         self.path = path = PathStack([layer], [runtime], capacity, torch.device("cpu"))
         key_buffer, value_buffer = path.states[0].buffers
@@ -127,32 +135,39 @@ class Run:
                 start=3,
             )
         )
+        self.sinks = (random(heads, dtype=dtype, seed=9),) if case.with_sinks else ()
+        self.given = (self.query, self.key, self.value, *self.sinks)
+        self.scoring = case.scale, case.softcap
         path.chunk = shape
-        self.out, self.logsumexp = path.mix(0, self.query, self.key, self.value, case.scale)
+        self.out, self.logsumexp = path.mix(0, *self.given, *self.scoring)
         path.allocate_gradients()
         path.pending = shape.start + shape.spine
         self.waiting = []
         for seed, buffer in enumerate(path.states[0].gradients, start=7):
             buffer[:, :, : path.pending] = random(*buffer.shape, seed=seed)[:, :, : path.pending]
             self.waiting.append(buffer.clone())
-        self.grads = path.mix_backward(
-            0, self.grad, self.query, self.key, self.value, self.out, self.logsumexp, case.scale
-        )
+        self.grads = path.mix_backward(0, self.grad, *self.given, self.out, self.logsumexp, *self.scoring)
 
     def operands(self):
         """What the stack hands to the provider for this chunk."""
-        inputs = self.path._inputs(0, (self.query, self.key, self.value), (self.case.scale,))
+        inputs = self.path._inputs(0, self.given, self.scoring)
         return self.path.runtimes[0]._operands(inputs)
 
     def oracle(self):
-        """Output, log-sum-exp, and gradients of query, keys and values `[.., start + c, ..]`."""
+        """Output, log-sum-exp, gradients of query, keys and values `[.., start + c, ..]`, and of sinks."""
         case, start = self.case, self.case.shape.start
         own = [tensor.double() for tensor in (self.query, self.key, self.value)]
         prefix = [buffer[:, :, :start].double() for buffer in self.before]
         query, key, value = own[0], *(torch.cat(both, 2) for both in zip(prefix, own[1:], strict=True))
-        leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
-        key, value = (tensor.repeat_interleave(case.groups, 1) for tensor in leaves[1:])
-        scores = (leaves[0] @ key.mT * case.scale).masked_fill(~ancestry(case), float("-inf"))
+        leaves = [tensor.double().requires_grad_() for tensor in (query, key, value, *self.sinks)]
+        key, value = (tensor.repeat_interleave(case.groups, 1) for tensor in leaves[1:3])
+        scores = leaves[0] @ key.mT * case.scale
+        if case.softcap:
+            scores = (scores / case.softcap).tanh() * case.softcap
+        scores = scores.masked_fill(~ancestry(case), float("-inf"))
+        if self.sinks:
+            scores = torch.cat([scores, leaves[3][None, :, None, None].expand(*scores.shape[:-1], 1)], -1)
+            value = torch.nn.functional.pad(value, (0, 0, 0, 1))
         out = scores.softmax(-1) @ value
         return out, scores.logsumexp(-1), *torch.autograd.grad(out, leaves, self.grad.double())
 
@@ -161,11 +176,11 @@ class Run:
         start, spine = self.case.shape.start, self.case.shape.spine
         both = []
         buffers = self.path.states[0].gradients
-        for grad, buffer, waiting in zip(self.grads[1:], buffers, self.waiting, strict=True):
+        for grad, buffer, waiting in zip(self.grads[1:3], buffers, self.waiting, strict=True):
             grad = grad.double()
             grad[:, :, :spine] -= waiting[:, :, start : start + spine]
             both.append(torch.cat([(buffer - waiting)[:, :, :start].double(), grad], 2))
-        return self.out, self.logsumexp, self.grads[0], *both
+        return self.out, self.logsumexp, self.grads[0], *both, *self.grads[3:]
 
     def check(self, tolerance: float = TIGHT) -> None:
         for result, expected in zip(self.results(), self.oracle(), strict=True):

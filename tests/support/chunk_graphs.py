@@ -40,11 +40,11 @@ class LinearPath:
     def write(self, layer, key, value):
         pass
 
-    def mix(self, layer, query, key, value, scale):
+    def mix(self, layer, query, key, value, scale, softcap):
         repeated = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
         return query + repeated, query.sum(-1)
 
-    def mix_backward(self, layer, grad, query, key, value, out, logsumexp, scale):
+    def mix_backward(self, layer, grad, query, key, value, out, logsumexp, scale, softcap):
         self.on_backward(layer)
         scratch = [torch.empty_like(value) for value in (query, key, value)]
         grads = [(grad.mean() * value).clone() for value in (query, key, value)]

@@ -19,15 +19,15 @@ def kind_of(name: str, constants: dict, dtype: str) -> str:
         return "constexpr"
     if name in ("tokens", "window", "splits") or name.endswith(("_head", "_row")):
         return "i32"
-    return {"table": "*i32", "scale": "fp32"}.get(name, "*fp32" if name in STATISTICS else f"*{dtype}")
+    return {"table": "*i32", "scale": "fp32", "softcap": "fp32"}.get(name, "*fp32" if name in STATISTICS else f"*{dtype}")
 
 
 def main() -> None:
-    for dtype, width, windowed, queries, keys in (
-        ("bf16", 128, False, 64, 64),
-        ("bf16", 128, True, 16, 64),
-        ("fp32", 64, True, 32, 32),
-        ("bf16", 256, False, 64, 32),
+    for dtype, width, windowed, capped, queries, keys in (
+        ("bf16", 128, False, False, 64, 64),
+        ("bf16", 128, True, True, 16, 64),
+        ("fp32", 64, True, False, 32, 32),
+        ("bf16", 256, False, True, 64, 32),
     ):
         constants = {
             "GROUPS": 2,
@@ -36,6 +36,7 @@ def main() -> None:
             "KEY_WIDTH": width,
             "VALUE_WIDTH": width,
             "WINDOWED": windowed,
+            "CAPPED": capped,
             "PRECISION": "ieee" if dtype == "fp32" else "tf32",
             "QUERIES": queries,
             "KEYS": keys,

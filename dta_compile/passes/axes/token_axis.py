@@ -112,7 +112,7 @@ def _has_sizes(call: fx.Node, batch: sympy.Expr, tokens: sympy.Expr) -> bool:
 def _require_own_keys(calls: list[fx.Node]) -> None:
     for call in calls:
         mixer, (_, tokens) = MIXERS[call.target], batch_and_tokens(call)
-        for operand, value in zip(mixer.operands, mixer.operands_of(call.args), strict=True):
+        for operand, value in mixer.over_tokens(call.args):
             if (found := sizes(value)[mixer.token_dim]) != tokens:
                 raise RefusalError(
                     f"{mixer.name} over other tokens than the ones being trained (a KV cache, or cross-attention)",

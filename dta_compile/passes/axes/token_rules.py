@@ -229,8 +229,11 @@ def convolution(node: fx.Node, arguments: Arguments) -> Layout:
 def mixing(node: fx.Node, arguments: Arguments) -> Layout:
     """The operators that may look along the token axis, all of whose operands are over the same tokens."""
     mixer = MIXERS[node.target]
-    operands, batch_dim = mixer.operands_of(node.args), mixer.batch_dim
+    operands, batch_dim = [value for _, value in mixer.over_tokens(node.args)], mixer.batch_dim
     first, both = arguments[operands[0]], " and ".join(operand.plural for operand in mixer.operands[:2])
+    for one, value in zip(mixer.operands, mixer.operands_of(node.args), strict=True):
+        if not one.has_tokens and arguments[value].labelled:
+            raise MixesTokens(f"its {one.plural} depend on the tokens")
     for operand in operands:
         layout = arguments[operand]
         one_sequence = layout.dims[batch_dim] is None and sizes(operand)[batch_dim] == 1

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dta_compile.ops.attention import Masking
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.between.listing import graphs
 from dta_compile.passes.contracts import ContractError, Pass
@@ -124,7 +125,8 @@ def _layers(program: Program) -> Iterator[object]:
         yield f"{len(calls)} calls, {len(program.mixers)} layers"
     yield from (f"layer {layer.index} in place {i}" for i, layer in enumerate(program.mixers) if layer.index != i)
     for layer in program.attention:
-        if layer.node.args[3:5] != (None, True):
+        masking = Masking(*layer.node.args[len(layer.mixer.operands) :])
+        if masking != Masking.causal(masking.scale, masking.softcap):
             yield layer.node.format_node()
 
 

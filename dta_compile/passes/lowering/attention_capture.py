@@ -12,6 +12,7 @@ import math
 import torch
 
 from dta_compile.errors import RefusalError
+from dta_compile.ops.attention import ATTENTION_CALL, Masking
 from dta_compile.passes.program import where_now
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -61,7 +62,7 @@ def capture_attention(
     query, key, value = _with_common_sizes(*_autocast(operands))
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     query, scale = _with_positive_scale(query, scale)
-    return torch.ops.dta.attention_call(query, key, value, attn_mask, is_causal, scale)
+    return ATTENTION_CALL(query, key, value, *Masking(attn_mask, is_causal, None, 0, scale, 0.0))
 
 
 def _autocast(operands: Tensors) -> Tensors:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.ops.attention import ATTENTION_MIXER
+from dta_compile.ops.attention import ATTENTION_MIXERS, Masking
 from dta_compile.ops.mixer import MIXERS, Mixer
 from dta_compile.passes.axes.layouts import through_copies
 from dta_compile.passes.axes.mixer_calls import mixer_calls
@@ -14,7 +16,8 @@ from dta_compile.passes.axes.token_axis import own_mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.operators import RESHAPES
 from dta_compile.passes.masks.proof import Mask
-from dta_compile.passes.mixer_layers import AttentionLayer, MixerLayer, StateSpec
+from dta_compile.passes.masks.stated import stated_mask
+from dta_compile.passes.mixer_layers import AttentionLayer, AttentionMask, MixerLayer, StateSpec
 from dta_compile.passes.program import Mixed, Program, where
 from dta_compile.passes.symbols import sizes
 
@@ -28,18 +31,21 @@ aten = torch.ops.aten
 )
 def mixers(program: Program) -> None:
     """Fill `program.mixers`; attention calls get the true KV heads and lose their mask, which is now a `Mask`."""
-    masks: dict[fx.Node, Mask] = {}
+    masks: dict[Any, AttentionMask] = {}
     layers: list[MixerLayer] = []
     for index, node in enumerate(own_mixer_calls(program)):
         _require_token_wise(program, node)
         mixer = MIXERS[node.target]
-        if mixer is not ATTENTION_MIXER:
+        if mixer not in ATTENTION_MIXERS:
             layers.append(MixerLayer(index, node, mixer, _states(mixer, node), where(node)))
             continue
-        mask = _mask(program, node, masks)
-        query, key, value, _, _, scale = node.args
-        node.args = (query, *_with_true_heads(program, key, value), None, True, scale)
-        layers.append(AttentionLayer(index, node, mixer, _states(mixer, node), where(node), mask))
+        query, key, value, *others = mixer.operands_of(node.args)
+        masking = Masking(*node.args[len(mixer.operands) :])
+        mask = _mask(program, node, masking, masks)
+        causal = Masking.causal(masking.scale, masking.softcap)
+        node.args = (query, *_with_true_heads(program, key, value), *others, *causal)
+        states = _states(mixer, node)
+        layers.append(AttentionLayer(index, node, mixer, states, where(node), mask, masking.softcap))
     program.mixers = layers
 
 
@@ -105,23 +111,28 @@ def _leads_to_softmax(node: fx.Node, steps: int = 12) -> bool:
     return False
 
 
-def _mask(program: Program, node: fx.Node, masks: dict[fx.Node, Mask]) -> Mask | None:
-    mask, is_causal = node.args[3], node.args[4]
-    if mask is None:
-        if not is_causal:
-            raise RefusalError(
-                "this attention is bidirectional: it has no mask and is_causal=False",
-                where=where(node),
-                expected="is_causal=True, or a causal mask",
-                got="every token attends to every other",
-                hint="prefix sharing needs causal attention; compile the causal model only",
-            )
+def _mask(program: Program, node: fx.Node, masking: Masking, masks: dict[Any, AttentionMask]) -> AttentionMask | None:
+    stated = masking.segments is not None or masking.window
+    if masking.mask is None and not masking.is_causal:
+        raise RefusalError(
+            "this attention is bidirectional: it has no mask and is_causal=False",
+            where=where(node),
+            expected="is_causal=True, or a causal mask",
+            got="every token attends to every other",
+            hint="prefix sharing needs causal attention; compile the causal model only",
+        )
+    if masking.mask is not None and (masking.is_causal or stated):
+        both = "is_causal=True" if masking.is_causal else "segments or a window"
+        raise RefusalError(f"attention has both a mask and {both}", where=where(node), expected="one of the two")
+    key = masking.mask if masking.mask is not None else (masking.segments, masking.window)
+    if masking.mask is None and not stated:
         return None
-    if is_causal:
-        raise RefusalError("attention has both a mask and is_causal=True", where=where(node), expected="one of the two")
-    if mask not in masks:
-        masks[mask] = Mask(program, mask)
-    return masks[mask]
+    if key not in masks:
+        if masking.mask is not None:
+            masks[key] = Mask(program, masking.mask)
+        else:
+            masks[key] = stated_mask(program, node, masking.segments, masking.window)
+    return masks[key]
 
 
 def _with_true_heads(program: Program, key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -6,16 +6,21 @@ the merged output and log-sum-exp, the backward of each part is exact by itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.runtime.attention.cpu_parts import Part, parts_of
 from dta_compile.runtime.attention.interface import Operands, Tensors
 from dta_compile.runtime.attention.merge import merge_with
+from dta_compile.runtime.attention.reference import capped, repeat_heads, sum_groups
 
 __all__ = ["FlashCPU"]
 
 aten = torch.ops.aten
+
+MOST_PAIRS = 2**22  # scores of plain math at one time
 
 
 class FlashCPU:
@@ -86,6 +91,8 @@ def _flash(x: Operands, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     So the queries of a group are rows over the same keys: larger products.
     """
     query, key, value = _rows(x.query, part), *_keys_and_values(x, part)
+    if x.softcap:
+        return _capped(query, key, value, x, part)
     if part.full:
         query = query.reshape(1, key.shape[1], -1, query.shape[3])
     out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -105,6 +112,8 @@ def _flash_backward(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tens
     groups = heads // kv_heads
     spread = next((s for s in range(1, groups) if groups % s == 0 and s * kv_heads >= threads), groups)
     grad, query, out, logsumexp = (_rows(t, part) for t in (grad, x.query, out, logsumexp))
+    if x.softcap:
+        return _capped_backward(grad, query, out, logsumexp, key, value, x, part)
     if part.full:
         grad, query, out = (t.reshape(1, kv_heads * spread, -1, width) for t in (grad, query, out))
         logsumexp = logsumexp.reshape(1, kv_heads * spread, -1)
@@ -115,6 +124,66 @@ def _flash_backward(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tens
         grad, query, key, value, out, logsumexp, 0.0, part.causal, attn_mask=part.mask, scale=x.scale
     )
     return grads if spread == 1 else (grads[0].flatten(0, 1)[None], grads[1].sum(1)[None], grads[2].sum(1)[None])
+
+
+def _capped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, x: Operands, part: Part
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_flash`, with a soft cap, which torch's kernels lack: plain math, a few queries at a time."""
+    dtype, groups = statistics_dtype(query.dtype), query.shape[1] // key.shape[1]
+    out = query.new_empty(query.shape, dtype=dtype)
+    logsumexp = query.new_empty(query.shape[:-1], dtype=dtype)
+    key, value = (repeat_heads(tensor.to(dtype), groups) for tensor in (key, value))
+    for first, last in _pieces(query, key):
+        scores, _ = _capped_scores(query[:, :, first:last].to(dtype), key, x, part, first)
+        logsumexp[:, :, first:last] = scores.logsumexp(-1)
+        out[:, :, first:last] = (scores - logsumexp[:, :, first:last, None]).exp() @ value
+    return out, logsumexp
+
+
+def _capped_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    x: Operands,
+    part: Part,
+) -> Tensors:
+    dtype, groups = statistics_dtype(query.dtype), query.shape[1] // key.shape[1]
+    key, value = (repeat_heads(tensor.to(dtype), groups) for tensor in (key, value))
+    of_query = query.new_empty(query.shape, dtype=dtype)
+    of_key, of_value = torch.zeros_like(key), torch.zeros_like(value)
+    for first, last in _pieces(query, key):
+        own, of_own, result = (tensor[:, :, first:last].to(dtype) for tensor in (query, grad, out))
+        scores, slope = _capped_scores(own, key, x, part, first)
+        weights = (scores - logsumexp[:, :, first:last, None]).exp()
+        of_scores = weights * (of_own @ value.mT - (of_own * result).sum(-1, keepdim=True)) * slope
+        of_query[:, :, first:last] = of_scores @ key
+        of_key += of_scores.mT @ own
+        of_value += weights.mT @ of_own
+    return of_query, sum_groups(of_key, groups), sum_groups(of_value, groups)
+
+
+def _pieces(query: torch.Tensor, key: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Ranges of queries whose scores are few enough at one time."""
+    rows = max(1, MOST_PAIRS // (query.shape[1] * max(key.shape[2], 1)))
+    for first in range(0, query.shape[2], rows):
+        yield first, min(first + rows, query.shape[2])
+
+
+def _capped_scores(
+    query: torch.Tensor, key: torch.Tensor, x: Operands, part: Part, first: int
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Scores of a part's queries from `first` on, and their derivative by the products of queries and keys."""
+    scores, slope = capped(query @ key.mT, x.scale, x.softcap)
+    if part.causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(first + 1)
+        scores = scores.masked_fill_(later, float("-inf"))
+    elif part.mask is not None:
+        scores += part.mask[first : first + query.shape[2]].to(scores.dtype)
+    return scores, slope
 
 
 def _rows(tensor: torch.Tensor, part: Part) -> torch.Tensor:

@@ -35,6 +35,7 @@ class Operands(NamedTuple):
     table: Callable[[], ChunkTable]
     scale: float  # positive, as kernels need it: see `passes.lowering.attention_capture`
     window: int  # 0: none; else a token reads itself and the `window - 1` tokens above it
+    softcap: float = 0.0  # 0: none; else scaled scores `s` become `softcap * tanh(s / softcap)`
 
 
 class Provider(Protocol):
@@ -58,4 +59,7 @@ class Provider(Protocol):
         prefix_key_grad: torch.Tensor,
         prefix_value_grad: torch.Tensor,
     ) -> Tensors:
-        """New tensors: the gradients of query, key and value; those of the prefix are added to `prefix_*_grad`."""
+        """New tensors: the gradients of query, key and value; those of the prefix are added to `prefix_*_grad`.
+
+        `out` and `logsumexp` may be those of more keys than the operands have: the others' gradients are not asked for.
+        """

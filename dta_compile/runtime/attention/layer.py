@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 import torch
 
-from dta_compile.passes.mixer_layers import MixerLayer
+from dta_compile.passes.mixer_layers import AttentionLayer
 from dta_compile.runtime.attention.interface import Operands, Provider
 from dta_compile.runtime.attention.providers import provider_for
 from dta_compile.runtime.path.interface import LayerInputs, Tensors
@@ -33,20 +33,33 @@ class AttentionRuntime:
         return self.window
 
     def forward(self, x: LayerInputs) -> Tensors:
-        """Output `[1, Hq, c, Dv]` and log-sum-exp `[1, Hq, c]`."""
-        return self.provider.forward(self._operands(x))
+        """Output `[1, Hq, c, Dv]` and log-sum-exp `[1, Hq, c]`, sinks included."""
+        out, logsumexp = self.provider.forward(self._operands(x))
+        for sinks in x.operands[3:]:
+            sinks = sinks.to(logsumexp.dtype)[:, None]
+            out = (out * torch.sigmoid(logsumexp - sinks)[..., None]).to(out.dtype)
+            logsumexp = torch.logaddexp(logsumexp, sinks)
+        return out, logsumexp
 
     def backward(self, grad: torch.Tensor, results: Tensors, x: LayerInputs, above_grads: Tensors) -> Tensors:
-        """Gradients of query, key and value."""
+        """Gradients of query, key and value, and of sinks `[Hq]` if there are any.
+
+        Given the output and log-sum-exp of all keys, a sink among them, those of any keys are exact by themselves. A
+        sink has the share `exp(sink - log-sum-exp)` of a query's weight, and the value zero.
+        """
         out, logsumexp = results
-        return self.provider.backward(grad, out, logsumexp, self._operands(x), *above_grads)
+        grads: Tensors = self.provider.backward(grad, out, logsumexp, self._operands(x), *above_grads)
+        for sinks in x.operands[3:]:
+            share = (sinks.to(logsumexp.dtype)[:, None] - logsumexp).exp()
+            grads += (-(share * (grad.to(share.dtype) * out.to(share.dtype)).sum(-1)).sum((0, 2)),)
+        return grads
 
     def _operands(self, x: LayerInputs) -> Operands:
-        (query, key, value), (prefix_key, prefix_value), (scale,) = x.operands, x.above, x.constants
-        return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, self.window)
+        (query, key, value), (prefix_key, prefix_value), (scale, softcap) = x.operands[:3], x.above, x.constants
+        return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, self.window, softcap)
 
 
-def provider_of(layer: MixerLayer, device: torch.device, choice: str) -> Provider:
+def provider_of(layer: AttentionLayer, device: torch.device, choice: str) -> Provider:
     """The provider that `options={"attention": choice}` gives a layer."""
     key, value = (torch.empty(spec.of_tokens(0), dtype=spec.dtype, device=device) for spec in layer.states)
-    return provider_for(choice, key[:, :1], value[:, :1])
+    return provider_for(choice, key[:, :1], value[:, :1], layer.softcap)

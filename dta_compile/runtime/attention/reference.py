@@ -16,7 +16,7 @@ class Reference:
 
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Provider.forward`."""
-        scores, value = self._scores_and_values(x)
+        scores, value, _ = self._scores_and_values(x)
         logsumexp = scores.logsumexp(-1)
         return ((scores - logsumexp[..., None]).exp() @ value).to(x.query.dtype), logsumexp
 
@@ -30,10 +30,10 @@ class Reference:
         prefix_value_grad: torch.Tensor,
     ) -> Tensors:
         """See `Provider.backward`."""
-        scores, value = self._scores_and_values(x)
+        scores, value, slope = self._scores_and_values(x)
         grad, out = grad.to(value.dtype), out.to(value.dtype)
         weights = (scores - logsumexp[..., None]).exp()
-        grad_scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * x.scale
+        grad_scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * slope
         prefix, groups = x.prefix_key.shape[2], self._groups(x)
         key = self._wide(x, x.prefix_key, x.key)
         grad_key = sum_groups(grad_scores.mT @ x.query.to(value.dtype), groups)
@@ -45,10 +45,11 @@ class Reference:
     def _groups(self, x: Operands) -> int:
         return x.query.shape[1] // x.key.shape[1]
 
-    def _scores_and_values(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scores_and_values(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
+        """Scores, values, and the derivative of the scores by the products of queries and keys."""
         value = self._wide(x, x.prefix_value, x.value)
-        scores = x.query.to(value.dtype) @ self._wide(x, x.prefix_key, x.key).mT * x.scale
-        return scores.masked_fill(~self._allowed(x), float("-inf")), value
+        scores, slope = capped(x.query.to(value.dtype) @ self._wide(x, x.prefix_key, x.key).mT, x.scale, x.softcap)
+        return scores.masked_fill(~self._allowed(x), float("-inf")), value, slope
 
     def _wide(self, x: Operands, prefix: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """`[1, Hq, p + c, D]` in at least float32; zeros beyond the chunk's start, which zero weights do not hide."""
@@ -66,6 +67,14 @@ class Reference:
         if x.window:
             prefix, own = prefix & (depths - above < x.window), own & (depths - table.depths < x.window)
         return torch.cat([prefix, own], 1)
+
+
+def capped(products: torch.Tensor, scale: float, softcap: float) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Scores of the products of queries and keys, and their derivative by these."""
+    if not softcap:
+        return products * scale, scale
+    tanh = (products * (scale / softcap)).tanh()
+    return tanh * softcap, (1 - tanh.square()) * scale
 
 
 def repeat_heads(tensor: torch.Tensor, groups: int) -> torch.Tensor:

@@ -28,7 +28,7 @@ PROGRAMS = 256
 LEAST_KEYS = 512  # of the stack that are worth a program of their own
 
 
-def make(query: torch.Tensor, value: torch.Tensor) -> Provider | str:
+def make(query: torch.Tensor, value: torch.Tensor, softcap: float) -> Provider | str:
     """The provider for tensors like these, or what it takes instead."""
     if not _is_at_hand():
         return "the package triton, on a GPU"
@@ -138,12 +138,14 @@ def _constants(x: Operands, blocks: Blocks) -> dict[str, Any]:
         "tokens": x.query.shape[2],
         "scale": x.scale,
         "window": x.window,
+        "softcap": x.softcap,
         "GROUPS": x.query.shape[1] // x.key.shape[1],
         "KEY_DIM": x.query.shape[-1],
         "VALUE_DIM": x.value.shape[-1],
         "KEY_WIDTH": _padded(x.query.shape[-1]),
         "VALUE_WIDTH": _padded(x.value.shape[-1]),
         "WINDOWED": x.window > 0,
+        "CAPPED": x.softcap > 0,
         # Tensor cores round float32 to 10 bits unless told otherwise.
         "PRECISION": "ieee" if x.query.dtype is torch.float32 else "tf32",
         "QUERIES": blocks.queries,

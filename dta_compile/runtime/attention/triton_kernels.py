@@ -43,9 +43,24 @@ def _lowest(depth, exists, window, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _attend(q, k, v, allowed, scale, top, total, out, PRECISION: tl.constexpr):
+def _tanh(x):
+    """`(1 - e) / (1 + e)` of `e = exp(-2 |x|)`; near zero, where that loses digits, a series."""
+    size = tl.abs(x)
+    exp_of_negative = tl.exp(-2.0 * size)
+    large = (1.0 - exp_of_negative) / (1.0 + exp_of_negative)
+    square = x * x
+    small = size * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    found = tl.where(size < 0.1, small, large)
+    return tl.where(x < 0, -found, found)
+
+
+@triton.jit
+def _attend(q, k, v, allowed, scale, softcap, top, total, out, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
     """One step of the online softmax; `top` is the running maximum of the scores, in powers of two."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if CAPPED:
+        scores = _tanh(scores / softcap) * softcap
+    scores = scores * LOG2E
     scores = tl.where(allowed, scores, -float("inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row that has read nothing yet
@@ -60,10 +75,10 @@ def _attend(q, k, v, allowed, scale, top, total, out, PRECISION: tl.constexpr):
 def forward_kernel(
     query, key, value, prefix_key, prefix_value, table, out, logsumexp,
     q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row,
-    splits, tokens, scale, window,
+    splits, tokens, scale, window, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of a block of queries over one of `splits` parts of the stack; the last part has the
     chunk's own keys, too."""
@@ -90,7 +105,7 @@ def forward_kernel(
         allowed = inside[None, :] & (rows >= 0)[:, None]
         if WINDOWED:
             allowed = allowed & (depth[:, None] - columns[None, :] < window)
-        top, total, acc = _attend(q, k, v, allowed, scale, top, total, acc, PRECISION)
+        top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
 
     stop = tl.where(split == splits - 1, tl.minimum(block * QUERIES + QUERIES, tokens), 0)
     for begin in range(0, stop, KEYS):
@@ -104,7 +119,7 @@ def forward_kernel(
             if WINDOWED:
                 above = tl.load(table + 1 + tokens + columns, mask=inside, other=0)
                 allowed = allowed & (depth[:, None] - above[None, :] < window)
-            top, total, acc = _attend(q, k, v, allowed, scale, top, total, acc, PRECISION)
+            top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     out += split.to(tl.int64) * tokens * o_row  # parts follow one another, tokens outermost
@@ -115,9 +130,15 @@ def forward_kernel(
 
 
 @triton.jit
-def _weights(q, k, v, do, allowed, scale, statistics, delta, PRECISION: tl.constexpr):
+def _weights(
+    q, k, v, do, allowed, scale, softcap, statistics, delta, CAPPED: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
     """Attention weights `[queries, keys]`, and the gradients of the scores that `scale` multiplies."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if CAPPED:
+        tanh = _tanh(scores / softcap)
+        scores = tanh * softcap
+        scale = (1.0 - tanh * tanh) * scale
     weights = tl.where(allowed, tl.exp(scores - statistics[:, None]), 0.0)
     grad_weights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     return weights, weights * (grad_weights - delta[:, None]) * scale
@@ -128,10 +149,10 @@ def queries_kernel(
     query, key, value, prefix_key, prefix_value, table, out, logsumexp, grad, delta, grad_query,
     q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row, g_head, g_row,
     gq_head, gq_row,
-    tokens, scale, window,
+    tokens, scale, window, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of queries, and the `delta` that the other kernels read."""
     block, head = tl.program_id(0), tl.program_id(1)
@@ -159,7 +180,7 @@ def queries_kernel(
         allowed = inside[None, :] & exists[:, None]
         if WINDOWED:
             allowed = allowed & (depth[:, None] - columns[None, :] < window)
-        _, grad_scores = _weights(q, k, v, do, allowed, scale, statistics, own_delta, PRECISION)
+        _, grad_scores = _weights(q, k, v, do, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
         acc += tl.dot(grad_scores.to(k.dtype), k, input_precision=PRECISION)
 
     for begin in range(0, tl.minimum(block * QUERIES + QUERIES, tokens), KEYS):
@@ -173,7 +194,7 @@ def queries_kernel(
             if WINDOWED:
                 above = tl.load(table + 1 + tokens + columns, mask=inside, other=0)
                 allowed = allowed & (depth[:, None] - above[None, :] < window)
-            _, grad_scores = _weights(q, k, v, do, allowed, scale, statistics, own_delta, PRECISION)
+            _, grad_scores = _weights(q, k, v, do, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
             acc += tl.dot(grad_scores.to(k.dtype), k, input_precision=PRECISION)
     _store(grad_query, gq_head, gq_row, head, rows, exists, acc, KEY_DIM, KEY_WIDTH)
 
@@ -183,10 +204,10 @@ def own_keys_kernel(
     query, key, value, prefix_key, prefix_value, table, out, logsumexp, grad, delta, grad_key, grad_value,
     q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row, g_head, g_row,
     gk_head, gk_row, gv_head, gv_row,
-    tokens, scale, window,
+    tokens, scale, window, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of the chunk's own keys and values."""
     block, kv_head = tl.program_id(0), tl.program_id(1)
@@ -212,7 +233,9 @@ def own_keys_kernel(
             if WINDOWED:
                 depth = tl.load(table + 1 + tokens + rows, mask=exists, other=0)
                 allowed = allowed & (depth[:, None] - above[None, :] < window)
-            weights, grad_scores = _weights(q, k, v, do, allowed, scale, statistics, own_delta, PRECISION)
+            weights, grad_scores = _weights(
+                q, k, v, do, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION
+            )
             value_acc += tl.dot(tl.trans(weights).to(do.dtype), do, input_precision=PRECISION)
             key_acc += tl.dot(tl.trans(grad_scores).to(q.dtype), q, input_precision=PRECISION)
     _store(grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc, KEY_DIM, KEY_WIDTH)
@@ -224,10 +247,10 @@ def stack_keys_kernel(
     query, key, value, prefix_key, prefix_value, table, out, logsumexp, grad, delta, grad_key, grad_value,
     q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row, g_head, g_row,
     gk_head, gk_row, gv_head, gv_row,
-    tokens, scale, window,
+    tokens, scale, window, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradients of a block of the stack's keys and values to what is there."""
     block, kv_head = tl.program_id(0), tl.program_id(1)
@@ -253,7 +276,9 @@ def stack_keys_kernel(
             if WINDOWED:
                 depth = tl.load(table + 1 + tokens + rows, mask=exists, other=0)
                 allowed = allowed & (depth[:, None] - columns[None, :] < window)
-            weights, grad_scores = _weights(q, k, v, do, allowed, scale, statistics, own_delta, PRECISION)
+            weights, grad_scores = _weights(
+                q, k, v, do, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION
+            )
             value_acc += tl.dot(tl.trans(weights).to(do.dtype), do, input_precision=PRECISION)
             key_acc += tl.dot(tl.trans(grad_scores).to(q.dtype), q, input_precision=PRECISION)
     _add(grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc, KEY_DIM, KEY_WIDTH)

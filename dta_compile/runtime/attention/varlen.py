@@ -65,7 +65,7 @@ class KernelCall(NamedTuple):
         causal: query k of a sequence reads its keys up to the k-th.
         query_rows, key_rows: which of the chunk's tokens they are; None: all of them, in order.
         on_stack: the keys are the stack's.
-        scale: of the scores.
+        scale, softcap: of the scores, see `Operands`.
     """
 
     queries: Lengths
@@ -75,17 +75,20 @@ class KernelCall(NamedTuple):
     key_rows: torch.Tensor | None = None
     on_stack: bool = False
     scale: float = 1.0
+    softcap: float = 0.0
 
 
-def make_varlen(query: torch.Tensor, value: torch.Tensor) -> Provider | str:
+def make_varlen(query: torch.Tensor, value: torch.Tensor, softcap: float) -> Provider | str:
     """The provider with torch's kernels, or what it takes instead."""
+    if softcap:
+        return "scores without a soft cap"
     return VarlenAttention(_TorchKernel()) if _fits(query, value) else _REQUIREMENT
 
 
-def make_flash_attn(query: torch.Tensor, value: torch.Tensor) -> Provider | str:
+def make_flash_attn(query: torch.Tensor, value: torch.Tensor, softcap: float) -> Provider | str:
     """The provider with the kernels of the package `flash_attn`, or what it takes instead."""
     if not _has_flash_attn():
-        return "the package flash-attn, version 2"
+        return "the package flash-attn, version 2.6 or later"
     return VarlenAttention(_PackageKernel()) if _fits(query, value) else _REQUIREMENT
 
 
@@ -181,9 +184,10 @@ class _KeysAndValues:
 
 def _calls(x: Operands) -> list[KernelCall]:
     derived, device = x.chunk.derived, x.query.device
-    if (KernelCall, device, x.scale) not in derived:
-        derived[KernelCall, device, x.scale] = [call._replace(scale=x.scale) for call in _calls_of(x.chunk, device)]
-    calls: list[KernelCall] = derived[KernelCall, device, x.scale]
+    key = KernelCall, device, x.scale, x.softcap
+    if key not in derived:
+        derived[key] = [call._replace(scale=x.scale, softcap=x.softcap) for call in _calls_of(x.chunk, device)]
+    calls: list[KernelCall] = derived[key]
     return calls
 
 
@@ -275,7 +279,7 @@ class _TorchKernel:
 
 
 class _PackageKernel:
-    """Version 2 of the package `flash_attn`."""
+    """Version 2 of the package `flash_attn`, from 2.6 on."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: KernelCall
@@ -284,7 +288,7 @@ class _PackageKernel:
 
         out, logsumexp, *_ = _flash_attn_varlen_forward(
             q, k, v, x.queries.offsets, x.keys.offsets, x.queries.longest, x.keys.longest, dropout_p=0.0,
-            softmax_scale=x.scale, causal=x.causal,
+            softmax_scale=x.scale, causal=x.causal, softcap=x.softcap,
         )  # fmt: skip
         return out, logsumexp
 
@@ -304,6 +308,6 @@ class _PackageKernel:
         _flash_attn_varlen_backward(
             grad, q, k, v, out, logsumexp, *grads, x.queries.offsets, x.keys.offsets, x.queries.longest, x.keys.longest,
             dropout_p=0.0, softmax_scale=x.scale, causal=x.causal, window_size_left=-1, window_size_right=-1,
-            softcap=0.0, alibi_slopes=None, deterministic=False,
+            softcap=x.softcap, alibi_slopes=None, deterministic=False,
         )  # fmt: skip
         return grads

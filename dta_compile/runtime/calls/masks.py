@@ -118,7 +118,9 @@ class _Reader:
     def class_of(self, mask: AttentionMask | None) -> MaskClass:
         if mask is None:
             return MaskClass()
-        assert isinstance(mask, Mask)
+        if not isinstance(mask, Mask):
+            assert mask.constant is not None, "a mask that is stated is the same for every call"
+            return mask.constant
         for size in mask.sizes.values():
             if (found := self.number(size)) > LONGEST_ROW:
                 raise _too_large(found)

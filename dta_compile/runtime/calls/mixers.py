@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from dta_compile.ops.attention import ATTENTION_MIXER
-from dta_compile.passes.mixer_layers import MixerLayer
+from dta_compile.ops.attention import ATTENTION_MIXERS
+from dta_compile.passes.mixer_layers import AttentionLayer, MixerLayer
 from dta_compile.passes.program import Program
 from dta_compile.runtime.attention.interface import Provider
 from dta_compile.runtime.attention.layer import AttentionRuntime, provider_of
@@ -26,7 +26,7 @@ class LayerContext:
     Attributes:
         attention: the chosen provider, see `Options`.
         windows: how far attention layers reach in this call, by the number of the layer; see `ReadMasks.windows`.
-        providers: of attention, made so far, by the states of a layer: equal layers share one.
+        providers: of attention, made so far, by the states and the soft cap of a layer: equal layers share one.
     """
 
     device: torch.device
@@ -36,14 +36,16 @@ class LayerContext:
 
 
 def _attention(layer: MixerLayer, context: LayerContext) -> LayerRuntime:
-    if layer.states not in context.providers:
-        context.providers[layer.states] = provider_of(layer, context.device, context.attention)
-    return AttentionRuntime(context.providers[layer.states], context.windows[layer.index])
+    assert isinstance(layer, AttentionLayer)
+    like = layer.states, layer.softcap
+    if like not in context.providers:
+        context.providers[like] = provider_of(layer, context.device, context.attention)
+    return AttentionRuntime(context.providers[like], context.windows[layer.index])
 
 
 Make = Callable[[MixerLayer, LayerContext], LayerRuntime]
 
-RUNTIMES: dict[str, Make] = {ATTENTION_MIXER.name: _attention}  # by the name of the mixer
+RUNTIMES: dict[str, Make] = {mixer.name: _attention for mixer in ATTENTION_MIXERS}  # by the name of the mixer
 
 
 def runtimes_of(program: Program, masks: ReadMasks, device: torch.device, attention: str) -> list[LayerRuntime]:

@@ -112,14 +112,12 @@ def test_rows_that_are_not_contiguous():
     shape = ChunkShape.run(0, 9)
     run = Run(Case(shape, groups=2), FlashCPU)
     columns = [tensor.mT.contiguous().mT for tensor in (run.query, run.key, run.value)]
-    out, logsumexp = run.path.mix(0, *columns, run.case.scale)
+    out, logsumexp = run.path.mix(0, *columns, *run.scoring)
     assert torch.equal(out, run.out)
     run.path.pending = 0
     for grad in (run.grad.sum().expand(run.grad.shape), run.grad.mT.contiguous().mT):
-        expected = run.path.mix_backward(
-            0, grad.contiguous(), run.query, run.key, run.value, out, logsumexp, run.case.scale
-        )
-        actual = run.path.mix_backward(0, grad, *columns, out, logsumexp, run.case.scale)
+        expected = run.path.mix_backward(0, grad.contiguous(), *run.given, out, logsumexp, *run.scoring)
+        actual = run.path.mix_backward(0, grad, *columns, out, logsumexp, *run.scoring)
         for a, b in zip(actual, expected, strict=True):
             assert torch.equal(a, b)
 

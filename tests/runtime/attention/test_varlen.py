@@ -23,6 +23,8 @@ class PlainKernel:
             assert d - c <= x.keys.longest
             query, key, value = (t.transpose(0, 1) for t in (q[a:b], k[c:d], v[c:d]))
             scores = query @ key.repeat_interleave(groups, 0).mT * x.scale
+            if x.softcap:
+                scores = (scores / x.softcap).tanh() * x.softcap
             if x.causal:
                 assert b - a == d - c  # otherwise libraries differ in what causal means
                 scores = scores.masked_fill(torch.ones(b - a, b - a).triu(1).bool(), float("-inf"))
@@ -69,6 +71,6 @@ def test_varlen_takes_one_call_per_level_of_the_chunk():
             return kernel.forward(q, k, v, x)
 
     run.path.runtimes = [AttentionRuntime(VarlenAttention(Counting()))]
-    run.path.mix(0, run.query, run.key, run.value, run.case.scale)
+    run.path.mix(0, *run.given, *run.scoring)
     # Within slices; against the first slice; against the second one; against the stack.
     assert calls == [(9, 9, True, False), (5, 3 + 1, False, False), (2, 1, False, False), (9, 3, False, True)]

@@ -1,0 +1,191 @@
+"""Attention of a whole batch by plain math, a block of queries at a time: exact, and never `[S, S]` in memory.
+
+What runs without the prefix tree runs here: generation and evaluation by `attn_implementation="dta"`, and the captured
+program that a compiled one is compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from dta_compile.ops.dtypes import statistics_dtype
+
+__all__ = ["attend", "attend_backward"]
+
+MOST_PAIRS = 2**22  # scores of a block, of all sequences and heads
+LEAST_ROWS = 16  # queries of a block
+
+
+class _Block(NamedTuple):
+    """Queries `[first, last)` against keys `[low, high)`; `allowed` says which pairs, `[B or 1, 1 or H, 1, q, k]`."""
+
+    first: int
+    last: int
+    low: int
+    high: int
+    allowed: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def queries(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[..., S, D]` cut to the block's queries."""
+        return tensor[..., self.first : self.last, :]
+
+    def keys(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[..., S, D]` cut to the block's keys."""
+        return tensor[..., self.low : self.high, :]
+
+
+class _Scores(NamedTuple):
+    """Of a block: attention weights `[B, Hkv, g, q, k]`, those of the sinks `[B, Hkv, g, q]`, and the derivative of the
+    soft cap (1 without one)."""
+
+    weights: torch.Tensor
+    of_sinks: torch.Tensor | None
+    slope: torch.Tensor | None
+
+
+class _Attention:
+    """One call. Heads of queries are grouped by the head of keys that they read: `[B, Hkv, g, S, D]`."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        is_causal: bool,
+        segments: torch.Tensor | None,
+        window: int,
+        scale: float,
+        softcap: float,
+    ) -> None:
+        self.kv_heads, self.dtype = key.shape[1], statistics_dtype(query.dtype)
+        self.query, self.key, self.value = self.grouped(query), key[:, :, None], value[:, :, None]
+        self.sinks = None if sinks is None else sinks.to(self.dtype).view(1, self.kv_heads, -1, 1)
+        self.mask, self.is_causal, self.segments, self.window = mask, is_causal, segments, window
+        self.scale, self.softcap = scale, softcap
+
+    def grouped(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[B, Hq, ...]` as `[B, Hkv, g, ...]`."""
+        return tensor.unflatten(1, (self.kv_heads, -1))
+
+    def blocks(self) -> Iterator[_Block]:
+        """The call in blocks, which have all keys that their queries attend to."""
+        batch, kv_heads, groups, queries, _ = self.query.shape
+        keys = self.key.shape[3]
+        rows = max(LEAST_ROWS, MOST_PAIRS // max(batch * kv_heads * groups * keys, 1))
+        begins = _first_columns(self.segments)
+        for first in range(0, queries, rows):
+            last = min(first + rows, queries)
+            low = max(0, first - self.window + 1) if self.window else 0
+            if begins is not None:
+                low = max(low, begins[first])
+            high = last if self.is_causal else keys
+            allowed, bias = self._masks(first, last, low, high)
+            yield _Block(first, last, low, high, allowed, bias)
+
+    def _masks(self, first: int, last: int, low: int, high: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        query = torch.arange(first, last, device=self.query.device)[:, None]
+        key = torch.arange(low, high, device=self.query.device)
+        allowed = torch.ones((), dtype=torch.bool, device=self.query.device)
+        if self.is_causal:
+            allowed = key <= query
+        if self.window:
+            allowed = allowed & (query - key < self.window)
+        if self.segments is not None:
+            own, theirs = self.segments[:, first:last, None], self.segments[:, None, low:high]
+            allowed = allowed & ((own == theirs) & (theirs != 0))[:, None, None]
+        bias = None
+        if self.mask is not None:
+            mask = self.mask.expand(*self.mask.shape[:-2], self.query.shape[3], self.key.shape[3])
+            mask = mask[..., first:last, low:high]
+            mask = mask[(None,) * (4 - mask.dim())]
+            mask = mask[:, :, None] if mask.shape[1] == 1 else self.grouped(mask)
+            if mask.dtype is torch.bool:
+                allowed = allowed & mask
+            else:
+                bias = mask.to(self.dtype)
+        return (allowed if allowed.dim() else None), bias
+
+    def scores(self, block: _Block) -> _Scores:
+        """Weights that sum to one with those of the sinks; zeros where a query attends to nothing."""
+        found = (block.queries(self.query).to(self.dtype) @ block.keys(self.key).to(self.dtype).mT) * self.scale
+        slope = None
+        if self.softcap:
+            tanh = (found / self.softcap).tanh()
+            found, slope = tanh * self.softcap, 1 - tanh.square()
+        if block.bias is not None:
+            found = found + block.bias
+        if block.allowed is not None:
+            found = found.masked_fill(~block.allowed, float("-inf"))
+        logsumexp = found.logsumexp(-1)
+        of_sinks = None
+        if self.sinks is not None:
+            logsumexp = torch.logaddexp(logsumexp, self.sinks)
+            of_sinks = (self.sinks - logsumexp).exp()
+        base = logsumexp.masked_fill(logsumexp == float("-inf"), 0)
+        return _Scores((found - base[..., None]).exp(), of_sinks, slope)
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, *masking: object
+) -> torch.Tensor:
+    """Attention `[B, Hq, S, Dv]` of query `[B, Hq, S, D]`, key `[B, Hkv, K, D]` and value `[B, Hkv, K, Dv]`.
+
+    Args:
+        sinks: `[Hq]`, if there are any.
+        masking: see `ops.attention.Masking`; a causal call has as many keys as queries.
+    """
+    call = _Attention(query, key, value, sinks, *masking)  # type: ignore[arg-type]
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    for block in call.blocks():
+        part = call.scores(block).weights @ block.keys(call.value).to(call.dtype)
+        block.queries(out).copy_(part.flatten(1, 2))
+    return out
+
+
+def attend_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    *masking: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `attend`'s tensors; an empty one for sinks that are not there."""
+    call = _Attention(query, key, value, sinks, *masking)  # type: ignore[arg-type]
+    of_query = torch.empty_like(query, dtype=call.dtype)
+    of_key, of_value = (torch.zeros_like(tensor, dtype=call.dtype) for tensor in (key, value))
+    of_sinks = query.new_zeros(0 if sinks is None else sinks.shape, dtype=call.dtype)
+    for block in call.blocks():
+        found, own = call.scores(block), call.grouped(block.queries(grad)).to(call.dtype)
+        block.keys(of_value).add_((found.weights.mT @ own).sum(2))
+        of_weights = own @ block.keys(call.value).to(call.dtype).mT
+        delta = (found.weights * of_weights).sum(-1)
+        of_scores = found.weights * (of_weights - delta[..., None]) * call.scale
+        if found.slope is not None:
+            of_scores = of_scores * found.slope
+        if found.of_sinks is not None:
+            of_sinks -= (found.of_sinks * delta).sum((0, 3)).flatten()
+        block.queries(of_query).copy_((of_scores @ block.keys(call.key).to(call.dtype)).flatten(1, 2))
+        block.keys(of_key).add_((of_scores.mT @ block.queries(call.query).to(call.dtype)).sum(2))
+    sink_dtype = query.dtype if sinks is None else sinks.dtype
+    return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks.to(sink_dtype)
+
+
+def _first_columns(segments: torch.Tensor | None) -> list[int] | None:
+    """For each query the first column that a query at or after it attends to; None: nobody knows."""
+    if segments is None or not segments.numel():
+        return None
+    numbers = segments.to(torch.int64)
+    highest = numbers.cummax(1).values
+    if not bool(((numbers == highest) | (numbers == 0)).all()):
+        return None  # a number may come back
+    columns = torch.arange(numbers.shape[1], device=numbers.device)
+    begins = torch.where(torch.diff(highest, prepend=highest[:, :1]) != 0, columns, 0).cummax(1).values
+    found: list[int] = begins.amin(0).tolist()
+    return found

@@ -13,6 +13,7 @@ from dta_compile.rollouts import RolloutTree
 
 if TYPE_CHECKING:
     from dta_compile.api import explain, last_plan, streaming_step
+    from dta_compile.ops.causal_attention import attention
     from dta_compile.passes import register_token_rule
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __all__ = [
     "Plan",
     "RolloutTree",
     "Schedule",
+    "attention",
     "balance",
     "errors",
     "explain",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "attention": "dta_compile.ops.causal_attention",
     "explain": "dta_compile.api",
     "last_plan": "dta_compile.api",
     "streaming_step": "dta_compile.api",

@@ -1,18 +1,22 @@
-"""Makes `backend="dta"` known to torch.compile when the package is used from a source tree that is not installed.
+"""Makes the package known by name: `backend="dta"` to torch.compile, `attn_implementation="dta"` to transformers.
 
-An installed package is found through its entry point. A source tree has none on disk, so importing the package offers
-the same entry point in memory; torch reads it when it first looks for backends, and nothing here imports torch.
+An installed package is found by torch through its entry point. A source tree has none on disk, so importing the package
+offers the same entry point in memory; torch reads it when it first looks for backends. transformers reads none: it is
+told as soon as it is there. Nothing here imports either of them.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import importlib.util
 import os
 import sys
 from collections.abc import Iterable
 from typing import Any
 
 GROUP, NAME, VALUE = "torch_dynamo_backends", "dta", "dta_compile.backend:dta"
+TRANSFORMERS = "transformers.modeling_utils"  # what has to be loaded before attention can be registered
 
 
 class _SourceTree(importlib.metadata.Distribution):
@@ -42,9 +46,46 @@ class _Finder:
         return [_SourceTree()] if getattr(context, "name", None) in (None, "dta-compile", "dta_compile") else []
 
 
+class _AfterTransformers:
+    """A finder that registers attention once a module of transformers has been loaded, and finds nothing itself."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """The module's own spec, whose loader goes on to register; None for all other modules."""
+        if name != TRANSFORMERS or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_register(module: Any) -> None:
+                load(module)
+                _register_attention()
+
+            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
+        return spec
+
+
 def register() -> None:
-    """Idempotent; also serves a torch that has already looked for its backends."""
-    if not any(type(finder).__name__ == "_Finder" and type(finder).__module__ == __name__ for finder in sys.meta_path):
+    """Idempotent; also serves a torch that has already looked for its backends, and transformers that is loaded."""
+    _register_backend()
+    if TRANSFORMERS in sys.modules:
+        _register_attention()
+    elif not _is_on_path(_AfterTransformers):
+        sys.meta_path.insert(0, _AfterTransformers())
+
+
+def _is_on_path(kind: type) -> bool:
+    """Whether a finder of this name is there; reloading the module makes another class of it."""
+    return any((type(one).__module__, type(one).__name__) == (__name__, kind.__name__) for one in sys.meta_path)
+
+
+def _register_attention() -> None:
+    importlib.import_module("dta_compile.transformers_attention").register()
+
+
+def _register_backend() -> None:
+    if not _is_on_path(_Finder):
         if _is_installed():
             return
         sys.meta_path.append(_Finder())

@@ -19,7 +19,9 @@ def kind_of(name: str, constants: dict, dtype: str) -> str:
         return "constexpr"
     if name in ("tokens", "window", "splits") or name.endswith(("_head", "_row")):
         return "i32"
-    return {"table": "*i32", "scale": "fp32", "softcap": "fp32"}.get(name, "*fp32" if name in STATISTICS else f"*{dtype}")
+    return {"table": "*i32", "scale": "fp32", "softcap": "fp32"}.get(
+        name, "*fp32" if name in STATISTICS else f"*{dtype}"
+    )
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL, Masking
+from dta_compile.ops.causal_attention import autocast
 from dta_compile.passes.program import where_now
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -59,20 +60,10 @@ def capture_attention(
         mask = attn_mask.unsqueeze(dim) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
         query, key, value = (tensor.unsqueeze(dim) for tensor in operands)
         return capture_attention(query, key, value, mask, 0.0, is_causal, scale, enable_gqa).squeeze(dim)
-    query, key, value = _with_common_sizes(*_autocast(operands))
+    query, key, value = _with_common_sizes(*autocast(*operands))
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     query, scale = _with_positive_scale(query, scale)
     return ATTENTION_CALL(query, key, value, *Masking(attn_mask, is_causal, None, 0, scale, 0.0))
-
-
-def _autocast(operands: Tensors) -> Tensors:
-    """The real operator is on autocast's lower-precision list; the opaque one has to say so itself."""
-    device = operands[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return operands
-    dtype = torch.get_autocast_dtype(device)
-    query, key, value = (t if t.dtype is torch.float64 else t.to(dtype) for t in operands)
-    return query, key, value
 
 
 def _with_common_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Tensors:

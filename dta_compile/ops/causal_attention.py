@@ -1,0 +1,104 @@
+"""`dta_compile.attention`: causal attention that says in words of its own who attends to whom."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dta_compile.errors import OptionError
+from dta_compile.ops.attention import ATTENTION_CALL, SINK_ATTENTION_CALL, Masking
+
+__all__ = ["attention"]
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    segments: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Causal attention; over the prefix tree in what the backend "dta" compiles, of a dense batch anywhere else.
+
+    No `[S, S]` mask is made either way, and a compiled program has no mask that would have to be proven.
+
+    Args:
+        query: `[B, Hq, S, D]`.
+        key, value: `[B, Hkv, S, D]` and `[B, Hkv, S, Dv]`; Hq is a multiple of Hkv.
+        segments: `[B, S]` integers or truth values. A token attends to those of its own number only: the numbers of the
+            sequences in packed rows. Number 0 is padding, to which none attends: a padding mask has all it needs.
+        window: a token attends to itself and the `window - 1` tokens before it; None: to all before it.
+        softcap: scaled scores `s` become `softcap * tanh(s / softcap)`.
+        sinks: `[Hq]` a number for each head that takes part in the softmax as the score of one more key, of value zero.
+        scale: of the scores; None: `D ** -0.5`.
+
+    Returns:
+        `[B, Hq, S, Dv]`; next to zero where a token attends to nothing.
+
+    Raises:
+        OptionError: sizes that do not fit, or a window, soft cap or scale that is not positive.
+    """
+    _require_sizes(query, key, value, segments, sinks)
+    for name, number in (("window", window), ("softcap", softcap), ("scale", scale)):
+        if number is not None and not number > 0:
+            raise OptionError(
+                f"{name} of attention is not positive", expected="a positive number, or None", got=str(number)
+            )
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    query, key, value = autocast(query, key, value)
+    if segments is None and window is None and softcap is None and sinks is None:
+        enable_gqa = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+    masking = Masking(None, True, segments, window or 0, scale, float(softcap or 0))
+    return call(query, key, value, sinks, masking)
+
+
+def call(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, masking: Masking
+) -> torch.Tensor:
+    """The operator over a batch."""
+    if sinks is None:
+        return ATTENTION_CALL(query, key, value, *masking)
+    return SINK_ATTENTION_CALL(query, key, value, sinks, *masking)
+
+
+def autocast(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Torch's own attention is on autocast's lower-precision list; an opaque operator has to say so itself."""
+    device = operands[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return operands
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t.dtype is torch.float64 else t.to(dtype) for t in operands)
+
+
+def _require_sizes(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
+    fits = [len(shape) for shape in shapes] == [4, 4, 4]
+    if fits:
+        (batch, heads, tokens, width), kv_heads = shapes[0], shapes[1][1]
+        fits = shapes[1] == (batch, kv_heads, tokens, width) and shapes[2][:3] == (batch, kv_heads, tokens)
+        fits = fits and kv_heads > 0 and heads % kv_heads == 0
+    if not fits:
+        raise OptionError(
+            "the sizes of query, key and value do not fit",
+            expected="[B, Hq, S, D], [B, Hkv, S, D] and [B, Hkv, S, Dv], Hq a multiple of Hkv",
+            got=f"{shapes[0]}, {shapes[1]} and {shapes[2]}",
+        )
+    if segments is not None and (tuple(segments.shape) != (batch, tokens) or segments.is_floating_point()):
+        raise OptionError(
+            "the segments of attention do not fit its tokens",
+            expected=f"integers [{batch}, {tokens}]",
+            got=f"{segments.dtype} {tuple(segments.shape)}",
+        )
+    if sinks is not None and tuple(sinks.shape) != (heads,):
+        raise OptionError("there is not one sink a head", expected=f"[{heads}]", got=f"{tuple(sinks.shape)}")

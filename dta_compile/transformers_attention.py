@@ -1,0 +1,169 @@
+"""`attn_implementation="dta"` for transformers: an attention function and a mask function of our own.
+
+What transformers' masks say of tokens goes to the operator as it is, so no `[S, S]` mask is traced and there is nothing
+to be proven. Without the backend the operator computes, exactly, also for a KV cache; what torch's own attention can do
+is left to that. `registration` calls `register` when transformers is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from dta_compile.errors import OptionError
+from dta_compile.ops.attention import Masking
+from dta_compile.ops.causal_attention import autocast, call
+
+__all__ = ["NAME", "attention_forward", "attention_mask", "register"]
+
+NAME = "dta"
+
+
+class CausalMask(NamedTuple):
+    """A causal mask in few words: what the mask function returns, and models hand to the attention function.
+
+    Attributes:
+        segments, window: as in `dta_compile.attention`.
+    """
+
+    segments: torch.Tensor | None
+    window: int | None
+
+
+def register() -> None:
+    """Make the name known to transformers."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., torch.Tensor] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **kwargs: Any,
+) -> CausalMask | torch.Tensor | None:
+    """The mask of a model's layers of one kind, see `transformers.masking_utils.sdpa_mask` for the arguments.
+
+    Returns:
+        a `CausalMask` for what transformers composes of order, padding, packed sequences and a sliding window; for
+        anything else, queries that have a KV cache above them among it, the mask as torch's attention takes it.
+    """
+    window = local_size
+    is_square = isinstance(q_offset, int) and q_offset == kv_offset == 0 and q_length == kv_length
+    if not is_square or not _is_understood(mask_function, use_vmap, local_size, config):
+        mask: torch.Tensor | None = sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            use_vmap=use_vmap,
+            device=device,
+            config=config,
+            **kwargs,
+        )
+        return mask
+    segments = attention_mask
+    if segments is None and mask_function.__name__ != causal_mask_function.__name__:
+        # Of a window of two or more, a token sees the one before it unless another sequence begins.
+        rows = torch.arange(batch_size, device=device)[:, None]
+        columns = torch.arange(q_length, device=device)[None]
+        continues = mask_function(rows, 0, columns, (columns - 1).clamp(min=0))
+        segments = (~continues).cumsum(-1).expand(batch_size, -1) + 1
+    if segments is not None and not torch.compiler.is_compiling() and bool((segments == 1).all()):
+        segments = None
+    return None if segments is None and window is None else CausalMask(segments, window)
+
+
+def _is_understood(mask_function: Callable[..., Any], use_vmap: bool, local_size: int | None, config: Any) -> bool:
+    """Whether a mask is composed as `create_causal_mask` and `create_sliding_window_causal_mask` do.
+
+    Functions of the model's own come with `use_vmap`, blocks of both directions as a union.
+    """
+    if use_vmap or mask_function.__name__ not in (causal_mask_function.__name__, "and_mask"):
+        return False
+    if local_size is None:
+        return True
+    is_window = local_size == getattr(config, "sliding_window", None)
+    return is_window and local_size > 1 and getattr(config, "attention_chunk_size", None) is None
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: CausalMask | torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a layer: query `[B, Hq, S, D]`, key `[B, Hkv, K, D]` and value `[B, Hkv, K, Dv]`.
+
+    Args:
+        attention_mask: what the mask function returned, or a mask `[B, 1, S, K]` of the model's own.
+        softcap, s_aux: soft cap and sinks of the layer.
+        cu_seq_lens_q: `[n + 1]` where the sequences of a packed row begin and end, as transformers' collators give it.
+
+    Returns:
+        `[B, S, Hq, Dv]`, and None.
+
+    Raises:
+        OptionError: dropout together with what torch's attention does not have.
+    """
+    if isinstance(attention_mask, CausalMask):
+        segments, window = attention_mask
+        mask = None
+    else:
+        segments, window, mask = None, None, attention_mask
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if mask is None and segments is None and cu_seq_lens_q is not None and query.shape[2] == key.shape[2]:
+        segments = _segments(cu_seq_lens_q, query)
+    if segments is None and window is None and softcap is None and s_aux is None:
+        found: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+        return found
+    if dropout:
+        raise OptionError(
+            'attention dropout is not supported by attn_implementation="dta"',
+            expected="dropout 0, as it has to be over a prefix tree",
+            got=f"{dropout}, with a window, padding, packed rows, a soft cap or sinks",
+            hint="set the model's attention dropout to 0, or call model.eval()",
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    queries = query.shape[2]
+    causal = bool(causal) and mask is None and queries > 1
+    if causal and key.shape[2] > queries:  # a static cache that has nothing in it yet
+        key, value = key[:, :, :queries], value[:, :, :queries]
+    query, key, value = autocast(query, key, value)
+    masking = Masking(mask, causal, segments, window or 0, scale, float(softcap or 0))
+    out = call(query, key, value, s_aux, masking)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _segments(ends: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """`[B, S]` numbers of the sequences, from 1 on, for the places where they end."""
+    batch, _, tokens, _ = query.shape
+    places = torch.arange(batch * tokens, device=query.device)
+    return (torch.bucketize(places, ends[1:].to(places.dtype), right=True) + 1).view(batch, tokens)

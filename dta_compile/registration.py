@@ -81,7 +81,7 @@ def _is_on_path(kind: type) -> bool:
 
 
 def _register_attention() -> None:
-    importlib.import_module("dta_compile.transformers_attention").register()
+    importlib.import_module("dta_compile.transformers_attention")  # registers, now or as soon as it has been imported
 
 
 def _register_backend() -> None:

@@ -2,7 +2,7 @@
 
 What transformers' masks say of tokens goes to the operator as it is, so no `[S, S]` mask is traced and there is nothing
 to be proven. Without the backend the operator computes, exactly, also for a KV cache; what torch's own attention can do
-is left to that. `registration` calls `register` when transformers is there.
+is left to that. Importing the module registers both functions; `registration` does when transformers is there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dta_compile.errors import OptionError
 from dta_compile.ops.attention import Masking
 from dta_compile.ops.causal_attention import autocast, call
 
-__all__ = ["NAME", "attention_forward", "attention_mask", "register"]
+__all__ = ["NAME", "attention_forward", "attention_mask"]
 
 NAME = "dta"
 
@@ -35,12 +35,6 @@ class CausalMask(NamedTuple):
     window: int | None
 
 
-def register() -> None:
-    """Make the name known to transformers."""
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, attention_mask)
-
-
 def attention_mask(
     batch_size: int,
     q_length: int,
@@ -50,6 +44,7 @@ def attention_mask(
     mask_function: Callable[..., torch.Tensor] = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     config: Any = None,
@@ -73,6 +68,7 @@ def attention_mask(
             mask_function=mask_function,
             attention_mask=attention_mask,
             local_size=local_size,
+            allow_is_causal_skip=allow_is_causal_skip,
             use_vmap=use_vmap,
             device=device,
             config=config,
@@ -80,15 +76,22 @@ def attention_mask(
         )
         return mask
     segments = attention_mask
-    if segments is None and mask_function.__name__ != causal_mask_function.__name__:
-        # Of a window of two or more, a token sees the one before it unless another sequence begins.
+    if segments is None and not allow_is_causal_skip and mask_function.__name__ != causal_mask_function.__name__:
+        # Masks of packed rows may not be skipped. A window is two or more: a token sees the one before it, unless that
+        # is of another sequence.
         rows = torch.arange(batch_size, device=device)[:, None]
         columns = torch.arange(q_length, device=device)[None]
         continues = mask_function(rows, 0, columns, (columns - 1).clamp(min=0))
         segments = (~continues).cumsum(-1).expand(batch_size, -1) + 1
-    if segments is not None and not torch.compiler.is_compiling() and bool((segments == 1).all()):
-        segments = None
+    segments = _unless_one(segments)
     return None if segments is None and window is None else CausalMask(segments, window)
+
+
+def _unless_one(segments: torch.Tensor | None) -> torch.Tensor | None:
+    """The segments, if there are several or padding; a compiled program reads them in every call."""
+    if segments is None or torch.compiler.is_compiling():
+        return segments
+    return None if bool((segments == 1).all()) else segments
 
 
 def _is_understood(mask_function: Callable[..., Any], use_vmap: bool, local_size: int | None, config: Any) -> bool:
@@ -116,6 +119,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a layer: query `[B, Hq, S, D]`, key `[B, Hkv, K, D]` and value `[B, Hkv, K, Dv]`.
@@ -124,6 +128,8 @@ def attention_forward(
         attention_mask: what the mask function returned, or a mask `[B, 1, S, K]` of the model's own.
         softcap, s_aux: soft cap and sinks of the layer.
         cu_seq_lens_q: `[n + 1]` where the sequences of a packed row begin and end, as transformers' collators give it.
+        position_ids: `[B, S]`, which start anew with every sequence of a packed row. Like the ends, they count where
+            the mask says nothing of sequences and padding: some models tell their masks of neither.
 
     Returns:
         `[B, S, Hq, Dv]`, and None.
@@ -137,8 +143,8 @@ def attention_forward(
     else:
         segments, window, mask = None, None, attention_mask
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if mask is None and segments is None and cu_seq_lens_q is not None and query.shape[2] == key.shape[2]:
-        segments = _segments(cu_seq_lens_q, query)
+    if causal and mask is None and segments is None and query.shape[2] == key.shape[2]:
+        segments = _segments_of_row(query, cu_seq_lens_q, position_ids)
     if segments is None and window is None and softcap is None and s_aux is None:
         found: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
@@ -162,8 +168,33 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _segments(ends: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """`[B, S]` numbers of the sequences, from 1 on, for the places where they end."""
+def _segments_of_row(
+    query: torch.Tensor, ends: torch.Tensor | None, positions: torch.Tensor | None
+) -> torch.Tensor | None:
+    """`[B, S]` numbers of the sequences, from 1 on: by where they end, or where positions start anew."""
     batch, _, tokens, _ = query.shape
-    places = torch.arange(batch * tokens, device=query.device)
-    return (torch.bucketize(places, ends[1:].to(places.dtype), right=True) + 1).view(batch, tokens)
+    if ends is not None:
+        places = torch.arange(batch * tokens, device=query.device)
+        found = torch.bucketize(places, ends[1:].to(places.dtype), right=True) + 1
+        return _unless_one(found.view(batch, tokens))
+    if positions is None or positions.dim() != 2 or positions.shape[1] != tokens:
+        return None
+    if torch.compiler.is_compiling():
+        return _restarts(positions).expand(batch, -1)
+    known = getattr(positions, _KNOWN, None)  # all layers ask, and asking waits for the device
+    if known is None or known[0] != positions._version:
+        known = positions._version, _unless_one(_restarts(positions))
+        setattr(positions, _KNOWN, known)
+    return None if known[1] is None else known[1].expand(batch, -1)
+
+
+_KNOWN = "_dta_segments"
+
+
+def _restarts(positions: torch.Tensor) -> torch.Tensor:
+    """As transformers tells packed sequences: another one begins wherever positions do not grow by one."""
+    return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1) + 1
+
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, attention_mask)

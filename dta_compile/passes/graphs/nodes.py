@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,24 @@ def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     node = graph.call_function(target, args, kwargs)
     node.meta["val"] = target(*fx.node.map_arg(args, lambda arg: arg.meta["val"]), **kwargs)
     return node
+
+
+class First:
+    """Which nodes compute the same: `ids.eq(1).cumsum(1)` may be written once for each layer. `draws` never do."""
+
+    def __init__(self, draws: Collection[fx.Node]) -> None:
+        self._draws = set(draws)
+        self._known: dict[fx.Node, fx.Node] = {}
+        self._computed: dict[tuple[Any, str], fx.Node] = {}
+
+    def like(self, node: fx.Node) -> fx.Node:
+        """The first node asked for that computes the same as this one."""
+        if node.op != "call_function" or node in self._draws:
+            return node
+        if node not in self._known:
+            same = fx.node.map_arg((node.args, node.kwargs), self.like)
+            self._known[node] = self._computed.setdefault((node.target, repr(same)), node)
+        return self._known[node]
 
 
 def is_item(node: fx.Node) -> bool:

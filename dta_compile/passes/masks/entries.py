@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.graphs.nodes import filled_with, is_pointwise
+from dta_compile.passes.graphs.nodes import First, filled_with, is_pointwise
 from dta_compile.passes.program import Program
 from dta_compile.passes.symbols import expression, sizes, symbolic
 from dta_compile.passes.terms import Const, Index, Term, Terms
@@ -41,8 +41,7 @@ class Entries:
     def __init__(self, program: Program, terms: Terms) -> None:
         self.program, self.terms = program, terms
         self._known: dict[tuple[fx.Node, Indices], Term] = {}
-        self._first: dict[fx.Node, fx.Node] = {}
-        self._computed: dict[tuple[Any, str], fx.Node] = {}
+        self._first = First(program.draws)
 
     def entry(self, node: fx.Node, index: Indices) -> Term:
         """The entry of a node's tensor at an index; along dimensions of size 1 the index is taken for 0."""
@@ -52,22 +51,13 @@ class Entries:
             rule = self._rule(node)
             found = rule(node, index) if rule is not None else None
             if found is None:
-                found = self.terms.entry(self._first_like(node), index)
+                found = self.terms.entry(self._first.like(node), index)
             self._known[key] = self._like(found, node.meta["val"])
         return self._known[key]
 
     def _like(self, term: Term, value: torch.Tensor) -> Term:
         """A term as promotion of types sees an entry of the tensor: of its dtype, and with or without dimensions."""
         return self.terms.with_rank(self._cast(term, value.dtype), is_scalar=value.dim() == 0)
-
-    def _first_like(self, node: fx.Node) -> fx.Node:
-        """The first node asked for that computes the same: `ids.eq(1).cumsum(1)` may be written once for each side."""
-        if node.op != "call_function" or node in self.program.draws:
-            return node
-        if node not in self._first:
-            same = fx.node.map_arg((node.args, node.kwargs), self._first_like)
-            self._first[node] = self._computed.setdefault((node.target, repr(same)), node)
-        return self._first[node]
 
     @property
     def _zero(self) -> Const:

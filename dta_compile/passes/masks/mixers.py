@@ -14,6 +14,7 @@ from dta_compile.passes.axes.layouts import through_copies
 from dta_compile.passes.axes.mixer_calls import mixer_calls
 from dta_compile.passes.axes.token_axis import own_mixer_calls
 from dta_compile.passes.contracts import contract
+from dta_compile.passes.graphs.nodes import First
 from dta_compile.passes.graphs.operators import RESHAPES
 from dta_compile.passes.masks.proof import Mask
 from dta_compile.passes.masks.stated import stated_mask
@@ -31,7 +32,7 @@ aten = torch.ops.aten
 )
 def mixers(program: Program) -> None:
     """Fill `program.mixers`; attention calls get the true KV heads and lose their mask, which is now a `Mask`."""
-    masks: dict[Any, AttentionMask] = {}
+    masks, first = dict[Any, AttentionMask](), First(program.draws)
     layers: list[MixerLayer] = []
     for index, node in enumerate(own_mixer_calls(program)):
         _require_token_wise(program, node)
@@ -41,6 +42,8 @@ def mixers(program: Program) -> None:
             continue
         query, key, value, *others = mixer.operands_of(node.args)
         masking = Masking(*node.args[len(mixer.operands) :])
+        if masking.segments is not None:
+            masking = masking._replace(segments=first.like(masking.segments))
         mask = _mask(program, node, masking, masks)
         causal = Masking.causal(masking.scale, masking.softcap)
         node.args = (query, *_with_true_heads(program, key, value), *others, *causal)

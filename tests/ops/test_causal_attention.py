@@ -1,0 +1,113 @@
+"""`dta_compile.attention` of a dense batch, against the softmax written out."""
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import dta_compile
+from dta_compile.errors import OptionError
+from dta_compile.ops import dense_attention
+
+SEGMENTS = st.lists(st.lists(st.integers(0, 3), min_size=7, max_size=7), min_size=2, max_size=2)
+
+
+def operands(heads=4, kv_heads=2, tokens=7, batch=2):
+    torch.manual_seed(0)
+    sizes = [(batch, heads, tokens, 3), (batch, kv_heads, tokens, 3), (batch, kv_heads, tokens, 5)]
+    return [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes]
+
+
+def written_out(query, key, value, segments=None, window=None, softcap=None, sinks=None, scale=None):
+    batch, heads, tokens, width = query.shape
+    key, value = (tensor.repeat_interleave(heads // key.shape[1], 1) for tensor in (key, value))
+    scores = query @ key.mT * (width**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    index = torch.arange(tokens)
+    allowed = (index <= index[:, None]).expand(batch, 1, -1, -1)
+    if window is not None:
+        allowed = allowed & (index[:, None] - index < window)
+    if segments is not None:
+        number = segments.long()
+        same = (number[:, :, None] == number[:, None]) & (number != 0)[:, None]
+        allowed = allowed & same[:, None]
+    scores = scores.masked_fill(~allowed, -1e300)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(batch, heads, tokens, 1)], -1)
+    weights = scores.softmax(-1)[..., :tokens] * allowed
+    return weights @ value
+
+
+def check(query, key, value, sinks=None, **settings):
+    leaves = [query, key, value, *([] if sinks is None else [sinks])]
+    actual = dta_compile.attention(query, key, value, sinks=sinks, **settings)
+    expected = written_out(query, key, value, sinks=sinks, **settings)
+    weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    mine, theirs = (torch.autograd.grad((out * weights).sum(), leaves) for out in (actual, expected))
+    torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    segments=st.none() | SEGMENTS,
+    window=st.sampled_from([None, 1, 3, 50]),
+    softcap=st.sampled_from([None, 0.5]),
+    has_sinks=st.booleans(),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    scale=st.sampled_from([None, 2.0]),
+    pairs=st.sampled_from([1, 10**6]),
+)
+@example([[1, 1, 1, 0, 0, 2, 2], [0, 0, 3, 1, 1, 3, 3]], 3, None, False, 2, None, 1)
+def test_as_the_softmax_written_out(segments, window, softcap, has_sinks, kv_heads, scale, pairs):
+    sinks = torch.linspace(-1, 2, 4, dtype=torch.float64).requires_grad_() if has_sinks else None
+    segments = None if segments is None else torch.tensor(segments)
+    with mock.patch.multiple(dense_attention, MOST_PAIRS=pairs, LEAST_ROWS=2):
+        check(*operands(kv_heads=kv_heads), sinks=sinks, segments=segments, window=window, softcap=softcap, scale=scale)
+
+
+def test_a_padding_mask_is_segments():
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0]])
+    check(*operands(), segments=padding)
+    check(*operands(), segments=padding.bool())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_summed_in_single_precision(dtype):
+    query, key, value = operands(tokens=40)
+    exact = dta_compile.attention(query, key, value, softcap=1.0)
+    rounded = dta_compile.attention(*(tensor.to(dtype) for tensor in (query, key, value)), softcap=1.0)
+    assert rounded.dtype is dtype
+    torch.testing.assert_close(rounded.double(), exact, rtol=0.02, atol=0.02)
+
+
+def test_under_autocast_as_torch_has_it():
+    query, key, value = (tensor.detach().float() for tensor in operands())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert dta_compile.attention(query, key, value).dtype is torch.bfloat16
+        assert dta_compile.attention(query, key, value, window=3).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"window": 0}, "window of attention is not positive"),
+        ({"softcap": -1.0}, "softcap of attention is not positive"),
+        ({"scale": 0.0}, "scale of attention is not positive"),
+        ({"segments": torch.ones(2, 6, dtype=torch.long)}, "segments of attention do not fit"),
+        ({"segments": torch.ones(2, 7)}, "segments of attention do not fit"),
+        ({"sinks": torch.ones(2)}, "one sink a head"),
+    ],
+)
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(OptionError, match=message):
+        dta_compile.attention(*operands(), **settings)
+
+
+@pytest.mark.parametrize("kv_heads", [0, 3])
+def test_heads_that_do_not_fit_are_refused(kv_heads):
+    with pytest.raises(OptionError, match="sizes of query, key and value do not fit"):
+        dta_compile.attention(*operands(kv_heads=kv_heads), window=2)

@@ -1,0 +1,203 @@
+"""`attn_implementation="dta"` and `dta_compile.attention` over the tree: against eager on every sequence alone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import dta_compile
+from dta_compile.errors import OptionError, RefusalError
+from tests.support.families import GQA, ONE, TOY, V
+from tests.support.helpers import FLOAT32_ISLANDS, assert_equal, make_batch, measure, random_loss, reference, rollouts
+from tests.support.inside import inside
+from tests.support.tiny import SMALL_CHUNKS, TinyLM, after, assert_same, weighted
+
+ROLLOUTS = rollouts(V)
+WINDOWED = {**GQA, "head_dim": 16, "sliding_window": 5}
+MODELS = {
+    "gemma2": {**WINDOWED, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0},
+    "vaultgemma": {**WINDOWED, **ONE, "attn_logit_softcapping": 1.0},
+    "gpt_oss": WINDOWED,
+    "granite_swa": {**WINDOWED, **ONE},
+    "qwen3": {**WINDOWED, **ONE},
+}
+
+
+class Dense(nn.Module):
+    """In the place of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(TOY["hidden_size"], TOY["hidden_size"])
+
+    def forward(self, hidden, *_):
+        return self.linear(hidden).tanh(), None
+
+
+def build(name, implementation):
+    config = transformers.AutoConfig.for_model(name, **MODELS[name])
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    for layer in model.model.layers if name == "gpt_oss" else ():
+        torch.manual_seed(2)
+        layer.mlp = Dense()
+    for parameter in model.parameters():
+        if parameter.shape == (4,):
+            nn.init.normal_(parameter)  # sinks
+    return model.double().train()
+
+
+def packed(model, _):
+    ids = torch.tensor([[token for sequence in ROLLOUTS for token in sequence]])
+    positions = torch.cat([torch.arange(len(sequence)) for sequence in ROLLOUTS])[None]
+    out = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    return nn.utils.rnn.pad_sequence(out[0].split([*map(len, ROLLOUTS)]), batch_first=True)
+
+
+def sizes_of(program):
+    """The tensors that prologue and chunk graphs make."""
+    joint = program.joint
+    graphs = [program.prologue, joint.forward, joint.backward, joint.cache_only, joint.forward_only]
+    for graph in graphs:
+        for node in graph.graph.nodes:
+            values = node.meta.get("val")
+            for value in values if isinstance(values, (tuple, list)) else [values]:
+                if isinstance(value, torch.Tensor):
+                    yield node, value.shape
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    torch._dynamo.reset()
+    batch = make_batch(ROLLOUTS)
+    loss = random_loss(batch, V)
+    expected = reference(build(name, "eager"), batch, loss)
+    model = build(name, "dta")
+    assert_equal(measure(model, model, batch, loss, packed), expected, FLOAT32_ISLANDS)
+    assert_equal(measure(model, model, batch, loss), expected, FLOAT32_ISLANDS)
+    compiled = torch.compile(model, backend="dta", options={"chunk_size": 4})
+    assert_equal(measure(compiled, model, batch, loss, packed), expected, FLOAT32_ISLANDS)
+    assert dta_compile.last_plan(compiled).segments is not None
+    assert_equal(measure(compiled, model, batch, loss), expected, FLOAT32_ISLANDS)
+    assert dta_compile.last_plan(compiled).stats.compression > 1.5
+    for engine in inside(compiled).engines:
+        tokens = engine.program.tokens
+        for node, shape in sizes_of(engine.program):
+            squares = [size for size in shape if isinstance(size, torch.SymInt) and size.node.expr == tokens]
+            assert len(squares) < 2, node.format_node()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_generation_keeps_the_setting(name):
+    """With a KV cache, from prompts padded at the left: as eager for each prompt alone."""
+    eager, model = (build(name, implementation).eval() for implementation in ("eager", "dta"))
+    batch = make_batch(ROLLOUTS[:4], padding="left")
+    wanted = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    found = model.generate(input_ids=batch.ids, attention_mask=batch.mask, **wanted)
+    for row, prompt in enumerate(ROLLOUTS[:4]):
+        alone = eager.generate(input_ids=torch.tensor([prompt]), **wanted)
+        assert torch.equal(found[row, -9:], alone[0, -9:])
+
+
+def test_checkpointed_layers():
+    torch._dynamo.reset()
+    batch = make_batch(ROLLOUTS)
+    loss, model = random_loss(batch, V), build("gemma2", "dta")
+    expected = measure(model, model, batch, loss, packed)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    compiled = torch.compile(model, backend="dta")
+    assert_equal(measure(compiled, model, batch, loss, packed), expected, FLOAT32_ISLANDS)
+    assert dta_compile.last_plan(compiled).stats.compression > 1.5
+
+
+def test_ends_of_sequences_tell_them_as_well():
+    """What collators give beside positions, for models that are called without positions."""
+    model, ids = build("qwen3", "dta"), torch.tensor([ROLLOUTS[0] + ROLLOUTS[1]])
+    ends = torch.tensor([0, len(ROLLOUTS[0]), ids.shape[1]], dtype=torch.int32)
+    positions = torch.cat([torch.arange(len(ROLLOUTS[0])), torch.arange(len(ROLLOUTS[1]))])[None]
+    told = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    # Positions that go on, shifted by a constant: rotary attention is the same.
+    longest = {"max_length_q": 17, "max_length_k": 17}
+    by_ends = model(input_ids=ids, use_cache=False, cu_seq_lens_q=ends, cu_seq_lens_k=ends, **longest).logits
+    torch.testing.assert_close(told, by_ends, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_is_refused():
+    model = build("gemma2", "dta")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with pytest.raises(OptionError, match="attention dropout"):
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+@pytest.mark.parametrize("first", ["dta_compile", "transformers"])
+def test_importing_the_package_is_enough(first):
+    second = {"dta_compile": "transformers", "transformers": "dta_compile"}[first]
+    program = (
+        f"import {first}, {second}\n"
+        "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS\n"
+        "assert 'dta' in ALL_ATTENTION_FUNCTIONS.valid_keys()"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True)
+
+
+class HandWritten(TinyLM):
+    """Attention by the public function, with all that it has."""
+
+    def __init__(self):
+        super().__init__(layers=2)
+        self.sinks = nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64))
+
+    def hidden(self, ids, segments, learned=None):
+        index = torch.arange(ids.shape[1])
+        begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+        x = self.embedding(ids) + self.position(index - (begins * index).cummax(1).values)
+        if learned is not None:
+            segments = segments + (x.sum(-1) > 0) if learned == "segments" else segments
+        for i, block in enumerate(self.blocks):
+            y = block.norm(x)
+            query = block.query(y).unflatten(-1, (4, -1)).transpose(1, 2)
+            key, value = block.key_value(y).unflatten(-1, (2, 2, -1)).permute(2, 0, 3, 1, 4)
+            sinks = self.sinks if learned != "sinks" else self.sinks * x.mean((0, 1, 2))
+            special = {"window": 3, "softcap": 0.5} if i else {"sinks": sinks}
+            y = dta_compile.attention(query, key, value, segments=segments, **special)
+            x = x + block.out(y.transpose(1, 2).flatten(2))
+        return self.norm(x)
+
+    def forward(self, ids, segments, learned=None):
+        return self.head(self.hidden(ids, segments, learned))
+
+
+IDS = torch.tensor([[1, 2, 3, 4, 1, 2, 3, 5, 1, 0], [1, 2, 3, 4, 4, 1, 2, 0, 0, 0]])
+SEGMENTS = torch.tensor([[7, 7, 7, 7, 2, 2, 2, 2, 5, 0], [1, 1, 1, 1, 1, 3, 3, 0, 0, 0]])
+
+
+def test_hand_written_attention():
+    torch._dynamo.reset()
+    model = HandWritten()
+    compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+
+    def step(run):
+        out = torch.where((SEGMENTS != 0)[..., None], run(IDS, SEGMENTS), 0)
+        weighted(out).backward()
+        return out.detach()
+
+    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+    plan = dta_compile.last_plan(compiled)
+    assert (plan.stats.tokens, plan.stats.tree_tokens) == (16, 6)
+    text = str(dta_compile.explain(model, IDS, SEGMENTS))
+    assert "causal, window 3, real tokens where" in text and "a sequence for each" in text
+
+
+@pytest.mark.parametrize("learned", ["segments", "sinks"])
+def test_what_depends_on_tokens_is_refused(learned):
+    torch._dynamo.reset()
+    compiled = torch.compile(HandWritten(), backend="dta")
+    with pytest.raises(RefusalError, match=r"segments of attention are not|sinks depend on|mixed before"):
+        compiled(IDS, SEGMENTS, learned)

@@ -50,7 +50,8 @@ def explain_refusal(error: RefusalError) -> Explanation:
 def explain_engine(engine: Intercepted, args: Sequence[Any]) -> Explanation:
     """The report of a call that runs over a tree: its prologue and plan are run, its token region is not."""
     program = engine.program
-    call = plan_call(engine.begin(args), "transparent" if program.training else "score")
+    mode = "transparent" if program.training else "score"
+    call = plan_call(engine.begin(args), mode, [not value.is_cache for value in program.frontier])
     regions = _regions(program)
     attention = _attention(program, call.masks.classes)
     prefix_key = tuple(_input(program, item) for item in program.trunk_keys)

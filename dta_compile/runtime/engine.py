@@ -22,6 +22,7 @@ from dta_compile.runtime.calls.sizes import Sizes
 from dta_compile.runtime.measure.calibration import Calibration
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.replay.lease import ReplayCache
+from dta_compile.runtime.returned_cache import ReturnedCache
 from dta_compile.runtime.transparent import TreeFunction, no_autocast
 from dta_compile.runtime.verification.self_check import self_check, verified
 
@@ -74,20 +75,25 @@ class Engine:
             assert self.last_plan is not None
             self.last_plan.estimates.self_check = verdict
             return outputs
-        return self.run(args).outputs
+        return self.run(args, cache_now=False).outputs
 
-    def run(self, args: Sequence[Any]) -> Run:
-        """A call under ordinary autograd."""
-        call = self.planned(args, "transparent" if self.program.training and torch.is_grad_enabled() else "score")
+    def run(self, args: Sequence[Any], cache_now: bool = True) -> Run:
+        """A call under ordinary autograd; a KV cache among its outputs is computed now, or when it is read."""
+        mode = "transparent" if self.program.training and torch.is_grad_enabled() else "score"
+        call = self.planned(args, mode, cache_now)
         parameters = [args[spec.index] for spec in self.program.region_parameters]
         with no_autocast():
             frontier = TreeFunction.apply(call, *parameters)
+        if not all(call.wanted):
+            cache = ReturnedCache(call)
+            frontier = [cache.tensor(i) if value is None else value for i, value in enumerate(frontier)]
         return Run(call, frontier, self.outputs_of(call, frontier), functools.partial(self.outputs_of, call))
 
-    def planned(self, args: Sequence[Any], mode: str) -> PlannedCall:
+    def planned(self, args: Sequence[Any], mode: str, with_cache: bool = True) -> PlannedCall:
         """A call with its prologue run and its plan; before the first one goes on, the program is checked."""
+        wanted = [with_cache or not value.is_cache for value in self.program.frontier]
         with no_autocast():
-            call = plan_call(self.begin(args), mode)
+            call = plan_call(self.begin(args), mode, wanted)
             self.last_plan = call.plan
         if call.rows.tree.num_rows and self._is_check_due(mode):
             self.checked = True

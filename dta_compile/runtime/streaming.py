@@ -184,7 +184,7 @@ class Stream:
             parameters = [call.args[spec.index] for spec in program.region_parameters]
             executor.path.allocate_gradients()
             totals = accumulators(executor.joint, parameters, executor.lease)
-            buffers = _buffers(program, executor)
+            buffers = _buffers(call, executor)
             rows = _Rows(call, buffers, sources, loss_fn)
             with_sums = dataclasses.replace(buffers, accumulators=tuple(totals))
             executor.run(call.plan.schedule.ops, with_sums, on_attach=rows.attach)
@@ -225,15 +225,15 @@ def _under_current_autocast(function: Callable[..., torch.Tensor]) -> Callable[.
     return run
 
 
-def _buffers(program: Program, executor: Executor) -> ScheduleBuffers:
+def _buffers(call: PlannedCall, executor: Executor) -> ScheduleBuffers:
     """Buffers for the rows of the current path."""
-    frontier, heads, device = program.frontier, len(executor.head_rows), executor.path.device
+    frontier, heads, device = call.program.frontier, len(executor.head_rows), executor.path.device
     differentiated = executor.joint.differentiated
     gradients = [
         gradient_buffer(PathRows, value, heads, device) if i in differentiated else None
         for i, value in enumerate(frontier)
     ]
-    outputs = output_buffers(PathRows, frontier, heads, device, training=True)
+    outputs = output_buffers(PathRows, frontier, call.wanted, heads, device, training=True)
     return ScheduleBuffers(outputs, gradients)
 
 
@@ -284,8 +284,9 @@ class _Rows:
                 self._add(i, grad, row)
 
     def _leaf(self, index: int, row: int) -> torch.Tensor:
-        value = self.call.program.frontier[index]
-        dense = self.call.layout.expand_row(index, self.buffers.outputs[index], row)
+        value, buffer = self.call.program.frontier[index], self.buffers.outputs[index]
+        assert buffer is not None, "a streaming step computes all frontier values"
+        dense = self.call.layout.expand_row(index, buffer, row)
         return dense.requires_grad_(self.buffers.gradients[index] is not None or value.is_cache)
 
     def _add(self, index: int, grad: torch.Tensor, row: int) -> None:

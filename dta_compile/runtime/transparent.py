@@ -45,17 +45,21 @@ class TreeFunction(torch.autograd.Function):
     """Dense frontier values of a call as a function of the region's parameters."""
 
     @staticmethod
-    def forward(ctx: Any, call: PlannedCall, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the forward half of the schedule; returns the dense frontier values."""
+    def forward(ctx: Any, call: PlannedCall, *parameters: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Run the forward half of the schedule; returns the dense frontier values, None for those not wanted."""
         call, (executor, rows, backward_half) = _or_keeping_nothing(call, forward_half)
         if not backward_half:
             call.record(executor)
-        outputs = tuple(call.layout.expand(i, rows.pop(0)) for i in range(len(rows)))
+        outputs = tuple(None if (one := rows.pop(0)) is None else call.layout.expand(i, one) for i in range(len(rows)))
         ctx.call, ctx.executor, ctx.backward_half = call, executor, backward_half
         ctx.save_for_backward(*parameters, *call.reread())
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
-            *(out for out, value in zip(outputs, call.program.frontier, strict=True) if not value.differentiable)
+            *(
+                out
+                for out, value in zip(outputs, call.program.frontier, strict=True)
+                if out is not None and not value.differentiable
+            )
         )
         return outputs
 
@@ -128,11 +132,11 @@ def _or_keeping_nothing(call: PlannedCall, run: Callable[[PlannedCall], Result])
     return call, run(call)
 
 
-def forward_half(call: PlannedCall) -> tuple[Executor, list[RowBuffer], Sequence[Op]]:
-    """Run a schedule up to its attach op; the executor, rows of the frontier values, and what is left of the ops."""
+def forward_half(call: PlannedCall) -> tuple[Executor, list[RowBuffer | None], Sequence[Op]]:
+    """Run a schedule up to its attach op; the executor, rows of frontier values, and what is left of the ops."""
     executor, training = call.executor(), call.plan.schedule.mode != "score"
     heads, device = len(executor.head_rows), executor.path.device
-    outputs = output_buffers(AllRows, call.program.frontier, heads, device, training)
+    outputs = output_buffers(AllRows, call.program.frontier, call.wanted, heads, device, training)
     left = executor.run(call.plan.schedule.ops, ScheduleBuffers(outputs), on_attach=lambda sequences: False)
     return executor, outputs, left
 

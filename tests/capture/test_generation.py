@@ -10,6 +10,7 @@ from torch import nn
 
 import dta_compile
 from dta_compile.errors import RefusalError, RuntimeContractError
+from tests.support.inside import inside
 
 transformers = pytest.importorskip("transformers")
 
@@ -107,6 +108,36 @@ def test_gradients_through_the_returned_cache_are_refused(model):
     assert torch.allclose(keys, eager(input_ids=ids).past_key_values.layers[0].keys, atol=1e-6)
     with pytest.raises(RuntimeContractError, match="KV cache"):
         keys.sum().backward()
+
+
+def test_a_cache_that_nobody_reads_is_not_computed(model):
+    eager = copy.deepcopy(model)
+    model.compile(backend="dta", options={"verify": "off"})
+    ids = fork(prompts()[0])
+    output = model(input_ids=ids)
+    (executed,) = inside(model).engines
+    assert any(value.is_cache for value in executed.program.frontier)
+    output.logits.sum().backward()
+    eager(input_ids=ids).logits.sum().backward()
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert_close([mine.grad], [theirs.grad])
+    expected = eager(input_ids=ids).past_key_values
+    for mine, theirs in zip(output.past_key_values.layers, expected.layers, strict=True):
+        assert type(mine.keys) is not torch.Tensor and mine.keys.shape == theirs.keys.shape
+        assert mine.keys.stride() == mine.keys.detach().stride()
+        assert_close([mine.keys.detach(), copy.deepcopy(mine.values)], [theirs.keys, theirs.values])
+    with torch.no_grad():
+        more = eager(input_ids=ids[:, :2], past_key_values=output.past_key_values).logits
+        assert_close([more], [eager(input_ids=ids[:, :2], past_key_values=expected).logits])
+
+
+def test_a_cache_cannot_be_read_once_the_model_has_changed(model):
+    model.compile(backend="dta", options={"verify": "off"})
+    output = model(input_ids=prompts()[0])
+    output.logits.sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeContractError, match="KV cache is computed when it is read"):
+        output.past_key_values.layers[0].keys.detach()
 
 
 def test_scoring_without_a_cache_runs_over_the_tree(model):

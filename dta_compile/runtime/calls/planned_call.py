@@ -6,6 +6,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -34,11 +35,13 @@ class PlannedCall(Call):
         masks: what its masks are.
         layout: where its values lie.
         plan: its tree and schedule.
+        wanted: by frontier value, whether it is computed.
     """
 
     masks: ReadMasks
     layout: BatchLayout
     plan: Plan
+    wanted: Sequence[bool]
 
     @property
     def rows(self) -> BatchRows:
@@ -91,9 +94,10 @@ class PlannedCall(Call):
         return ChunkData(parameters, [self.dense[node] for node in program.constant_inputs], trunk, head)
 
 
-def plan_call(call: Call, mode: str) -> PlannedCall:
-    """Read the masks of a call, build its tree and rows, and choose a schedule."""
-    program, masks, used = call.program, call.read_masks(), call.used()
+def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
+    """Read the masks of a call, build its tree and rows, and choose a schedule for the frontier values `wanted`."""
+    program, masks = call.program, call.read_masks()
+    used = [one if is_wanted else np.zeros_like(one) for one, is_wanted in zip(call.used(), wanted, strict=True)]
     # Without padding, sequences that are rows agree on the columns of their tokens.
     is_even = masks.starts is None and bool(masks.valid.all())
     by_column = [item for item in program.trunk_keys if not item.layout.is_over_sequences]
@@ -109,10 +113,11 @@ def plan_call(call: Call, mode: str) -> PlannedCall:
     plan = make_plan(tree, call.context.options, mode=mode, limits=limits, segments=tokens.segments)
     if plan.prefix_tree is not tree:  # the plan does not share prefixes
         rows = BatchRows.of(tokens, plan.prefix_tree, head_keys, used_by_any)
-    plan.estimates.peak_bytes = _peak_bytes(call, rows, plan)
-    layout = BatchLayout.of(program.frontier, rows, used, call.window, call.device, by_sequence=mode == "streaming")
+    plan.estimates.peak_bytes = _peak_bytes(call, rows, plan, wanted)
+    needed = [one if is_wanted else None for one, is_wanted in zip(used, wanted, strict=True)]
+    layout = BatchLayout.of(program.frontier, rows, needed, call.window, call.device, by_sequence=mode == "streaming")
     known = call.context, call.args, call.dense, call.batch, call.tokens, call.device
-    return PlannedCall(*known, masks=masks, layout=layout, plan=plan)
+    return PlannedCall(*known, masks=masks, layout=layout, plan=plan, wanted=wanted)
 
 
 def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
@@ -130,9 +135,9 @@ def _footprint(call: Call) -> Footprint:
     return Footprint(joint.token_bytes, joint.head_bytes, joint.kv_bytes, joint.working)
 
 
-def _peak_bytes(call: Call, rows: BatchRows, plan: Plan) -> float:
+def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, wanted: Sequence[bool]) -> float:
     """Most bytes that a call and its backward allocate at one time."""
-    joint, frontier = call.program.joint, call.program.frontier
+    joint, frontier = call.program.joint, list(compress(call.program.frontier, wanted))
     first, second = peak_bytes(rows.tree, plan.schedule, _footprint(call), rows.head_starts)
     stack = joint.kv_bytes * plan.simulation.peak_stack_tokens
     heads = len(rows.head_positions)

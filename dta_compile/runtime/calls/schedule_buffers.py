@@ -23,13 +23,13 @@ class ScheduleBuffers:
     """The buffers of a part of a schedule; those that none of its ops reads or writes may be left out.
 
     Attributes:
-        outputs: rows of every frontier value, written by ops with `out`.
+        outputs: rows of every frontier value, written by ops with `out`; None: it is not asked for.
         gradients: rows of every frontier value's gradient; None: nothing uses the value, its gradient is zero.
         accumulators: per parameter that receives a gradient, as `accumulators` makes them.
         active: `[H]` head rows with a gradient; None: not known before the ops run.
     """
 
-    outputs: Sequence[RowBuffer] = ()
+    outputs: Sequence[RowBuffer | None] = ()
     gradients: Sequence[RowBuffer | None] = ()
     accumulators: Sequence[torch.Tensor] = ()
     active: npt.NDArray[np.bool_] | None = None
@@ -37,8 +37,9 @@ class ScheduleBuffers:
     def write(self, heads: Rows, results: Sequence[torch.Tensor]) -> None:
         """Store the frontier values `[rows, *features]` of some head rows, and make room for their gradients."""
         for output, result in zip(self.outputs, results, strict=True):
-            output.acquire(heads)
-            output.write(heads, result)
+            if output is not None:
+                output.acquire(heads)
+                output.write(heads, result)
         for gradient in self.gradients:
             if gradient is not None:
                 gradient.acquire(heads)
@@ -51,12 +52,20 @@ class ScheduleBuffers:
 
 
 def output_buffers(
-    kind: type[RowBuffer], frontier: Sequence[FrontierValue], head_rows: int, device: torch.device, training: bool
-) -> list[RowBuffer]:
-    """Empty buffers for all frontier values."""
-    buffers = [kind(head_rows, value.features, value.dtype, device) for value in frontier]
-    if training:
-        for buffer in buffers:
+    kind: type[RowBuffer],
+    frontier: Sequence[FrontierValue],
+    wanted: Sequence[bool],
+    head_rows: int,
+    device: torch.device,
+    training: bool,
+) -> list[RowBuffer | None]:
+    """Empty buffers for the frontier values `wanted`."""
+    buffers = [
+        kind(head_rows, value.features, value.dtype, device) if is_wanted else None
+        for value, is_wanted in zip(frontier, wanted, strict=True)
+    ]
+    for buffer in buffers if training else ():
+        if buffer is not None:
             next_to_zero(buffer.padding)
     return buffers
 

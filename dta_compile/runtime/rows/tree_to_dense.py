@@ -25,7 +25,7 @@ class BatchLayout:
     Attributes:
         batch: sequences of the batch.
         device: of the dense values.
-        maps: per frontier value the head row of every entry.
+        maps: per frontier value the head row of every entry; None where the value is not computed.
         uncovered: per frontier value `[entries]` at padding that the outputs depend on, if there are any.
     """
 
@@ -33,7 +33,7 @@ class BatchLayout:
     rows: BatchRows
     batch: int
     device: torch.device
-    maps: Sequence[torch.Tensor]
+    maps: Sequence[torch.Tensor | None]
     uncovered: Sequence[Booleans | None]
 
     @classmethod
@@ -41,7 +41,7 @@ class BatchLayout:
         cls,
         frontier: Sequence[FrontierValue],
         rows: BatchRows,
-        used: Sequence[Booleans],
+        used: Sequence[Booleans | None],
         window: Window,
         device: torch.device,
         by_sequence: bool,
@@ -49,12 +49,16 @@ class BatchLayout:
         """The layout of a batch.
 
         Args:
-            used: `[B, S]` tokens at which each frontier value is used.
+            used: `[B, S]` tokens at which each frontier value is used; None: it is not computed.
             window: `(start, length)` of a frame.
             by_sequence: dense values are wanted sequence by sequence; then rows are looked up on the host.
         """
-        valid, maps, uncovered = rows.tokens.valid, list[torch.Tensor](), list[Booleans | None]()
+        valid, maps, uncovered = rows.tokens.valid, list[torch.Tensor | None](), list[Booleans | None]()
         for value, one in zip(frontier, used, strict=True):
+            if one is None:
+                maps.append(None)
+                uncovered.append(None)
+                continue
             of_value = window(value.layout.frame)
             maps.append(upload(_entries(rows.head_rows, of_value), torch.device("cpu") if by_sequence else device))
             padding = _entries(one & ~valid, of_value)
@@ -64,7 +68,7 @@ class BatchLayout:
     def expand(self, index: int, buffer: RowBuffer) -> torch.Tensor:
         """The rows of a frontier value in its dense layout; next to zero at padding and where it is not used."""
         value = self.frontier[index]
-        dense = buffer.gather(self.maps[index])
+        dense = buffer.gather(self._map(index))
         return self._from_entries(value, dense, self.batch)
 
     def padding(self, index: int) -> torch.Tensor | None:
@@ -78,15 +82,20 @@ class BatchLayout:
     def expand_row(self, index: int, buffer: RowBuffer, row: int) -> torch.Tensor:
         """As `expand`, for one sequence: the batch axis has size one."""
         value = self.frontier[index]
-        entries = buffer.gather(self._row_of(self.maps[index], row))
+        entries = buffer.gather(self._row_of(self._map(index), row))
         return self._from_entries(value, entries, batch=1)
 
     def add_row_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor, row: int) -> torch.Tensor | None:
         """Add the gradient of `expand_row` to its rows; returns what `refuse_padding` asks for."""
         value, uncovered = self.frontier[index], self.uncovered[index]
         entries = _to_entries(value, grad, batch=1)
-        buffer.add(self._row_of(self.maps[index], row), entries)
+        buffer.add(self._row_of(self._map(index), row), entries)
         return None if uncovered is None else _which_are_used(entries, self._row_of(uncovered, row))
+
+    def _map(self, index: int) -> torch.Tensor:
+        found = self.maps[index]
+        assert found is not None, "a frontier value that is not computed"
+        return found
 
     def _row_of(self, entries: Any, row: int) -> Any:
         return entries.reshape(self.batch, -1)[row]
@@ -112,7 +121,7 @@ class BatchLayout:
         entries = _to_entries(value, grad, self.batch)
         if uncovered is not None and (used := _which_are_used(entries, uncovered)) is not None:
             self.refuse_padding(index, used)
-        buffer.add(self.maps[index], entries)
+        buffer.add(self._map(index), entries)
 
     def refuse_padding(self, index: int, used: torch.Tensor) -> None:
         """Raise if a gradient came for any entry at padding; `used` says which, bool `[n]`. Waits for the device."""

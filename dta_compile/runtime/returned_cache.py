@@ -1,0 +1,108 @@
+"""The KV cache among a training call's outputs (transformers' default): nobody reads it as a rule, so it costs nothing
+until somebody does.
+
+Keys and values of the whole batch are then computed in another forward over the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from dta_compile.errors import RuntimeContractError
+from dta_compile.passes.program import FrontierValue
+from dta_compile.runtime.calls.planned_call import PlannedCall, plan_call
+from dta_compile.runtime.transparent import forward_half, gradient_of_cache, no_autocast
+
+__all__ = ["ReturnedCache"]
+
+
+class ReturnedCache:
+    """Keys and values of a call, by frontier value; all of them are computed when the first one is read."""
+
+    def __init__(self, call: PlannedCall) -> None:
+        self.call = call
+        parameters = [call.args[spec.index] for spec in call.program.region_parameters]
+        self.versions = [(value, value._version) for value in (*parameters, *call.reread())]
+        self.values: list[torch.Tensor | None] | None = None
+
+    def tensor(self, index: int) -> OnDemand:
+        """A tensor in the place of a frontier value."""
+        value = self.call.program.frontier[index]
+        sizes = [int(self.call.context.sizes.number(size, self.call.args)) for size in value.node.meta["val"].shape]
+        return OnDemand(self, index, value, sizes, self.call.device)
+
+    def value(self, index: int) -> torch.Tensor:
+        """The dense frontier value."""
+        if self.values is None:
+            self.values = self._computed()
+        found = self.values[index]
+        assert found is not None
+        return found
+
+    def _computed(self) -> list[torch.Tensor | None]:
+        if any(value._version != version for value, version in self.versions):
+            raise RuntimeContractError(
+                "the returned KV cache is computed when it is read, and what it is computed from has changed since",
+                expected="the parameters and inputs of the call",
+                got="others, after an optimizer's step perhaps",
+                hint="read past_key_values before that, or call the model under torch.no_grad() for a KV cache",
+            )
+        wanted = [value.is_cache for value in self.call.program.frontier]
+        with torch.no_grad(), no_autocast():
+            call = plan_call(self.call, "score", wanted)
+            executor, rows, _ = forward_half(call)
+            call.record(executor)
+            return [None if one is None else call.layout.expand(i, one) for i, one in enumerate(rows)]
+
+
+class OnDemand(torch.Tensor):
+    """A tensor of a returned KV cache; any operator on it computes the cache first."""
+
+    cache: ReturnedCache
+    number: int  # of the frontier value
+
+    @staticmethod
+    def __new__(
+        cls: type[OnDemand],
+        cache: ReturnedCache,
+        index: int,
+        value: FrontierValue,
+        sizes: Sequence[int],
+        device: torch.device,
+    ) -> OnDemand:
+        """`value` of these sizes."""
+        strides, step = [0] * len(sizes), 1
+        for dim in reversed(value.memory_order):
+            strides[dim], step = step, step * max(sizes[dim], 1)
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(sizes), strides=tuple(strides), dtype=value.dtype, device=device
+        )
+        made.cache, made.number = cache, index
+        if value.differentiable and torch.is_grad_enabled():
+            made.requires_grad_()
+
+            def refuse(grad: torch.Tensor) -> None:
+                raise gradient_of_cache(value)
+
+            made.register_hook(refuse)
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = pytree.tree_map_only(cls, lambda one: one.cache.value(one.number), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"OnDemand(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.cache.value(self.number).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.cache.value(self.number).__reduce_ex__(protocol)

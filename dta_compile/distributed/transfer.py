@@ -19,9 +19,11 @@ IntArray = npt.NDArray[np.int64]
 class RowLocations:
     """Where all rows of the group lie: the same arrays on every rank.
 
+    Where rows of tensors are packed, a row is one sequence of several in the same row of the tensors.
+
     Attributes:
         rank: `[N]` the rank that has the row.
-        row: `[N]` its number there.
+        row: `[N]` its number in the tensors there.
         start: `[N]` column of its first token there.
         shapes: `[K]` rows and columns of every rank's rectangle.
     """

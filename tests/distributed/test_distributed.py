@@ -133,6 +133,62 @@ def test_padding_and_fields_of_rows():
     assert shard.to_owners(shard.batch["old"], fill=-1.0).tolist() == [[-1, 0.5, 1, -1], [2, 2.5, 3, 3.5], [-1] * 4]
 
 
+def packed_rows(*rows):
+    """A packed batch of sequences of ids, by rows of equal widths."""
+    ids = torch.tensor([[token for one in row for token in one] for row in rows], dtype=torch.long)
+    positions = torch.tensor([[place for one in row for place in range(len(one))] for row in rows], dtype=torch.long)
+    return {"input_ids": ids, "position_ids": positions, "labels": ids, "advantages": torch.randn(ids.shape)}
+
+
+def test_sequences_of_packed_rows_are_dealt_out_one_by_one():
+    rows = [[5, 6, 7], [5], [1, 2]], [[5, 6], [1, 2, 3, 4]]
+    batch = packed_rows(*rows) | {"per_head": torch.randn(2, 6, 3)}
+    shard = distributed.scatter(batch, packed="position_ids")
+    in_order = packed_rows(sorted(rows[0] + rows[1]))
+    assert shard.rows == 5 and shard.costs == [7]
+    assert all(torch.equal(shard.batch[name], in_order[name]) for name in ("input_ids", "position_ids", "labels"))
+    assert all(torch.equal(shard.to_owners(shard.batch[name]), values) for name, values in batch.items())
+
+
+@pytest.mark.parametrize("batch", [packed_rows([]), packed_rows([[3]]), packed_rows([[3, 4], [3]])])
+def test_padding_of_a_packed_row_goes_on_with_no_sequence(batch):
+    shard = distributed.scatter(batch, packed="position_ids")
+    count = batch["input_ids"].numel()
+    assert all(values.shape == (1, 8) for values in shard.batch.values())
+    assert shard.batch["labels"][:, count:].eq(-100).all() and not shard.batch["input_ids"][:, count:].any()
+    numbered = pytest.importorskip("transformers.masking_utils").find_packed_sequence_indices
+    restarts = numbered(shard.batch["position_ids"])[0, count:]
+    assert restarts.tolist() == list(range(shard.rows, shard.rows + 8 - count))
+    assert torch.equal(shard.to_owners(shard.batch["labels"]), batch["labels"])
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"attention_mask": torch.ones(1, 6)}, {}, r"mask 'attention_mask'(.*\n)*.*mask=None"),
+        ({"reward": torch.zeros(1)}, {}, r"'reward' is not one entry per token(.*\n)*.*value of its sequence"),
+        ({"position_ids": None}, {}, "no 'position_ids'"),
+        ({"position_ids": torch.rand(1, 6)}, {}, "no 'position_ids'"),
+        ({"position_ids": torch.tensor([[0, 1, 5, 6, 0, 1]])}, {}, r"begin at 0\n.*row 0, token 2(.*\n)*.*got: 5"),
+        ({}, {"padding": {"position_ids": 1}}, "padding of 'position_ids'"),
+        ({}, {"per_row": "labels"}, "'labels' per row"),
+    ],
+)
+def test_what_packed_rows_cannot_have_is_an_error(change, options, message):
+    batch = packed_rows([[1, 2], [1, 3], [4, 5]]) | change
+    batch = {name: values for name, values in batch.items() if values is not None}
+    with pytest.raises((RuntimeContractError, OptionError), match=message):
+        distributed.scatter(batch, packed="position_ids", **options)
+
+
+def test_values_of_packed_rows_are_per_token():
+    shard = distributed.scatter(packed_rows([[1, 2], [1, 3], [4, 5]]), packed="position_ids")
+    with pytest.raises(OptionError, match="'values' per row"):
+        shard.to_owners(torch.zeros(1, 8), per_token=False)
+    with pytest.raises(RuntimeContractError, match="not one entry per token"):
+        shard.to_owners(torch.zeros(1))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -224,6 +224,36 @@ def rows_come_back() -> None:
     assert torch.equal(shard.to_owners(per_head)[..., 1], 10 * batch["input_ids"])
 
 
+def sequences_of(batch: dict[str, torch.Tensor], count: int | None = None) -> list[tuple[object, ...]]:
+    """The first sequences of packed rows, each with its tokens of all fields."""
+    tokens = zip(*(values.flatten().tolist() for values in batch.values()), strict=True)
+    begins = list(batch).index("position_ids")
+    found: list[tuple[object, ...]] = []
+    for token in tokens:
+        found = [*found, (token,)] if token[begins] == 0 else [*found[:-1], (*found[-1], token)]
+    return found[:count]
+
+
+def sequences_of_packed_rows_come_back() -> None:
+    """Every sequence is dealt to one rank and whole, also where ranks bring nothing or are left without one."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step, packed in enumerate([(2, 12), (0, 5), (1, 0), (1, 3)]):
+        random = torch.Generator().manual_seed(100 * step + rank)
+        shape = packed if step == 0 or rank == 0 else (1, 0)
+        ids = torch.randint(0, 3, shape, generator=random)
+        positions = torch.arange(shape[1]).expand(shape) % (3 + rank)
+        batch = {"input_ids": ids, "position_ids": positions, "advantages": torch.randn(shape, generator=random)}
+        shard = distributed.scatter(batch, packed="position_ids")
+        dealt, everything = sequences_of(shard.batch, shard.rows), [None] * world
+        assert shard.batch["input_ids"].shape[0] == 1 and shard.batch["input_ids"].shape[1] >= 8
+        assert [[token[0] for token in one] for one in dealt] == sorted([token[0] for token in one] for one in dealt)
+        dist.all_gather_object(everything, (sequences_of(batch), dealt))
+        brought, after = ([one for part in parts for one in part] for parts in zip(*everything, strict=True))
+        assert sorted(brought) == sorted(after)
+        assert all(torch.equal(shard.to_owners(shard.batch[name]), values) for name, values in batch.items())
+        assert step or all(part for _, part in everything)
+
+
 def a_bad_batch_is_an_error_everywhere() -> None:
     from dta_compile.errors import RuntimeContractError
 
@@ -241,6 +271,7 @@ def a_bad_batch_is_an_error_everywhere() -> None:
 # By name: on how many ranks they run, and what they do.
 SCENARIOS = {
     "rows come back": ((2, 4), rows_come_back),
+    "packed rows come back": ((2, 4), sequences_of_packed_rows_come_back),
     "a bad batch": ((2, 4), a_bad_batch_is_an_error_everywhere),
     "ddp": ((2, 4), lambda: train("ddp", clip=0.05)),
     "ddp, rows as they are": ((4,), lambda: train("ddp", scatter=False)),

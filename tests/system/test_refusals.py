@@ -1,5 +1,7 @@
 """What cannot be proven equivalent is refused: by name, with the user's line and what to do instead."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -274,27 +276,6 @@ def test_a_graph_break_inside_the_model_names_its_line():
     assert "test_refusals.py" in error.where
 
 
-def test_packed_rows_by_position_ids_are_refused_at_the_call():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        num_hidden_layers=1,
-        num_attention_heads=HEADS,
-        num_key_value_heads=1,
-        use_cache=False,
-    )
-    torch._dynamo.reset()
-    compiled = torch.compile(transformers.Qwen2ForCausalLM(config), backend="dta")
-    ids, positions = torch.randint(0, VOCABULARY, (3, 9)), torch.arange(9).expand(3, 9).contiguous()
-    assert compiled(ids, position_ids=positions).logits.shape == (3, 9, VOCABULARY)
-    packed = positions.clone()
-    packed[1, 5:] = torch.arange(4)
-    with pytest.raises(RuntimeContractError, match="several packed sequences"):
-        compiled(ids, position_ids=packed)
-
-
 def over_pairs(q, k):
     return q @ k.transpose(-1, -2) / 3
 
@@ -335,6 +316,49 @@ def test_attention_in_any_other_spelling_is_refused(mix):
         torch.compile(OneLayer(mix), backend="dta")(torch.randint(0, VOCABULARY, (3, 9)))
     assert "test_refusals.py" in caught.value.where
     assert "scaled_dot_product_attention" in caught.value.expected
+
+
+def scores_of(q, k):
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    return (q @ k.mT).masked_fill(later, float("-inf"))
+
+
+class Special(OneLayer):
+    """Attention written out, with one thing that scaled_dot_product_attention does not have."""
+
+    def __init__(self, kind):
+        super().__init__(lambda q, k, v: self.attend(q, k, v))
+        self.kind, self.sinks = kind, nn.Parameter(torch.ones(HEADS))
+        self.bias = nn.Parameter(torch.ones(HEADS, 1, 1))
+
+    def attend(self, q, k, v):
+        scores = scores_of(q, k)
+        if self.kind == "soft cap":
+            scores = (scores / 5).tanh() * 5
+        if self.kind == "sinks":
+            scores = torch.cat([scores, self.sinks[None, :, None, None].expand(*scores.shape[:-1], 1)], -1)
+            return scores.softmax(-1)[..., :-1] @ v
+        if self.kind == "learned bias":
+            scores = scores + self.bias
+        if self.kind == "sparse":
+            scores = scores + torch.where(q.sum(-1, keepdim=True) > 0, 0.0, -1e9).mT
+        return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("kind", "got", "hint"),
+    [
+        ("soft cap", r"a soft cap \(tanh\)", r"dta_compile.attention\(softcap=...\)"),
+        ("sinks", "attention sinks", r"dta_compile.attention\(sinks=...\)"),
+        ("learned bias", "a learned bias", "bias of their own"),
+        ("sparse", "computed from activations", "not supported"),
+    ],
+)
+def test_what_is_special_about_attention_is_named(kind, got, hint):
+    torch._dynamo.reset()
+    with pytest.raises(RefusalError) as caught:
+        torch.compile(Special(kind), backend="dta")(torch.randint(0, VOCABULARY, (3, 9)))
+    assert re.search(got, caught.value.got) and re.search(hint, caught.value.hint)
 
 
 def test_models_without_attention_say_that_they_share_nothing_and_losses_say_nothing(caplog):

@@ -64,7 +64,9 @@ class Mask:
 
     def __init__(self, program: Program, mask: fx.Node) -> None:
         self.program, self.mask, self.where = program, mask, where(mask)
-        if ancestors([mask]) & program.parameter_dependent:
+        if learned := ancestors([mask]) & program.parameter_dependent:
+            if mask.meta["val"].dtype is torch.bool or any("topk" in str(node.target) for node in learned):
+                raise self.refusal("a learned sparse mask: the model chooses keys", "use a causal mask")
             raise self.refusal("a bias computed from parameters", "add no learned bias to the attention scores")
         assert program.tokens is not None
         self.sizes = {"query": program.tokens, "key": program.tokens}

@@ -34,6 +34,10 @@ class CausalMask(NamedTuple):
     segments: torch.Tensor | None
     window: int | None
 
+    def contiguous(self) -> CausalMask:
+        """As transformers asks of the masks that it makes ahead for a static cache."""
+        return self._replace(segments=None if self.segments is None else self.segments.contiguous())
+
 
 def attention_mask(
     batch_size: int,

@@ -102,6 +102,9 @@ def test_generation_keeps_the_setting(name):
     for row, prompt in enumerate(ROLLOUTS[:4]):
         alone = eager.generate(input_ids=torch.tensor([prompt]), **wanted)
         assert torch.equal(found[row, -9:], alone[0, -9:])
+    prompt = torch.tensor([ROLLOUTS[1]])
+    static = model.generate(input_ids=prompt, cache_implementation="static", **wanted)
+    assert torch.equal(static, eager.generate(input_ids=prompt, **wanted))
 
 
 def test_checkpointed_layers():

@@ -100,11 +100,31 @@ def _some(draw: st.DrawFn, choices: list[str], percent: int) -> list[str]:
     return [draw(st.sampled_from(choices)).replace("$n", str(draw(st.integers(1, 4))))]
 
 
+STATED = ["pad", "pad.bool()", "segments", "(pad != 0) * (pos == 0).cumsum(1)", "(ids == 1).cumsum(1)"]
+
+
+@st.composite
+def stated(draw: st.DrawFn) -> Mask:
+    """What `dta_compile.attention` is told in words."""
+    told, real = [], ""
+    if chosen := _some(draw, STATED, 70):
+        told.append(f"segments={chosen[0]}")
+        real = f"({chosen[0]} != 0)"
+    told += [f"window={number}" for number in _some(draw, ["$n"], 40)]
+    told += ["softcap=0.7"] if draw(st.booleans()) else []
+    sinks = draw(st.booleans())
+    told += ["sinks=self.sinks"] if sinks else []
+    init = "self.sinks = nn.Parameter(torch.linspace(-1, 1, H, dtype=torch.float64))" if sinks else ""
+    return Mask("", init, attend=", ".join(told) or "scale=0.4", real=real, stated=True)
+
+
 @st.composite
 def masks(draw: st.DrawFn) -> Mask:
     """`is_causal`, a conjunction as models have it, or (seldom) any combination."""
     if draw(st.integers(0, 99)) < 15:
         return CAUSAL
+    if draw(st.integers(0, 99)) < 15:
+        return draw(stated())
     keys = _some(draw, KEYS, 50)
     terms = [draw(st.sampled_from(CAUSES)), *_some(draw, WINDOWS, 35), *keys, *_some(draw, SEGMENTS, 15)]
     if draw(st.integers(0, 9)) == 9 and len(terms) > 1:  # as older models multiply them

@@ -35,12 +35,13 @@ class Mask(Part):
     """Defines `m`, or nothing where attention is called with `is_causal`.
 
     Attributes:
-        attend: the arguments of the attention call.
+        attend: the arguments of the attention call; where they are `stated`, of that of `dta_compile.attention`.
         real: an expression for the real tokens, empty where nothing is padding.
     """
 
     attend: str = "is_causal=True"
     real: str = ""
+    stated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,9 @@ class Program:
         parts += [part for layer in self.layers for part in layer.parts(self.positions.rotary)]
         parts += [self.head, self.finish]
         code, init = ([_numbered(getattr(p, k), n) for n, p in enumerate(parts)] for k in ("code", "init"))
+        if self.mask.stated:
+            plain, stated = "F.scaled_dot_product_attention(", "dta_compile.attention("
+            code = [line.replace(plain, stated).replace(", enable_gqa=True", "") for line in code]
         code = [line.replace("SEEN_BY", self.mask.attend) for line in code]
         real = self.mask.real or "torch.ones_like(ids, dtype=torch.bool)"
         if any(re.search(r"\breal\b", text) for text in code):
@@ -160,6 +164,8 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import dta_compile
 
 D, H, V, LONGEST = 8, 2, 13, 40
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dta_compile
-from dta_compile.errors import RefusalError, RuntimeContractError
+from dta_compile.errors import RefusalError
 
 VOCABULARY, WIDTH, HEADS = 31, 16, 2
 

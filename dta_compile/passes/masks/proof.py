@@ -16,6 +16,7 @@ import itertools
 import math
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import sympy
 import torch
@@ -39,7 +40,7 @@ from dta_compile.passes.terms import Apply, Entry, Number, Term, Terms, shown, s
 # -1e4 take it for granted, too.
 FORBIDDEN = -1e4
 SMALL = 40  # tokens of examples in messages
-DIVISIONS = ("floor_divide", "div", "remainder")  # by which chunks are told apart
+DIVISIONS = ("floor_divide", "div", "remainder", "fmod")  # by which chunks are told apart
 MOST_ROLES = 3  # functions of a token that a mask compares between query and key
 
 _Z3 = threading.Lock()  # z3's own context serves one thread at a time
@@ -133,11 +134,18 @@ class Mask:
     def _constant_class(self) -> MaskClass | None:
         """The class, if nothing has to be known for it; None: it depends on the call. Raises `RefusalError`."""
         try:
-            return self.classify(Facts(tables=self.fixed))
+            found = self.classify(Facts(tables=self.fixed))
         except RefusalError:
             if self.numbers or self.scalars or self.tables:
                 return None
             raise
+        return None if any(map(self._reads_numbers, (*found.segments, *found.positions))) else found
+
+    def _reads_numbers(self, term: Term) -> bool:
+        """Whether a term depends on a number of the call other than a size: known, it may not be taken for anything."""
+        expressions = [part.expr for part in subterms(term) if isinstance(part, Number)]
+        scalars = any(isinstance(part, Entry) and not part.index for part in subterms(term))
+        return scalars or bool(free_symbols(expressions) - free_symbols(self.sizes.values()))
 
     def classify(self, facts: Facts) -> MaskClass:
         """The class of the mask for what is known of a call; raises `RefusalError` if it has none."""
@@ -328,10 +336,18 @@ class _Proof:
             if not isinstance(term, Apply) or term.name not in DIVISIONS or len(term.indices - {"row"}) != 1:
                 continue
             dividend, divisor = term.args
-            number = z3.simplify(self.logic.integer(divisor)) if isinstance(divisor, Term) else z3.IntVal(divisor)
-            if z3.is_int_value(number) and number.as_long() > 0 and not dividend.dtype.is_floating_point:
-                found[self.terms.with_index(dividend, "query", "key"), number.as_long()] = None
+            if isinstance(dividend, Term) and not dividend.dtype.is_floating_point and (number := self._known(divisor)):
+                found[self.terms.with_index(dividend, "query", "key"), number] = None
         yield from found
+
+    def _known(self, divisor: Any) -> int | None:
+        """The number that a divisor is, if that is a positive integer."""
+        term = divisor if isinstance(divisor, Term) else self.terms.const(divisor)
+        try:
+            number = z3.simplify(self.logic.integer(term))
+        except Untranslatable:
+            return None
+        return number.as_long() if z3.is_int_value(number) and number.as_long() > 0 else None
 
     def _difference(self, atom: Atom, kind: type = z3.ArithRef) -> z3.ExprRef:
         """The difference of an atom's values at query and key, or whether they are the same."""

@@ -21,12 +21,12 @@ Numbers = TypeVar("Numbers", torch.Tensor, npt.NDArray[np.int64])
 
 
 class Limit(NamedTuple):
-    """How far up a token reads: of the tokens above it those that are not above `first`.
+    """How far up a token reads: down from depth `first`.
 
     Attributes:
         tokens: how many it reads at most, itself included.
-        by_chunks: chunked attention, where sequences are divided into chunks of so many tokens, and each token reads
-            those of its own; else a sliding window.
+        by_chunks: every sequence is divided into chunks of so many tokens, and a token reads those of its own chunk;
+            else a sliding window. (A `ChunkShape` is of something else: what one op of a schedule runs.)
     """
 
     tokens: int

@@ -310,6 +310,18 @@ CLASSES = {
         "window 1",
         [1],
     ),
+    "chunks of a tensor argument": (
+        lambda ids, size: causal(ids) & torch.eq(*((place - place % size) for place in positions(ids))),
+        [(IDS, torch.tensor(3)), (IDS, torch.tensor(5))],
+        "",
+        [3, 5],
+    ),
+    "chunks of an integer argument": (
+        lambda ids, size: causal(ids) & torch.eq(*(place // size for place in positions(ids))),
+        [(IDS, 3), (IDS, 5), (LONGER, 4)],
+        "",
+        [3, 5, 4],
+    ),
     "chunks and padding": (
         lambda ids, mask: causal(ids) & chunks_after_padding(ids, mask) & mask.bool()[:, None, None, :],
         [(IDS, MASK), (IDS, LEFT), (IDS, MASK * 0)],
@@ -444,6 +456,18 @@ REFUSED = {
         (IDS, torch.tensor([[0, 1, 2, 3, 1, 2, 3, 4, 5]]).expand(3, 9)),
         RuntimeContractError,
         "multiple of 3[^$]*1 at row 0, token 4, which has 0 tokens",
+    ),
+    "chunks of other sizes": (
+        lambda ids: causal(ids) & torch.eq(*(12 // (place + 1) for place in positions(ids))),
+        (IDS,),
+        RefusalError,
+        "in another way than padding, a sliding window or chunks",
+    ),
+    "chunks of a fraction": (
+        lambda ids: causal(ids) & torch.eq(*(place // 2.5 for place in positions(ids))),
+        (IDS,),
+        RefusalError,
+        "cannot be decided",
     ),
     "chunks within a window": (
         lambda ids: causal(ids) & (positions(ids)[0] // 4 == positions(ids)[1] // 4) & near(ids, 3),

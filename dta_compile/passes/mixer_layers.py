@@ -15,11 +15,14 @@ from dta_compile.passes.terms import Term, shown
 
 @dataclasses.dataclass(frozen=True)
 class MaskClass:
-    """What an attention mask was proven to be: causal, within `window` tokens if that is not None.
+    """What an attention mask was proven to be: causal, within `window` tokens or by chunks if one is not None.
 
     The terms are over "row" and "key". What is said of them is what the proof takes for granted; every call checks it.
 
     Attributes:
+        chunk: tokens attend to those of their own chunk of so many tokens of the sequence.
+        counted: with `chunk`: a multiple of it at the first token of a sequence, one more from each real token to the
+            next. Chunks are where this number, divided by `chunk` and rounded down, is the same.
         valid: which tokens are real (None: all); the others are padding, which no real token attends to.
         segments: two tokens of a row are of one sequence if they have all of these in common; the tokens of a sequence
             are next to each other.
@@ -30,6 +33,8 @@ class MaskClass:
     """
 
     window: int | None = None
+    chunk: int | None = None
+    counted: Term | None = None
     valid: Term | None = None
     segments: tuple[Term, ...] = ()
     positions: tuple[Term, ...] = ()
@@ -39,6 +44,8 @@ class MaskClass:
 
     def __str__(self) -> str:
         parts = ["causal" if self.window is None else f"causal, window {self.window}"]
+        if self.counted is not None:
+            parts.append(f"chunks of {self.chunk} by {shown(self.counted)}")
         if self.valid is not None:
             parts.append(f"real tokens where {shown(self.valid)}")
         parts += [f"a sequence for each {shown(term)}" for term in self.segments]

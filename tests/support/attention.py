@@ -14,7 +14,7 @@ from dta_compile.ops.attention import ATTENTION_MIXER, SINK_ATTENTION_MIXER
 from dta_compile.passes.mixer_layers import AttentionLayer, StateSpec
 from dta_compile.plan import Segment
 from dta_compile.runtime.attention.layer import AttentionRuntime
-from dta_compile.runtime.path.chunk_shape import ChunkShape
+from dta_compile.runtime.path.chunk_shape import ChunkShape, Limit
 from dta_compile.runtime.path.stack import PathStack
 
 TIGHT = 1e-12
@@ -33,6 +33,13 @@ class Case:
     dtype: torch.dtype = torch.float64
     softcap: float = 0.0
     with_sinks: bool = False
+    chunk: int = 0
+
+    @property
+    def limit(self) -> Limit | None:
+        if self.chunk:
+            return Limit(self.chunk, by_chunks=True)
+        return Limit(self.window) if self.window else None
 
     @property
     def scale(self) -> float:
@@ -64,13 +71,14 @@ def shapes(draw, sizes=(1, 1, 2, 3, 5, 8, 13)):
 
 def cases(shape):
     sizes = {
-        "window": [0, 3, 50],
         "kv_heads": [1, 2, 3],
         "groups": [1, 2, 4],
         "softcap": [0.0, 0.0, 1.5],
         "with_sinks": [False, True],
     }
-    return st.builds(Case, shape=shape, **{name: st.sampled_from(values) for name, values in sizes.items()})
+    limits = st.sampled_from([{}, {"window": 3}, {"window": 50}, {"chunk": 4}, {"chunk": 16}, {"chunk": 50}])
+    others = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in sizes.items()})
+    return st.builds(lambda shape, limit, others: Case(shape, **limit, **others), shape, limits, others)
 
 
 def ancestry(case: Case) -> torch.Tensor:
@@ -86,15 +94,13 @@ def ancestry(case: Case) -> torch.Tensor:
         for token in range(shape.start + part.first, shape.start + part.last):
             parent[token], above = above, token
     allowed = torch.zeros(len(parent), len(parent), dtype=torch.bool)
-    for query, above in enumerate(parent):
-        if not case.window:
-            allowed[query] = allowed[above] if above >= 0 else False
-            allowed[query, query] = True
-            continue
-        token, distance = query, 0
-        while token >= 0 and distance < case.window:
-            allowed[query, token] = True
-            token, distance = parent[token], distance + 1
+    for query in range(len(parent)):
+        path = [query]
+        while parent[path[-1]] >= 0:
+            path.append(parent[path[-1]])
+        depth = len(path) - 1
+        in_chunk = depth % case.chunk + 1 if case.chunk else len(path)
+        allowed[query, path[: min(in_chunk, case.window or len(path))]] = True
     return allowed[shape.start :]
 
 
@@ -116,7 +122,7 @@ class Run:
         tokens, heads = shape.tokens, case.kv_heads * case.groups
         capacity = shape.start + tokens + spare
         layer = attention_layer(case.kv_heads, case.width, case.value_width, dtype, case.with_sinks)
-        runtime = AttentionRuntime(provider(), case.window)
+        runtime = AttentionRuntime(provider(), case.limit)
         self.path = path = PathStack([layer], [runtime], capacity, torch.device("cpu"))
         key_buffer, value_buffer = path.states[0].buffers
         key_buffer.copy_(random(1, case.kv_heads, capacity, case.width, dtype=dtype, seed=1))

@@ -17,7 +17,7 @@ SHARED_MEMORY = 227 * 1024  # of a block of threads
 def kind_of(name: str, constants: dict, dtype: str) -> str:
     if name in constants:
         return "constexpr"
-    if name in ("tokens", "window", "splits") or name.endswith(("_head", "_row")):
+    if name in ("tokens", "limit", "splits") or name.endswith(("_head", "_row")):
         return "i32"
     return {"table": "*i32", "scale": "fp32", "softcap": "fp32"}.get(
         name, "*fp32" if name in STATISTICS else f"*{dtype}"
@@ -25,11 +25,11 @@ def kind_of(name: str, constants: dict, dtype: str) -> str:
 
 
 def main() -> None:
-    for dtype, width, windowed, capped, queries, keys in (
-        ("bf16", 128, False, False, 64, 64),
-        ("bf16", 128, True, True, 16, 64),
-        ("fp32", 64, True, False, 32, 32),
-        ("bf16", 256, False, True, 64, 32),
+    for dtype, width, limit, capped, queries, keys in (
+        ("bf16", 128, "", False, 64, 64),
+        ("bf16", 128, "window", True, 16, 64),
+        ("fp32", 64, "chunk", False, 32, 32),
+        ("bf16", 256, "", True, 64, 32),
     ):
         constants = {
             "GROUPS": 2,
@@ -37,7 +37,8 @@ def main() -> None:
             "VALUE_DIM": width,
             "KEY_WIDTH": width,
             "VALUE_WIDTH": width,
-            "WINDOWED": windowed,
+            "LIMITED": bool(limit),
+            "CHUNKED": limit == "chunk",
             "CAPPED": capped,
             "PRECISION": "ieee" if dtype == "fp32" else "tf32",
             "QUERIES": queries,

@@ -35,6 +35,13 @@ FAMILIES = {
     "gpt2": (transformers.GPT2Config, {**TOY, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}, EXACT, 4),
     "gpt_neox": (transformers.GPTNeoXConfig, {**TOY, **ONE}, EXACT, 1),
     "gemma3": (transformers.Gemma3TextConfig, {**GQA, "head_dim": 16, "sliding_window": 5}, FLOAT32_ISLANDS, 4),
+    "llama4": (  # a layer of chunks with rotary positions, and one of neither; no experts
+        transformers.Llama4TextConfig,
+        {**GQA, "head_dim": 16, "intermediate_size_mlp": 96, "moe_layers": [], "no_rope_layers": [1, 0]}
+        | {"attention_chunk_size": 6},
+        FLOAT32_ISLANDS,
+        4,
+    ),
     "cohere": (transformers.CohereConfig, {**GQA, **ONE}, FLOAT32_ISLANDS, 4),
     "falcon": (transformers.FalconConfig, {**TOY, **ONE, "new_decoder_architecture": False}, EXACT, 6),
     "olmo2": (transformers.Olmo2Config, {**TOY, **ONE}, FLOAT32_ISLANDS, 4),

@@ -54,8 +54,11 @@ class Traced:
         sequence = starts.cumsum(1)
         expected = (distance >= 0) & torch.from_numpy(found.valid)[:, None]
         expected = expected & (sequence[:, :, None] == sequence[:, None])
-        if found.classes[0].window:
-            expected &= distance < found.windows[0]
+        starts_of = torch.where(starts.bool(), torch.arange(tokens), 0).cummax(1).values
+        if found.limits[0] is not None:
+            depths = torch.from_numpy(found.valid).cumsum(1) - 1
+            depths = depths - torch.gather(depths, 1, starts_of).clamp(min=0)
+            expected = expected & (depths[:, None] >= found.limits[0].first(depths)[:, :, None])
         real = torch.from_numpy(found.valid)[:, :, None]
         assert torch.equal(allowed & real, expected & real), f"{found.classes[0]}: {self.mask.term}"
         return found

@@ -37,7 +37,7 @@ def compiled_with(model, chunk_size):
     return torch.compile(model, backend=dta, options={"chunk_size": chunk_size})
 
 
-ALIKE = ("qwen2", "mistral_wide", "phi3", "cohere", "falcon")  # show what others show, nearly
+ALIKE = ("qwen2", "mistral_wide", "phi3", "llama4", "cohere", "falcon")  # show what others show, nearly
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_right_padding(name):
     assert_equal(actual, reference(model, batch, loss), tolerance)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt2", "mistral"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "mistral", "llama4"])
 def test_left_padding_with_position_ids(name):
     tolerance, chunk_size = FAMILIES[name][2:]
     model, batch = build(name), make_batch(rollouts(V, seed=1), padding="left")

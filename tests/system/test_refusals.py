@@ -100,9 +100,9 @@ def look_ahead(block, x, q, k, v):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones_like(triangle(x)).tril(1))
 
 
-def chunked(block, x, q, k, v):
+def every_second(block, x, q, k, v):
     positions = torch.arange(x.shape[1])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=triangle(x) & (positions[:, None] // 4 == positions // 4))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=triangle(x) & (positions[:, None] % 2 == positions % 2))
 
 
 def prefix_lm(block, x, q, k, v):
@@ -186,7 +186,7 @@ def soft_cap(block, x, q, k, v):
         (learned_bias, "a bias computed from parameters"),
         (bidirectional, "this attention is bidirectional"),
         (look_ahead, "lets tokens attend to later ones"),
-        (chunked, "hides earlier tokens in another way than padding or a sliding window"),
+        (every_second, "hides earlier tokens in another way than padding, a sliding window or chunks"),
         (prefix_lm, "lets tokens attend to later ones"),
         (convolution, "it convolves along the token axis"),
         (cumulative_sum, "it accumulates along the token axis"),

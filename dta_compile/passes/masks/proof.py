@@ -1,4 +1,5 @@
-"""What an attention mask is, derived from what its operators mean: causal, within a window, up to padding and segments.
+"""What an attention mask is, derived from what its operators mean: causal, within a window or by chunks, up to padding
+and segments.
 
 An entry of the mask is a term of the row, the query and the key (`elements`), the term a formula (`logic`).
 Which keys are real is what the mask says of a token and itself. That it allows just what a causal mask allows, with
@@ -15,6 +16,7 @@ import itertools
 import math
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import sympy
 import torch
@@ -31,13 +33,14 @@ from dta_compile.passes.masks.tables import Facts, Table, read_table
 from dta_compile.passes.mixer_layers import MaskClass
 from dta_compile.passes.program import Program, ancestors, where
 from dta_compile.passes.symbols import expression, free_symbols, symbolic
-from dta_compile.passes.terms import Entry, Number, Term, Terms, shown, subterms
+from dta_compile.passes.terms import Apply, Entry, Number, Term, Terms, shown, subterms
 
 # An additive mask of this or less is taken to leave no weight. That is so in floating point if the scores of a query
 # differ by less than about 9,900, and with -1e9 for all scores that occur. Not checked: the older models that write
 # -1e4 take it for granted, too.
 FORBIDDEN = -1e4
 SMALL = 40  # tokens of examples in messages
+DIVISIONS = ("floor_divide", "div", "remainder", "fmod")  # by which chunks are told apart
 MOST_ROLES = 3  # functions of a token that a mask compares between query and key
 
 _Z3 = threading.Lock()  # z3's own context serves one thread at a time
@@ -133,11 +136,18 @@ class Mask:
     def _constant_class(self) -> MaskClass | None:
         """The class, if nothing has to be known for it; None: it depends on the call. Raises `RefusalError`."""
         try:
-            return self.classify(Facts(tables=self.fixed))
+            found = self.classify(Facts(tables=self.fixed))
         except RefusalError:
             if self.numbers or self.scalars or self.tables:
                 return None
             raise
+        return None if any(map(self._reads_numbers, (*found.segments, *found.positions))) else found
+
+    def _reads_numbers(self, term: Term) -> bool:
+        """Whether a term depends on a number of the call other than a size: known, it may not be taken for anything."""
+        expressions = [part.expr for part in subterms(term) if isinstance(part, Number)]
+        scalars = any(isinstance(part, Entry) and not part.index for part in subterms(term))
+        return scalars or bool(free_symbols(expressions) - free_symbols(self.sizes.values()))
 
     def classify(self, facts: Facts) -> MaskClass:
         """The class of the mask for what is known of a call; raises `RefusalError` if it has none."""
@@ -160,7 +170,9 @@ class Mask:
                 failure = failure or f"{kind} that cannot be decided: {error}"
             except z3.Z3Exception as error:
                 failure = failure or f"a mask that cannot be decided in time ({error})"
-        raise self.refusal(failure, "use a causal mask, a sliding window, and padding from one mask")
+        raise self.refusal(
+            failure, "use a causal mask, a sliding window or chunks of the sequence, and padding from one mask"
+        )
 
     def refusal(self, got: str, hint: str) -> RefusalError:
         """The error for a mask of no supported class."""
@@ -168,7 +180,7 @@ class Mask:
         return RefusalError(
             "this attention mask cannot be proven causal",
             where=self.where,
-            expected="causal, or causal within a sliding window, with padding that is the same for every query",
+            expected="causal, also within a sliding window or by chunks, with padding that is the same for every query",
             got=got + expression,
             hint=hint,
         )
@@ -220,37 +232,34 @@ class _Proof:
         is_padded = not self.logic.proves(self.valid_key)
         if is_padded:
             self._require_padding()
-        roles, window = self._most_permissive()
-        return MaskClass(
-            window=window,
+        return dataclasses.replace(
+            self._most_permissive(),
             valid=self._valid_term() if is_padded else None,
-            segments=tuple(atom.term for atom in roles.segments),
-            positions=tuple(atom.term for atom in roles.positions),
             binary=tuple(self.logic.assumed["binary"]),
             bias=tuple(self.logic.assumed["bias"]),
             bounded=tuple(self.logic.assumed["bounded"]),
         )
 
-    def _most_permissive(self) -> tuple[Roles, int | None]:
-        """Roles that make the mask one of the class, and its window. Raises `Failure`.
+    def _most_permissive(self) -> MaskClass:
+        """The class of the mask, of roles that make it one and its window or chunks alone. Raises `Failure`.
 
         Positions that are wrongly taken to grow make everything but a token itself another segment: of several such
-        classes the one with the widest window is right for more inputs.
+        classes the one with the widest window or chunks is right for more inputs.
         """
         found, failure = [], None
         for roles in self._roles():
             try:
-                window = self._window(roles)
+                one = self._with_roles(roles)
             except Failure as error:
                 failure = failure or error
                 continue
             if not roles.positions:
-                return roles, window
-            found.append((roles, window))
+                return one
+            found.append(one)
         if not found:
             assert failure is not None
             raise failure
-        return max(found, key=lambda one: math.inf if one[1] is None else one[1])
+        return max(found, key=lambda one: one.window or one.chunk or math.inf)
 
     def _valid_term(self) -> Term:
         if self.diagonal.dtype is torch.bool:
@@ -282,8 +291,8 @@ class _Proof:
                 tuple(atom for atom, role in taken if role == "position"),
             )
 
-    def _window(self, roles: Roles) -> int | None:
-        """The window with which the mask is of the class; None: it has none. Raises `Failure`."""
+    def _with_roles(self, roles: Roles) -> MaskClass:
+        """The class of the mask if values have these roles, and its window or chunks. Raises `Failure`."""
         distance = self.query - self.key
         both_real = [self.valid_query, self.valid_key]
         same = [self._difference(atom, z3.BoolRef) for atom in roles.segments]
@@ -292,22 +301,55 @@ class _Proof:
         given = [self.valid_query, *(z3.Implies(in_sequence, known) for known in positions)]
         if (example := self._counterexample(z3.Implies(self.allowed, distance >= 0), *given)) is not None:
             raise Failure(f"a mask that lets tokens attend to later ones: {self._pair(example)}")
-        hidden = [*given, *both_real, *same, distance >= 0]
-        window, example = None, self.logic.counterexample(self.allowed, *hidden)
-        if example is not None:
-            first, last = 1, self._number(example, distance)
-            while first < last:
-                middle = (first + last) // 2
-                closer = self.logic.counterexample(self.allowed, *hidden, distance <= middle)
-                first, last = (middle + 1, last) if closer is None else (first, self._number(closer, distance))
-            window = last
-        expected = z3.And(distance >= 0, self.valid_key, *same, *([] if window is None else [distance < window]))
-        if (example := self._counterexample(self.allowed == expected, *given)) is not None:
-            raise Failure(
-                "a mask that hides earlier tokens in another way than padding or a sliding window: "
-                + self._pair(example)
-            )
-        return window
+        found = MaskClass(
+            segments=tuple(atom.term for atom in roles.segments),
+            positions=tuple(atom.term for atom in roles.positions),
+        )
+        expected = z3.And(distance >= 0, self.valid_key, *same)
+        window = self._window(*given, *both_real, *same, distance >= 0)
+        in_window = expected if window is None else z3.And(expected, distance < window)
+        if (example := self._counterexample(self.allowed == in_window, *given)) is None:
+            return dataclasses.replace(found, window=window)
+        for counted, chunk in self._divided():
+            query, key = (self.logic.integer(self.terms.with_index(counted, "key", name)) for name in ("query", "key"))
+            if self.logic.proves(self.allowed == z3.And(expected, query / chunk == key / chunk), *given):
+                return dataclasses.replace(found, chunk=chunk, counted=counted)
+        raise Failure(
+            "a mask that hides earlier tokens in another way than padding, a sliding window or chunks: "
+            + self._pair(example)
+        )
+
+    def _window(self, *hidden: z3.BoolRef) -> int | None:
+        """The least distance at which a key is not allowed if all of `hidden` holds; None: there is none."""
+        distance = self.query - self.key
+        if (example := self.logic.counterexample(self.allowed, *hidden)) is None:
+            return None
+        first, last = 1, self._number(example, distance)
+        while first < last:
+            middle = (first + last) // 2
+            closer = self.logic.counterexample(self.allowed, *hidden, distance <= middle)
+            first, last = (middle + 1, last) if closer is None else (first, self._number(closer, distance))
+        return last
+
+    def _divided(self) -> Iterator[tuple[Term, int]]:
+        """Integers of a token, over the row and the key, that the mask divides, each with the number it divides by."""
+        found: dict[tuple[Term, int], None] = {}
+        for term in subterms(self.mask.term):
+            if not isinstance(term, Apply) or term.name not in DIVISIONS or len(term.indices - {"row"}) != 1:
+                continue
+            dividend, divisor = term.args
+            if isinstance(dividend, Term) and not dividend.dtype.is_floating_point and (number := self._known(divisor)):
+                found[self.terms.with_index(dividend, "query", "key"), number] = None
+        yield from found
+
+    def _known(self, divisor: Any) -> int | None:
+        """The number that a divisor is, if that is a positive integer."""
+        term = divisor if isinstance(divisor, Term) else self.terms.const(divisor)
+        try:
+            number = z3.simplify(self.logic.integer(term))
+        except Untranslatable:
+            return None
+        return number.as_long() if z3.is_int_value(number) and number.as_long() > 0 else None
 
     def _difference(self, atom: Atom, kind: type = z3.ArithRef) -> z3.ExprRef:
         """The difference of an atom's values at query and key, or whether they are the same."""

@@ -34,7 +34,7 @@ class FlashCPU:
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Provider.forward`."""
         x, dtype = _with_dense_rows(x), statistics_dtype(x.query.dtype)
-        first, *others = parts = parts_of(x.chunk, x.window, x.query.dtype)
+        first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype)
         _, heads, tokens, width = x.query.shape
         if first.last == tokens:
             out, logsumexp = _flash(x, first)
@@ -57,7 +57,7 @@ class FlashCPU:
     ) -> Tensors:
         """See `Provider.backward`."""
         x, dtype, start = _with_dense_rows(x), statistics_dtype(x.query.dtype), x.chunk.start
-        first, *others = parts = parts_of(x.chunk, x.window, x.query.dtype)
+        first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype)
         _, heads, tokens, width = x.query.shape
         if first.spans == ((start, start + tokens),):
             grads = (grad.to(dtype) for grad in _flash_backward(grad, out, logsumexp, x, first))

@@ -4,7 +4,7 @@ A kernel call is either full, causal from the first pair on, or masked. Together
 * the stack below it: one full call for all queries;
 * blocks on the diagonal: slices (causal), and neighbouring small subtrees together (masked);
 * what hangs from a slice against the slice: full, or masked where neighbours that hang from different tokens share one.
-With a window every call is masked, over the keys that its queries reach.
+With a limit, a window or chunks of the sequence, every call is masked, over the keys that its queries reach.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from dta_compile.plan.tree.segments import Rectangle, Segment
-from dta_compile.runtime.path.chunk_shape import ChunkShape
+from dta_compile.runtime.path.chunk_shape import ChunkShape, Limit
 
 __all__ = ["Part", "parts_of"]
 
@@ -27,7 +27,7 @@ __all__ = ["Part", "parts_of"]
 _CALL_PAIRS = 1024  # query-key pairs of all heads that take about as long as one more call
 _BLOCK = 48  # neighbouring subtrees are joined up to so many tokens
 _SUBTREE = 128  # a slice is joined with all that hangs from it up to so many tokens
-_PIECE = 128  # queries of a call under a window; more would attend to too many masked keys
+_PIECE = 128  # queries of a call under a limit; more would attend to too many masked keys
 _HALVED = range(257, 641)  # torch's causal kernel computes blocks of 512 keys whole: two calls pay for such slices
 
 
@@ -54,12 +54,12 @@ class Part(NamedTuple):
         return self.mask is None and not self.causal
 
 
-def parts_of(chunk: ChunkShape, window: int, dtype: torch.dtype) -> list[Part]:
+def parts_of(chunk: ChunkShape, limit: Limit | None, dtype: torch.dtype) -> list[Part]:
     """The parts of a chunk, the fresh ones first and in order; made once per shape."""
-    window = window if window < chunk.height else 0
-    derived, key = chunk.derived, (Part, window, dtype)
+    limit = chunk.cut_by(limit)
+    derived, key = chunk.derived, (Part, limit, dtype)
     if key not in derived:
-        derived[key] = list(_windowed(chunk, window, dtype) if window else _parts(chunk, dtype))
+        derived[key] = list(_parts(chunk, dtype) if limit is None else _limited(chunk, limit, dtype))
     parts: list[Part] = derived[key]
     return parts
 
@@ -157,14 +157,14 @@ def _masked(chunk: ChunkShape, queries: range, keys: range, dtype: torch.dtype, 
     return Part(queries.start, queries.stop, (span,), mask=mask, fresh=fresh)
 
 
-def _windowed(chunk: ChunkShape, window: int, dtype: torch.dtype) -> Iterator[Part]:
+def _limited(chunk: ChunkShape, limit: Limit, dtype: torch.dtype) -> Iterator[Part]:
     """Pieces of the queries, each against all keys that any of them reaches: the top of the stack, and their own."""
     for first in range(0, chunk.tokens, _PIECE):
         last = min(first + _PIECE, chunk.tokens)
-        depths = chunk.depths[first:last]
-        reach = min(max(int(depths.min()) - window + 1, 0), chunk.start)
-        prefix = depths[:, None] - np.arange(reach, chunk.start) < window
-        own = chunk.allowed(range(first, last), range(last), window)
+        begins = limit.first(chunk.depths[first:last])
+        reach = min(max(int(begins.min()), 0), chunk.start)
+        prefix = np.arange(reach, chunk.start) >= begins[:, None]
+        own = chunk.allowed(range(first, last), range(last), limit)
         needed = np.flatnonzero(np.diff(own.any(0), prepend=False, append=False)).reshape(-1, 2).tolist()
         spans = [(reach, chunk.start)] if reach < chunk.start else []
         spans += [(chunk.start + begin, chunk.start + end) for begin, end in needed]

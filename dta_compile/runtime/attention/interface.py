@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from dta_compile.runtime.path.chunk_shape import ChunkShape, ChunkTable
+from dta_compile.runtime.path.chunk_shape import ChunkShape, ChunkTable, Limit
 
 __all__ = ["Operands", "Provider", "Tensors"]
 
@@ -34,7 +34,7 @@ class Operands(NamedTuple):
     chunk: ChunkShape
     table: Callable[[], ChunkTable]
     scale: float  # positive, as kernels need it: see `passes.lowering.attention_capture`
-    window: int  # 0: none; else a token reads itself and the `window - 1` tokens above it
+    limit: Limit | None  # a sliding window or chunks of the sequence; None: a token reads all above it
     softcap: float = 0.0  # 0: none; else scaled scores `s` become `softcap * tanh(s / softcap)`
 
 

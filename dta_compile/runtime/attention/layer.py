@@ -10,6 +10,7 @@ import torch
 from dta_compile.passes.mixer_layers import AttentionLayer
 from dta_compile.runtime.attention.interface import Operands, Provider
 from dta_compile.runtime.attention.providers import provider_for
+from dta_compile.runtime.path.chunk_shape import Limit
 from dta_compile.runtime.path.interface import LayerInputs, Tensors
 
 __all__ = ["AttentionRuntime", "provider_of"]
@@ -17,10 +18,10 @@ __all__ = ["AttentionRuntime", "provider_of"]
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRuntime:
-    """One attention layer; `window` are the tokens that a token attends to, itself included; 0: all above it."""
+    """One attention layer; `limit`: how far up a token attends; None: to all above it."""
 
     provider: Provider
-    window: int = 0
+    limit: Limit | None = None
 
     @property
     def replayable(self) -> bool:
@@ -29,8 +30,8 @@ class AttentionRuntime:
 
     @property
     def key(self) -> Hashable:
-        """What replays tell it apart by: its sliding window."""
-        return self.window
+        """What replays tell it apart by: its sliding window or chunks."""
+        return self.limit
 
     def forward(self, x: LayerInputs) -> Tensors:
         """Output `[1, Hq, c, Dv]` and log-sum-exp `[1, Hq, c]`, sinks included."""
@@ -56,7 +57,7 @@ class AttentionRuntime:
 
     def _operands(self, x: LayerInputs) -> Operands:
         (query, key, value), (prefix_key, prefix_value), (scale, softcap) = x.operands[:3], x.above, x.constants
-        return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, self.window, softcap)
+        return Operands(query, key, value, prefix_key, prefix_value, x.chunk, x.table, scale, self.limit, softcap)
 
 
 def provider_of(layer: AttentionLayer, device: torch.device, choice: str) -> Provider:

@@ -60,12 +60,13 @@ class Reference:
     def _allowed(self, x: Operands) -> torch.Tensor:
         """Which of the `p + c` keys each of the `c` queries reads, bool `[c, p + c]`."""
         table, device = x.table(), x.query.device
-        depths, number = table.depths[:, None], torch.arange(table.tokens, device=device)
+        number = torch.arange(table.tokens, device=device)
         above = torch.arange(x.prefix_key.shape[2], device=device)
         prefix = (above < table.start).expand(table.tokens, -1)
         own = (number <= number[:, None]) & (number[:, None] < table.ends)
-        if x.window:
-            prefix, own = prefix & (depths - above < x.window), own & (depths - table.depths < x.window)
+        if x.limit is not None:
+            first = x.limit.first(table.depths)[:, None]
+            prefix, own = prefix & (above >= first), own & (table.depths >= first)
         return torch.cat([prefix, own], 1)
 
 

@@ -137,14 +137,15 @@ def _constants(x: Operands, blocks: Blocks) -> dict[str, Any]:
     return {
         "tokens": x.query.shape[2],
         "scale": x.scale,
-        "window": x.window,
+        "limit": x.limit.tokens if x.limit is not None else 0,
         "softcap": x.softcap,
         "GROUPS": x.query.shape[1] // x.key.shape[1],
         "KEY_DIM": x.query.shape[-1],
         "VALUE_DIM": x.value.shape[-1],
         "KEY_WIDTH": _padded(x.query.shape[-1]),
         "VALUE_WIDTH": _padded(x.value.shape[-1]),
-        "WINDOWED": x.window > 0,
+        "LIMITED": x.limit is not None,
+        "CHUNKED": x.limit is not None and x.limit.by_chunks,
         "CAPPED": x.softcap > 0,
         # Tensor cores round float32 to 10 bits unless told otherwise.
         "PRECISION": "ieee" if x.query.dtype is torch.float32 else "tf32",

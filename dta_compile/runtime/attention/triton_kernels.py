@@ -2,8 +2,8 @@
 # ruff: noqa: ANN001, ANN201, ANN202  (arguments of kernels are pointers, numbers and constants, which have no types)
 """Triton kernels of `attention.triton`: forward, and the gradients of queries, of own keys and of the stack's keys.
 
-Token i of the chunk reads the first `start` entries of the stack, and its token j if `j <= i < ends[j]`; with a window
-only what is less than `window` tokens above it. `table` holds start, ends and depths, see `ChunkTable`.
+Token i of the chunk reads the first `start` entries of the stack, and its token j if `j <= i < ends[j]`; with a limit
+only what is not above `_first_key`, see `Limit`. `table` holds start, ends and depths, see `ChunkTable`.
 """
 
 import triton
@@ -36,10 +36,15 @@ def _add(pointer, head_stride, row_stride, head, rows, exists, values, DIM: tl.c
 
 
 @triton.jit
-def _lowest(depth, exists, window, KEYS: tl.constexpr):
-    """The first block of the stack that a block of queries reaches through the window."""
-    lowest = tl.min(tl.where(exists, depth, 2147483647), 0) - window + 1
-    return tl.maximum(lowest, 0) // KEYS * KEYS
+def _first_key(depth, limit, CHUNKED: tl.constexpr):
+    """The depth of the first key that queries read through a window, or in their chunk of the sequence."""
+    return depth // limit * limit if CHUNKED else depth - limit + 1
+
+
+@triton.jit
+def _lowest(first_key, exists, KEYS: tl.constexpr):
+    """The first block of the stack that a block of queries reaches."""
+    return tl.maximum(tl.min(tl.where(exists, first_key, 2147483647), 0), 0) // KEYS * KEYS
 
 
 @triton.jit
@@ -75,10 +80,10 @@ def _attend(q, k, v, allowed, scale, softcap, top, total, out, CAPPED: tl.conste
 def forward_kernel(
     query, key, value, prefix_key, prefix_value, table, out, logsumexp,
     q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row,
-    splits, tokens, scale, window, softcap,
+    splits, tokens, scale, limit, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, CHUNKED: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of a block of queries over one of `splits` parts of the stack; the last part has the
     chunk's own keys, too."""
@@ -87,7 +92,7 @@ def forward_kernel(
     rows = block * QUERIES + tl.arange(0, QUERIES)
     exists = rows < tokens
     start = tl.load(table)
-    depth = tl.load(table + 1 + tokens + rows, mask=exists, other=0)
+    first_key = _first_key(tl.load(table + 1 + tokens + rows, mask=exists, other=0), limit, CHUNKED)
     q = _rows(query, q_head, q_row, head, rows, exists, KEY_DIM, KEY_WIDTH)
     top = tl.full([QUERIES], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -95,16 +100,16 @@ def forward_kernel(
 
     share = tl.cdiv(tl.cdiv(start, KEYS), splits) * KEYS
     first, last = split * share, tl.minimum(split * share + share, start)
-    if WINDOWED:
-        first = tl.maximum(first, _lowest(depth, exists, window, KEYS))
+    if LIMITED:
+        first = tl.maximum(first, _lowest(first_key, exists, KEYS))
     for begin in range(first, last, KEYS):
         columns = begin + tl.arange(0, KEYS)
         inside = columns < last
         k = _rows(prefix_key, pk_head, pk_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
         v = _rows(prefix_value, pv_head, pv_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
         allowed = inside[None, :] & (rows >= 0)[:, None]
-        if WINDOWED:
-            allowed = allowed & (depth[:, None] - columns[None, :] < window)
+        if LIMITED:
+            allowed = allowed & (columns[None, :] >= first_key[:, None])
         top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
 
     stop = tl.where(split == splits - 1, tl.minimum(block * QUERIES + QUERIES, tokens), 0)
@@ -116,9 +121,9 @@ def forward_kernel(
             k = _rows(key, k_head, k_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
             v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
             allowed = (columns[None, :] <= rows[:, None]) & (rows[:, None] < ends[None, :])
-            if WINDOWED:
+            if LIMITED:
                 above = tl.load(table + 1 + tokens + columns, mask=inside, other=0)
-                allowed = allowed & (depth[:, None] - above[None, :] < window)
+                allowed = allowed & (above[None, :] >= first_key[:, None])
             top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -149,10 +154,10 @@ def queries_kernel(
     query, key, value, prefix_key, prefix_value, table, out, logsumexp, grad, delta, grad_query,
     q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row, g_head, g_row,
     gq_head, gq_row,
-    tokens, scale, window, softcap,
+    tokens, scale, limit, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, CHUNKED: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of queries, and the `delta` that the other kernels read."""
     block, head = tl.program_id(0), tl.program_id(1)
@@ -160,7 +165,7 @@ def queries_kernel(
     rows = block * QUERIES + tl.arange(0, QUERIES)
     exists = rows < tokens
     start = tl.load(table)
-    depth = tl.load(table + 1 + tokens + rows, mask=exists, other=0)
+    first_key = _first_key(tl.load(table + 1 + tokens + rows, mask=exists, other=0), limit, CHUNKED)
     q = _rows(query, q_head, q_row, head, rows, exists, KEY_DIM, KEY_WIDTH)
     do = _rows(grad, g_head, g_row, head, rows, exists, VALUE_DIM, VALUE_WIDTH)
     o = _rows(out, o_head, o_row, head, rows, exists, VALUE_DIM, VALUE_WIDTH)
@@ -170,16 +175,16 @@ def queries_kernel(
     acc = tl.zeros([QUERIES, KEY_WIDTH], tl.float32)
 
     first = 0
-    if WINDOWED:
-        first = _lowest(depth, exists, window, KEYS)
+    if LIMITED:
+        first = _lowest(first_key, exists, KEYS)
     for begin in range(first, start, KEYS):
         columns = begin + tl.arange(0, KEYS)
         inside = columns < start
         k = _rows(prefix_key, pk_head, pk_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
         v = _rows(prefix_value, pv_head, pv_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
         allowed = inside[None, :] & exists[:, None]
-        if WINDOWED:
-            allowed = allowed & (depth[:, None] - columns[None, :] < window)
+        if LIMITED:
+            allowed = allowed & (columns[None, :] >= first_key[:, None])
         _, grad_scores = _weights(q, k, v, do, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
         acc += tl.dot(grad_scores.to(k.dtype), k, input_precision=PRECISION)
 
@@ -191,9 +196,9 @@ def queries_kernel(
             k = _rows(key, k_head, k_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
             v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
             allowed = (columns[None, :] <= rows[:, None]) & (rows[:, None] < ends[None, :]) & exists[:, None]
-            if WINDOWED:
+            if LIMITED:
                 above = tl.load(table + 1 + tokens + columns, mask=inside, other=0)
-                allowed = allowed & (depth[:, None] - above[None, :] < window)
+                allowed = allowed & (above[None, :] >= first_key[:, None])
             _, grad_scores = _weights(q, k, v, do, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
             acc += tl.dot(grad_scores.to(k.dtype), k, input_precision=PRECISION)
     _store(grad_query, gq_head, gq_row, head, rows, exists, acc, KEY_DIM, KEY_WIDTH)
@@ -204,10 +209,10 @@ def own_keys_kernel(
     query, key, value, prefix_key, prefix_value, table, out, logsumexp, grad, delta, grad_key, grad_value,
     q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row, g_head, g_row,
     gk_head, gk_row, gv_head, gv_row,
-    tokens, scale, window, softcap,
+    tokens, scale, limit, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, CHUNKED: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of the chunk's own keys and values."""
     block, kv_head = tl.program_id(0), tl.program_id(1)
@@ -230,9 +235,9 @@ def own_keys_kernel(
             statistics = tl.load(logsumexp + head * tokens + rows, mask=exists, other=0.0)
             own_delta = tl.load(delta + head * tokens + rows, mask=exists, other=0.0)
             allowed = (columns[None, :] <= rows[:, None]) & (rows[:, None] < ends[None, :])
-            if WINDOWED:
-                depth = tl.load(table + 1 + tokens + rows, mask=exists, other=0)
-                allowed = allowed & (depth[:, None] - above[None, :] < window)
+            if LIMITED:
+                first_key = _first_key(tl.load(table + 1 + tokens + rows, mask=exists, other=0), limit, CHUNKED)
+                allowed = allowed & (above[None, :] >= first_key[:, None])
             weights, grad_scores = _weights(
                 q, k, v, do, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION
             )
@@ -247,10 +252,10 @@ def stack_keys_kernel(
     query, key, value, prefix_key, prefix_value, table, out, logsumexp, grad, delta, grad_key, grad_value,
     q_head, q_row, k_head, k_row, v_head, v_row, pk_head, pk_row, pv_head, pv_row, o_head, o_row, g_head, g_row,
     gk_head, gk_row, gv_head, gv_row,
-    tokens, scale, window, softcap,
+    tokens, scale, limit, softcap,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, CHUNKED: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradients of a block of the stack's keys and values to what is there."""
     block, kv_head = tl.program_id(0), tl.program_id(1)
@@ -273,9 +278,9 @@ def stack_keys_kernel(
             statistics = tl.load(logsumexp + head * tokens + rows, mask=exists, other=0.0)
             own_delta = tl.load(delta + head * tokens + rows, mask=exists, other=0.0)
             allowed = inside[None, :] & exists[:, None]
-            if WINDOWED:
-                depth = tl.load(table + 1 + tokens + rows, mask=exists, other=0)
-                allowed = allowed & (depth[:, None] - columns[None, :] < window)
+            if LIMITED:
+                first_key = _first_key(tl.load(table + 1 + tokens + rows, mask=exists, other=0), limit, CHUNKED)
+                allowed = allowed & (columns[None, :] >= first_key[:, None])
             weights, grad_scores = _weights(
                 q, k, v, do, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION
             )

@@ -114,7 +114,7 @@ def _has_flash_attn() -> bool:
 
 
 class VarlenAttention:
-    """FlashAttention with variable lengths; where a window cuts into a chunk, plain math."""
+    """FlashAttention with variable lengths; where a window or chunks of the sequence cut into a chunk, plain math."""
 
     replayable = False
 
@@ -123,7 +123,7 @@ class VarlenAttention:
 
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Provider.forward`."""
-        if _is_windowed(x):
+        if x.chunk.cut_by(x.limit) is not None:
             return Reference().forward(x)
         first, *others = _calls(x)
         query, keys_of = _tokens_first(x.query), _KeysAndValues(x)
@@ -150,7 +150,7 @@ class VarlenAttention:
         prefix_value_grad: torch.Tensor,
     ) -> Tensors:
         """See `Provider.backward`."""
-        if _is_windowed(x):
+        if x.chunk.cut_by(x.limit) is not None:
             return Reference().backward(grad, out, logsumexp, x, prefix_key_grad, prefix_value_grad)
         keys_of = _KeysAndValues(x)
         grad, query, out = (_tokens_first(tensor).contiguous() for tensor in (grad, x.query, out))
@@ -242,10 +242,6 @@ def _add(total: torch.Tensor, rows: torch.Tensor | None, part: torch.Tensor) -> 
         total += part
     else:
         total.index_add_(0, rows, part.to(total.dtype))
-
-
-def _is_windowed(x: Operands) -> bool:
-    return 0 < x.window < x.chunk.height
 
 
 class _TorchKernel:

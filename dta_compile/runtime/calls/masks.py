@@ -1,5 +1,5 @@
-"""What the attention masks of a call say: which tokens are real, where sequences begin, and each layer's window; with
-the checks of everything that their proofs take for granted."""
+"""What the attention masks of a call say: which tokens are real, where sequences begin, and how far up each layer
+reaches; with the checks of everything that their proofs take for granted."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from dta_compile.passes.masks.tables import Facts, Table, read_table
 from dta_compile.passes.mixer_layers import AttentionLayer, AttentionMask, MaskClass
 from dta_compile.passes.program import Program, ancestors, has_tensor
 from dta_compile.passes.terms import Entry, Evaluation, Term, shown, subterms
+from dta_compile.runtime.path.chunk_shape import Limit
 
 Booleans = npt.NDArray[np.bool_]
 
@@ -44,9 +45,15 @@ class ReadMasks:
     classes: list[MaskClass]
 
     @property
-    def windows(self) -> list[int]:
-        """By attention layer, the tokens that a token attends to, itself included; 0: all above it."""
-        return [one.window or 0 for one in self.classes]
+    def limits(self) -> list[Limit | None]:
+        """By attention layer, how far up a token attends; None: to all above it."""
+        return [_limit(one) for one in self.classes]
+
+
+def _limit(one: MaskClass) -> Limit | None:
+    if one.chunk is not None:
+        return Limit(one.chunk, by_chunks=True)
+    return None if one.window is None else Limit(one.window)
 
 
 def read_masks(
@@ -198,6 +205,8 @@ class _Reader:
         """Raise unless the inputs are what a proof takes for granted."""
         for term in one.positions:
             self._require_consecutive(term, valid, starts)
+        if one.chunk is not None and one.counted is not None:
+            self._require_aligned(one.counted, one.chunk, valid, starts)
         for term in one.binary:
             values = self.value(term)
             self._require(term, (values == 0) | (values == 1), "zero or one")
@@ -241,6 +250,32 @@ class _Reader:
             expected=f"{shown(term)} to grow by one from each real token of a sequence to the next",
             got=f"row {place // self.shape[1]}, where it jumps at token {place % self.shape[1]}",
             hint="let the mask also compare which sequence a token is of, or pass one sequence per row",
+        )
+
+    def _require_aligned(self, term: Term, chunk: int, valid: torch.Tensor, starts: torch.Tensor | None) -> None:
+        if term.dtype is torch.int64:
+            self._require_bounded(term)
+        places = valid.reshape(-1).nonzero()[:, 0]
+        begins = torch.diff(places // self.shape[1], prepend=places.new_full((1,), -1)) != 0
+        if starts is not None:
+            begins |= starts.reshape(-1)[places]
+        numbers = torch.arange(len(places), device=places.device)
+        depths = numbers - torch.where(begins, numbers, 0).cummax(0).values
+        values = self.value(term).reshape(-1)[places]
+        origins = values - depths
+        wrong = (origins % chunk != 0) | (~begins & (torch.diff(origins, prepend=origins[:1]) != 0))
+        if not bool(wrong.any()):
+            return
+        first = int(wrong.nonzero()[0, 0])
+        place = int(places[first])
+        raise RuntimeContractError(
+            "attention goes by chunks that do not count the tokens of a sequence from its first one",
+            where=self._inputs(term),
+            expected=f"{shown(term)} to be a multiple of {chunk} at the first token of a sequence, and to grow by one "
+            "from each real token to the next",
+            got=f"{int(values[first])} at row {place // self.shape[1]}, token {place % self.shape[1]}, which has "
+            f"{int(depths[first])} tokens of its sequence before it",
+            hint="let positions count from 0 in every sequence, with padding before or after it only",
         )
 
     def _inputs(self, term: Term) -> str:

@@ -14,6 +14,7 @@ from dta_compile.passes.program import Program
 from dta_compile.runtime.attention.interface import Provider
 from dta_compile.runtime.attention.layer import AttentionRuntime, provider_of
 from dta_compile.runtime.calls.masks import ReadMasks
+from dta_compile.runtime.path.chunk_shape import Limit
 from dta_compile.runtime.path.interface import LayerRuntime
 
 __all__ = ["RUNTIMES", "LayerContext", "runtimes_of"]
@@ -25,13 +26,13 @@ class LayerContext:
 
     Attributes:
         attention: the chosen provider, see `Options`.
-        windows: how far attention layers reach in this call, by the number of the layer; see `ReadMasks.windows`.
+        limits: how far attention layers reach in this call, by the number of the layer; see `ReadMasks.limits`.
         providers: of attention, made so far, by the states and the soft cap of a layer: equal layers share one.
     """
 
     device: torch.device
     attention: str
-    windows: Mapping[int, int]
+    limits: Mapping[int, Limit | None]
     providers: dict[Any, Provider] = dataclasses.field(default_factory=dict)
 
 
@@ -40,7 +41,7 @@ def _attention(layer: MixerLayer, context: LayerContext) -> LayerRuntime:
     like = layer.states, layer.softcap
     if like not in context.providers:
         context.providers[like] = provider_of(layer, context.device, context.attention)
-    return AttentionRuntime(context.providers[like], context.windows[layer.index])
+    return AttentionRuntime(context.providers[like], context.limits[layer.index])
 
 
 Make = Callable[[MixerLayer, LayerContext], LayerRuntime]
@@ -54,6 +55,6 @@ def runtimes_of(program: Program, masks: ReadMasks, device: torch.device, attent
     Raises:
         OptionError: the provider of attention that was chosen cannot run here.
     """
-    windows = {layer.index: one for layer, one in zip(program.attention, masks.windows, strict=True)}
-    context = LayerContext(device, attention, windows)
+    limits = {layer.index: one for layer, one in zip(program.attention, masks.limits, strict=True)}
+    context = LayerContext(device, attention, limits)
     return [RUNTIMES[layer.mixer.name](layer, context) for layer in program.mixers]

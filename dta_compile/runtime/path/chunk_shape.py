@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,26 @@ import torch
 from dta_compile.plan.tree.segments import Rectangle, Segment, rectangles
 from dta_compile.runtime.rows.upload import upload
 
-__all__ = ["ChunkShape", "ChunkTable"]
+__all__ = ["ChunkShape", "ChunkTable", "Limit"]
+
+Numbers = TypeVar("Numbers", torch.Tensor, npt.NDArray[np.int64])
+
+
+class Limit(NamedTuple):
+    """How far up a token reads: down from depth `first`.
+
+    Attributes:
+        tokens: how many it reads at most, itself included.
+        by_chunks: every sequence is divided into chunks of so many tokens, and a token reads those of its own chunk;
+            else a sliding window. (A `ChunkShape` is of something else: what one op of a schedule runs.)
+    """
+
+    tokens: int
+    by_chunks: bool = False
+
+    def first(self, depths: Numbers) -> Numbers:
+        """The depth of the first key that is read at each depth, or less than zero."""
+        return depths // self.tokens * self.tokens if self.by_chunks else depths - self.tokens + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +96,10 @@ class ChunkShape:
                 reaches[:] = part.end
         return ends
 
+    def cut_by(self, limit: Limit | None) -> Limit | None:
+        """The limit, if it may keep a token of the chunk from reading all above it."""
+        return limit if limit is not None and limit.tokens < self.height else None
+
     def table(self, device: torch.device) -> ChunkTable:
         """The shape as tensors; made once per device."""
         if (ChunkTable, device) not in self.derived:
@@ -88,10 +111,10 @@ class ChunkShape:
         """What a `ChunkTable` holds."""
         return np.concatenate([[self.start], self.subtree_ends, self.depths]).astype(np.int32)
 
-    def allowed(self, queries: range, keys: range, window: int = 0) -> npt.NDArray[np.bool_]:
+    def allowed(self, queries: range, keys: range, limit: Limit | None = None) -> npt.NDArray[np.bool_]:
         """`[queries, keys]`: which of the chunk's tokens `keys` the tokens `queries` read: ancestors and themselves.
 
-        A window leaves those less than `window` (0: none) tokens above.
+        A limit leaves those that it does not cut off.
         """
         out = np.zeros((len(queries), len(keys)), np.bool_)
         number = bisect_right(self.segments, queries.start, key=lambda part: part.first) - 1
@@ -110,9 +133,9 @@ class ChunkShape:
                 read = above.first + child.depth - above.depth  # one past the last token that `child` hangs from
                 rows[:, max(above.first - keys.start, 0) : max(read - keys.start, 0)] = True
                 child = above
-        if window:
-            depths = self.depths
-            out &= depths[queries.start : queries.stop, None] - depths[keys.start : keys.stop] < window
+        if limit is not None:
+            begins = limit.first(self.depths[queries.start : queries.stop])
+            out &= self.depths[keys.start : keys.stop] >= begins[:, None]
         return out
 
 

@@ -55,7 +55,7 @@ def additive(ids, padding, dtype=torch.float64):
 
 
 CLASSES = {
-    # name: (mask, inputs of one or two calls, what the class says, windows by call)
+    # name: (mask, inputs of one or two calls, what the class says, windows or sizes of chunks by call)
     "causal": (causal, [(IDS,)], "causal", [0]),
     "a triangle": (
         lambda ids: torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril(),
@@ -286,6 +286,56 @@ CLASSES = {
         "real tokens",
         [0, 0],
     ),
+    "chunks": (
+        lambda ids: causal(ids) & (positions(ids)[0] // 4 == positions(ids)[1] // 4),
+        [(IDS,), (LONGER,)],
+        "causal, chunks of 4 by key$",
+        [4, 4],
+    ),
+    "chunks by their first tokens": (
+        lambda ids: causal(ids) & (positions(ids)[1] >= positions(ids)[0] - positions(ids)[0] % 3),
+        [(IDS,)],
+        "chunks of 3 by key",
+        [3],
+    ),
+    "chunks by a fraction that is rounded": (
+        lambda ids: causal(ids) & torch.eq(*(place.div(4, rounding_mode="floor") for place in positions(ids))),
+        [(IDS,)],
+        "chunks of 4",
+        [4],
+    ),
+    "chunks of one token": (
+        lambda ids: causal(ids) & (positions(ids)[0] // 1 == positions(ids)[1] // 1),
+        [(IDS,)],
+        "window 1",
+        [1],
+    ),
+    "chunks of a tensor argument": (
+        lambda ids, size: causal(ids) & torch.eq(*((place - place % size) for place in positions(ids))),
+        [(IDS, torch.tensor(3)), (IDS, torch.tensor(5))],
+        "",
+        [3, 5],
+    ),
+    "chunks of an integer argument": (
+        lambda ids, size: causal(ids) & torch.eq(*(place // size for place in positions(ids))),
+        [(IDS, 3), (IDS, 5), (LONGER, 4)],
+        "",
+        [3, 5, 4],
+    ),
+    "chunks and padding": (
+        lambda ids, mask: causal(ids) & chunks_after_padding(ids, mask) & mask.bool()[:, None, None, :],
+        [(IDS, MASK), (IDS, LEFT), (IDS, MASK * 0)],
+        r"chunks of 3 by key - .*\[row\], real tokens",
+        [3, 3, 3],
+    ),
+    "chunks of packed rows": (
+        lambda ids, place: (
+            packed(ids, place) & pairs(place, lambda query, key: (key <= query) & (query // 2 == key // 2))
+        ),
+        [(IDS, RESTARTING), (IDS, RESTARTING + 4), (IDS, RESTARTING[:, :4].repeat(1, 3)[:, :9])],
+        r"chunks of 2 by rest\S*\[row, key\], a sequence for each .*, consecutive",
+        [2, 2, 2],
+    ),
     "one row": (
         lambda ids, mask: causal(ids) & mask.bool()[:, None, None, :],
         [(IDS[:1], MASK[:1])],
@@ -293,6 +343,12 @@ CLASSES = {
         [0],
     ),
 }
+
+
+def chunks_after_padding(ids, mask):
+    left = (mask.cumsum(-1) == 0).sum(-1)[:, None, None, None]
+    query, key = positions(ids)
+    return (query - left) // 3 == (key - left) // 3
 
 
 def near_by(ids):
@@ -323,11 +379,17 @@ def _written_over(ids, mask):
     return allowed
 
 
+def reach(found):
+    """The window of a mask, or the size of its chunks; 0: it has neither."""
+    (limit,) = found.limits
+    return 0 if limit is None else limit.tokens
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_masks_that_are_understood(name):
-    make_mask, inputs, text, windows = CLASSES[name]
+    make_mask, inputs, text, reaches = CLASSES[name]
     found = [traced.check() for traced in calls(make_mask, inputs)]
-    assert [one.windows[0] for one in found] == windows
+    assert [reach(one) for one in found] == reaches
     assert all(re.search(text, str(one.classes[0])) for one in found)
 
 
@@ -343,22 +405,22 @@ WRITES = {
 def test_tables_are_read_as_they_are_at_each_call(write):
     table = TABLES["near"].clone()
     (traced,) = calls(lambda ids, table: causal(ids) & table[near_by(ids).clamp(0, 31)], [(IDS, table)])
-    assert traced.check().windows == [5]
+    assert reach(traced.check()) == 5
     WRITES[write](table, torch.arange(32) < 2)
-    assert traced.check().windows == [2]
+    assert reach(traced.check()) == 2
 
 
 def test_tables_may_lie_anywhere_in_memory():
     table = torch.zeros(4 + 32, dtype=torch.bool)[4:].copy_(TABLES["near"])
     (traced,) = calls(lambda ids, table: causal(ids) & table[near_by(ids).clamp(0, 31)], [(IDS, table)])
-    assert [traced.check().windows for _ in range(2)] == [[5], [5]]
+    assert [reach(traced.check()) for _ in range(2)] == [5, 5]
 
 
 @pytest.mark.parametrize("factor", [1, 2])
 def test_numbers_are_read_from_tensors(factor):
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         (traced,) = calls(lambda ids, half: near(ids, half.item() * factor), [(IDS, torch.tensor(2))])
-    assert traced.check().windows == [2 * factor]
+    assert reach(traced.check()) == 2 * factor
 
 
 REFUSED = {
@@ -368,6 +430,50 @@ REFUSED = {
         (IDS,),
         RefusalError,
         "hides earlier tokens",
+    ),
+    "chunks that begin elsewhere": (
+        lambda ids: causal(ids) & ((positions(ids)[0] + 1) // 4 == (positions(ids)[1] + 1) // 4),
+        (IDS,),
+        RuntimeContractError,
+        "key \\+ 1 to be a multiple of 4[^$]*1 at row 0, token 0, which has 0 tokens",
+    ),
+    "chunks that count padding": (
+        lambda ids, mask: causal(ids) & (positions(ids)[0] // 4 == positions(ids)[1] // 4) & mask.bool()[:, None, None],
+        (IDS, LEFT),
+        RuntimeContractError,
+        "multiple of 4[^$]*2 at row 0, token 2",
+    ),
+    "chunks with padding within": (
+        lambda ids, mask: causal(ids) & chunks_after_padding(ids, mask) & mask.bool()[:, None, None],
+        (IDS, MASK.index_fill(1, torch.tensor([2]), 0)),
+        RuntimeContractError,
+        "grow by one[^$]*3 at row 0, token 3, which has 2 tokens",
+    ),
+    "chunks of packed rows that begin elsewhere": (
+        lambda ids, place: (
+            packed(ids, place) & pairs(place, lambda query, key: (key <= query) & (query // 3 == key // 3))
+        ),
+        (IDS, torch.tensor([[0, 1, 2, 3, 1, 2, 3, 4, 5]]).expand(3, 9)),
+        RuntimeContractError,
+        "multiple of 3[^$]*1 at row 0, token 4, which has 0 tokens",
+    ),
+    "chunks of other sizes": (
+        lambda ids: causal(ids) & torch.eq(*(12 // (place + 1) for place in positions(ids))),
+        (IDS,),
+        RefusalError,
+        "in another way than padding, a sliding window or chunks",
+    ),
+    "chunks of a fraction": (
+        lambda ids: causal(ids) & torch.eq(*(place // 2.5 for place in positions(ids))),
+        (IDS,),
+        RefusalError,
+        "cannot be decided",
+    ),
+    "chunks within a window": (
+        lambda ids: causal(ids) & (positions(ids)[0] // 4 == positions(ids)[1] // 4) & near(ids, 3),
+        (IDS,),
+        RefusalError,
+        "in another way than padding, a sliding window or chunks",
     ),
     "every second": (
         lambda ids: causal(ids) & ((positions(ids)[0] - positions(ids)[1]) % 2 == 0),

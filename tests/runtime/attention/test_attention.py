@@ -62,7 +62,7 @@ def test_one_slice_of_any_length(tokens, start):
 def test_parts_are_the_pairs_of_the_tree_each_once(case, cuts):
     shape = case.shape
     with mock.patch.dict(vars(cpu_parts), cuts):
-        parts = cpu_parts.parts_of(shape, case.window, torch.float32)
+        parts = cpu_parts.parts_of(shape, case.limit, torch.float32)
     found = torch.zeros(shape.tokens, shape.start + shape.tokens, dtype=torch.int)
     for part in parts:
         columns = list(itertools.chain.from_iterable(range(*span) for span in part.spans))
@@ -83,7 +83,7 @@ def test_branches_that_are_small_share_a_call_and_long_ones_do_not():
     def count(*sizes):
         ends = list(itertools.accumulate(sizes))
         parts = [Segment(end - size, end, end, 5, -1) for size, end in zip(sizes, ends, strict=True)]
-        found = cpu_parts.parts_of(ChunkShape.of(0, 0, parts), 0, torch.float32)
+        found = cpu_parts.parts_of(ChunkShape.of(0, 0, parts), None, torch.float32)
         return [(part.first, part.last, part.causal) for part in found]
 
     assert count(8, 8, 8) == [(0, 24, False)]
@@ -99,8 +99,8 @@ def test_slices_of_a_schedule():
         spine = chunk.spine.tokens if chunk.spine else 0
         shape = ChunkShape.of(chunk.start, spine, segments(tree, chunk))
         for provider in PROVIDERS:
-            for window in (0, 2):
-                Run(Case(shape, window, groups=2), provider).check()
+            for limit in ({}, {"window": 2}, {"chunk": 3}):
+                Run(Case(shape, groups=2, **limit), provider).check()
 
 
 def test_value_heads_of_another_size():
@@ -122,15 +122,16 @@ def test_rows_that_are_not_contiguous():
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("limit", [{}, {"window": 50}, {"chunk": 64}])
 @pytest.mark.parametrize("sizes", [(300,), (40,) * 6, (8,) * 30, (150, 20, 20, 20)])
-def test_bfloat16_is_as_accurate_as_one_plain_call(sizes, window):
+def test_bfloat16_is_as_accurate_as_one_plain_call(sizes, limit):
     end, parts = sum(sizes), [Segment(0, sizes[0], sum(sizes), 17, -1)]
     for size in sizes[1:]:
         first = parts[-1].last
         parts.append(Segment(first, first + size, first + size, 17 + sizes[0] // 2, 0))
     assert parts[-1].last == end
-    case = Case(ChunkShape.of(17, sizes[0], parts), window, groups=2, width=16, value_width=16, dtype=torch.bfloat16)
+    sizes_of = {"groups": 2, "width": 16, "value_width": 16}
+    case = Case(ChunkShape.of(17, sizes[0], parts), dtype=torch.bfloat16, **sizes_of, **limit)
     run = Run(case, FlashCPU)
     expected = run.oracle()
     leaves = [t.detach().clone().requires_grad_() for t in (run.query, run.key, run.value)]

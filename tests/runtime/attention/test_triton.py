@@ -50,16 +50,16 @@ def test_triton_kernels(case):
 
 @interpreted
 @pytest.mark.parametrize(("width", "value_width"), [(16, 16), (24, 24), (20, 12), (80, 80)])
-@pytest.mark.parametrize("window", [0, 30])
-def test_triton_kernels_with_heads_of_any_size(width, value_width, window):
+@pytest.mark.parametrize("limit", [{}, {"window": 30}, {"chunk": 48}])
+def test_triton_kernels_with_heads_of_any_size(width, value_width, limit):
     parts = [
         Segment(0, 40, 75, 70, -1),
         Segment(40, 70, 70, 101, 0),
         Segment(70, 75, 75, 74, 0),
         Segment(75, 80, 80, 70, -1),
     ]
-    case = Case(ChunkShape.of(70, 40, parts), window, 2, 2, width, value_width, torch.float32)
-    Run(case, triton).check(1e-5)
+    case = Case(ChunkShape.of(70, 40, parts), 0, 2, 2, width, value_width, torch.float32)
+    Run(dataclasses.replace(case, **limit), triton).check(1e-5)
 
 
 @interpreted

@@ -15,6 +15,7 @@ from dta_compile import records
 from dta_compile.capture import dynamo
 from dta_compile.capture.as_captured import as_captured
 from dta_compile.capture.classify import Captured, Kind, classify
+from dta_compile.capture.flash_attention import with_our_attention
 from dta_compile.errors import DTAError, OptionError, RefusalError
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
@@ -88,7 +89,8 @@ def _bug(broken: ContractError) -> RefusalError:
 def _analyse(graph: Captured, options: Options) -> Program:
     try:
         with _autograd_of_our_own():
-            program = Program(graph.module, graph.training, options.codegen, graph.own_symbols)
+            module = with_our_attention(graph.module)
+            program = Program(module, graph.training, options.codegen, graph.own_symbols)
             return run_passes(program, skip=options.skip_passes)
     except AmbiguousAxes as ambiguous:
         if graph.own_symbols and ambiguous.refusal is not None:

@@ -12,7 +12,8 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable
+import types
+from collections.abc import Callable, Iterable
 from typing import Any
 
 GROUP, NAME, VALUE = "torch_dynamo_backends", "dta", "dta_compile.backend:dta"
@@ -46,23 +47,31 @@ class _Finder:
         return [_SourceTree()] if getattr(context, "name", None) in (None, "dta-compile", "dta_compile") else []
 
 
-class _AfterTransformers:
-    """A finder that registers attention once a module of transformers has been loaded, and finds nothing itself."""
+class _AfterLoading:
+    """A finder that calls functions once the modules that they wait for have been loaded, and finds nothing itself."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Callable[[types.ModuleType], None]] = {}
+        self.searching = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The module's own spec, whose loader goes on to register; None for all other modules."""
-        if name != TRANSFORMERS or self not in sys.meta_path:
+        """The module's own spec, whose loader goes on to call; None for all other modules."""
+        if name not in self.waiting or self.searching:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.searching = False
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def load_and_register(module: Any) -> None:
+            def load_and_call(module: types.ModuleType) -> None:
                 load(module)
-                _register_attention()
+                if call := self.waiting.pop(name, None):
+                    call(module)
 
-            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
+            spec.loader.exec_module = load_and_call  # type: ignore[method-assign]
         return spec
 
 
@@ -71,21 +80,32 @@ def register() -> None:
     _register_backend()
     if TRANSFORMERS in sys.modules:
         _register_attention()
-    elif not _is_on_path(_AfterTransformers):
-        sys.meta_path.insert(0, _AfterTransformers())
+    else:
+        when_loaded(TRANSFORMERS, _register_attention)
 
 
-def _is_on_path(kind: type) -> bool:
-    """Whether a finder of this name is there; reloading the module makes another class of it."""
-    return any((type(one).__module__, type(one).__name__) == (__name__, kind.__name__) for one in sys.meta_path)
+def when_loaded(name: str, call: Callable[[types.ModuleType], None]) -> None:
+    """Call a function with a module as soon as that has been imported, which it has not been yet."""
+    finder = _on_path(_AfterLoading)
+    if finder is None:
+        finder = _AfterLoading()
+        sys.meta_path.insert(0, finder)
+    finder.waiting[name] = call
 
 
-def _register_attention() -> None:
-    importlib.import_module("dta_compile.transformers_attention")  # registers, now or as soon as it has been imported
+def _on_path(kind: type) -> Any | None:
+    """The finder of this name that is there; reloading the module makes another class of it."""
+    names = __name__, kind.__name__
+    return next((one for one in sys.meta_path if (type(one).__module__, type(one).__name__) == names), None)
+
+
+def _register_attention(_: types.ModuleType | None = None) -> None:
+    for name in ("transformers_attention", "transformers_flash_attention"):  # each registers as it is imported
+        importlib.import_module(f"dta_compile.{name}")
 
 
 def _register_backend() -> None:
-    if not _is_on_path(_Finder):
+    if _on_path(_Finder) is None:
         if _is_installed():
             return
         sys.meta_path.append(_Finder())

@@ -17,7 +17,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from dta_compile.errors import OptionError
 from dta_compile.ops.attention import Masking
-from dta_compile.ops.causal_attention import autocast, call
+from dta_compile.ops.causal_attention import autocast, call, segments_by_ends
 
 __all__ = ["NAME", "attention_forward", "attention_mask"]
 
@@ -178,9 +178,7 @@ def _segments_of_row(
     """`[B, S]` numbers of the sequences, from 1 on: by where they end, or where positions start anew."""
     batch, _, tokens, _ = query.shape
     if ends is not None:
-        places = torch.arange(batch * tokens, device=query.device)
-        found = torch.bucketize(places, ends[1:].to(places.dtype), right=True) + 1
-        return _unless_one(found.view(batch, tokens))
+        return _unless_one(segments_by_ends(ends, batch, tokens))
     if positions is None or positions.dim() != 2 or positions.shape[1] != tokens:
         return None
     if torch.compiler.is_compiling():

@@ -100,7 +100,12 @@ def _is_uncounted(entry: Any) -> bool:
     """Also asks whose the graph is: numbers of compilations start anew when Dynamo is reset."""
     if entry.compile_id not in _uncounted:
         return False
-    backend = getattr(compile_wrapper_of(entry.backend), "compiler_fn", None)
+    return _is_ours(entry.backend)
+
+
+def _is_ours(compiled: Any) -> bool:
+    """Whether this is the backend that Dynamo's objects lead to."""
+    backend = getattr(compile_wrapper_of(compiled), "compiler_fn", None)
     return getattr(backend, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -204,6 +209,13 @@ def sharded_part(module: fx.GraphModule) -> str:
 def current_compile_wrapper() -> Any | None:
     """The object that `torch.compile` made for the callable now being compiled (an instance of its private wrapper)."""
     return _calling("_TorchCompileWrapper")
+
+
+@torch._dynamo.assume_constant_result
+def traces_for_this_backend() -> bool:
+    """Whether the graph is for this backend that Dynamo is tracing, which calls this and takes it for a constant."""
+    translator = _calling("InstructionTranslator")
+    return translator is not None and _is_ours(translator.output.compiler_fn)
 
 
 def _calling(class_name: str) -> Any | None:

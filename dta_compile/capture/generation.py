@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from dta_compile.capture.flash_attention import KEPT
 from dta_compile.ops.mixer import MIXERS, Mixer, Operand
 from dta_compile.passes.program import output_node
 from dta_compile.passes.symbols import expression
@@ -18,7 +19,7 @@ from dta_compile.passes.symbols import expression
 
 def captured_mixer_calls(module: fx.GraphModule) -> Iterator[tuple[Mixer, fx.Node]]:
     """The calls of attention and other mixers in a captured graph, also inside checkpointed regions."""
-    known = {function: mixer for mixer in MIXERS.values() for function in mixer.functions}
+    known = {function: mixer for mixer in (*MIXERS.values(), *KEPT.values()) for function in mixer.functions}
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             for node in part.graph.nodes:

@@ -66,6 +66,40 @@ def call(
     return SINK_ATTENTION_CALL(query, key, value, sinks, *masking)
 
 
+def attention_tokens_first(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor | None,
+    window: int,
+    scale: float | None,
+    softcap: float,
+) -> torch.Tensor:
+    """The operator over `[B, S, H, D]`, as flash attention has it; with `ends` over one row of sequences `[S, H, D]`.
+
+    Args:
+        ends: see `segments_by_ends`.
+        window, softcap: as in `Masking`.
+        scale: of the scores; None: `D ** -0.5`.
+    """
+    segments = None
+    if ends is not None:
+        segments = segments_by_ends(ends, 1, query.shape[0])
+        query, key, value = query[None], key[None], value[None]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    masking = Masking(None, True, segments, window, scale, softcap)
+    out = call(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), None, masking)
+    out = out.transpose(1, 2).contiguous()
+    return out if ends is None else out[0]
+
+
+def segments_by_ends(ends: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
+    """`[B, S]` numbers of the sequences, from 1 on, for `ends` `[n + 1]`: zero, and where each ends in the batch."""
+    places = torch.arange(batch * tokens, device=ends.device)
+    found = torch.bucketize(places, ends[1:].to(places.dtype), right=True) + 1
+    return found.view(batch, tokens)
+
+
 def autocast(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Torch's own attention is on autocast's lower-precision list; an opaque operator has to say so itself."""
     device = operands[0].device.type

@@ -18,6 +18,7 @@ from dta_compile.passes.mixer_layers import AttentionLayer, MixerLayer
 from dta_compile.passes.symbols import symbol_sources
 
 TORCH_FOLDER = str(pathlib.Path(torch.__file__).parent)
+OUR_FOLDER = str(pathlib.Path(__file__).parents[1])
 
 
 class Axis(enum.Enum):
@@ -319,13 +320,14 @@ def ancestors(nodes: list[fx.Node], stop: Callable[[fx.Node], bool] = lambda nod
 
 
 def where(node: fx.Node) -> str:
-    """The user's source line that a node came from: the innermost recorded frame outside torch itself."""
+    """The user's source line that a node came from: the innermost recorded frame outside torch and this package."""
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.splitlines() if line.strip() and not set(line.strip()) <= set("^~ ")]
     frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
     if not frames:
         return f"node {node.name}"
     own = [i for i in frames if TORCH_FOLDER not in lines[i]] or frames
+    own = [i for i in own if OUR_FOLDER not in lines[i]] or own
     return " | ".join(lines[own[-1] : own[-1] + 2])
 
 

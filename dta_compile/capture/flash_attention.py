@@ -1,0 +1,230 @@
+"""Flash attention by functions of its packages and of torch: calls of them stay whole, and become our operator.
+
+Inside of them Dynamo would find kernels, in autograd functions that it cannot always trace. So where it traces for this
+backend, a call is one node that runs the function itself: in a graph that runs as captured it stays so. In a graph for
+the tree, `with_our_attention` puts our operator in its place, or refuses what the operator does not compute. For other
+backends Dynamo traces the function's own code, as it would without us. Importing the module sees to all that, also for
+packages that are imported later.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo
+from torch import fx
+
+from dta_compile import registration
+from dta_compile.capture import dynamo
+from dta_compile.errors import RefusalError
+from dta_compile.ops.attention import ATTENTION_MIXER
+from dta_compile.ops.causal_attention import attention_tokens_first
+from dta_compile.ops.mixer import TOKENS, Mixer
+from dta_compile.passes.program import where
+from dta_compile.passes.symbols import expression
+
+__all__ = ["KEPT", "with_our_attention"]
+
+FUNCTIONS = {  # by the module that defines them: flash-attn 2, flash-attn 3, torch
+    "flash_attn.flash_attn_interface": ("flash_attn_func", "flash_attn_varlen_func"),
+    "flash_attn_interface": ("flash_attn_func", "flash_attn_varlen_func"),
+    "torch.nn.attention.varlen": ("varlen_attn",),
+}
+# Arguments that say how to compute, or what the sizes say as well.
+WITHOUT_MEANING = (
+    "deterministic",
+    "enable_gqa",
+    "max_k",
+    "max_q",
+    "max_seqlen_k",
+    "max_seqlen_q",
+    "num_splits",
+    "pack_gqa",
+    "sm_margin",
+)
+STATISTICS = "compute what needs the statistics of attention outside of the compiled function"
+HINTS = {
+    "alibi_slopes": "use rotary or learned positions",
+    "block_table": "a paged KV cache is for generation, which runs as captured under torch.no_grad()",
+    "dropout_p": "set the model's attention dropout to 0, or call model.eval()",
+    "return_attn_probs": STATISTICS,
+    "return_aux": STATISTICS,
+}
+
+# What stands in graphs for a function, as a mixer of which only `functions`, `operands` and `dims` count. Filled as
+# packages are imported.
+KEPT: dict[Callable[..., Any], Mixer] = {}
+
+
+class _Call(NamedTuple):
+    """The arguments of a call that have a meaning, under one name for all functions; `others` by their own."""
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    ends: fx.Node | None
+    ends_of_keys: fx.Node | None
+    causal: bool
+    window: tuple[int, int]
+    scale: float | None
+    softcap: float
+    others: dict[str, Any]
+
+
+def with_our_attention(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph whose calls of flash attention are calls of our operator; the same graph if it has none.
+
+    Raises:
+        RefusalError: a call is not causal attention of tokens over themselves, or does more than that.
+    """
+    inner = {name: with_our_attention(part) for name, part in module.named_children() if _is_graph(part)}
+    calls = [node for node in module.graph.nodes if node.op == "call_function" and node.target in KEPT]
+    if not calls and all(part is getattr(module, name) for name, part in inner.items()):
+        return module
+    result = fx.GraphModule(module, copy.deepcopy(module.graph))
+    for name, part in inner.items():
+        part.meta = getattr(module, name).meta
+        setattr(result, name, part)
+    for node in result.graph.nodes:
+        if node.op == "call_function" and node.target in KEPT:
+            node.args, node.kwargs = _our_arguments(node), {}
+            node.target = attention_tokens_first
+    result.recompile()
+    return result
+
+
+def _is_graph(part: torch.nn.Module) -> bool:
+    return isinstance(part, fx.GraphModule)
+
+
+def _our_arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments of `attention_tokens_first` for a call that was kept."""
+    call = _arguments(node)
+    _require_nothing_else(node, call)
+    _require_causal(node, call)
+    left, _ = call.window
+    window = left + 1 if left >= 0 else 0
+    return (call.query, call.key, call.value, call.ends, window, call.scale, max(call.softcap, 0.0))
+
+
+def _require_nothing_else(node: fx.Node, call: _Call) -> None:
+    """Only arguments that are understood, and numbers that are the same for all calls."""
+    for name, value in call.others.items():
+        if name not in WITHOUT_MEANING and (isinstance(value, fx.Node) or value):
+            raise _refusal(
+                node, f"{name} is not supported", f"{name} left as it is", f"{name}={value}", HINTS.get(name)
+            )
+    if not isinstance(node.meta["example_value"], torch.Tensor):
+        raise _refusal(node, "it returns more than the output", "the output alone", "statistics, too", STATISTICS)
+    numbers = (call.causal, *call.window, call.scale, call.softcap)
+    if any(isinstance(number, fx.Node) for number in numbers):
+        raise _refusal(node, "its numbers depend on the call", "constants", f"{numbers}")
+    if call.scale is not None and not call.scale > 0:
+        raise _refusal(node, "its scale is not positive", "a positive number", f"{call.scale}")
+
+
+def _require_causal(node: fx.Node, call: _Call) -> None:
+    """Causal attention of tokens over themselves, in the rows of a batch or in one packed row."""
+    if not call.causal and call.window[1] != 0:
+        raise _refusal(
+            node,
+            "it is bidirectional",
+            "causal=True, or a window of (left, 0)",
+            f"causal={call.causal}, window_size={call.window}",
+            "prefix sharing needs causal attention; compile the causal model only",
+        )
+    if call.ends is not call.ends_of_keys:
+        raise _refusal(
+            node,
+            "queries and keys have sequences of their own (cu_seqlens)",
+            "one tensor for both",
+            f"{call.ends} and {call.ends_of_keys}",
+            "pass the same tensor twice: two with the same numbers cannot be told from others",
+        )
+    lengths = [expression(one.meta["example_value"].shape[-3]) for one in (call.query, call.key)]
+    if lengths[0] != lengths[1]:
+        raise _refusal(node, "it reads other tokens' keys", "as many keys as queries", f"{lengths[0]} and {lengths[1]}")
+    if call.ends is not None and len(lengths[0].free_symbols) > 1:
+        raise _refusal(
+            node,
+            "its row of sequences is several rows of the batch, flattened",
+            "a batch that is one row [1, S], or [S]",
+            f"{lengths[0]} tokens",
+            "pack all sequences into one row",
+        )
+
+
+def _arguments(node: fx.Node) -> _Call:
+    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+
+    def take(*names: str, default: Any = None) -> Any:
+        return next((given.pop(name) for name in names if name in given), default)
+
+    query, key, value = (take(operand.name) for operand in KEPT[node.target].operands)
+    ends, ends_of_keys = take("cu_seqlens_q", "cu_seq_q"), take("cu_seqlens_k", "cu_seq_k")
+    causal, window = take("causal", default=False), tuple(take("window_size"))
+    scale, softcap = take("softmax_scale", "scale"), take("softcap", default=0.0)
+    return _Call(query, key, value, ends, ends_of_keys, causal, window, scale, softcap, given)
+
+
+def _refusal(node: fx.Node, what: str, expected: str, got: str, hint: str | None = None) -> RefusalError:
+    return RefusalError(
+        f"{node.target.__name__} cannot run over a prefix tree: {what}",
+        where=where(node),
+        expected=expected,
+        got=got,
+        hint=hint or "",
+    )
+
+
+def _keep(module: types.ModuleType) -> None:
+    """Have Dynamo keep calls of a module's functions, where it traces for this backend."""
+    for name in FUNCTIONS[module.__name__]:
+        original = getattr(module, name, None)
+        if isinstance(original, types.FunctionType) and not hasattr(original, "_torchdynamo_disable"):
+            _keep_function(original)
+
+
+def _keep_function(original: types.FunctionType) -> None:
+    own = _copy(original)
+
+    @functools.wraps(original)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return kept(*args, **kwargs) if dynamo.traces_for_this_backend() else own(*args, **kwargs)
+
+    torch._dynamo.allow_in_graph(kept)
+    torch._dynamo.substitute_in_graph(original, skip_signature_check=True)(traced)
+    names = list(inspect.signature(original).parameters)[:3]
+    operands = [one._replace(name=name) for one, name in zip(ATTENTION_MIXER.operands, names, strict=True)]
+    KEPT[kept] = dataclasses.replace(
+        ATTENTION_MIXER, functions=(kept,), operands=tuple(operands), dims=(TOKENS, "heads", "head_dim")
+    )
+
+
+def _copy(function: types.FunctionType) -> types.FunctionType:
+    """The same code under another identity: Dynamo would put something else in place of the original."""
+    twin = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+for _name in FUNCTIONS:
+    if _name in sys.modules:
+        _keep(sys.modules[_name])
+    else:
+        registration.when_loaded(_name, _keep)

@@ -1,0 +1,127 @@
+"""transformers' attn_implementation="flash_attention_2", and its relatives, where Dynamo traces for this backend.
+
+Their masks and attention functions look into tensors to choose between kernels, which ends a graph. What they choose
+between is one thing to our operator: causal attention within segments. So the two functions are wrapped: they compute
+as ever, but in a graph for this backend masks stay as they are, and attention is ours, where it is causal attention of
+a batch over itself. Anything else goes on to the kernels, and is refused by name if it is for the tree. Importing the
+module wraps them; `registration` does when transformers is there.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+import torch._dynamo
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations import flash_attention, hub_kernels
+
+from dta_compile import transformers_attention
+from dta_compile.ops.causal_attention import segments_by_ends
+from dta_compile.transformers_attention import CausalMask
+
+_attention, _mask = flash_attention.flash_attention_forward, AttentionMaskInterface._global_mapping["flash_attention_2"]
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _traces_for_us() -> bool:
+    dynamo = sys.modules.get("dta_compile.capture.dynamo")  # not loaded: nothing has been compiled for the backend
+    return dynamo is not None and bool(dynamo.traces_for_this_backend())
+
+
+@functools.wraps(_mask)
+def flash_attention_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """The mask `[B, S]` of a batch without a KV cache as it is, also if it has no padding."""
+    if torch.compiler.is_compiling() and _traces_for_us():
+        mask: torch.Tensor | None = kwargs.get("attention_mask")
+        length = kwargs.get("kv_length")
+        if mask is not None and length is not None and mask.shape[1] == length:
+            return mask
+    found: torch.Tensor | None = _mask(*args, **kwargs)
+    return found
+
+
+@functools.wraps(_attention)
+def flash_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a layer, query `[B, Hq, S, D]`; the result is `[B, S, Hq, Dv]`."""
+    ours = torch.compiler.is_compiling() and _traces_for_us()
+    causal = is_causal if is_causal is not None else module.is_causal
+    if not ours or not causal or dropout or not _is_over_itself(query, key, attention_mask, kwargs):
+        found: tuple[torch.Tensor, None] = _attention(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            is_causal=is_causal,
+            s_aux=s_aux,
+            **kwargs,
+        )
+        return found
+    dtype = flash_attention.get_target_dtype(query.transpose(1, 2), module)
+    if dtype is not None:
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    mask = CausalMask(_segments(query, attention_mask, kwargs), sliding_window)
+    return transformers_attention.attention_forward(
+        module, query, key, value, mask, scaling=scaling, is_causal=True, softcap=softcap, s_aux=s_aux
+    )
+
+
+def _is_over_itself(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
+    """Whether a call is attention of a batch over itself, by arguments that are understood."""
+    if query.shape[2] != key.shape[2] or kwargs.get("cache") is not None or kwargs.get("block_table") is not None:
+        return False
+    positions = kwargs.get("position_ids")
+    return (mask is None or (mask.dim() == 2 and mask.shape[1] == key.shape[2])) and (
+        positions is None or positions.dim() == 2
+    )
+
+
+def _segments(query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """`[B, S]` by the first of these that there is: the mask, where sequences end, and positions of a single row.
+
+    A sequence begins wherever a position is zero.
+    """
+    if mask is not None:
+        return mask if mask.dtype is torch.bool else mask != 0
+    batch, _, tokens, _ = query.shape
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    if all(kwargs.get(name) is not None for name in names):
+        return segments_by_ends(kwargs["cu_seq_lens_q"], batch, tokens)
+    positions: torch.Tensor | None = kwargs.get("position_ids")
+    if positions is None or batch != 1 or tokens == 1:
+        return None
+    return (positions == 0).cumsum(-1) + 1
+
+
+def _register() -> None:
+    for interface, before, now in (
+        (AttentionInterface, _attention, flash_attention_forward),
+        (AttentionMaskInterface, _mask, flash_attention_mask),
+    ):
+        for name, function in list(interface._global_mapping.items()):
+            if function is before:
+                interface.register(name, now)
+    hub_kernels.flash_attention_forward = flash_attention_forward  # what kernels from the hub are registered with
+
+
+_register()

@@ -134,7 +134,7 @@ def test_random_packings(window):
     @hypothesis.example([[[1], [1], [1, 2], [1, 2]]], 0)
     @hypothesis.example([[[1, 2, 3]], [[1, 2, 3]], [[1], [2]]], 3)
     def run(rows, tail):
-        hypothesis.assume(tail + max(sum(map(len, row)) for row in rows) > 1)  # sizes of one are traced by themselves
+        hypothesis.assume(tail + max(sum(map(len, row)) for row in rows) > 2)  # shorter rows run as captured
         plan = check(model, compiled, rows, tail)
         sequences = [tuple(sequence) for row in rows for sequence in row]
         assert plan.stats.tokens == sum(map(len, sequences))
@@ -142,6 +142,24 @@ def test_random_packings(window):
         assert not plan.prefix_tree.shared or plan.stats.tree_tokens == len(prefixes)
 
     run()
+
+
+def test_long_tails_of_single_tokens_are_one_sequence():
+    """Where positions are zero, transformers takes every token for a sequence of its own; they are computed, too."""
+    model = Packed(pads=False)
+    compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+    ids = torch.tensor([[1, 2, 3] + [0] * 100, [4] * 2 + [1, 2] + [0] * 99])
+    segments = torch.tensor([[1] * 3 + list(range(2, 102)), [1, 2, 3, 3] + list(range(4, 103))])
+
+    def step(run):
+        out = run(ids, segments)
+        weighted(out).backward()
+        return out.detach()
+
+    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+    plan = dta_compile.last_plan(compiled)
+    assert list(plan.segments) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert (plan.stats.tokens, plan.stats.tree_tokens) == (9, 5)
 
 
 def test_plans_name_rows_and_segments():

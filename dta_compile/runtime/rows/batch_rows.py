@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from dta_compile.plan import PrefixTree
 
+LONGEST_RUN = 64  # equal sequences of one token behind one another that each are a sequence
+
 Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]
 
@@ -26,14 +28,18 @@ class BatchTokens:
     Attributes:
         valid: `[B, S]` real tokens; the others are padding and get no rows.
         places: `[P]` place of every real token in the flattened batch, `row * S + column`, ascending.
-        rows: `[N]` the row of every sequence, ascending; a sequence for every row, or several where rows are packed.
+        segments: `(row, segment)` of every sequence where rows are packed, ascending; None: a sequence for every row.
+        begins: for every sequence the position of its first token, which counts as `places` does.
         keys: for every sequence the codes of its real tokens; two sequences share rows as long as their codes agree.
+        alike: `[P]` the position whose row each token shares; None: each has its own, all tokens are in `keys`.
     """
 
     valid: Booleans
     places: Integers
-    rows: Integers
+    segments: list[tuple[int, int]] | None
+    begins: Integers
     keys: list[Integers]
+    alike: Integers | None = None
 
     @classmethod
     def read(
@@ -50,29 +56,60 @@ class BatchTokens:
         places = np.flatnonzero(valid)
         if starts is None:
             rows, lengths = np.arange(len(valid)), np.count_nonzero(valid, axis=1)
-            stops = np.cumsum(lengths)
-            begins = stops - lengths
+            begins = np.cumsum(lengths) - lengths
         else:
             begins = np.flatnonzero(_take(starts, places))
-            stops = np.append(begins[1:], len(places))
+            lengths = np.diff(begins, append=len(places))
             rows = places[begins] // valid.shape[1]
         codes = [_take(key, places) for key in trunk_keys]
         if by_column:
-            first = np.repeat(rows * valid.shape[1] - begins, stops - begins)
+            first = np.repeat(rows * valid.shape[1] - begins, lengths)
             codes.append(places - np.arange(len(places)) - first)  # the column of each token, less its depth
-        return cls(valid, places, rows, np.split(combine(codes, len(places)), stops[:-1]))
+        combined = combine(codes, len(places))
+        if starts is None:
+            return cls(valid, places, None, begins, np.split(combined, begins[1:]))
+        owners = _owners(begins, lengths, combined)
+        kept = owners == np.arange(len(begins))
+        segments = list(zip(rows[kept].tolist(), _rank_in_run(rows)[kept].tolist(), strict=True))
+        alike = None if kept.all() else np.where(np.repeat(kept, lengths), np.arange(len(places)), -1)
+        if alike is not None:
+            alike[begins[~kept]] = begins[owners[~kept]]
+        stops = (begins + lengths)[kept]
+        keys = [combined[begin:stop] for begin, stop in zip(begins[kept].tolist(), stops.tolist(), strict=True)]
+        return cls(valid, places, segments, begins[kept], keys, alike)
 
-    @property
-    def segments(self) -> list[tuple[int, int]] | None:
-        """`(row, segment)` of every sequence, where rows are packed; None: a sequence for every row."""
-        if np.array_equal(self.rows, np.arange(len(self.valid))):
-            return None
-        return list(zip(self.rows.tolist(), _rank_in_run(self.rows).tolist(), strict=True))
+    def row_of(self, sequence: int) -> int:
+        """The row that a sequence is in."""
+        return sequence if self.segments is None else self.segments[sequence][0]
 
     def places_of(self, sequence: int) -> Integers:
         """The places of a sequence's tokens."""
-        begin = sum(map(len, self.keys[:sequence]))
+        begin = int(self.begins[sequence])
         return self.places[begin : begin + len(self.keys[sequence])]
+
+    def rows_in(self, tree: PrefixTree) -> Integers:
+        """`[P]` row in the tree of the keys."""
+        rows = tree.token_rows()
+        if self.alike is None:
+            return rows
+        own = self.alike == np.arange(len(self.alike))
+        index = np.cumsum(own) - 1  # of a token among those of the keys
+        found: Integers = rows[index[self.alike]]
+        return found
+
+
+def _owners(begins: Integers, lengths: Integers, codes: Integers) -> Integers:
+    """For every sequence itself, or the first of a long run of equal sequences of one token that it is in.
+
+    Such runs are padding at the end of a packed row, where positions are zero: rows of one sequence each would be
+    planned one by one.
+    """
+    numbers = np.arange(len(begins))
+    same = np.zeros(len(begins), np.bool_)
+    same[1:] = (lengths[1:] == 1) & (lengths[:-1] == 1) & (codes[begins[1:]] == codes[begins[:-1]])
+    first = np.maximum.accumulate(np.where(same, 0, numbers))
+    length_of_run = np.bincount(first, minlength=len(begins))
+    return np.where(length_of_run[first] > LONGEST_RUN, first, numbers)
 
 
 @dataclasses.dataclass
@@ -107,7 +144,7 @@ class BatchRows:
             head_keys: `[B, S]` codes; two tokens of a tree row with equal codes share a head row.
             used: `[B, S]` tokens whose outputs are used.
         """
-        position_rows = tree.token_rows()
+        position_rows = tokens.rows_in(tree)
         row_positions = _first_index(position_rows, tree.num_rows)
         needed = np.flatnonzero(_take(used, tokens.places))
         rows, places = _take(position_rows, needed), _take(tokens.places, needed)

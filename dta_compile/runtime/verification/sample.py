@@ -246,7 +246,7 @@ def _rows_and_columns(call: PlannedCall, rows: int, columns: int) -> tuple[list[
     tree, tokens = call.rows.tree, call.rows.tokens
     position = _forking(tree)
     begin = max(0, min(position - 1, len(tree.order) - rows))
-    near = dict.fromkeys(tokens.rows[tree.order[begin:]].tolist())
+    near = dict.fromkeys(map(tokens.row_of, tree.order[begin:].tolist()))
     chosen = list(dict.fromkeys([*near, *range(call.batch)]))[:rows]
     packed = tokens.segments is not None
     pair = tree.order[max(0, position - 1) : position + 1] if packed else tree.order[position : position + 1]

@@ -149,7 +149,7 @@ def test_long_tails_of_single_tokens_are_one_sequence():
     model = Packed(pads=False)
     compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
     ids = torch.tensor([[1, 2, 3] + [0] * 100, [4] * 2 + [1, 2] + [0] * 99])
-    segments = torch.tensor([[1] * 3 + list(range(2, 102)), [1, 2, 3, 3] + list(range(4, 103))])
+    segments = torch.tensor([[1, 1, 1, *range(2, 102)], [1, 2, 3, 3, *range(4, 103)]])
 
     def step(run):
         out = run(ids, segments)

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import dta_compile
+
 VOCABULARY, WIDTH, LONGEST = 31, 16, 64
 SMALL_CHUNKS = {"chunk_size": 3}
 
@@ -62,6 +64,37 @@ class TinyLM(nn.Module):
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         return self.head(self.hidden(ids, mask))
+
+
+class StatedLM(TinyLM):
+    """Attention by the public function, with all that it has, within segments `[B, T]`."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.sinks = nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64))
+
+    def hidden(self, ids: torch.Tensor, segments: torch.Tensor, learned: str = "") -> torch.Tensor:  # type: ignore[override]
+        index = torch.arange(ids.shape[1], device=ids.device)
+        begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+        x = self.embedding(ids) + self.position(index - (begins * index).cummax(1).values)
+        if learned == "segments":
+            segments = segments + (x.sum(-1) > 0)
+        for i, block in enumerate(self.blocks):
+            y = block.norm(x)
+            query = block.query(y).unflatten(-1, (4, -1)).transpose(1, 2)
+            key, value = block.key_value(y).unflatten(-1, (2, 2, -1)).permute(2, 0, 3, 1, 4)
+            sinks = self.sinks if learned != "sinks" else self.sinks * x.mean((0, 1, 2))
+            special = {"window": 3, "softcap": 0.5} if i else {"sinks": sinks}
+            y = dta_compile.attention(query, key, value, segments=segments, **special)
+            x = x + block.out(y.transpose(1, 2).flatten(2))
+        return self.norm(x)
+
+    def forward(self, ids: torch.Tensor, segments: torch.Tensor, learned: str = "") -> torch.Tensor:  # type: ignore[override]
+        return self.head(self.hidden(ids, segments, learned))
+
+
+PACKED_IDS = torch.tensor([[1, 2, 3, 4, 1, 2, 3, 5, 1, 0], [1, 2, 3, 4, 4, 1, 2, 0, 0, 0]])
+SEGMENTS = torch.tensor([[7, 7, 7, 7, 2, 2, 2, 2, 5, 0], [1, 1, 1, 1, 1, 3, 3, 0, 0, 0]])
 
 
 def shared_ids(batch: int = 5, tokens: int = 9, seed: int = 1) -> torch.Tensor:

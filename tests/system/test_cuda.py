@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 
@@ -15,7 +16,17 @@ import dta_compile
 from benchmarks.gpu_checks import BUDGETS, CHECKS, CHUNK_SIZES, EQUAL, STRATEGIES, Trial, forward, loss_of, tree_batch
 from benchmarks.ours import replan
 from tests.support.helpers import assert_equal
-from tests.support.tiny import TinyLM, after, assert_same, shared_ids, weighted
+from tests.support.tiny import (
+    PACKED_IDS,
+    SEGMENTS,
+    StatedLM,
+    TinyLM,
+    after,
+    assert_same,
+    shared_ids,
+    weighted,
+    weights_like,
+)
 
 pytestmark = [
     pytest.mark.cuda,
@@ -105,6 +116,28 @@ def test_weights_that_change_and_move(graphs):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("attention", ["auto", "reference"])
+def test_packed_rows_with_sinks_soft_cap_and_window(attention):
+    model = StatedLM()
+    exact = copy.deepcopy(model)
+    compiled = torch.compile(model.float().to(DEVICE), backend="dta", options={"attention": attention})
+
+    def step(run, device):
+        ids, segments = PACKED_IDS.to(device), SEGMENTS.to(device)
+        out = torch.where((segments != 0)[..., None], run(ids, segments), 0)
+        (out * weights_like(out.cpu()).to(out)).sum().backward()
+        return out.detach()
+
+    out, gradients = after(model, lambda: step(compiled, DEVICE))
+    found = (
+        out.double().cpu(),
+        {name: grad if grad is None else grad.double().cpu() for name, grad in gradients.items()},
+    )
+    assert_same(found, after(exact, lambda: step(exact, torch.device("cpu"))), 1e-4)
+    assert dta_compile.last_plan(compiled).stats.tree_tokens == 6
+
+
 def test_a_float64_model_is_exact():
     """No kernel but plain math takes float64."""
     model, ids = TinyLM(), shared_ids()

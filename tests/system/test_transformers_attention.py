@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import nn
 
@@ -15,7 +14,7 @@ from dta_compile.errors import OptionError, RefusalError
 from tests.support.families import GQA, ONE, TOY, V
 from tests.support.helpers import FLOAT32_ISLANDS, assert_equal, make_batch, measure, random_loss, reference, rollouts
 from tests.support.inside import inside
-from tests.support.tiny import SMALL_CHUNKS, TinyLM, after, assert_same, weighted
+from tests.support.tiny import PACKED_IDS, SEGMENTS, SMALL_CHUNKS, StatedLM, after, assert_same, weighted
 
 ROLLOUTS = rollouts(V)
 WINDOWED = {**GQA, "head_dim": 16, "sliding_window": 5}
@@ -150,57 +149,26 @@ def test_importing_the_package_is_enough(first):
     subprocess.run([sys.executable, "-c", program], cwd=root, check=True)
 
 
-class HandWritten(TinyLM):
-    """Attention by the public function, with all that it has."""
-
-    def __init__(self):
-        super().__init__(layers=2)
-        self.sinks = nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64))
-
-    def hidden(self, ids, segments, learned=None):
-        index = torch.arange(ids.shape[1])
-        begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
-        x = self.embedding(ids) + self.position(index - (begins * index).cummax(1).values)
-        if learned is not None:
-            segments = segments + (x.sum(-1) > 0) if learned == "segments" else segments
-        for i, block in enumerate(self.blocks):
-            y = block.norm(x)
-            query = block.query(y).unflatten(-1, (4, -1)).transpose(1, 2)
-            key, value = block.key_value(y).unflatten(-1, (2, 2, -1)).permute(2, 0, 3, 1, 4)
-            sinks = self.sinks if learned != "sinks" else self.sinks * x.mean((0, 1, 2))
-            special = {"window": 3, "softcap": 0.5} if i else {"sinks": sinks}
-            y = dta_compile.attention(query, key, value, segments=segments, **special)
-            x = x + block.out(y.transpose(1, 2).flatten(2))
-        return self.norm(x)
-
-    def forward(self, ids, segments, learned=None):
-        return self.head(self.hidden(ids, segments, learned))
-
-
-IDS = torch.tensor([[1, 2, 3, 4, 1, 2, 3, 5, 1, 0], [1, 2, 3, 4, 4, 1, 2, 0, 0, 0]])
-SEGMENTS = torch.tensor([[7, 7, 7, 7, 2, 2, 2, 2, 5, 0], [1, 1, 1, 1, 1, 3, 3, 0, 0, 0]])
-
-
 def test_hand_written_attention():
     torch._dynamo.reset()
-    model = HandWritten()
+    model = StatedLM()
     compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
 
     def step(run):
-        out = torch.where((SEGMENTS != 0)[..., None], run(IDS, SEGMENTS), 0)
+        out = torch.where((SEGMENTS != 0)[..., None], run(PACKED_IDS, SEGMENTS), 0)
         weighted(out).backward()
         return out.detach()
 
     assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
     plan = dta_compile.last_plan(compiled)
     assert (plan.stats.tokens, plan.stats.tree_tokens) == (16, 6)
-    text = str(dta_compile.explain(model, IDS, SEGMENTS))
+    text = str(dta_compile.explain(model, PACKED_IDS, SEGMENTS))
     assert "causal, window 3, real tokens where" in text and "a sequence for each" in text
 
 
 @pytest.mark.parametrize("learned", ["segments", "sinks"])
 def test_what_depends_on_tokens_is_refused(learned):
     torch._dynamo.reset()
-    compiled = torch.compile(HandWritten(), backend="dta")
+    compiled = torch.compile(StatedLM(), backend="dta")
     with pytest.raises(RefusalError, match=r"segments of attention are not|sinks depend on|mixed before"):
-        compiled(IDS, SEGMENTS, learned)
+        compiled(PACKED_IDS, SEGMENTS, learned)

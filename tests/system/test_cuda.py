@@ -126,7 +126,7 @@ def test_packed_rows_with_sinks_soft_cap_and_window(attention):
     def step(run, device):
         ids, segments = PACKED_IDS.to(device), SEGMENTS.to(device)
         out = torch.where((segments != 0)[..., None], run(ids, segments), 0)
-        (out * weights_like(out.cpu()).to(out)).sum().backward()
+        (out * weights_like(out.double().cpu()).to(out)).sum().backward()
         return out.detach()
 
     out, gradients = after(model, lambda: step(compiled, DEVICE))

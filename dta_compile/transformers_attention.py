@@ -19,7 +19,7 @@ from dta_compile.errors import OptionError
 from dta_compile.ops.attention import Masking
 from dta_compile.ops.causal_attention import autocast, call, segments_by_ends
 
-__all__ = ["NAME", "attention_forward", "attention_mask"]
+__all__ = ["NAME", "CausalMask", "attention_forward", "mask_of_layers"]
 
 NAME = "dta"
 
@@ -29,17 +29,19 @@ class CausalMask(NamedTuple):
 
     Attributes:
         segments, window: as in `dta_compile.attention`.
+        is_told: the model has been given a padding mask, so that nothing else says where sequences begin.
     """
 
     segments: torch.Tensor | None
     window: int | None
+    is_told: bool = False
 
     def contiguous(self) -> CausalMask:
         """As transformers asks of the masks that it makes ahead for a static cache."""
         return self._replace(segments=None if self.segments is None else self.segments.contiguous())
 
 
-def attention_mask(
+def mask_of_layers(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -60,9 +62,13 @@ def attention_mask(
         a `CausalMask` for what transformers composes of order, padding, packed sequences and a sliding window; for
         anything else, queries that have a KV cache above them among it, the mask as torch's attention takes it.
     """
-    window = local_size
     is_square = isinstance(q_offset, int) and q_offset == kv_offset == 0 and q_length == kv_length
-    if not is_square or not _is_understood(mask_function, use_vmap, local_size, config):
+    is_plain = mask_function.__name__ == causal_mask_function.__name__
+    # A mask that may not be skipped is one of packed rows, or the model reads it itself.
+    is_packed = not allow_is_causal_skip and attention_mask is None and not is_plain
+    is_causal = "allow_is_bidirectional_skip" not in kwargs  # both directions have a composition of the same name
+    understood = is_causal and _is_understood(mask_function, use_vmap, local_size, config)
+    if not is_square or not understood or not (allow_is_causal_skip or is_packed):
         mask: torch.Tensor | None = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -80,15 +86,16 @@ def attention_mask(
         )
         return mask
     segments = attention_mask
-    if segments is None and not allow_is_causal_skip and mask_function.__name__ != causal_mask_function.__name__:
-        # Masks of packed rows may not be skipped. A window is two or more: a token sees the one before it, unless that
-        # is of another sequence.
+    if is_packed:
+        # A window is two or more: a token sees the one before it, unless that is of another sequence.
         rows = torch.arange(batch_size, device=device)[:, None]
         columns = torch.arange(q_length, device=device)[None]
         continues = mask_function(rows, 0, columns, (columns - 1).clamp(min=0))
         segments = (~continues).cumsum(-1).expand(batch_size, -1) + 1
-    segments = _unless_one(segments)
-    return None if segments is None and window is None else CausalMask(segments, window)
+    segments, is_told = _unless_one(segments), attention_mask is not None or is_packed
+    if segments is None and local_size is None and not is_told:
+        return None
+    return CausalMask(segments, local_size, is_told)
 
 
 def _unless_one(segments: torch.Tensor | None) -> torch.Tensor | None:
@@ -142,14 +149,20 @@ def attention_forward(
         OptionError: dropout together with what torch's attention does not have.
     """
     if isinstance(attention_mask, CausalMask):
-        segments, window = attention_mask
-        mask = None
+        (segments, window, is_told), mask, causal = attention_mask, None, True
     else:
-        segments, window, mask = None, None, attention_mask
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if causal and mask is None and segments is None and query.shape[2] == key.shape[2]:
+        segments, window, is_told, mask = None, None, attention_mask is not None, attention_mask
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if causal and segments is None and not is_told and query.shape[2] == key.shape[2]:
         segments = _segments_of_row(query, cu_seq_lens_q, position_ids)
-    if segments is None and window is None and softcap is None and s_aux is None:
+    is_special = softcap is not None or s_aux is not None
+    for name in _OF_TORCH:
+        if kwargs.get(name) is not None:
+            if is_special:
+                raise OptionError(f'{name} with a soft cap or sinks is not supported by attn_implementation="dta"')
+            if segments is not None or window is not None:
+                mask, segments, window = _dense(segments, window, query), None, None
+    if segments is None and window is None and not is_special:
         found: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
@@ -170,6 +183,22 @@ def attention_forward(
     masking = Masking(mask, causal, segments, window or 0, scale, float(softcap or 0))
     out = call(query, key, value, s_aux, masking)
     return out.transpose(1, 2).contiguous(), None
+
+
+# What torch's attention function knows of and our operator does not.
+_OF_TORCH = ("position_bias", "cache")
+
+
+def _dense(segments: torch.Tensor | None, window: int | None, query: torch.Tensor) -> torch.Tensor:
+    """`[B or 1, 1, S, S]` bool: the mask in full."""
+    index = torch.arange(query.shape[2], device=query.device)
+    allowed = (index <= index[:, None])[None, None]
+    if window is not None:
+        allowed = allowed & (index[:, None] - index < window)
+    if segments is not None:
+        same = (segments[:, :, None] == segments[:, None]) & (segments != 0)[:, None]
+        allowed = allowed & same[:, None]
+    return allowed
 
 
 def _segments_of_row(
@@ -199,4 +228,4 @@ def _restarts(positions: torch.Tensor) -> torch.Tensor:
 
 
 AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, attention_mask)
+AttentionMaskInterface.register(NAME, mask_of_layers)

@@ -80,7 +80,7 @@ def flash_attention_forward(
     dtype = flash_attention.get_target_dtype(query.transpose(1, 2), module)
     if dtype is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    mask = CausalMask(_segments(query, attention_mask, kwargs), sliding_window)
+    mask = CausalMask(_segments(query, attention_mask, kwargs), sliding_window, is_told=True)
     return transformers_attention.attention_forward(
         module, query, key, value, mask, scaling=scaling, is_causal=True, softcap=softcap, s_aux=s_aux
     )
@@ -90,27 +90,36 @@ def _is_over_itself(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor |
     """Whether a call is attention of a batch over itself, by arguments that are understood."""
     if query.shape[2] != key.shape[2] or kwargs.get("cache") is not None or kwargs.get("block_table") is not None:
         return False
+    if _has_ends(kwargs) and query.shape[0] != 1:
+        return False  # sequences may go on over the ends of rows
     positions = kwargs.get("position_ids")
     return (mask is None or (mask.dim() == 2 and mask.shape[1] == key.shape[2])) and (
         positions is None or positions.dim() == 2
     )
 
 
-def _segments(query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """`[B, S]` by the first of these that there is: the mask, where sequences end, and positions of a single row.
-
-    A sequence begins wherever a position is zero.
-    """
-    if mask is not None:
-        return mask if mask.dtype is torch.bool else mask != 0
-    batch, _, tokens, _ = query.shape
+def _has_ends(kwargs: dict[str, Any]) -> bool:
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    if all(kwargs.get(name) is not None for name in names):
-        return segments_by_ends(kwargs["cu_seq_lens_q"], batch, tokens)
+    return all(kwargs.get(name) is not None for name in names)
+
+
+def _segments(query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """`[B, S]` by padding if there is some, else by where sequences end, else by positions of a single row.
+
+    transformers lets a sequence begin wherever a position is zero, here; by its masks, wherever positions do not grow
+    by one. A mask without padding counts as none.
+    """
+    batch, _, tokens, _ = query.shape
     positions: torch.Tensor | None = kwargs.get("position_ids")
-    if positions is None or batch != 1 or tokens == 1:
-        return None
-    return (positions == 0).cumsum(-1) + 1
+    packed = None
+    if _has_ends(kwargs):
+        packed = segments_by_ends(kwargs["cu_seq_lens_q"], batch, tokens)
+    elif positions is not None and batch == 1 and tokens > 1:
+        packed = (positions == 0).cumsum(-1) + 1
+    if mask is None:
+        return packed
+    real = mask != 0
+    return real if packed is None else torch.where(real.all(), packed, real.to(packed.dtype))
 
 
 def _register() -> None:

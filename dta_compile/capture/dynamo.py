@@ -83,9 +83,11 @@ def _leave_out_uncounted() -> str:
     it calls in between, with every compilation of whatever backend, is the one place where its count can be put right.
     """
     compiling: Any = sys._getframe()
-    while compiling.f_code.co_name != "_compile":
+    while compiling is not None and not {"cache_size", "code"} <= compiling.f_locals.keys():
         compiling = compiling.f_back
-    size, frame, code = (compiling.f_locals[name] for name in ("cache_size", "frame", "code"))
+    if compiling is None:  # another torch, perhaps: its limit holds for us, too, and nobody's compilation fails
+        return ""
+    size, frame, code = (compiling.f_locals.get(name) for name in ("cache_size", "frame", "code"))
     entries = compiling.f_locals.get("cache_entries") or _debug_get_cache_entry_list(code)  # torch 2.11 has the latter
     left_out = [entry for entry in entries if _is_uncounted(entry)]
     same_objects = frame is not None and sum(_has_same_id_matched_objs(frame, entry) for entry in left_out)

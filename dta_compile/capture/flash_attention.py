@@ -172,7 +172,7 @@ def _arguments(node: fx.Node) -> _Call:
 
     query, key, value = (take(operand.name) for operand in KEPT[node.target].operands)
     ends, ends_of_keys = take("cu_seqlens_q", "cu_seq_q"), take("cu_seqlens_k", "cu_seq_k")
-    causal, window = take("causal", default=False), tuple(take("window_size"))
+    causal, window = take("causal", "is_causal", default=False), tuple(take("window_size") or (-1, -1))
     scale, softcap = take("softmax_scale", "scale"), take("softcap", default=0.0)
     return _Call(query, key, value, ends, ends_of_keys, causal, window, scale, softcap, given)
 

@@ -61,6 +61,12 @@ def call(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, masking: Masking
 ) -> torch.Tensor:
     """The operator over a batch."""
+    if masking.mask is not None and masking.mask.requires_grad and torch.is_grad_enabled():
+        raise OptionError(
+            "a learned mask of attention gets no gradient here",
+            expected="a mask that is not trained",
+            got="a mask that requires a gradient, with a soft cap or sinks",
+        )
     if sinks is None:
         return ATTENTION_CALL(query, key, value, *masking)
     return SINK_ATTENTION_CALL(query, key, value, sinks, *masking)

@@ -123,11 +123,10 @@ class _Attention:
         if block.allowed is not None:
             found = found.masked_fill(~block.allowed, float("-inf"))
         logsumexp = found.logsumexp(-1)
-        of_sinks = None
         if self.sinks is not None:
             logsumexp = torch.logaddexp(logsumexp, self.sinks)
-            of_sinks = (self.sinks - logsumexp).exp()
         base = logsumexp.masked_fill(logsumexp == float("-inf"), 0)
+        of_sinks = None if self.sinks is None else (self.sinks - base).exp()
         return _Scores((found - base[..., None]).exp(), of_sinks, slope)
 
 
@@ -158,8 +157,8 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `attend`'s tensors; an empty one for sinks that are not there."""
     call = _Attention(query, key, value, sinks, *masking)  # type: ignore[arg-type]
-    of_query = torch.empty_like(query, dtype=call.dtype)
-    of_key, of_value = (torch.zeros_like(tensor, dtype=call.dtype) for tensor in (key, value))
+    of_query = query.new_empty(query.shape, dtype=call.dtype)
+    of_key, of_value = (tensor.new_zeros(tensor.shape, dtype=call.dtype) for tensor in (key, value))
     of_sinks = query.new_zeros(0 if sinks is None else sinks.shape, dtype=call.dtype)
     for block in call.blocks():
         found, own = call.scores(block), call.grouped(block.queries(grad)).to(call.dtype)

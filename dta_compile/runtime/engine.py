@@ -86,6 +86,9 @@ class Engine:
             frontier = TreeFunction.apply(call, *parameters)
         if not all(call.wanted):
             cache = ReturnedCache(call)
+            node = next((one.grad_fn for one in frontier if one is not None and one.grad_fn is not None), None)
+            if node is not None:
+                node.register_prehook(lambda _: cache.expire())
             frontier = [cache.tensor(i) if value is None else value for i, value in enumerate(frontier)]
         return Run(call, frontier, self.outputs_of(call, frontier), functools.partial(self.outputs_of, call))
 

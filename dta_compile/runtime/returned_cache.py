@@ -1,7 +1,7 @@
-"""The KV cache among a training call's outputs (transformers' default): nobody reads it as a rule, so it costs nothing
-until somebody does.
+"""The KV cache among a training call's outputs (transformers' default): it is not computed until somebody reads it.
 
-Keys and values of the whole batch are then computed in another forward over the tree.
+Keys and values of the whole batch then come from another forward over the tree. They can be read until the call goes
+backward or what they are computed from changes; for as long, the cache holds the inputs of the call.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dta_compile.errors import RuntimeContractError
 from dta_compile.passes.program import FrontierValue
@@ -24,13 +25,18 @@ class ReturnedCache:
     """Keys and values of a call, by frontier value; all of them are computed when the first one is read."""
 
     def __init__(self, call: PlannedCall) -> None:
-        self.call = call
-        parameters = [call.args[spec.index] for spec in call.program.region_parameters]
-        self.versions = [(value, value._version) for value in (*parameters, *call.reread())]
+        self.call: PlannedCall | None = call
+        read = [value for value in (*call.args, *call.dense.values()) if isinstance(value, torch.Tensor)]
+        self.state = [(value, _state(value)) for value in read]
         self.values: list[torch.Tensor | None] | None = None
+
+    def expire(self) -> None:
+        """The call goes backward: an optimizer may change parameters in ways that leave no trace."""
+        self.call, self.state = None, []
 
     def tensor(self, index: int) -> OnDemand:
         """A tensor in the place of a frontier value."""
+        assert self.call is not None
         value = self.call.program.frontier[index]
         sizes = [int(self.call.context.sizes.number(size, self.call.args)) for size in value.node.meta["val"].shape]
         return OnDemand(self, index, value, sizes, self.call.device)
@@ -43,20 +49,28 @@ class ReturnedCache:
         assert found is not None
         return found
 
+    @torch._dynamo.disable
     def _computed(self) -> list[torch.Tensor | None]:
-        if any(value._version != version for value, version in self.versions):
+        call = self.call
+        if call is None or any(_state(value) != state for value, state in self.state):
             raise RuntimeContractError(
-                "the returned KV cache is computed when it is read, and what it is computed from has changed since",
-                expected="the parameters and inputs of the call",
-                got="others, after an optimizer's step perhaps",
-                hint="read past_key_values before that, or call the model under torch.no_grad() for a KV cache",
+                "the returned KV cache is computed when it is read, and it is too late for that",
+                expected="a read before the call's backward, with its parameters and inputs as they were",
+                got="one after the backward" if call is None else "others, changed in place or freed",
+                hint="read past_key_values before, or call the model under torch.no_grad() for a KV cache",
             )
-        wanted = [value.is_cache for value in self.call.program.frontier]
-        with torch.no_grad(), no_autocast():
-            call = plan_call(self.call, "score", wanted)
-            executor, rows, _ = forward_half(call)
-            call.record(executor)
-            return [None if one is None else call.layout.expand(i, one) for i, one in enumerate(rows)]
+        wanted = [value.is_cache for value in call.program.frontier]
+        with _disable_current_modes(), torch.no_grad(), no_autocast():
+            again = plan_call(call, "score", wanted)
+            executor, rows, _ = forward_half(again)
+            again.record(executor)
+            return [None if one is None else again.layout.expand(i, one) for i, one in enumerate(rows)]
+
+
+def _state(value: torch.Tensor) -> tuple[int, int, int]:
+    """What differs once a tensor has been written to, moved or freed (as sharded parameters are)."""
+    version = 0 if value.is_inference() else value._version
+    return version, value.data_ptr(), value.untyped_storage().size()
 
 
 class OnDemand(torch.Tensor):

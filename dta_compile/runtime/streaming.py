@@ -47,10 +47,7 @@ def step(
     with intercept(stream.begin):
         returned = compiled(*args, **kwargs)
     if stream.call is None:
-        log(
-            "the outputs of a streaming step exist for the whole batch: rows are packed, so that the loss of one needs"
-            " several sequences at a time, or there was nothing to train over a tree"
-        )
+        log(f"the outputs of a streaming step exist for the whole batch: {stream.why_whole}")
         return _whole(tensors_of(returned), loss_fn)
     sources = stream.sources(tensors_of(returned))
     stream.in_return_value = stream.stand_ins.alive(expected=[one for one in sources if isinstance(one, int)])
@@ -108,6 +105,7 @@ class Stream:
         self.call: PlannedCall | None = None
         self.stand_ins = StandIns()
         self.in_return_value: set[int] = set()
+        self.why_whole = "it ran no training graph over a tree"
 
     def begin(self, engine: Intercepted, args: Sequence[Any]) -> tuple[Any, ...] | None:
         """The outputs of the graph: real ones where they exist for the whole batch, else stand-ins."""
@@ -118,7 +116,8 @@ class Stream:
             raise _mixes_sequences(program.row_epilogue)
         call = engine.planned(args, "streaming")
         if call.plan.segments is not None:
-            return None  # the loss of a row needs all of its sequences at one time
+            self.why_whole = "rows are packed, and the loss of a row needs all of its sequences at one time"
+            return None
         self.call = call
         return tuple(self._output(i, node) for i, node in enumerate(program.outputs))
 

@@ -75,6 +75,27 @@ def test_a_padding_mask_is_segments():
     check(*operands(), segments=padding.bool())
 
 
+def test_a_sink_of_minus_infinity_is_none():
+    query, key, value = operands()
+    sinks = torch.tensor([0.5, -torch.inf, 1.0, 0.0], dtype=torch.float64).requires_grad_()
+    segments = torch.tensor([[0, 0, 1, 1, 1, 2, 2]] * 2)
+    dta_compile.attention(query, key, value, segments=segments, sinks=sinks).sum().backward()
+    assert sinks.grad.isfinite().all() and sinks.grad[1] == 0
+
+
+def test_compiled_by_another_backend():
+    """Operands as models have them, views of projections."""
+    heads = [tensor.detach().transpose(1, 2).contiguous().transpose(1, 2) for tensor in operands()]
+    leaves = [tensor.requires_grad_() for tensor in heads]
+    compiled = torch.compile(lambda *qkv: dta_compile.attention(*qkv, window=3, softcap=1.0), backend="aot_eager")
+    both = [
+        torch.autograd.grad(run(*leaves).square().sum(), leaves)
+        for run in (compiled, compiled._torchdynamo_orig_callable)
+    ]
+    torch.testing.assert_close(*both)
+    assert [grad.stride() for grad in both[0]] == [grad.stride() for grad in both[1]]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_halves_are_summed_in_single_precision(dtype):
     query, key, value = operands(tokens=40)

@@ -44,7 +44,16 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", "mistral", "gemma3", "gpt2", "llama4"])
+SHOW_NOTHING_ELSE = ("qwen3", "llama", "gemma3")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in SHOW_NOTHING_ELSE else name
+        for name in ("qwen3", "llama", "mistral", "gemma3", "gpt2", "llama4")
+    ],
+)
 def test_models(name):
     """One row of all sequences, and two of them: each is an example of the same trees as one sequence a row."""
     model, batch = build(name), make_batch(ROLLOUTS)

@@ -70,7 +70,12 @@ def sizes_of(program):
                     yield node, value.shape
 
 
-@pytest.mark.parametrize("name", MODELS)
+SHOW_NOTHING_ELSE = ("vaultgemma", "granite_swa", "qwen3")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SHOW_NOTHING_ELSE else name for name in MODELS]
+)
 def test_models(name):
     torch._dynamo.reset()
     batch = make_batch(ROLLOUTS)
@@ -127,6 +132,47 @@ def test_ends_of_sequences_tell_them_as_well():
     longest = {"max_length_q": 17, "max_length_k": 17}
     by_ends = model(input_ids=ids, use_cache=False, cu_seq_lens_q=ends, cu_seq_lens_k=ends, **longest).logits
     torch.testing.assert_close(told, by_ends, rtol=1e-4, atol=1e-5)
+
+
+def as_sdpa(model, **inputs):
+    """The largest difference between "dta" and "sdpa"."""
+    found = []
+    for implementation in ("dta", "sdpa"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            found.append(model(**inputs)[0])
+    return float((found[0] - found[1]).abs().max())
+
+
+def test_masks_of_both_directions_and_masks_that_models_read():
+    sizes = {**TOY, "num_attention_heads": 4}
+    both = transformers.ModernBertConfig(**sizes, local_attention=4, global_attn_every_n_layers=2)
+    reads = transformers.DogeConfig(**sizes, num_key_value_heads=2)
+    ids = torch.tensor([ROLLOUTS[0], ROLLOUTS[0][::-1]])
+    padding = torch.ones_like(ids)
+    padding[1, -4:] = 0
+    for config, cls in ((both, transformers.AutoModel), (reads, transformers.AutoModelForCausalLM)):
+        model = cls.from_config(config, attn_implementation="sdpa").double().eval()
+        for mask in (None, padding):
+            assert as_sdpa(model, input_ids=ids, attention_mask=mask) < 1e-6
+
+
+def test_a_position_bias_stays():
+    sizes = {"vocab_size": V, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    config = transformers.T5Config(**sizes, is_decoder=True, use_cache=False)
+    model = transformers.T5EncoderModel(config).double().eval().encoder
+    ids, padding = torch.tensor([ROLLOUTS[0]]), torch.ones(1, len(ROLLOUTS[0]), dtype=torch.long)
+    padding[0, :3] = 0
+    assert as_sdpa(model, input_ids=ids, attention_mask=padding) < 1e-9
+
+
+def test_a_mask_of_ones_says_that_rows_are_one_sequence():
+    """As in transformers, which looks at positions only where there is no mask."""
+    model, ids = build("qwen3", "dta"), torch.tensor([ROLLOUTS[0]])
+    positions = torch.cat([torch.arange(9), torch.arange(len(ROLLOUTS[0]) - 9)])[None]
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions, "use_cache": False}
+    assert as_sdpa(model, **given) < 1e-6
+    assert as_sdpa(model, **{**given, "attention_mask": None}) < 1e-6
 
 
 def test_dropout_is_refused():

@@ -188,7 +188,7 @@ class _Reader:
             begins = begins | torch.cat([begins_row[:1], each[1:] != each[:-1]])
         if all(_never_falls(each, begins_row) for each in values):
             return begins
-        runs = torch.stack([rows[begins], *(each[begins].to(torch.int64) for each in values)])
+        runs = torch.stack([rows[begins], *(each[begins].unique(return_inverse=True)[1] for each in values)])
         _, run, count = runs.unique(dim=1, return_inverse=True, return_counts=True)
         if bool((again := count[run] > 1).any()):
             place = int(places[begins][again.nonzero()[-1, 0]])

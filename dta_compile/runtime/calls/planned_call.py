@@ -98,11 +98,12 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     """Read the masks of a call, build its tree and rows, and choose a schedule for the frontier values `wanted`."""
     program, masks = call.program, call.read_masks()
     used = [one if is_wanted else np.zeros_like(one) for one, is_wanted in zip(call.used(), wanted, strict=True)]
-    # Without padding, sequences that are rows agree on the columns of their tokens.
+    # Tables that have an entry for each column of the batch: rows without padding agree on them; of other sequences,
+    # numbers are compared by value, and rows of a wide table by the column they are in.
     is_even = masks.starts is None and bool(masks.valid.all())
-    by_column = [item for item in program.trunk_keys if not item.layout.is_over_sequences]
-    wide = [item for item in by_column if not _is_one_number(call.dense[item.node])]
-    left_out = by_column if is_even else wide
+    tables = [item for item in program.trunk_keys if not item.layout.is_over_sequences]
+    wide = [item for item in tables if not _is_one_number(call.dense[item.node])]
+    left_out = tables if is_even else wide
     trunk_keys = [call.codes(item) for item in program.trunk_keys if item not in left_out]
     head_keys = [call.codes(item) for item in program.head_keys]
     used_by_any = np.logical_or.reduce(used)

@@ -65,7 +65,7 @@ def counts(compiled):
 replayed = st.builds(lambda chosen: Options(**{**vars(chosen), "attention": "reference"}), options)
 
 
-@settings(max_examples=30, **QUICK)
+@settings(max_examples=20, **QUICK)
 @given(case=cases, chosen=replayed, loss=st.sampled_from(sorted(LOSSES)))
 def test_any_batch(model, compiled, case, chosen, loss):
     for _ in range(3):

@@ -37,7 +37,7 @@ def compiled_with(model, chunk_size):
     return torch.compile(model, backend=dta, options={"chunk_size": chunk_size})
 
 
-ALIKE = ("qwen2", "mistral_wide", "phi3", "llama4", "cohere", "falcon")  # show what others show, nearly
+ALIKE = ("qwen2", "mistral_wide", "phi3", "llama4", "cohere", "falcon", "gemma3")  # show what others show, nearly
 
 
 @pytest.mark.parametrize(

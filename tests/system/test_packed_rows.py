@@ -44,13 +44,13 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-SHOW_NOTHING_ELSE = ("qwen3", "llama", "gemma3")
+SLOW = ("qwen3", "llama", "gemma3", "gpt2", "llama4")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow) if name in SHOW_NOTHING_ELSE else name
+        pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
         for name in ("qwen3", "llama", "mistral", "gemma3", "gpt2", "llama4")
     ],
 )

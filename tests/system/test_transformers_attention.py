@@ -111,6 +111,7 @@ def test_generation_keeps_the_setting(name):
     assert torch.equal(static, eager.generate(input_ids=prompt, **wanted))
 
 
+@pytest.mark.slow
 def test_checkpointed_layers():
     torch._dynamo.reset()
     batch = make_batch(ROLLOUTS)
@@ -183,7 +184,7 @@ def test_dropout_is_refused():
         model(input_ids=torch.tensor([[1, 2, 3]]))
 
 
-@pytest.mark.parametrize("first", ["dta_compile", "transformers"])
+@pytest.mark.parametrize("first", ["dta_compile", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_importing_the_package_is_enough(first):
     second = {"dta_compile": "transformers", "transformers": "dta_compile"}[first]
     program = (

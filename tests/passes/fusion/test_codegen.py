@@ -214,6 +214,7 @@ def error(actual, expected):
 # Compilations
 
 
+@pytest.mark.slow
 def test_layers_that_are_alike_share_their_pieces(monkeypatch):
     monkeypatch.setattr(CODEGEN, "generate", no_code)
     distinct, calls = [], []

@@ -73,14 +73,21 @@ def read_masks(
     classes = {mask: reader.class_of(mask) for mask in masks}
     distinct = list(dict.fromkeys(classes.values()))
     valid = reader.valid_of(distinct)
-    starts = reader.starts_of(distinct, valid)
     for one in distinct:
-        reader.check(one, valid, starts)
+        reader.check(one)
     on_host: Booleans = valid.cpu().numpy()
-    starts_on_host: Booleans | None = None if starts is None else starts.cpu().numpy()
+    starts: Booleans | None = None
+    if any(one.segments or one.positions or one.chunk for one in distinct):
+        rows = _Sequences.rows_of(valid)
+        sequences = reader.sequences_of(distinct, rows)
+        for one in distinct:
+            reader.check_sequences(one, sequences)
+        if not torch.equal(sequences.begins, rows.begins):
+            starts = np.zeros_like(on_host)
+            starts.reshape(-1)[sequences.places.cpu().numpy()] = sequences.begins.cpu().numpy()
     if any(one.window for one in distinct):
-        _require_contiguous(on_host, starts_on_host)
-    return ReadMasks(on_host, starts_on_host, [classes[layer.mask] for layer in program.attention])
+        _require_contiguous(on_host, starts)
+    return ReadMasks(on_host, starts, [classes[layer.mask] for layer in program.attention])
 
 
 def number_of_call(
@@ -94,6 +101,46 @@ def number_of_call(
         return dense[items[expr]].item()
     read = {symbol: dense[items[symbol]].item() for symbol in expr.free_symbols & items.keys()}
     return number(expr.subs(read))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sequences:
+    """The real tokens of a batch, one row after the other, and which of them begin a sequence.
+
+    Attributes:
+        places: `[P]` in the flattened batch, whose rows have `width` tokens.
+        begins: `[P]` bool.
+    """
+
+    places: torch.Tensor
+    width: int
+    begins: torch.Tensor
+
+    @classmethod
+    def rows_of(cls, valid: torch.Tensor) -> _Sequences:
+        """One sequence a row."""
+        places = valid.reshape(-1).nonzero()[:, 0]
+        rows = places // valid.shape[1]
+        return cls(places, valid.shape[1], torch.diff(rows, prepend=rows.new_full((1,), -1)) != 0)
+
+    def at(self, values: torch.Tensor) -> torch.Tensor:
+        """`[P]` of `[B, S]`"""
+        return values.reshape(-1)[self.places]
+
+    def where(self, number: int) -> tuple[int, int]:
+        """Row and column of a token."""
+        row, column = divmod(int(self.places[number]), self.width)
+        return row, column
+
+    def first(self, wrong: torch.Tensor) -> int | None:
+        """The number of the first token for which something holds, if there is one."""
+        return int(wrong.nonzero()[0, 0]) if bool(wrong.any()) else None
+
+    @property
+    def depths(self) -> torch.Tensor:
+        """`[P]` tokens of the same sequence before each."""
+        numbers = torch.arange(len(self.places), device=self.places.device)
+        return numbers - torch.where(self.begins, numbers, 0).cummax(0).values
 
 
 class _Reader:
@@ -133,13 +180,11 @@ class _Reader:
                 raise _too_large(found)
         if mask.constant is not None:
             return mask.constant
-        numbers = {symbol: self.number(symbol) for expr in self._expressions(mask) for symbol in expr.free_symbols}
+        expressions = [*mask.numbers, *mask.sizes.values()]
+        numbers = {symbol: self.number(symbol) for expr in expressions for symbol in expr.free_symbols}
         scalars = {node: self.dense[node].item() for node in mask.scalars}
         tables = {node: table for node in mask.tables if (table := _table(self.dense[node])) is not None}
         return mask.classify(Facts(numbers, scalars, {**mask.fixed, **tables}))
-
-    def _expressions(self, mask: Mask) -> list[sympy.Expr]:
-        return [*mask.numbers, *mask.sizes.values()]
 
     def valid_of(self, classes: list[MaskClass]) -> torch.Tensor:
         """`[B, S]` real tokens, which all masks have to agree on."""
@@ -156,57 +201,51 @@ class _Reader:
                 )
         return first
 
-    def starts_of(self, classes: list[MaskClass], valid: torch.Tensor) -> torch.Tensor | None:
-        """`[B, S]` real tokens that begin a sequence, on which all masks have to agree; None: one sequence a row."""
-        if not any(one.segments for one in classes):
-            return None
-        places = valid.reshape(-1).nonzero()[:, 0]
-        rows = places // self.shape[1]
-        begins_row = torch.diff(rows, prepend=rows.new_full((1,), -1)) != 0
-        begins = [self._begins_of(one, places, rows, begins_row) for one in classes]
-        for one, other in zip(classes[1:], begins[1:], strict=True):
-            if not torch.equal(begins[0], other):
-                place = int(places[(begins[0] != other).nonzero()[0, 0]])
+    def sequences_of(self, classes: list[MaskClass], rows: _Sequences) -> _Sequences:
+        """Where sequences begin, on which all masks have to agree."""
+        first, *others = [self._begins_of(one, rows) for one in classes]
+        for one, other in zip(classes[1:], others, strict=True):
+            if (number := rows.first(first != other)) is not None:
+                row, column = rows.where(number)
                 raise RuntimeContractError(
                     "attention layers take different tokens of a row for one sequence",
                     expected=f"{_segments(classes[0])}, as another layer has it",
-                    got=f"{_segments(one)}, which differs at row {place // self.shape[1]}, token "
-                    f"{place % self.shape[1]}",
+                    got=f"{_segments(one)}, which differs at row {row}, token {column}",
                     hint="give all layers the same packed rows, or pass one sequence per row",
                 )
-        if torch.equal(begins[0], begins_row):
-            return None
-        return torch.zeros_like(valid).reshape(-1).index_put((places,), begins[0]).view(self.shape)
+        return dataclasses.replace(rows, begins=first)
 
-    def _begins_of(
-        self, one: MaskClass, places: torch.Tensor, rows: torch.Tensor, begins_row: torch.Tensor
-    ) -> torch.Tensor:
-        """Which of the real tokens at some places of the batch begin a sequence, by one class."""
-        values = [self.value(term).reshape(-1)[places] for term in one.segments]
-        begins = begins_row
+    def _begins_of(self, one: MaskClass, rows: _Sequences) -> torch.Tensor:
+        """`[P]` which of the real tokens begin a sequence, by one class."""
+        values = [rows.at(self.value(term)) for term in one.segments]
+        begins = rows.begins
         for each in values:
-            begins = begins | torch.cat([begins_row[:1], each[1:] != each[:-1]])
-        if all(_never_falls(each, begins_row) for each in values):
+            begins = begins | torch.cat([rows.begins[:1], each[1:] != each[:-1]])
+        if all(_never_falls(each, rows.begins) for each in values):
             return begins
-        runs = torch.stack([rows[begins], *(each[begins].unique(return_inverse=True)[1] for each in values)])
+        ranks = [each[begins].unique(return_inverse=True)[1] for each in values]
+        runs = torch.stack([rows.places[begins] // rows.width, *ranks])
         _, run, count = runs.unique(dim=1, return_inverse=True, return_counts=True)
         if bool((again := count[run] > 1).any()):
-            place = int(places[begins][again.nonzero()[-1, 0]])
+            row, column = rows.where(int(begins.nonzero()[again.nonzero()[-1, 0], 0]))
             raise RuntimeContractError(
                 "a sequence of a packed row is in several pieces, with another one in between",
                 where=self._inputs(one.segments[0]),
                 expected=f"the tokens of one {shown(one.segments[0])} next to each other",
-                got=f"row {place // self.shape[1]}, where one goes on at token {place % self.shape[1]}",
+                got=f"row {row}, where one goes on at token {column}",
                 hint="put all tokens of a sequence together",
             )
         return begins
 
-    def check(self, one: MaskClass, valid: torch.Tensor, starts: torch.Tensor | None) -> None:
-        """Raise unless the inputs are what a proof takes for granted."""
+    def check_sequences(self, one: MaskClass, sequences: _Sequences) -> None:
+        """Raise unless numbers count the tokens of sequences as a proof takes for granted."""
         for term in one.positions:
-            self._require_consecutive(term, valid, starts)
+            self._require_consecutive(term, sequences)
         if one.chunk is not None and one.counted is not None:
-            self._require_aligned(one.counted, one.chunk, valid, starts)
+            self._require_aligned(one.counted, one.chunk, sequences)
+
+    def check(self, one: MaskClass) -> None:
+        """Raise unless numbers are of the kind that a proof takes for granted."""
         for term in one.binary:
             values = self.value(term)
             self._require(term, (values == 0) | (values == 1), "zero or one")
@@ -233,50 +272,38 @@ class _Reader:
             hint=hint,
         )
 
-    def _require_consecutive(self, term: Term, valid: torch.Tensor, starts: torch.Tensor | None) -> None:
+    def _require_consecutive(self, term: Term, sequences: _Sequences) -> None:
         if term.dtype is torch.int64:
             self._require_bounded(term)
-        places = valid.reshape(-1).nonzero()[:, 0]
-        rows = places // self.shape[1]
-        offsets = self.value(term).reshape(-1)[places] - places
-        goes_on = (rows[1:] == rows[:-1]) if starts is None else ~starts.reshape(-1)[places][1:]
-        differs = (offsets[1:] != offsets[:-1]) & goes_on
-        if not bool(differs.any()):
-            return
-        place = int(places[1:][differs.nonzero()[0, 0]])
-        raise RuntimeContractError(
-            "attention goes by positions that make a row several packed sequences, or leave out some",
-            where=self._inputs(term),
-            expected=f"{shown(term)} to grow by one from each real token of a sequence to the next",
-            got=f"row {place // self.shape[1]}, where it jumps at token {place % self.shape[1]}",
-            hint="let the mask also compare which sequence a token is of, or pass one sequence per row",
-        )
+        offsets = sequences.at(self.value(term)) - sequences.places
+        jumps = (torch.diff(offsets, prepend=offsets[:1]) != 0) & ~sequences.begins
+        if (number := sequences.first(jumps)) is not None:
+            row, column = sequences.where(number)
+            raise RuntimeContractError(
+                "attention goes by positions that make a row several packed sequences, or leave out some",
+                where=self._inputs(term),
+                expected=f"{shown(term)} to grow by one from each real token of a sequence to the next",
+                got=f"row {row}, where it jumps at token {column}",
+                hint="let the mask also compare which sequence a token is of, or pass one sequence per row",
+            )
 
-    def _require_aligned(self, term: Term, chunk: int, valid: torch.Tensor, starts: torch.Tensor | None) -> None:
+    def _require_aligned(self, term: Term, chunk: int, sequences: _Sequences) -> None:
         if term.dtype is torch.int64:
             self._require_bounded(term)
-        places = valid.reshape(-1).nonzero()[:, 0]
-        begins = torch.diff(places // self.shape[1], prepend=places.new_full((1,), -1)) != 0
-        if starts is not None:
-            begins |= starts.reshape(-1)[places]
-        numbers = torch.arange(len(places), device=places.device)
-        depths = numbers - torch.where(begins, numbers, 0).cummax(0).values
-        values = self.value(term).reshape(-1)[places]
+        values, depths = sequences.at(self.value(term)), sequences.depths
         origins = values - depths
-        wrong = (origins % chunk != 0) | (~begins & (torch.diff(origins, prepend=origins[:1]) != 0))
-        if not bool(wrong.any()):
-            return
-        first = int(wrong.nonzero()[0, 0])
-        place = int(places[first])
-        raise RuntimeContractError(
-            "attention goes by chunks that do not count the tokens of a sequence from its first one",
-            where=self._inputs(term),
-            expected=f"{shown(term)} to be a multiple of {chunk} at the first token of a sequence, and to grow by one "
-            "from each real token to the next",
-            got=f"{int(values[first])} at row {place // self.shape[1]}, token {place % self.shape[1]}, which has "
-            f"{int(depths[first])} tokens of its sequence before it",
-            hint="let positions count from 0 in every sequence, with padding before or after it only",
-        )
+        wrong = (origins % chunk != 0) | (~sequences.begins & (torch.diff(origins, prepend=origins[:1]) != 0))
+        if (number := sequences.first(wrong)) is not None:
+            row, column = sequences.where(number)
+            raise RuntimeContractError(
+                "attention goes by chunks that do not count the tokens of a sequence from its first one",
+                where=self._inputs(term),
+                expected=f"{shown(term)} to be a multiple of {chunk} at the first token of a sequence, and to grow by "
+                "one from each real token to the next",
+                got=f"{int(values[number])} at row {row}, token {column}, which has {int(depths[number])} tokens of "
+                "its sequence before it",
+                hint="let positions count from 0 in every sequence, with padding before or after it only",
+            )
 
     def _inputs(self, term: Term) -> str:
         """The call's inputs that a term is made of."""

@@ -63,7 +63,7 @@ def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
         assert (left - right).abs().max() <= 2e-6 * right.abs().max()
 
 
-@pytest.mark.parametrize("where", ["model", "backbone"])
+@pytest.mark.parametrize("where", ["model", pytest.param("backbone", marks=pytest.mark.slow)])
 def test_generates_as_eager_then_trains_over_the_tree(model, where, caplog):
     eager = copy.deepcopy(model)
     compiled = model if where == "model" else model.model

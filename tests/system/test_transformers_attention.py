@@ -70,11 +70,11 @@ def sizes_of(program):
                     yield node, value.shape
 
 
-SHOW_NOTHING_ELSE = ("vaultgemma", "granite_swa", "qwen3")
+SLOW = ("vaultgemma", "gpt_oss", "granite_swa", "qwen3")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SHOW_NOTHING_ELSE else name for name in MODELS]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS]
 )
 def test_models(name):
     torch._dynamo.reset()

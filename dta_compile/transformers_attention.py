@@ -29,7 +29,7 @@ class CausalMask(NamedTuple):
 
     Attributes:
         segments, window: as in `dta_compile.attention`.
-        is_told: the model has been given a padding mask, so that nothing else says where sequences begin.
+        is_told: the mask was made with a padding mask or for packed rows: nothing else says where sequences begin.
     """
 
     segments: torch.Tensor | None

@@ -1,8 +1,8 @@
 """Where every token of a batch lives in the prefix tree: tree rows for the trunk, head rows for the head.
 
-The dense world speaks of (sequence, column); the tree of rows. A tree row is one token of the tree; a head row is one
-distinct use of a tree row by the head (a tree row with two different labels has two, one whose output nobody uses has
-none). Head rows are sorted by tree row, so that a range of tree rows is a range of head rows.
+The dense world speaks of (row of the batch, column), the tree of its own rows. A tree row is one token of the tree; a
+head row is one distinct use of a tree row by the head (a tree row with two different labels has two, one whose output
+nobody uses has none). Head rows are sorted by tree row, so that a range of tree rows is a range of head rows.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Every causal LM architecture of the installed transformers at toy size, against one sequence at a time in eager mode.
 
-    python benchmarks/zoo.py [model types]
+    python benchmarks/zoo.py [model types] [--write benchmarks/MODELS.md]
 
 Prints a table: the largest relative error of the outputs and of the gradients in float64, or why the model was refused
 (by `dta`) or skipped (eager mode fails at this size). Models that transformers does not run with SDPA attention run
-with `attn_implementation="dta"`, against "eager".
+with `attn_implementation="dta"`, against "eager". Mixtures of experts run with the experts that transformers chooses,
+against its loop over experts, and once more with their load-balancing loss, against a padded batch in eager mode.
+`--write` has all types in the table of a page.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from dta_compile.errors import DTAError
 from tests.support.helpers import Measurement, errors, make_batch, measure, random_loss, reference, rollouts
 
 VOCABULARY = 96
+EXPERTS = 8
 SIZES = {
     ("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim", "input_embedding_size"): 64,
     ("vocab_size",): VOCABULARY,
@@ -36,15 +39,19 @@ SIZES = {
     ("head_dim", "v_head_dim", "kv_channels"): 16,
     ("intermediate_size", "ffn_dim", "ffn_hidden_size", "d_ff", "n_inner", "shared_intermediate_size"): 96,
     ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"): 32,
-    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"): 4,
-    ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k"): 2,
-    ("n_group", "topk_group", "rotary_dim", "n_shared_experts"): 1,
-    ("first_k_dense_replace",): 2,  # no expert layer: the dense part of mixture models
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"): EXPERTS,
+    ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k", "top_k_experts"): 2,
+    ("topk_group", "rotary_dim", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"): 1,
+    ("n_group", "num_expert_group", "zero_expert_num"): 2,
+    ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"): 1,  # a dense layer and one of experts
+    ("router_hidden_size",): 16,
+    ("enable_moe_block",): True,
     ("q_lora_rank", "kv_lora_rank", "pad_token_id"): 16,
     ("qk_rope_head_dim", "qk_nope_head_dim"): 8,
     ("max_position_embeddings", "n_positions", "max_seq_len"): 128,
     ("sliding_window", "attention_window"): 5,
 }
+WITHOUT_GROUPS = ("n_group", "topk_group")  # left alone where the model does not route within groups by default
 
 
 def toy_config(model_type: str) -> Any:
@@ -63,8 +70,13 @@ def toy_config(model_type: str) -> Any:
             values[name] = 0.0
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         values[name] = 0 if name == "pad_token_id" else None
+    for name in WITHOUT_GROUPS:
+        if getattr(default, name, None) is None:
+            values.pop(name, None)
     if getattr(default, "layer_types", None) is not None:
         values["layer_types"] = None  # made anew for two layers
+    if "sparse" in (getattr(default, "mlp_layer_types", None) or ()):
+        values["mlp_layer_types"] = ["dense", "sparse"] if "dense" in default.mlp_layer_types else ["sparse", "sparse"]
     return cls(**values)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 GROUP, NAME, VALUE = "torch_dynamo_backends", "dta", "dta_compile.backend:dta"
-TRANSFORMERS = "transformers.modeling_utils"  # what has to be loaded before attention can be registered
+TRANSFORMERS = "transformers.modeling_utils"  # what has to be loaded before anything can be registered
 
 
 class _SourceTree(importlib.metadata.Distribution):
@@ -79,9 +79,9 @@ def register() -> None:
     """Idempotent; also serves a torch that has already looked for its backends, and transformers that is loaded."""
     _register_backend()
     if TRANSFORMERS in sys.modules:
-        _register_attention()
+        _register_with_transformers()
     else:
-        when_loaded(TRANSFORMERS, _register_attention)
+        when_loaded(TRANSFORMERS, _register_with_transformers)
 
 
 def when_loaded(name: str, call: Callable[[types.ModuleType], None]) -> None:
@@ -99,8 +99,8 @@ def _on_path(kind: type) -> Any | None:
     return next((one for one in sys.meta_path if (type(one).__module__, type(one).__name__) == names), None)
 
 
-def _register_attention(_: types.ModuleType | None = None) -> None:
-    for name in ("transformers_attention", "transformers_flash_attention"):  # each registers as it is imported
+def _register_with_transformers(_: types.ModuleType | None = None) -> None:
+    for name in ("transformers_attention", "transformers_flash_attention", "transformers_experts"):  # each registers as it is imported
         importlib.import_module(f"dta_compile.{name}")
 
 

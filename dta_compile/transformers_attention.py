@@ -17,7 +17,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from dta_compile.errors import OptionError
 from dta_compile.ops.attention import Masking
-from dta_compile.ops.causal_attention import autocast, call, segments_by_ends
+from dta_compile.ops.causal_attention import call, segments_by_ends
+from dta_compile.ops.dtypes import autocast
 
 __all__ = ["NAME", "CausalMask", "attention_forward", "mask_of_layers"]
 

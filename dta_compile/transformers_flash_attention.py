@@ -10,31 +10,24 @@ module wraps them; `registration` does when transformers is there.
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any
 
 import torch
-import torch._dynamo
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations import flash_attention, hub_kernels
 
 from dta_compile import transformers_attention
 from dta_compile.ops.causal_attention import segments_by_ends
+from dta_compile.tracing import traces_for_this_backend
 from dta_compile.transformers_attention import CausalMask
 
 _attention, _mask = flash_attention.flash_attention_forward, AttentionMaskInterface._global_mapping["flash_attention_2"]
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _traces_for_us() -> bool:
-    dynamo = sys.modules.get("dta_compile.capture.dynamo")  # not loaded: nothing has been compiled for the backend
-    return dynamo is not None and bool(dynamo.traces_for_this_backend())
-
-
 @functools.wraps(_mask)
 def flash_attention_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """The mask `[B, S]` of a batch without a KV cache as it is, also if it has no padding."""
-    if torch.compiler.is_compiling() and _traces_for_us():
+    if torch.compiler.is_compiling() and traces_for_this_backend():
         mask: torch.Tensor | None = kwargs.get("attention_mask")
         length = kwargs.get("kv_length")
         if mask is not None and length is not None and mask.shape[1] == length:
@@ -59,7 +52,7 @@ def flash_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a layer, query `[B, Hq, S, D]`; the result is `[B, S, Hq, Dv]`."""
-    ours = torch.compiler.is_compiling() and _traces_for_us()
+    ours = torch.compiler.is_compiling() and traces_for_this_backend()
     causal = is_causal if is_causal is not None else module.is_causal
     if not ours or not causal or dropout or not _is_over_itself(query, key, attention_mask, kwargs):
         found: tuple[torch.Tensor, None] = _attention(

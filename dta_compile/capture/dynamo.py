@@ -21,6 +21,7 @@ from torch._dynamo.utils import get_hook_for_recompile_user_context, register_ho
 from torch._guards import CompileContext
 from torch.fx.experimental import _config as symbolic_shape_config
 
+from dta_compile import tracing
 from dta_compile.errors import RefusalError
 from dta_compile.passes.symbols import hint
 
@@ -213,11 +214,12 @@ def current_compile_wrapper() -> Any | None:
     return _calling("_TorchCompileWrapper")
 
 
-@torch._dynamo.assume_constant_result
-def traces_for_this_backend() -> bool:
-    """Whether the graph is for this backend that Dynamo is tracing, which calls this and takes it for a constant."""
+def _traces_for_this_backend() -> bool:
     translator = _calling("InstructionTranslator")
     return translator is not None and _is_ours(translator.output.compiler_fn)
+
+
+tracing.answer_with(_traces_for_this_backend)
 
 
 def _calling(class_name: str) -> Any | None:

@@ -23,13 +23,13 @@ import torch._dynamo
 from torch import fx
 
 from dta_compile import registration
-from dta_compile.capture import dynamo
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_MIXER
 from dta_compile.ops.causal_attention import attention_tokens_first
 from dta_compile.ops.mixer import TOKENS, Mixer
 from dta_compile.passes.program import where
 from dta_compile.passes.symbols import expression
+from dta_compile.tracing import traces_for_this_backend
 
 __all__ = ["KEPT", "with_our_attention"]
 
@@ -203,7 +203,7 @@ def _keep_function(original: types.FunctionType) -> None:
         return own(*args, **kwargs)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        return kept(*args, **kwargs) if dynamo.traces_for_this_backend() else own(*args, **kwargs)
+        return kept(*args, **kwargs) if traces_for_this_backend() else own(*args, **kwargs)
 
     torch._dynamo.allow_in_graph(kept)
     torch._dynamo.substitute_in_graph(original, skip_signature_check=True)(traced)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from dta_compile.errors import OptionError
 from dta_compile.ops.attention import ATTENTION_CALL, SINK_ATTENTION_CALL, Masking
+from dta_compile.ops.dtypes import autocast
 
 __all__ = ["attention"]
 
@@ -104,15 +105,6 @@ def segments_by_ends(ends: torch.Tensor, batch: int, tokens: int) -> torch.Tenso
     places = torch.arange(batch * tokens, device=ends.device)
     found = torch.bucketize(places, ends[1:].to(places.dtype), right=True) + 1
     return found.view(batch, tokens)
-
-
-def autocast(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Torch's own attention is on autocast's lower-precision list; an opaque operator has to say so itself."""
-    device = operands[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return operands
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t.dtype is torch.float64 else t.to(dtype) for t in operands)
 
 
 def _require_sizes(

@@ -8,3 +8,12 @@ import torch
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of log-sum-exps and of accumulated gradients: float32, or what is wider or complex."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_complex or dtype is torch.float64 else torch.float32
+
+
+def autocast(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Operands as autocast has them for its lower-precision list, on which opaque operators have to put themselves."""
+    device = operands[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return operands
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t.dtype is torch.float64 else t.to(dtype) for t in operands)

@@ -52,11 +52,15 @@ def memory_order(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def broadcast(
-    node: fx.Node, arguments: Arguments, operands: Sequence[fx.Node] | None = None, beside: Layout | None = None
+    node: fx.Node,
+    arguments: Arguments,
+    operands: Sequence[fx.Node] | None = None,
+    beside: Layout | None = None,
+    at_left: bool = False,
 ) -> Layout:
     """Layout of an elementwise result: operands aligned at the right, at most one axis a dimension, one frame.
 
-    `beside` is the layout of one more operand, which is no argument of the node.
+    `beside` is the layout of one more operand, which is no argument of the node. `at_left`: aligned there instead.
     """
     operands = [arg for arg in (operands or node.all_input_nodes) if is_tensor(arg)]
     layouts = [arguments[arg] for arg in operands] + ([beside] if beside else [])
@@ -64,27 +68,27 @@ def broadcast(
     frame = unify_frames([layout.frame for layout in layouts if layout.token_dim is not None])
     dims: list[Axis | None] = []
     for dim in range(rank):
-        axes = {axis for layout in layouts if (axis := _aligned(layout, rank, dim)) is not None}
+        axes = {axis for layout in layouts if (axis := _aligned(layout, rank, dim, at_left)) is not None}
         if len(axes) > 1:
             raise MixesTokens("it combines the batch axis with the token axis")
         dims.append(next(iter(axes), None))
     result = Layout(tuple(dims), frame)
     for arg in operands:
-        _adopt_operand(arg, result, rank, arguments)
+        _adopt_operand(arg, result, rank, arguments, at_left)
     return single_token_axis(result)
 
 
-def _aligned(layout: Layout, rank: int, dim: int) -> Axis | None:
-    own = dim - (rank - len(layout.dims))
-    return layout.dims[own] if own >= 0 else None
+def _aligned(layout: Layout, rank: int, dim: int, at_left: bool) -> Axis | None:
+    own = dim if at_left else dim - (rank - len(layout.dims))
+    return layout.dims[own] if 0 <= own < len(layout.dims) else None
 
 
-def _adopt_operand(arg: fx.Node, result: Layout, rank: int, arguments: Arguments) -> None:
+def _adopt_operand(arg: fx.Node, result: Layout, rank: int, arguments: Arguments, at_left: bool) -> None:
     """Give a dense operand the axes and frame of the result where its sizes say that it has them."""
     layout, shape = arguments[arg], sizes(arg)
     dims = list(layout.dims)
     for own, size in enumerate(shape):
-        axis = result.dims[own + rank - len(shape)]
+        axis = result.dims[own if at_left else own + rank - len(shape)]
         if dims[own] is None and axis is not None and size != 1:
             if (
                 axis is not Axis.TOKEN

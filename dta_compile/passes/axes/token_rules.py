@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import OptionError
+from dta_compile.ops.experts import EXPERT_LINEAR, EXPERT_SUM
 from dta_compile.ops.mixer import BATCH, MIXERS, TOKENS
 from dta_compile.passes.axes import shape_rules
 from dta_compile.passes.axes.layouts import (
@@ -226,6 +227,24 @@ def convolution(node: fx.Node, arguments: Arguments) -> Layout:
     return layout
 
 
+def at_experts(node: fx.Node, arguments: Arguments) -> Layout:
+    """Products with the weights of experts, which every place chooses; a sum over a token's experts."""
+    *places, weight, _ = node.args
+    if arguments[weight].labelled:
+        raise MixesTokens("its experts' weights are computed per token")
+    rows, expert = places[:2]
+    lined_up = broadcast(node, arguments, places, at_left=True)
+    rank = len(arguments[expert].dims)
+    if lined_up.dims[rank - 1] is not None and len(arguments[rows].dims) == rank:
+        raise MixesTokens("it takes the experts of one token for those of others")
+    require_feature(arguments[rows], -1, "contracts")
+    dims = lined_up.dims[:rank]
+    if node.target is EXPERT_SUM:
+        require_feature(Layout(dims), -1, "sums")
+        dims = dims[:-1]
+    return Layout((*dims, None), lined_up.frame)
+
+
 def mixing(node: fx.Node, arguments: Arguments) -> Layout:
     """The operators that may look along the token axis, all of whose operands are over the same tokens."""
     mixer = MIXERS[node.target]
@@ -313,6 +332,7 @@ _register(bucketize, aten.bucketize.Tensor)
 _register(shape_rules.view_as_complex, aten.view_as_complex.default)
 _register(shape_rules.view_as_real, aten.view_as_real.default)
 _register(convolution, aten.convolution.default)
+_register(at_experts, EXPERT_LINEAR, EXPERT_SUM)
 _register(shape_rules.constant_pad, aten.constant_pad_nd.default)
 _register(shape_rules.repeat, aten.repeat.default)
 _register(item, operator.getitem)

@@ -1,8 +1,8 @@
 """accumulate: parameter gradients are added into accumulators inside the backward graph, without full-size temporaries.
 
 A matrix product that ends in a gradient becomes `addmm_` into the accumulator, an embedding's gradient an `index_add_`
-of the chunk's rows, and a language-model head adds block by block; anything else is added. The parts of a sum are added
-one by one.
+of the chunk's rows, products of experts are added to those that were hit, and a language-model head adds block by
+block; anything else is added. The parts of a sum are added one by one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import fx
 
 from dta_compile.ops.add_product import ADD_PRODUCT
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.ops.experts import EXPERT_PRODUCTS, EXPERT_PRODUCTS_
 from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_, Backward, Wanted
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import call, is_item, swaps
@@ -104,6 +105,8 @@ def _add(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node) -> None:
     if source.target is aten.mm.default and statistics_dtype(dtype) == wide:
         target = call(graph, aten.t.default, accumulator) if transposed else accumulator
         graph.call_function(aten.addmm_.default if dtype == wide else ADD_PRODUCT, (target, *source.args))
+    elif source.target is EXPERT_PRODUCTS and statistics_dtype(dtype) == wide:
+        graph.call_function(EXPERT_PRODUCTS_, (accumulator, *source.args[:3]))
     elif grad.target is aten.embedding_dense_backward.default and not grad.args[4]:
         _add_rows(graph, accumulator, grad, wide)
     else:

@@ -13,7 +13,7 @@ import torch
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL, Masking
-from dta_compile.ops.causal_attention import autocast
+from dta_compile.ops.dtypes import autocast
 from dta_compile.passes.program import where_now
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -1,0 +1,208 @@
+"""Products with the weights of experts: every token is multiplied by the matrices that it was routed to.
+
+    dta::expert_linear(rows, expert, weight)              rows[p] @ weight[expert[p]].T at every place p
+    dta::expert_sum(rows, expert, scale, weight)          the same, times scale[p], summed over a token's experts
+    dta::expert_products(left, right, expert)             for every expert the sum of left[p] x right[p] over its places
+
+The last one is the gradient of weights; `dta::expert_products_` adds it to a sum, expert by expert, where it was hit.
+Places are those of `expert`, `[*tokens, k]` or of any other shape; what has a dimension less than that, `[*tokens, D]`,
+is the same for all k. A number that is no expert's is a place without one: zero in results, and no gradient.
+
+Nothing is dropped and no token looks at another, whatever the routes are: so these operators are token-wise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dta_compile.errors import OptionError
+from dta_compile.ops import grouped_products
+from dta_compile.ops.dtypes import autocast
+from dta_compile.ops.library import LIBRARY
+
+__all__ = [
+    "EXPERT_LINEAR",
+    "EXPERT_PRODUCTS",
+    "EXPERT_PRODUCTS_",
+    "EXPERT_SUM",
+    "expert_linear",
+    "expert_sum",
+]
+
+LIBRARY.define("expert_linear(Tensor rows, Tensor expert, Tensor weight, bool transposed) -> Tensor")
+LIBRARY.define("expert_sum(Tensor rows, Tensor expert, Tensor scale, Tensor weight, bool transposed) -> Tensor")
+LIBRARY.define("expert_products(Tensor left, Tensor right, Tensor expert, SymInt experts) -> Tensor")
+LIBRARY.define("expert_products_(Tensor(a!) total, Tensor left, Tensor right, Tensor expert) -> ()")
+EXPERT_LINEAR = torch.ops.dta.expert_linear.default
+EXPERT_SUM = torch.ops.dta.expert_sum.default
+EXPERT_PRODUCTS = torch.ops.dta.expert_products.default
+EXPERT_PRODUCTS_ = torch.ops.dta.expert_products_.default
+
+
+def expert_linear(
+    rows: torch.Tensor,
+    expert: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    transposed: bool = False,
+) -> torch.Tensor:
+    """A linear layer whose weights every place chooses: dropless experts, over the prefix tree and anywhere else.
+
+    Args:
+        rows: `[*tokens, D]`, the same for all experts of a token, or `[*tokens, k, D]`.
+        expert: `[*tokens, k]` integers below E; others stand for no expert, and give zeros.
+        weight: `[E, O, D]`.
+        bias: `[E, O]`.
+        transposed: the weight is `[E, D, O]`.
+
+    Returns:
+        `[*tokens, k, O]`.
+
+    Raises:
+        OptionError: sizes that do not fit.
+    """
+    _require_sizes(rows, expert, weight, bias, transposed)
+    rows, weight = autocast(rows, weight)
+    out: torch.Tensor = EXPERT_LINEAR(rows, expert, weight, transposed)
+    return out if bias is None else out + _biases(bias, expert)
+
+
+def expert_sum(
+    rows: torch.Tensor,
+    expert: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    transposed: bool = False,
+) -> torch.Tensor:
+    """What a token's experts give, weighted and summed: the second linear layer of a mixture of experts.
+
+    Computes `(expert_linear(rows, ...) * scale[..., None]).sum(-2)` and holds neither product nor sum by expert.
+
+    Args:
+        rows: `[*tokens, k, D]`.
+        expert, weight, bias, transposed: as of `expert_linear`.
+        scale: `[*tokens, k]` router weights.
+
+    Returns:
+        `[*tokens, O]`, in the dtype that products with `scale` have.
+
+    Raises:
+        OptionError: sizes that do not fit.
+    """
+    _require_sizes(rows, expert, weight, bias, transposed)
+    if scale.shape != expert.shape or rows.dim() != expert.dim() + 1:
+        raise OptionError(
+            "a mixture of experts needs a weight and a row for every expert of a token",
+            expected=f"scale {list(expert.shape)} and rows of {expert.dim() + 1} dimensions",
+            got=f"{list(scale.shape)} and {list(rows.shape)}",
+        )
+    rows, weight = autocast(rows, weight)
+    out: torch.Tensor = EXPERT_SUM(rows, expert, scale, weight, transposed)
+    return out if bias is None else out + (_biases(bias, expert) * scale[..., None]).sum(-2)
+
+
+def _biases(bias: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+    """`[*expert, O]`; zero at places without an expert."""
+    known = (expert >= 0) & (expert < bias.shape[0])
+    found = torch.nn.functional.embedding(torch.where(known, expert, 0), bias)
+    return torch.where(known[..., None], found, 0)
+
+
+def _require_sizes(
+    rows: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
+) -> None:
+    if weight.dim() == 3 and expert.dim() and not expert.is_floating_point():
+        experts, width = weight.shape[0], weight.shape[1 if transposed else 2]
+        output = weight.shape[2 if transposed else 1]
+        places = rows.shape[:-1] in (expert.shape, expert.shape[:-1])
+        if places and rows.shape[-1] == width and (bias is None or bias.shape == (experts, output)):
+            return
+    raise OptionError(
+        "the sizes of rows, experts and weights do not fit",
+        expected="rows [*tokens, D] or [*tokens, k, D], integers [*tokens, k], weights [E, O, D] and a bias [E, O]",
+        got=f"{list(rows.shape)}, {expert.dtype} {list(expert.shape)}, {list(weight.shape)}"
+        + (f" (transposed: {transposed})" if bias is None else f" and {list(bias.shape)} (transposed: {transposed})"),
+    )
+
+
+@torch.library.register_fake("dta::expert_linear", lib=LIBRARY)
+def _linear_fake(
+    rows: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, transposed: bool
+) -> torch.Tensor:
+    return rows.new_empty((*expert.shape, weight.shape[2 if transposed else 1]))
+
+
+@torch.library.register_fake("dta::expert_sum", lib=LIBRARY)
+def _sum_fake(
+    rows: torch.Tensor, expert: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, transposed: bool
+) -> torch.Tensor:
+    dtype = torch.promote_types(rows.dtype, scale.dtype)
+    return rows.new_empty((*expert.shape[:-1], weight.shape[2 if transposed else 1]), dtype=dtype)
+
+
+@torch.library.register_fake("dta::expert_products", lib=LIBRARY)
+def _products_fake(left: torch.Tensor, right: torch.Tensor, expert: torch.Tensor, experts: int) -> torch.Tensor:
+    return left.new_empty((experts, left.shape[-1], right.shape[-1]))
+
+
+@torch.library.register_fake("dta::expert_products_", lib=LIBRARY)
+def _add_products_fake(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, expert: torch.Tensor) -> None:
+    return None
+
+
+def _products(left: torch.Tensor, right: torch.Tensor, expert: torch.Tensor, experts: int) -> torch.Tensor:
+    total = left.new_zeros((experts, left.shape[-1], right.shape[-1]))
+    grouped_products.add(total, left, right, expert)
+    return total
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.transposed = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    rows, expert, weight = ctx.saved_tensors
+    of_rows = of_weight = None
+    if ctx.needs_input_grad[0]:
+        of_rows = EXPERT_LINEAR(grad, expert, weight, not ctx.transposed)
+        of_rows = of_rows if rows.dim() > expert.dim() else of_rows.sum(-2)
+    if ctx.needs_input_grad[2]:
+        of_weight = _of_weight(grad, rows, expert, weight, ctx.transposed)
+    return of_rows, None, of_weight, None
+
+
+def _sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """With `g` of the sum: of a row `scale * g @ weight`, of its scale `rows . (g @ weight)`, which needs no product of
+    the forward; of weights the sum of `g x (scale * rows)`."""
+    rows, expert, scale, weight = ctx.saved_tensors
+    of_rows = of_scale = of_weight = None
+    if ctx.needs_input_grad[0] or ctx.needs_input_grad[2]:
+        plain = EXPERT_LINEAR(grad.to(rows.dtype), expert, weight, not ctx.transposed)
+        of_rows = (plain * scale[..., None]).to(rows.dtype)
+        of_scale = (plain.to(grad.dtype) * rows).sum(-1).to(scale.dtype)
+    if ctx.needs_input_grad[3]:
+        scaled = (rows * scale[..., None]).to(rows.dtype)
+        of_weight = _of_weight(grad.to(rows.dtype), scaled, expert, weight, ctx.transposed)
+    return of_rows, None, of_scale, of_weight, None
+
+
+def _of_weight(
+    grad: torch.Tensor, rows: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, transposed: bool
+) -> torch.Tensor:
+    sides = (rows, grad) if transposed else (grad, rows)
+    found: torch.Tensor = EXPERT_PRODUCTS(*sides, expert, weight.shape[0])
+    return found
+
+
+torch.library.register_autograd("dta::expert_linear", _linear_backward, setup_context=_save_linear, lib=LIBRARY)
+torch.library.register_autograd("dta::expert_sum", _sum_backward, setup_context=_save_linear, lib=LIBRARY)
+LIBRARY.impl("expert_linear", grouped_products.linear, "CompositeExplicitAutograd")
+LIBRARY.impl("expert_sum", grouped_products.weighted_sum, "CompositeExplicitAutograd")
+LIBRARY.impl("expert_products", _products, "CompositeExplicitAutograd")
+LIBRARY.impl("expert_products_", grouped_products.add, "CompositeExplicitAutograd")

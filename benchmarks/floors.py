@@ -1,8 +1,9 @@
 """Speed floors: dta against eager one sequence at a time, interleaved in one process.
 
-    python benchmarks/floors.py [--trees short,mid,none] [--repetitions 5] [--json OUT]
+    python benchmarks/floors.py [--models dense,mixture] [--trees short,mid,none] [--repetitions 5] [--json OUT]
 
-A step is forward and backward of a weighted sum of token log-probs over a whole batch, on a small Qwen3 in float32.
+A step is forward and backward of a weighted sum of token log-probs over a whole batch, in float32, on a small Qwen3 and
+a small mixture of experts. Of transformers' implementations of experts eager mode has the one whose step is fastest.
 Gradients are compared once per tree, so that a fast wrong answer is no result. Exit code 1: a floor or equality missed.
 `python -m benchmarks.run` compares with more than eager.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import platform
 import statistics
@@ -30,12 +32,13 @@ from rich.table import Table
 
 from benchmarks.baselines import dense
 from benchmarks.measure import Runner
-from benchmarks.model import flops, gradient_difference, gradients
+from benchmarks.model import MODELS, flops, gradient_difference, gradients
 from benchmarks.ours import compiled
 from benchmarks.trees import TREES, ideal_speedup
-from benchmarks.workloads import catalogue
+from benchmarks.workloads import Workload, catalogue
 
 FLOORS = {"short": 3.0, "mid": 1.5, "none": 0.75}
+EXPERTS = ("grouped_mm", "eager")  # "batched_mm" copies the weights for every token: gigabytes, and minutes
 TOLERANCE = 1e-3  # largest |difference| over largest |gradient|, per parameter, of two float32 runs
 
 
@@ -43,6 +46,7 @@ TOLERANCE = 1e-3  # largest |difference| over largest |gradient|, per parameter,
 class Row:
     """Figures of one tree; seconds are per step."""
 
+    model: str
     tree: str
     sequences: int
     tokens: int
@@ -66,12 +70,12 @@ class Row:
         return self.gradient_difference < TOLERANCE and (self.floor is None or self.speedup >= self.floor)
 
 
-def measure(name: str, repetitions: int, options: dict, backend: str, tick: Callable[[], None]) -> Row:
+def measure(model: str, tree: str, repetitions: int, options: dict, backend: str, tick: Callable[[], None]) -> Row:
     """One tree: a first call of both ways, compared, then `repetitions` steps of each in turns."""
-    workload = catalogue(None, (), 0)[name].build()
+    workload = catalogue(None, (), 0)[tree].build()
     torch.compiler.reset()
-    eager = Runner.of(dense, workload)
-    dta = Runner.of(compiled(backend, backend, **(options if backend == "dta" else {})), workload)
+    eager = fastest_eager(model, workload)
+    dta = Runner.of(compiled(backend, backend, **(options if backend == "dta" else {})), workload, model)
     eager.seconds()
     first_call = dta.seconds()
     difference = gradient_difference(gradients(dta.model), gradients(eager.model))
@@ -83,13 +87,14 @@ def measure(name: str, repetitions: int, options: dict, backend: str, tick: Call
         tick()
     counts = workload.counts
     return Row(
-        tree=name,
+        model=model,
+        tree=tree,
         sequences=counts.sequences,
         tokens=counts.tokens,
         tree_tokens=counts.tree_tokens,
         compression=counts.tokens / counts.tree_tokens,
         ideal=ideal_speedup(counts, *flops(dta.model.config)),
-        floor=FLOORS.get(name) if backend == "dta" else None,
+        floor=FLOORS.get(tree) if backend == "dta" else None,
         first_call_seconds=first_call,
         eager_seconds=eager_seconds,
         dta_seconds=dta_seconds,
@@ -98,13 +103,28 @@ def measure(name: str, repetitions: int, options: dict, backend: str, tick: Call
     )
 
 
+def fastest_eager(model: str, workload: Workload) -> Runner:
+    """Eager mode with the fastest experts, by the shorter of two steps each."""
+    runner = Runner.of(dense, workload, model)
+    if hasattr(runner.model.config, "num_experts"):
+
+        def seconds(implementation: str) -> float:
+            runner.model.set_experts_implementation(implementation)
+            return min(runner.seconds(), runner.seconds())
+
+        runner.model.set_experts_implementation(min(EXPERTS, key=seconds))
+    return runner
+
+
 def show(rows: list[Row], facts: dict, console: Console) -> None:
     table = Table(title="one step (forward and backward), median seconds; diff: of gradients", box=box.SIMPLE)
+    table.add_column("model", no_wrap=True)
     table.add_column("tree", no_wrap=True)
     for heading in ("C", "ideal", "eager", facts["backend"], "ratio", "floor", "1st call", "diff."):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
+            row.model,
             row.tree,
             f"{row.compression:.2f}",
             f"{row.ideal:.2f}x",
@@ -122,6 +142,7 @@ def show(rows: list[Row], facts: dict, console: Console) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="dense,mixture", help=f"of {', '.join(MODELS)} (default: %(default)s)")
     parser.add_argument("--trees", default=",".join(TREES), help="default: %(default)s")
     parser.add_argument("--repetitions", type=int, default=5, help="timed steps of each way (default: %(default)s)")
     parser.add_argument("--chunk-size", type=int, default=2048, help="default: %(default)s")
@@ -130,9 +151,10 @@ def main() -> int:
     parser.add_argument("--backend", default="dta", help="default: %(default)s")
     parser.add_argument("--json", metavar="OUT", help="write facts, medians and all timings to OUT")
     arguments = parser.parse_args()
-    names = arguments.trees.split(",")
-    if unknown := set(names) - set(TREES):
-        parser.error(f"unknown trees {', '.join(sorted(unknown))}; known: {', '.join(TREES)}")
+    models, trees = arguments.models.split(","), arguments.trees.split(",")
+    for what, given, known in (("models", models, MODELS), ("trees", trees, TREES)):
+        if unknown := set(given) - set(known):
+            parser.error(f"unknown {what} {', '.join(sorted(unknown))}; known: {', '.join(known)}")
     if arguments.repetitions < 1:
         parser.error("--repetitions must be at least 1")
 
@@ -144,11 +166,11 @@ def main() -> int:
     facts |= {"transformers": transformers.__version__, "python": platform.python_version()}
     rows = []
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("steps", total=len(names) * (arguments.repetitions + 1))
-        for name in names:
-            progress.update(task, description=name)
+        task = progress.add_task("steps", total=len(models) * len(trees) * (arguments.repetitions + 1))
+        for model, tree in itertools.product(models, trees):
+            progress.update(task, description=f"{model} {tree}")
             tick = functools.partial(progress.advance, task)
-            rows.append(measure(name, arguments.repetitions, options, arguments.backend, tick))
+            rows.append(measure(model, tree, arguments.repetitions, options, arguments.backend, tick))
     show(rows, facts, console)
     if arguments.json:
         trees = [dataclasses.asdict(row) | {"speedup": row.speedup, "passed": row.passed} for row in rows]

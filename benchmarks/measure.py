@@ -47,8 +47,8 @@ class Runner:
     step: Step
 
     @classmethod
-    def of(cls, build: Build, workload: Workload) -> Runner:
-        model = build_model(workload.vocabulary)
+    def of(cls, build: Build, workload: Workload, name: str = "dense") -> Runner:
+        model = build_model(workload.vocabulary, name)
         return cls(model, build(model)(workload))
 
     def seconds(self) -> float:

@@ -1,40 +1,60 @@
-"""The model that every method runs, the function under test, and how gradients are compared."""
+"""The models that methods run, the function under test, and how gradients are compared."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2MoeConfig, Qwen3Config
+from transformers import Qwen3MoeConfig
 
 VOCABULARY = 2048
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+}
+MODELS: dict[str, Callable[..., PreTrainedConfig]] = {
+    "dense": lambda **given: Qwen3Config(**SHAPE, head_dim=64, **given),
+    "mixture": lambda **given: Qwen2MoeConfig(  # 2 of 8 experts, and a shared one
+        **SHAPE,
+        moe_intermediate_size=384,
+        shared_expert_intermediate_size=384,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        **given,
+    ),
+    "qwen3_moe": lambda **given: Qwen3MoeConfig(  # 8 of 64 small experts
+        **SHAPE, head_dim=64, moe_intermediate_size=96, num_experts=64, num_experts_per_tok=8, **given
+    ),
+}
 
 LogProbs = Callable[..., torch.Tensor]
 
 
-def build_model(vocabulary: int = VOCABULARY) -> Qwen3ForCausalLM:
-    """A Qwen3 of 4 layers and hidden size 256, always with the same random float32 weights, in training mode."""
+def build_model(vocabulary: int = VOCABULARY, name: str = "dense") -> PreTrainedModel:
+    """A model of 4 layers and hidden size 256, always with the same random float32 weights, in training mode."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    return Qwen3ForCausalLM(config).train()
+    return AutoModelForCausalLM.from_config(MODELS[name](vocab_size=vocabulary)).train()
 
 
-def flops(config: Qwen3Config) -> tuple[float, float]:
+def flops(config: PreTrainedConfig) -> tuple[float, float]:
     """Forward operations per token (matrix products) and per (query, key) pair (attention); backward is twice both."""
-    width = config.num_attention_heads * config.head_dim
-    projections = config.hidden_size * (2 * width + 2 * config.num_key_value_heads * config.head_dim)
-    layer = projections + 3 * config.hidden_size * config.intermediate_size
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = config.num_attention_heads * head_dim
+    projections = config.hidden_size * (2 * width + 2 * config.num_key_value_heads * head_dim)
+    features = config.intermediate_size
+    if experts := getattr(config, "num_experts", 0):
+        features = config.num_experts_per_tok * config.moe_intermediate_size
+        features += getattr(config, "shared_expert_intermediate_size", 0)
+        projections += config.hidden_size * experts
+    layer = projections + 3 * config.hidden_size * features
     weights = config.num_hidden_layers * layer + config.hidden_size * config.vocab_size
     return 2.0 * weights, 4.0 * config.num_hidden_layers * width
 

@@ -11,10 +11,12 @@ against its loop over experts, and once more with their load-balancing loss, aga
 
 from __future__ import annotations
 
+import argparse
+import collections
+import dataclasses
 import logging
 import pathlib
 import sys
-import time
 import warnings
 from typing import Any
 
@@ -24,9 +26,10 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from dta_compile import records
 from dta_compile.backend import dta
 from dta_compile.errors import DTAError
-from tests.support.helpers import Measurement, errors, make_batch, measure, random_loss, reference, rollouts
+from tests.support.helpers import errors, make_batch, measure, random_loss, reference, rollouts
 
 VOCABULARY = 96
 EXPERTS = 8
@@ -44,7 +47,8 @@ SIZES = {
     ("topk_group", "rotary_dim", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"): 1,
     ("n_group", "num_expert_group", "zero_expert_num"): 2,
     ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"): 1,  # a dense layer and one of experts
-    ("router_hidden_size",): 16,
+    ("router_hidden_size", "hidden_size_per_layer_input"): 16,
+    ("vocab_size_per_layer_input",): VOCABULARY,
     ("enable_moe_block",): True,
     ("q_lora_rank", "kv_lora_rank", "pad_token_id"): 16,
     ("qk_rope_head_dim", "qk_nope_head_dim"): 8,
@@ -61,7 +65,7 @@ def toy_config(model_type: str) -> Any:
     if hasattr(default, "text_config"):
         raise NotImplementedError("several modalities")
     computed = {name for name in dir(cls) if isinstance(getattr(cls, name), property)}
-    known = {name: size for names, size in SIZES.items() for name in names if hasattr(default, name)}
+    known = {name: size for names, size in SIZES.items() for name in names if name in vars(default) or hasattr(cls, name)}
     values = {name: size for name, size in known.items() if name not in computed}
     if "kv_lora_rank" in values:
         values["num_key_value_heads"] = values["num_attention_heads"]  # latent attention has no groups
@@ -73,70 +77,167 @@ def toy_config(model_type: str) -> Any:
     for name in WITHOUT_GROUPS:
         if getattr(default, name, None) is None:
             values.pop(name, None)
-    if getattr(default, "layer_types", None) is not None:
-        values["layer_types"] = None  # made anew for two layers
+    if {"head_dim", "qk_rope_head_dim"} <= values.keys() and default.head_dim == default.qk_rope_head_dim:
+        values["head_dim"] = values["qk_rope_head_dim"]
+    kinds = list(dict.fromkeys(vars(default).get("layer_types") or ()))
+    if kinds:
+        values["layer_types"] = (kinds * 2)[:2]
     if "sparse" in (getattr(default, "mlp_layer_types", None) or ()):
         values["mlp_layer_types"] = ["dense", "sparse"] if "dense" in default.mlp_layer_types else ["sparse", "sparse"]
     return cls(**values)
 
 
-def try_model(model_type: str) -> tuple[str, str, str]:
-    """Error of the outputs, error of the gradients, remark."""
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of a model type; `of_loss` is the error of gradients with its load-balancing loss."""
+
+    model_type: str
+    word: str  # exact, captured, refused, FAILS or skipped
+    outputs: str = ""
+    gradients: str = ""
+    of_loss: str = ""
+    remark: str = ""
+
+    def __str__(self) -> str:
+        numbers = f"{self.outputs:>8} {self.gradients:>8} {self.of_loss:>8}"
+        return f"{self.model_type:24} {self.word:8} {numbers}  {self.remark}"
+
+    @property
+    def row(self) -> str:
+        """A row of a Markdown table."""
+        cells = (f"`{self.model_type}`", self.word, self.outputs, self.gradients, self.of_loss, self.remark)
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def try_model(model_type: str) -> Verdict:
+    """With torch's attention, or else with ours."""
     found = _try_with(model_type, "sdpa", "sdpa")
-    if not found[2].startswith(("skipped: ValueError", "skipped: KeyError", "eager fails", "refused: attention")):
+    if found.word == "exact" or not found.remark.startswith(("ValueError", "KeyError", "eager", "attention")):
         return found
     again = _try_with(model_type, "dta", "eager")
-    return again if again[0] else found
+    return again if again.word == "exact" else found
 
 
-def _try_with(model_type: str, implementation: str, eager: str) -> tuple[str, str, str]:
+def _try_with(model_type: str, implementation: str, eager: str) -> Verdict:
+    def verdict(word: str, *parts: str, remark: str) -> Verdict:
+        return Verdict(model_type, word, *parts, remark=remark)
+
     try:
         config = toy_config(model_type)
         with torch.device("meta"):
             shape = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
         if sum(parameter.numel() for parameter in shape.parameters()) > 5_000_000:
-            return "", "", "skipped: its configuration has sizes that this script does not know"
-        model, exact = (_build(model_type, one) for one in (implementation, eager))
+            return verdict("skipped", remark="its configuration has sizes that this script does not know")
+        model, exact = _build(model_type, implementation), _build(model_type, eager, is_reference=True)
     except Exception as error:
-        return "", "", f"skipped: {_line(error)}"
+        return verdict("skipped", remark=_line(error))
     batch = make_batch(rollouts(VOCABULARY))
     loss = random_loss(batch, VOCABULARY)
     try:
         expected = reference(exact, batch, loss)
     except Exception as error:
-        return "", "", f"eager fails: {_line(error)}"
+        return verdict("skipped", remark=f"eager mode fails: {_line(error)}")
     torch._dynamo.reset()
+    compiled = torch.compile(model, backend=dta, options={"chunk_size": 4})
     try:
-        start = time.perf_counter()
-        compiled = torch.compile(model, backend=dta, options={"chunk_size": 4})
-        actual: Measurement = measure(compiled, model, batch, loss)
-        found = errors(actual, expected)
+        found = errors(measure(compiled, model, batch, loss), expected)
+        out, of_loss = found.pop("outputs"), ""
+        if hasattr(config, "router_aux_loss_coef"):
+            of_loss = f"{_error_with_auxiliary_loss(compiled, model, exact, batch, loss):.1e}"
     except DTAError as error:
-        return "", "", f"refused: {error.what}; {error.got}"
+        return verdict("refused", remark=f"{error.what}; {error.got}")
     except Exception as error:
-        return "", "", f"FAILS: {_line(error)}"
-    out, grad = found.pop("outputs"), max(found.values())
-    return f"{out:.1e}", f"{grad:.1e}", f"{time.perf_counter() - start:.1f} s with {implementation}"
+        return verdict("FAILS", remark=_line(error))
+    word = "exact" if records.of(compiled).plan else "captured"
+    remark = ", ".join([implementation, *_features(model)])
+    return verdict(word, f"{out:.1e}", f"{max(found.values()):.1e}", of_loss, remark=remark)
 
 
-def _build(model_type: str, implementation: str) -> Any:
+def _features(model: Any) -> list[str]:
+    """What a model has besides attention of one kind."""
+    kinds = dict.fromkeys(vars(model.config).get("layer_types") or ())
+    has_experts = model._can_set_experts_implementation()
+    return [*(str(kind) for kind in kinds if len(kinds) > 1 or kind != "full_attention"), *["experts"] * has_experts]
+
+
+def _error_with_auxiliary_loss(compiled: Any, model: Any, exact: Any, batch: Any, loss: Any) -> float:
+    """Of the gradients of a padded batch; the loss is a mean over all its tokens, so one at a time has another."""
+    balancing: list[torch.Tensor] = []
+
+    def forward(function: Any, batch: Any) -> torch.Tensor:
+        out = function(
+            input_ids=batch.ids, attention_mask=batch.mask, use_cache=False, output_router_logits=True
+        )
+        balancing.append(out.aux_loss)
+        return out.logits
+
+    def with_balancing(outputs: torch.Tensor) -> torch.Tensor:
+        return loss(outputs) + 10 * balancing.pop()
+
+    expected = measure(exact, exact, batch, with_balancing, forward)
+    found = errors(measure(compiled, model, batch, with_balancing, forward), expected)
+    return max(found.values())
+
+
+def _build(model_type: str, implementation: str, is_reference: bool = False) -> Any:
     torch.manual_seed(1)
     config = toy_config(model_type)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double().train()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double().train()
+    if is_reference and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the loop; the default multiplies float32 and less only
+    return model
 
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:150]}"
 
 
-def main() -> None:
+PAGE = """# Causal language models of transformers {transformers}
+
+`python benchmarks/zoo.py --write benchmarks/MODELS.md` made this page: every type at toy size (two layers, 64 features)
+with random weights in float64, {what}.
+
+- **exact**: outputs and the gradients of all parameters of a batch with shared prefixes, against one sequence at a time
+  in eager mode: largest error over largest entry. "With its loss": gradients with the model's own load-balancing loss
+  over the padded batch. The remark says which attention ran, and whether the model has experts (on; eager mode loops).
+  transformers computes norms and routers in float32, which rounds to about 1e-7.
+- **captured**: the model has no attention that the tree could share, and runs as it is (figures as above).
+- **refused**: a typed error says that it cannot be proven equivalent; the remark is the error's.
+- **skipped**: eager mode does not run at this size, or the type has no such model.
+
+{counts}
+
+| type | verdict | outputs | gradients | with its loss | remark |
+|---|---|---|---|---|---|
+{rows}
+"""
+
+
+def page(verdicts: list[Verdict]) -> str:
+    """The table as a page."""
+    counted = collections.Counter(verdict.word for verdict in verdicts)
+    counts = ", ".join(f"{number} {word}" for word, number in counted.most_common())
+    rows = "\n".join(verdict.row for verdict in sorted(verdicts, key=lambda one: one.model_type))
+    what = f"chunks of 4 tokens, torch {torch.__version__.split('+')[0]}"
+    return PAGE.format(transformers=transformers.__version__, what=what, counts=counts, rows=rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("types", nargs="*", metavar="TYPE", help="model types (default: all)")
+    parser.add_argument("--write", metavar="OUT", help="write the table to a Markdown page")
+    arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()
-    for model_type in sys.argv[1:] or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        out, grad, remark = try_model(model_type)
-        print(f"{model_type:24} {out:>9} {grad:>9}  {remark}", flush=True)
+    verdicts = []
+    for model_type in arguments.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        verdicts.append(try_model(model_type))
+        print(verdicts[-1], flush=True)
+    if arguments.write:
+        pathlib.Path(arguments.write).write_text(page(verdicts))
+    return any(verdict.word == "FAILS" for verdict in verdicts)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -27,6 +27,7 @@ __all__ = [
     "EXPERT_PRODUCTS",
     "EXPERT_PRODUCTS_",
     "EXPERT_SUM",
+    "OPERATORS",
     "expert_linear",
     "expert_sum",
 ]
@@ -39,6 +40,7 @@ EXPERT_LINEAR = torch.ops.dta.expert_linear.default
 EXPERT_SUM = torch.ops.dta.expert_sum.default
 EXPERT_PRODUCTS = torch.ops.dta.expert_products.default
 EXPERT_PRODUCTS_ = torch.ops.dta.expert_products_.default
+OPERATORS = (EXPERT_LINEAR, EXPERT_SUM, EXPERT_PRODUCTS, EXPERT_PRODUCTS_)
 
 
 def expert_linear(

@@ -1,83 +1,76 @@
 """How products with the weights of experts are computed: places sorted by expert, then a matrix product a group.
 
-Where the host may know the sizes of groups (a CPU, or a device that is asked), each group is a product of its own, a
-block of rows at a time, so that next to nothing is held beside the results. Inside of a CUDA graph it may not: there
-torch's grouped product does all groups at once, or every expert goes over all rows.
+Torch's grouped product does all groups at once where it can. Else, where the host may know the sizes of groups (a CPU),
+each group is a product of its own; on a GPU nothing waits for them, as inside of a CUDA graph nothing may: Triton's
+kernels read the sizes from memory, and without them every expert goes over all rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import functools
+import importlib.util
+import os
 
 import torch
 
 from dta_compile.ops.add_product import add_product
 from dta_compile.ops.dtypes import statistics_dtype
 
-__all__ = ["BLOCK_ROWS", "add", "linear", "weighted_sum"]
+__all__ = ["add", "linear", "weighted_sum"]
 
-BLOCK_ROWS = 1024  # of a group, at a time
-
-
-class _Group(NamedTuple):
-    """Places of one expert, `[n]` numbers into the flat `expert`."""
-
-    expert: int
-    places: torch.Tensor
+KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+ALIGNED = 16  # bytes that rows have to be a multiple of for torch's grouped product
 
 
 class _Places:
-    """All places of a call, `n` of them, by expert."""
+    """All `n` places of a call, by expert.
+
+    Attributes:
+        order: `[n]` the places, sorted by their experts.
+        bounds: `[E + 1]` where in that order each expert begins; places before the first and from the last on have no
+            expert.
+        chosen: places of a token.
+    """
 
     def __init__(self, expert: torch.Tensor, experts: int) -> None:
-        self.experts, self.chosen = experts, expert.shape[-1] if expert.dim() else 1
-        self.shape, self.dims, self.expert = expert.shape, expert.dim(), expert.reshape(-1)
+        self.experts, self.chosen, self.dims = experts, expert.shape[-1], expert.dim()
+        self.expert = expert.reshape(-1)
+        numbers, self.order = self.expert.sort(stable=True)
+        firsts = torch.arange(experts + 1, device=numbers.device, dtype=numbers.dtype)
+        self.bounds = torch.searchsorted(numbers, firsts)
 
-    def sorted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places `[n]` in the order of their experts, and `[E + 1]` where in it each expert begins."""
-        numbers, order = self.expert.sort(stable=True)
-        bounds = torch.searchsorted(numbers, torch.arange(self.experts + 1, device=numbers.device, dtype=numbers.dtype))
-        return order, bounds
+    def shared(self, tensor: torch.Tensor) -> int:
+        """How many places in a row have the same row of a value: all of a token's, or one."""
+        return 1 if tensor.dim() > self.dims else self.chosen
 
-    def groups(self) -> Iterator[_Group]:
-        """Experts that were hit, in blocks of places; waits for the device."""
-        order, bounds = self.sorted()
-        ends = bounds.tolist()
-        for expert, (first, last) in enumerate(zip(ends, ends[1:], strict=False)):
-            for begin in range(first, last, BLOCK_ROWS):
-                yield _Group(expert, order[begin : min(begin + BLOCK_ROWS, last)])
+    def sorted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[n, D]` of a value, sorted."""
+        shared = self.shared(tensor)
+        return _flat(tensor).index_select(0, self.order if shared == 1 else self.order // shared)
 
-    def rows(self, tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """The rows `[n, D]` of a value at places, or of one that is the same for all experts of a token."""
-        return _flat(tensor).index_select(0, self.rows_of(tensor, places))
+    def everywhere(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[n, D]` of a value, in the order of places."""
+        return _flat(tensor).repeat_interleave(self.shared(tensor), 0)
 
-    def rows_of(self, tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Which rows of a flattened value belong to places."""
-        return places if tensor.dim() > self.dims else self.tokens(places)
-
-    def tokens(self, places: torch.Tensor) -> torch.Tensor:
-        """Which tokens places are of."""
-        return places // self.chosen
-
-    @property
-    def exist(self) -> torch.Tensor:
-        """`[n]` bool: the places that have an expert."""
-        return (self.expert >= 0) & (self.expert < self.experts)
+    def unsorted(self, rows: torch.Tensor) -> torch.Tensor:
+        """The reverse of `sorted`."""
+        return torch.empty_like(rows).index_copy_(0, self.order, rows)
 
 
 def linear(rows: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
     """`dta::expert_linear`."""
     weight = weight if transposed else weight.transpose(1, 2)
     places = _Places(expert, weight.shape[0])
-    width = weight.shape[2]
-    if rows.is_cuda and (_is_grouped_by_torch(rows, weight) or torch.cuda.is_current_stream_capturing()):
-        out = _all_at_once(places, rows, weight)
+    if _runs_grouped(rows, weight) or _on_host(rows):
+        out = places.unsorted(_sorted_products(places, rows, weight))
+    elif _runs_kernels(rows):
+        out = rows.new_zeros((len(places.expert), weight.shape[2]))
+        _linear_by_kernel(places, out, rows, weight)
     else:
-        out = rows.new_zeros((places.expert.numel(), width))
-        for number, group in places.groups():
-            out.index_copy_(0, group, places.rows(rows, group) @ weight[number])
-    return out.view((*expert.shape, width))
+        out, everywhere = rows.new_zeros((len(places.expert), weight.shape[2])), places.everywhere(rows)
+        for number in range(places.experts):
+            out = torch.where((places.expert == number)[:, None], everywhere @ weight[number], out)
+    return out.view((*expert.shape, weight.shape[2]))
 
 
 def weighted_sum(
@@ -85,57 +78,123 @@ def weighted_sum(
 ) -> torch.Tensor:
     """`dta::expert_sum`."""
     weight = weight if transposed else weight.transpose(1, 2)
-    places = _Places(expert, weight.shape[0])
-    dtype = torch.promote_types(rows.dtype, scale.dtype)
-    scale = scale.reshape(-1, 1)
-    if rows.device.type == "cpu":
-        shape = (places.expert.numel() // max(places.chosen, 1), weight.shape[2])
-        out = rows.new_zeros(shape, dtype=statistics_dtype(dtype))
-        for number, group in places.groups():
-            product = places.rows(rows, group) @ weight[number] * scale.index_select(0, group)
-            out.index_add_(0, places.tokens(group), product.to(out.dtype))
-    else:  # added in the order of places: atomics of `index_add_` would add in any
-        out = linear(rows, expert, weight, True).flatten(0, -2) * scale
-        out = out.view((*_flat(expert).shape, -1)).sum(1)
-    return out.to(dtype).view((*expert.shape[:-1], weight.shape[2]))
+    dtype, tokens, width = torch.promote_types(rows.dtype, scale.dtype), expert.shape[:-1], weight.shape[2]
+    if _on_host(rows):
+        places = _Places(expert, weight.shape[0])
+        found = _sorted_products(places, rows, weight) * scale.reshape(-1, 1).index_select(0, places.order)
+        out = found.new_zeros((tokens.numel(), width), dtype=statistics_dtype(dtype))
+        out.index_add_(0, places.order // max(places.chosen, 1), found.to(out.dtype))
+    else:  # in the order of places: atomics of `index_add_` would add in any
+        products = linear(rows, expert, weight, True) * scale[..., None]
+        out = products.view((tokens.numel(), expert.shape[-1], width)).sum(1)
+    return out.to(dtype).view((*tokens, width))
 
 
 def add(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, expert: torch.Tensor) -> None:
     """`dta::expert_products_`: `total[e] += sum of left[p] x right[p]` over the places of e; `total` is `[E, L, R]`."""
     places = _Places(expert, total.shape[0])
-    if left.is_cuda and torch.cuda.is_current_stream_capturing():
-        everywhere = torch.arange(places.expert.numel(), device=left.device)
+    if _on_host(left):
+        sides = places.sorted(left), places.sorted(right)
+        for number, group in _groups(places):
+            a, b = (side[group] for side in sides)
+            add_product(total[number], a.t(), b)
+    elif _runs_kernels(left) and total.dtype is torch.float32:
+        _add_by_kernel(places, total, left, right)
+    else:
+        sides = places.everywhere(left), places.everywhere(right)
         for number in range(places.experts):
-            mine = (places.expert == number)[:, None]
-            kept = (torch.where(mine, places.rows(side, everywhere), 0) for side in (left, right))
-            add_product(total[number], next(kept).t(), next(kept))
-        return
-    for number, group in places.groups():
-        add_product(total[number], places.rows(left, group).t(), places.rows(right, group))
+            a, b = (torch.where((places.expert == number)[:, None], side, 0) for side in sides)
+            add_product(total[number], a.t(), b)
 
 
-def _all_at_once(places: _Places, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`[n, O]` without the host knowing how many places an expert has; `weight` is `[E, D, O]`."""
-    if _is_grouped_by_torch(rows, weight):
-        order, bounds = places.sorted()
-        # What is before the first expert or behind the last one is computed with another, or not written at all.
-        found = torch.nn.functional.grouped_mm(places.rows(rows, order), weight, offs=bounds[1:].to(torch.int32))
-        out = torch.empty_like(found).index_copy_(0, order, found)
-        return torch.where(places.exist[:, None], out, 0)
-    everywhere = places.rows(rows, torch.arange(places.expert.numel(), device=rows.device))
-    out = rows.new_zeros((everywhere.shape[0], weight.shape[2]))
-    for number in range(places.experts):
-        out = torch.where((places.expert == number)[:, None], everywhere @ weight[number], out)
-    return out
+def _sorted_products(places: _Places, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`[n, O]` in the order of experts, zeros at places without one; `weight` is `[E, D, O]`."""
+    rows, bounds = places.sorted(rows), places.bounds
+    if not _on_host(rows):
+        found = torch.nn.functional.grouped_mm(rows, weight, offs=bounds[1:].to(torch.int32))
+        # Before the first expert it has products with another, and behind the last one nothing at all.
+        numbers = torch.arange(len(rows), device=rows.device)
+        return torch.where(((numbers >= bounds[0]) & (numbers < bounds[-1]))[:, None], found, 0)
+    first, last = bounds[[0, -1]].tolist()
+    if _runs_grouped(rows, weight) and last > first:
+        ends = (bounds[1:] - first).to(torch.int32)
+        found = torch.nn.functional.grouped_mm(rows[first:last], weight, offs=ends)
+        return found if len(found) == len(rows) else torch.constant_pad_nd(found, (0, 0, first, len(rows) - last))
+    found = rows.new_empty((len(rows), weight.shape[2]))
+    for number, group in _groups(places):
+        torch.mm(rows[group], weight[number], out=found[group])
+    found[:first] = found[last:] = 0
+    return found
 
 
-def _is_grouped_by_torch(rows: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether torch has one kernel for all groups, which needs rows of 16 bytes or a multiple."""
-    return (
-        rows.dtype is weight.dtype is torch.bfloat16
-        and torch.cuda.get_device_capability(rows.device) >= (8, 0)
-        and all(size % 8 == 0 for size in weight.shape[1:])
+def _groups(places: _Places) -> list[tuple[int, slice]]:
+    """Experts that were hit, and their part of the sorted places."""
+    ends = places.bounds.tolist()
+    return [(number, slice(*part)) for number, part in enumerate(zip(ends, ends[1:], strict=False)) if part[0] < part[1]]
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and not _is_interpreted()
+
+
+def _runs_grouped(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether torch's grouped product takes these."""
+    if rows.dtype is not weight.dtype or any(size * rows.itemsize % ALIGNED for size in weight.shape[1:]):
+        return False
+    if rows.is_cuda:
+        return rows.dtype is torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    return _on_host(rows) and rows.dtype in (torch.bfloat16, torch.float32)
+
+
+def _runs_kernels(tensor: torch.Tensor) -> bool:
+    is_there = tensor.is_cuda or (tensor.device.type == "cpu" and _is_interpreted())
+    return is_there and tensor.dtype in KERNEL_TYPES and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _is_interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU, to test them."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _linear_by_kernel(places: _Places, out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
+    from dta_compile.ops.grouped_kernels import linear_kernel
+
+    flat = _flat(rows).contiguous()
+    width, columns = weight.shape[1:]
+    constants = {"PLACES": 64, "OUT_BLOCK": 64, "WIDTH_BLOCK": 32, "PRECISION": _precision(rows)}
+    linear_kernel[(_blocks(columns, 64), places.experts)](
+        *(out, flat, weight, places.order, places.bounds),
+        *(out.stride(0), flat.stride(0), *weight.stride(), places.shared(rows)),
+        *(width, columns),
+        **constants,
     )
+
+
+def _add_by_kernel(places: _Places, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    from dta_compile.ops.grouped_kernels import add_kernel
+
+    a, b = _flat(left).contiguous(), _flat(right).contiguous()
+    constants = {"LEFT_BLOCK": 64, "RIGHT_BLOCK": 64, "PLACES": 32, "PRECISION": _precision(left)}
+    add_kernel[(_blocks(a.shape[1], 64), _blocks(b.shape[1], 64), places.experts)](
+        *(total, a, b, places.order, places.bounds, *total.stride(), a.stride(0), b.stride(0)),
+        *(places.shared(left), places.shared(right), a.shape[1], b.shape[1]),
+        **constants,
+    )
+
+
+def _precision(tensor: torch.Tensor) -> str:
+    """As torch is told to multiply float32; it has no say in narrower types."""
+    exact = tensor.dtype is torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return "ieee" if exact else "tf32"
+
+
+def _blocks(size: int, block: int) -> int:
+    return -(-size // block)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,10 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from dta_compile.ops import linear_log_prob
+from dta_compile.ops import experts, linear_log_prob
 from dta_compile.ops.add_product import ADD_PRODUCT
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.ops.experts import EXPERT_PRODUCTS_, EXPERT_SUM
 from dta_compile.passes.chunk_bytes import Bytes, ChunkSizes, Peaks, total
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import is_item
@@ -86,6 +87,8 @@ def _scratch(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
         return [sizes.bytes(node.meta["val"])]  # of attention, gradients from the prefix, and of repeated heads
     if node.target in linear_log_prob.OPERATORS:
         return _scratch_of_head(node, sizes)
+    if node.target in experts.OPERATORS:
+        return [_scratch_of_experts(node, sizes)]
     if node.target is ADD_PRODUCT:
         _, left, right = (arg.meta["val"] for arg in node.args)
         return [Bytes(int(left.shape[0]) * int(right.shape[1]) * left.dtype.itemsize)]
@@ -109,6 +112,27 @@ def _add_peak(peaks: list[Bytes], candidate: Bytes) -> None:
     if not any(all(a <= b for a, b in zip(candidate, known, strict=True)) for known in peaks):
         peaks[:] = [known for known in peaks if not all(a <= b for a, b in zip(known, candidate, strict=True))]
         peaks.append(candidate)
+
+
+def _scratch_of_experts(node: fx.Node, sizes: ChunkSizes) -> Bytes:
+    """Operands sorted by expert, products before they are put back in order, and the order itself."""
+    values = {
+        formal.name: arg.meta["val"]
+        for formal, arg in zip(node.target._schema.arguments, node.args, strict=True)
+        if isinstance(arg, fx.Node)
+    }
+    expert = values["expert"]
+    places = sizes.bytes(expert).times(1 / expert.dtype.itemsize)
+    widths = [values[name].shape[-1] for name in ("rows", "left", "right") if name in values]
+    itemsize, rounded = next(values[name] for name in ("rows", "left") if name in values).dtype.itemsize, 0
+    if "weight" in values:
+        widths.append(values["weight"].shape[2 if node.args[-1] else 1])
+    if node.target is EXPERT_SUM:  # and what is added up, in a wider dtype
+        widths.append(widths[-1])
+    if node.target is EXPERT_PRODUCTS_ and values["total"].dtype.itemsize != itemsize:
+        rounded = widths[0] * widths[1] * itemsize  # of one expert
+    order = 3 * expert.dtype.itemsize  # sorted numbers, their places, and places by token
+    return places.times(sum(widths) * itemsize + order).plus(Bytes(rounded))
 
 
 def _scratch_of_head(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:

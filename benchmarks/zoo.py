@@ -65,7 +65,9 @@ def toy_config(model_type: str) -> Any:
     if hasattr(default, "text_config"):
         raise NotImplementedError("several modalities")
     computed = {name for name in dir(cls) if isinstance(getattr(cls, name), property)}
-    known = {name: size for names, size in SIZES.items() for name in names if name in vars(default) or hasattr(cls, name)}
+    known = {
+        name: size for names, size in SIZES.items() for name in names if name in vars(default) or hasattr(cls, name)
+    }
     values = {name: size for name, size in known.items() if name not in computed}
     if "kv_lora_rank" in values:
         values["num_key_value_heads"] = values["num_attention_heads"]  # latent attention has no groups
@@ -165,9 +167,7 @@ def _error_with_auxiliary_loss(compiled: Any, model: Any, exact: Any, batch: Any
     balancing: list[torch.Tensor] = []
 
     def forward(function: Any, batch: Any) -> torch.Tensor:
-        out = function(
-            input_ids=batch.ids, attention_mask=batch.mask, use_cache=False, output_router_logits=True
-        )
+        out = function(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False, output_router_logits=True)
         balancing.append(out.aux_loss)
         return out.logits
 

@@ -14,6 +14,7 @@ from dta_compile.rollouts import RolloutTree
 if TYPE_CHECKING:
     from dta_compile.api import explain, last_plan, streaming_step
     from dta_compile.ops.causal_attention import attention
+    from dta_compile.ops.experts import expert_linear, expert_sum
     from dta_compile.passes import register_token_rule
 
 __version__ = "0.1.0"
@@ -27,6 +28,8 @@ __all__ = [
     "attention",
     "balance",
     "errors",
+    "expert_linear",
+    "expert_sum",
     "explain",
     "last_plan",
     "plan",
@@ -36,6 +39,8 @@ __all__ = [
 
 _LAZY = {
     "attention": "dta_compile.ops.causal_attention",
+    "expert_linear": "dta_compile.ops.experts",
+    "expert_sum": "dta_compile.ops.experts",
     "explain": "dta_compile.api",
     "last_plan": "dta_compile.api",
     "streaming_step": "dta_compile.api",

@@ -2,7 +2,8 @@
 
 A file is an `.npz` archive that stores the distinct leaf sequences front-coded in lexicographic order, as what each
 one shares with the one before it and the suffix that it adds, and every sample as a prefix of a leaf. Loss spans are
-half-open ranges of *target* positions: position p is the token that is predicted from position p - 1.
+half-open ranges of *target* positions: position p is the token that is predicted from position p - 1. An array `routes`
+`[tokens of all samples, ...]`, if there is one, has the rows of all samples one after the other.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Rollout:
         trajectory: number of the trajectory within the file.
         turn: number of the assistant turn that the sample ends with.
         is_leaf: no other sample of the file extends this one.
+        routes: `[n, ...]` integers that were recorded of every token and are to be replayed, such as the experts of
+            every layer `[n, layers, k]`; None: the file has none.
     """
 
     tokens: NDArray[np.int32]
@@ -58,6 +61,7 @@ class Rollout:
     trajectory: int
     turn: int
     is_leaf: bool
+    routes: NDArray[np.integer[Any]] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -198,6 +202,9 @@ def _rollout(data: dict[str, NDArray[Any]], leaves: list[NDArray[np.int32]], ind
         trajectory=int(data["traj"][index]),
         turn=int(data["turn"][index]),
         is_leaf=length == len(leaf),
+        routes=data["routes"][(end := int(data["length"][: index + 1].sum())) - length : end]
+        if "routes" in data
+        else None,
     )
 
 

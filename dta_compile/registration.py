@@ -100,7 +100,11 @@ def _on_path(kind: type) -> Any | None:
 
 
 def _register_with_transformers(_: types.ModuleType | None = None) -> None:
-    for name in ("transformers_attention", "transformers_flash_attention", "transformers_experts"):  # each registers as it is imported
+    for name in (
+        "transformers_attention",
+        "transformers_flash_attention",
+        "transformers_experts",
+    ):  # each registers as it is imported
         importlib.import_module(f"dta_compile.{name}")
 
 

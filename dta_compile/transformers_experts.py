@@ -1,10 +1,10 @@
 """`experts_implementation="dta"` for transformers, and its other implementations where Dynamo traces for this backend.
 
-A class of experts in transformers declares what it computes: up projection, gate or activation, down projection, biases,
-and which of them it has; the implementations differ in how. What stands in graphs for the tree are `ops.experts`, with
-the model's own gate, activation and norm between them. Python's loop over experts ends a graph, and what sorts tokens by
-expert hides that they are computed one by one: so the function that chooses between implementations is wrapped. Importing
-the module does both; `registration` does when transformers is there.
+A class of experts in transformers declares what it computes: up projection, gate or activation, down projection, and
+which of biases and norms it has; its implementations differ in how. What stands in graphs for the tree are
+`ops.experts`, with the model's own gate, activation and norm between them. Python's loop over experts ends a graph, and
+what sorts tokens by expert hides that they are computed one by one: so the function that chooses between
+implementations is wrapped. Importing the module does both; `registration` does when transformers is there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def _grouped_forward(
 ) -> torch.Tensor:
     """As "grouped_mm" computes: in the dtype of the weights, whatever autocast says."""
     with torch.autocast(hidden_states.device.type, enabled=False):
-        return _forward(self, hidden_states.to(self.down_proj.dtype), top_k_index, top_k_weights).to(hidden_states.dtype)
+        return _forward(self, hidden_states.to(self.down_proj.dtype), top_k_index, top_k_weights).to(
+            hidden_states.dtype
+        )
 
 
 def _forward(
@@ -63,14 +65,17 @@ def _forward(
         out = (self.post_expert_norm(rows) * top_k_weights[..., None]).sum(-2)
     else:
         out = expert_sum(rows, top_k_index, top_k_weights, self.down_proj, biases[1], transposed=transposed)
-    return out.to(hidden_states.dtype)
+    result: torch.Tensor = out.to(hidden_states.dtype)
+    return result
 
 
 _chosen = ExpertsInterface.get_interface
 
 
 @functools.wraps(_chosen)
-def get_interface(self: ExpertsInterface, experts_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+def get_interface(
+    self: ExpertsInterface, experts_implementation: str, default: Callable[..., Any]
+) -> Callable[..., Any]:
     """The function of an implementation; ours in a graph for this backend, if it computes the same."""
     if experts_implementation in EXACT and torch.compiler.is_compiling() and traces_for_this_backend():
         return _grouped_forward if experts_implementation == "grouped_mm" else experts_forward

@@ -11,8 +11,9 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
 
 from dta_compile.cli.render import as_dot, as_json, levels, tree_view
@@ -22,6 +23,7 @@ from dta_compile.errors import DTAError, PlanError
 from dta_compile.options import CHOICES, Options
 from dta_compile.plan import Plan, PrefixTree, plan
 from dta_compile.plan.schedule import MODES
+from dta_compile.plan.tree.split_prefixes import with_routes
 
 # Segments and levels of the tree, and operations of the schedule, that are printed without --full.
 MOST_NODES, MOST_LEVELS, MOST_OPS = 40, 10, 40
@@ -58,7 +60,11 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     defaults = Options()
     parser.set_defaults(run=_plan)
     parser.description = "Print summary, prefix tree and (with --schedule) the operations of the plan of FILE."
-    parser.add_argument("file", metavar="FILE", help="a rollout file (.npz), JSON lines of token lists, or - for stdin")
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        help="a rollout file (.npz), JSON lines of token lists or of objects with tokens and routes, or - for stdin",
+    )
     parser.add_argument("--chunk-size", type=int, default=defaults.chunk_size, help="default: %(default)s")
     for key in ("strategy", "order"):
         choices = ", ".join(CHOICES[key])
@@ -98,8 +104,10 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    sequences = read_sequences(arguments.file, arguments.leaf_only)
     made = plan(
-        read_sequences(arguments.file, arguments.leaf_only),
+        [one.tokens for one in sequences],
+        routes=_routes(sequences),
         mode=arguments.mode,
         chunk_size=arguments.chunk_size,
         strategy=arguments.strategy,
@@ -116,8 +124,15 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def read_sequences(path: str, leaf_only: bool = False) -> list[Any]:
-    """Token sequences of a rollout file (`.npz`) or of JSON lines, "-" being standard input.
+class Recorded(NamedTuple):
+    """A token sequence, and the routes `[n, ...]` of its tokens if they were recorded."""
+
+    tokens: Any
+    routes: Any | None = None
+
+
+def read_sequences(path: str, leaf_only: bool = False) -> list[Recorded]:
+    """The sequences of a rollout file (`.npz`) or of JSON lines, "-" being standard input.
 
     Args:
         path: the file.
@@ -125,17 +140,28 @@ def read_sequences(path: str, leaf_only: bool = False) -> list[Any]:
 
     Raises:
         OSError: the file cannot be read.
-        PlanError: a line is no list of token ids (naming the line), or the file no rollout file.
+        PlanError: a line has no list of token ids (naming the line), or the file is no rollout file.
     """
     if path.endswith(".npz"):
-        sequences: list[Any] = [rollout.tokens for rollout in load_rollouts(path)]
+        sequences = [Recorded(rollout.tokens, rollout.routes) for rollout in load_rollouts(path)]
     else:
         sequences = list(_parse_lines(path, _read_text(path).splitlines()))
     if leaf_only:
-        tree = PrefixTree.build(sequences)
+        tokens, routes = [one.tokens for one in sequences], _routes(sequences)
+        tree = PrefixTree.build(tokens) if routes is None else with_routes(tokens, routes)[0]
         leaves = set(tree.leaves)
         sequences = [sequence for sequence, end in zip(sequences, tree.end_node, strict=True) if int(end) in leaves]
     return sequences
+
+
+def _routes(sequences: list[Recorded]) -> list[Any] | None:
+    """The routes of all sequences; None if none were recorded."""
+    if all(one.routes is None for one in sequences):
+        return None
+    missing = [number for number, one in enumerate(sequences) if one.routes is None]
+    if missing:
+        raise PlanError("routes are there for some sequences only", got=f"none for sequence {missing[0]}")
+    return [one.routes for one in sequences]
 
 
 def _read_text(path: str) -> str:
@@ -147,7 +173,7 @@ def _read_text(path: str) -> str:
         ) from error
 
 
-def _parse_lines(path: str, lines: Iterable[str]) -> Iterator[list[int]]:
+def _parse_lines(path: str, lines: Iterable[str]) -> Iterator[Recorded]:
     name = "standard input" if path == "-" else path
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -156,15 +182,30 @@ def _parse_lines(path: str, lines: Iterable[str]) -> Iterator[list[int]]:
             value = json.loads(line)
         except (ValueError, RecursionError):
             value = None
+        tokens, routes = (value.get("tokens"), value.get("routes")) if isinstance(value, dict) else (value, None)
         # JSON's true and false are ints to Python, but no token ids.
-        if not isinstance(value, list) or not all(type(token) is int for token in value):
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise PlanError(
                 "a line is not a list of token ids",
                 where=f"{name}, line {number}",
-                expected="a JSON list of integers, such as [151644, 8948, 198]",
+                expected="a JSON list of integers, such as [151644, 8948, 198], or an object with tokens and routes",
                 got=line if len(line) <= 60 else line[:57] + "...",
             )
-        yield value
+        yield Recorded(tokens, None if routes is None else _as_routes(routes, f"{name}, line {number}"))
+
+
+def _as_routes(value: Any, where: str) -> Any:
+    try:
+        routes = np.array(value)
+    except ValueError:
+        routes = None
+    if not isinstance(value, list) or routes is None or (routes.size and routes.dtype.kind != "i"):
+        raise PlanError(
+            "routes are not integers of one shape for every token",
+            where=where,
+            expected='"routes": an entry for every token, such as the experts of every layer [[0, 5], [3, 1]]',
+        )
+    return routes
 
 
 def _write(target: str, text: str) -> None:

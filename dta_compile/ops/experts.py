@@ -133,9 +133,7 @@ def _require_sizes(
 
 
 @torch.library.register_fake("dta::expert_linear", lib=LIBRARY)
-def _linear_fake(
-    rows: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, transposed: bool
-) -> torch.Tensor:
+def _linear_fake(rows: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
     return rows.new_empty((*expert.shape, weight.shape[2 if transposed else 1]))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from itertools import pairwise
 
 import torch
 
@@ -130,7 +131,7 @@ def _sorted_products(places: _Places, rows: torch.Tensor, weight: torch.Tensor) 
 def _groups(places: _Places) -> list[tuple[int, slice]]:
     """Experts that were hit, and their part of the sorted places."""
     ends = places.bounds.tolist()
-    return [(number, slice(*part)) for number, part in enumerate(zip(ends, ends[1:], strict=False)) if part[0] < part[1]]
+    return [(number, slice(*part)) for number, part in enumerate(pairwise(ends)) if part[0] < part[1]]
 
 
 def _on_host(tensor: torch.Tensor) -> bool:

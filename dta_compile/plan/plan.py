@@ -15,6 +15,7 @@ from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.simulate import Simulation
 from dta_compile.plan.summary import Estimates, Stats, summarize
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
+from dta_compile.plan.tree.split_prefixes import SplitPrefixes, with_routes
 from dta_compile.plan.verify import verify
 
 __all__ = ["Plan", "make_plan", "plan"]
@@ -32,6 +33,7 @@ class Plan:
         reason: why this strategy.
         estimates: time and memory.
         segments: `(row, segment)` of every sequence, where rows of the batch are packed; None: sequence i is row i.
+        split: what splits prefixes of equal tokens; None: nothing does.
     """
 
     prefix_tree: PrefixTree
@@ -41,6 +43,15 @@ class Plan:
     reason: str
     estimates: Estimates
     segments: Sequence[tuple[int, int]] | None = None
+    split: SplitPrefixes | None = None
+
+    @cached_property
+    def tokens_lost(self) -> dict[str, int]:
+        """By what else than token ids decides whether prefixes are the same, the tokens that are run because of it.
+
+        Routes of experts that were recorded and are replayed, for one: a token with two routes is run twice.
+        """
+        return self.split.tokens() if self.split else {}
 
     @cached_property
     def tree(self) -> Any:
@@ -77,7 +88,8 @@ class Plan:
         return peaks.peak_stored_tokens > 0 or peaks.peak_live_tokens > self.schedule.chunk_size
 
     def __str__(self) -> str:
-        return summarize(self.stats, self.prefix_tree, self.schedule, self.reason, self.estimates, self.segments)
+        facts = self.stats, self.prefix_tree, self.schedule, self.reason, self.estimates
+        return summarize(*facts, self.segments, self.tokens_lost)
 
     def __repr__(self) -> str:
         sequences, ops = len(self.prefix_tree.lengths), len(self.schedule.ops)
@@ -91,6 +103,7 @@ def make_plan(
     mode: str = "transparent",
     limits: Limits | None = None,
     segments: Sequence[tuple[int, int]] | None = None,
+    split: SplitPrefixes | None = None,
 ) -> Plan:
     """Plan for a batch: builds its tree, chooses the strategy, schedules and verifies.
 
@@ -98,7 +111,7 @@ def make_plan(
         sequences: 1-D integer sequences (see `PrefixTree.build`), or their tree.
         mode: see `build_schedule`.
         limits: what is known of the model and the machine.
-        segments: see `Plan`.
+        segments, split: see `Plan`.
 
     Raises:
         PlanError: a sequence that is not a run of integers, or an unknown mode.
@@ -108,7 +121,7 @@ def make_plan(
     tree, schedule, reason = choose(shared, options, mode, limits)
     simulation = verify(tree, schedule, limits.head_starts if tree is shared else None)
     estimates = Estimates(limits.cost.estimate(simulation), limits.cost.source)
-    return Plan(tree, schedule, simulation, options, reason, estimates, segments)
+    return Plan(tree, schedule, simulation, options, reason, estimates, segments, split)
 
 
 def plan(
@@ -117,6 +130,7 @@ def plan(
     mode: str = "transparent",
     bytes_per_token: float | None = None,
     kv_bytes_per_token: float = 0.0,
+    routes: Iterable[Any] | None = None,
     **options: Any,
 ) -> Plan:
     """Plan for a batch, without a model and without torch.
@@ -126,12 +140,14 @@ def plan(
         mode: "score", "transparent" or "streaming" (see `build_schedule`).
         bytes_per_token: activations that one token's graph keeps; what a `memory_budget` is spent on.
         kv_bytes_per_token: keys and values of one token, all layers; 0: KV is not kept on its own.
+        routes: for every sequence `[n, ...]` what was recorded of its tokens and is replayed, such as the experts of
+            every layer: tokens are shared where it is the same.
         options: as in `torch.compile(..., options={...})` (see `Options`). Without a `memory_budget` all graphs are
             kept from forward to backward.
 
     Raises:
         OptionError: an unknown option or a bad value.
-        PlanError: a sequence that is not a run of integers, or an unknown mode.
+        PlanError: a sequence that is not a run of integers, routes that do not fit, or an unknown mode.
     """
     parsed = Options.parse(options)
     if parsed.memory_budget and (bytes_per_token is None or bytes_per_token <= 0):
@@ -141,7 +157,10 @@ def plan(
             got=f"memory_budget={parsed.memory_budget}, bytes_per_token={bytes_per_token}",
         )
     footprint = Footprint(graph_token=bytes_per_token or 1.0, kv_token=kv_bytes_per_token)
-    return make_plan(sequences, parsed, mode=mode, limits=Limits(parsed.memory_budget, footprint))
+    limits, split = Limits(parsed.memory_budget, footprint), None
+    if routes is not None:
+        sequences, split = with_routes(sequences, routes)
+    return make_plan(sequences, parsed, mode=mode, limits=limits, split=split)
 
 
 def _causal_pairs(lengths: IntArray) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -97,6 +97,7 @@ def summarize(
     reason: str,
     estimates: Estimates,
     segments: Sequence[tuple[int, int]] | None = None,
+    tokens_lost: Mapping[str, int] | None = None,
 ) -> str:
     """Counts, strategy and reason, ops by kind and peaks in at most 24 lines of 100 columns."""
     kinds = Counter(type(op).__name__.lower() for op in schedule.ops)
@@ -124,6 +125,8 @@ def summarize(
         ),
         *_estimates(estimates),
     ]
+    if tokens_lost:
+        rows.insert(2, ("split", _split(stats, tokens_lost)))
     if segments is not None:
         rows.insert(0, ("packed", _packed(segments)))
     title = f"dta plan: {stats.sequences:,} sequences, {stats.tokens:,} tokens, {stats.tree_tokens:,} to run"
@@ -132,6 +135,15 @@ def summarize(
         lines += ["low sharing: where neighbours in lexicographic order first differ"]
         lines += ["  " + textwrap.shorten(line, _WIDTH - 2) for line in divergence(tree)]
     return "\n".join(lines)
+
+
+def _split(stats: Stats, tokens_lost: Mapping[str, int]) -> str:
+    """What else than token ids splits prefixes, and what sharing would be without it."""
+    parts = (
+        f"{lost:,} tokens more because of {name} (C {stats.tokens / max(stats.tree_tokens - lost, 1):.2f} without)"
+        for name, lost in tokens_lost.items()
+    )
+    return "; ".join(parts)
 
 
 def divergence(tree: PrefixTree) -> list[str]:

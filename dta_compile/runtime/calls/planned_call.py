@@ -13,16 +13,18 @@ import numpy as np
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.passes.program import ChunkInput
 from dta_compile.plan import Footprint, Limits, Plan, make_plan, peak_bytes
 from dta_compile.plan.schedule import Anchor, Backward, Forward
 from dta_compile.plan.tree.prefix_tree import PrefixTree
+from dta_compile.plan.tree.split_prefixes import SplitPrefixes
 from dta_compile.runtime.calls.call import Call
 from dta_compile.runtime.calls.executor import ChunkData, Executor
 from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.calls.mixers import runtimes_of
 from dta_compile.runtime.measure.budget import default_budget
 from dta_compile.runtime.path.stack import PathStack
-from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens
+from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Integers
 from dta_compile.runtime.rows.dense_to_tree import gathered
 from dta_compile.runtime.rows.tree_to_dense import BatchLayout
 
@@ -104,14 +106,16 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     tables = [item for item in program.trunk_keys if not item.layout.is_over_sequences]
     wide = [item for item in tables if not _is_one_number(call.dense[item.node])]
     left_out = tables if is_even else wide
-    trunk_keys = [call.codes(item) for item in program.trunk_keys if item not in left_out]
+    keys = [item for item in program.trunk_keys if item not in left_out]
+    trunk_keys = [call.codes(item) for item in keys]
     head_keys = [call.codes(item) for item in program.head_keys]
     used_by_any = np.logical_or.reduce(used)
-    tokens = BatchTokens.read(masks.valid, masks.starts, trunk_keys, by_column=bool(wide) and not is_even)
+    by_column = bool(wide) and not is_even
+    tokens = BatchTokens.read(masks.valid, masks.starts, trunk_keys, by_column)
     tree = PrefixTree.build(tokens.keys)
     rows = BatchRows.of(tokens, tree, head_keys, used_by_any)
-    limits = _limits(call, rows, mode)
-    plan = make_plan(tree, call.context.options, mode=mode, limits=limits, segments=tokens.segments)
+    limits, split = _limits(call, rows, mode), _split(keys, trunk_keys, by_column, tokens, tree)
+    plan = make_plan(tree, call.context.options, mode=mode, limits=limits, segments=tokens.segments, split=split)
     if plan.prefix_tree is not tree:  # the plan does not share prefixes
         rows = BatchRows.of(tokens, plan.prefix_tree, head_keys, used_by_any)
     plan.estimates.peak_bytes = _peak_bytes(call, rows, plan, wanted)
@@ -119,6 +123,21 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     layout = BatchLayout.of(program.frontier, rows, needed, call.window, call.device, by_sequence=mode == "streaming")
     known = call.context, call.args, call.dense, call.batch, call.tokens, call.device
     return PlannedCall(*known, masks=masks, layout=layout, plan=plan, wanted=wanted)
+
+
+def _split(
+    keys: Sequence[ChunkInput], codes: Sequence[Integers], by_column: bool, tokens: BatchTokens, tree: PrefixTree
+) -> SplitPrefixes | None:
+    """What of the keys besides numbers (ids, positions) splits prefixes: values of several numbers a token.
+
+    Not known of sequences that must agree on columns as well.
+    """
+    names = [item.node.meta.get("source") or item.node.name for item in keys]
+    suspects = [name for name, item in zip(names, keys, strict=True) if None in item.layout.dims]
+    if not suspects or by_column:
+        return None
+    flat = {name: code.reshape(-1)[tokens.places] for name, code in zip(names, codes, strict=True)}
+    return SplitPrefixes.of(tree, flat, tokens.begins, suspects)
 
 
 def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:

@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from dta_compile.passes.program import Axis, ChunkInput, FrontierValue, Layout
-from dta_compile.runtime.rows.batch_rows import BatchRows, Booleans, Integers, codes_of
+from dta_compile.plan.tree.codes import codes_of
+from dta_compile.runtime.rows.batch_rows import BatchRows, Booleans, Integers
 from dta_compile.runtime.rows.buffers import Gathered
 from dta_compile.runtime.rows.upload import upload
 

@@ -1,12 +1,13 @@
 """Makes the package known by name: `backend="dta"` to torch.compile, `attn_implementation="dta"` to transformers.
 
 An installed package is found by torch through its entry point. A source tree has none on disk, so importing the package
-offers the same entry point in memory; torch reads it when it first looks for backends. transformers reads none: it is
-told as soon as it is there. Nothing here imports either of them.
+offers the same entry point in memory; torch reads it when it first looks for backends. transformers reads none: it
+and PEFT are told as soon as they are there. Nothing here imports any of them.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -17,7 +18,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 GROUP, NAME, VALUE = "torch_dynamo_backends", "dta", "dta_compile.backend:dta"
-TRANSFORMERS = "transformers.modeling_utils"  # what has to be loaded before anything can be registered
+# By module of another package, those of ours that register with it as they are imported.
+STAND_INS = {
+    "transformers.modeling_utils": ("transformers_attention", "transformers_flash_attention", "transformers_experts"),
+    "peft.tuners.lora.layer": ("peft_experts",),
+}
 
 
 class _SourceTree(importlib.metadata.Distribution):
@@ -78,10 +83,17 @@ class _AfterLoading:
 def register() -> None:
     """Idempotent; also serves a torch that has already looked for its backends, and transformers that is loaded."""
     _register_backend()
-    if TRANSFORMERS in sys.modules:
-        _register_with_transformers()
-    else:
-        when_loaded(TRANSFORMERS, _register_with_transformers)
+    for package, modules in STAND_INS.items():
+        load = functools.partial(_load, modules)
+        if package in sys.modules:
+            load()
+        else:
+            when_loaded(package, load)
+
+
+def _load(modules: Iterable[str], _: types.ModuleType | None = None) -> None:
+    for name in modules:
+        importlib.import_module(f"dta_compile.{name}")
 
 
 def when_loaded(name: str, call: Callable[[types.ModuleType], None]) -> None:
@@ -97,15 +109,6 @@ def _on_path(kind: type) -> Any | None:
     """The finder of this name that is there; reloading the module makes another class of it."""
     names = __name__, kind.__name__
     return next((one for one in sys.meta_path if (type(one).__module__, type(one).__name__) == names), None)
-
-
-def _register_with_transformers(_: types.ModuleType | None = None) -> None:
-    for name in (
-        "transformers_attention",
-        "transformers_flash_attention",
-        "transformers_experts",
-    ):  # each registers as it is imported
-        importlib.import_module(f"dta_compile.{name}")
 
 
 def _register_backend() -> None:

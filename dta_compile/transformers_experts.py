@@ -10,8 +10,8 @@ implementations is wrapped. Importing the module does both; `registration` does 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
@@ -19,11 +19,22 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from dta_compile.ops.experts import expert_linear, expert_sum
 from dta_compile.tracing import traces_for_this_backend
 
-__all__ = ["NAME", "experts_forward"]
+__all__ = ["NAME", "Adapters", "LowRank", "experts_forward", "forward_with_adapters"]
 
 NAME = "dta"
 # Those that compute the same in full precision; others round to fewer bits.
 EXACT = ("eager", "batched_mm", "grouped_mm", NAME)
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to a parameter: `scaling * left @ right`, `[E, a, r]` and `[E, r, b]`."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+    scaling: float
+
+
+Adapters = Mapping[str, Sequence[LowRank]]  # by name of the parameter
 
 
 def experts_forward(
@@ -39,34 +50,67 @@ def experts_forward(
     Returns:
         `[T, D]` in the dtype of `hidden_states`.
     """
-    return _forward(self, hidden_states, top_k_index, top_k_weights)
+    return forward_with_adapters(self, hidden_states, top_k_index, top_k_weights, {})
 
 
-def _grouped_forward(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+def forward_with_adapters(
+    self: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    adapters: Adapters,
 ) -> torch.Tensor:
-    """As "grouped_mm" computes: in the dtype of the weights, whatever autocast says."""
+    """The same for weights with adapters, which are multiplied one after the other: no weight is made of them."""
+    if self.config._experts_implementation != "grouped_mm":
+        return _forward(self, hidden_states, top_k_index, top_k_weights, adapters)
+    # That one computes in the dtype of the weights, whatever autocast says.
     with torch.autocast(hidden_states.device.type, enabled=False):
-        return _forward(self, hidden_states.to(self.down_proj.dtype), top_k_index, top_k_weights).to(
-            hidden_states.dtype
-        )
+        rows = hidden_states.to(self.down_proj.dtype)
+        return _forward(self, rows, top_k_index, top_k_weights, adapters).to(hidden_states.dtype)
 
 
 def _forward(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    adapters: Adapters,
 ) -> torch.Tensor:
-    transposed = self.is_transposed
-    name = "gate_up_proj" if self.has_gate else "up_proj"
-    biases = [getattr(self, f"{one}_bias") if self.has_bias else None for one in (name, "down_proj")]
-    rows = expert_linear(hidden_states, top_k_index, getattr(self, name), biases[0], transposed=transposed)
+    up = "gate_up_proj" if self.has_gate else "up_proj"
+    rows = _linear(self, up, hidden_states, top_k_index, adapters)
     rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
     if self.has_post_expert_norm:
-        rows = expert_linear(rows, top_k_index, self.down_proj, biases[1], transposed=transposed)
-        out = (self.post_expert_norm(rows) * top_k_weights[..., None]).sum(-2)
+        rows = self.post_expert_norm(_linear(self, "down_proj", rows, top_k_index, adapters))
+        out = (rows * top_k_weights[..., None]).sum(-2)
     else:
-        out = expert_sum(rows, top_k_index, top_k_weights, self.down_proj, biases[1], transposed=transposed)
+        weight, bias, transposed = _parameters(self, "down_proj")
+        out = expert_sum(rows, top_k_index, top_k_weights, weight, bias, transposed=transposed)
+        for inner, outer, scaling in _factors(self, "down_proj", adapters):
+            narrow = expert_linear(rows, top_k_index, inner, transposed=transposed)
+            out = out + expert_sum(narrow, top_k_index, top_k_weights, outer, transposed=transposed) * scaling
     result: torch.Tensor = out.to(hidden_states.dtype)
     return result
+
+
+def _linear(self: Any, name: str, rows: torch.Tensor, expert: torch.Tensor, adapters: Adapters) -> torch.Tensor:
+    weight, bias, transposed = _parameters(self, name)
+    out = expert_linear(rows, expert, weight, bias, transposed=transposed)
+    for inner, outer, scaling in _factors(self, name, adapters):
+        narrow = expert_linear(rows, expert, inner, transposed=transposed)
+        out = out + expert_linear(narrow, expert, outer, transposed=transposed) * scaling
+    return out
+
+
+def _parameters(self: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+    return getattr(self, name), getattr(self, f"{name}_bias") if self.has_bias else None, self.is_transposed
+
+
+def _factors(self: Any, name: str, adapters: Adapters) -> list[tuple[torch.Tensor, torch.Tensor, float]]:
+    """The factors of adapters in the order in which rows are multiplied by them."""
+    return [
+        (left, right, scaling) if self.is_transposed else (right, left, scaling)
+        for left, right, scaling in adapters.get(name, ())
+    ]
 
 
 _chosen = ExpertsInterface.get_interface
@@ -78,7 +122,7 @@ def get_interface(
 ) -> Callable[..., Any]:
     """The function of an implementation; ours in a graph for this backend, if it computes the same."""
     if experts_implementation in EXACT and torch.compiler.is_compiling() and traces_for_this_backend():
-        return _grouped_forward if experts_implementation == "grouped_mm" else experts_forward
+        return experts_forward
     found: Callable[..., Any] = _chosen(self, experts_implementation, default)
     return found
 

@@ -113,3 +113,15 @@ def test_other_files_are_named_in_the_error(tmp_path):
     np.savez(other, tokens=np.arange(3))
     with pytest.raises(PlanError, match="suffix_tokens"):
         load_rollouts(other)
+
+
+def test_a_file_may_have_routes_of_every_token(tmp_path):
+    with np.load(bundled()) as archive:
+        arrays = dict(archive)
+    lengths = arrays["length"]
+    path = tmp_path / "routed.npz"
+    np.savez(path, **arrays, routes=np.arange(2 * lengths.sum()).reshape(-1, 1, 2))
+    first, second, *_ = load_rollouts(path)
+    assert first.routes[0].tolist() == [[0, 1]] and len(first.routes) == len(first)
+    assert second.routes[0, 0, 0] == 2 * len(first) and len(second.routes) == len(second)
+    assert load_rollouts(bundled())[0].routes is None

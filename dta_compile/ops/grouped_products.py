@@ -20,6 +20,8 @@ from dta_compile.ops.dtypes import statistics_dtype
 __all__ = ["add", "linear", "weighted_sum"]
 
 KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+LINEAR_BLOCKS = {"PLACES": 64, "OUT_BLOCK": 64, "WIDTH_BLOCK": 32}
+ADD_BLOCKS = {"LEFT_BLOCK": 64, "RIGHT_BLOCK": 64, "PLACES": 32}
 ALIGNED = 16  # bytes that rows have to be a multiple of for torch's grouped product
 
 
@@ -165,27 +167,21 @@ def _is_interpreted() -> bool:
 def _linear_by_kernel(places: _Places, out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
     from dta_compile.ops.grouped_kernels import linear_kernel
 
-    flat = _flat(rows).contiguous()
-    width, columns = weight.shape[1:]
-    constants = {"PLACES": 64, "OUT_BLOCK": 64, "WIDTH_BLOCK": 32, "PRECISION": _precision(rows)}
-    linear_kernel[(_blocks(columns, 64), places.experts)](
-        *(out, flat, weight, places.order, places.bounds),
-        *(out.stride(0), flat.stride(0), *weight.stride(), places.shared(rows)),
-        *(width, columns),
-        **constants,
-    )
+    flat, (width, columns) = _flat(rows).contiguous(), weight.shape[1:]
+    grid = (_blocks(columns, LINEAR_BLOCKS["OUT_BLOCK"]), places.experts)
+    strides = (out.stride(0), flat.stride(0), *weight.stride(), places.shared(rows))
+    constants = {"WIDTH": width, "OUT": columns, **LINEAR_BLOCKS, "PRECISION": _precision(rows)}
+    linear_kernel[grid](out, flat, weight, places.order, places.bounds, *strides, **constants)
 
 
 def _add_by_kernel(places: _Places, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     from dta_compile.ops.grouped_kernels import add_kernel
 
     a, b = _flat(left).contiguous(), _flat(right).contiguous()
-    constants = {"LEFT_BLOCK": 64, "RIGHT_BLOCK": 64, "PLACES": 32, "PRECISION": _precision(left)}
-    add_kernel[(_blocks(a.shape[1], 64), _blocks(b.shape[1], 64), places.experts)](
-        *(total, a, b, places.order, places.bounds, *total.stride(), a.stride(0), b.stride(0)),
-        *(places.shared(left), places.shared(right), a.shape[1], b.shape[1]),
-        **constants,
-    )
+    blocks = (_blocks(a.shape[1], ADD_BLOCKS["LEFT_BLOCK"]), _blocks(b.shape[1], ADD_BLOCKS["RIGHT_BLOCK"]))
+    strides = (*total.stride(), a.stride(0), b.stride(0), places.shared(left), places.shared(right))
+    constants = {"LEFT": a.shape[1], "RIGHT": b.shape[1], **ADD_BLOCKS, "PRECISION": _precision(left)}
+    add_kernel[(*blocks, places.experts)](total, a, b, places.order, places.bounds, *strides, **constants)
 
 
 def _precision(tensor: torch.Tensor) -> str:

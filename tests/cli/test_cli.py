@@ -101,6 +101,22 @@ def test_a_bad_line_is_named(line, tmp_path, capsys):
     assert line in error
 
 
+def test_a_file_may_have_routes(tmp_path, capsys):
+    path = tmp_path / "routed.jsonl"
+    lines = [{"tokens": [1, 2, 3], "routes": [[0, 1], [0, last], [2, 3]]} for last in (1, 2)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert main(["plan", str(path)]) == 0
+    assert "2 tokens more because of routes" in capsys.readouterr().out
+    assert main(["plan", str(path), "--leaf-only"]) == 0
+    assert "2 sequences" in capsys.readouterr().out
+    path.write_text(json.dumps(lines[0]) + "\n[1, 2]\n")
+    assert main(["plan", str(path)]) == 2
+    assert "none for sequence 1" in capsys.readouterr().err
+    path.write_text('{"tokens": [1, 2], "routes": [[0, 1], [0]]}')
+    assert main(["plan", str(path)]) == 2
+    assert "routed.jsonl, line 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["missing.npz", "missing.jsonl", "."])
 def test_a_file_that_cannot_be_read_is_named(name, tmp_path, capsys):
     assert main(["plan", str(tmp_path / name)]) == 2

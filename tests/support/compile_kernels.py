@@ -1,4 +1,4 @@
-"""Compiles the attention kernels for a Hopper GPU, which needs no GPU: `python -m tests.support.compile_kernels`.
+"""Compiles all kernels for a Hopper GPU, which needs no GPU: `python -m tests.support.compile_kernels`.
 
 Triton's interpreter runs what its compiler may not take. Prints one line per kernel.
 """
@@ -7,6 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from dta_compile.ops import grouped_kernels, grouped_products
 from dta_compile.runtime.attention import triton_kernels as kernels
 
 KERNELS = (kernels.forward_kernel, kernels.queries_kernel, kernels.own_keys_kernel, kernels.stack_keys_kernel)
@@ -46,12 +47,28 @@ def main() -> None:
         }
         for kernel in KERNELS:
             signature = {name: kind_of(name, constants, dtype) for name in kernel.arg_names}
-            places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-            source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-            options = {"num_warps": 8, "num_stages": 1}
-            shared = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
-            assert shared <= SHARED_MEMORY, (kernel.fn.__name__, shared)
-            print(f"{kernel.fn.__name__} {dtype} {width}: {shared} bytes of shared memory")
+            print(f"{dtype} {width}:", compiled(kernel, signature, constants, {"num_warps": 8, "num_stages": 1}))
+    for dtype in ("bf16", "fp32"):
+        precision = {"PRECISION": "ieee" if dtype == "fp32" else "tf32"}
+        for kernel, constants in (
+            (grouped_kernels.add_kernel, {"LEFT": 768, "RIGHT": 2048, **grouped_products.ADD_BLOCKS}),
+            (grouped_kernels.linear_kernel, {"WIDTH": 2048, "OUT": 768, **grouped_products.LINEAR_BLOCKS}),
+        ):
+            pointers = {"order": "*i64", "bounds": "*i64", "total": "*fp32"}
+            tensors = dict.fromkeys(("left", "right", "rows", "weight", "out"), f"*{dtype}")
+            signature = {
+                name: "constexpr" if name in {**constants, **precision} else {**pointers, **tensors}.get(name, "i32")
+                for name in kernel.arg_names
+            }
+            print(f"{dtype}:", compiled(kernel, signature, {**constants, **precision}, {}))
+
+
+def compiled(kernel, signature: dict, constants: dict, options: dict) -> str:
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    shared = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
+    assert shared <= SHARED_MEMORY, (kernel.fn.__name__, shared)
+    return f"{kernel.fn.__name__}: {shared} bytes of shared memory"
 
 
 if __name__ == "__main__":

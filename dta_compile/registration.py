@@ -93,7 +93,7 @@ def register() -> None:
 
 def _load(modules: Iterable[str], _: types.ModuleType | None = None) -> None:
     for name in modules:
-        importlib.import_module(f"dta_compile.{name}")
+        importlib.import_module(f"dta_compile.integrations.{name}")
 
 
 def when_loaded(name: str, call: Callable[[types.ModuleType], None]) -> None:

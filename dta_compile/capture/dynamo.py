@@ -21,8 +21,8 @@ from torch._dynamo.utils import get_hook_for_recompile_user_context, register_ho
 from torch._guards import CompileContext
 from torch.fx.experimental import _config as symbolic_shape_config
 
-from dta_compile import tracing
 from dta_compile.errors import RefusalError
+from dta_compile.integrations import tracing
 from dta_compile.passes.symbols import hint
 
 MARKED = "_dta_marked_dynamic"

@@ -24,12 +24,12 @@ from torch import fx
 
 from dta_compile import registration
 from dta_compile.errors import RefusalError
+from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.ops.attention import ATTENTION_MIXER
 from dta_compile.ops.causal_attention import attention_tokens_first
 from dta_compile.ops.mixer import TOKENS, Mixer
 from dta_compile.passes.program import where
 from dta_compile.passes.symbols import expression
-from dta_compile.tracing import traces_for_this_backend
 
 __all__ = ["KEPT", "with_our_attention"]
 

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 import transformers
 
 import dta_compile
-from dta_compile import records
 from dta_compile.errors import RefusalError
 from dta_compile.ops.experts import EXPERT_PRODUCTS, EXPERT_PRODUCTS_
 from tests.support.families import TOY, V
@@ -21,6 +20,7 @@ from tests.support.helpers import (
     reference,
     rollouts,
 )
+from tests.support.inside import inside
 
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 ROUTED = {**TOY, **EXPERTS, "num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -54,10 +54,6 @@ def build(name="qwen3_moe", experts=None, dtype=torch.float64, **changes):
 
 def compiled(model, **options):
     return torch.compile(model, backend="dta", options={"chunk_size": 4, **options})
-
-
-def program_of(function):
-    return records.of(function).engines[0].program
 
 
 @pytest.fixture
@@ -115,7 +111,7 @@ def test_gradients_of_experts_are_added_where_they_were_hit(batch, loss):
     model = build(num_hidden_layers=1)
     function = compiled(model)
     measure(function, model, batch, loss)
-    operators = [node.target for node in program_of(function).joint.backward.graph.nodes]
+    operators = [node.target for node in inside(function).newest.program.joint.backward.graph.nodes]
     assert operators.count(EXPERT_PRODUCTS_) == 2 and EXPERT_PRODUCTS not in operators
 
 
@@ -142,7 +138,7 @@ def test_padding_packing_and_routes_need_one_graph():
         loss = random_loss(batch, V)
         expected = reference(build(experts="eager", num_hidden_layers=1), batch, loss)
         assert_equal(measure(function, model, batch, loss, logits_at_positions), expected, FLOAT32_ISLANDS)
-    assert len(records.of(function).engines) == 1
+    assert inside(function).only
 
 
 def test_packed_rows(batch, loss):
@@ -236,7 +232,7 @@ def test_experts_that_are_frozen_get_no_gradient(batch, loss):
     model = frozen(build())
     function = compiled(model)
     assert_equal(measure(function, model, batch, loss), expected, FLOAT32_ISLANDS)
-    operators = {node.target for node in program_of(function).joint.backward.graph.nodes}
+    operators = {node.target for node in inside(function).newest.program.joint.backward.graph.nodes}
     assert not operators & {EXPERT_PRODUCTS, EXPERT_PRODUCTS_}
 
 
@@ -257,7 +253,7 @@ def test_adapters_of_experts(batch, loss):
     assert_equal(measure(function, model, batch, loss), expected, FLOAT32_ISLANDS)
     # No weight is made of base and adapter: no gradient is as large as one.
     large = model.base_model.model.model.layers[0].mlp.experts.get_base_layer().down_proj.numel()
-    for node in program_of(function).joint.backward.graph.nodes:
+    for node in inside(function).newest.program.joint.backward.graph.nodes:
         value = node.meta.get("val")
         if node.op == "call_function" and isinstance(value, torch.Tensor) and value.dim() == 3:
             assert not all(isinstance(size, int) for size in value.shape) or value.numel() < large

@@ -16,10 +16,10 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations import flash_attention, hub_kernels
 
-from dta_compile import transformers_attention
+from dta_compile.integrations import transformers_attention
+from dta_compile.integrations.tracing import traces_for_this_backend
+from dta_compile.integrations.transformers_attention import CausalMask
 from dta_compile.ops.causal_attention import segments_by_ends
-from dta_compile.tracing import traces_for_this_backend
-from dta_compile.transformers_attention import CausalMask
 
 _attention, _mask = flash_attention.flash_attention_forward, AttentionMaskInterface._global_mapping["flash_attention_2"]
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
+from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.ops.experts import expert_linear, expert_sum
-from dta_compile.tracing import traces_for_this_backend
 
 __all__ = ["NAME", "Adapters", "LowRank", "experts_forward", "forward_with_adapters"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 
-from dta_compile.tracing import traces_for_this_backend
-from dta_compile.transformers_experts import EXACT, LowRank, forward_with_adapters
+from dta_compile.integrations.tracing import traces_for_this_backend
+from dta_compile.integrations.transformers_experts import EXACT, LowRank, forward_with_adapters
 
 __all__: list[str] = []
 

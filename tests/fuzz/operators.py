@@ -24,6 +24,18 @@ OPERATORS = [
         "x = x + torch.einsum('bse,edf,bsd->bsf', gates, self.experts$, x)",
         "self.router$, self.experts$ = nn.Linear(D, 3), nn.Parameter(torch.randn(3, D, D) / 3)",
     ),
+    Part(
+        "best, which = self.router$(x).softmax(-1).topk(2, -1)\n"
+        "rows = dta_compile.expert_linear(x, which, self.experts$, self.bias$).tanh()\n"
+        "x = x + dta_compile.expert_sum(rows, which, best, self.experts$, transposed=True)",
+        "self.router$, self.bias$ = nn.Linear(D, 4), nn.Parameter(torch.randn(4, D))\n"
+        "self.experts$ = nn.Parameter(torch.randn(4, D, D) / 3)",
+    ),
+    Part(
+        "flat = x.reshape(B * S, D)\nwhich = torch.where(self.router$(flat) > 0, torch.arange(3), 3)\n"
+        "x = x + dta_compile.expert_linear(flat, which, self.experts$, transposed=True).sum(1).view(B, S, D)",
+        "self.router$, self.experts$ = nn.Linear(D, 3), nn.Parameter(torch.randn(3, D, D) / 3)",
+    ),
     Part("x = torch.where(x > 0, x, 0.1 * x)"),
     Part("x = x.clone()\nx[..., :4] = x[..., 4:] * 2\nx[..., 5] = 1.0"),
     Part("x = x * self.gain$\nx += 1\nx *= 0.5", _GAIN),

@@ -78,9 +78,9 @@ def _forward(
 ) -> torch.Tensor:
     up = "gate_up_proj" if self.has_gate else "up_proj"
     rows = _linear(self, up, hidden_states, top_k_index, adapters)
-    rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
+    rows = _each_place(self._apply_gate if self.has_gate else self.act_fn, rows)
     if self.has_post_expert_norm:
-        rows = self.post_expert_norm(_linear(self, "down_proj", rows, top_k_index, adapters))
+        rows = _each_place(self.post_expert_norm, _linear(self, "down_proj", rows, top_k_index, adapters))
         out = (rows * top_k_weights[..., None]).sum(-2)
     else:
         weight, bias, transposed = _parameters(self, "down_proj")
@@ -90,6 +90,13 @@ def _forward(
             out = out + expert_sum(narrow, top_k_index, top_k_weights, outer, transposed=transposed) * scaling
     result: torch.Tensor = out.to(hidden_states.dtype)
     return result
+
+
+def _each_place(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """A gate, activation or norm of rows `[T, k, F]`; those of other packages may count on rows `[n, F]`."""
+    if str(function.__module__).split(".")[0] in ("torch", "transformers"):
+        return function(rows)
+    return torch.stack([function(row) for row in rows.unbind(1)], 1)
 
 
 def _linear(self: Any, name: str, rows: torch.Tensor, expert: torch.Tensor, adapters: Adapters) -> torch.Tensor:
@@ -121,7 +128,8 @@ def get_interface(
     self: ExpertsInterface, experts_implementation: str, default: Callable[..., Any]
 ) -> Callable[..., Any]:
     """The function of an implementation; ours in a graph for this backend, if it computes the same."""
-    if experts_implementation in EXACT and torch.compiler.is_compiling() and traces_for_this_backend():
+    is_usual = type(self) is ExpertsInterface  # not that of weights in eight bits
+    if is_usual and experts_implementation in EXACT and torch.compiler.is_compiling() and traces_for_this_backend():
         return experts_forward
     found: Callable[..., Any] = _chosen(self, experts_implementation, default)
     return found

@@ -40,6 +40,7 @@ from dta_compile.passes.lowering.gradient_flow import (
     whole,
 )
 from dta_compile.passes.lowering.masked_writes import select_masked_writes
+from dta_compile.passes.lowering.selected_rows import spread_selected_rows
 from dta_compile.passes.program import Input, InputKind, Program, output_node, where
 
 aten = torch.ops.aten
@@ -65,6 +66,7 @@ def lower(program: Program) -> None:
     decompositions.spell_out_constructors(module.graph)
     decompositions.drop_empty_parts(module.graph)
     row_loops.undo_row_loops(module.graph)
+    spread_selected_rows(module.graph)
     select_masked_writes(module.graph)
     _forget_counts(module.graph, program)
     sizes_from_inputs(module.graph)

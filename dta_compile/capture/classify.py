@@ -12,6 +12,7 @@ from dta_compile.capture import dynamo
 from dta_compile.capture.generation import captured_mixer_calls, uses_kv_cache
 from dta_compile.capture.written_out import trains_parameters, written_out_attention
 from dta_compile.errors import RefusalError
+from dta_compile.passes.symbols import selects_rows
 
 __all__ = ["Captured", "Kind", "classify"]
 
@@ -70,7 +71,10 @@ def classify(module: fx.GraphModule) -> Captured:
     facts = Captured(
         module, Kind.TREE, _is_training(module), has_attention, own_symbols, graph_break=dynamo.graph_break(module)
     )
-    return _for_the_tree(facts) if has_attention else _without_attention(facts)
+    graph = _for_the_tree(facts) if has_attention else _without_attention(facts)
+    if graph.kind is not Kind.TREE and selects_rows(module.graph):
+        dynamo.trace_again_without_selections()
+    return graph
 
 
 def _without_attention(graph: Captured) -> Captured:

@@ -6,6 +6,8 @@ Supported torch: 2.11 to 2.15. Each trick has a test of its own; when one stops 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -17,6 +19,7 @@ from torch._dynamo.cache_size import _has_same_id_matched_objs
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
 from torch._guards import CompileContext
 from torch.fx.experimental import _config as symbolic_shape_config
@@ -26,8 +29,11 @@ from dta_compile.errors import RefusalError
 from dta_compile.passes.symbols import hint
 
 MARKED = "_dta_marked_dynamic"
+SELECTIONS = "capture_dynamic_output_shape_ops"
 # What `use_duck_shape` was before the trace now running, if that is one with a symbol for every dimension.
 _duck_shapes_before: list[bool] = []
+# The compilation now running, if its graphs are to end where rows are selected by a condition.
+_without_selections: set[Any] = set()
 # The compilations whose graphs do not count towards Dynamo's recompile limit.
 _uncounted: set[Any] = set()
 EVAL_FRAME = torch._dynamo.eval_frame.__file__
@@ -143,6 +149,43 @@ def _restore(*_: Any) -> None:
     """Give `use_duck_shape` its value from before; Dynamo calls this at the end of every compilation."""
     if _duck_shapes_before:
         symbolic_shape_config.use_duck_shape = _duck_shapes_before.pop()
+
+
+def _with_selections(build: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of Dynamo's `OutputGraph`, for this backend with sizes that depend on data.
+
+    Without them Dynamo ends a graph where rows are selected by a condition, as it is done for the tokens of an expert,
+    and gives up on a function that does so in a loop, before any backend is called. The setting is read there only.
+    """
+
+    @functools.wraps(build)
+    def build_with_selections(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(build).bind(self, *args, **kwargs).arguments
+        was_on = given.get("one_graph", False) or getattr(torch._dynamo.config, SELECTIONS)
+        here = CompileContext.current_compile_id()
+        self._dta_selects = not was_on and here not in _without_selections and _is_ours(given.get("compiler_fn"))
+        with torch._dynamo.config.patch({SELECTIONS: was_on or self._dta_selects}):
+            build(self, *args, **kwargs)
+
+    return build_with_selections
+
+
+if not hasattr(OutputGraph.__init__, "__wrapped__"):  # not once more, where the module is loaded again
+    OutputGraph.__init__ = _with_selections(OutputGraph.__init__)  # type: ignore[method-assign]
+
+
+def trace_again_without_selections() -> None:
+    """Make Dynamo trace once more as it would without us, ending the graph where rows are selected by a condition."""
+    if getattr(_calling("OutputGraph"), "_dta_selects", False):
+        if _end_selections not in callback_handler.end_callbacks:
+            callback_handler.register_end_callback(_end_selections)
+        _without_selections.add(CompileContext.current_compile_id())
+        raise _TraceAgain("dta: trace without selections of rows")
+
+
+def _end_selections(*_: Any) -> None:
+    """Numbers of compilations start anew when Dynamo is reset. Dynamo calls this at the end of every compilation."""
+    _without_selections.clear()
 
 
 def unify_equal_sizes(graph: fx.Graph) -> None:

@@ -66,7 +66,7 @@ def lower(program: Program) -> None:
     decompositions.spell_out_constructors(module.graph)
     decompositions.drop_empty_parts(module.graph)
     row_loops.undo_row_loops(module.graph)
-    spread_selected_rows(module.graph)
+    spread_selected_rows(module.graph, _parameters(module, program))
     select_masked_writes(module.graph)
     _forget_counts(module.graph, program)
     sizes_from_inputs(module.graph)
@@ -101,6 +101,11 @@ def _forget_counts(graph: fx.Graph, program: Program) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.embedding.default):
         if node.args[0].op == "placeholder" and node.args[0] not in trained:
             node.args = node.args[:3]
+
+
+def _parameters(module: fx.GraphModule, program: Program) -> set[fx.Node]:
+    placeholders = zip(module.graph.find_nodes(op="placeholder"), program.inputs, strict=True)
+    return {node for node, spec in placeholders if spec.kind is InputKind.PARAMETER}
 
 
 def _readable(source: str) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,23 +28,31 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from dta_compile.errors import RefusalError
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import First, call, is_item
+from dta_compile.passes.graphs.nodes import First, call, descendants, is_item
 from dta_compile.passes.graphs.operators import COPIES, EXCHANGES, RESHAPES, SQUEEZES
 from dta_compile.passes.lowering.distinct_places import at_most_one
 from dta_compile.passes.lowering.row_operators import RowOperators, Rows, Unproven
-from dta_compile.passes.program import ancestors, has_tensor, where
-from dta_compile.passes.symbols import expression, sizes
+from dta_compile.passes.program import Program, ancestors, where
+from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
 ENTRIES = (aten.index.Tensor, aten.index_select.default)
 EXITS = (aten.index_add.default, aten.index_put.default)
 
 
-def spread_selected_rows(graph: fx.Graph) -> None:
+class SelectionRefusal(RefusalError):
+    """Rows that are computed from parameters are selected before the last attention, and not used row by row."""
+
+
+def spread_selected_rows(graph: fx.Graph, parameters: Collection[fx.Node]) -> None:
     """Replace every selection of rows that is used row by row.
 
+    Args:
+        graph: a lowered graph.
+        parameters: inputs that gradients may flow to.
+
     Raises:
-        RefusalError: one is not, and attention follows.
+        SelectionRefusal: one is not, and attention follows.
     """
     first = First(())
     selections = _selections(graph, first)
@@ -54,7 +62,7 @@ def spread_selected_rows(graph: fx.Graph) -> None:
             try:
                 _Spreading(graph, first, mask, makers).run()
             except Unproven as unproven:
-                _refuse_before_attention(graph, makers, unproven)
+                _refuse_before_attention(graph, makers, parameters, unproven)
     if selections:
         _drop_checks(graph)
         graph.eliminate_dead_code(fx.Node.is_impure)
@@ -83,17 +91,22 @@ def _dims_of_tokens(mask: fx.Node) -> list[int]:
     return [dim for dim, size in enumerate(sizes(mask)) if size.free_symbols]
 
 
-def _refuse_before_attention(graph: fx.Graph, makers: list[fx.Node], unproven: Unproven) -> None:
+def _refuse_before_attention(
+    graph: fx.Graph, makers: list[fx.Node], parameters: Collection[fx.Node], unproven: Unproven
+) -> None:
+    """Leaves what selects of the data alone, or after the last attention: for metrics and losses."""
     mixers = [node for node in graph.nodes if node.target in MIXERS]
-    if not ancestors(mixers).isdisjoint(makers):
-        raise RefusalError(
-            "tokens are selected by a condition, and what is done with them is not proven to be the same for each",
-            where=where(unproven.node),
-            expected="operators that treat every selected row by itself, and index_add or an assignment back to the"
-            " rows they came from, as in mixtures of experts",
-            got=unproven.reason,
-            hint="write it so, or with dta_compile.ops.experts; for all tokens of an expert at once",
-        ) from None
+    before = ancestors(mixers)
+    read = ancestors([*makers, *(user for user in descendants(graph, makers) if user.target in ENTRIES)])
+    if before.isdisjoint(makers) or read.isdisjoint(parameters):
+        return
+    raise SelectionRefusal(
+        "tokens are selected by a condition, and it is not proven that each selected one is treated by itself",
+        where=where(unproven.node),
+        expected="operators that work row by row, and index_add or an assignment to the rows they came from",
+        got=unproven.reason,
+        hint="write the mixture of experts so, or with dta_compile.ops.experts",
+    ) from None
 
 
 def _drop_checks(graph: fx.Graph) -> None:

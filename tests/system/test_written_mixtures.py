@@ -1,0 +1,201 @@
+"""Mixtures of experts written by hand, in the ways in which models have them, give eager's numbers over the tree."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.support.helpers import EXACT, Batch, assert_equal, make_batch, measure, random_loss, reference
+from tests.support.inside import inside
+from tests.support.tiny import SMALL_CHUNKS, VOCABULARY, WIDTH, TinyLM, shared_ids
+
+EXPERTS, HIDDEN = 3, 6
+
+
+class Expert(nn.Module):
+    """A gated expert, or one with biases and a norm inside."""
+
+    def __init__(self, kind="gated"):
+        super().__init__()
+        self.kind = kind
+        bias = kind != "gated"
+        self.gate, self.up = nn.Linear(WIDTH, HIDDEN, bias=bias), nn.Linear(WIDTH, HIDDEN, bias=bias)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=bias)
+        self.norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, x):
+        if self.kind == "gated":
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        if self.kind == "norm":
+            return self.down(self.norm(F.gelu(self.up(x))))
+        y = self.up(x)  # "unsafe": neither its values nor its derivatives are finite for zeros
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True)) / self.norm.weight
+        return self.down(y / y.norm(dim=-1, keepdim=True) + torch.log(y.abs()) + y.abs().sqrt())
+
+
+class Mixture(nn.Module):
+    """A router and experts; the ways of writing it are methods of subclasses: `mix(x, weights, chosen)`, all `[N, .]`."""
+
+    def __init__(self, k=2, kind="gated"):
+        super().__init__()
+        self.k, self.router = k, nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList([Expert(kind) for _ in range(EXPERTS)])
+        self.w1 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 4)
+        self.w2 = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 4)
+
+    def route(self, x):
+        weights, chosen = torch.topk(F.softmax(self.router(x), -1), self.k, -1)
+        return weights / weights.sum(-1, keepdim=True), chosen
+
+    def forward(self, x):
+        flat = x.view(-1, x.shape[-1])
+        return self.mix(flat, *self.route(flat)).view(x.shape)
+
+
+class Mixtral(Mixture):
+    """As transformers had it, and remote code still has."""
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros((x.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
+        mask = F.one_hot(chosen, num_classes=EXPERTS).permute(2, 1, 0)
+        for number in range(EXPERTS):
+            idx, top_x = torch.where(mask[number])
+            rows = x[None, top_x].reshape(-1, x.shape[1])
+            rows = self.experts[number](rows) * weights[top_x, idx, None]
+            out.index_add_(0, top_x, rows.to(x.dtype))
+        return out
+
+
+class DeepSeek(Mixture):
+    """Stacked parameters, `nonzero` and `out[rows] += ...`."""
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros_like(x)
+        for number in range(EXPERTS):
+            rows, slot = (chosen == number).nonzero(as_tuple=True)
+            y = F.silu(x.index_select(0, rows) @ self.w1[number].t()) @ self.w2[number].t()
+            out[rows] += y * weights[rows, slot].unsqueeze(-1)
+        return out
+
+
+class OneColumn(Mixture):
+    """Dense routing weights, one condition a token."""
+
+    def mix(self, x, weights, chosen):
+        weights = torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype).scatter_(1, chosen, weights)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (weights[:, number] > 0).nonzero().squeeze(-1)
+            out = out.index_add(0, rows, expert(x[rows]) * weights[rows, number, None])
+        return out
+
+
+class Masked(Mixture):
+    """A boolean mask, read and written."""
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mask = (chosen == number).any(-1)
+            out[mask] = out[mask] + expert(x[mask]) * (weights * (chosen == number)).sum(-1)[mask].unsqueeze(-1)
+        return out
+
+
+class TokensOfSequences(Mixture):
+    """A mask over `[B, S]`."""
+
+    def forward(self, x):
+        weights, chosen = self.route(x)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            batch, token, slot = torch.where(chosen == number)
+            out = out.index_put((batch, token), expert(x[batch, token]) * weights[batch, token, slot, None], accumulate=True)
+        return out
+
+
+class Twice(Mixture):
+    """The places of a token may have the same expert: both count."""
+
+    def route(self, x):
+        scores = self.router(x)
+        return torch.stack([scores.amax(-1).sigmoid(), scores.amin(-1).tanh()], -1), torch.stack(
+            [scores.argmax(-1), (scores.argmax(-1) * (scores[:, 0] > 0)) % EXPERTS], -1
+        )
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, slot = torch.where(chosen == number)
+            out.index_add_(0, rows, expert(x[rows]) * weights[rows, slot, None])
+        return out
+
+
+class Shared(Mixtral):
+    """An expert of all tokens beside the others."""
+
+    def mix(self, x, weights, chosen):
+        return super().mix(x, weights, chosen) + self.experts[0](x) * torch.sigmoid(self.router(x)[:, :1])
+
+
+class Model(TinyLM):
+    """`TinyLM` with a mixture behind each block."""
+
+    def __init__(self, mixture, **arguments):
+        super().__init__()
+        self.mixtures = nn.ModuleList([mixture(**arguments) for _ in self.blocks])
+        self.double()
+
+    def hidden(self, ids, mask=None):
+        positions, pairs = torch.arange(ids.shape[1]), None
+        if mask is not None:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            triangle = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+            pairs = triangle & mask.bool()[:, None, None, :]
+        x = self.embedding(ids) + self.position(positions)
+        for block, mixture in zip(self.blocks, self.mixtures, strict=True):
+            x = block(x, pairs)
+            x = x + mixture(self.norm(x))
+        return self.norm(x)
+
+
+def call(model, batch):
+    return model(batch.ids, batch.mask)
+
+
+def assert_exact(model, batch=None):
+    """Over the tree, in one graph, with eager's numbers."""
+    torch._dynamo.reset()
+    batch = Batch(shared_ids(4, 7)) if batch is None else batch
+    loss, before = random_loss(batch, VOCABULARY), torch._dynamo.config.capture_dynamic_output_shape_ops
+    compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+    assert_equal(measure(compiled, model, batch, loss, call), reference(model, batch, loss, call), EXACT)
+    assert inside(compiled).only
+    assert torch._dynamo.config.capture_dynamic_output_shape_ops is before
+
+
+@pytest.mark.parametrize("mixture", [Mixtral, DeepSeek, OneColumn, Masked, TokensOfSequences, Twice, Shared])
+def test_written_as(mixture):
+    assert_exact(Model(mixture))
+
+
+@pytest.mark.parametrize("kind", ["norm", "unsafe"])
+def test_what_experts_do(kind):
+    assert_exact(Model(Mixtral, kind=kind))
+
+
+def test_one_expert_a_token():
+    assert_exact(Model(DeepSeek, k=1))
+
+
+@pytest.mark.parametrize("kind", ["gated", "unsafe"])
+def test_all_tokens_to_one_expert(kind):
+    model = Model(Mixtral, k=1, kind=kind)
+    for mixture in model.mixtures:
+        mixture.router.weight.data.zero_()
+    assert_exact(model)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_padding(padding):
+    sequences = [row[: 7 - i] for i, row in enumerate((shared_ids(4, 7) % (VOCABULARY - 1) + 1).tolist())] + [[1]]
+    assert_exact(Model(Mixtral), make_batch(sequences, padding))

@@ -48,7 +48,9 @@ def symbol_sources(values: Iterable[Any]) -> dict[sympy.Symbol, tuple[int, int |
 
 def selects_rows(graph: fx.Graph) -> bool:
     """Whether a value has a size that is known from the data alone, as that of the rows that a condition selects."""
-    values = (value for node in graph.nodes for key in ("val", "example_value") if (value := node.meta.get(key)) is not None)
+    values = (
+        value for node in graph.nodes for key in ("val", "example_value") if (value := node.meta.get(key)) is not None
+    )
     shapes = (value.shape for value in values if isinstance(value, torch.Tensor))
     return any(depends_on_data(size) for shape in shapes for size in shape)
 

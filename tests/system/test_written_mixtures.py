@@ -34,7 +34,7 @@ class Expert(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A router and experts; the ways of writing it are methods of subclasses: `mix(x, weights, chosen)`, all `[N, .]`."""
+    """A router and experts; subclasses write `mix(x, weights, chosen)`, all `[N, .]`, in their ways."""
 
     def __init__(self, k=2, kind="gated"):
         super().__init__()
@@ -109,7 +109,9 @@ class TokensOfSequences(Mixture):
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             batch, token, slot = torch.where(chosen == number)
-            out = out.index_put((batch, token), expert(x[batch, token]) * weights[batch, token, slot, None], accumulate=True)
+            out = out.index_put(
+                (batch, token), expert(x[batch, token]) * weights[batch, token, slot, None], accumulate=True
+            )
         return out
 
 

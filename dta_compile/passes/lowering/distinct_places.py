@@ -10,7 +10,7 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import is_item
-from dta_compile.passes.graphs.operators import COPIES, RESHAPES
+from dta_compile.passes.graphs.operators import CASTS, COPIES, RESHAPES
 from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
@@ -29,12 +29,12 @@ def at_most_one(condition: fx.Node, slots: Sequence[int]) -> bool:
 
 def _holds_once(node: fx.Node, at: Coordinates, slot: str) -> bool:
     """Whether an entry of `node` is not zero for one value of `slot` at most."""
-    source = node.args[0] if node.args else None
+    source: Any = node.args[0] if node.args else None
     if node.target in (aten.bitwise_and.Tensor, aten.logical_and.default, aten.mul.Tensor):
         return any(_holds_once(arg, _broadcast(arg, at), slot) for arg in node.all_input_nodes)
     if node.target in (aten.ne.Scalar, aten.gt.Scalar) and node.args[1] == 0:
         return _holds_once(source, at, slot)
-    if node.target in COPIES or _keeps_numbers(node):
+    if node.target in COPIES | CASTS:  # zeros stay zeros
         return _holds_once(source, at, slot)
     if node.target is aten.select.int:
         dim = node.args[1] % len(sizes(source))
@@ -68,12 +68,9 @@ def _holds_once(node: fx.Node, at: Coordinates, slot: str) -> bool:
 
 
 def _keeps_numbers(node: fx.Node) -> bool:
-    """Casts from truth values and whole numbers, which stay different from each other."""
-    if node.target is not aten._to_copy.default:
-        return False
-    before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype
+    """Casts between the dtypes of indices, which stay different from each other."""
     wide = (torch.int32, torch.int64)
-    return before is torch.bool or (not before.is_floating_point and not before.is_complex and after in wide)
+    return node.target in CASTS and node.args[0].meta["val"].dtype in wide and node.meta["val"].dtype in wide
 
 
 def _broadcast(node: fx.Node, at: Coordinates) -> Coordinates:
@@ -86,8 +83,8 @@ def _is_distinct_along(node: fx.Node, at: Coordinates, slot: str) -> bool:
     """Whether entries at two values of `slot` are always different."""
     if at.count(slot) != 1:
         return False
-    source = node.args[0] if node.args else None
-    if node.target in COPIES or (_keeps_numbers(node) and source.meta["val"].dtype is not torch.bool):
+    source: Any = node.args[0] if node.args else None
+    if node.target in COPIES or _keeps_numbers(node):
         return _is_distinct_along(source, at, slot)
     if node.target is aten.unsqueeze.default:
         dim = node.args[1] % len(at)

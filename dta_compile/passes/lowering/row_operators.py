@@ -8,6 +8,7 @@ zeros taken out at these tokens, so that neither results nor gradients there, ze
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from typing import Any
 
@@ -20,7 +21,7 @@ from dta_compile.ops.draw_capture import is_random
 from dta_compile.ops.experts import EXPERT_LINEAR
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens
 from dta_compile.passes.axes.token_rules import rule_for
-from dta_compile.passes.graphs.nodes import call, is_item
+from dta_compile.passes.graphs.nodes import call, is_item, swaps
 from dta_compile.passes.graphs.operators import (
     ASSEMBLIES,
     FILLS,
@@ -28,6 +29,7 @@ from dta_compile.passes.graphs.operators import (
     MASKED_FILLS,
     SAME_ENTRIES,
     TAKE_A_SHAPE,
+    TRANSPOSITIONS,
     is_tagged_pointwise,
 )
 from dta_compile.passes.program import Axis, Frame, Layout
@@ -35,17 +37,18 @@ from dta_compile.passes.symbols import expression, sizes
 
 aten = torch.ops.aten
 
-# Finite with finite derivatives, wherever their arguments are (packets, all overloads).
-FINITE = {
-    *(aten.add, aten.sub, aten.rsub, aten.mul, aten.neg, aten.abs, aten.square, aten.clamp, aten.clamp_min, aten.clamp_max),
-    *(aten.relu, aten.silu, aten.gelu, aten.sigmoid, aten.tanh, aten.hardswish, aten.hardtanh, aten.leaky_relu, aten.elu),
-    *(aten.softplus, aten.erf, aten.sin, aten.cos, aten.maximum, aten.minimum, aten.where, aten._prelu_kernel),
-    *(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten._softmax, aten._log_softmax, aten.logsumexp),
-    *(aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.cumsum, aten.topk, aten.sort, aten.glu),
-    *(aten.split, aten.split_with_sizes, aten.unbind, aten.flip, aten.logical_not, aten.logical_and, aten.logical_or),
-    *(aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.any, aten.all, aten.argmax, aten.argmin),
-    *(aten.bitwise_and, aten.bitwise_or, aten.bitwise_not, aten._fused_rms_norm, aten.heaviside, aten.sign),
-}
+# With finite values and derivatives for all finite arguments, none of them indices (packets: all overloads).
+FINITE = frozenset(
+    getattr(aten, name)
+    for name in """
+    _prelu_kernel abs add addmm addmv all amax amin any argmax argmin baddbmm bitwise_and bitwise_not bitwise_or bmm
+    clamp clamp_max clamp_min cos cumsum elu eq erf flip ge gelu glu gt hardswish hardtanh le leaky_relu logical_and
+    logical_not logical_or lt max maximum mean min minimum mm mul mv ne neg relu rsub sigmoid sign silu sin softplus
+    sort split split_with_sizes square sub sum tanh topk unbind
+    """.split()  # noqa: SIM905
+)
+# Of these, one or more arguments are indices.
+INDEXED = LOOKUPS | {aten.index.Tensor, aten.scatter.src, aten.scatter.value}
 
 
 class Unproven(Exception):
@@ -75,12 +78,13 @@ class RowOperators:
     """What is computed from the rows that one condition selects.
 
     Attributes:
-        conditions: `[N]` bool, which tokens are selected; for each way in which one can be.
+        selected: `[N]` bool, the selected tokens.
+        conditions: the same, for each way in which a token can be selected.
         sizes: what stands for a size that the number of selected rows is part of.
     """
 
-    def __init__(self, graph: fx.Graph, conditions: list[fx.Node]) -> None:
-        self.graph, self.conditions = graph, conditions
+    def __init__(self, graph: fx.Graph, selected: fx.Node, conditions: list[fx.Node]) -> None:
+        self.graph, self.selected, self.conditions = graph, selected, conditions
         self.sizes: dict[fx.Node, Any] = {}
         self._rows: dict[fx.Node, Rows] = {}
         self._tuples: dict[fx.Node, list[Rows | None]] = {}
@@ -96,7 +100,7 @@ class RowOperators:
 
     def count(self) -> fx.Node:
         """The number of all tokens."""
-        return self._once("count", lambda: call(self.graph, aten.sym_size.int, self.conditions[0], 0))
+        return self._once("count", lambda: call(self.graph, aten.sym_size.int, self.selected, 0))
 
     def enter(self, node: fx.Node, rows: Rows) -> None:
         """Take in what a node selects."""
@@ -133,17 +137,16 @@ class RowOperators:
             rows, dim = self._rows[node.args[0]], node.args[1]
             return self.count() if dim == rows.place else int(node.meta["val"])
         args = fx.node.map_arg(node.args, lambda arg: self.sizes.get(arg, arg))
-        return call_sizes(self.graph, node.target, *args)
+        return call(self.graph, node.target, *args)
 
     # ---- One operator
 
     def _compute(self, node: fx.Node) -> None:
         layouts = self._prove(node)
-        ways = max((len(self._rows[arg].values) for arg in node.all_input_nodes if arg in self._rows), default=1)
-        is_masked = not (node.target in SAME_ENTRIES and not self._rows[node.args[0]].is_masked) if (
-            node.args and isinstance(node.args[0], fx.Node) and node.args[0] in self._rows
-        ) else True
-        values = [self._at(node, way, layouts) for way in range(ways)]
+        rows = [self._rows[arg] for arg in node.all_input_nodes if arg in self._rows]
+        ways = max((len(one.values) for one in rows), default=1)
+        is_masked = node.target not in SAME_ENTRIES or all(one.is_masked for one in rows)
+        values = [self._at(node, way, layouts) for way in (range(ways) if ways > 1 else [None])]
         for value in values:
             value.meta = {**node.meta, "val": value.meta["val"]}
         if isinstance(layouts, tuple):
@@ -198,39 +201,41 @@ class RowOperators:
             raise Unproven(f"{node.target}: it combines rows that different conditions select", node)
         return Layout((None,) * arg.meta["val"].dim())
 
-    def _at(self, node: fx.Node, way: int, layouts: Any) -> fx.Node:
+    def _at(self, node: fx.Node, way: int | None, layouts: Any) -> fx.Node:
         """The operator for one way in which tokens can be selected."""
         if (found := self._expert(node, way)) is not None:
             return found
-        kind = node.target.overloadpacket if isinstance(node.target, torch._ops.OpOverload) else node.target
         if node.target in SAME_ENTRIES:
             return self._call(node, lambda arg: self._value(arg, way))
-        if node.target in FILLS | ASSEMBLIES | MASKED_FILLS or kind in FINITE or _is_finite(node):
+        if _is_finite(node):
             return self._call(node, lambda arg: self._masked(arg, way))
-        if node.target in LOOKUPS | {aten.index.Tensor, aten.scatter.src, aten.scatter.value}:
+        if node.target in INDEXED:
             return self._call(node, lambda arg: self._filled(arg, way, 0))
         if isinstance(layouts, tuple) or not (is_tagged_pointwise(node.target) or len(node.all_input_nodes) == 1):
             raise Unproven(f"{node.target} is not known to be finite at tokens that are not selected", node)
         result = self._call(node, lambda arg: self._filled(arg, way, 1, everywhere=layouts))
         return self._fill(result, layouts.token_dim, way, 0)
 
+    def _condition(self, way: int | None) -> fx.Node:
+        return self.selected if way is None else self.conditions[way]
+
     def _call(self, node: fx.Node, of: Any) -> fx.Node:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self.sizes.get(arg) or of(arg))
         return call(self.graph, node.target, *args, **kwargs)
 
-    def _value(self, arg: fx.Node, way: int) -> fx.Node:
+    def _value(self, arg: fx.Node, way: int | None) -> fx.Node:
         if arg not in self._rows:
             return arg
         values = self._rows[arg].values
-        return values[way % len(values)]
+        return values[0 if way is None or len(values) == 1 else way]
 
-    def _masked(self, arg: fx.Node, way: int) -> fx.Node:
+    def _masked(self, arg: fx.Node, way: int | None) -> fx.Node:
         """A value without data at tokens that are not selected."""
         if arg not in self._rows or self._rows[arg].is_masked:
             return self._value(arg, way)
         return self._once(("masked", arg, way), lambda: self._filled(arg, way, 0))
 
-    def _filled(self, arg: fx.Node, way: int, number: int, everywhere: Layout | None = None) -> fx.Node:
+    def _filled(self, arg: fx.Node, way: int | None, number: int, everywhere: Layout | None = None) -> fx.Node:
         """A value with a number at tokens that are not selected; `everywhere`: also one that all tokens share."""
         if not _is_tensor(arg):
             return arg
@@ -240,15 +245,15 @@ class RowOperators:
             return arg
         return self._fill(arg, everywhere.token_dim, way, number, len(everywhere.dims))  # type: ignore[arg-type]
 
-    def _fill(self, value: fx.Node, place: int, way: int, number: int, rank: int | None = None) -> fx.Node:
+    def _fill(self, value: fx.Node, place: int, way: int | None, number: int, rank: int | None = None) -> fx.Node:
         outside = self._outside(way, (rank or len(sizes(value))) - 1 - place)
         return call(self.graph, aten.masked_fill.Scalar, value, outside, number)
 
-    def _outside(self, way: int, ones: int) -> fx.Node:
+    def _outside(self, way: int | None, ones: int) -> fx.Node:
         """`[N, 1, ...]`: which tokens are not selected."""
 
         def make() -> fx.Node:
-            value = call(self.graph, aten.logical_not.default, self.conditions[way])
+            value = call(self.graph, aten.logical_not.default, self._condition(way))
             for _ in range(ones):
                 value = call(self.graph, aten.unsqueeze.default, value, -1)
             return value
@@ -262,7 +267,7 @@ class RowOperators:
 
     # ---- Products with a weight
 
-    def _expert(self, node: fx.Node, way: int) -> fx.Node | None:
+    def _expert(self, node: fx.Node, way: int | None) -> fx.Node | None:
         """A product of rows with a matrix, at the selected tokens only; None: the operator is none."""
         bias, *sides = node.args if node.target is aten.addmm.default else (None, *node.args)
         if node.target not in (aten.mm.default, aten.addmm.default, aten.bmm.default) or node.kwargs:
@@ -286,7 +291,7 @@ class RowOperators:
 
     def _stacked(self, weight: fx.Node) -> tuple[fx.Node, int, bool]:
         """`[E, ., .]` weights with a matrix `[D, O]` among them: they, its number, and whether it is not transposed."""
-        transposed = weight.target is not aten.t.default
+        transposed = weight.target not in TRANSPOSITIONS or not swaps(weight)
         weight = weight if transposed else weight.args[0]
         if weight.target is aten.select.int and weight.args[1] == 0 and isinstance(weight.args[2], int):
             stack, number = weight.args[0], weight.args[2]
@@ -295,21 +300,16 @@ class RowOperators:
             return weight.args[0].args[0], weight.args[1], transposed
         return call(self.graph, aten.unsqueeze.default, weight, 0), 0, transposed
 
-    def _numbers(self, way: int, number: int) -> fx.Node:
+    def _numbers(self, way: int | None, number: int) -> fx.Node:
         """`[N]` numbers of experts: this one at the selected tokens, none at the others."""
 
         def make() -> fx.Node:
-            condition = self.conditions[way]
+            condition = self._condition(way)
             chosen = call(self.graph, aten._to_copy.default, condition, dtype=torch.int64)
             scaled = call(self.graph, aten.mul.Tensor, chosen, number + 1)
             return call(self.graph, aten.sub.Tensor, scaled, 1)
 
         return self._once(("numbers", way, number), make)
-
-
-def call_sizes(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    """A node that computes a number from numbers."""
-    return call(graph, target, *args)
 
 
 def _is_tensor(node: Any) -> bool:
@@ -343,10 +343,17 @@ def _layout(node: fx.Node) -> Layout:
 
 
 def _is_finite(node: fx.Node) -> bool:
-    """Operators that depend on their numbers: a norm with an epsilon, a power, a quotient by a number."""
-    if node.target is aten.native_layer_norm.default:
-        return bool(node.args[4] > 0)
-    if node.target is aten.pow.Tensor_Scalar:
-        return isinstance(node.args[1], int) and node.args[1] > 0
-    is_quotient = node.target in (aten.div.Tensor, aten.div.Scalar)
-    return is_quotient and isinstance(node.args[1], (int, float)) and node.args[1] != 0
+    """Whether values and derivatives of an operator are finite for all finite arguments, given its numbers."""
+    numbers = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, (int, float))]
+    if not all(map(math.isfinite, numbers)):
+        return False
+    match node.target:
+        case aten.native_layer_norm.default:
+            return bool(node.args[4] > 0)
+        case aten._fused_rms_norm.default:
+            return node.args[3] is None or bool(node.args[3] > 0)
+        case aten.pow.Tensor_Scalar:
+            return isinstance(node.args[1], int) and node.args[1] > 0
+        case aten.div.Tensor | aten.div.Scalar:
+            return bool(numbers) and numbers[0] != 0 and isinstance(node.args[0], fx.Node)
+    return node.target in FILLS | ASSEMBLIES | MASKED_FILLS or node.target.overloadpacket in FINITE

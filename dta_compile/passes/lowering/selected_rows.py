@@ -1,4 +1,4 @@
-"""Rows that a condition selects, `x[mask]` and `x[torch.where(mask)]`, stay where they are: with the others beside them.
+"""Rows that a condition selects, `x[mask]` and `x[torch.where(mask)]`, stay where they are, among the others.
 
 A mixture of experts that is written by hand selects the tokens of an expert, computes something of each of them, and
 adds it where they came from. How many there are is known from the data alone. Here each value over the selected rows
@@ -32,7 +32,7 @@ from dta_compile.passes.graphs.nodes import First, call, descendants, is_item
 from dta_compile.passes.graphs.operators import COPIES, EXCHANGES, RESHAPES, SQUEEZES
 from dta_compile.passes.lowering.distinct_places import at_most_one
 from dta_compile.passes.lowering.row_operators import RowOperators, Rows, Unproven
-from dta_compile.passes.program import Program, ancestors, where
+from dta_compile.passes.program import ancestors, where
 from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
@@ -175,12 +175,10 @@ class _Spreading:
         self.selected = self._rows_first(mask, {dim: dim for dim in self.tokens + self.slots})
         chosen = list(itertools.product(*(range(int(sizes(self.mask)[dim])) for dim in self.slots)))
         self.one_place = not self.slots or len(chosen) == 1 or at_most_one(self.mask, self.slots)
-        if self.one_place:
-            conditions = [self._any_slot(self.selected)]
-        else:
-            conditions = [self._at_slot(self.selected, slots) for slots in chosen]
+        anywhere = self._any_slot(self.selected)
+        conditions = [anywhere] if self.one_place else [self._at_slot(self.selected, slots) for slots in chosen]
         self.chosen = chosen
-        self.rows = RowOperators(self.graph, conditions)
+        self.rows = RowOperators(self.graph, anywhere, conditions)
 
     def _any_slot(self, value: fx.Node) -> fx.Node:
         for _ in self.slots:
@@ -198,13 +196,9 @@ class _Spreading:
         if node.target is aten.nonzero.default and node in self.makers:
             self.coordinates[node] = None
         elif node in self.makers or (self._selects_by_mask(node) and self._reads(node)):
-            index = self._by_mask(node)
-            self._leave(node, index, node.args[2]) if node.target in EXITS else self._enter(node, index)
-        elif not self._reads(node):
-            return
-        elif node.target is aten._assert_scalar.default:
-            return
-        elif self._is_coordinate(node):
+            by_mask = self._by_mask(node)
+            self._leave(node, by_mask, node.args[2]) if node.target in EXITS else self._enter(node, by_mask)
+        elif not self._reads(node) or node.target is aten._assert_scalar.default or self._is_coordinate(node):
             return
         elif node.target in ENTRIES and (index := self._indexed(node)) is not None:
             self._enter(node, index)
@@ -231,7 +225,7 @@ class _Spreading:
 
     def _is_coordinate(self, node: fx.Node) -> bool:
         """Note a node that is a column of `nonzero`, or all of them, in another form."""
-        source = node.args[0] if node.args else None
+        source: Any = node.args[0] if node.args else None
         if source not in self.coordinates:
             return False
         column, value = self.coordinates[source], node.meta["val"]

@@ -29,6 +29,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
 from torch._guards import CompileContext
 from torch.fx.experimental import _config as symbolic_shape_config
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from dta_compile import tracing
 from dta_compile.errors import RefusalError
@@ -208,7 +209,7 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
             if _is_ours(self.output.compiler_fn):
                 if CompileContext.current_compile_id() not in _without_selections:
                     _given_up[:] = [_cause(error)]
-                if self.output.shape_env.unbacked_alloc_order:
+                if any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in self.output.shape_env.var_to_range):
                     _trace_without_selections(self.output)
             raise
 

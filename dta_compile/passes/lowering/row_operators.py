@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from dta_compile.ops.draw_capture import is_random
 from dta_compile.ops.experts import EXPERT_LINEAR
+from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens
 from dta_compile.passes.axes.token_rules import rule_for
 from dta_compile.passes.graphs.nodes import call, is_item, swaps
@@ -49,6 +50,10 @@ FINITE = frozenset(
 )
 # Of these, one or more arguments are indices.
 INDEXED = LOOKUPS | {aten.index.Tensor, aten.scatter.src, aten.scatter.value}
+
+
+# The selected rows of one condition: `nonzero` and `x[mask]` may each have a symbol of their own for how many they are.
+SELECTED = Frame(sympy.Integer(0), sympy.Symbol("selected", integer=True, nonnegative=True))
 
 
 class Unproven(Exception):
@@ -171,7 +176,7 @@ class RowOperators:
             raise Unproven(f"{node.target} draws random numbers for selected rows", node)
         if node.target is aten.full.default:
             return _layout(node)
-        rule = rule_for(node.target)
+        rule = rule_for(node.target) if node.target not in MIXERS else None
         if rule is None:
             raise Unproven(f"{node.target} has no token-wise rule", node)
         layouts = {arg: self._layout_of(node, arg) for arg in node.all_input_nodes if _is_tensor(arg)}
@@ -338,8 +343,7 @@ def _layout(node: fx.Node) -> Layout:
     dims = _dims(node, value)
     if sum(axis is not None for axis in dims) != 1:
         raise Unproven(f"{node.target}: its result does not lie along the selected rows", node)
-    length = sizes(node)[dims.index(Axis.TOKEN)]
-    return Layout(dims, Frame(sympy.Integer(0), length))
+    return Layout(dims, SELECTED)
 
 
 def _is_finite(node: fx.Node) -> bool:

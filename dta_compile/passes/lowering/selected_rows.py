@@ -28,8 +28,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from dta_compile.errors import RefusalError
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import First, call, descendants, is_item
-from dta_compile.passes.graphs.operators import COPIES, EXCHANGES, RESHAPES, SQUEEZES
+from dta_compile.passes.graphs.nodes import First, call, descendants, is_item, swaps
+from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES, SQUEEZES, TRANSPOSITIONS
 from dta_compile.passes.lowering.distinct_places import at_most_one
 from dta_compile.passes.lowering.row_operators import RowOperators, Rows, Unproven
 from dta_compile.passes.program import ancestors, where
@@ -37,7 +37,8 @@ from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
 ENTRIES = (aten.index.Tensor, aten.index_select.default)
-EXITS = (aten.index_add.default, aten.index_put.default)
+EXITS = (aten.index_add.default, aten.index_put.default, aten.scatter_add.default)
+PARTS = (aten.unbind.int, aten.select.int)
 
 
 class SelectionRefusal(RefusalError):
@@ -74,8 +75,15 @@ def _selections(graph: fx.Graph, first: First) -> dict[fx.Node, list[fx.Node]]:
     for node in graph.nodes:
         mask = node.args[0] if node.target is aten.nonzero.default else _mask_of(node)
         if mask is not None and node.target is not aten.index_put.default and _dims_of_tokens(mask):
-            found.setdefault(first.like(mask), []).append(node)
+            found.setdefault(_condition(mask, first), []).append(node)
     return found
+
+
+def _condition(mask: fx.Node, first: First) -> fx.Node:
+    """The first node that has the entries of a mask; where it runs over tokens alone, in whatever shape."""
+    while mask.target in RESHAPES and all(size.free_symbols for one in (mask, mask.args[0]) for size in sizes(one)):
+        mask = mask.args[0]
+    return first.like(mask)
 
 
 def _mask_of(node: fx.Node) -> fx.Node | None:
@@ -121,12 +129,44 @@ class _Index:
     """Which dimensions of a tensor the coordinates of selected rows index, and where rows lie in the result.
 
     Attributes:
+        mask: the condition, in the shape that it has here.
         of: the tensor's dimension, by dimension of the condition.
         place: the dimension of rows in what is selected.
     """
 
+    mask: fx.Node
     of: dict[int, int]
     place: int
+
+    @property
+    def tokens(self) -> list[int]:
+        """Dimensions of the condition whose sizes are those of the call."""
+        return [dim for dim, size in enumerate(sizes(self.mask)) if size.free_symbols]
+
+    @property
+    def slots(self) -> list[int]:
+        """The other dimensions of the condition."""
+        return [dim for dim, size in enumerate(sizes(self.mask)) if not size.free_symbols]
+
+    def order(self, rank: int) -> list[int]:
+        """The dimensions of a tensor: those of tokens, then those of slots, then the others."""
+        front = [self.of[dim] for dim in self.tokens + self.slots if dim in self.of]
+        return front + [dim for dim in range(rank) if dim not in front]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Coordinates:
+    """Numbers of selected rows, as `nonzero` gives them.
+
+    Attributes:
+        mask: the condition, in the shape that it has here.
+        column: a dimension of the condition; None: all of them, `[n, dims]`.
+        columns_first: they are `[dims, n]`.
+    """
+
+    mask: fx.Node
+    column: int | None = None
+    columns_first: bool = False
 
 
 class _Spreading:
@@ -134,16 +174,14 @@ class _Spreading:
 
     Attributes:
         mask: the condition, of any dtype: what is not zero is selected.
-        tokens, slots: dimensions of the mask whose sizes are those of the call, and the others.
-        coordinates: nodes that are a column of `nonzero`, by dimension of the mask; None: all columns, `[n, dims]`.
+        slots: dimensions of the mask whose sizes are not those of the call.
+        coordinates: nodes that are numbers of the selected rows.
     """
 
     def __init__(self, graph: fx.Graph, first: First, mask: fx.Node, makers: list[fx.Node]) -> None:
         self.graph, self.first, self.mask, self.makers = graph, first, mask, makers
-        self.tokens = _dims_of_tokens(mask)
-        self.slots = [dim for dim in range(len(sizes(mask))) if dim not in self.tokens]
-        self.coordinates: dict[fx.Node, int | None] = {}
-        self.columns_first: set[fx.Node] = set()  # of `coordinates`, those that are `[dims, n]`
+        self.slots = [dim for dim, size in enumerate(sizes(mask)) if not size.free_symbols]
+        self.coordinates: dict[fx.Node, _Coordinates] = {}
         self.exits: list[tuple[fx.Node, fx.Node]] = []
 
     def run(self) -> None:
@@ -172,7 +210,7 @@ class _Spreading:
         mask = self.mask
         if mask.meta["val"].dtype is not torch.bool:
             mask = call(self.graph, aten.ne.Scalar, mask, 0)
-        self.selected = self._rows_first(mask, {dim: dim for dim in self.tokens + self.slots})
+        self.selected = self._rows_first(mask, _Index(mask, {dim: dim for dim in range(len(sizes(mask)))}, 0))
         chosen = list(itertools.product(*(range(int(sizes(self.mask)[dim])) for dim in self.slots)))
         self.one_place = not self.slots or len(chosen) == 1 or at_most_one(self.mask, self.slots)
         anywhere = self._any_slot(self.selected)
@@ -194,7 +232,7 @@ class _Spreading:
 
     def _visit(self, node: fx.Node) -> None:
         if node.target is aten.nonzero.default and node in self.makers:
-            self.coordinates[node] = None
+            self.coordinates[node] = _Coordinates(node.args[0])
         elif node in self.makers or (self._selects_by_mask(node) and self._reads(node)):
             by_mask = self._by_mask(node)
             self._leave(node, by_mask, node.args[2]) if node.target in EXITS else self._enter(node, by_mask)
@@ -203,9 +241,9 @@ class _Spreading:
         elif node.target in ENTRIES and (index := self._indexed(node)) is not None:
             self._enter(node, index)
         elif node.target in EXITS and (index := self._indexed(node)) is not None:
-            self._leave(node, index, node.args[3 if node.target is aten.index_add.default else 2])
+            self._leave(node, index, node.args[2 if node.target is aten.index_put.default else 3])
         elif node.target is aten.sym_size.int and node.args[0] in self.coordinates:
-            is_count = (node.args[1] == 0) is (node.args[0] not in self.columns_first)
+            is_count = bool(node.args[1]) is self.coordinates[node.args[0]].columns_first
             self.rows.sizes[node] = self.rows.count() if is_count else int(node.meta["val"])
         elif any(arg in self.coordinates for arg in node.all_input_nodes):
             raise Unproven(f"{node.target}: the numbers of the selected tokens are used as values", node)
@@ -217,35 +255,36 @@ class _Spreading:
 
     def _selects_by_mask(self, node: fx.Node) -> bool:
         mask = _mask_of(node)
-        return mask is not None and self.first.like(mask) is self.mask
+        return mask is not None and _condition(mask, self.first) is self.mask
 
     def _by_mask(self, node: fx.Node) -> _Index:
-        before = len(node.args[1]) - 1
-        return _Index({dim: before + dim for dim in range(len(sizes(self.mask)))}, before)
+        before, mask = len(node.args[1]) - 1, node.args[1][-1]
+        return _Index(mask, {dim: before + dim for dim in range(len(sizes(mask)))}, before)
 
     def _is_coordinate(self, node: fx.Node) -> bool:
         """Note a node that is a column of `nonzero`, or all of them, in another form."""
         source: Any = node.args[0] if node.args else None
         if source not in self.coordinates:
             return False
-        column, value = self.coordinates[source], node.meta["val"]
-        columns_first = source in self.columns_first
-        if node.target in COPIES or (node.target is aten._to_copy.default and not value.is_floating_point()):
-            self.coordinates[node] = column
-        elif node.target in RESHAPES | SQUEEZES and value.dim() == 1:  # of one column
-            self.coordinates[node] = 0 if column is None else column
-        elif node.target in EXCHANGES | {aten.permute.default} and column is None and _swaps(node):
-            self.coordinates[node], columns_first = None, not columns_first
-        elif node.target is aten.unbind.int and column is None and _along(node, 1) == (not columns_first):
-            self.coordinates[node] = None
+        found, value = self.coordinates[source], node.meta["val"]
+        dims = len(sizes(found.mask))
+        if node.target in COPIES or (node.target in CASTS and not value.is_floating_point()):
+            self.coordinates[node] = found
         elif is_item(node) and source.target is aten.unbind.int:
-            self.coordinates[node] = node.args[1] % len(sizes(self.mask))
-        elif node.target is aten.select.int and column is None and _along(node, 1) == (not columns_first):
-            self.coordinates[node] = node.args[2] % len(sizes(self.mask))
+            self.coordinates[node] = dataclasses.replace(found, column=node.args[1] % dims)
+        elif found.column is not None and node.target in KEEP_ORDER | {aten.expand.default} and value.dim() > 0:
+            if sizes(node)[0] != sizes(source)[0] or any(size.free_symbols for size in sizes(node)[1:]):
+                return False
+            self.coordinates[node] = found  # `[n, 1]` or `[n, D]`: the same for all features
+        elif found.column is None and node.target in RESHAPES | SQUEEZES and value.dim() == 1 == dims:
+            self.coordinates[node] = dataclasses.replace(found, column=0)
+        elif found.column is None and node.target in TRANSPOSITIONS and swaps(node):
+            self.coordinates[node] = dataclasses.replace(found, columns_first=not found.columns_first)
+        elif found.column is None and node.target in PARTS and found.columns_first is not _is_along_second(node):
+            column = node.args[2] % dims if node.target is aten.select.int else None
+            self.coordinates[node] = dataclasses.replace(found, column=column)
         else:
             return False
-        if columns_first and self.coordinates[node] is None:
-            self.columns_first.add(node)
         return True
 
     def _indexed(self, node: fx.Node) -> _Index | None:
@@ -255,23 +294,33 @@ class _Spreading:
         else:
             indices = {node.args[1] % len(sizes(node.args[0])): node.args[2]}
         of: dict[int, int] = {}
+        masks = set()
         for dim, index in indices.items():
             if index is not None:
-                column = self.coordinates.get(index)
-                if column is None or column in of:
+                found = self.coordinates.get(index)
+                if found is None or found.column is None or found.column in of or not self._fits(node, index):
                     return None
-                of[column] = dim
+                of[found.column] = dim
+                masks.add(found.mask)
+        if len(masks) != 1:
+            return None
         dims = sorted(of.values())
-        return _Index(of, dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0)
+        return _Index(masks.pop(), of, dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0)
+
+    def _fits(self, node: fx.Node, index: fx.Node) -> bool:
+        """Whether rows are indexed as a whole, by one number each."""
+        if node.target is not aten.scatter_add.default:
+            return len(sizes(index)) == 1
+        return node.args[1] == 0 and sizes(index)[1:] == sizes(node.args[0])[1:] and sizes(index) == sizes(node.args[3])
 
     # ---- From tokens to selected rows, and back
 
     def _enter(self, node: fx.Node, index: _Index) -> None:
         source = node.args[0]
         self._require_tokens(node, source, index)
-        flat = self._rows_first(source, index.of)
-        slots = [dim for dim in self.slots if dim in index.of]
-        if slots and slots != self.slots:
+        flat = self._rows_first(source, index)
+        slots = [dim for dim in index.slots if dim in index.of]
+        if slots and slots != index.slots:
             raise Unproven(f"{node.target}: some of the condition's dimensions are left out", node)
         if not slots:
             found = [flat]
@@ -296,15 +345,15 @@ class _Spreading:
         if self.rows.knows(target):
             raise Unproven(f"{node.target}: it writes to selected rows", node)
         self._require_tokens(node, target, index)
-        adds = node.target is aten.index_add.default or bool(argument(node, 3, "accumulate"))
-        slots = [dim for dim in self.slots if dim in index.of]
-        if slots != self.slots and (slots or not (adds or self.one_place)):
+        adds = node.target is not aten.index_put.default or bool(argument(node, 3, "accumulate"))
+        slots = [dim for dim in index.slots if dim in index.of]
+        if slots != index.slots and (slots or not (adds or self.one_place)):
             raise Unproven(f"{node.target}: a token that is selected twice is written twice", node)
         rank = len(sizes(target)) - len(index.of) + 1  # of what is written
         if not isinstance(source, fx.Node) or not self.rows.is_rows(source):
             raise Unproven(f"{node.target}: what is written are no selected rows", node)
         written = [self._moved(value, index.place, 0) for value in self.rows.aligned(source, rank, index.place, node)]
-        flat = self._rows_first(target, index.of)
+        flat = self._rows_first(target, index)
         alpha = {"alpha": node.kwargs["alpha"]} if "alpha" in node.kwargs else {}
         if slots:
             flat = self._written_at_slots(flat, written, adds)
@@ -316,7 +365,7 @@ class _Spreading:
                 flat = call(self.graph, aten.add.Tensor, flat, value, **alpha)
             else:
                 flat = call(self.graph, aten.where.self, condition, value, flat)
-        self.exits.append((node, self._rows_back(flat, target, index.of)))
+        self.exits.append((node, self._rows_back(flat, target, index)))
 
     def _written_at_slots(self, flat: fx.Node, written: list[fx.Node], adds: bool) -> fx.Node:
         """`[N, *slots, ...]`, written where the condition says."""
@@ -333,32 +382,27 @@ class _Spreading:
         return call(self.graph, aten.where.self, self._with_ones(self.selected, flat), value, flat)
 
     def _require_tokens(self, node: fx.Node, value: fx.Node, index: _Index) -> None:
-        for dim in self.tokens:
-            if dim not in index.of or sizes(value)[index.of[dim]] != sizes(self.mask)[dim]:
+        for dim, size in enumerate(sizes(index.mask)):
+            if dim not in index.of and dim in index.tokens:
+                raise Unproven(f"{node.target}: some of the tokens' dimensions are not indexed", node)
+            if dim in index.of and sizes(value)[index.of[dim]] != size:
                 raise Unproven(f"{node.target}: the condition is not over the rows that are indexed", node)
-        for dim in self.slots:
-            if dim in index.of and sizes(value)[index.of[dim]] != sizes(self.mask)[dim]:
-                raise Unproven(f"{node.target}: the condition is not over the places that are indexed", node)
 
     # ---- Shapes
 
-    def _order(self, rank: int, of: dict[int, int]) -> list[int]:
-        front = [of[dim] for dim in self.tokens + self.slots if dim in of]
-        return front + [dim for dim in range(rank) if dim not in front]
-
-    def _rows_first(self, value: fx.Node, of: dict[int, int]) -> fx.Node:
+    def _rows_first(self, value: fx.Node, index: _Index) -> fx.Node:
         """`[N, *slots, ...]`: the dimensions of tokens flattened in front, then those of slots, then the others."""
-        value = self._permuted(value, self._order(len(sizes(value)), of))
-        if len(self.tokens) == 1:
+        value = self._permuted(value, index.order(len(sizes(value))))
+        if len(index.tokens) == 1:
             return value
-        rest = [int(size) for size in value.meta["val"].shape[len(self.tokens) :]]
+        rest = [int(size) for size in value.meta["val"].shape[len(index.tokens) :]]
         return call(self.graph, aten.reshape.default, value, [-1, *rest])
 
-    def _rows_back(self, flat: fx.Node, like: fx.Node, of: dict[int, int]) -> fx.Node:
+    def _rows_back(self, flat: fx.Node, like: fx.Node, index: _Index) -> fx.Node:
         """The reverse of `_rows_first`, for a value with the sizes of `like`."""
-        order = self._order(len(sizes(like)), of)
-        if len(self.tokens) > 1:
-            tokens = [call(self.graph, aten.sym_size.int, self.mask, dim) for dim in self.tokens]
+        order = index.order(len(sizes(like)))
+        if len(index.tokens) > 1:
+            tokens = [call(self.graph, aten.sym_size.int, index.mask, dim) for dim in index.tokens]
             rest = [int(size) for size in flat.meta["val"].shape[1:]]
             flat = call(self.graph, aten.reshape.default, flat, [*tokens, *rest])
         return self._permuted(flat, sorted(range(len(order)), key=order.__getitem__))
@@ -384,11 +428,5 @@ def _from(node: fx.Node) -> Iterable[fx.Node]:
     return itertools.dropwhile(lambda one: one is not node, node.graph.nodes)
 
 
-def _swaps(node: fx.Node) -> bool:
-    dims = node.args[1] if node.target is aten.permute.default else [1, 0]
-    return [dim % 2 for dim in dims] == [1, 0]
-
-
-def _along(node: fx.Node, position: int) -> bool:
-    """Whether an operator goes along the second dimension, not the first."""
-    return bool((argument(node, position, "dim") or 0) % 2)
+def _is_along_second(node: fx.Node) -> bool:
+    return bool((argument(node, 1, "dim") or 0) % 2)

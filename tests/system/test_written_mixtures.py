@@ -357,7 +357,7 @@ REFUSED = {
     Counted: "selected by a condition.*how many rows",
     Shifted: "selected by a condition.*flip",
     Elsewhere: "selected by a condition.*numbers of the selected tokens",
-    Attending: "selected by a condition.*attention",
+    Attending: "graph break.*scaled_dot_product_attention",  # Dynamo's own
     Dropped: "selected by a condition.*random numbers",
     Capacity: "expert capacity.*cumsum",
     Noisy: "random numbers for every token.*randn_like.*router noise",

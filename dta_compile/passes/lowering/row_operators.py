@@ -225,7 +225,10 @@ class RowOperators:
         return self.selected if way is None else self.conditions[way]
 
     def _call(self, node: fx.Node, of: Any) -> fx.Node:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self.sizes.get(arg) or of(arg))
+        def mapped(arg: fx.Node) -> Any:
+            return self.sizes[arg] if arg in self.sizes else of(arg)
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), mapped)
         return call(self.graph, node.target, *args, **kwargs)
 
     def _value(self, arg: fx.Node, way: int | None) -> fx.Node:

@@ -57,4 +57,4 @@ def selects_rows(graph: fx.Graph) -> bool:
 
 def depends_on_data(size: Any) -> bool:
     """Whether a size, or the expression of one, has a symbol that no input gives."""
-    return bool(free_unbacked_symbols(size))
+    return not isinstance(size, int) and bool(free_unbacked_symbols(size))

@@ -169,6 +169,26 @@ class Dense(Mixture):
         return (y * mask[..., None]).sum(1) + torch.einsum("neh,edh,ne->nd", h, self.w2, mask)
 
 
+class Gathered(Mixture):
+    """A matrix for every place, by `bmm` and by einsum."""
+
+    def mix(self, x, weights, chosen):
+        y = torch.bmm(self.w1[chosen.flatten()], x.repeat_interleave(self.k, 0)[..., None])[..., 0]
+        y = F.silu(y.view(-1, self.k, HIDDEN))
+        return torch.einsum("nkh,nkdh,nk->nd", y, self.w2[chosen], weights)
+
+
+class FlatPlaces(Mixture):
+    """As DeepSeek's remote code trains: tokens repeated, and written by a mask over all places."""
+
+    def mix(self, x, weights, chosen):
+        flat, x = chosen.view(-1), x.repeat_interleave(self.k, dim=0)
+        y = torch.empty_like(x)
+        for number, expert in enumerate(self.experts):
+            y[flat == number] = expert(x[flat == number])
+        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
 class Checkpointed(Mixtral):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -235,7 +255,7 @@ def assert_exact(model, batch=None):
 
 
 WAYS = [Mixtral, DeepSeek, OneColumn, Masked, TokensOfSequences, Columns, Slots, Scattered, Dense, Checkpointed]
-WAYS += [Twice, Shared]
+WAYS += [Twice, Shared, Gathered, FlatPlaces]
 
 
 @pytest.mark.parametrize("mixture", WAYS)
@@ -339,6 +359,15 @@ class Capacity(OneColumn):
         return super().mix(x, weights * kept[:, None], chosen)
 
 
+class Sorted(Mixture):
+    def mix(self, x, weights, chosen):
+        flat = chosen.view(-1)
+        order = flat.argsort(stable=True)
+        y = torch.bmm(self.w1[flat[order]], x[order // self.k][..., None])
+        y = torch.bmm(self.w2[flat[order]], F.silu(y))[..., 0] * weights.view(-1)[order][:, None]
+        return torch.zeros_like(x).index_add(0, order // self.k, y)
+
+
 class Noisy(Mixtral):
     def route(self, x):
         return super().route(x + torch.randn_like(x))
@@ -360,6 +389,7 @@ REFUSED = {
     Attending: "graph break.*scaled_dot_product_attention",  # Dynamo's own
     Dropped: "selected by a condition.*random numbers",
     Capacity: "expert capacity.*cumsum",
+    Sorted: "sorted by the experts.*expert_linear",
     Noisy: "random numbers for every token.*randn_like.*router noise",
     Jittered: "random numbers for every token.*uniform.*router noise",
 }

@@ -31,6 +31,7 @@ from dta_compile.passes.graphs.sizes import sizes_from_inputs
 from dta_compile.passes.lowering import decompositions, row_loops
 from dta_compile.passes.lowering.attention_capture import capture_attention
 from dta_compile.passes.lowering.draws import drawing
+from dta_compile.passes.lowering.flat_places import unflatten_places
 from dta_compile.passes.lowering.gradient_flow import (
     CapturedInterpreter,
     Flow,
@@ -68,6 +69,7 @@ def lower(program: Program) -> None:
     row_loops.undo_row_loops(module.graph)
     spread_selected_rows(module.graph, _parameters(module, program))
     select_masked_writes(module.graph)
+    unflatten_places(module.graph)
     _forget_counts(module.graph, program)
     sizes_from_inputs(module.graph)
     module.graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says

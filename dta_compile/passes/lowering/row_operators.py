@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from dta_compile.ops.draw_capture import is_random
 from dta_compile.ops.experts import EXPERT_LINEAR
@@ -34,7 +34,7 @@ from dta_compile.passes.graphs.operators import (
     is_tagged_pointwise,
 )
 from dta_compile.passes.program import Axis, Frame, Layout
-from dta_compile.passes.symbols import expression, sizes
+from dta_compile.passes.symbols import depends_on_data, expression, sizes
 
 aten = torch.ops.aten
 
@@ -83,13 +83,20 @@ class RowOperators:
     """What is computed from the rows that one condition selects.
 
     Attributes:
-        selected: `[N]` bool, the selected tokens.
+        selected: `[N]` bool, the selected tokens; None: all are.
         conditions: the same, for each way in which a token can be selected.
+        is_count: whether a size has the number of selected rows in it.
         sizes: what stands for a size that the number of selected rows is part of.
     """
 
-    def __init__(self, graph: fx.Graph, selected: fx.Node, conditions: list[fx.Node]) -> None:
-        self.graph, self.selected, self.conditions = graph, selected, conditions
+    def __init__(
+        self,
+        graph: fx.Graph,
+        selected: fx.Node | None,
+        conditions: list[fx.Node],
+        is_count: Callable[[sympy.Expr], bool] = depends_on_data,
+    ) -> None:
+        self.graph, self.selected, self.conditions, self.is_count = graph, selected, conditions, is_count
         self.sizes: dict[fx.Node, Any] = {}
         self._rows: dict[fx.Node, Rows] = {}
         self._tuples: dict[fx.Node, list[Rows | None]] = {}
@@ -101,15 +108,21 @@ class RowOperators:
         return node in self._rows or node in self._tuples or node in self.sizes
 
     def is_rows(self, node: fx.Node) -> bool:
+        """Whether a node's value is one over selected rows."""
         return node in self._rows
+
+    def of(self, node: fx.Node) -> Rows:
+        """What stands for a value over selected rows."""
+        return self._rows[node]
 
     def count(self) -> fx.Node:
         """The number of all tokens."""
+        assert self.selected is not None
         return self._once("count", lambda: call(self.graph, aten.sym_size.int, self.selected, 0))
 
     def enter(self, node: fx.Node, rows: Rows) -> None:
         """Take in what a node selects."""
-        found = _layout(node)
+        found = self._layout(node)
         if found.token_dim != rows.place:
             raise Unproven(f"{node.target}: it selects rows along several dimensions", node)
         self._rows[node], self._layouts[node] = rows, found
@@ -133,7 +146,7 @@ class RowOperators:
         elif is_item(node):
             rows = self._tuples[node.args[0]][node.args[1]]
             assert rows is not None
-            self._rows[node], self._layouts[node] = rows, _layout(node)
+            self._rows[node], self._layouts[node] = rows, self._layout(node)
         else:
             self._compute(node)
 
@@ -175,7 +188,7 @@ class RowOperators:
         if is_random(node.target):
             raise Unproven(f"{node.target} draws random numbers for selected rows", node)
         if node.target is aten.full.default:
-            return _layout(node)
+            return self._layout(node)
         rule = rule_for(node.target) if node.target not in MIXERS else None
         if rule is None:
             raise Unproven(f"{node.target} has no token-wise rule", node)
@@ -186,9 +199,22 @@ class RowOperators:
             raise Unproven(f"{node.target}: {mixes}", node) from None
         results = node.meta["val"] if isinstance(found, tuple) else [node.meta["val"]]
         for layout, result in zip(found if isinstance(found, tuple) else [found], results, strict=True):
-            if layout.dims != _dims(node, result):
+            if layout.dims != self._dims(node, result):
                 raise Unproven(f"{node.target}: its result does not lie along the selected rows", node)
         return found
+
+    def _dims(self, node: fx.Node, value: torch.Tensor) -> tuple[Axis | None, ...]:
+        """Which dimensions are as many as selected rows."""
+        shape = list(map(expression, value.shape))
+        if any(depends_on_data(size) and not size.is_Symbol for size in shape):
+            raise Unproven(f"{node.target}: selected rows are merged with other dimensions", node)
+        return tuple(Axis.TOKEN if self.is_count(size) else None for size in shape)
+
+    def _layout(self, node: fx.Node) -> Layout:
+        dims = self._dims(node, node.meta["val"])
+        if sum(axis is not None for axis in dims) != 1:
+            raise Unproven(f"{node.target}: its result does not lie along the selected rows", node)
+        return Layout(dims, SELECTED)
 
     def _require_sizes_in_place(self, node: fx.Node) -> None:
         """How many rows are selected may be a size of the result, and nothing else."""
@@ -202,15 +228,15 @@ class RowOperators:
             raise Unproven(f"{node.target} takes several results at once", node)
         if arg in self._rows:
             return self._layouts[arg]
-        if any(free_unbacked_symbols(size) for size in arg.meta["val"].shape):
+        if any(map(self.is_count, sizes(arg))):
             raise Unproven(f"{node.target}: it combines rows that different conditions select", node)
         return Layout((None,) * arg.meta["val"].dim())
 
     def _at(self, node: fx.Node, way: int | None, layouts: Any) -> fx.Node:
         """The operator for one way in which tokens can be selected."""
-        if (found := self._expert(node, way)) is not None:
+        if self.selected is not None and (found := self._expert(node, way)) is not None:
             return found
-        if node.target in SAME_ENTRIES:
+        if node.target in SAME_ENTRIES or self.selected is None:
             return self._call(node, lambda arg: self._value(arg, way))
         if _is_finite(node):
             return self._call(node, lambda arg: self._masked(arg, way))
@@ -222,6 +248,7 @@ class RowOperators:
         return self._fill(result, layouts.token_dim, way, 0)
 
     def _condition(self, way: int | None) -> fx.Node:
+        assert self.selected is not None
         return self.selected if way is None else self.conditions[way]
 
     def _call(self, node: fx.Node, of: Any) -> fx.Node:
@@ -328,25 +355,6 @@ def _nodes(arg: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.node.map_arg(arg, found.append)
     return found
-
-
-def _dims(node: fx.Node, value: torch.Tensor) -> tuple[Axis | None, ...]:
-    """Which dimensions are as many as selected rows."""
-    dims: list[Axis | None] = []
-    for size in map(expression, value.shape):
-        is_count = bool(free_unbacked_symbols(size)) if size.free_symbols else False
-        if is_count and not size.is_Symbol:
-            raise Unproven(f"{node.target}: selected rows are merged with other dimensions", node)
-        dims.append(Axis.TOKEN if is_count else None)
-    return tuple(dims)
-
-
-def _layout(node: fx.Node) -> Layout:
-    value = node.meta["val"]
-    dims = _dims(node, value)
-    if sum(axis is not None for axis in dims) != 1:
-        raise Unproven(f"{node.target}: its result does not lie along the selected rows", node)
-    return Layout(dims, SELECTED)
 
 
 def _is_finite(node: fx.Node) -> bool:

@@ -26,6 +26,7 @@ from dta_compile.passes.symbols import sizes
 aten = torch.ops.aten
 # What chooses experts for tokens, or tokens for experts; and what counts the tokens of an expert.
 CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.argmax.default, aten.max.dim)
+SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
 COUNTS = (aten.cumsum.default, aten.sum.dim_IntList, aten.sum.default, aten.bincount.default, aten.histc.default)
 
 
@@ -96,6 +97,14 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
             expected="a model without noise before its last attention",
             got=mixed.reason,
             hint="switch router noise or jitter off, or call model.eval()",
+        )
+    elif any(one.target in SORTS and not is_float(one.args[0]) for one in (mixed.node, *mixed.node.users)):
+        return RefusalError(
+            "tokens are sorted by the experts that they chose, which hides that each is computed by itself",
+            where=where(mixed.node),
+            expected="a loop over experts with torch.where(chosen == expert), or dta_compile.ops.experts.expert_linear",
+            got=mixed.reason,
+            hint="write the mixture of experts so; transformers: experts_implementation='dta'",
         )
     elif _is_capacity(mixed.node):
         return RefusalError(

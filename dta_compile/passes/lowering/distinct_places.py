@@ -10,7 +10,7 @@ from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import is_item
-from dta_compile.passes.graphs.operators import CASTS, COPIES, RESHAPES
+from dta_compile.passes.graphs.operators import CASTS, COPIES, EXCHANGES, RESHAPES
 from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
@@ -44,9 +44,9 @@ def _holds_once(node: fx.Node, at: Coordinates, slot: str) -> bool:
         for place, dim in enumerate(node.args[1]):
             before[dim % len(at)] = at[place]
         return _holds_once(source, tuple(before), slot)
-    if node.target is aten.transpose.int:
+    if node.target in EXCHANGES and len(at) > 1:
         order = list(at)
-        first, second = node.args[1:]
+        first, second = node.args[1:] or (0, 1)
         order[first], order[second] = order[second], order[first]
         return _holds_once(source, tuple(order), slot)
     if node.target is aten.unsqueeze.default:

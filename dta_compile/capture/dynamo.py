@@ -209,7 +209,8 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
             if _is_ours(self.output.compiler_fn):
                 if CompileContext.current_compile_id() not in _without_selections:
                     _given_up[:] = [_cause(error)]
-                if any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in self.output.shape_env.var_to_range):
+                sizes = getattr(self.output.shape_env, "var_to_range", ())
+                if any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in sizes):
                     _trace_without_selections(self.output)
             raise
 

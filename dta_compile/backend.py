@@ -20,7 +20,9 @@ from dta_compile.errors import DTAError, OptionError, RefusalError
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
 from dta_compile.passes.contracts import ContractError
+from dta_compile.passes.lowering.selected_rows import SelectionRefusal
 from dta_compile.passes.program import AmbiguousAxes
+from dta_compile.passes.symbols import selects_rows
 from dta_compile.runtime.engine import Engine
 
 logger = logging.getLogger("dta_compile")
@@ -87,11 +89,18 @@ def _bug(broken: ContractError) -> RefusalError:
 
 
 def _analyse(graph: Captured, options: Options) -> Program:
+    program: Program | None = None
     try:
         with _autograd_of_our_own():
             module = with_our_attention(graph.module)
             program = Program(module, graph.training, options.codegen, graph.own_symbols)
             return run_passes(program, skip=options.skip_passes)
+    except SelectionRefusal:
+        raise
+    except (RefusalError, GraphWithoutAttention):
+        if selects_rows(graph.module.graph if program is None or program.module is None else program.graph):
+            dynamo.trace_again_without_selections()  # as it would be without us, Dynamo ends the graph there
+        raise
     except AmbiguousAxes as ambiguous:
         if graph.own_symbols and ambiguous.refusal is not None:
             raise ambiguous.refusal from None

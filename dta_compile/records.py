@@ -17,6 +17,12 @@ logger = logging.getLogger("dta_compile")
 
 _ATTRIBUTE = "_dta_record"
 MANY_GRAPHS = 10
+# What names of graph breaks have in them where Python asks for numbers of tensors.
+OF_NUMBERS = ("data-dependent", "data dependent", "item()", "tolist", "numpy", "could not guard")
+NUMBERS = (
+    ": Python code cannot depend on what tensors hold. In a mixture of experts, drop the `if` around an expert without"
+    " tokens, which adds nothing, and select its tokens by a condition instead of by .item(), .tolist() or .numpy()"
+)
 
 
 @dataclasses.dataclass
@@ -110,12 +116,15 @@ def _of_wrapper(wrapper: Any | None) -> Record:
 
 def with_graph_break(error: RefusalError) -> RefusalError:
     """The error; after a graph break, one that names the break, which is what cut the model in two."""
-    if not dynamo.resumes_after_a_break() and "___stack" not in error.got:
+    is_part = "requires a gradient" in error.got
+    if not dynamo.resumes_after_a_break() and "___stack" not in error.got and not (is_part and dynamo.given_up()):
         return error
+    line = dynamo.given_up() if is_part and dynamo.given_up() else _last_break[-1] if _last_break else None
     return RefusalError(
         "a graph break inside the model: what comes after it cannot run over the tree by itself",
-        where=_last_break[-1] if _last_break else "TORCH_LOGS=graph_breaks shows the line",
+        where=line or "TORCH_LOGS=graph_breaks shows the line",
         expected="one graph from token ids to the last attention layer",
         got=error.got or error.what,
-        hint="remove the graph break (torch.compile(..., fullgraph=True) points at it)",
+        hint="remove the graph break (torch.compile(..., fullgraph=True) points at it)"
+        + (NUMBERS if any(word in (line or "").lower() for word in OF_NUMBERS) else ""),
     )

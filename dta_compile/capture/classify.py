@@ -12,6 +12,7 @@ from dta_compile.capture import dynamo
 from dta_compile.capture.generation import captured_mixer_calls, uses_kv_cache
 from dta_compile.capture.written_out import trains_parameters, written_out_attention
 from dta_compile.errors import RefusalError
+from dta_compile.passes.symbols import depends_on_data, selects_rows
 
 __all__ = ["Captured", "Kind", "classify"]
 
@@ -70,7 +71,10 @@ def classify(module: fx.GraphModule) -> Captured:
     facts = Captured(
         module, Kind.TREE, _is_training(module), has_attention, own_symbols, graph_break=dynamo.graph_break(module)
     )
-    return _for_the_tree(facts) if has_attention else _without_attention(facts)
+    graph = _for_the_tree(facts) if has_attention else _without_attention(facts)
+    if _selects_in_vain(graph):
+        dynamo.trace_again_without_selections()
+    return graph
 
 
 def _without_attention(graph: Captured) -> Captured:
@@ -99,6 +103,15 @@ def _for_the_tree(graph: Captured) -> Captured:
         return dataclasses.replace(graph, kind=Kind.REFUSED, refusal=refusal)
     dynamo.unify_equal_sizes(graph.module.graph)
     return graph
+
+
+def _selects_in_vain(graph: Captured) -> bool:
+    """Whether rows are selected in a graph that is not for the tree, or the selected ones are all that it is about."""
+    calls = [call for _, call in captured_mixer_calls(graph.module)]
+    values = (arg.meta.get("example_value") for call in calls for arg in call.all_input_nodes)
+    shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+    is_over_selected = any(depends_on_data(size) for shape in shapes for size in shape)
+    return is_over_selected or (graph.kind is not Kind.TREE and selects_rows(graph.module.graph))
 
 
 def _is_training(module: fx.GraphModule) -> bool:

@@ -6,6 +6,8 @@ Supported torch: 2.11 to 2.15. Each trick has a test of its own; when one stops 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -16,18 +18,31 @@ from torch import fx
 from torch._dynamo.cache_size import _has_same_id_matched_objs
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    RestartAnalysis,
+    TensorifyScalarRestartAnalysis,
+    UnspecializeRestartAnalysis,
+)
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
 from torch._guards import CompileContext
 from torch.fx.experimental import _config as symbolic_shape_config
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from dta_compile.errors import RefusalError
 from dta_compile.integrations import tracing
 from dta_compile.passes.symbols import hint
 
 MARKED = "_dta_marked_dynamic"
+SELECTIONS = "capture_dynamic_output_shape_ops"
 # What `use_duck_shape` was before the trace now running, if that is one with a symbol for every dimension.
 _duck_shapes_before: list[bool] = []
+# The compilation now running, if its graphs are to end where rows are selected by a condition.
+_without_selections: set[Any] = set()
+# Why Dynamo gave up on the latest function that it did.
+_given_up: list[str] = []
 # The compilations whose graphs do not count towards Dynamo's recompile limit.
 _uncounted: set[Any] = set()
 EVAL_FRAME = torch._dynamo.eval_frame.__file__
@@ -145,6 +160,83 @@ def _restore(*_: Any) -> None:
         symbolic_shape_config.use_duck_shape = _duck_shapes_before.pop()
 
 
+def _with_selections(build: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of Dynamo's `OutputGraph`, for this backend with sizes that depend on data.
+
+    Without them Dynamo ends a graph where rows are selected by a condition, as it is done for the tokens of an expert,
+    and gives up on a function that does so in a loop, before any backend is called. The setting is read there only.
+    """
+
+    @functools.wraps(build)
+    def build_with_selections(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(build).bind(self, *args, **kwargs).arguments
+        was_on = given.get("one_graph", False) or getattr(torch._dynamo.config, SELECTIONS)
+        here = CompileContext.current_compile_id()
+        self._dta_selects = not was_on and here not in _without_selections and _is_ours(given.get("compiler_fn"))
+        with torch._dynamo.config.patch({SELECTIONS: was_on or self._dta_selects}):
+            build(self, *args, **kwargs)
+
+    return build_with_selections
+
+
+if not hasattr(OutputGraph.__init__, "__wrapped__"):  # not once more, where the module is loaded again
+    OutputGraph.__init__ = _with_selections(OutputGraph.__init__)  # type: ignore[method-assign]
+
+
+def trace_again_without_selections() -> None:
+    """Make Dynamo trace once more as it would without us, ending the graph where rows are selected by a condition."""
+    _trace_without_selections(_calling("OutputGraph"))
+
+
+def _trace_without_selections(output_graph: Any) -> None:
+    if getattr(output_graph, "_dta_selects", False):
+        if _end_selections not in callback_handler.end_callbacks:
+            callback_handler.register_end_callback(_end_selections)
+        _without_selections.add(CompileContext.current_compile_id())
+        raise _TraceAgain("dta: trace without selections of rows")
+
+
+def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Dynamo's trace of a function: what it fails at for a size that depends on data, it does not get to without."""
+
+    @functools.wraps(run)
+    def run_watched(self: Any) -> None:
+        try:
+            run(self)
+        except (RestartAnalysis, BackendCompilerFailed):
+            raise
+        except Exception as error:
+            if _is_ours(self.output.compiler_fn):
+                if CompileContext.current_compile_id() not in _without_selections:
+                    _given_up[:] = [_cause(error)]
+                sizes = getattr(self.output.shape_env, "var_to_range", ())
+                if any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in sizes):
+                    _trace_without_selections(self.output)
+            raise
+
+    return run_watched
+
+
+if not hasattr(InstructionTranslator.run, "__wrapped__"):
+    InstructionTranslator.run = _watched(InstructionTranslator.run)  # type: ignore[assignment,method-assign]
+
+
+def given_up() -> str | None:
+    """Why Dynamo gave up on a function, the latest one, and where: a graph break in a loop, say."""
+    return _given_up[-1] if _given_up else None
+
+
+def _cause(error: BaseException) -> str:
+    while error.__cause__ is not None and getattr(error.__cause__, "real_stack", None):
+        error = error.__cause__
+    return _with_line((str(error).strip().splitlines() or [""])[0], getattr(error, "real_stack", None))
+
+
+def _end_selections(*_: Any) -> None:
+    """Numbers of compilations start anew when Dynamo is reset. Dynamo calls this at the end of every compilation."""
+    _without_selections.clear()
+
+
 def unify_equal_sizes(graph: fx.Graph) -> None:
     """Let data inputs that agree on their batch and token sizes now share the symbols, under a guard of Dynamo's.
 
@@ -181,9 +273,12 @@ def graph_break(module: fx.GraphModule) -> str | None:
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    line = reason.user_stack[-1] if reason.user_stack else None
-    place = f" at {line.filename}:{line.lineno}: {line.line}" if line is not None else ""
-    return f"{str(reason.reason).splitlines()[0]}{place}"
+    return _with_line(str(reason.reason).splitlines()[0], reason.user_stack)
+
+
+def _with_line(reason: str, stack: Any) -> str:
+    line = stack[-1] if stack else None
+    return f"{reason} at {line.filename}:{line.lineno}: {line.line}" if line is not None else reason
 
 
 def resumes_after_a_break() -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 
 def expression(size: Any) -> sympy.Expr:
@@ -43,3 +44,17 @@ def symbol_sources(values: Iterable[Any]) -> dict[sympy.Symbol, tuple[int, int |
             if isinstance(symbol := symbolic(size), sympy.Symbol):
                 found.setdefault(symbol, (index, dim))
     return found
+
+
+def selects_rows(graph: fx.Graph) -> bool:
+    """Whether a value has a size that is known from the data alone, as that of the rows that a condition selects."""
+    values = (
+        value for node in graph.nodes for key in ("val", "example_value") if (value := node.meta.get(key)) is not None
+    )
+    shapes = (value.shape for value in values if isinstance(value, torch.Tensor))
+    return any(depends_on_data(size) for shape in shapes for size in shape)
+
+
+def depends_on_data(size: Any) -> bool:
+    """Whether a size, or the expression of one, has a symbol that no input gives."""
+    return not isinstance(size, int) and bool(free_unbacked_symbols(size))

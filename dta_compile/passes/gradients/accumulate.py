@@ -107,10 +107,18 @@ def _add(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node) -> None:
         graph.call_function(aten.addmm_.default if dtype == wide else ADD_PRODUCT, (target, *source.args))
     elif source.target is EXPERT_PRODUCTS and statistics_dtype(dtype) == wide:
         graph.call_function(EXPERT_PRODUCTS_, (accumulator, *source.args[:3]))
+    elif grad.target is aten.squeeze.dim and grad.args[1] == 0 and _is_of_one_expert(grad.args[0], wide):
+        target = call(graph, aten.unsqueeze.default, accumulator, 0)
+        graph.call_function(EXPERT_PRODUCTS_, (target, *grad.args[0].args[:3]))
     elif grad.target is aten.embedding_dense_backward.default and not grad.args[4]:
         _add_rows(graph, accumulator, grad, wide)
     else:
         graph.call_function(aten.add_.Tensor, (accumulator, grad))
+
+
+def _is_of_one_expert(grad: fx.Node, wide: torch.dtype) -> bool:
+    value = grad.meta["val"]
+    return grad.target is EXPERT_PRODUCTS and value.shape[0] == 1 and statistics_dtype(value.dtype) == wide
 
 
 def _device(node: fx.Node) -> torch.device:

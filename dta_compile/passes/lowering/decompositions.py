@@ -10,6 +10,7 @@ from torch._decomp import get_decompositions
 
 from dta_compile.passes.graphs.nodes import filled_with
 from dta_compile.passes.graphs.operators import FULL_VARIANTS, UNINITIALIZED
+from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
 
@@ -132,7 +133,7 @@ def drop_empty_parts(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is not aten.cat.default:
             continue
-        parts = [part for part in node.args[0] if tuple(part.meta["val"].shape) != (0,)]
+        parts = [part for part in node.args[0] if sizes(part) != (0,)]
         if len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype:  # empty parts have a say in it
             node.replace_all_uses_with(parts[0])
             graph.erase_node(node)

@@ -31,6 +31,7 @@ from dta_compile.passes.graphs.sizes import sizes_from_inputs
 from dta_compile.passes.lowering import decompositions, row_loops
 from dta_compile.passes.lowering.attention_capture import capture_attention
 from dta_compile.passes.lowering.draws import drawing
+from dta_compile.passes.lowering.flat_places import unflatten_places
 from dta_compile.passes.lowering.gradient_flow import (
     CapturedInterpreter,
     Flow,
@@ -40,6 +41,7 @@ from dta_compile.passes.lowering.gradient_flow import (
     whole,
 )
 from dta_compile.passes.lowering.masked_writes import select_masked_writes
+from dta_compile.passes.lowering.selected_rows import spread_selected_rows
 from dta_compile.passes.program import Input, InputKind, Program, output_node, where
 
 aten = torch.ops.aten
@@ -65,7 +67,9 @@ def lower(program: Program) -> None:
     decompositions.spell_out_constructors(module.graph)
     decompositions.drop_empty_parts(module.graph)
     row_loops.undo_row_loops(module.graph)
+    spread_selected_rows(module.graph, _parameters(module, program))
     select_masked_writes(module.graph)
+    unflatten_places(module.graph)
     _forget_counts(module.graph, program)
     sizes_from_inputs(module.graph)
     module.graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
@@ -99,6 +103,11 @@ def _forget_counts(graph: fx.Graph, program: Program) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.embedding.default):
         if node.args[0].op == "placeholder" and node.args[0] not in trained:
             node.args = node.args[:3]
+
+
+def _parameters(module: fx.GraphModule, program: Program) -> set[fx.Node]:
+    placeholders = zip(module.graph.find_nodes(op="placeholder"), program.inputs, strict=True)
+    return {node for node, spec in placeholders if spec.kind is InputKind.PARAMETER}
 
 
 def _readable(source: str) -> str:

@@ -9,20 +9,25 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_MIXERS, Masking
+from dta_compile.ops.draw_capture import is_random
 from dta_compile.ops.mixer import MIXERS, Mixer
 from dta_compile.passes.axes.layouts import through_copies
 from dta_compile.passes.axes.mixer_calls import mixer_calls
 from dta_compile.passes.axes.token_axis import own_mixer_calls
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.nodes import First
-from dta_compile.passes.graphs.operators import RESHAPES
+from dta_compile.passes.graphs.nodes import First, is_float
+from dta_compile.passes.graphs.operators import CASTS, RESHAPES
 from dta_compile.passes.masks.proof import Mask
 from dta_compile.passes.masks.stated import stated_mask
 from dta_compile.passes.mixer_layers import AttentionLayer, AttentionMask, MixerLayer, StateSpec
-from dta_compile.passes.program import Mixed, Program, where
+from dta_compile.passes.program import Mixed, Program, ancestors, where
 from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
+# What chooses experts for tokens, or tokens for experts; and what counts the tokens of an expert.
+CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.argmax.default, aten.max.dim)
+SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
+COUNTS = (aten.cumsum.default, aten.sum.dim_IntList, aten.sum.default, aten.bincount.default, aten.histc.default)
 
 
 @contract(
@@ -76,13 +81,39 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
             "compute it inside the compiled function; if the model broke into several graphs, remove the graph break"
             " (stages of a pipeline cannot run over a tree)"
         )
-    elif any(word in name for word in ("dropout", "bernoulli", "rand")):
+    elif any(word in name for word in ("dropout", "bernoulli")):
         return RefusalError(
             "dropout cannot run over a prefix tree: every rollout would need its own random mask",
             where=where(mixed.node),
             expected="dropout p = 0",
             got=mixed.reason,
             hint="set the model's dropout to 0, or call model.eval()",
+        )
+    elif is_random(mixed.node.target):
+        return RefusalError(
+            "random numbers for every token (router noise, jitter) cannot be drawn over a prefix tree: rollouts that"
+            " share a token would need different ones",
+            where=where(mixed.node),
+            expected="a model without noise before its last attention",
+            got=mixed.reason,
+            hint="switch router noise or jitter off, or call model.eval()",
+        )
+    elif any(one.target in SORTS and not is_float(one.args[0]) for one in (mixed.node, *mixed.node.users)):
+        return RefusalError(
+            "tokens are sorted by the experts that they chose, which hides that each is computed by itself",
+            where=where(mixed.node),
+            expected="a loop over experts with torch.where(chosen == expert), or dta_compile.ops.experts.expert_linear",
+            got=mixed.reason,
+            hint="write the mixture of experts so; transformers: experts_implementation='dta'",
+        )
+    elif _is_capacity(mixed.node):
+        return RefusalError(
+            "tokens look at each other where experts are chosen, as for an expert capacity: which tokens are dropped"
+            " depends on all of the batch",
+            where=where(mixed.node),
+            expected="experts without a capacity, which take every token that is routed to them",
+            got=mixed.reason,
+            hint="switch the expert capacity (token dropping) off, or set its factor so that none is set",
         )
     elif "scale_grad_by_freq" in mixed.reason:
         hint = "a chunk does not know the counts of the batch: set scale_grad_by_freq=False"
@@ -102,6 +133,18 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
         got=mixed.reason,
         hint=hint,
     )
+
+
+def _is_capacity(node: fx.Node) -> bool:
+    """Whether an operator orders tokens by the experts that they chose, or counts those of an expert."""
+    if node.target in COUNTS:
+        counted = node.args[0].args[0] if node.args[0].target in CASTS else node.args[0]
+        if is_float(counted):
+            return False
+    elif node.target not in CHOICES:
+        return False
+    sources = ancestors(node.all_input_nodes, stop=lambda one: one.target in MIXERS)
+    return any(one.target in CHOICES or one.target is aten._softmax.default for one in sources)
 
 
 def _leads_to_softmax(node: fx.Node, steps: int = 12) -> bool:

@@ -1,0 +1,374 @@
+"""Operators on selected rows, over all tokens instead: proven to treat each row by itself, and safe at the others.
+
+At tokens that are not selected a value is zero where it comes in, and what operators make of zeros and parameters from
+there on: finite for most of them. Where a value or derivative may not be (`rsqrt`, `log`, `div`), ones are put in and
+zeros taken out at these tokens, so that neither results nor gradients there, zero times infinity, go on anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.ops.draw_capture import is_random
+from dta_compile.ops.experts import EXPERT_LINEAR
+from dta_compile.ops.mixer import MIXERS
+from dta_compile.passes.axes.layouts import Arguments, MixesTokens
+from dta_compile.passes.axes.token_rules import rule_for
+from dta_compile.passes.graphs.nodes import call, is_item, swaps
+from dta_compile.passes.graphs.operators import (
+    ASSEMBLIES,
+    FILLS,
+    LOOKUPS,
+    MASKED_FILLS,
+    SAME_ENTRIES,
+    TAKE_A_SHAPE,
+    TRANSPOSITIONS,
+    is_tagged_pointwise,
+)
+from dta_compile.passes.program import Axis, Frame, Layout
+from dta_compile.passes.symbols import depends_on_data, expression, sizes
+
+aten = torch.ops.aten
+
+# With finite values and derivatives for all finite arguments, none of them indices (packets: all overloads).
+FINITE = frozenset(
+    getattr(aten, name)
+    for name in """
+    _prelu_kernel abs add addmm addmv all amax amin any argmax argmin baddbmm bitwise_and bitwise_not bitwise_or bmm
+    clamp clamp_max clamp_min cos cumsum elu eq erf flip ge gelu glu gt hardswish hardtanh le leaky_relu logical_and
+    logical_not logical_or lt max maximum mean min minimum mm mul mv ne neg relu rsub sigmoid sign silu sin softplus
+    sort split split_with_sizes square sub sum tanh topk unbind
+    """.split()  # noqa: SIM905
+)
+# Of these, one or more arguments are indices.
+INDEXED = LOOKUPS | {aten.index.Tensor, aten.scatter.src, aten.scatter.value}
+
+
+# The selected rows of one condition: `nonzero` and `x[mask]` may each have a symbol of their own for how many they are.
+SELECTED = Frame(sympy.Integer(0), sympy.Symbol("selected", integer=True, nonnegative=True))
+
+
+class Unproven(Exception):
+    """What is done with selected rows is not known to be the same for each, or not possible for all tokens."""
+
+    def __init__(self, reason: str, node: fx.Node) -> None:
+        super().__init__(reason)
+        self.reason, self.node = reason, node
+
+
+@dataclasses.dataclass
+class Rows:
+    """A value over selected rows, as one over all tokens.
+
+    Attributes:
+        values: one for all ways in which a token can be selected, or one for each.
+        place: the dimension of rows.
+        is_masked: numbers at tokens that are not selected are no data: they come from zeros and parameters alone.
+    """
+
+    values: list[fx.Node]
+    place: int
+    is_masked: bool
+
+
+class RowOperators:
+    """What is computed from the rows that one condition selects.
+
+    Attributes:
+        selected: `[N]` bool, the selected tokens; None: all are.
+        conditions: the same, for each way in which a token can be selected.
+        is_count: whether a size has the number of selected rows in it.
+        sizes: what stands for a size that the number of selected rows is part of.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        selected: fx.Node | None,
+        conditions: list[fx.Node],
+        is_count: Callable[[sympy.Expr], bool] = depends_on_data,
+    ) -> None:
+        self.graph, self.selected, self.conditions, self.is_count = graph, selected, conditions, is_count
+        self.sizes: dict[fx.Node, Any] = {}
+        self._rows: dict[fx.Node, Rows] = {}
+        self._tuples: dict[fx.Node, list[Rows | None]] = {}
+        self._layouts: dict[fx.Node, Layout] = {}
+        self._made: dict[Any, fx.Node] = {}
+
+    def knows(self, node: fx.Node) -> bool:
+        """Whether a node is computed from selected rows, or from how many they are."""
+        return node in self._rows or node in self._tuples or node in self.sizes
+
+    def is_rows(self, node: fx.Node) -> bool:
+        """Whether a node's value is one over selected rows."""
+        return node in self._rows
+
+    def of(self, node: fx.Node) -> Rows:
+        """What stands for a value over selected rows."""
+        return self._rows[node]
+
+    def count(self) -> fx.Node:
+        """The number of all tokens."""
+        assert self.selected is not None
+        return self._once("count", lambda: call(self.graph, aten.sym_size.int, self.selected, 0))
+
+    def enter(self, node: fx.Node, rows: Rows) -> None:
+        """Take in what a node selects."""
+        found = self._layout(node)
+        if found.token_dim != rows.place:
+            raise Unproven(f"{node.target}: it selects rows along several dimensions", node)
+        self._rows[node], self._layouts[node] = rows, found
+
+    def aligned(self, node: fx.Node, rank: int, place: int, reader: fx.Node) -> list[fx.Node]:
+        """The values of a node with `rank` dimensions, that of rows at `place`."""
+        rows = self._rows[node]
+        missing = rank - len(sizes(node))
+        if missing < 0 or rows.place + missing != place:
+            raise Unproven(f"{reader.target}: the selected rows lie along another dimension", reader)
+        found = rows.values
+        for _ in range(missing):
+            found = [call(self.graph, aten.unsqueeze.default, value, 0) for value in found]
+        return found
+
+    def visit(self, node: fx.Node) -> None:
+        """Compute a node over all tokens, before the node itself; raises `Unproven`."""
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymBool, torch.SymFloat, int, float, bool)):
+            self.sizes[node] = self._size(node)
+        elif is_item(node):
+            rows = self._tuples[node.args[0]][node.args[1]]
+            assert rows is not None
+            self._rows[node], self._layouts[node] = rows, self._layout(node)
+        else:
+            self._compute(node)
+
+    def _size(self, node: fx.Node) -> Any:
+        if node.target is aten.sym_size.int:
+            rows, dim = self._rows[node.args[0]], node.args[1]
+            return self.count() if dim == rows.place else int(node.meta["val"])
+        args = fx.node.map_arg(node.args, lambda arg: self.sizes.get(arg, arg))
+        return call(self.graph, node.target, *args)
+
+    # ---- One operator
+
+    def _compute(self, node: fx.Node) -> None:
+        layouts = self._prove(node)
+        rows = [self._rows[arg] for arg in node.all_input_nodes if arg in self._rows]
+        ways = max((len(one.values) for one in rows), default=1)
+        is_masked = node.target not in SAME_ENTRIES or all(one.is_masked for one in rows)
+        values = [self._at(node, way, layouts) for way in (range(ways) if ways > 1 else [None])]
+        for value in values:
+            value.meta = {**node.meta, "val": value.meta["val"]}
+        if isinstance(layouts, tuple):
+            self._tuples[node] = [
+                Rows([self._item(value, i) for value in values], layout.token_dim, True)  # type: ignore[arg-type]
+                for i, layout in enumerate(layouts)
+            ]
+        else:
+            assert layouts.token_dim is not None
+            self._rows[node] = Rows(values, layouts.token_dim, is_masked)
+            self._layouts[node] = layouts
+
+    def _item(self, value: fx.Node, number: int) -> fx.Node:
+        item = self.graph.call_function(operator.getitem, (value, number))
+        item.meta = {**value.meta, "val": value.meta["val"][number]}
+        return item
+
+    def _prove(self, node: fx.Node) -> Layout | tuple[Layout, ...]:
+        """Where rows lie in the result, if the operator treats each by itself."""
+        self._require_sizes_in_place(node)
+        if is_random(node.target):
+            raise Unproven(f"{node.target} draws random numbers for selected rows", node)
+        if node.target is aten.full.default:
+            return self._layout(node)
+        rule = rule_for(node.target) if node.target not in MIXERS else None
+        if rule is None:
+            raise Unproven(f"{node.target} has no token-wise rule", node)
+        layouts = {arg: self._layout_of(node, arg) for arg in node.all_input_nodes if _is_tensor(arg)}
+        try:
+            found = rule(node, Arguments(layouts, dense=lambda arg: False))
+        except MixesTokens as mixes:
+            raise Unproven(f"{node.target}: {mixes}", node) from None
+        results = node.meta["val"] if isinstance(found, tuple) else [node.meta["val"]]
+        for layout, result in zip(found if isinstance(found, tuple) else [found], results, strict=True):
+            if layout.dims != self._dims(node, result):
+                raise Unproven(f"{node.target}: its result does not lie along the selected rows", node)
+        return found
+
+    def _dims(self, node: fx.Node, value: torch.Tensor) -> tuple[Axis | None, ...]:
+        """Which dimensions are as many as selected rows."""
+        shape = list(map(expression, value.shape))
+        if any(depends_on_data(size) and not size.is_Symbol for size in shape):
+            raise Unproven(f"{node.target}: selected rows are merged with other dimensions", node)
+        return tuple(Axis.TOKEN if self.is_count(size) else None for size in shape)
+
+    def _layout(self, node: fx.Node) -> Layout:
+        dims = self._dims(node, node.meta["val"])
+        if sum(axis is not None for axis in dims) != 1:
+            raise Unproven(f"{node.target}: its result does not lie along the selected rows", node)
+        return Layout(dims, SELECTED)
+
+    def _require_sizes_in_place(self, node: fx.Node) -> None:
+        """How many rows are selected may be a size of the result, and nothing else."""
+        position = 0 if node.target is aten.full.default else 1 if node.target in TAKE_A_SHAPE else None
+        for i, arg in enumerate([*node.args, *node.kwargs.values()]):
+            if i != position and any(one in self.sizes for one in _nodes(arg)):
+                raise Unproven(f"{node.target}: how many rows are selected is used as a number", node)
+
+    def _layout_of(self, node: fx.Node, arg: fx.Node) -> Layout:
+        if arg in self._tuples:
+            raise Unproven(f"{node.target} takes several results at once", node)
+        if arg in self._rows:
+            return self._layouts[arg]
+        if any(map(self.is_count, sizes(arg))):
+            raise Unproven(f"{node.target}: it combines rows that different conditions select", node)
+        return Layout((None,) * arg.meta["val"].dim())
+
+    def _at(self, node: fx.Node, way: int | None, layouts: Any) -> fx.Node:
+        """The operator for one way in which tokens can be selected."""
+        if self.selected is not None and (found := self._expert(node, way)) is not None:
+            return found
+        if node.target in SAME_ENTRIES or self.selected is None:
+            return self._call(node, lambda arg: self._value(arg, way))
+        if _is_finite(node):
+            return self._call(node, lambda arg: self._masked(arg, way))
+        if node.target in INDEXED:
+            return self._call(node, lambda arg: self._filled(arg, way, 0))
+        if isinstance(layouts, tuple) or not (is_tagged_pointwise(node.target) or len(node.all_input_nodes) == 1):
+            raise Unproven(f"{node.target} is not known to be finite at tokens that are not selected", node)
+        result = self._call(node, lambda arg: self._filled(arg, way, 1, everywhere=layouts))
+        return self._fill(result, layouts.token_dim, way, 0)
+
+    def _condition(self, way: int | None) -> fx.Node:
+        assert self.selected is not None
+        return self.selected if way is None else self.conditions[way]
+
+    def _call(self, node: fx.Node, of: Any) -> fx.Node:
+        def mapped(arg: fx.Node) -> Any:
+            return self.sizes[arg] if arg in self.sizes else of(arg)
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), mapped)
+        return call(self.graph, node.target, *args, **kwargs)
+
+    def _value(self, arg: fx.Node, way: int | None) -> fx.Node:
+        if arg not in self._rows:
+            return arg
+        values = self._rows[arg].values
+        return values[0 if way is None or len(values) == 1 else way]
+
+    def _masked(self, arg: fx.Node, way: int | None) -> fx.Node:
+        """A value without data at tokens that are not selected."""
+        if arg not in self._rows or self._rows[arg].is_masked:
+            return self._value(arg, way)
+        return self._once(("masked", arg, way), lambda: self._filled(arg, way, 0))
+
+    def _filled(self, arg: fx.Node, way: int | None, number: int, everywhere: Layout | None = None) -> fx.Node:
+        """A value with a number at tokens that are not selected; `everywhere`: also one that all tokens share."""
+        if not _is_tensor(arg):
+            return arg
+        if arg in self._rows:
+            return self._fill(self._value(arg, way), self._rows[arg].place, way, number)
+        if everywhere is None or not arg.meta["val"].is_floating_point():
+            return arg
+        return self._fill(arg, everywhere.token_dim, way, number, len(everywhere.dims))  # type: ignore[arg-type]
+
+    def _fill(self, value: fx.Node, place: int, way: int | None, number: int, rank: int | None = None) -> fx.Node:
+        outside = self._outside(way, (rank or len(sizes(value))) - 1 - place)
+        return call(self.graph, aten.masked_fill.Scalar, value, outside, number)
+
+    def _outside(self, way: int | None, ones: int) -> fx.Node:
+        """`[N, 1, ...]`: which tokens are not selected."""
+
+        def make() -> fx.Node:
+            value = call(self.graph, aten.logical_not.default, self._condition(way))
+            for _ in range(ones):
+                value = call(self.graph, aten.unsqueeze.default, value, -1)
+            return value
+
+        return self._once(("outside", way, ones), make)
+
+    def _once(self, key: Any, make: Any) -> fx.Node:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    # ---- Products with a weight
+
+    def _expert(self, node: fx.Node, way: int | None) -> fx.Node | None:
+        """A product of rows with a matrix, at the selected tokens only; None: the operator is none."""
+        bias, *sides = node.args if node.target is aten.addmm.default else (None, *node.args)
+        if node.target not in (aten.mm.default, aten.addmm.default, aten.bmm.default) or node.kwargs:
+            return None
+        left, weight = sides
+        is_batched = node.target is aten.bmm.default
+        if left not in self._rows or weight in self._rows or self._rows[left].place != int(is_batched):
+            return None
+        rows = self._value(left, way)
+        if is_batched:
+            if sizes(left)[0] != 1:
+                return None
+            rows = call(self.graph, aten.squeeze.dim, rows, 0)
+            transposed, number = True, 0
+        else:
+            weight, number, transposed = self._stacked(weight)
+        out = call(self.graph, EXPERT_LINEAR, rows, self._numbers(way, number), weight, transposed)
+        if is_batched:
+            return call(self.graph, aten.unsqueeze.default, out, 0)
+        return out if bias is None else call(self.graph, aten.add.Tensor, out, self._masked(bias, way))
+
+    def _stacked(self, weight: fx.Node) -> tuple[fx.Node, int, bool]:
+        """`[E, ., .]` weights with a matrix `[D, O]` among them: they, its number, and whether it is not transposed."""
+        transposed = weight.target not in TRANSPOSITIONS or not swaps(weight)
+        weight = weight if transposed else weight.args[0]
+        if weight.target is aten.select.int and weight.args[1] == 0 and isinstance(weight.args[2], int):
+            stack, number = weight.args[0], weight.args[2]
+            return stack, number % stack.meta["val"].shape[0], transposed
+        if is_item(weight) and weight.args[0].target is aten.unbind.int and not any(weight.args[0].args[1:]):
+            return weight.args[0].args[0], weight.args[1], transposed
+        return call(self.graph, aten.unsqueeze.default, weight, 0), 0, transposed
+
+    def _numbers(self, way: int | None, number: int) -> fx.Node:
+        """`[N]` numbers of experts: this one at the selected tokens, none at the others."""
+
+        def make() -> fx.Node:
+            condition = self._condition(way)
+            chosen = call(self.graph, aten._to_copy.default, condition, dtype=torch.int64)
+            scaled = call(self.graph, aten.mul.Tensor, chosen, number + 1)
+            return call(self.graph, aten.sub.Tensor, scaled, 1)
+
+        return self._once(("numbers", way, number), make)
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+
+
+def _nodes(arg: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(arg, found.append)
+    return found
+
+
+def _is_finite(node: fx.Node) -> bool:
+    """Whether values and derivatives of an operator are finite for all finite arguments, given its numbers."""
+    numbers = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, (int, float))]
+    if not all(map(math.isfinite, numbers)):
+        return False
+    match node.target:
+        case aten.native_layer_norm.default:
+            return bool(node.args[4] > 0)
+        case aten._fused_rms_norm.default:
+            return node.args[3] is None or bool(node.args[3] > 0)
+        case aten.pow.Tensor_Scalar:
+            return isinstance(node.args[1], int) and node.args[1] > 0
+        case aten.div.Tensor | aten.div.Scalar:
+            return bool(numbers) and numbers[0] != 0 and isinstance(node.args[0], fx.Node)
+    return node.target in FILLS | ASSEMBLIES | MASKED_FILLS or node.target.overloadpacket in FINITE

@@ -1,0 +1,432 @@
+"""Rows that a condition selects, `x[mask]` and `x[torch.where(mask)]`, stay where they are, among the others.
+
+A mixture of experts that is written by hand selects the tokens of an expert, computes something of each of them, and
+adds it where they came from. How many there are is known from the data alone. Here each value over the selected rows
+becomes one over all tokens, of which those that are not selected count for nothing:
+
+    x[rows]                         x
+    rows @ weight                   dta::expert_linear, with an expert at the selected tokens and none at the others
+    what treats each row by itself  the same (`row_operators`)
+    out.index_add(0, rows, y)       out + (y where selected, else 0)
+
+A condition may have a dimension more than tokens have: the places of a token's k experts. If no two of a token can be
+selected, as the experts of a `topk` are distinct, then its row is that of the one selected. Else each place has values
+of its own, k of them side by side. What is left unproven stays as it is; before the last attention it is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from dta_compile.errors import RefusalError
+from dta_compile.ops.mixer import MIXERS
+from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.nodes import First, call, descendants, is_item, swaps
+from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES, SQUEEZES, TRANSPOSITIONS
+from dta_compile.passes.lowering.distinct_places import at_most_one
+from dta_compile.passes.lowering.row_operators import RowOperators, Rows, Unproven
+from dta_compile.passes.program import ancestors, where
+from dta_compile.passes.symbols import sizes
+
+aten = torch.ops.aten
+ENTRIES = (aten.index.Tensor, aten.index_select.default)
+EXITS = (aten.index_add.default, aten.index_put.default, aten.scatter_add.default)
+PARTS = (aten.unbind.int, aten.select.int)
+
+
+class SelectionRefusal(RefusalError):
+    """Rows that are computed from parameters are selected before the last attention, and not used row by row."""
+
+
+def spread_selected_rows(graph: fx.Graph, parameters: Collection[fx.Node]) -> None:
+    """Replace every selection of rows that is used row by row.
+
+    Args:
+        graph: a lowered graph.
+        parameters: inputs that gradients may flow to.
+
+    Raises:
+        SelectionRefusal: one is not, and attention follows.
+    """
+    first = First(())
+    selections = _selections(graph, first)
+    mode = next((node.meta["val"].fake_mode for nodes in selections.values() for node in nodes), None)
+    for mask, makers in selections.items():
+        with mode, torch.no_grad():  # type: ignore[union-attr]
+            try:
+                _Spreading(graph, first, mask, makers).run()
+            except Unproven as unproven:
+                _refuse_before_attention(graph, makers, parameters, unproven)
+    if selections:
+        _drop_checks(graph)
+        graph.eliminate_dead_code(fx.Node.is_impure)
+
+
+def _selections(graph: fx.Graph, first: First) -> dict[fx.Node, list[fx.Node]]:
+    """By condition, what selects by it: `nonzero`, and `x[mask]`."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        mask = node.args[0] if node.target is aten.nonzero.default else _mask_of(node)
+        if mask is not None and node.target is not aten.index_put.default and _dims_of_tokens(mask):
+            found.setdefault(_condition(mask, first), []).append(node)
+    return found
+
+
+def _condition(mask: fx.Node, first: First) -> fx.Node:
+    """The first node that has the entries of a mask; where it runs over tokens alone, in whatever shape."""
+    while mask.target in RESHAPES and all(size.free_symbols for one in (mask, mask.args[0]) for size in sizes(one)):
+        mask = mask.args[0]
+    return first.like(mask)
+
+
+def _mask_of(node: fx.Node) -> fx.Node | None:
+    """The mask of `x[..., mask]` and `x[..., mask] = y`."""
+    if node.target not in (aten.index.Tensor, aten.index_put.default):
+        return None
+    *before, last = node.args[1]
+    is_mask = last is not None and not any(before) and last.meta["val"].dtype is torch.bool
+    return last if is_mask else None
+
+
+def _dims_of_tokens(mask: fx.Node) -> list[int]:
+    return [dim for dim, size in enumerate(sizes(mask)) if size.free_symbols]
+
+
+def _refuse_before_attention(
+    graph: fx.Graph, makers: list[fx.Node], parameters: Collection[fx.Node], unproven: Unproven
+) -> None:
+    """Leaves what selects of the data alone, or after the last attention: for metrics and losses."""
+    mixers = [node for node in graph.nodes if node.target in MIXERS]
+    before = ancestors(mixers)
+    read = ancestors([*makers, *(user for user in descendants(graph, makers) if user.target in ENTRIES)])
+    if before.isdisjoint(makers) or read.isdisjoint(parameters):
+        return
+    raise SelectionRefusal(
+        "tokens are selected by a condition, and it is not proven that each selected one is treated by itself",
+        where=where(unproven.node),
+        expected="operators that work row by row, and index_add or an assignment to the rows they came from",
+        got=unproven.reason,
+        hint="write the mixture of experts so, or with dta_compile.ops.experts",
+    ) from None
+
+
+def _drop_checks(graph: fx.Graph) -> None:
+    """Dynamo's checks of numbers that nobody needs any more."""
+    for node in list(graph.find_nodes(op="call_function", target=aten._assert_scalar.default)):
+        if free_unbacked_symbols(node.args[0].meta["val"] if isinstance(node.args[0], fx.Node) else node.args[0]):
+            graph.erase_node(node)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Index:
+    """Which dimensions of a tensor the coordinates of selected rows index, and where rows lie in the result.
+
+    Attributes:
+        mask: the condition, in the shape that it has here.
+        of: the tensor's dimension, by dimension of the condition.
+        place: the dimension of rows in what is selected.
+    """
+
+    mask: fx.Node
+    of: dict[int, int]
+    place: int
+
+    @property
+    def tokens(self) -> list[int]:
+        """Dimensions of the condition whose sizes are those of the call."""
+        return [dim for dim, size in enumerate(sizes(self.mask)) if size.free_symbols]
+
+    @property
+    def slots(self) -> list[int]:
+        """The other dimensions of the condition."""
+        return [dim for dim, size in enumerate(sizes(self.mask)) if not size.free_symbols]
+
+    def order(self, rank: int) -> list[int]:
+        """The dimensions of a tensor: those of tokens, then those of slots, then the others."""
+        front = [self.of[dim] for dim in self.tokens + self.slots if dim in self.of]
+        return front + [dim for dim in range(rank) if dim not in front]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Coordinates:
+    """Numbers of selected rows, as `nonzero` gives them.
+
+    Attributes:
+        mask: the condition, in the shape that it has here.
+        column: a dimension of the condition; None: all of them, `[n, dims]`.
+        columns_first: they are `[dims, n]`.
+    """
+
+    mask: fx.Node
+    column: int | None = None
+    columns_first: bool = False
+
+
+class _Spreading:
+    """One condition, and all that is computed from the rows it selects.
+
+    Attributes:
+        mask: the condition, of any dtype: what is not zero is selected.
+        slots: dimensions of the mask whose sizes are not those of the call.
+        coordinates: nodes that are numbers of the selected rows.
+    """
+
+    def __init__(self, graph: fx.Graph, first: First, mask: fx.Node, makers: list[fx.Node]) -> None:
+        self.graph, self.first, self.mask, self.makers = graph, first, mask, makers
+        self.slots = [dim for dim, size in enumerate(sizes(mask)) if not size.free_symbols]
+        self.coordinates: dict[fx.Node, _Coordinates] = {}
+        self.exits: list[tuple[fx.Node, fx.Node]] = []
+
+    def run(self) -> None:
+        """Raises `Unproven`, with the graph as it was but for nodes that nothing uses."""
+        begin = self.makers[0]
+        self._require_symbol(begin)
+        with self.graph.inserting_before(begin):
+            self._conditions()
+        for node in itertools.takewhile(lambda node: node.op != "output", list(_from(begin))):
+            with self.graph.inserting_before(node):
+                self._visit(node)
+        output = next(iter(reversed(self.graph.nodes)))
+        if self._reads(output):
+            raise Unproven("the selected rows are results themselves", output)
+        for node, new in self.exits:
+            new.meta = {**node.meta, "val": new.meta["val"]}
+            node.replace_all_uses_with(new)
+
+    def _require_symbol(self, maker: fx.Node) -> None:
+        size = next((s for s in sizes(maker) if s.free_symbols and free_unbacked_symbols(s)), None)
+        if size is None or not size.is_Symbol:
+            raise Unproven("as many rows are selected as another value has", maker)
+
+    def _conditions(self) -> None:
+        """The condition as `[N, *slots]`, and one of `[N]` for each way in which a token can be selected."""
+        mask = self.mask
+        if mask.meta["val"].dtype is not torch.bool:
+            mask = call(self.graph, aten.ne.Scalar, mask, 0)
+        self.selected = self._rows_first(mask, _Index(mask, {dim: dim for dim in range(len(sizes(mask)))}, 0))
+        chosen = list(itertools.product(*(range(int(sizes(self.mask)[dim])) for dim in self.slots)))
+        self.one_place = not self.slots or len(chosen) == 1 or at_most_one(self.mask, self.slots)
+        anywhere = self._any_slot(self.selected)
+        conditions = [anywhere] if self.one_place else [self._at_slot(self.selected, slots) for slots in chosen]
+        self.chosen = chosen
+        self.rows = RowOperators(self.graph, anywhere, conditions)
+
+    def _any_slot(self, value: fx.Node) -> fx.Node:
+        for _ in self.slots:
+            value = call(self.graph, aten.any.dim, value, 1)
+        return value
+
+    def _at_slot(self, value: fx.Node, slots: Iterable[int]) -> fx.Node:
+        for slot in slots:
+            value = call(self.graph, aten.select.int, value, 1, slot)
+        return value
+
+    # ---- The graph, node by node
+
+    def _visit(self, node: fx.Node) -> None:
+        if node.target is aten.nonzero.default and node in self.makers:
+            self.coordinates[node] = _Coordinates(node.args[0])
+        elif node in self.makers or (self._selects_by_mask(node) and self._reads(node)):
+            by_mask = self._by_mask(node)
+            self._leave(node, by_mask, node.args[2]) if node.target in EXITS else self._enter(node, by_mask)
+        elif not self._reads(node) or node.target is aten._assert_scalar.default or self._is_coordinate(node):
+            return
+        elif node.target in ENTRIES and (index := self._indexed(node)) is not None:
+            self._enter(node, index)
+        elif node.target in EXITS and (index := self._indexed(node)) is not None:
+            self._leave(node, index, node.args[2 if node.target is aten.index_put.default else 3])
+        elif node.target is aten.sym_size.int and node.args[0] in self.coordinates:
+            is_count = bool(node.args[1]) is self.coordinates[node.args[0]].columns_first
+            self.rows.sizes[node] = self.rows.count() if is_count else int(node.meta["val"])
+        elif any(arg in self.coordinates for arg in node.all_input_nodes):
+            raise Unproven(f"{node.target}: the numbers of the selected tokens are used as values", node)
+        else:
+            self.rows.visit(node)
+
+    def _reads(self, node: fx.Node) -> bool:
+        return any(arg in self.coordinates or self.rows.knows(arg) for arg in node.all_input_nodes)
+
+    def _selects_by_mask(self, node: fx.Node) -> bool:
+        mask = _mask_of(node)
+        return mask is not None and _condition(mask, self.first) is self.mask
+
+    def _by_mask(self, node: fx.Node) -> _Index:
+        before, mask = len(node.args[1]) - 1, node.args[1][-1]
+        return _Index(mask, {dim: before + dim for dim in range(len(sizes(mask)))}, before)
+
+    def _is_coordinate(self, node: fx.Node) -> bool:
+        """Note a node that is a column of `nonzero`, or all of them, in another form."""
+        source: Any = node.args[0] if node.args else None
+        if source not in self.coordinates:
+            return False
+        found, value = self.coordinates[source], node.meta["val"]
+        dims = len(sizes(found.mask))
+        if node.target in COPIES or (node.target in CASTS and not value.is_floating_point()):
+            self.coordinates[node] = found
+        elif is_item(node) and source.target is aten.unbind.int:
+            self.coordinates[node] = dataclasses.replace(found, column=node.args[1] % dims)
+        elif found.column is not None and node.target in KEEP_ORDER | {aten.expand.default} and value.dim() > 0:
+            if sizes(node)[0] != sizes(source)[0] or any(size.free_symbols for size in sizes(node)[1:]):
+                return False
+            self.coordinates[node] = found  # `[n, 1]` or `[n, D]`: the same for all features
+        elif found.column is None and node.target in RESHAPES | SQUEEZES and value.dim() == 1 == dims:
+            self.coordinates[node] = dataclasses.replace(found, column=0)
+        elif found.column is None and node.target in TRANSPOSITIONS and swaps(node):
+            self.coordinates[node] = dataclasses.replace(found, columns_first=not found.columns_first)
+        elif found.column is None and node.target in PARTS and found.columns_first is not _is_along_second(node):
+            column = node.args[2] % dims if node.target is aten.select.int else None
+            self.coordinates[node] = dataclasses.replace(found, column=column)
+        else:
+            return False
+        return True
+
+    def _indexed(self, node: fx.Node) -> _Index | None:
+        """How coordinates index the first argument; None if it is indexed with other values as well."""
+        if node.target in (aten.index.Tensor, aten.index_put.default):
+            indices = dict(enumerate(node.args[1]))
+        else:
+            indices = {node.args[1] % len(sizes(node.args[0])): node.args[2]}
+        of: dict[int, int] = {}
+        masks = set()
+        for dim, index in indices.items():
+            if index is not None:
+                found = self.coordinates.get(index)
+                if found is None or found.column is None or found.column in of or not self._fits(node, index):
+                    return None
+                of[found.column] = dim
+                masks.add(found.mask)
+        if len(masks) != 1:
+            return None
+        dims = sorted(of.values())
+        return _Index(masks.pop(), of, dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0)
+
+    def _fits(self, node: fx.Node, index: fx.Node) -> bool:
+        """Whether rows are indexed as a whole, by one number each."""
+        if node.target is not aten.scatter_add.default:
+            return len(sizes(index)) == 1
+        return node.args[1] == 0 and sizes(index)[1:] == sizes(node.args[0])[1:] and sizes(index) == sizes(node.args[3])
+
+    # ---- From tokens to selected rows, and back
+
+    def _enter(self, node: fx.Node, index: _Index) -> None:
+        source = node.args[0]
+        self._require_tokens(node, source, index)
+        flat = self._rows_first(source, index)
+        slots = [dim for dim in index.slots if dim in index.of]
+        if slots and slots != index.slots:
+            raise Unproven(f"{node.target}: some of the condition's dimensions are left out", node)
+        if not slots:
+            found = [flat]
+        elif self.one_place:
+            found = [self._at_selected_slot(flat)]
+        else:
+            found = [self._at_slot(flat, chosen) for chosen in self.chosen]
+        rows = [self._moved(value, 0, index.place) for value in found]
+        self.rows.enter(node, Rows(rows, index.place, is_masked=bool(slots) and self.one_place))
+
+    def _at_selected_slot(self, flat: fx.Node) -> fx.Node:
+        """`[N, *slots, ...]` at the one slot that is selected, zero where none is."""
+        outside = call(self.graph, aten.logical_not.default, self._with_ones(self.selected, flat))
+        flat = call(self.graph, aten.masked_fill.Scalar, flat, outside, 0)
+        if flat.meta["val"].dtype is torch.bool:
+            return self._any_slot(flat)
+        dims = list(range(1, 1 + len(self.slots)))
+        return call(self.graph, aten.sum.dim_IntList, flat, dims, dtype=flat.meta["val"].dtype)
+
+    def _leave(self, node: fx.Node, index: _Index, source: Any) -> None:
+        target = node.args[0]
+        if self.rows.knows(target):
+            raise Unproven(f"{node.target}: it writes to selected rows", node)
+        self._require_tokens(node, target, index)
+        adds = node.target is not aten.index_put.default or bool(argument(node, 3, "accumulate"))
+        slots = [dim for dim in index.slots if dim in index.of]
+        if slots != index.slots and (slots or not (adds or self.one_place)):
+            raise Unproven(f"{node.target}: a token that is selected twice is written twice", node)
+        rank = len(sizes(target)) - len(index.of) + 1  # of what is written
+        if not isinstance(source, fx.Node) or not self.rows.is_rows(source):
+            raise Unproven(f"{node.target}: what is written are no selected rows", node)
+        written = [self._moved(value, index.place, 0) for value in self.rows.aligned(source, rank, index.place, node)]
+        flat = self._rows_first(target, index)
+        alpha = {"alpha": node.kwargs["alpha"]} if "alpha" in node.kwargs else {}
+        if slots:
+            flat = self._written_at_slots(flat, written, adds)
+        for number, value in enumerate([] if slots else written * (len(self.rows.conditions) // len(written))):
+            condition = self._with_ones(self.rows.conditions[number], value)
+            if adds:
+                outside = call(self.graph, aten.logical_not.default, condition)
+                value = call(self.graph, aten.masked_fill.Scalar, value, outside, 0)
+                flat = call(self.graph, aten.add.Tensor, flat, value, **alpha)
+            else:
+                flat = call(self.graph, aten.where.self, condition, value, flat)
+        self.exits.append((node, self._rows_back(flat, target, index)))
+
+    def _written_at_slots(self, flat: fx.Node, written: list[fx.Node], adds: bool) -> fx.Node:
+        """`[N, *slots, ...]`, written where the condition says."""
+        for dim in range(len(self.slots)):
+            written = [call(self.graph, aten.unsqueeze.default, value, 1 + dim) for value in written]
+        if len(written) > 1:
+            value = call(self.graph, aten.cat.default, written, 1)
+            shape = [self.rows.count(), *map(int, flat.meta["val"].shape[1:])]
+            value = call(self.graph, aten.view.default, value, shape)
+        else:
+            value = written[0]
+        if adds:
+            value = call(self.graph, aten.add.Tensor, flat, value)
+        return call(self.graph, aten.where.self, self._with_ones(self.selected, flat), value, flat)
+
+    def _require_tokens(self, node: fx.Node, value: fx.Node, index: _Index) -> None:
+        for dim, size in enumerate(sizes(index.mask)):
+            if dim not in index.of and dim in index.tokens:
+                raise Unproven(f"{node.target}: some of the tokens' dimensions are not indexed", node)
+            if dim in index.of and sizes(value)[index.of[dim]] != size:
+                raise Unproven(f"{node.target}: the condition is not over the rows that are indexed", node)
+
+    # ---- Shapes
+
+    def _rows_first(self, value: fx.Node, index: _Index) -> fx.Node:
+        """`[N, *slots, ...]`: the dimensions of tokens flattened in front, then those of slots, then the others."""
+        value = self._permuted(value, index.order(len(sizes(value))))
+        if len(index.tokens) == 1:
+            return value
+        rest = [int(size) for size in value.meta["val"].shape[len(index.tokens) :]]
+        return call(self.graph, aten.reshape.default, value, [-1, *rest])
+
+    def _rows_back(self, flat: fx.Node, like: fx.Node, index: _Index) -> fx.Node:
+        """The reverse of `_rows_first`, for a value with the sizes of `like`."""
+        order = index.order(len(sizes(like)))
+        if len(index.tokens) > 1:
+            tokens = [call(self.graph, aten.sym_size.int, index.mask, dim) for dim in index.tokens]
+            rest = [int(size) for size in flat.meta["val"].shape[1:]]
+            flat = call(self.graph, aten.reshape.default, flat, [*tokens, *rest])
+        return self._permuted(flat, sorted(range(len(order)), key=order.__getitem__))
+
+    def _permuted(self, value: fx.Node, order: Sequence[int]) -> fx.Node:
+        if list(order) == list(range(len(order))):
+            return value
+        return call(self.graph, aten.permute.default, value, list(order))
+
+    def _moved(self, value: fx.Node, source: int, place: int) -> fx.Node:
+        order = list(range(len(sizes(value))))
+        order.insert(place, order.pop(source))
+        return self._permuted(value, order)
+
+    def _with_ones(self, value: fx.Node, like: fx.Node) -> fx.Node:
+        for _ in range(len(sizes(like)) - len(sizes(value))):
+            value = call(self.graph, aten.unsqueeze.default, value, -1)
+        return value
+
+
+def _from(node: fx.Node) -> Iterable[fx.Node]:
+    """A node and those behind it."""
+    return itertools.dropwhile(lambda one: one is not node, node.graph.nodes)
+
+
+def _is_along_second(node: fx.Node) -> bool:
+    return bool((argument(node, 1, "dim") or 0) % 2)

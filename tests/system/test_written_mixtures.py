@@ -1,0 +1,462 @@
+"""Mixtures of experts written by hand, in the ways in which models have them, give eager's numbers over the tree."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dta_compile.errors import RefusalError
+from tests.support.helpers import EXACT, Batch, assert_equal, make_batch, measure, random_loss, reference
+from tests.support.inside import inside
+from tests.support.tiny import SMALL_CHUNKS, VOCABULARY, WIDTH, TinyLM, after, assert_same, log_probs, shared_ids
+
+EXPERTS, HIDDEN = 3, 6
+
+
+class Expert(nn.Module):
+    """A gated expert, or one with biases and a norm inside."""
+
+    def __init__(self, kind="gated"):
+        super().__init__()
+        self.kind = kind
+        bias = kind != "gated"
+        self.gate, self.up = nn.Linear(WIDTH, HIDDEN, bias=bias), nn.Linear(WIDTH, HIDDEN, bias=bias)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=bias)
+        self.norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, x):
+        if self.kind == "gated":
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        if self.kind == "norm":
+            return self.down(self.norm(F.gelu(self.up(x))))
+        y = self.up(x)  # "unsafe": neither its values nor its derivatives are finite for zeros
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True)) / self.norm.weight
+        return self.down(y / y.norm(dim=-1, keepdim=True) + torch.log(y.abs()) + y.abs().sqrt())
+
+
+class Mixture(nn.Module):
+    """A router and experts; subclasses write `mix(x, weights, chosen)`, all `[N, .]`, in their ways."""
+
+    def __init__(self, k=2, kind="gated"):
+        super().__init__()
+        self.k, self.router = k, nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList([Expert(kind) for _ in range(EXPERTS)])
+        self.w1 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 4)
+        self.w2 = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 4)
+
+    def route(self, x):
+        weights, chosen = torch.topk(F.softmax(self.router(x), -1), self.k, -1)
+        return weights / weights.sum(-1, keepdim=True), chosen
+
+    def forward(self, x):
+        flat = x.view(-1, x.shape[-1])
+        return self.mix(flat, *self.route(flat)).view(x.shape)
+
+
+class Mixtral(Mixture):
+    """As transformers had it, and remote code still has."""
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros((x.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
+        mask = F.one_hot(chosen, num_classes=EXPERTS).permute(2, 1, 0)
+        for number in range(EXPERTS):
+            idx, top_x = torch.where(mask[number])
+            rows = x[None, top_x].reshape(-1, x.shape[1])
+            rows = self.experts[number](rows) * weights[top_x, idx, None]
+            out.index_add_(0, top_x, rows.to(x.dtype))
+        return out
+
+
+class DeepSeek(Mixture):
+    """Stacked parameters, `nonzero` and `out[rows] += ...`."""
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros_like(x)
+        for number in range(EXPERTS):
+            rows, slot = (chosen == number).nonzero(as_tuple=True)
+            y = F.silu(x.index_select(0, rows) @ self.w1[number].t()) @ self.w2[number].t()
+            out[rows] += y * weights[rows, slot].unsqueeze(-1)
+        return out
+
+
+class OneColumn(Mixture):
+    """Dense routing weights, one condition a token."""
+
+    def mix(self, x, weights, chosen):
+        weights = torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype).scatter_(1, chosen, weights)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (weights[:, number] > 0).nonzero().squeeze(-1)
+            out = out.index_add(0, rows, expert(x[rows]) * weights[rows, number, None])
+        return out
+
+
+class Masked(Mixture):
+    """A boolean mask, read and written."""
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mask = (chosen == number).any(-1)
+            out[mask] = out[mask] + expert(x[mask]) * (weights * (chosen == number)).sum(-1)[mask].unsqueeze(-1)
+        return out
+
+
+class TokensOfSequences(Mixture):
+    """A mask over `[B, S]`, once flattened."""
+
+    def forward(self, x):
+        weights, chosen = self.route(x)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mask = (chosen == number).any(-1)
+            y = expert(x.view(-1, WIDTH)[mask.flatten()])
+            out[mask] = out[mask] + y * (weights * (chosen == number))[mask].sum(-1, keepdim=True)
+        return out
+
+
+class Columns(Mixture):
+    """All columns of `nonzero`, `index_put` with two of them, and one hot numbers without gradient."""
+
+    def forward(self, x):
+        weights, chosen = self.route(x)
+        out = torch.zeros_like(x)
+        with torch.no_grad():
+            mask = F.one_hot(chosen, EXPERTS + 1)
+        for number, expert in enumerate(self.experts):
+            batch, token, slot = mask[..., number].nonzero().t()
+            y = expert(x[batch, token]) * weights[batch, token, slot, None]
+            out = out.index_put((batch, token), y, accumulate=True)
+        return out
+
+
+class Slots(Mixture):
+    """Written by place, and summed behind."""
+
+    def mix(self, x, weights, chosen):
+        out = x.new_zeros(x.shape[0], self.k, WIDTH)
+        for number, expert in enumerate(self.experts):
+            places = torch.nonzero(chosen == number)
+            rows, slot = places[:, 0], places[:, 1]
+            out[rows, slot] = expert(x[rows])
+        return (out * weights[..., None]).sum(1)
+
+
+class Scattered(Mixture):
+    """`scatter_add`, einsum, and parameters in a stack."""
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros_like(x)
+        for number in range(EXPERTS):
+            rows, slot = torch.where(chosen == number)
+            y = F.silu(torch.einsum("nd,hd->nh", x[rows], self.w1[number]))
+            y = torch.einsum("nh,dh->nd", torch.cat([y[:, ::2], y[:, 1::2]], -1), self.w2[number])
+            y = y * weights[rows, slot, None]
+            out = out.scatter_add(0, rows[:, None].expand(-1, WIDTH), y)
+        return out
+
+
+class Dense(Mixture):
+    """All experts on all tokens, weighted by a mask of the best."""
+
+    def mix(self, x, weights, chosen):
+        mask = torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype).scatter(1, chosen, weights)
+        y = torch.stack([expert(x) for expert in self.experts], 1)
+        h = F.silu(torch.einsum("nd,ehd->neh", x, self.w1))
+        return (y * mask[..., None]).sum(1) + torch.einsum("neh,edh,ne->nd", h, self.w2, mask)
+
+
+class Gathered(Mixture):
+    """A matrix for every place, by `bmm` and by einsum."""
+
+    def mix(self, x, weights, chosen):
+        y = torch.bmm(self.w1[chosen.flatten()], x.repeat_interleave(self.k, 0)[..., None])[..., 0]
+        y = F.silu(y.view(-1, self.k, HIDDEN))
+        return torch.einsum("nkh,nkdh,nk->nd", y, self.w2[chosen], weights)
+
+
+class FlatPlaces(Mixture):
+    """As DeepSeek's remote code trains: tokens repeated, and written by a mask over all places."""
+
+    def mix(self, x, weights, chosen):
+        flat, x = chosen.view(-1), x.repeat_interleave(self.k, dim=0)
+        y = torch.empty_like(x)
+        for number, expert in enumerate(self.experts):
+            y[flat == number] = expert(x[flat == number])
+        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+class Checkpointed(Mixtral):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Twice(Mixture):
+    """The places of a token may have the same expert: both count."""
+
+    def route(self, x):
+        scores = self.router(x)
+        return torch.stack([scores.amax(-1).sigmoid(), scores.amin(-1).tanh()], -1), torch.stack(
+            [scores.argmax(-1), (scores.argmax(-1) * (scores[:, 0] > 0)) % EXPERTS], -1
+        )
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, slot = torch.where(chosen == number)
+            out.index_add_(0, rows, expert(x[rows]) * weights[rows, slot, None])
+        return out
+
+
+class Shared(Mixtral):
+    """An expert of all tokens beside the others."""
+
+    def mix(self, x, weights, chosen):
+        return super().mix(x, weights, chosen) + self.experts[0](x) * torch.sigmoid(self.router(x)[:, :1])
+
+
+class Model(TinyLM):
+    """`TinyLM` with a mixture behind each block."""
+
+    def __init__(self, mixture, **arguments):
+        super().__init__()
+        self.mixtures = nn.ModuleList([mixture(**arguments) for _ in self.blocks])
+        self.double()
+
+    def hidden(self, ids, mask=None):
+        positions, pairs = torch.arange(ids.shape[1]), None
+        if mask is not None:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            triangle = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+            pairs = triangle & mask.bool()[:, None, None, :]
+        x = self.embedding(ids) + self.position(positions)
+        for block, mixture in zip(self.blocks, self.mixtures, strict=True):
+            x = block(x, pairs)
+            x = x + mixture(self.norm(x))
+        return self.norm(x)
+
+
+def call(model, batch):
+    return model(batch.ids, batch.mask)
+
+
+def assert_exact(model, batch=None):
+    """Over the tree, in one graph, with eager's numbers."""
+    torch._dynamo.reset()
+    batch = Batch(shared_ids(4, 7)) if batch is None else batch
+    loss, before = random_loss(batch, VOCABULARY), torch._dynamo.config.capture_dynamic_output_shape_ops
+    compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+    assert_equal(measure(compiled, model, batch, loss, call), reference(model, batch, loss, call), EXACT)
+    assert inside(compiled).only
+    assert torch._dynamo.config.capture_dynamic_output_shape_ops is before
+
+
+WAYS = [Mixtral, DeepSeek, OneColumn, Masked, TokensOfSequences, Columns, Slots, Scattered, Dense, Checkpointed]
+WAYS += [Twice, Shared, Gathered, FlatPlaces]
+
+
+@pytest.mark.parametrize("mixture", WAYS)
+def test_written_as(mixture):
+    assert_exact(Model(mixture))
+
+
+@pytest.mark.parametrize("kind", ["norm", "unsafe"])
+def test_what_experts_do(kind):
+    assert_exact(Model(Mixtral, kind=kind))
+
+
+def test_one_expert_a_token():
+    assert_exact(Model(DeepSeek, k=1))
+
+
+@pytest.mark.parametrize("kind", ["gated", "unsafe"])
+def test_all_tokens_to_one_expert(kind):
+    model = Model(Mixtral, k=1, kind=kind)
+    for mixture in model.mixtures:
+        mixture.router.weight.data.zero_()
+    assert_exact(model)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_padding(padding):
+    sequences = [row[: 7 - i] for i, row in enumerate((shared_ids(4, 7) % (VOCABULARY - 1) + 1).tolist())] + [[1]]
+    assert_exact(Model(Mixtral), make_batch(sequences, padding))
+
+
+# ---- What is refused, by name
+
+
+class Loop(Mixture):
+    """A loop over experts; subclasses change what is done of the tokens of each."""
+
+    def mix(self, x, weights, chosen):
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, slot = torch.where(chosen == number)
+            out = self.of_one(out, x, rows, weights[rows, slot, None], expert)
+        return out
+
+    def of_one(self, out, x, rows, weights, expert):
+        return out.index_add(0, rows, expert(x[rows]) * weights)
+
+
+class IfThereAre(Loop):
+    def of_one(self, *arguments):
+        return arguments[0] if arguments[2].numel() == 0 else super().of_one(*arguments)
+
+
+class InPython(Loop):
+    def of_one(self, out, x, rows, weights, expert):
+        for row in rows.tolist():
+            out[row] += expert(x[row])
+        return out
+
+
+class Centred(Loop):
+    def of_one(self, out, x, rows, weights, expert):
+        y = expert(x[rows])
+        return out.index_add(0, rows, y - y.mean(0))
+
+
+class Numbered(Loop):
+    def of_one(self, out, x, rows, weights, expert):
+        return out.index_add(0, rows, expert(x[rows]) * torch.arange(rows.shape[0])[:, None])
+
+
+class Counted(Loop):
+    def of_one(self, out, x, rows, weights, expert):
+        return out.index_add(0, rows, expert(x[rows]) / rows.shape[0])
+
+
+class Shifted(Loop):
+    def of_one(self, out, x, rows, weights, expert):
+        return out.index_add(0, rows, expert(x[rows].flip(0)))
+
+
+class Elsewhere(Loop):
+    def of_one(self, out, x, rows, weights, expert):
+        return out.index_add(0, (rows - 1).clamp(min=0), expert(x[rows]))
+
+
+class Attending(Loop):
+    def of_one(self, out, x, rows, weights, expert):
+        y = expert(x[rows])[None, None]
+        return out.index_add(0, rows, F.scaled_dot_product_attention(y, y, y, is_causal=True)[0, 0])
+
+
+class Dropped(Loop):
+    def of_one(self, out, x, rows, weights, expert):
+        return out.index_add(0, rows, F.dropout(expert(x[rows]), 0.1))
+
+
+class Capacity(OneColumn):
+    def mix(self, x, weights, chosen):
+        mask = F.one_hot(chosen, EXPERTS).sum(1)
+        kept = (mask.cumsum(0) * mask <= 4)[:, 0]
+        return super().mix(x, weights * kept[:, None], chosen)
+
+
+class Sorted(Mixture):
+    def mix(self, x, weights, chosen):
+        flat = chosen.view(-1)
+        order = flat.argsort(stable=True)
+        y = torch.bmm(self.w1[flat[order]], x[order // self.k][..., None])
+        y = torch.bmm(self.w2[flat[order]], F.silu(y))[..., 0] * weights.view(-1)[order][:, None]
+        return torch.zeros_like(x).index_add(0, order // self.k, y)
+
+
+class Noisy(Mixtral):
+    def route(self, x):
+        return super().route(x + torch.randn_like(x))
+
+
+class Jittered(Mixtral):
+    def route(self, x):
+        return super().route(x * torch.empty_like(x).uniform_(0.9, 1.1))
+
+
+REFUSED = {
+    IfThereAre: r"graph break.*numel\(\) == 0.*drop the `if`",
+    InPython: r"graph break.*rows\.tolist\(\).*\.tolist\(\)",
+    Centred: "selected by a condition.*y.mean.*along the token axis",
+    Numbered: "selected by a condition.*arange",
+    Counted: "selected by a condition.*how many rows",
+    Shifted: "selected by a condition.*flip",
+    Elsewhere: "selected by a condition.*numbers of the selected tokens",
+    Attending: "graph break.*scaled_dot_product_attention",  # Dynamo's own
+    Dropped: "selected by a condition.*random numbers",
+    Capacity: "expert capacity.*cumsum",
+    Sorted: "sorted by the experts.*expert_linear",
+    Noisy: "random numbers for every token.*randn_like.*router noise",
+    Jittered: "random numbers for every token.*uniform.*router noise",
+}
+
+
+@pytest.mark.parametrize("mixture", REFUSED)
+def test_refused(mixture):
+    torch._dynamo.reset()
+    before = torch._dynamo.config.capture_dynamic_output_shape_ops
+    with pytest.raises(RefusalError) as caught:
+        torch.compile(Model(mixture), backend="dta", options=SMALL_CHUNKS)(shared_ids(4, 7))
+    assert re.search(REFUSED[mixture], str(caught.value), re.DOTALL), caught.value
+    assert torch._dynamo.config.capture_dynamic_output_shape_ops is before
+
+
+# ---- Selections of other things than tokens of experts
+
+
+def mean_of_selected(model, ids):
+    found = log_probs(model(ids), ids)
+    keep = ids[:, 1:] > 9
+    return -found[keep].mean(), keep.nonzero().sum()
+
+
+def selected_by_model(model, ids):
+    found = log_probs(model(ids), ids)
+    return -found[found > found.mean()].mean(), ids.sum()
+
+
+def of_some_sequences(model, ids):
+    rows = (ids[:, 5] > 3).nonzero()[:, 0]
+    return -log_probs(model(ids[rows]), ids[rows]).mean(), rows.sum()
+
+
+def in_python(model, ids):
+    found, rows = log_probs(model(ids), ids), (ids[:, 5] > 3).nonzero()[:, 0]
+    for row in rows.tolist():
+        found = found + found[row]
+    return -found.mean(), rows.sum() if rows.numel() > 1 else rows
+
+
+@pytest.mark.parametrize("step", [mean_of_selected, selected_by_model, of_some_sequences, in_python])
+def test_selections_outside_of_the_model(step):
+    torch._dynamo.reset()
+    model, ids = TinyLM(), shared_ids()
+    compiled = torch.compile(lambda ids: step(model, ids), backend="dta", options=SMALL_CHUNKS)
+
+    def run(step):
+        loss, number = step(ids)
+        loss.backward()
+        return loss.detach(), number
+
+    assert_same(after(model, lambda: run(compiled)), after(model, lambda: run(lambda ids: step(model, ids))))
+    assert len(inside(compiled).engines) == 1
+
+
+def test_mixture_and_selection_in_the_loss():
+    torch._dynamo.reset()
+    model, ids = Model(DeepSeek), shared_ids(4, 7)
+    compiled = torch.compile(lambda ids: mean_of_selected(model, ids)[0], backend="dta", options=SMALL_CHUNKS)
+
+    def run(step):
+        loss = step(ids)
+        loss.backward()
+        return loss.detach()
+
+    assert_same(
+        after(model, lambda: run(compiled)), after(model, lambda: run(lambda ids: mean_of_selected(model, ids)[0]))
+    )
+    assert inside(compiled).only

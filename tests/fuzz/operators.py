@@ -36,6 +36,22 @@ OPERATORS = [
         "x = x + dta_compile.expert_linear(flat, which, self.experts$, transposed=True).sum(1).view(B, S, D)",
         "self.router$, self.experts$ = nn.Linear(D, 3), nn.Parameter(torch.randn(3, D, D) / 3)",
     ),
+    Part(
+        "flat = x.reshape(B * S, D)\nbest, which = self.router$(flat).softmax(-1).topk(2, -1)\n"
+        "mixed = torch.zeros_like(flat)\n"
+        "for e in range(3):\n"
+        "    rows, places = torch.where(which == e)\n"
+        "    mixed.index_add_(0, rows, self.experts$[e](flat[rows]).tanh() * best[rows, places, None])\n"
+        "x = x + mixed.view(B, S, D)",
+        "self.router$, self.experts$ = nn.Linear(D, 3), nn.ModuleList(nn.Linear(D, D) for _ in range(3))",
+    ),
+    Part(
+        "which = self.router$(x).argmax(-1)\nmixed = torch.zeros_like(x)\n"
+        "for e in range(3):\n"
+        "    mixed[which == e] = F.layer_norm(F.silu(x[which == e] @ self.experts$[e]), (D,))\n"
+        "x = x + mixed",
+        "self.router$, self.experts$ = nn.Linear(D, 3), nn.Parameter(torch.randn(3, D, D) / 3)",
+    ),
     Part("x = torch.where(x > 0, x, 0.1 * x)"),
     Part("x = x.clone()\nx[..., :4] = x[..., 4:] * 2\nx[..., 5] = 1.0"),
     Part("x = x * self.gain$\nx += 1\nx *= 0.5", _GAIN),

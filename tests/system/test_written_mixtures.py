@@ -258,20 +258,27 @@ WAYS = [Mixtral, DeepSeek, OneColumn, Masked, TokensOfSequences, Columns, Slots,
 WAYS += [Twice, Shared, Gathered, FlatPlaces]
 
 
-@pytest.mark.parametrize("mixture", WAYS)
+def one_by_one(every, fast):
+    """Parameters of a test, slow but for some."""
+    return [one if one in fast else pytest.param(one, marks=pytest.mark.slow) for one in every]
+
+
+@pytest.mark.parametrize("mixture", one_by_one(WAYS, (DeepSeek, TokensOfSequences)))
 def test_written_as(mixture):
     assert_exact(Model(mixture))
 
 
-@pytest.mark.parametrize("kind", ["norm", "unsafe"])
+@pytest.mark.parametrize("kind", one_by_one(["norm", "unsafe"], ["unsafe"]))
 def test_what_experts_do(kind):
     assert_exact(Model(Mixtral, kind=kind))
 
 
+@pytest.mark.slow
 def test_one_expert_a_token():
     assert_exact(Model(DeepSeek, k=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gated", "unsafe"])
 def test_all_tokens_to_one_expert(kind):
     model = Model(Mixtral, k=1, kind=kind)
@@ -280,7 +287,7 @@ def test_all_tokens_to_one_expert(kind):
     assert_exact(model)
 
 
-@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("padding", one_by_one(["left", "right"], ["left"]))
 def test_padding(padding):
     sequences = [row[: 7 - i] for i, row in enumerate((shared_ids(4, 7) % (VOCABULARY - 1) + 1).tolist())] + [[1]]
     assert_exact(Model(Mixtral), make_batch(sequences, padding))
@@ -395,7 +402,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("mixture", REFUSED)
+@pytest.mark.parametrize("mixture", one_by_one(REFUSED, (IfThereAre, Capacity, Sorted, Noisy)))
 def test_refused(mixture):
     torch._dynamo.reset()
     before = torch._dynamo.config.capture_dynamic_output_shape_ops
@@ -431,7 +438,10 @@ def in_python(model, ids):
     return -found.mean(), rows.sum() if rows.numel() > 1 else rows
 
 
-@pytest.mark.parametrize("step", [mean_of_selected, selected_by_model, of_some_sequences, in_python])
+STEPS = [mean_of_selected, selected_by_model, of_some_sequences, in_python]
+
+
+@pytest.mark.parametrize("step", one_by_one(STEPS, [mean_of_selected, in_python]))
 def test_selections_outside_of_the_model(step):
     torch._dynamo.reset()
     model, ids = TinyLM(), shared_ids()
@@ -446,6 +456,7 @@ def test_selections_outside_of_the_model(step):
     assert len(inside(compiled).engines) == 1
 
 
+@pytest.mark.slow
 def test_mixture_and_selection_in_the_loss():
     torch._dynamo.reset()
     model, ids = Model(DeepSeek), shared_ids(4, 7)

@@ -113,7 +113,7 @@ def _refuse_before_attention(
         where=where(unproven.node),
         expected="operators that work row by row, and index_add or an assignment to the rows they came from",
         got=unproven.reason,
-        hint="write the mixture of experts so, or with dta_compile.ops.experts",
+        hint="write the mixture of experts so, or with dta_compile.expert_linear",
     ) from None
 
 

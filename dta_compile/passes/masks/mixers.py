@@ -102,7 +102,7 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
         return RefusalError(
             "tokens are sorted by the experts that they chose, which hides that each is computed by itself",
             where=where(mixed.node),
-            expected="a loop over experts with torch.where(chosen == expert), or dta_compile.ops.experts.expert_linear",
+            expected="a loop over experts with torch.where(chosen == expert), or dta_compile.expert_linear",
             got=mixed.reason,
             hint="write the mixture of experts so; transformers: experts_implementation='dta'",
         )
@@ -120,7 +120,7 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
     elif "sparse=True" in mixed.reason:
         hint = "gradients are summed over the tree: set sparse=False"
     elif "expert" in where(mixed.node):
-        hint = "routing tokens to experts is not supported; options={'fallback': 'dense'} runs it densely"
+        hint = "let each token choose its experts with dta_compile.expert_linear and expert_sum"
     elif _leads_to_softmax(mixed.node):
         hint = (
             "write attention as torch.nn.functional.scaled_dot_product_attention"

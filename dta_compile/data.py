@@ -120,7 +120,7 @@ def load_rollouts(
     """
     data = _read(path)
     leaves = _decode_leaves(data, dense)
-    rollouts = [_rollout(data, leaves, index) for index in range(len(data["length"]))]
+    rollouts = [_rollout(data, leaves, routes, index) for index, routes in enumerate(_routes(data, path))]
     if max_length is not None:
         rollouts = [rollout for rollout in rollouts if len(rollout) <= max_length]
     return _leaves_with_spans(rollouts) if leaf_only else rollouts
@@ -188,7 +188,24 @@ def _decode_leaves(data: dict[str, NDArray[Any]], dense: bool) -> list[NDArray[n
     return leaves
 
 
-def _rollout(data: dict[str, NDArray[Any]], leaves: list[NDArray[np.int32]], index: int) -> Rollout:
+def _routes(data: dict[str, NDArray[Any]], path: str | PathLike[str]) -> list[NDArray[Any] | None]:
+    """The routes of every sample, if the file has some."""
+    lengths, routes = data["length"], data.get("routes")
+    if routes is None:
+        return [None] * len(lengths)
+    if routes.ndim == 0 or len(routes) != lengths.sum() or routes.dtype.kind not in "iu":
+        raise PlanError(
+            "the routes of a rollout file do not fit its samples",
+            where=str(path),
+            expected=f"integers [{lengths.sum()}, ...], as many as tokens of all samples",
+            got=f"{routes.dtype} {list(routes.shape)}",
+        )
+    return list(np.split(routes, np.cumsum(lengths)[:-1]))
+
+
+def _rollout(
+    data: dict[str, NDArray[Any]], leaves: list[NDArray[np.int32]], routes: NDArray[Any] | None, index: int
+) -> Rollout:
     leaf, length = leaves[data["leaf"][index]], int(data["length"][index])
     spans = slice(data["loss_ptr"][index], data["loss_ptr"][index + 1])
     return Rollout(
@@ -202,9 +219,7 @@ def _rollout(data: dict[str, NDArray[Any]], leaves: list[NDArray[np.int32]], ind
         trajectory=int(data["traj"][index]),
         turn=int(data["turn"][index]),
         is_leaf=length == len(leaf),
-        routes=data["routes"][(end := int(data["length"][: index + 1].sum())) - length : end]
-        if "routes" in data
-        else None,
+        routes=routes,
     )
 
 

@@ -14,23 +14,26 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 
 from dta_compile.integrations.tracing import traces_for_this_backend
-from dta_compile.integrations.transformers_experts import EXACT, LowRank, forward_with_adapters
+from dta_compile.integrations.transformers_experts import (
+    PARAMETERS,
+    LowRank,
+    forward_with_adapters,
+    is_declared,
+)
 
 __all__: list[str] = []
 
-_forward = ParamWrapper.forward
+_forward_of_peft = ParamWrapper.forward
 
 
-@functools.wraps(_forward)
+@functools.wraps(_forward_of_peft)
 def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The experts under one or several wrappers, with their active adapters."""
     if torch.compiler.is_compiling() and traces_for_this_backend() and not kwargs and len(args) == 2:
         wrappers = _wrappers(self)
-        experts = wrappers[-1].base_layer
-        if _is_understood(experts) and not any(wrapper.merged for wrapper in wrappers):
-            index, weights = args
-            return forward_with_adapters(experts, x, index, weights, _adapters(wrappers))
-    found: torch.Tensor = _forward(self, x, *args, **kwargs)
+        if _is_understood(wrappers):
+            return forward_with_adapters(wrappers[-1].base_layer, x, *args, _adapters(wrappers))
+    found: torch.Tensor = _forward_of_peft(self, x, *args, **kwargs)
     return found
 
 
@@ -42,9 +45,19 @@ def _wrappers(outer: Any) -> list[Any]:
     return found
 
 
-def _is_understood(experts: Any) -> bool:
+def _is_understood(wrappers: list[Any]) -> bool:
+    """Whether all that a call of the experts would do is to compute what they declare, with adapters of weights."""
+    experts = wrappers[-1].base_layer
     implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
-    return hasattr(experts, "has_post_expert_norm") and implementation in EXACT
+    if not is_declared(type(experts), implementation):
+        return False
+    are_weights = all(one.parameter_name in PARAMETERS and not one.merged for one in wrappers)
+    return are_weights and not any(_has_hooks(one) for one in (*wrappers[1:], experts))
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(len(one) > 0 for one in hooks)
 
 
 def _adapters(wrappers: list[Any]) -> dict[str, list[LowRank]]:
@@ -58,4 +71,5 @@ def _adapters(wrappers: list[Any]) -> dict[str, list[LowRank]]:
     return found
 
 
-ParamWrapper.forward = forward
+if hasattr(ParamWrapper, "get_delta_factors"):  # older releases have none
+    ParamWrapper.forward = forward

@@ -13,15 +13,16 @@ import torch._dynamo
 
 __all__ = ["answer_with", "traces_for_this_backend"]
 
-_answers: list[Callable[[], bool]] = []
+_answer: Callable[[], bool] | None = None
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def traces_for_this_backend() -> bool:
     """Whether the graph is for this backend that Dynamo is tracing, which calls this and takes it for a constant."""
-    return any(answer() for answer in _answers)
+    return _answer is not None and _answer()
 
 
 def answer_with(answer: Callable[[], bool]) -> None:
     """Have the question answered by a function, from now on."""
-    _answers.append(answer)
+    global _answer
+    _answer = answer

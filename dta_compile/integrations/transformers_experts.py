@@ -10,19 +10,31 @@ implementations is wrapped. Importing the module does both; `registration` does 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo
+from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.ops.experts import expert_linear, expert_sum
 
-__all__ = ["NAME", "Adapters", "LowRank", "experts_forward", "forward_with_adapters"]
+__all__ = [
+    "NAME",
+    "PARAMETERS",
+    "Adapters",
+    "LowRank",
+    "experts_forward",
+    "forward_with_adapters",
+    "is_declared",
+]
 
 NAME = "dta"
 # Those that compute the same in full precision; others round to fewer bits.
+PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")  # which adapters are understood of
 EXACT = ("eager", "batched_mm", "grouped_mm", NAME)
 
 
@@ -94,7 +106,7 @@ def _forward(
 
 def _each_place(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
     """A gate, activation or norm of rows `[T, k, F]`; those of other packages may count on rows `[n, F]`."""
-    if str(function.__module__).split(".")[0] in ("torch", "transformers"):
+    if _is_of_transformers(function):
         return function(rows)
     return torch.stack([function(row) for row in rows.unbind(1)], 1)
 
@@ -120,20 +132,44 @@ def _factors(self: Any, name: str, adapters: Adapters) -> list[tuple[torch.Tenso
     ]
 
 
-_chosen = ExpertsInterface.get_interface
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def computes_as_declared(forward: Callable[..., Any], implementation: str) -> bool:
+    """Whether a class of experts with this loop (`forward` of "eager") computes what its declaration says.
+
+    transformers' own loops do. Another package's may do something else in its loop; what it declares is what it says
+    that the other implementations compute.
+    """
+    return implementation in EXACT and (implementation != "eager" or _is_of_transformers(forward))
 
 
-@functools.wraps(_chosen)
-def get_interface(
-    self: ExpertsInterface, experts_implementation: str, default: Callable[..., Any]
-) -> Callable[..., Any]:
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def is_declared(cls: Any, implementation: str | None) -> bool:
+    """Whether instances of a class are called through transformers' interface, and compute what it declares."""
+    code = getattr(cls.forward, "__code__", None)
+    if implementation is None or code is None or code.co_filename != moe.__file__:
+        return False
+    known = inspect.getclosurevars(cls.forward).nonlocals
+    is_usual = type(known["experts_interface"]) is ExpertsInterface
+    return is_usual and bool(computes_as_declared(known["original_forward"], implementation))
+
+
+def _is_of_transformers(function: Callable[..., Any]) -> bool:
+    return str(function.__module__).split(".")[0] in ("torch", "transformers")
+
+
+_chosen = getattr(ExpertsInterface, "get_interface", None)  # early releases of transformers 5 have none
+
+
+def get_interface(self: ExpertsInterface, experts_implementation: str, default: Callable[..., Any]) -> Any:
     """The function of an implementation; ours in a graph for this backend, if it computes the same."""
+    is_ours = torch.compiler.is_compiling() and traces_for_this_backend()
     is_usual = type(self) is ExpertsInterface  # not that of weights in eight bits
-    if is_usual and experts_implementation in EXACT and torch.compiler.is_compiling() and traces_for_this_backend():
+    if is_ours and is_usual and computes_as_declared(default, experts_implementation):
         return experts_forward
-    found: Callable[..., Any] = _chosen(self, experts_implementation, default)
-    return found
+    assert _chosen is not None
+    return _chosen(self, experts_implementation, default)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-ExpertsInterface.get_interface = get_interface
+if _chosen is not None:
+    ExpertsInterface.get_interface = functools.wraps(_chosen)(get_interface)

@@ -13,13 +13,14 @@ Nothing is dropped and no token looks at another, whatever the routes are: so th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dta_compile.errors import OptionError
 from dta_compile.ops import grouped_products
-from dta_compile.ops.dtypes import autocast
+from dta_compile.ops.dtypes import autocast, statistics_dtype
 from dta_compile.ops.library import LIBRARY
 
 __all__ = [
@@ -36,6 +37,7 @@ LIBRARY.define("expert_linear(Tensor rows, Tensor expert, Tensor weight, bool tr
 LIBRARY.define("expert_sum(Tensor rows, Tensor expert, Tensor scale, Tensor weight, bool transposed) -> Tensor")
 LIBRARY.define("expert_products(Tensor left, Tensor right, Tensor expert, SymInt experts) -> Tensor")
 LIBRARY.define("expert_products_(Tensor(a!) total, Tensor left, Tensor right, Tensor expert) -> ()")
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 EXPERT_LINEAR = torch.ops.dta.expert_linear.default
 EXPERT_SUM = torch.ops.dta.expert_sum.default
 EXPERT_PRODUCTS = torch.ops.dta.expert_products.default
@@ -68,6 +70,7 @@ def expert_linear(
     """
     _require_sizes(rows, expert, weight, bias, transposed)
     rows, weight = autocast(rows, weight)
+    expert = expert.to(torch.int64)  # numbers of experts and of places do not fit in a byte
     out: torch.Tensor = EXPERT_LINEAR(rows, expert, weight, transposed)
     return out if bias is None else out + _biases(bias, expert)
 
@@ -97,13 +100,14 @@ def expert_sum(
         OptionError: sizes that do not fit.
     """
     _require_sizes(rows, expert, weight, bias, transposed)
-    if scale.shape != expert.shape or rows.dim() != expert.dim() + 1:
+    if not _same(scale.shape, expert.shape) or rows.dim() != expert.dim() + 1:
         raise OptionError(
             "a mixture of experts needs a weight and a row for every expert of a token",
             expected=f"scale {list(expert.shape)} and rows of {expert.dim() + 1} dimensions",
             got=f"{list(scale.shape)} and {list(rows.shape)}",
         )
     rows, weight = autocast(rows, weight)
+    expert = expert.to(torch.int64)
     out: torch.Tensor = EXPERT_SUM(rows, expert, scale, weight, transposed)
     return out if bias is None else out + (_biases(bias, expert) * scale[..., None]).sum(-2)
 
@@ -118,11 +122,11 @@ def _biases(bias: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
 def _require_sizes(
     rows: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
 ) -> None:
-    if weight.dim() == 3 and expert.dim() and not expert.is_floating_point():
+    if weight.dim() == 3 and expert.dim() and expert.dtype in INTEGERS:
         experts, width = weight.shape[0], weight.shape[1 if transposed else 2]
         output = weight.shape[2 if transposed else 1]
-        places = rows.shape[:-1] in (expert.shape, expert.shape[:-1])
-        if places and rows.shape[-1] == width and (bias is None or bias.shape == (experts, output)):
+        places = _same(rows.shape[:-1], expert.shape) or _same(rows.shape[:-1], expert.shape[:-1])
+        if places and rows.shape[-1] == width and (bias is None or _same(bias.shape, (experts, output))):
             return
     raise OptionError(
         "the sizes of rows, experts and weights do not fit",
@@ -130,6 +134,11 @@ def _require_sizes(
         got=f"{list(rows.shape)}, {expert.dtype} {list(expert.shape)}, {list(weight.shape)}"
         + (f" (transposed: {transposed})" if bias is None else f" and {list(bias.shape)} (transposed: {transposed})"),
     )
+
+
+def _same(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two shapes are equal, asked size by size: sizes that are symbols are then found out about."""
+    return len(one) == len(other) and all(a == b for a, b in zip(one, other, strict=True))
 
 
 @torch.library.register_fake("dta::expert_linear", lib=LIBRARY)
@@ -156,9 +165,9 @@ def _add_products_fake(total: torch.Tensor, left: torch.Tensor, right: torch.Ten
 
 
 def _products(left: torch.Tensor, right: torch.Tensor, expert: torch.Tensor, experts: int) -> torch.Tensor:
-    total = left.new_zeros((experts, left.shape[-1], right.shape[-1]))
+    total = left.new_zeros((experts, left.shape[-1], right.shape[-1]), dtype=statistics_dtype(left.dtype))
     grouped_products.add(total, left, right, expert)
-    return total
+    return total.to(left.dtype)
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -200,6 +209,18 @@ def _of_weight(
     return found
 
 
+def _products_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    left, right, expert = ctx.saved_tensors
+    of_left, of_right = EXPERT_LINEAR(right, expert, grad, False), EXPERT_LINEAR(left, expert, grad, True)
+    sides = ((of_left, left), (of_right, right))
+    return *(of if side.dim() > expert.dim() else of.sum(-2) for of, side in sides), None, None
+
+
+def _save_products(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+torch.library.register_autograd("dta::expert_products", _products_backward, setup_context=_save_products, lib=LIBRARY)
 torch.library.register_autograd("dta::expert_linear", _linear_backward, setup_context=_save_linear, lib=LIBRARY)
 torch.library.register_autograd("dta::expert_sum", _sum_backward, setup_context=_save_linear, lib=LIBRARY)
 LIBRARY.impl("expert_linear", grouped_products.linear, "CompositeExplicitAutograd")

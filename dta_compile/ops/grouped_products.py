@@ -22,7 +22,7 @@ __all__ = ["add", "linear", "weighted_sum"]
 KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 LINEAR_BLOCKS = {"PLACES": 64, "OUT_BLOCK": 64, "WIDTH_BLOCK": 32}
 ADD_BLOCKS = {"LEFT_BLOCK": 64, "RIGHT_BLOCK": 64, "PLACES": 32}
-ALIGNED = 16  # bytes that rows have to be a multiple of for torch's grouped product
+ALIGNED = 16  # bytes that rows have to begin at multiples of, for torch's grouped product
 
 
 class _Places:
@@ -142,11 +142,18 @@ def _on_host(tensor: torch.Tensor) -> bool:
 
 def _runs_grouped(rows: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether torch's grouped product takes these."""
-    if rows.dtype is not weight.dtype or any(size * rows.itemsize % ALIGNED for size in weight.shape[1:]):
+    if rows.dtype is not weight.dtype or weight.shape[1] * rows.itemsize % ALIGNED or not _is_laid_out(weight):
         return False
     if rows.is_cuda:
         return rows.dtype is torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
     return _on_host(rows) and rows.dtype in (torch.bfloat16, torch.float32)
+
+
+def _is_laid_out(weight: torch.Tensor) -> bool:
+    """Whether every matrix of `[E, D, O]` lies in rows or columns that begin at multiples of 16 bytes."""
+    (_, width, columns), (_, row, column) = weight.shape, weight.stride()
+    step = row if column == 1 and row >= columns else column if row == 1 and column >= width else 0
+    return step > 0 and step * weight.itemsize % ALIGNED == 0 and weight.shape[2] * weight.itemsize % ALIGNED == 0
 
 
 def _runs_kernels(tensor: torch.Tensor) -> bool:

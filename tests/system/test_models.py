@@ -313,13 +313,6 @@ def test_attention_written_out_is_refused(config):
     assert "scaled_dot_product_attention" in message
 
 
-def test_routing_to_experts_is_refused():
-    experts = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
-    config = transformers.Qwen2MoeConfig(**GQA, **experts, num_experts_per_tok=2)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
-    assert "routing tokens to experts" in _refusal(model, make_batch(rollouts(V)))
-
-
 def test_alibi_is_refused():
     message = _refusal(build("falcon", alibi=True), make_batch(rollouts(V)))
     assert "ALiBi" in message or "additive bias" in message

@@ -121,18 +121,24 @@ def _scratch_of_experts(node: fx.Node, sizes: ChunkSizes) -> Bytes:
         for formal, arg in zip(node.target._schema.arguments, node.args, strict=True)
         if isinstance(arg, fx.Node)
     }
-    expert = values["expert"]
+    expert, first = values["expert"], values["rows" if "rows" in values else "left"]
     places = sizes.bytes(expert).times(1 / expert.dtype.itemsize)
-    widths = [values[name].shape[-1] for name in ("rows", "left", "right") if name in values]
-    itemsize, rounded = next(values[name] for name in ("rows", "left") if name in values).dtype.itemsize, 0
+    bytes_per_place, fixed = 3 * torch.int64.itemsize, 0  # sorted numbers, their places, and places by token
     if "weight" in values:
-        widths.append(values["weight"].shape[2 if node.args[-1] else 1])
-    if node.target is EXPERT_SUM:  # and what is added up, in a wider dtype
-        widths.append(widths[-1])
-    if node.target is EXPERT_PRODUCTS_ and values["total"].dtype.itemsize != itemsize:
-        rounded = widths[0] * widths[1] * itemsize  # of one expert
-    order = 3 * expert.dtype.itemsize  # sorted numbers, their places, and places by token
-    return places.times(sum(widths) * itemsize + order).plus(Bytes(rounded))
+        columns = values["weight"].shape[2 if node.args[-1] else 1]
+        bytes_per_place += (first.shape[-1] + columns) * first.dtype.itemsize
+        if node.target is EXPERT_SUM:  # products times scales, and the same in the dtype that they are summed in
+            dtype = torch.promote_types(first.dtype, values["scale"].dtype)
+            wide = statistics_dtype(dtype)
+            bytes_per_place += columns * (dtype.itemsize + (wide.itemsize if wide != dtype else 0))
+            if wide != dtype:
+                bytes_per_place += columns * wide.itemsize / max(expert.shape[-1], 1)
+    else:
+        left, right = values["left"], values["right"]
+        bytes_per_place += (left.shape[-1] + right.shape[-1]) * left.dtype.itemsize
+        if node.target is EXPERT_PRODUCTS_ and values["total"].dtype != left.dtype:
+            fixed = left.shape[-1] * right.shape[-1] * left.dtype.itemsize  # of one expert, rounded
+    return places.times(bytes_per_place).plus(Bytes(fixed))
 
 
 def _scratch_of_head(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:

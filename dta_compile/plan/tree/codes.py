@@ -38,7 +38,7 @@ def _ranks(values: IntArray) -> tuple[IntArray, int]:
 
 
 def codes_of(values: npt.NDArray[np.generic]) -> IntArray:
-    """IntArray that are equal exactly where the rows `values[i, ...]` are equal, bit for bit: `[n]` of `[n, ...]`."""
+    """Integers that are equal exactly where the rows `values[i, ...]` are equal, bit for bit: `[n]` of `[n, ...]`."""
     flat = np.ascontiguousarray(values.reshape(len(values), -1))
     width = flat.dtype.itemsize * flat.shape[1]
     if flat.shape[1] == 1 and flat.dtype.kind in "iub":

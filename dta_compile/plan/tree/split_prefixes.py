@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ class SplitPrefixes:
         tree: the tree of all keys.
         codes: by name of a key the codes `[P]` of all tokens.
         begins: `[N]` where the tokens of each sequence begin among these.
-        suspects: the keys that are asked about.
+        suspects: the keys that are asked about, together: two that differ at the same tokens are to blame together.
     """
 
     tree: PrefixTree
@@ -37,30 +38,28 @@ class SplitPrefixes:
         cls, tree: PrefixTree, codes: Mapping[str, IntArray], begins: IntArray, suspects: list[str]
     ) -> SplitPrefixes | None:
         """What remains to be counted; None if no suspect splits anything, which the tree's branches tell."""
-        found = cls(tree, codes, begins, ())
-        guilty = tuple(name for name in suspects if found._splits(name))
-        return dataclasses.replace(found, suspects=guilty) if guilty else None
+        found = cls(tree, codes, begins, tuple(suspects))
+        if not found._split_by(suspects):
+            return None
+        alone = [name for name in suspects if found._split_by([name])]  # of several, these do not hide each other
+        return dataclasses.replace(found, suspects=tuple(alone)) if len(alone) == 1 else found
 
     def tokens(self) -> dict[str, int]:
-        """By key, how many tokens fewer the tree would have without it."""
-        lengths = self.tree.lengths
-        found = {}
-        for name in self.suspects:
-            codes = self._without(name)
-            sequences = [codes[begin : begin + size] for begin, size in zip(self.begins, lengths, strict=True)]
-            found[name] = self.tree.num_rows - PrefixTree.build(sequences).num_rows
-        return found
+        """By keys, how many tokens fewer the tree would have without them."""
+        codes, lengths = self._without(self.suspects), self.tree.lengths
+        sequences = [codes[begin : begin + size] for begin, size in zip(self.begins, lengths, strict=True)]
+        return {" and ".join(self.suspects): self.tree.num_rows - PrefixTree.build(sequences).num_rows}
 
-    def _splits(self, name: str) -> bool:
-        """Whether two children of a node begin with tokens that only this key tells apart."""
+    def _split_by(self, names: Sequence[str]) -> bool:
+        """Whether two children of a node begin with tokens that only these keys tell apart."""
         tree = self.tree
-        firsts = self._without(name)[self.begins[tree.sequence] + tree.start]
+        firsts = self._without(names)[self.begins[tree.sequence] + tree.start]
         branches = np.stack([tree.parent, firsts], 1)
         return len(np.unique(branches, axis=0)) < len(branches)
 
-    def _without(self, name: str) -> IntArray:
-        others = [code for other, code in self.codes.items() if other != name]
-        return combine(others, len(self.codes[name]))
+    def _without(self, names: Sequence[str]) -> IntArray:
+        others = [code for name, code in self.codes.items() if name not in names]
+        return combine(others, len(self.codes[names[0]]))
 
 
 def with_routes(
@@ -78,24 +77,46 @@ def with_routes(
     if isinstance(sequences, PrefixTree):
         raise PlanError("a tree has no tokens to be told apart by routes", expected="sequences of token ids")
     ids = [as_integers(sequence, f"sequence {index}") for index, sequence in enumerate(sequences)]
-    recorded = [np.asarray(route) for route in routes]
-    lengths = [len(sequence) for sequence in ids]
-    found = [len(route) if route.ndim else -1 for route in recorded]
-    widths = {route.shape[1:] for route in recorded if route.size}
-    if found != lengths or len(widths) > 1 or any(route.size and route.dtype.kind not in "iu" for route in recorded):
-        wrong = next((i for i, pair in enumerate(zip(lengths, found, strict=False)) if pair[0] != pair[1]), None)
-        raise PlanError(
-            "routes do not fit the sequences",
-            where="" if wrong is None else f"sequence {wrong}",
-            expected="for every sequence integers [tokens, ...], of the same shape for every token",
-            got=f"{len(recorded)} routes for {len(ids)} sequences"
-            if wrong is None
-            else f"{found[wrong]} routes for {lengths[wrong]} tokens",
-        )
-    begins = np.cumsum([0, *lengths])[:-1]
+    recorded = _as_routes(routes, [len(sequence) for sequence in ids])
+    begins = np.cumsum([0, *map(len, ids)])[:-1]
     tokens = np.concatenate([np.zeros(0, np.int64), *(sequence.astype(np.int64) for sequence in ids)])
-    rows = [route.reshape(len(route), -1).astype(np.int64) for route in recorded if route.size]
+    rows = [route for route in recorded if route.size]
     codes = {"token ids": tokens, "routes": codes_of(np.concatenate(rows)) if rows else np.zeros_like(tokens)}
     combined = combine(list(codes.values()), len(tokens))
-    tree = PrefixTree.build(np.split(combined, begins[1:]) if lengths else [])
+    tree = PrefixTree.build(np.split(combined, begins[1:]) if ids else [])
     return tree, SplitPrefixes.of(tree, codes, begins, ["routes"])
+
+
+def _as_routes(routes: Iterable[Any], lengths: list[int]) -> list[IntArray]:
+    """Routes as `[tokens, numbers]` of every sequence."""
+    if not isinstance(routes, Iterable):
+        raise _misfit("", f"{routes!r}")
+    given = list(routes)
+    if len(given) != len(lengths):
+        raise _misfit("", f"{len(given)} routes for {len(lengths)} sequences")
+    found: list[IntArray] = []
+    width: tuple[int, ...] | None = None
+    for index, (route, length) in enumerate(zip(given, lengths, strict=True)):
+        place = f"sequence {index}"
+        try:
+            array = np.asarray(route)
+        except (ValueError, TypeError) as error:
+            raise _misfit(place, str(error)) from error
+        if array.ndim == 0 or len(array) != length:
+            raise _misfit(place, f"{len(array) if array.ndim else 'no'} routes for {length} tokens")
+        if array.size and array.dtype.kind not in "iu":
+            raise _misfit(place, f"{array.dtype}")
+        width = array.shape[1:] if width is None and length else width
+        if length and width is not None and width != array.shape[1:]:
+            raise _misfit(place, f"{list(array.shape[1:])} for a token after {list(width)}")
+        found.append(array.reshape(length, math.prod(array.shape[1:])).astype(np.int64))
+    return found
+
+
+def _misfit(where: str, got: str) -> PlanError:
+    return PlanError(
+        "routes do not fit the sequences",
+        where=where,
+        expected="for every sequence integers [tokens, ...], of the same shape for every token",
+        got=got,
+    )

@@ -125,3 +125,6 @@ def test_a_file_may_have_routes_of_every_token(tmp_path):
     assert first.routes[0].tolist() == [[0, 1]] and len(first.routes) == len(first)
     assert second.routes[0, 0, 0] == 2 * len(first) and len(second.routes) == len(second)
     assert load_rollouts(bundled())[0].routes is None
+    np.savez(path, **arrays, routes=np.zeros((3, 2), np.int64))
+    with pytest.raises(PlanError, match="routes of a rollout file do not fit"):
+        load_rollouts(path)

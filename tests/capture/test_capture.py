@@ -241,7 +241,10 @@ def test_explain_of_what_has_no_attention():
 DIFFERS = r"(output 0|the gradient of) .*differs from the captured"
 
 
-@pytest.mark.parametrize(("verify", "checked"), [("off", 0), ("auto", 1), ("first", 1), ("always", 2)])
+@pytest.mark.parametrize(
+    ("verify", "checked"),
+    [("auto", 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("off", 0), ("first", 1), ("always", 2)))],
+)
 def test_verify_finds_a_broken_runtime(model, monkeypatch, verify, checked):
     """Gradients and outputs that are wrong are found in the calls that are checked, and in these alone."""
     from dta_compile.runtime.path.stack import PathStack

@@ -271,6 +271,7 @@ def fail_in_the_middle(rank, folder):
     pathlib.Path(folder, "left").write_text(text)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_leaves_the_others_with_torchs_error(tmp_path):
     context = mp.spawn(fail_in_the_middle, args=(str(tmp_path),), nprocs=2, join=False)
     for process in context.processes:

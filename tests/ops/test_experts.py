@@ -140,3 +140,35 @@ def test_sizes_that_do_not_fit_are_named():
         dta_compile.expert_linear(hidden, expert, up, up_bias[:, :-1])
     with pytest.raises(OptionError, match="a weight and a row for every expert"):
         dta_compile.expert_sum(torch.randn(TOKENS, INNER).double(), expert, scale, down)
+
+
+@pytest.mark.parametrize(("dtype", "experts"), [(torch.int8, 128), (torch.uint8, 256)])
+def test_routes_in_bytes(dtype, experts):
+    rows, weight = torch.randn(TOKENS, WIDTH).double(), torch.randn(experts, INNER, WIDTH).double()
+    bias, expert = torch.randn(experts, INNER).double(), torch.randint(0, 128, (TOKENS, CHOSEN))
+    expected = written_out(rows, expert, weight, bias, False)
+    torch.testing.assert_close(dta_compile.expert_linear(rows, expert.to(dtype), weight, bias), expected)
+
+
+def test_weights_in_any_layout():
+    rows, expert = torch.randn(TOKENS, WIDTH), torch.randint(0, EXPERTS, (TOKENS, CHOSEN))
+    layouts = {
+        "a part": torch.randn(EXPERTS, INNER, 2 * WIDTH)[:, :, :WIDTH],
+        "every second": torch.randn(EXPERTS, 2 * INNER, 2 * WIDTH)[:, ::2, ::2],
+        "experts last": torch.randn(INNER, WIDTH, EXPERTS).permute(2, 0, 1),
+        "one for all": torch.randn(1, INNER, WIDTH).expand(EXPERTS, -1, -1),
+    }
+    for name, weight in layouts.items():
+        found = dta_compile.expert_linear(rows, expert, weight)
+        torch.testing.assert_close(found, written_out(rows, expert, weight, None, False), msg=name)
+
+
+def test_second_derivatives():
+    hidden, expert, scale, up, _, down, _ = (
+        one.detach().requires_grad_() if one.is_floating_point() else one for one in operands()
+    )
+
+    def mixed(hidden, scale, up, down):
+        return dta_compile.expert_sum(dta_compile.expert_linear(hidden, expert, up).tanh(), expert, scale, down)
+
+    assert torch.autograd.gradgradcheck(mixed, (hidden, scale, up, down))

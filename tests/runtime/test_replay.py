@@ -65,6 +65,7 @@ def counts(compiled):
 replayed = st.builds(lambda chosen: Options(**{**vars(chosen), "attention": "reference"}), options)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, **QUICK)
 @given(case=cases, chosen=replayed, loss=st.sampled_from(sorted(LOSSES)))
 def test_any_batch(model, compiled, case, chosen, loss):
@@ -72,7 +73,7 @@ def test_any_batch(model, compiled, case, chosen, loss):
         check_transparent(model, compiled, case, chosen, loss)
 
 
-@pytest.mark.parametrize("strategy", ["packed", "vanilla", "dfs"])
+@pytest.mark.parametrize("strategy", ["packed", pytest.param("vanilla", marks=pytest.mark.slow), "dfs"])
 @pytest.mark.parametrize("budget", [0, None])
 @pytest.mark.parametrize("sequences", [chain(30), fan(30), [[], [3], [], [3, 1]]])
 def test_later_steps_are_replayed_and_equal(model, compiled, sequences, strategy, budget):

@@ -110,6 +110,7 @@ def test_loss_fn_gets_what_the_function_returns(policy):
     policy.zero_grad()
 
 
+@pytest.mark.slow
 def test_what_never_exists_for_the_whole_batch_is_refused_by_name(policy):
     def stored(ids):
         hidden = policy.lm.hidden(ids)

@@ -208,6 +208,7 @@ def test_model_with_padding(model):
     check_model(model, input_ids=IDS, attention_mask=(torch.arange(9) < lengths[:, None]).long())
 
 
+@pytest.mark.slow
 def test_model_on_positions_of_a_packed_row(model):
     check_model(model, input_ids=ROW, position_ids=torch.arange(9).repeat(5)[None])
 

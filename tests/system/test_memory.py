@@ -83,6 +83,7 @@ def test_without_a_budget_memory_does_not_grow_with_the_branches():
     assert peaks[1] <= 1.3 * peaks[0]
 
 
+@pytest.mark.slow
 def test_a_budget_bounds_what_is_kept():
     ids = batch(100, 16, 100)
     kept = []

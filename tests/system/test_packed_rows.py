@@ -44,7 +44,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-SLOW = ("qwen3", "llama", "gemma3", "gpt2", "llama4")
+SLOW = ("qwen3", "llama", "mistral", "gemma3", "llama4")
 
 
 @pytest.mark.parametrize(

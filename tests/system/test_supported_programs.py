@@ -60,6 +60,7 @@ def test_chosen_and_rejected_of_different_lengths_with_a_reference_model(model):
         dta_compile.streaming_step(compiled, lambda row, *outputs: outputs[0], chosen, rejected)
 
 
+@pytest.mark.slow
 def test_three_batches_of_different_sizes_one_with_padding(model):
     def losses(ids, fewer, padded, mask):
         shorter = log_probs(model(ids[:, :-2]), ids[:, :-2])
@@ -125,6 +126,7 @@ def test_weights_that_were_computed_outside_also_as_wide_as_the_batch_is_long(mo
         assert_equals_eager(with_weights, compiled, model, ids, lambda: model.blocks[0].query.weight[:, :5] * 2, merged)
 
 
+@pytest.mark.slow
 def test_ids_of_several_codebooks(model):
     def codes(last, second):
         x = model.embedding(last).sum(2) + model.embedding(second).sum(1)
@@ -139,6 +141,7 @@ def test_ids_of_several_codebooks(model):
         assert_equals_eager(codes, compiled, model, ids, ids.flip(0).transpose(1, 2).contiguous())
 
 
+@pytest.mark.slow
 def test_complex_numbers(model):
     model.turn = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex128) / 4)
 

@@ -240,7 +240,7 @@ def two_selections(logits, labels):
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call")
 @pytest.mark.parametrize("spelling", [in_float32, both, temperature, only_log_prob_in_float32, two_selections])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_bfloat16_rounds_no_worse_than_eager(spelling, autocast, request):
     if spelling is two_selections:
         request.getfixturevalue("trl_imported")
@@ -445,6 +445,7 @@ def test_scoring(model):
     assert len(heads_of(program)) == 1 and program.joint.backward is None
 
 
+@pytest.mark.slow
 def test_the_labels_loss_of_transformers(monkeypatch):
     config = transformers.Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -520,7 +521,7 @@ def large(request):
 
 
 @pytest.mark.parametrize("name", ["forward_only", "forward", "backward"])
-@pytest.mark.parametrize(("tokens", "head_rows"), [(40, 200), (150, 60)])
+@pytest.mark.parametrize(("tokens", "head_rows"), [pytest.param(40, 200, marks=pytest.mark.slow), (150, 60)])
 def test_nothing_of_the_size_of_logits_or_weight_is_allocated(large, monkeypatch, name, tokens, head_rows):
     monkeypatch.setattr(head_operators, "BLOCK_COLUMNS", 128)
     sizes, _ = allocations(large, name, tokens, head_rows)

@@ -248,7 +248,14 @@ def test_zero_by_a_count_of_zero_is_not_a_number(model):
     torch.testing.assert_close(compiled(IDS).detach(), expected, rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
-@pytest.mark.parametrize(("strategy", "memory_budget"), [("vanilla", None), ("dfs", 0), ("dense", None)])
+@pytest.mark.parametrize(
+    ("strategy", "memory_budget"),
+    [
+        pytest.param("vanilla", None, marks=pytest.mark.slow),
+        ("dfs", 0),
+        pytest.param("dense", None, marks=pytest.mark.slow),
+    ],
+)
 def test_strategies(model, strategy, memory_budget):
     def loss(ids, labels):
         return cross_entropy(model(ids, MASK), labels, label_smoothing=0.1)
@@ -314,7 +321,7 @@ def test_streaming_steps(model):
     assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("padding", ["right", pytest.param("left", marks=pytest.mark.slow)])
 def test_the_labels_loss_of_transformers(padding):
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen2Config(

@@ -354,6 +354,7 @@ OPERATORS = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(range(len(OPERATORS))), st.integers(0, 99), st.integers(0, 99)), max_size=30))
 def test_a_graph_cut_into_pieces_computes_the_same(choices):

@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 
 import dta_compile
 from dta_compile.errors import PlanError
+from dta_compile.plan import PrefixTree
+from dta_compile.plan.tree.codes import combine
+from dta_compile.plan.tree.split_prefixes import SplitPrefixes
 
 SEQUENCES = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3]]
 
@@ -57,3 +60,24 @@ def test_routes_that_do_not_fit_are_named():
         dta_compile.plan(SEQUENCES, routes=[np.ones((len(one), 2)) for one in SEQUENCES])
     with pytest.raises(PlanError, match="no tokens to be told apart"):
         dta_compile.plan(dta_compile.plan(SEQUENCES).prefix_tree, routes=routes_of(SEQUENCES))
+
+
+def test_keys_that_differ_at_the_same_tokens_are_to_blame_together():
+    ids, begins = np.array([1, 2, 3, 1, 2, 3]), np.array([0, 3])
+    routes = np.array([0, 0, 0, 0, 5, 0])
+    tree = PrefixTree.build(np.split(combine([ids, routes, routes], 6), [3]))
+    codes = {"ids": ids, "first": routes, "second": routes, "same": np.zeros(6, np.int64)}
+    split = SplitPrefixes.of(tree, codes, begins, ["first", "second"])
+    assert split.tokens() == {"first and second": 2}
+    assert SplitPrefixes.of(tree, codes, begins, ["same"]) is None
+
+
+@pytest.mark.parametrize("routes", [5, [[[0, 1], [0]]], [[[], []]], [[None, 1]], [[True, False]], [3]])
+def test_bad_routes_are_errors_of_ours(routes):
+    with_widths = [[[0, 1], [2, 3]], *(routes if isinstance(routes, list) else [])]
+    for given_routes, sequences in ((routes, [[1, 2]]), (with_widths, [[1, 2], [1, 2]])):
+        if given_routes == [[[], []]]:
+            assert dta_compile.plan(sequences, routes=given_routes).tokens_lost == {}  # nothing was recorded
+        else:
+            with pytest.raises(PlanError, match="routes do not fit"):
+                dta_compile.plan(sequences, routes=given_routes if isinstance(routes, list) else routes)

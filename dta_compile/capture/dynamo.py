@@ -41,8 +41,8 @@ SELECTIONS = "capture_dynamic_output_shape_ops"
 _duck_shapes_before: list[bool] = []
 # The compilation now running, if its graphs are to end where rows are selected by a condition.
 _without_selections: set[Any] = set()
-# Why Dynamo gave up on the latest function that it did.
-_given_up: list[str] = []
+# Of the latest function that Dynamo gave up on: what it was to be compiled by, and why it gave up.
+_given_up: list[tuple[Any, str]] = []
 # The compilations whose graphs do not count towards Dynamo's recompile limit.
 _uncounted: set[Any] = set()
 EVAL_FRAME = torch._dynamo.eval_frame.__file__
@@ -208,7 +208,7 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
         except Exception as error:
             if _is_ours(self.output.compiler_fn):
                 if CompileContext.current_compile_id() not in _without_selections:
-                    _given_up[:] = [_cause(error)]
+                    _given_up[:] = [(self.output.compiler_fn, _cause(error))]
                 sizes = getattr(self.output.shape_env, "var_to_range", ())
                 if any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in sizes):
                     _trace_without_selections(self.output)
@@ -222,8 +222,12 @@ if not hasattr(InstructionTranslator.run, "__wrapped__"):
 
 
 def given_up() -> str | None:
-    """Why Dynamo gave up on a function, the latest one, and where: a graph break in a loop, say."""
-    return _given_up[-1] if _given_up else None
+    """Why, and where, Dynamo gave up on a function that calls the one now being compiled: a graph break in a loop, say.
+
+    The functions that it called are then compiled one by one, for the same compiled callable.
+    """
+    here = getattr(_calling("OutputGraph"), "compiler_fn", None)
+    return next((reason for compiler, reason in _given_up if compiler is here), None)
 
 
 def _cause(error: BaseException) -> str:

@@ -56,6 +56,11 @@ def compiled(model, **options):
     return torch.compile(model, backend="dta", options={"chunk_size": 4, **options})
 
 
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
 @pytest.fixture
 def batch():
     return make_batch(rollouts(V))

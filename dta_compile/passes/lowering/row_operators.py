@@ -161,6 +161,8 @@ class RowOperators:
 
     def _compute(self, node: fx.Node) -> None:
         layouts = self._prove(node)
+        if any(one.token_dim is None for one in (layouts if isinstance(layouts, tuple) else (layouts,))):
+            raise Unproven(f"{node.target}: its result does not lie along the selected rows", node)
         rows = [self._rows[arg] for arg in node.all_input_nodes if arg in self._rows]
         ways = max((len(one.values) for one in rows), default=1)
         is_masked = node.target not in SAME_ENTRIES or all(one.is_masked for one in rows)

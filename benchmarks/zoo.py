@@ -108,7 +108,7 @@ class Verdict:
     def row(self) -> str:
         """A row of a Markdown table."""
         cells = (f"`{self.model_type}`", self.word, self.outputs, self.gradients, self.of_loss, self.remark)
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
 
 
 def try_model(model_type: str) -> Verdict:

@@ -39,21 +39,26 @@ class SplitPrefixes:
     ) -> SplitPrefixes | None:
         """What remains to be counted; None if no suspect splits anything, which the tree's branches tell."""
         found = cls(tree, codes, begins, tuple(suspects))
-        if not found._split_by(suspects):
-            return None
-        alone = [name for name in suspects if found._split_by([name])]  # of several, these do not hide each other
-        return dataclasses.replace(found, suspects=tuple(alone)) if len(alone) == 1 else found
+        return found if found._split_anything() else None
 
     def tokens(self) -> dict[str, int]:
-        """By keys, how many tokens fewer the tree would have without them."""
-        codes, lengths = self._without(self.suspects), self.tree.lengths
-        sequences = [codes[begin : begin + size] for begin, size in zip(self.begins, lengths, strict=True)]
-        return {" and ".join(self.suspects): self.tree.num_rows - PrefixTree.build(sequences).num_rows}
+        """By keys, how many tokens fewer the tree would have without them; keys that explain nothing are not named."""
+        guilty, lost = self.suspects, self._lost_to(self.suspects)
+        for name in self.suspects:
+            others = tuple(other for other in guilty if other != name)
+            if others and self._lost_to(others) == lost:
+                guilty = others
+        return {" and ".join(guilty): lost}
 
-    def _split_by(self, names: Sequence[str]) -> bool:
-        """Whether two children of a node begin with tokens that only these keys tell apart."""
+    def _lost_to(self, names: Sequence[str]) -> int:
+        codes, lengths = self._without(names), self.tree.lengths
+        sequences = [codes[begin : begin + size] for begin, size in zip(self.begins, lengths, strict=True)]
+        return self.tree.num_rows - PrefixTree.build(sequences).num_rows
+
+    def _split_anything(self) -> bool:
+        """Whether two children of a node begin with tokens that only the suspects tell apart."""
         tree = self.tree
-        firsts = self._without(names)[self.begins[tree.sequence] + tree.start]
+        firsts = self._without(self.suspects)[self.begins[tree.sequence] + tree.start]
         branches = np.stack([tree.parent, firsts], 1)
         return len(np.unique(branches, axis=0)) < len(branches)
 

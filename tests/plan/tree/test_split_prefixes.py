@@ -81,3 +81,16 @@ def test_bad_routes_are_errors_of_ours(routes):
         else:
             with pytest.raises(PlanError, match="routes do not fit"):
                 dta_compile.plan(sequences, routes=given_routes if isinstance(routes, list) else routes)
+
+
+def test_a_key_is_named_only_if_the_others_do_not_explain_what_is_lost():
+    ids, begins = np.array([1, 2, 3] * 3), np.array([0, 3, 6])
+    first, second = np.array([0, 0, 0, 0, 5, 0, 0, 0, 7]), np.array([0, 0, 0, 0, 5, 0, 0, 0, 0])
+    codes = {"ids": ids, "first": first, "second": second, "same": np.zeros(9, np.int64)}
+
+    def lost(*suspects):
+        tree = PrefixTree.build(np.split(combine(list(codes.values()), 9), begins[1:]))
+        return SplitPrefixes.of(tree, codes, begins, list(suspects)).tokens()
+
+    assert lost("first", "second", "same") == {"first and second": 3}
+    assert lost("first", "same") == {"first": 1}  # of the token that `second` does not tell apart as well

@@ -1,7 +1,8 @@
 """What has to hold on a GPU besides being fast: equality, no garbage read, no waiting, no recompilation.
 
-All of it runs on a small Qwen3 with the head size and the grouped heads of the large ones. Every check takes a device
-and returns what it found; one that cannot be made (an option that is not known, a kernel that is not there) raises.
+All of it runs on a small Qwen3 with the head size and the grouped heads of the large ones, or on one with experts in
+place of its multilayer perceptrons ("mixture"). Every check takes a device and returns what it found; one that cannot
+be made (an option that is not known, a kernel that is not there) raises.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from transformers import Qwen3Config
+from transformers import PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 import dta_compile
 from benchmarks.gpu_models import build_on
@@ -50,10 +51,14 @@ WARM_UP, BATCHES = 5, 20
 class Trial:
     """The log-probs of a small model on a device, compiled, and the same model in float64 on the CPU as reference."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, **options: Any) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig | None = None, **options: Any
+    ) -> None:
         self.device = device
-        self.model = build_on(device, small_config(), dtype)
+        self.model = build_on(device, config or small_config(), dtype)
         self.exact = copy.deepcopy(self.model).cpu().double()
+        if self.exact._can_set_experts_implementation():
+            self.exact.set_experts_implementation("eager")  # the loop; others multiply float32 and less only
         name = "_".join(["trial", *map(str, options.values())])
         self.function, _ = compile_logprobs(self.model, name, "dta", options)
 
@@ -72,20 +77,28 @@ class Trial:
         return reference(self.exact, batch, loss_of(batch), lambda _, row: forward(function, row))
 
 
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "use_cache": False,
+}
+
+
 def small_config() -> Qwen3Config:
     """Two layers, four query heads on two heads of keys and values."""
-    return Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=128,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
+    return Qwen3Config(**SHAPE)
+
+
+def small_mixture() -> Qwen3MoeConfig:
+    """The same with 8 experts, of which a token takes 2."""
+    return Qwen3MoeConfig(**SHAPE, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)
 
 
 def forward(function: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
@@ -133,6 +146,19 @@ def bfloat16_within_budget(device: torch.device, **options: Any) -> Check:
     return _within("error over that of eager", ratios, 2.0)
 
 
+def mixture_equals_float64(device: torch.device) -> Check:
+    """Experts in float32: routes are those of float64 but at ties, so every output and gradient is."""
+    trial, worst = Trial(device, torch.float32, small_mixture()), {}
+    trial.ours(tree_batch(0, 40))  # replanning needs something compiled
+    for seed, size in enumerate((7, 64, 2048)):
+        batch = tree_batch(seed, 40 if size < 64 else 300)
+        expected = trial.expected(batch)
+        for run in range(3):  # CUDA graphs are recorded in the second and replayed in the third
+            replan(trial.function, strategy="packed", chunk_size=size)
+            worst[f"chunks of {size}, run {run + 1}"] = max(errors(trial.ours(batch), expected).values())
+    return _within("error", worst, EQUAL)
+
+
 def graphs_equal_eager(device: torch.device) -> Check:
     """CUDA graphs and no CUDA graphs, on batches of changing shapes that come back with other tokens."""
     with_graphs, without = (Trial(device, torch.float32, strategy="packed", cuda_graphs=on) for on in (True, False))
@@ -172,11 +198,11 @@ def poisoned_memory_is_not_read(device: torch.device) -> Check:
     return _within("error", worst, EQUAL)
 
 
-def no_synchronisation(device: torch.device) -> Check:
+def no_synchronisation(device: torch.device, config: PreTrainedConfig | None = None) -> Check:
     """No operation of a schedule makes the host wait for the device, once everything is warm."""
     if device.type != "cuda":
         return Check(None, "needs a GPU")
-    trial, batch = Trial(device, torch.bfloat16, strategy="packed"), tree_batch(0, 300)
+    trial, batch = Trial(device, torch.bfloat16, config, strategy="packed"), tree_batch(0, 300)
     trial.ours(batch)
     guarded = []
     for size in (64, 2048):
@@ -301,6 +327,8 @@ CHECKS: dict[str, Callable[[torch.device], Check]] = {
     "poisoned memory is not read": poisoned_memory_is_not_read,
     "no synchronisation": no_synchronisation,
     "no recompilation": no_recompilation,
+    "mixture: float32 equals float64": mixture_equals_float64,
+    "mixture: no synchronisation": lambda device: no_synchronisation(device, small_mixture()),
     "bfloat16 within budget, triton": _bfloat16(attention="triton"),
     "bfloat16 within budget, varlen": _bfloat16(attention="varlen"),
     "bfloat16 within budget, reference": _bfloat16(attention="reference"),

@@ -91,7 +91,7 @@ def _forward(
     up = "gate_up_proj" if self.has_gate else "up_proj"
     rows = _linear(self, up, hidden_states, top_k_index, adapters)
     rows = _each_place(self._apply_gate if self.has_gate else self.act_fn, rows)
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):  # older transformers have none
         rows = _each_place(self.post_expert_norm, _linear(self, "down_proj", rows, top_k_index, adapters))
         out = (rows * top_k_weights[..., None]).sum(-2)
     else:

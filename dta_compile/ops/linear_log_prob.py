@@ -26,7 +26,7 @@ from dta_compile.ops.library import LIBRARY
 
 BLOCK_COLUMNS = 2**14  # of the vocabulary, at most, and fewer if that would be more than so many logits at a time:
 BLOCK_LOGITS = 2**25
-FEWEST_COLUMNS = 256
+FEWEST_COLUMNS = 256  # and always a multiple of these: matrix products of rows that are not aligned are slow on GPUs
 
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? temperature, Tensor? labels"
 GRADIENTS = "Tensor log_sum, Tensor? mean, Tensor largest, Tensor? of_labels, Tensor of_log_sum, Tensor? of_mean"
@@ -111,7 +111,8 @@ class Backward(NamedTuple):
 
 def block_columns(rows: int, vocabulary: int) -> int:
     """How many entries of the vocabulary to go over at a time."""
-    return min(vocabulary, BLOCK_COLUMNS, max(FEWEST_COLUMNS, BLOCK_LOGITS // max(rows, 1)))
+    columns = min(BLOCK_COLUMNS, BLOCK_LOGITS // max(rows, 1))
+    return min(vocabulary, max(columns // FEWEST_COLUMNS, 1) * FEWEST_COLUMNS)
 
 
 @torch.library.register_fake("dta::linear_log_prob", lib=LIBRARY)

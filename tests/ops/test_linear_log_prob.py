@@ -13,7 +13,21 @@ from tests.support.tiny import VOCABULARY
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """A tiny vocabulary takes several blocks, the last one shorter."""
-    monkeypatch.setattr(head_operators, "BLOCK_COLUMNS", 7)
+    for limit in ("BLOCK_COLUMNS", "FEWEST_COLUMNS"):
+        monkeypatch.setattr(head_operators, limit, 7)
+
+
+LIMITS = head_operators.BLOCK_COLUMNS, head_operators.FEWEST_COLUMNS
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2047, 2049, 4090, 8189, 10**6])
+def test_blocks_of_logits_are_aligned_and_bounded(rows, monkeypatch):
+    """A matrix product over rows of 4,097 logits takes four times as long as one over 4,096 on a GPU."""
+    for limit, value in zip(("BLOCK_COLUMNS", "FEWEST_COLUMNS"), LIMITS, strict=True):
+        monkeypatch.setattr(head_operators, limit, value)
+    columns = head_operators.block_columns(rows, 151_936)
+    assert columns % 256 == 0 and (columns == 256 or rows * columns <= head_operators.BLOCK_LOGITS)
+    assert head_operators.block_columns(rows, 100) == 100
 
 
 def dense(hidden, weight, bias, temperature, labels):

@@ -113,7 +113,7 @@ def _levels(graph: fx.Graph, fused: set[fx.Node]) -> dict[fx.Node, int]:
         several = is_item(node) or any(map(is_item, found[node]))  # results of one operator stay together
         if node not in fused or several:
             continue
-        if all(writes_in_place(reader) or reader in loose for reader in found[node]):
+        if all((writes_in_place(reader) and not found[reader]) or reader in loose for reader in found[node]):
             loose.add(node)
             later = [levels[reader] for reader in found[node] if reader in fused and levels[reader] > levels[node]]
             levels[node] = min(later, default=levels[node])

@@ -49,11 +49,14 @@ def missing(
 ) -> list[fx.Node]:
     """A node and what it needs that is not known yet, in an order to compute them in."""
     order: dict[fx.Node, None] = {}
+    opened: set[fx.Node] = set()
     pending = [] if node in known else [node]
     while pending:
         node = pending[-1]
         needed = [arg for arg in needs(node) if arg not in known and arg not in order]
         if needed:
+            assert node not in opened, f"{node} waits for itself"
+            opened.add(node)
             pending += reversed(needed)
             continue
         pending.pop()

@@ -36,7 +36,8 @@ def small_vocabularies(monkeypatch):
     """Tiny vocabularies count as large, and take several blocks, the last one shorter."""
     torch._dynamo.reset()
     monkeypatch.setattr(PASS, "LEAST_VOCABULARY", VOCABULARY)
-    monkeypatch.setattr(head_operators, "BLOCK_COLUMNS", 7)
+    for limit in ("BLOCK_COLUMNS", "FEWEST_COLUMNS"):
+        monkeypatch.setattr(head_operators, limit, 7)
 
 
 @pytest.fixture

@@ -339,6 +339,23 @@ def test_a_cluster_does_not_wait_for_a_product_that_waits_for_it():
     }
 
 
+def test_a_cluster_does_not_wait_for_an_accumulation_whose_result_it_reads():
+    """As the gradient of a fused head does: it adds to the weight's, and returns that of the hidden states."""
+
+    def function(x, total, other):
+        made = x.sin()
+        gradient = total.addmm_(made.mul(2).add(1), x)
+        other.add_((made * gradient).neg())
+        return gradient.exp()
+
+    inputs = [torch.randn(4, 4, dtype=torch.float64) for _ in range(3)]
+    module = make_fx(function)(*(value.clone() for value in inputs))
+    first, second = ([value.clone() for value in inputs] for _ in range(2))
+    expected = module(*first)
+    module.graph = outlined(module.graph, types.SimpleNamespace(symbols=()), {})
+    assert_same([module(*second), *second], [expected, *first], 1e-12)
+
+
 OPERATORS = [
     (1, torch.sin),
     (1, lambda x: x * 0.5),

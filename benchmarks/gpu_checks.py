@@ -46,6 +46,7 @@ SAME = 1e-5  # the same float32 kernels on padded and unpadded chunks
 STRATEGIES, CHUNK_SIZES, BUDGETS = ("packed", "dfs", "vanilla"), (1, 7, 64, 2048), (None, 0)
 POISONED = (300, 40, 120)  # lengths; deep first: a stack that is used again keeps its depth
 WARM_UP, BATCHES = 5, 20
+SERVED = (2, 511, 2048, 4096, 8192, 65_536)  # tokens
 
 
 class Trial:
@@ -231,6 +232,19 @@ def no_recompilation(device: torch.device) -> Check:
     return Check(not any(new.values()), f"{BATCHES} batches: {text} more", {**new, "kernels": kernels})
 
 
+def generated_code_serves_all_sizes(device: torch.device) -> Check:
+    """No piece of generated code falls back to its operators one by one for chunks of a size that occurs."""
+    trial = Trial(device, torch.bfloat16, codegen="inductor")
+    trial.ours(tree_batch(0, 40))
+    generated = [engine.program.joint.generated for engine in records.of(trial.function).engines]
+    pieces = {piece for one in generated for each in one.pieces.values() for piece in each if piece.code}
+    served = {size: sum(one.code.serves(*[size] * len(one.symbols)) for one in pieces) for size in SERVED}
+    failed = sum(len(one.failures) for one in generated)
+    text = f"{min(served.values())} of {len(pieces)} pieces for up to {max(SERVED):,} tokens; {failed} not compiled"
+    passed = bool(pieces) and not failed and all(count == len(pieces) for count in served.values())
+    return Check(passed, text, {str(size): count for size, count in served.items()})
+
+
 def compilations(function: Any, kernels: Sequence[str]) -> dict[str, int]:
     """How much has been compiled so far, by everything that compiles."""
     counters = torch._dynamo.utils.counters
@@ -327,6 +341,7 @@ CHECKS: dict[str, Callable[[torch.device], Check]] = {
     "poisoned memory is not read": poisoned_memory_is_not_read,
     "no synchronisation": no_synchronisation,
     "no recompilation": no_recompilation,
+    "generated code serves all sizes": generated_code_serves_all_sizes,
     "mixture: float32 equals float64": mixture_equals_float64,
     "mixture: no synchronisation": lambda device: no_synchronisation(device, small_mixture()),
     "bfloat16 within budget, triton": _bfloat16(attention="triton"),

@@ -68,8 +68,8 @@ def generate(body: fx.GraphModule, symbols: Sequence[sympy.Symbol], inputs: Sequ
             fakes = [_like(env, value, known) for value in inputs]
             module = _decomposed(body, [*sizes, *fakes])
         hits = counters["inductor"]["fxgraph_cache_hit"]
-        # Fusing reductions over rows with those over columns would be decided by the typical sizes, and hold for sizes on
-        # their side of a threshold only.
+        # Fusing reductions over rows with those over columns would be decided by the typical sizes, and hold for those
+        # on their side of a threshold only.
         changes: dict[str, Any] = {"triton.mix_order_reduction": False}
         # C++ is made for a number of threads, which is no part of the cache's key in all versions unless it is set.
         if any(value.device.type == "cpu" for value in inputs):

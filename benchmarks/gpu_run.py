@@ -260,6 +260,7 @@ def _report(arguments: argparse.Namespace) -> GpuReport:
     if not arguments.resume:
         return new
     old = GpuReport.load(arguments.resume)
+    old.methods.update(methods)
     compared = ("gpu", "torch", "transformers")
     if any(old.facts.get(fact) != new.facts.get(fact) for fact in compared):
         raise ValueError(f"{arguments.resume} was measured on another GPU or with other versions")

@@ -266,6 +266,7 @@ METHODS: dict[str, GpuMethod] = {
         GpuMethod("tree-mask", "tree mask", "packed tree, FlexAttention", 1.5, tree_mask),
         GpuMethod("dense", "dense", "one sequence at a time", 1, dense),
         _ours("auto-0", "nothing kept from forward to backward", 4 / 3, {}, memory_budget=0),
+        _ours("auto-2048", "chunks of 2,048 tokens", 1, {}, chunk_size=2048),
         _ours("auto-4096", "chunks of 4,096 tokens", 1, {}, chunk_size=4096),
         _ours("auto-8192", "chunks of 8,192 tokens", 1, {}, chunk_size=8192),
         GpuMethod("leaves", "dense", "no sequence that is a prefix of another, layers checkpointed", 1, leaves),

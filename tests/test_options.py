@@ -11,7 +11,7 @@ from dta_compile.options import CHOICES, Options
 def test_defaults():
     options = Options.parse(None)
     assert options == Options.parse({}) == Options()
-    assert options.chunk_size == 2048
+    assert options.chunk_size is None and options.chunk_tokens == 2048
     assert (options.strategy, options.order, options.verify) == ("auto", "backward_dfs", "auto")
     assert options.memory_budget is None
     assert (options.fallback, options.codegen) == ("raise", "auto")
@@ -42,7 +42,6 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(typo, meant):
         ("chunk_size", np.float64(2048)),
         ("cuda_graphs", 1),
         ("cuda_graphs", np.int64(1)),
-        ("chunk_size", None),
         ("memory_budget", -1),
         ("memory_budget", 1.5),
         ("memory_budget", "1GB"),

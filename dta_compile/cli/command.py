@@ -65,7 +65,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a rollout file (.npz), JSON lines of token lists or of objects with tokens and routes, or - for stdin",
     )
-    parser.add_argument("--chunk-size", type=int, default=defaults.chunk_size, help="default: %(default)s")
+    parser.add_argument("--chunk-size", type=int, default=defaults.chunk_tokens, help="default: %(default)s")
     for key in ("strategy", "order"):
         choices = ", ".join(CHOICES[key])
         parser.add_argument(f"--{key}", default=getattr(defaults, key), help=f"{choices} (default: %(default)s)")

@@ -201,15 +201,15 @@ def _excess(simulation: Simulation, options: Options, limits: Limits) -> str:
     if limits.budget is None:
         return ""
     per_token = limits.footprint.graph_token + limits.footprint.graph_head
-    allowed = max(int(limits.budget / per_token), options.chunk_size)
+    allowed = max(int(limits.budget / per_token), options.chunk_tokens)
     held = simulation.peak_live_tokens
-    return f"{held:,} > {allowed:,} tokens" if held > allowed + options.chunk_size else ""
+    return f"{held:,} > {allowed:,} tokens" if held > allowed + options.chunk_tokens else ""
 
 
 def _dense_at_least(tree: PrefixTree, options: Options, mode: str) -> Simulation:
     """Counts that no dense schedule of these sequences can be below."""
     lengths = tree.lengths
-    launches = int((-(-lengths // options.chunk_size)).sum())
+    launches = int((-(-lengths // options.chunk_tokens)).sum())
     tokens, pairs = int(lengths.sum()), int((lengths * (lengths + 1)).sum()) // 2
     once = Work(launches, launches, tokens, pairs, 0)
     return Simulation(

@@ -65,7 +65,7 @@ def build_schedule(
         walk.backwards()
     else:
         walk.streaming()
-    return Schedule(tuple(walk.ops), options.strategy, options.order, mode, options.chunk_size)
+    return Schedule(tuple(walk.ops), options.strategy, options.order, mode, options.chunk_tokens)
 
 
 def rebuilt_slices(tree: PrefixTree, options: Options, chunks: ChunkTree) -> Iterator[tuple[int, Slice]]:
@@ -173,7 +173,7 @@ class _Walk:
                     self.forward(above, out)
             else:  # without graphs the bounds of chunks do not matter: as few runs as possible
                 first, last = parts[0][1], parts[-1][1]
-                pieces = cut(last.sequence, first.start, last.stop, self.options.chunk_size)
+                pieces = cut(last.sequence, first.start, last.stop, self.options.chunk_tokens)
                 self.ops += [Anchor(Chunk(piece), out) for piece in pieces]
             for above, part in parts:
                 self.put(above, Chunk(part))

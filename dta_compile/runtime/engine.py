@@ -117,7 +117,7 @@ class Engine:
             self.options,
             verify="off",
             strategy="packed" if self.options.strategy == "auto" else self.options.strategy,
-            chunk_size=min(self.options.chunk_size, max(1, columns // 2)),
+            chunk_size=min(self.options.chunk_tokens, max(1, columns // 2)),
             memory_budget=None,
             cuda_graphs=False,
             cache_dir="off",

@@ -36,7 +36,7 @@ class ChunkTree:
 def chunk_tree(tree: PrefixTree, options: Options) -> ChunkTree:
     """The chunks of a strategy: single slices along a leaf order, or packed ones."""
     if options.strategy == "packed":
-        return ChunkTree(*pack(tree, options.chunk_size, options.order))
+        return ChunkTree(*pack(tree, options.chunk_tokens, options.order))
     return _along_leaves(tree, options)
 
 
@@ -58,7 +58,7 @@ def _along_leaves(tree: PrefixTree, options: Options) -> ChunkTree:
     stops: list[int] = tree.stop[leaves].tolist()
     bounds = _node_bounds(tree, leaves, low) if options.strategy == "vanilla" else zip(low, stops, strict=True)
     pieces = [
-        [piece for a, b in pairwise(depths) for piece in cut(int(tree.sequence[leaf]), a, b, options.chunk_size)]
+        [piece for a, b in pairwise(depths) for piece in cut(int(tree.sequence[leaf]), a, b, options.chunk_tokens)]
         for leaf, depths in zip(leaves, bounds, strict=True)
     ]
     first = [0]  # index of every leaf's last piece, which goes backward first

@@ -9,13 +9,27 @@ import pathlib
 
 import torch
 
+from dta_compile.options import CHUNK_TOKENS
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 DEFAULT_SHARE = 0.5  # of the memory that is free when the call starts
+LARGE_CHUNKS, CHUNK_SHARE = (8192, 4096), 0.25  # tokens; of the budget
 
 
 def default_budget(device: torch.device) -> int:
     """Half of the device's free memory, in bytes."""
     return int(free_bytes(device) * DEFAULT_SHARE)
+
+
+def default_chunk_tokens(device: torch.device, budget: int, bytes_per_token: float) -> int:
+    """The size of chunks where the user names none, for activations of so many bytes a token.
+
+    To launch the kernels of a layer a host takes as long for few tokens as for many. Steps of a model of 1.7B
+    parameters took 2.9 s on an H100 with chunks of 2,048 tokens, whose kernels run for 1.9 s, and 2.4 s with 4,096.
+    """
+    large = LARGE_CHUNKS if device.type == "cuda" else ()
+    fitting = (size for size in large if size * bytes_per_token <= CHUNK_SHARE * budget)
+    return next(fitting, CHUNK_TOKENS)
 
 
 def free_bytes(device: torch.device) -> int:

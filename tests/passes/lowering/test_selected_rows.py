@@ -108,7 +108,17 @@ def moved(x, w):
     return x.index_add(0, rows, x[rows].flip(0))
 
 
-@pytest.mark.parametrize("function", [summed, returned, numbered, moved])
+def folded(x, w):
+    rows = (x[:, 0] > 0).nonzero()[:, 0]
+    return x.index_add(0, rows, x[rows].t().reshape(-1).view(-1, WIDTH))
+
+
+def folded_in_other_numbers(x, w):
+    rows = (x[:, 0] > 0).nonzero()[:, 0]
+    return x.index_add(0, rows, x[rows].view(-1, 1).expand(-1, 2).reshape(-1).view(-1, 2 * WIDTH)[:, ::2])
+
+
+@pytest.mark.parametrize("function", [summed, returned, numbered, moved, folded, folded_in_other_numbers])
 def test_what_is_not_done_row_by_row_stays(function):
     module, _ = spread(function, *example())
     x, w = example(1)

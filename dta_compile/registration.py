@@ -20,7 +20,12 @@ from typing import Any
 GROUP, NAME, VALUE = "torch_dynamo_backends", "dta", "dta_compile.backend:dta"
 # By module of another package, those of ours that register with it as they are imported.
 STAND_INS = {
-    "transformers.modeling_utils": ("transformers_attention", "transformers_flash_attention", "transformers_experts"),
+    "transformers.modeling_utils": (
+        "transformers_attention",
+        "transformers_flash_attention",
+        "transformers_experts",
+        "transformers_outputs",
+    ),
     "peft.tuners.lora.layer": ("peft_experts",),
 }
 

@@ -165,12 +165,13 @@ def with_balancing(batch, loss):
     return forward, lambda outputs: loss(outputs) + 10 * found.pop()
 
 
-@slow  # failed once, in one order of test files, at a graph break of transformers' that has not been understood
 def test_balancing_losses_count_tokens_as_often_as_the_batch_has_them(batch, loss):
     forward, total = with_balancing(batch, loss)
     eager, model = build(experts="eager"), build()
     expected = measure(eager, eager, batch, total, forward)  # a mean over the batch: not one sequence at a time
-    assert_equal(measure(compiled(model), model, batch, total, forward), expected, FLOAT32_ISLANDS)
+    # One graph, though transformers installs hooks for router logits as it runs.
+    function = torch.compile(model, backend="dta", options={"chunk_size": 4}, fullgraph=True)
+    assert_equal(measure(function, model, batch, total, forward), expected, FLOAT32_ISLANDS)
 
 
 def replaying(model):

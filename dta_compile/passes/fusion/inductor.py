@@ -68,9 +68,11 @@ def generate(body: fx.GraphModule, symbols: Sequence[sympy.Symbol], inputs: Sequ
             fakes = [_like(env, value, known) for value in inputs]
             module = _decomposed(body, [*sizes, *fakes])
         hits = counters["inductor"]["fxgraph_cache_hit"]
+        changes: dict[str, Any] = {}
         # Fusing reductions over rows with those over columns would be decided by the typical sizes, and hold for those
         # on their side of a threshold only.
-        changes: dict[str, Any] = {"triton.mix_order_reduction": False}
+        if hasattr(config.triton, "mix_order_reduction"):
+            changes["triton.mix_order_reduction"] = False
         # C++ is made for a number of threads, which is no part of the cache's key in all versions unless it is set.
         if any(value.device.type == "cpu" for value in inputs):
             changes["cpp.threads"] = torch.get_num_threads()

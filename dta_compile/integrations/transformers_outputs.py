@@ -1,0 +1,37 @@
+"""transformers' recording of layers' outputs (router logits, hidden states) without a graph break.
+
+The first call that asks for such outputs installs hooks on the layers, under a lock, at which Dynamo breaks the graph.
+While it traces for this backend the hooks are installed at once instead, and what follows sees them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._dynamo
+from transformers.utils import output_capturing
+
+from dta_compile.integrations.tracing import traces_for_this_backend
+
+# None in early releases of transformers 5, and in later ones perhaps: the graph breaks then.
+_install = getattr(output_capturing, "maybe_install_capturing_hooks", None)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _install_while_tracing(model: Any) -> None:
+    assert _install is not None
+    _install(model)
+
+
+def maybe_install_capturing_hooks(model: Any) -> None:
+    """Install the hooks of a model that has none yet."""
+    if torch.compiler.is_compiling() and traces_for_this_backend():
+        _install_while_tracing(model)
+    else:
+        assert _install is not None
+        _install(model)
+
+
+if _install is not None:
+    output_capturing.maybe_install_capturing_hooks = maybe_install_capturing_hooks

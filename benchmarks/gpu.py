@@ -10,8 +10,9 @@ and the acceptance lines, and writes results.json (after every item) and plots t
 
     python -m benchmarks.gpu --rollouts FOLDER --resume build/gpu/results.json
 
-Other calls: `--part checks`, `--models 8b --workloads airline_think`, `--only 'speed/*/auto'`, `--part ablations`, and
-without a GPU `--smoke`: everything with a toy model on the CPU.
+Other calls: `--part checks`, `--models 8b --workloads airline_think`, `--only 'speed/*/auto'`, `--part ablations`,
+`--part attention` (kernels alone, and their blocks in other sizes), and without a GPU `--smoke`: everything with a toy
+model on the CPU.
 
 A batch is made of whole groups of rollouts that share about as much as their file does, where any fits: it has at most
 `--max-tokens`, and a step over its tree takes at most `--tree-seconds` by estimate. One sequence at a time is slow:
@@ -105,7 +106,7 @@ def _complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", metavar="NAMES", default=PARTS, help="also: ablations (default: %(default)s)")
+    parser.add_argument("--part", metavar="NAMES", default=PARTS, help="or ablations, attention (default: %(default)s)")
     parser.add_argument("--models", metavar="NAMES", help=f"default: {MODELS}")
     parser.add_argument("--workloads", metavar="NAMES", help=f"default: {WORKLOADS}, or {BUNDLED} without --rollouts")
     parser.add_argument("--only", metavar="PATTERN", default="*", help="of items, as in 'speed/8b/*/auto'")

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.gpu_attention import KERNELS
 from benchmarks.gpu_checks import CHECKS
 from benchmarks.gpu_measure import measure, memory_follows_depth, replay_pays
 from benchmarks.gpu_methods import ABLATIONS, METHODS, ON_LOW_SHARING, GpuMethod, release_memory
@@ -118,7 +119,9 @@ class Worker:
     def _items(self) -> Iterator[Item]:
         """What is asked for and not there yet, the most important first; all of one model before the next."""
         parts = self.arguments.part.split(",")
-        made = [self._check(name) for name in CHECKS] if "checks" in parts else []
+        made = [self._check("checks", name, check) for name, check in CHECKS.items()] if "checks" in parts else []
+        if "attention" in parts:
+            made += [self._check("attention", name, check) for name, check in KERNELS.items()]
         for model in self.arguments.models.split(","):
             made += self._of_model(model, parts)
         for item in made:
@@ -153,12 +156,12 @@ class Worker:
         outcome = result.outcomes.get(rest.rpartition("/")[2]) if result else None
         return outcome is not None and (keep or not outcome.error)
 
-    def _check(self, name: str) -> Item:
+    def _check(self, part: str, name: str, check: Callable[[torch.device], Check]) -> Item:
         def run() -> Check:
             torch.compiler.reset()
-            return CHECKS[name](self.device)
+            return check(self.device)
 
-        return self._checking(f"checks/{name}", CHECK_SECONDS, run)
+        return self._checking(f"{part}/{name}", CHECK_SECONDS, run)
 
     def _scaling(self, key: str, model: str, check: Callable[[Subject], Check]) -> Item:
         return self._checking(key, 2 * COMPILE_SECONDS, lambda: check(self._subject(model)))

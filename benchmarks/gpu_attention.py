@@ -1,0 +1,110 @@
+"""Attention of one chunk on a GPU: what takes it, and how large blocks of our kernels should be (`--part attention`).
+
+Query heads in twos on heads of keys and values, heads of 128, bfloat16. TFLOP/s count two products of every query with
+every key that it reads in the forward and five in the backward, whatever a kernel computes again.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.gpu_report import Check
+from dta_compile.errors import OptionError
+from dta_compile.plan import Segment
+from dta_compile.runtime.attention import triton
+from dta_compile.runtime.attention.interface import Operands, Provider
+from dta_compile.runtime.attention.layer import provider_of
+from dta_compile.runtime.path.chunk_shape import ChunkShape
+from tests.support.attention import attention_layer
+
+HEADS, KV_HEADS, WIDTH = 16, 8, 128
+RUNS = 10
+PROVIDERS = ("triton", "varlen", "flash_attn", "reference")
+BACKWARD = "_backward_blocks", [(64, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 2), (64, 128, 8, 2), (128, 128, 8, 1)]
+FORWARD = "_forward_blocks", [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)]
+
+
+def shapes(scale: int) -> dict[str, ChunkShape]:
+    """A long run, a long run deep down, and many short branches of one prefix; sizes are multiples of `scale`."""
+    branches = [Segment(i * scale, (i + 1) * scale, (i + 1) * scale, 16 * scale, -1) for i in range(16)]
+    return {
+        "a run": ChunkShape.run(0, 16 * scale),
+        "a run deep down": ChunkShape.run(32 * scale, 16 * scale),
+        "branches": ChunkShape.of(16 * scale, 0, branches),
+    }
+
+
+def attention(device: torch.device) -> Check:
+    """Rates of every provider that can run here, and those of our kernels with blocks of other sizes."""
+    on_gpu = device.type == "cuda"
+    figures: dict[str, Any] = {}
+    for name, shape in shapes(256 if on_gpu else 2).items():
+        x, grad = _operands(shape, device)
+        pairs = shape.tokens * shape.start + int(shape.allowed(range(shape.tokens), range(shape.tokens)).sum())
+        work = 2 * pairs * HEADS * WIDTH / 1e12  # of one product
+        for variant, provider in _variants(device):
+            try:
+                forward, backward = _seconds(provider, x, grad)
+            except Exception as error:  # blocks that do not fit
+                figures[f"{name}, {variant}"] = type(error).__name__
+            else:
+                figures[f"{name}, {variant}"] = [round(2 * work / forward, 1), round(5 * work / backward, 1)]
+    lines = [f"{name}: {rates}" for name, rates in figures.items()]
+    return Check(on_gpu or None, "TFLOP/s of forward and backward: " + "; ".join(lines), figures)
+
+
+def _variants(device: torch.device) -> Iterator[tuple[str, Provider]]:
+    """Providers, one at a time; while ours is used its blocks may have other sizes."""
+    layer = attention_layer(KV_HEADS, WIDTH, WIDTH, torch.bfloat16)
+    for name in PROVIDERS:
+        try:
+            provider = provider_of(layer, device, name)
+        except OptionError:
+            continue
+        yield name, provider
+        if name == "triton":
+            for rule, sizes in (FORWARD, BACKWARD):
+                for size in sizes:
+                    with mock.patch.object(triton, rule, lambda x, size=size: triton.Blocks(*size)):
+                        yield f"{name} with {rule.strip('_').replace('_', ' ')} {size}", provider
+
+
+def _operands(shape: ChunkShape, device: torch.device) -> tuple[Operands, torch.Tensor]:
+    def random(heads: int, tokens: int) -> torch.Tensor:
+        return torch.randn(1, heads, tokens, WIDTH, dtype=torch.bfloat16, device=device)
+
+    tokens = (random(heads, shape.tokens) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    above = (random(KV_HEADS, shape.start) for _ in range(2))
+    x = Operands(*tokens, *above, chunk=shape, table=lambda: shape.table(device), scale=WIDTH**-0.5, limit=None)
+    return x, random(HEADS, shape.tokens)
+
+
+def _seconds(provider: Provider, x: Operands, grad: torch.Tensor) -> tuple[float, float]:
+    out, logsumexp = provider.forward(x)
+    above = [torch.zeros(value.shape, device=value.device) for value in (x.prefix_key, x.prefix_value)]
+    runs = (lambda: provider.forward(x), lambda: provider.backward(grad, out, logsumexp, x, *above))
+    forward, backward = (_median(run, x.query.device) for run in runs)
+    return forward, backward
+
+
+def _median(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a run, after one that may compile."""
+    found = []
+    for _ in range(1 + RUNS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - started)
+    return statistics.median(found[1:])
+
+
+KERNELS: dict[str, Callable[[torch.device], Check]] = {"chunk": attention}

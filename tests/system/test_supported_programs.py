@@ -65,7 +65,7 @@ def test_three_batches_of_different_sizes_one_with_padding(model):
     def losses(ids, fewer, padded, mask):
         shorter = log_probs(model(ids[:, :-2]), ids[:, :-2])
         masked = log_probs(model(padded, mask), padded)[mask[:, 1:]]
-        auxiliary = model.embedding(padded).mean(1)
+        auxiliary = (model.embedding(padded) * mask[..., None]).mean(1)  # padding is not computed
         return log_probs(model(ids), ids), shorter.exp(), log_probs(model(fewer), fewer).amax(1), masked, auxiliary
 
     fewer, padded = shared_ids(3, 9, seed=2), shared_ids(4, 6, seed=3)

@@ -252,10 +252,9 @@ def test_without():
     assert check_line(compiled) is None
 
 
-@pytest.mark.parametrize("build", [lambda: TinyLM(layers=1), lambda: TinyLM(layers=1).float(), Bfloat16])
-def test_padding_that_comes_near_by_chance_is_not_compared(build):
+def test_padding_that_comes_near_by_chance_is_not_compared():
     """Eager computes something else at padding, and of a thousand such entries some look as if nothing changed them."""
-    model = build()
+    model = Bfloat16()
     ids = shared_ids(40, 60)
     mask = torch.arange(60) < torch.arange(10, 50)[:, None]
     compiled = dta(lambda ids, mask: log_probs(model(ids, mask), ids), verify="always")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import dta_compile
+from dta_compile.runtime.calls import planned_call
 from dta_compile.runtime.measure.budget import default_chunk_tokens
 from tests.support.tiny import TinyLM, shared_ids
 
@@ -25,9 +26,9 @@ def test_chunks_are_larger_on_a_gpu_with_room(device, budget, bytes_per_token, e
     assert default_chunk_tokens(device, budget, bytes_per_token) == expected
 
 
-@pytest.mark.parametrize(("options", "expected"), [({}, 2048), ({"chunk_size": 3}, 3)])
-def test_the_plan_says_how_large_chunks_are(options, expected):
-    compiled = torch.compile(TinyLM(layers=1), backend="dta", options=options)
+def test_the_plan_says_how_large_chunks_are(monkeypatch):
+    monkeypatch.setattr(planned_call, "default_chunk_tokens", lambda *_: 7)
+    compiled = torch.compile(TinyLM(layers=1), backend="dta")
     compiled(shared_ids())
     plan = dta_compile.last_plan(compiled)
-    assert plan.schedule.chunk_size == expected and f"chunk_size {expected}" in str(plan)
+    assert plan.schedule.chunk_size == 7 and "chunk_size 7" in str(plan)

@@ -14,7 +14,9 @@ from transformers.utils import output_capturing
 
 from dta_compile.integrations.tracing import traces_for_this_backend
 
-# None in early releases of transformers 5, and in later ones perhaps: the graph breaks then.
+# Functions that Dynamo calls at once may take modules since torch 2.13. Before that, and where a release of transformers
+# has no such function, the graph breaks.
+TAKES_MODULES = torch.__version__ >= "2.13"
 _install = getattr(output_capturing, "maybe_install_capturing_hooks", None)
 
 
@@ -33,5 +35,5 @@ def maybe_install_capturing_hooks(model: Any) -> None:
         _install(model)
 
 
-if _install is not None:
+if _install is not None and TAKES_MODULES:
     output_capturing.maybe_install_capturing_hooks = maybe_install_capturing_hooks

@@ -170,7 +170,8 @@ def test_balancing_losses_count_tokens_as_often_as_the_batch_has_them(batch, los
     eager, model = build(experts="eager"), build()
     expected = measure(eager, eager, batch, total, forward)  # a mean over the batch: not one sequence at a time
     # One graph, though transformers installs hooks for router logits as it runs.
-    function = torch.compile(model, backend="dta", options={"chunk_size": 4}, fullgraph=True)
+    whole = torch.__version__ >= "2.13"
+    function = torch.compile(model, backend="dta", options={"chunk_size": 4}, fullgraph=whole)
     assert_equal(measure(function, model, batch, total, forward), expected, FLOAT32_ISLANDS)
 
 

@@ -14,8 +14,8 @@ from transformers.utils import output_capturing
 
 from dta_compile.integrations.tracing import traces_for_this_backend
 
-# Functions that Dynamo calls at once may take modules since torch 2.13. Before that, and where a release of transformers
-# has no such function, the graph breaks.
+# Functions that Dynamo calls at once may take modules since torch 2.13. Before that, and where transformers has no such
+# function, the graph breaks.
 TAKES_MODULES = torch.__version__ >= "2.13"
 _install = getattr(output_capturing, "maybe_install_capturing_hooks", None)
 

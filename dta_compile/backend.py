@@ -16,6 +16,7 @@ from dta_compile.capture import dynamo
 from dta_compile.capture.as_captured import as_captured
 from dta_compile.capture.classify import Captured, Kind, classify
 from dta_compile.capture.flash_attention import with_our_attention
+from dta_compile.capture.recurrences import refuse_final_states
 from dta_compile.errors import DTAError, OptionError, RefusalError
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
@@ -92,6 +93,7 @@ def _analyse(graph: Captured, options: Options) -> Program:
     program: Program | None = None
     try:
         with _autograd_of_our_own():
+            refuse_final_states(graph.module)
             module = with_our_attention(graph.module)
             program = Program(module, graph.training, options.codegen, graph.own_symbols)
             return run_passes(program, skip=options.skip_passes)

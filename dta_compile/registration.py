@@ -62,11 +62,13 @@ class _AfterLoading:
 
     def __init__(self) -> None:
         self.waiting: dict[str, Callable[[types.ModuleType], None]] = {}
+        self.watching: list[tuple[tuple[str, ...], Callable[[types.ModuleType], None]]] = []
         self.searching = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """The module's own spec, whose loader goes on to call; None for all other modules."""
-        if name not in self.waiting or self.searching:
+        watched = any(name.startswith(starts) for starts, _ in self.watching)
+        if self.searching or not (watched or name in self.waiting):
             return None
         self.searching = True
         try:
@@ -80,6 +82,9 @@ class _AfterLoading:
                 load(module)
                 if call := self.waiting.pop(name, None):
                     call(module)
+                for starts, watch in self.watching:
+                    if name.startswith(starts):
+                        watch(module)
 
             spec.loader.exec_module = load_and_call  # type: ignore[method-assign]
         return spec
@@ -103,11 +108,20 @@ def _load(modules: Iterable[str], _: types.ModuleType | None = None) -> None:
 
 def when_loaded(name: str, call: Callable[[types.ModuleType], None]) -> None:
     """Call a function with a module as soon as that has been imported, which it has not been yet."""
+    _after_loading().waiting[name] = call
+
+
+def when_any_loaded(starts: tuple[str, ...], call: Callable[[types.ModuleType], None]) -> None:
+    """Call a function with every module from now on whose name begins so, as soon as it has been imported."""
+    _after_loading().watching.append((starts, call))
+
+
+def _after_loading() -> Any:
     finder = _on_path(_AfterLoading)
     if finder is None:
         finder = _AfterLoading()
         sys.meta_path.insert(0, finder)
-    finder.waiting[name] = call
+    return finder
 
 
 def _on_path(kind: type) -> Any | None:

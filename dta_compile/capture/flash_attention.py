@@ -31,7 +31,7 @@ from dta_compile.ops.mixer import TOKENS, Mixer
 from dta_compile.passes.program import where
 from dta_compile.passes.symbols import expression
 
-__all__ = ["KEPT", "with_our_attention"]
+__all__ = ["KEPT", "copy_of", "with_our_attention"]
 
 FUNCTIONS = {  # by the module that defines them: flash-attn 2, flash-attn 3, torch
     "flash_attn.flash_attn_interface": ("flash_attn_func", "flash_attn_varlen_func"),
@@ -196,7 +196,7 @@ def _keep(module: types.ModuleType) -> None:
 
 
 def _keep_function(original: types.FunctionType) -> None:
-    own = _copy(original)
+    own = copy_of(original)
 
     @functools.wraps(original)
     def kept(*args: Any, **kwargs: Any) -> Any:
@@ -214,7 +214,7 @@ def _keep_function(original: types.FunctionType) -> None:
     )
 
 
-def _copy(function: types.FunctionType) -> types.FunctionType:
+def copy_of(function: types.FunctionType) -> types.FunctionType:
     """The same code under another identity: Dynamo would put something else in place of the original."""
     twin = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__

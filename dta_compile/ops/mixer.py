@@ -2,8 +2,10 @@
 
 All else in a model treats every token by itself. A mixer is three operators: `call` over the whole batch, in lowered
 graphs; `chunk` and `backward` over one chunk, in executable graphs, where they become calls on the runtime's path. What
-some operands hold of each token, the mixer's *states*, stays on the path: the chunks below read it there, and leave
-gradients for it. How a layer is computed is said in the runtime, see `runtime.calls.mixers`.
+stays on the path is either what some operands hold of each token, the mixer's *states*, which can be sliced: those of
+attention; or one *running state*, which every token changes, and which is kept at chosen depths: that of a recurrence.
+The chunks below read it there, and leave gradients for it. How a layer is computed is said in the runtime, see
+`runtime.calls.mixers`.
 """
 
 from __future__ import annotations
@@ -49,16 +51,22 @@ class Mixer:
         chunk(int layer, *operands, *constants) -> (out, *residuals)         of a chunk
         backward(int layer, grad, *operands, out, *residuals, *constants) -> gradients of the operands
 
-    `out` and the operands, as far as they have tokens, have the dimensions `dims`; the first ones do, and the batch has
-    size one in a chunk. `chunk` has a derivative
+    `out` and the operands, as far as they have tokens, have the dimensions `dims`, perhaps fewer features; the first
+    ones do, and the batch has size one in a chunk. `backward` may leave out all results. `chunk` has a derivative
     (`register_autograd`) that calls `backward`; neither has an implementation. An operator with one result returns it
     as such, not a tuple. Running a layer is taken to allocate, besides its results, as much again as `out` in the
-    forward, and as the gradients in the backward.
+    forward, and as the gradients in the backward, `scratch` times.
 
     Attributes:
         functions: what a user's graph calls, as Dynamo captures it; they take the operands first.
         dims: what each dimension counts: "batch", "tokens", and names of features.
         constants: the arguments of `call`, by position, that `chunk` takes after the operands.
+        running_state: of the operands of a call, `[shape]` and dtype of the state after a token; None: it has none. It
+            is zero before the first token.
+        silent: operands, by position, each of which leaves a state of zero alone at the tokens where it is zero.
+        segments: the argument of `call`, by position, that numbers the sequences of packed rows `[B, S]`, if it is not
+            None; 0 is padding. Only where there is a running state.
+        scratch: see above.
     """
 
     name: str
@@ -69,6 +77,10 @@ class Mixer:
     operands: tuple[Operand, ...]
     dims: tuple[str, ...]
     constants: tuple[int, ...] = ()
+    running_state: Callable[[Sequence[torch.Tensor]], tuple[Sequence[int], torch.dtype]] | None = None
+    silent: tuple[int, ...] = ()
+    segments: int | None = None
+    scratch: float = 1.0
 
     @property
     def batch_dim(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Protocol
 
 import sympy
@@ -94,6 +95,46 @@ class MixerLayer:
     states: tuple[StateSpec, ...]
     where: str
 
+    @property
+    def leaves(self) -> set[fx.Node]:
+        """Tensors that have to be known of a call to tell which tokens are padding and where sequences begin."""
+        return set()
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningSpec:
+    """What a recurrence keeps of all tokens so far: a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of one such state."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentLayer(MixerLayer):
+    """A call of a mixer with a running state.
+
+    Attributes:
+        running: the state.
+        mask: which tokens are of which sequence, where the call says so.
+        silencers: tensors of one number a token; at tokens where one of them is zero, a state of zero stays zero.
+        padding: those of them that are padding masks, integers that the call is given.
+    """
+
+    running: RunningSpec
+    mask: AttentionMask | None
+    silencers: frozenset[fx.Node]
+    padding: frozenset[fx.Node]
+
+    @property
+    def leaves(self) -> set[fx.Node]:
+        """See `MixerLayer.leaves`."""
+        return set(self.silencers) | (self.mask.leaves if self.mask else set())
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionLayer(MixerLayer):
@@ -104,6 +145,11 @@ class AttentionLayer(MixerLayer):
 
     mask: AttentionMask | None
     softcap: float = 0.0
+
+    @property
+    def leaves(self) -> set[fx.Node]:
+        """See `MixerLayer.leaves`."""
+        return self.mask.leaves if self.mask else set()
 
     @property
     def kv_heads(self) -> int:

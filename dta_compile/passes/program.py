@@ -14,7 +14,7 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.joint_graphs import JointGraphs
-from dta_compile.passes.mixer_layers import AttentionLayer, MixerLayer
+from dta_compile.passes.mixer_layers import AttentionLayer, MixerLayer, RecurrentLayer
 from dta_compile.passes.symbols import symbol_sources
 
 TORCH_FOLDER = str(pathlib.Path(torch.__file__).parent)
@@ -238,8 +238,13 @@ class Program:
 
     @property
     def attention(self) -> list[AttentionLayer]:
-        """Those of the mixer layers that have masks."""
+        """Those of the mixer layers that are attention."""
         return [layer for layer in self.mixers if isinstance(layer, AttentionLayer)]
+
+    @property
+    def recurrent(self) -> list[RecurrentLayer]:
+        """Those of the mixer layers that have a running state."""
+        return [layer for layer in self.mixers if isinstance(layer, RecurrentLayer)]
 
     @property
     def input_symbols(self) -> dict[sympy.Symbol, tuple[int, int | None]]:

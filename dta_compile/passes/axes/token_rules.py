@@ -257,7 +257,7 @@ def mixing(node: fx.Node, arguments: Arguments) -> Layout:
         layout = arguments[operand]
         one_sequence = layout.dims[batch_dim] is None and sizes(operand)[batch_dim] == 1
         axes = {BATCH: None if one_sequence else Axis.BATCH, TOKENS: Axis.TOKEN}
-        if layout.dims != tuple(axes.get(dim) for dim in mixer.dims):
+        if layout.dims != tuple(axes.get(dim) for dim in mixer.dims[: len(layout.dims)]):
             expected = ", ".join(mixer.dims)
             raise MixesTokens(f"{mixer.name} expects [{expected}], got {layout} of {sizes(operand)}")
         if layout.frame != first.frame:

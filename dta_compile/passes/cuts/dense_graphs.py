@@ -76,8 +76,8 @@ def _chunks_need(program: Program) -> list[fx.Node]:
     nodes: dict[fx.Node, None] = dict.fromkeys(item.node for item in chunk_inputs)
     nodes.update(dict.fromkeys(program.constant_inputs))
     nodes.update(dict.fromkeys(condition.node for condition in program.conditions))
-    for layer in program.attention:
-        nodes.update(dict.fromkeys(sorted(layer.mask.leaves, key=lambda leaf: leaf.name) if layer.mask else ()))
+    for layer in program.mixers:
+        nodes.update(dict.fromkeys(sorted(layer.leaves, key=lambda leaf: leaf.name)))
     return list(nodes)
 
 

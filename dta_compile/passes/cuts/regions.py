@@ -39,7 +39,7 @@ aten = torch.ops.aten
 )
 def regions(program: Program) -> None:
     """Fill `program.region` and `program.frontier`."""
-    of_masks = {node for layer in program.attention if layer.mask for node in layer.mask.leaves}
+    of_masks = {node for layer in program.mixers for node in layer.leaves}
     kept = of_masks | set(program.draws)
     program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in kept)
     live = [node for node in program.graph.nodes if node in program.parameter_dependent and node.op != "placeholder"]

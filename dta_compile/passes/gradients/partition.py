@@ -160,7 +160,9 @@ def forward_graph(trace: JointTrace, outputs: Iterable[fx.Node]) -> fx.GraphModu
     for node in reversed(trace.mixing):
         # A layer whose result nobody reads still has to leave its states for later chunks.
         if node not in computed:
-            computed |= ancestors(list(states_of(node)))
+            mixer = mixer_of_chunk(node.target)
+            runs = mixer is not None and mixer.running_state is not None
+            computed |= ancestors([node] if runs else list(states_of(node)))
     part = _OnPath(trace.sizes)
     part.add_inputs(trace.primals)
     for node in trace.module.graph.nodes:

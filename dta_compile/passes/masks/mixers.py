@@ -18,8 +18,16 @@ from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import First, is_float
 from dta_compile.passes.graphs.operators import CASTS, RESHAPES
 from dta_compile.passes.masks.proof import Mask
+from dta_compile.passes.masks.silent import Silencers, states_padding
 from dta_compile.passes.masks.stated import stated_mask
-from dta_compile.passes.mixer_layers import AttentionLayer, AttentionMask, MixerLayer, StateSpec
+from dta_compile.passes.mixer_layers import (
+    AttentionLayer,
+    AttentionMask,
+    MixerLayer,
+    RecurrentLayer,
+    RunningSpec,
+    StateSpec,
+)
 from dta_compile.passes.program import Mixed, Program, ancestors, where
 from dta_compile.passes.symbols import sizes
 
@@ -37,11 +45,14 @@ COUNTS = (aten.cumsum.default, aten.sum.dim_IntList, aten.sum.default, aten.binc
 )
 def mixers(program: Program) -> None:
     """Fill `program.mixers`; attention calls get the true KV heads and lose their mask, which is now a `Mask`."""
-    masks, first = dict[Any, AttentionMask](), First(program.draws)
+    masks, first, silencers = dict[Any, AttentionMask](), First(program.draws), Silencers(program)
     layers: list[MixerLayer] = []
     for index, node in enumerate(own_mixer_calls(program)):
         _require_token_wise(program, node)
         mixer = MIXERS[node.target]
+        if mixer.running_state is not None:
+            layers.append(_recurrent(program, index, node, masks, first, silencers))
+            continue
         if mixer not in ATTENTION_MIXERS:
             layers.append(MixerLayer(index, node, mixer, _states(mixer, node), where(node)))
             continue
@@ -55,6 +66,28 @@ def mixers(program: Program) -> None:
         states = _states(mixer, node)
         layers.append(AttentionLayer(index, node, mixer, states, where(node), mask, masking.softcap))
     program.mixers = layers
+
+
+def _recurrent(
+    program: Program,
+    index: int,
+    node: fx.Node,
+    masks: dict[Any, AttentionMask],
+    first: First,
+    silencers: Silencers,
+) -> RecurrentLayer:
+    mixer, mask = MIXERS[node.target], None
+    assert mixer.running_state is not None
+    if mixer.segments is not None and node.args[mixer.segments] is not None:
+        segments = first.like(node.args[mixer.segments])
+        if (segments, 0) not in masks:
+            masks[segments, 0] = stated_mask(program, node, segments, 0)
+        mask = masks[segments, 0]
+    shape, dtype = mixer.running_state([operand.meta["val"] for operand in mixer.operands_of(node.args)])
+    running = RunningSpec(tuple(int(size) for size in shape), dtype)
+    silent = silencers.of_call(node)
+    padding = frozenset(one for one in silent if states_padding(one))
+    return RecurrentLayer(index, node, mixer, _states(mixer, node), where(node), running, mask, silent, padding)
 
 
 def cache_outputs(program: Program) -> set[fx.Node]:

@@ -126,17 +126,18 @@ class Executor:
     def _run(self, ops: Sequence[Op], on_attach: Callable[[tuple[int, ...]], bool]) -> int:
         for position, op in enumerate(ops):
             match op:
-                case Anchor(chunk, True, kv):
-                    self._anchor(chunk, True, kv)
+                case Anchor(_, True):
+                    self._anchor(op)
                 case Anchor() | Restore():
                     self.pending.add(op)
                 case Forward(chunk, out):
                     goes_backward = position + 1 < len(ops) and ops[position + 1] == Backward(chunk)
-                    self._forward(chunk, out, only_for_backward=goes_backward and not out)
+                    self._forward(op, only_for_backward=goes_backward and not out)
                 case Backward(chunk):
                     self._backward(chunk)
                 case Pop(part):
                     self.pending.cut(part.start)
+                    self.path.cut(part.start)
                 case Attach(sequences):
                     if not on_attach(sequences):
                         return position + 1
@@ -145,22 +146,25 @@ class Executor:
     def _complete_stack(self) -> None:
         for op in self.pending.taken():
             match op:
-                case Anchor(chunk):
-                    self._anchor(chunk, False, False)
+                case Anchor():
+                    self._anchor(op)
                 case Restore(part):
                     self._restore(part)
 
-    def _anchor(self, chunk: Chunk, out: bool, keep_kv: bool) -> None:
+    def _anchor(self, op: Anchor) -> None:
+        chunk = op.chunk
         self._complete_stack()
-        batch_chunk = self._on_batch(chunk, heads=out)
-        graph = self.joint.forward_only if out else self.joint.cache_only
+        batch_chunk = self._on_batch(chunk, heads=op.out)
+        graph = self.joint.forward_only if op.out else self.joint.cache_only
+        self.path.depths = op.states
         results = self._launch("forward", graph, batch_chunk, [self.path, *self._inputs(batch_chunk, None)])
-        if out:
+        if op.out:
             self.buffers.write(batch_chunk.heads, results)
-        if keep_kv and chunk.spine is not None:
+        if op.kv and chunk.spine is not None:
             self._keep(chunk.spine, self.path.copy(chunk.spine.start, chunk.spine.stop))
 
-    def _forward(self, chunk: Chunk, out: bool, only_for_backward: bool) -> None:
+    def _forward(self, op: Forward, only_for_backward: bool) -> None:
+        chunk, out = op.chunk, op.out
         batch_chunk = self._on_batch(chunk)
         if only_for_backward and not self._has_gradient(batch_chunk):
             self.graphs[chunk] = None
@@ -168,6 +172,7 @@ class Executor:
         self._complete_stack()
         active = None if out else self._active_rows(batch_chunk)
         inputs = self._inputs(batch_chunk, active)
+        self.path.depths = op.states
         results = self._launch("forward", self.joint.forward, batch_chunk, [self.path, *inputs], active)
         if out:
             self.buffers.write(batch_chunk.heads, results[: len(self.frontier)])
@@ -175,7 +180,8 @@ class Executor:
         self.graphs[chunk] = Graph(batch_chunk, [*(inputs[i] for i in self.joint.backward_inputs), *saved], active)
         if chunk.spine is not None:
             states = [tuple(saved[i] for i in positions) for positions in self.joint.saved_states]
-            self._keep(chunk.spine, SpineStates(chunk.spine.start, states))
+            running = self.path.snapshots(chunk.spine.start, chunk.spine.stop)
+            self._keep(chunk.spine, SpineStates(chunk.spine.start, states, running))
 
     def _backward(self, chunk: Chunk) -> None:
         graph = self.graphs.pop(chunk)

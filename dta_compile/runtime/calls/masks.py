@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from dta_compile.errors import RuntimeContractError
 from dta_compile.passes.masks.proof import FORBIDDEN, Mask
 from dta_compile.passes.masks.ranges import BOUND, LONGEST_ROW
 from dta_compile.passes.masks.tables import Facts, Table, read_table
-from dta_compile.passes.mixer_layers import AttentionLayer, AttentionMask, MaskClass
+from dta_compile.passes.mixer_layers import AttentionLayer, AttentionMask, MaskClass, MixerLayer, RecurrentLayer
 from dta_compile.passes.program import Program, ancestors, has_tensor
 from dta_compile.passes.terms import Entry, Evaluation, Term, shown, subterms
 from dta_compile.runtime.path.chunk_shape import Limit
@@ -36,8 +36,8 @@ class ReadMasks:
         valid: `[B, S]` real tokens.
         starts: `[B, S]` real tokens that begin a sequence, where rows are packed; None: the real tokens of a row are
             one sequence.
-        classes: by attention layer; what mixes tokens otherwise has no mask, and takes all tokens of a row for real
-            and for one sequence.
+        classes: by attention layer. What mixes tokens otherwise has no mask, and takes all tokens of a row for real and
+            for one sequence; but recurrences without one go by the masks of others.
     """
 
     valid: Booleans
@@ -48,6 +48,15 @@ class ReadMasks:
     def limits(self) -> list[Limit | None]:
         """By attention layer, how far up a token attends; None: to all above it."""
         return [_limit(one) for one in self.classes]
+
+
+def _mask(layer: MixerLayer) -> AttentionMask | None:
+    return layer.mask if isinstance(layer, (AttentionLayer, RecurrentLayer)) else None
+
+
+def _goes_by_others(layer: MixerLayer) -> bool:
+    """Whether a layer says nothing about padding and sequences, because it was given no mask."""
+    return isinstance(layer, RecurrentLayer) and layer.mask is None
 
 
 def _limit(one: MaskClass) -> Limit | None:
@@ -68,11 +77,11 @@ def read_masks(
         RefusalError: a mask is of no supported class with the numbers and tables of this call.
         RuntimeContractError: the inputs are not what the proof of a mask takes for granted.
     """
-    masks = dict.fromkeys(layer.mask if isinstance(layer, AttentionLayer) else None for layer in program.mixers)
+    masks = dict.fromkeys(_mask(layer) for layer in program.mixers if not _goes_by_others(layer))
     reader = _Reader(program, dense, number, shape)
     classes = {mask: reader.class_of(mask) for mask in masks}
     distinct = list(dict.fromkeys(classes.values()))
-    valid = reader.valid_of(distinct)
+    valid = reader.valid_of(distinct) if distinct else reader.unpadded()
     for one in distinct:
         reader.check(one)
     on_host: Booleans = valid.cpu().numpy()
@@ -86,7 +95,10 @@ def read_masks(
             starts = np.zeros_like(on_host)
             starts.reshape(-1)[sequences.places.cpu().numpy()] = sequences.begins.cpu().numpy()
     if any(one.window for one in distinct):
-        _require_contiguous(on_host, starts)
+        _require_contiguous(on_host, starts, "a sliding window counts padding")
+    if program.recurrent:
+        _require_contiguous(on_host, starts, "a recurrence runs over it")
+        reader.require_silence(valid)
     return ReadMasks(on_host, starts, [classes[layer.mask] for layer in program.attention])
 
 
@@ -152,14 +164,14 @@ class _Reader:
         shape: tuple[int, int],
     ) -> None:
         self.program, self.dense, self.shape = program, dense, shape
-        self.masks = [layer.mask for layer in program.attention if layer.mask is not None]
+        self.masks = [mask for layer in program.mixers if (mask := _mask(layer)) is not None]
         items = {symbol: node for mask in self.masks for symbol, node in mask.items.items()}
         self.number = functools.partial(number_of_call, number, dense, items)
 
     @functools.cached_property
     def _evaluate(self) -> Evaluation:
         batch, tokens = self.shape
-        read = (self.dense[node] for mask in self.masks for node in mask.leaves)
+        read = (self.dense[node] for layer in self.program.mixers for node in layer.leaves)
         device = next((value.device for value in read if value.dim()), torch.device("cpu"))
         rows, keys = (torch.arange(size, device=device) for size in (batch, tokens))
         return Evaluation(self.dense, self.number, {"row": rows[:, None], "key": keys[None]})
@@ -200,6 +212,39 @@ class _Reader:
                     hint="give all layers the same padding mask",
                 )
         return first
+
+    def unpadded(self) -> torch.Tensor:
+        """`[B, S]` tokens that the padding masks of recurrences leave; all, where one has none."""
+        valid = torch.zeros(self.shape, dtype=torch.bool, device=self._evaluate.indices["row"].device)
+        for padding in dict.fromkeys(layer.padding for layer in self.program.recurrent):
+            valid = valid | ~self._zero_at(padding)
+        return valid
+
+    def require_silence(self, valid: torch.Tensor) -> None:
+        """Raise unless recurrences read zeros in the padding before a sequence."""
+        leading = ~valid & (valid.cumsum(1) == 0) & valid.any(1, keepdim=True)
+        if not bool(leading.any()):
+            return
+        for layer in {layer.silencers: layer for layer in self.program.recurrent}.values():
+            heard = leading & ~self._zero_at(layer.silencers)
+            if bool(heard.any()):
+                row, column = (int(number) for number in heard.nonzero()[0])
+                raise RuntimeContractError(
+                    f"the padding before a sequence reaches {layer.mixer.name}, which no mask keeps it from",
+                    where=layer.where,
+                    expected="inputs that the padding mask has made zero there, or padding after the sequence",
+                    got=f"row {row}, padding at token {column}",
+                    hint="pad on the right, or pass the attention_mask that tells padding",
+                )
+
+    def _zero_at(self, masks: Collection[fx.Node]) -> torch.Tensor:
+        """`[B, S]` where one of some masks, one number a token each, is zero."""
+        batch, tokens = self.shape
+        found = torch.zeros((1, 1), dtype=torch.bool, device=self._evaluate.indices["row"].device)
+        for node in masks:
+            value = self.dense[node]
+            found = found | (value.reshape(-1, tokens) == 0)
+        return found.expand(batch, tokens)
 
     def sequences_of(self, classes: list[MaskClass], rows: _Sequences) -> _Sequences:
         """Where sequences begin, on which all masks have to agree."""
@@ -330,13 +375,13 @@ def _never_falls(values: torch.Tensor, begins_row: torch.Tensor) -> bool:
     return bool(((values[1:] >= values[:-1]) | begins_row[1:]).all())
 
 
-def _require_contiguous(valid: Booleans, starts: Booleans | None) -> None:
+def _require_contiguous(valid: Booleans, starts: Booleans | None, why: str) -> None:
     """Raise unless the tokens of every sequence are next to each other."""
     begins = np.diff(valid.astype(np.int8), axis=1, prepend=0) == 1
     begins &= (np.cumsum(valid, axis=1) > 1) & (True if starts is None else ~starts)
     if begins.any():
         raise RuntimeContractError(
-            "a row has padding between real tokens, and a sliding window counts padding",
+            f"a row has padding between real tokens, and {why}",
             expected="padding before or after a sequence only",
             got=f"row {int(begins.any(1).argmax())}",
             hint="move the padding to one end of the row",

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from dta_compile.ops.attention import ATTENTION_MIXERS
+from dta_compile.ops.recurrences.operators import RECURRENCES
 from dta_compile.passes.mixer_layers import AttentionLayer, MixerLayer
 from dta_compile.passes.program import Program
 from dta_compile.runtime.attention.interface import Provider
 from dta_compile.runtime.attention.layer import AttentionRuntime, provider_of
 from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.path.chunk_shape import Limit
-from dta_compile.runtime.path.interface import LayerRuntime
+from dta_compile.runtime.path.interface import LayerRuntime, RecurrentRuntime
+from dta_compile.runtime.recurrent.layer import runtime_of
 
 __all__ = ["RUNTIMES", "LayerContext", "runtimes_of"]
 
@@ -44,12 +46,15 @@ def _attention(layer: MixerLayer, context: LayerContext) -> LayerRuntime:
     return AttentionRuntime(context.providers[like], context.limits[layer.index])
 
 
-Make = Callable[[MixerLayer, LayerContext], LayerRuntime]
+Make = Callable[[MixerLayer, LayerContext], LayerRuntime | RecurrentRuntime]
 
-RUNTIMES: dict[str, Make] = {mixer.name: _attention for mixer in ATTENTION_MIXERS}  # by the name of the mixer
+RUNTIMES: dict[str, Make] = {  # by the name of the mixer
+    **dict.fromkeys((mixer.name for mixer in ATTENTION_MIXERS), _attention),
+    **dict.fromkeys((mixer.name for mixer in RECURRENCES), lambda layer, _: runtime_of(layer)),
+}
 
 
-def runtimes_of(program: Program, masks: ReadMasks, device: torch.device, attention: str) -> list[LayerRuntime]:
+def runtimes_of(program: Program, masks: ReadMasks, device: torch.device, attention: str) -> list[LayerRuntime | RecurrentRuntime]:
     """The layers of a program, for one call.
 
     Raises:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from dta_compile.runtime.path.chunk_shape import ChunkShape, ChunkTable
 
-__all__ = ["LayerInputs", "LayerRuntime", "Tensors"]
+__all__ = ["LayerInputs", "LayerRuntime", "RecurrentInputs", "RecurrentRuntime", "Tensors"]
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -35,6 +35,20 @@ class LayerInputs(NamedTuple):
     table: Callable[[], ChunkTable]
 
 
+class RecurrentInputs(NamedTuple):
+    """What one run of a layer with a running state reads.
+
+    Attributes:
+        operands, constants, chunk: see `LayerInputs`.
+        state: that of the tokens above the chunk.
+    """
+
+    operands: Tensors
+    constants: tuple[Any, ...]
+    state: torch.Tensor
+    chunk: ChunkShape
+
+
 class LayerRuntime(Protocol):
     """How a layer is computed, for one call."""
 
@@ -55,4 +69,29 @@ class LayerRuntime(Protocol):
         Args:
             grad: of the output.
             results: what `forward` returned.
+        """
+
+
+class RecurrentRuntime(Protocol):
+    """How a layer with a running state is computed, for one call."""
+
+    @property
+    def replayable(self) -> bool:
+        """See `LayerRuntime.replayable`."""
+
+    @property
+    def key(self) -> Hashable:
+        """See `LayerRuntime.key`."""
+
+    def forward(self, x: RecurrentInputs, depths: Sequence[int]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """The output, and the states at `depths` of the chunk's spine, each in memory of its own."""
+
+    def backward(
+        self, grad: torch.Tensor, x: RecurrentInputs, state_grads: Mapping[int, torch.Tensor]
+    ) -> tuple[Tensors, torch.Tensor]:
+        """The gradients of the operands, as new tensors, and of the state above the chunk.
+
+        Args:
+            grad: of the output.
+            state_grads: of the states at depths of the chunk's spine, ascending.
         """

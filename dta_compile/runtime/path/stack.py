@@ -8,18 +8,25 @@ from typing import Any
 
 import torch
 
-from dta_compile.passes.mixer_layers import MixerLayer
+from dta_compile.passes.mixer_layers import MixerLayer, RecurrentLayer
 from dta_compile.runtime.path.chunk_shape import ChunkShape, ChunkTable
-from dta_compile.runtime.path.interface import LayerInputs, LayerRuntime, Tensors
+from dta_compile.runtime.path.interface import LayerInputs, LayerRuntime, RecurrentInputs, RecurrentRuntime, Tensors
+from dta_compile.runtime.path.running_states import RunningStates, Snapshots
 from dta_compile.runtime.path.token_states import HostReach, Reach, TokenStates
 
 
 @dataclasses.dataclass(frozen=True)
 class SpineStates:
-    """The states of a spine that starts at depth `start`, all layers: of attention, key and value `[1, Hkv, n, D]`."""
+    """The states of a spine that starts at depth `start`, all layers.
+
+    Attributes:
+        states: those of its tokens: of attention, key and value `[1, Hkv, n, D]`.
+        running: running states at some of its depths, of the layers that have any.
+    """
 
     start: int
     states: Sequence[Tensors]
+    running: Sequence[Snapshots]
 
 
 class PathStack:
@@ -30,18 +37,28 @@ class PathStack:
 
     Attributes:
         chunk: the chunk being run.
+        depths: where running states are to be kept as it runs forward.
         pending: gradients of states are zero from this depth on, in all layers.
         runtimes: how each layer is computed.
-        states: what each layer keeps.
+        states: what each layer keeps of tokens.
+        running: what recurrent layers keep, by layer.
     """
 
     def __init__(
-        self, layers: Sequence[MixerLayer], runtimes: Sequence[LayerRuntime], capacity: int, device: torch.device
+        self,
+        layers: Sequence[MixerLayer],
+        runtimes: Sequence[LayerRuntime | RecurrentRuntime],
+        capacity: int,
+        device: torch.device,
     ) -> None:
         self.chunk = ChunkShape.of(0, 0, ())
+        self.depths: tuple[int, ...] = ()
         self.pending = 0
         self.layers, self.runtimes, self.capacity, self.device = layers, runtimes, capacity, device
         self.states = [TokenStates(layer.states, capacity, device) for layer in layers]
+        self.running = {
+            layer.index: RunningStates(layer.running, device) for layer in layers if isinstance(layer, RecurrentLayer)
+        }
 
     def allocate_gradients(self) -> None:
         """Zeroed gradients of states; needed before the first backward."""
@@ -57,14 +74,25 @@ class PathStack:
         if self.pending <= self.chunk.start + self.chunk.spine:
             self.pending = self.chunk.start
 
+    def cut(self, depth: int) -> None:
+        """The path ends at a depth: running states below are not needed any more."""
+        for running in self.running.values():
+            running.cut(depth)
+
     def copy(self, start: int, stop: int) -> SpineStates:
-        """Copies of the states at depths `[start, stop)`."""
-        return SpineStates(start, [states.copy(start, stop) for states in self.states])
+        """Copies of the states at depths `[start, stop)`, and the running states after these."""
+        return SpineStates(start, [states.copy(start, stop) for states in self.states], self.snapshots(start, stop))
+
+    def snapshots(self, start: int, stop: int) -> list[Snapshots]:
+        """The running states at depths `(start, stop]`."""
+        return [running.part(start, stop) for running in self.running.values()]
 
     def put(self, spine: SpineStates, start: int, stop: int) -> None:
         """Put the states of a spine that are of depths `[start, stop)` back on the path."""
         for states, kept in zip(self.states, spine.states, strict=True):
             states.put(start, states.part(kept, start - spine.start, stop - spine.start))
+        for running, snapshots in zip(self.running.values(), spine.running, strict=True):
+            running.put(start, {depth: state for depth, state in snapshots.items() if start < depth <= stop})
 
     def write(self, layer: int, *states: torch.Tensor) -> None:
         """Put the spine's part of a chunk's states on the path."""
@@ -72,11 +100,13 @@ class PathStack:
 
     def mix(self, layer: int, *arguments: Any) -> torch.Tensor | Tensors:
         """A mixer's `chunk` operator over a chunk and the path before it; the states of its spine go on the path."""
-        mixer = self.layers[layer].mixer
+        mixer, runtime = self.layers[layer].mixer, self.runtimes[layer]
         operands = mixer.operands_of(arguments)
+        if layer in self.running:
+            return self._run(layer, operands, arguments[len(operands) :])
         self.write(layer, *mixer.states_of(operands))
         inputs = self._inputs(layer, operands, arguments[len(operands) :])
-        return _as_returned(self.runtimes[layer].forward(inputs))
+        return _as_returned(runtime.forward(inputs))
 
     def mix_backward(self, layer: int, grad: torch.Tensor, *arguments: Any) -> torch.Tensor | Tensors:
         """A mixer's `backward` operator: gradients of a chunk's operands.
@@ -85,9 +115,27 @@ class PathStack:
         """
         mixer, states, reach = self.layers[layer].mixer, self.states[layer], self._reach()
         operands, results, constants = mixer.backward_arguments(arguments)
+        if layer in self.running:
+            return self._run_backward(layer, grad, operands, constants)
         inputs = self._inputs(layer, operands, constants)
         grads = self.runtimes[layer].backward(grad, results, inputs, states.gradients_above(reach))
         states.take(reach, mixer.states_of(grads))
+        return _as_returned(tuple(own.to(operand.dtype) for own, operand in zip(grads, operands, strict=True)))
+
+    def _run(self, layer: int, operands: Tensors, constants: tuple[Any, ...]) -> torch.Tensor:
+        running, start = self.running[layer], self.chunk.start
+        inputs = RecurrentInputs(operands, constants, running.at(start), self.chunk)
+        out, kept = self.runtimes[layer].forward(inputs, self.depths)
+        if self.chunk.spine:
+            running.put(start, dict(zip(self.depths, kept, strict=True)))
+        return out
+
+    def _run_backward(self, layer: int, grad: torch.Tensor, operands: Tensors, constants: tuple[Any, ...]) -> Any:
+        running, start = self.running[layer], self.chunk.start
+        inputs = RecurrentInputs(operands, constants, running.at(start), self.chunk)
+        waiting = running.take_gradients(start, start + self.chunk.spine)
+        grads, of_state = self.runtimes[layer].backward(grad, inputs, waiting)
+        running.add_gradient(start, of_state)
         return _as_returned(tuple(own.to(operand.dtype) for own, operand in zip(grads, operands, strict=True)))
 
     def _inputs(self, layer: int, operands: Tensors, constants: tuple[Any, ...]) -> LayerInputs:

@@ -122,7 +122,7 @@ class ReplayCache:
             return None
         if arena is None or arena.path.capacity <= capacity:
             if not all(runtime.replayable for runtime in runtimes):
-                self.give_up("this kind of attention gets the shape of a chunk from the host")
+                self.give_up("attention or a recurrence gets the shape of a chunk from the host")
                 return None
             path = ReplayStack(layers, runtimes, -(-max(capacity, 1) // CAPACITY) * CAPACITY, device)
             arena = self.arenas[addresses] = Arena(path)

@@ -1,0 +1,326 @@
+"""Recurrences as mixers: their operators over a batch, which compute, and those over a chunk, which exist to be traced.
+
+    short_convolution   out = sum over j < k of weight[:, k - 1 - j] * value[t - j]                 (channel by channel)
+    gated_delta_rule    S = exp(decay) S;  u = beta (value - key^T S);  S = S + key u^T;  out = scale query^T S
+    linear_attention    S = exp(decay) S;  S = S + key value^T;  out = scale query^T S
+    selective_scan      h = exp(step A) h + (step value) B^T;  out = h C
+
+Shapes, for heads H, of which H // G in a row share queries and keys: query and key `[B, S, G, K]`, value
+`[B, S, H, V]`, decay `[B, S, H]` or by channel `[B, S, H, K]` (logarithms, at most zero), beta `[B, S, H]`; for
+channels D: value and step `[B, S, D]`, weight `[D, k]`, A `[D, N]` (negative), B and C `[B, S, N]`. The result is like
+value. States: of a convolution its last `k - 1` inputs, `[H, K, V]`, `[D, N]`.
+
+Sources: "Gated Delta Networks" (arXiv 2412.06464), "Kimi Linear" (2510.26692), "Mamba-2" (2405.21060), "Mamba"
+(2312.00752).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.ops.library import LIBRARY
+from dta_compile.ops.mixer import BATCH, TOKENS, Mixer, Operand, register_mixer
+from dta_compile.ops.recurrences import linear_attention, selective_scan, short_convolution
+from dta_compile.ops.recurrences.blocks import Blocks, choose_size
+from dta_compile.ops.recurrences.runs import Runs
+from dta_compile.ops.recurrences.short_convolution import Ancestors
+
+__all__ = ["RECURRENCES", "Recurrence"]
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrence:
+    """A recurrence over tokens in a row, without a batch: operands that have tokens are `[c, ...]`.
+
+    Attributes:
+        like: which of the operands the result is like.
+        numbers: names of constants, all of them floats.
+        state: shape and dtype of the state for some operands.
+        forward: of operands, numbers, initial state and runs: the result, and the states that are kept `[n, ...]`.
+        backward: of the gradients of both, operands, numbers, initial state and runs: the gradients of the operands,
+            and of the initial state.
+    """
+
+    name: str
+    operands: tuple[Operand, ...]
+    like: int
+    state: Callable[[Sequence[torch.Tensor]], tuple[Sequence[int], torch.dtype]]
+    forward: Callable[[Tensors, tuple[float, ...], torch.Tensor, Runs], tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[
+        [torch.Tensor, torch.Tensor, Tensors, tuple[float, ...], torch.Tensor, Runs], tuple[Tensors, torch.Tensor]
+    ]
+    dims: tuple[str, ...]
+    silent: tuple[int, ...]
+    numbers: tuple[str, ...] = ()
+    scratch: float = 4.0
+
+    @property
+    def mixer(self) -> Mixer:
+        """Its operators, which `_define` has defined."""
+        count = len(self.operands)
+        call, chunk, backward = (
+            getattr(torch.ops.dta, f"{self.name}{suffix}") for suffix in ("", "_chunk", "_chunk_backward")
+        )
+        return Mixer(
+            name=self.name.replace("_", " "),
+            functions=(call, call.default),
+            call=call.default,
+            chunk=chunk.default,
+            backward=backward.default,
+            operands=self.operands,
+            dims=self.dims,
+            constants=tuple(range(count + 1, count + 1 + len(self.numbers))),
+            running_state=self.state,
+            silent=self.silent,
+            segments=count,
+            scratch=self.scratch,
+        )
+
+    def initial(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The state before the first token."""
+        shape, dtype = self.state(operands)
+        return torch.zeros(tuple(shape), dtype=dtype, device=operands[0].device)
+
+    def flat(self, operands: Sequence[torch.Tensor]) -> Tensors:
+        """Operands without a batch: the tokens of all rows in a row."""
+        both = zip(self.operands, operands, strict=True)
+        return tuple(value.flatten(0, 1) if operand.has_tokens else value for operand, value in both)
+
+
+def _define(recurrence: Recurrence) -> None:
+    """Define the operators, what they give, and their derivatives."""
+    name, count = recurrence.name, len(recurrence.operands)
+    operands = ", ".join(f"Tensor {operand.name}" for operand in recurrence.operands)
+    numbers = "".join(f", float {number}" for number in recurrence.numbers)
+    gradients = ", ".join(["Tensor"] * count)
+    LIBRARY.define(f"{name}({operands}, Tensor? segments{numbers}) -> Tensor")
+    LIBRARY.define(f"{name}_backward(Tensor grad, {operands}, Tensor? segments{numbers}) -> ({gradients})")
+    LIBRARY.define(f"{name}_chunk(int layer, {operands}{numbers}) -> Tensor")
+    LIBRARY.define(f"{name}_chunk_backward(int layer, Tensor grad, {operands}{numbers}) -> ({gradients})")
+
+    def runs(given: Sequence[torch.Tensor], segments: torch.Tensor | None) -> Runs:
+        batch, tokens = given[recurrence.like].shape[:2]
+        return Runs.of_rows(batch, tokens, segments)
+
+    def call(*arguments: Any) -> torch.Tensor:
+        given, segments, constants = arguments[:count], arguments[count], arguments[count + 1 :]
+        flat = recurrence.flat(given)
+        out, _ = recurrence.forward(flat, constants, recurrence.initial(given), runs(given, segments))
+        return out.view(given[recurrence.like].shape)
+
+    def call_backward(grad: torch.Tensor, *arguments: Any) -> Tensors:
+        given, segments, constants = arguments[:count], arguments[count], arguments[count + 1 :]
+        flat, initial = recurrence.flat(given), recurrence.initial(given)
+        of_kept = initial.new_zeros((0, *initial.shape))
+        over = runs(given, segments)
+        grads, _ = recurrence.backward(grad.flatten(0, 1), of_kept, flat, constants, initial, over)
+        return tuple(
+            found.to(value.dtype).reshape(value.shape) for found, value in zip(grads, given, strict=True)
+        )
+
+    def like_value(*arguments: Any) -> torch.Tensor:
+        tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
+        return tensors[recurrence.like].new_empty(tensors[recurrence.like].shape)
+
+    def like_operands(*arguments: Any) -> Tensors:
+        tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
+        return tuple(value.new_empty(value.shape) for value in tensors[1 : count + 1])
+
+    torch.library.impl(f"dta::{name}", "CompositeExplicitAutograd", lib=LIBRARY)(call)
+    torch.library.impl(f"dta::{name}_backward", "CompositeExplicitAutograd", lib=LIBRARY)(call_backward)
+    for suffix, fake in (
+        ("", like_value), ("_chunk", like_value), ("_backward", like_operands), ("_chunk_backward", like_operands)
+    ):
+        torch.library.register_fake(f"dta::{name}{suffix}", fake, lib=LIBRARY)
+    operators = torch.ops.dta
+
+    def save_call(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[: count + 1])
+        ctx.numbers = inputs[count + 1 :]
+
+    def derive_call(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        grads = getattr(operators, f"{name}_backward")(grad, *ctx.saved_tensors, *ctx.numbers)
+        return (*grads, None, *[None] * len(ctx.numbers))
+
+    def save_chunk(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.layer, ctx.numbers = inputs[0], inputs[count + 1 :]
+        ctx.save_for_backward(*inputs[1 : count + 1])
+
+    def derive_chunk(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        grads = getattr(operators, f"{name}_chunk_backward")(ctx.layer, grad, *ctx.saved_tensors, *ctx.numbers)
+        return (None, *grads, *[None] * len(ctx.numbers))
+
+    torch.library.register_autograd(f"dta::{name}", derive_call, setup_context=save_call, lib=LIBRARY)
+    torch.library.register_autograd(f"dta::{name}_chunk", derive_chunk, setup_context=save_chunk, lib=LIBRARY)
+
+
+def _convolution_state(operands: Sequence[torch.Tensor]) -> tuple[Sequence[int], torch.dtype]:
+    value, weight = operands
+    return (weight.shape[1] - 1, value.shape[-1]), value.dtype
+
+
+def _matrix_state(operands: Sequence[torch.Tensor]) -> tuple[Sequence[int], torch.dtype]:
+    _, key, value, *_ = operands
+    return (value.shape[-2], key.shape[-1], value.shape[-1]), statistics_dtype(value.dtype)
+
+
+def _scan_state(operands: Sequence[torch.Tensor]) -> tuple[Sequence[int], torch.dtype]:
+    value, _, matrix, *_ = operands
+    return tuple(matrix.shape), statistics_dtype(value.dtype)
+
+
+_QUERY_KEY_VALUE = (Operand("query", "queries"), Operand("key", "keys"), Operand("value", "values"))
+_DECAY = Operand("decay", "decays")
+_HEADS = (BATCH, TOKENS, "heads", "head_dim")
+_CHANNELS = (BATCH, TOKENS, "channels")
+
+def _blocks(runs: Runs, most: int = 64) -> Blocks:
+    """The runs in blocks of a size that suits them, at most `most`."""
+
+    def make() -> Blocks:
+        if runs.rows is not None:
+            return Blocks.rows(*runs.rows, most)
+        return Blocks(runs.segments, runs.kept, min(choose_size(runs.segments), most))
+
+    return runs.derive((Blocks, most), make)
+
+
+def _linear_attention(
+    operands: Tensors, numbers: tuple[float, ...], initial: torch.Tensor, runs: Runs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value, decay, beta = (*operands, None)[:5]
+    return linear_attention.forward(
+        query, key, value, decay, beta, numbers[0], initial, _blocks(runs, _most(decay))
+    )
+
+
+def _linear_attention_backward(
+    grad: torch.Tensor,
+    of_kept: torch.Tensor,
+    operands: Tensors,
+    numbers: tuple[float, ...],
+    initial: torch.Tensor,
+    runs: Runs,
+) -> tuple[Tensors, torch.Tensor]:
+    query, key, value, decay, beta = (*operands, None)[:5]
+    blocks = _blocks(runs, _most(decay))
+    *grads, of_state = linear_attention.backward(
+        grad, of_kept, query, key, value, decay, beta, numbers[0], initial, blocks
+    )
+    return tuple(grads[: len(operands)]), of_state
+
+
+def _most(decay: torch.Tensor) -> int:
+    """Tokens of a block: pairs of them are held channel by channel where each has a decay of its own."""
+    return 16 if decay.dim() == 3 else 64
+
+
+def _selective_scan(
+    operands: Tensors, numbers: tuple[float, ...], initial: torch.Tensor, runs: Runs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return selective_scan.forward(*operands, initial, _blocks(runs, selective_scan.SIZE))
+
+
+def _selective_scan_backward(
+    grad: torch.Tensor,
+    of_kept: torch.Tensor,
+    operands: Tensors,
+    numbers: tuple[float, ...],
+    initial: torch.Tensor,
+    runs: Runs,
+) -> tuple[Tensors, torch.Tensor]:
+    *grads, of_state = selective_scan.backward(
+        grad, of_kept, *operands, initial, _blocks(runs, selective_scan.SIZE)
+    )
+    return tuple(grads), of_state
+
+
+def _ancestors(runs: Runs, width: int) -> Ancestors:
+    return runs.derive((Ancestors, width), lambda: Ancestors(runs.segments, width, runs.kept))
+
+
+def _short_convolution(
+    operands: Tensors, numbers: tuple[float, ...], initial: torch.Tensor, runs: Runs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    value, weight = operands
+    return short_convolution.forward(value, weight, initial, _ancestors(runs, weight.shape[1]))
+
+
+def _short_convolution_backward(
+    grad: torch.Tensor,
+    of_kept: torch.Tensor,
+    operands: Tensors,
+    numbers: tuple[float, ...],
+    initial: torch.Tensor,
+    runs: Runs,
+) -> tuple[Tensors, torch.Tensor]:
+    value, weight = operands
+    ancestors = _ancestors(runs, weight.shape[1])
+    *grads, of_state = short_convolution.backward(grad, of_kept, value, weight, initial, ancestors)
+    return tuple(grads), of_state
+
+
+SHORT_CONVOLUTION = Recurrence(
+    name="short_convolution",
+    operands=(Operand("value", "values"), Operand("weight", "weights", has_tokens=False)),
+    like=0,
+    state=_convolution_state,
+    forward=_short_convolution,
+    backward=_short_convolution_backward,
+    dims=_CHANNELS,
+    silent=(0,),
+    scratch=2.0,
+)
+GATED_DELTA_RULE = Recurrence(
+    name="gated_delta_rule",
+    operands=(*_QUERY_KEY_VALUE, _DECAY, Operand("beta", "betas")),
+    like=2,
+    state=_matrix_state,
+    forward=_linear_attention,
+    backward=_linear_attention_backward,
+    dims=_HEADS,
+    silent=(1, 2),
+    numbers=("scale",),
+    scratch=12.0,
+)
+LINEAR_ATTENTION = Recurrence(
+    name="linear_attention",
+    operands=(*_QUERY_KEY_VALUE, _DECAY),
+    like=2,
+    state=_matrix_state,
+    forward=_linear_attention,
+    backward=_linear_attention_backward,
+    dims=_HEADS,
+    silent=(1, 2),
+    numbers=("scale",),
+    scratch=8.0,
+)
+SELECTIVE_SCAN = Recurrence(
+    name="selective_scan",
+    operands=(
+        Operand("value", "values"),
+        Operand("step", "steps"),
+        Operand("matrix", "matrices", has_tokens=False),
+        Operand("entry", "entries"),
+        Operand("reading", "readings"),
+    ),
+    like=0,
+    state=_scan_state,
+    forward=_selective_scan,
+    backward=_selective_scan_backward,
+    dims=_CHANNELS,
+    silent=(0, 3),
+    scratch=16.0,
+)
+
+RECURRENCES: dict[Mixer, Recurrence] = {}
+for _recurrence in (SHORT_CONVOLUTION, GATED_DELTA_RULE, LINEAR_ATTENTION, SELECTIVE_SCAN):
+    _define(_recurrence)
+    RECURRENCES[register_mixer(_recurrence.mixer)] = _recurrence

@@ -62,6 +62,7 @@ class Tables(NamedTuple):
         entries: `[n]`, the state with which each block begins.
         sources: `[E]`, the block of each exit.
         lasts: `[E]`, the place in its block of the last token before each exit.
+        by_place: `[E]`, the exits in the order of `lasts`.
         kept: the states that are wanted as results.
     """
 
@@ -71,6 +72,7 @@ class Tables(NamedTuple):
     entries: torch.Tensor
     sources: torch.Tensor
     lasts: torch.Tensor
+    by_place: torch.Tensor
     kept: torch.Tensor
 
 
@@ -83,6 +85,7 @@ class Blocks:
         exits: how many states there are besides the initial one, `E`.
         kept: how many of them are wanted as results.
         in_order: the exits are those of the first `E` blocks, one each.
+        place_bounds: of the exits in the order of `Tables.by_place`, those at each place.
     """
 
     def __init__(self, segments: Sequence[Segment], kept: Sequence[int] = (), size: int = 64) -> None:
@@ -110,7 +113,9 @@ class Blocks:
             blocks._rows = batch
         return blocks
 
-    def _build(self, first: Numbers, last: Numbers, befores: Numbers, levels: Numbers, kept: Numbers, size: int) -> None:
+    def _build(
+        self, first: Numbers, last: Numbers, befores: Numbers, levels: Numbers, kept: Numbers, size: int
+    ) -> None:
         """Build from segments `[first, last)`, their levels, the tokens before them (-1: none), and kept tokens."""
         counts = -(-(last - first) // size)
         total = int(counts.sum())
@@ -140,6 +145,7 @@ class Blocks:
         self._entries, self._kept = numbers[before], numbers[kept]
         self._bounds = self._groups(level)
         self._steps: dict[int, tuple[Step, ...]] = {}
+        self.place_bounds = np.searchsorted(np.sort(self._lasts), np.arange(self.length + 1)).tolist()
         self.in_order = np.array_equal(self._sources, np.arange(self.exits))
         self._rows = 1 if np.array_equal(self._places, np.arange(self.tokens)) else 0  # 0: neither rows nor a chain
         self._tables: dict[torch.device, Tables] = {}
@@ -184,6 +190,7 @@ class Blocks:
                 self._entries,
                 self._sources,
                 self._lasts,
+                np.argsort(self._lasts, kind="stable"),
                 self._kept,
             )
             self._tables[device] = Tables(*(torch.from_numpy(one).to(device) for one in host))

@@ -1,1 +1,1 @@
-"""Recurrent mixers: what a token makes of a running state, computed in blocks over runs of tokens of a tree."""
+"""Recurrent token mixers over a forest of runs of tokens with one common initial state: forward and backward."""

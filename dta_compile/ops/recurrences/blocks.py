@@ -1,0 +1,256 @@
+"""A forest of runs of tokens, cut into blocks: what a recurrence computes at once, and in which order.
+
+The state after some tokens of a block is an *exit* where a block continues from it or a caller wants it. States are
+numbered: 0 is the common initial one, the exits follow. A block begins with one of them, its *entry*. Its level is one
+more than that of the block of its entry, so that all blocks of a level can be computed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from dta_compile.plan.tree.segments import Segment
+
+__all__ = ["Blocks", "Step", "Tables", "choose_size"]
+
+Numbers = npt.NDArray[np.int64]
+
+SIZES = (64, 32, 16)
+COST_OF_BLOCK = 32  # what reading and writing states costs, in tokens
+SIBLINGS = 4  # as many blocks with one entry are worth a step of their own
+
+
+class Step(NamedTuple):
+    """Blocks that are computed at once.
+
+    Attributes:
+        blocks: the numbers of the blocks.
+        exits: the numbers of their exits as states, which count from 1.
+        entries: the numbers of their entries as states, if consecutive; a single one if `shared`; else None.
+        shared: all blocks have the same entry.
+        distinct: all blocks have different entries.
+        one_exit_each: exit for exit, the block is the next one.
+    """
+
+    blocks: slice
+    exits: slice
+    entries: slice | None
+    shared: bool
+    distinct: bool
+    one_exit_each: bool
+
+    @property
+    def counted(self) -> slice:
+        """The exits, counted from 0 without the initial state."""
+        return slice(self.exits.start - 1, self.exits.stop - 1)
+
+
+class Tables(NamedTuple):
+    """Indices on a device, for `n` blocks of `L` places, `E` exits and `c` tokens.
+
+    Attributes:
+        tokens: `[n * L]`, the token at each place of each block; any at padding.
+        padding: the places that are padding.
+        places: `[c]`, where each token is among the places.
+        entries: `[n]`, the state with which each block begins.
+        sources: `[E]`, the block of each exit.
+        lasts: `[E]`, the place in its block of the last token before each exit.
+        by_place: `[E]`, the exits in the order of `lasts`.
+        kept: the states that are wanted as results.
+    """
+
+    tokens: torch.Tensor
+    padding: torch.Tensor
+    places: torch.Tensor
+    entries: torch.Tensor
+    sources: torch.Tensor
+    lasts: torch.Tensor
+    by_place: torch.Tensor
+    kept: torch.Tensor
+
+
+class Blocks:
+    """A forest cut into blocks; built once, then used by all layers.
+
+    Attributes:
+        tokens: how many there are, `c`.
+        count, length: blocks `n`, and the places of each, `L`.
+        exits: how many states there are besides the initial one, `E`.
+        kept: how many of them are wanted as results.
+        in_order: the exits are those of the first `E` blocks, one each.
+        place_bounds: of the exits in the order of `Tables.by_place`, those at each place.
+    """
+
+    def __init__(self, segments: Sequence[Segment], kept: Sequence[int] = (), size: int = 64) -> None:
+        """Cut segments into blocks of at most `size` tokens.
+
+        Args:
+            segments: in the order of their tokens; `depth - parent's depth` tokens of its parent, at least one, are
+                above each, and the initial state is above those without a parent.
+            kept: ascending; the states after so many tokens of the first segment, at least one, are wanted.
+        """
+        columns = np.array([(s.first, s.last, s.depth, s.parent) for s in segments], np.int64).reshape(-1, 4)
+        first, last, depth, parent = columns.T
+        above = np.where(parent >= 0, depth - depth[parent], 0)  # tokens of the parent
+        levels = _levels(parent, (above - 1) // size + 1, len(segments))
+        befores = np.where(parent >= 0, first[parent] + above - 1, -1)
+        self._build(first, last, befores, levels, np.asarray(kept, np.int64) - 1, size)
+
+    @classmethod
+    def rows(cls, batch: int, tokens: int, size: int = 64) -> Blocks:
+        """Cut `batch` equal runs of tokens, each of which begins with the initial state."""
+        blocks = cls.__new__(cls)
+        first, none = np.arange(batch) * tokens, np.zeros(0, np.int64)
+        blocks._build(first, first + tokens, np.full(batch, -1), np.zeros(batch, np.int64), none, size)
+        if tokens % blocks.length == 0:
+            blocks._rows = batch
+        return blocks
+
+    def _build(
+        self, first: Numbers, last: Numbers, befores: Numbers, levels: Numbers, kept: Numbers, size: int
+    ) -> None:
+        """Build from segments `[first, last)`, their levels, the tokens before them (-1: none), and kept tokens."""
+        counts = -(-(last - first) // size)
+        total = int(counts.sum())
+        index = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)  # within the segment
+        starts = np.repeat(first, counts) + index * size
+        lengths = np.minimum(np.repeat(last, counts) - starts, size)
+        before = np.where(index > 0, starts - 1, np.repeat(befores, counts))
+        level = np.repeat(levels, counts) + index
+        order = _order(level, before)
+        starts, lengths, before, level = starts[order], lengths[order], before[order], level[order]
+
+        self.tokens, self.count, self.length = int(lengths.sum()), total, int(lengths.max(initial=1))
+        places = np.arange(self.length)
+        table = starts[:, None] + places
+        is_padding = places >= lengths[:, None]
+        self._table, self._padding = np.where(is_padding, 0, table).ravel(), np.flatnonzero(is_padding)
+        self._places = np.empty(self.tokens, np.int64)
+        self._places[table[~is_padding]] = np.flatnonzero(~is_padding)
+
+        # An exit is known by the token before it. Exits are in the order of their blocks, hence in that of the places.
+        wanted = np.unique(np.concatenate([before[before >= 0], kept]))
+        wanted = wanted[np.argsort(self._places[wanted])]
+        numbers = np.zeros(self.tokens + 1, np.int64)  # of states, by the token before; the last one is for token -1
+        numbers[wanted] = np.arange(len(wanted)) + 1
+        self.exits, self.kept = len(wanted), len(kept)
+        self._sources, self._lasts = np.divmod(self._places[wanted], self.length)
+        self._entries, self._kept = numbers[before], numbers[kept]
+        self._bounds = self._groups(level)
+        self._steps: dict[int, tuple[Step, ...]] = {}
+        self.place_bounds = np.searchsorted(np.sort(self._lasts), np.arange(self.length + 1)).tolist()
+        self.in_order = np.array_equal(self._sources, np.arange(self.exits))
+        self._rows = 1 if np.array_equal(self._places, np.arange(self.tokens)) else 0  # 0: neither rows nor a chain
+        self._tables: dict[torch.device, Tables] = {}
+
+    def _groups(self, level: Numbers) -> list[int]:
+        """The bounds of levels, and in them of groups of siblings; see `_order`."""
+        group = np.where(_has_siblings(self._entries), self._entries, -1)
+        cuts = np.flatnonzero((np.diff(level) != 0) | (np.diff(group) != 0)) + 1
+        return [0, *cuts.tolist(), self.count]
+
+    def steps(self, most: int = 2**62) -> tuple[Step, ...]:
+        """In the order of the levels, with at most so many blocks each."""
+        if most not in self._steps:
+            bounds = [one for low, high in pairwise(self._bounds) for one in range(low, high, most)] + [self.count]
+            exits = (np.searchsorted(self._sources, bounds) + 1).tolist()
+            ranges = zip(pairwise(bounds), pairwise(exits), strict=True)
+            self._steps[most] = tuple(self._step(slice(*block), slice(*exit)) for block, exit in ranges)
+        return self._steps[most]
+
+    def _step(self, blocks: slice, exits: slice) -> Step:
+        entries = self._entries[blocks]
+        low, number = int(entries[0]), len(entries)
+        shared = bool((entries == low).all())
+        consecutive = bool((entries == low + np.arange(number)).all())
+        sources = self._sources[exits.start - 1 : exits.stop - 1]
+        return Step(
+            blocks,
+            exits,
+            slice(low, low + 1) if shared else slice(low, low + number) if consecutive else None,
+            shared,
+            consecutive or len(np.unique(entries)) == number,
+            len(sources) == number and bool((sources == np.arange(blocks.start, blocks.stop)).all()),
+        )
+
+    def on(self, device: torch.device) -> Tables:
+        """The tables on a device, copied there once."""
+        if device not in self._tables:
+            host = (
+                self._table,
+                self._padding,
+                self._places,
+                self._entries,
+                self._sources,
+                self._lasts,
+                np.argsort(self._lasts, kind="stable"),
+                self._kept,
+            )
+            self._tables[device] = Tables(*(torch.from_numpy(one).to(device) for one in host))
+        return self._tables[device]
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[c, ...]` as `[n, L, ...]` with zeros for padding; a view where possible."""
+        shape = tensor.shape[1:]
+        if self._rows == 1:
+            missing = self.count * self.length - self.tokens
+            padded = F.pad(tensor, (0, 0) * len(shape) + (0, missing)) if missing else tensor
+            return padded.reshape(self.count, self.length, *shape)
+        if self._rows:
+            return tensor.view(self._rows, -1, self.length, *shape).transpose(0, 1).flatten(0, 1)
+        tables = self.on(tensor.device)
+        found = tensor.index_select(0, tables.tokens)
+        if len(self._padding):
+            found.index_fill_(0, tables.padding, 0)
+        return found.view(self.count, self.length, *shape)
+
+    def join(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[n, L, ...]` as `[c, ...]`, without the padding."""
+        shape = tensor.shape[2:]
+        if self._rows == 1:
+            return tensor.reshape(-1, *shape)[: self.tokens]
+        if self._rows:
+            return tensor.unflatten(0, (-1, self._rows)).transpose(0, 1).reshape(-1, *shape)
+        return tensor.reshape(-1, *shape).index_select(0, self.on(tensor.device).places)
+
+
+def choose_size(segments: Sequence[Segment]) -> int:
+    """The size of blocks that costs the least: smaller ones have less padding, and more states."""
+    lengths = np.array([s.last - s.first for s in segments], np.int64)
+    longest = int(lengths.max(initial=1))
+
+    def cost(size: int) -> int:
+        return int((-(-lengths // size)).sum()) * (min(size, longest) + COST_OF_BLOCK)
+
+    return min(SIZES, key=cost)
+
+
+def _levels(parent: Numbers, deeper: Numbers, count: int) -> Numbers:
+    """Levels of the segments' first blocks: those of their parents' first blocks, and `deeper`."""
+    levels = [0] * count
+    above, more = parent.tolist(), deeper.tolist()
+    for number, one in enumerate(above):
+        if one >= 0:
+            levels[number] = levels[one] + more[number]
+    return np.array(levels, np.int64)
+
+
+def _has_siblings(entries: Numbers) -> npt.NDArray[np.bool_]:
+    """Which blocks share their entry with many others."""
+    _, inverse, counts = np.unique(entries, return_inverse=True, return_counts=True)
+    found: npt.NDArray[np.bool_] = counts[inverse] >= SIBLINGS
+    return found
+
+
+def _order(level: Numbers, before: Numbers) -> Numbers:
+    """By level, and in a level those with many siblings last, siblings together."""
+    if (np.diff(before) > 0).all() and (np.diff(level) >= 0).all():
+        return np.arange(len(level))  # a chain
+    return np.lexsort((before, _has_siblings(before), level)).astype(np.int64)

@@ -1,0 +1,280 @@
+"""Linear attention with decay, and the gated delta rule, over a forest.
+
+Of each head a state S `[K, V]` goes from token to token:
+
+    S = exp(decay_t) S    u = beta_t (v_t - k_t^T S), or v_t without beta    S = S + k_t u^T    out_t = scale q_t^T S
+
+Tokens of a block are computed at once [Yang et al., "Parallelizing linear transformers with the delta rule", section 3;
+"Gated delta networks", section 3.3]: with G the decays added up from the block's beginning,
+D_ij = exp(G_i - G_j) for j <= i, and A_ij = beta_i (k_i k_j) D_ij for j < i,
+
+    U = (I + A)^-1 (beta v) - (I + A)^-1 (beta exp(G) k) S    out = (exp(G) q) S + (q k^T D) U
+    S after r tokens = exp(G_r) S + sum over i < r of exp(G_r - G_i) k_i u_i^T
+
+where S is the state before the block. Only U and S go from block to block.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dta_compile.ops.recurrences.blocks import Blocks, Step
+from dta_compile.ops.recurrences.pairwise_decay import ByChannel, ByHead, sum_heads, times
+from dta_compile.ops.recurrences.states import (
+    add_at_entries,
+    at_entries,
+    by_block,
+    by_exit,
+    kept_grads,
+    kept_states,
+    new_states,
+)
+
+__all__ = ["backward", "forward"]
+
+MOST_STATES = 2**24  # elements of states that are read at once
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    scale: float,
+    initial: torch.Tensor,
+    blocks: Blocks,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output `[c, H, V]` and the kept states `[kept, H, K, V]`.
+
+    Args:
+        query, key: `[c, G, K]`; each of the G serves H // G consecutive heads.
+        value: `[c, H, V]`.
+        decay: its log, not positive: `[c, H]`, or `[c, H, K]` by channel of the keys.
+        beta: `[c, H]`, for the delta rule.
+        initial: `[H, K, V]`, the state before the forest.
+    """
+    with torch.no_grad():
+        call = _Call(query, key, value, decay, beta, scale, initial, blocks)
+        out = call.run(with_output=True)
+        return blocks.join(out.transpose(1, 2)).to(value.dtype), kept_states(call.states, blocks)
+
+
+def backward(
+    grad_out: torch.Tensor,
+    grad_kept: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    scale: float,
+    initial: torch.Tensor,
+    blocks: Blocks,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """Gradients of query, key, value, decay, beta and the initial state, in the dtype that is computed in."""
+    with torch.no_grad():
+        call = _Call(query, key, value, decay, beta, scale, initial, blocks)
+        call.run(with_output=False)
+        return call.backward(grad_out, grad_kept)
+
+
+class _Call:
+    """One call; tensors of tokens are `[n, H, L, ...]`, or with the G heads of query and key.
+
+    Decays are `[n, H, L, 1]`, or `[n, H, L, K]` by channel.
+    """
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        decay: torch.Tensor | None,
+        beta: torch.Tensor | None,
+        scale: float,
+        initial: torch.Tensor,
+        blocks: Blocks,
+    ) -> None:
+        self.blocks, self.scale = blocks, scale
+        self.dtype = torch.promote_types(value.dtype, torch.float32)
+        self.states = new_states(initial.to(self.dtype), blocks)
+        self.query = self.heads_first(query) * scale
+        self.key, self.value = self.heads_first(key), self.heads_first(value)
+        self.has_decay, self.by_channel = decay is not None, decay is not None and decay.dim() == 3
+        if decay is None:
+            total = self.value.new_zeros((*self.value.shape[:-1], 1))
+        else:
+            total = self.heads_first(decay if decay.dim() == 3 else decay[..., None]).cumsum(2)
+        pairs = ByChannel if self.by_channel else ByHead
+        self.pairs = pairs.of(self.query, self.key, total, beta is not None)
+        self.decay = total.exp()
+        self.read = times(self.query, self.decay)  # with it outputs read the state before the block
+        self._prepare_updates(beta)
+        self._prepare_exits(total)
+
+    def heads_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[c, H, ...]` as `[n, H, L, ...]`."""
+        return self.blocks.cut(tensor).transpose(1, 2).to(self.dtype).contiguous()
+
+    def heads_last(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[n, H, L, ...]` as `[c, H, ...]`."""
+        return self.blocks.join(tensor.transpose(1, 2))
+
+    def _prepare_updates(self, beta: torch.Tensor | None) -> None:
+        """What the rows of U are, as far as they do not depend on the state before the block."""
+        self.beta = None
+        self.update = self.value  # U; with beta less `erase` times the state
+        if beta is not None:
+            assert self.pairs.keys is not None
+            self.beta = self.heads_first(beta[..., None])
+            length = self.value.shape[2]
+            system = (self.pairs.keys * self.beta).flatten(0, 1)
+            unit = torch.eye(length, dtype=self.dtype, device=system.device).expand_as(system)
+            inverse = torch.linalg.solve_triangular(system, unit, upper=False, unitriangular=True)
+            self.inverse = inverse.view_as(self.pairs.keys)
+            self.update = self.inverse @ (self.value * self.beta)
+            self.base = self.update.clone()
+            self.erase = self.inverse @ times(self.key, self.decay * self.beta)
+
+    def _prepare_exits(self, total: torch.Tensor) -> None:
+        """What exits take from the state before the block, `[E, H, 1 or K]`, and from its tokens `[E, H, L, K]`."""
+        tables = self.blocks.on(total.device)
+        until = total[tables.sources, :, tables.lasts]
+        later = torch.arange(total.shape[2], device=total.device) > tables.lasts[:, None]
+        self.to_exit = (until[:, :, None] - self.of_sources(total)).masked_fill_(later[:, None, :, None], float("-inf"))
+        self.to_exit.exp_()
+        self.through, self.write = until.exp(), times(self.of_sources(self.key), self.to_exit)
+
+    def of_sources(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[n, ...]` by block as `[E, ...]` by exit."""
+        if self.blocks.in_order:
+            return tensor[: self.blocks.exits]
+        return tensor.index_select(0, self.blocks.on(tensor.device).sources)
+
+    def add_sources(self, total: torch.Tensor, added: torch.Tensor) -> None:
+        """Add `[E, ...]` by exit to `[n, ...]` by block."""
+        if self.blocks.in_order:
+            total[: self.blocks.exits] += added
+        else:
+            total.index_add_(0, self.blocks.on(total.device).sources, added)
+
+    def steps(self) -> tuple[Step, ...]:
+        """Steps that read at most `MOST_STATES` elements of states, or one state."""
+        return self.blocks.steps(max(1, MOST_STATES // max(self.states[0].numel(), 1)))
+
+    def run(self, with_output: bool) -> torch.Tensor:
+        """Write `states` and `update`, and the output `[n, H, L, V]` if asked for."""
+        out = torch.empty_like(self.value) if with_output else self.value
+        for step in self.steps():
+            state = at_entries(self.states, step, self.blocks)
+            update = self.update[step.blocks]
+            if self.beta is not None:
+                update -= _product(self.erase[step.blocks], state)
+            if with_output:
+                out[step.blocks] = _product(self.read[step.blocks], state)
+            if step.exits.stop > step.exits.start:
+                exits = self.states[step.exits]
+                torch.matmul(self.write[step.counted].mT, by_exit(update, step, self.blocks), out=exits)
+                exits.addcmul_(self.through[step.counted][..., None], by_exit(state, step, self.blocks))
+        if with_output:
+            out.flatten(0, 1).baddbmm_(self.pairs.queries.flatten(0, 1), self.update.flatten(0, 1))
+        return out
+
+    def backward(
+        self, grad_out: torch.Tensor, grad_kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+        """After `run`; see the function."""
+        grad, grads = self.heads_first(grad_out), kept_grads(grad_kept.to(self.dtype), self.blocks)
+        of_update = self.pairs.queries.mT @ grad
+        of_read, of_erase = torch.empty_like(self.read), None if self.beta is None else torch.empty_like(self.read)
+        of_write, of_through = torch.empty_like(self.write), torch.empty_like(self.through)
+        for step in reversed(self.steps()):
+            state, own = at_entries(self.states, step, self.blocks), grad[step.blocks]
+            update = of_update[step.blocks]
+            of_state = _sum_of_products(self.read[step.blocks], own, step.shared)
+            if step.exits.stop > step.exits.start:
+                exits = grads[step.exits]
+                update += by_block(self.write[step.counted] @ exits, step, self.blocks)
+                of_write[step.counted] = by_exit(self.update[step.blocks], step, self.blocks) @ exits.mT
+                product = (exits * by_exit(state, step, self.blocks)).sum(-1)
+                of_through[step.counted] = product if self.by_channel else product.sum(-1, keepdim=True)
+                added = by_block(exits * self.through[step.counted][..., None], step, self.blocks)
+                of_state += added.sum(0, keepdim=True) if step.shared else added
+            of_read[step.blocks] = _product(own, state.mT)
+            if of_erase is not None:
+                of_erase[step.blocks] = _product(update, state.mT)
+                of_state -= _sum_of_products(self.erase[step.blocks], update, step.shared)
+            add_at_entries(grads, of_state, step, self.blocks)
+        return self._of_operands(grad, of_update, of_read, of_erase, of_write, of_through, grads[0])
+
+    def _of_operands(
+        self,
+        grad: torch.Tensor,
+        of_update: torch.Tensor,
+        of_read: torch.Tensor,
+        of_erase: torch.Tensor | None,
+        of_write: torch.Tensor,
+        of_through: torch.Tensor,
+        of_initial: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+        groups, tables = self.key.shape[1], self.blocks.on(grad.device)
+        of_products, of_keys, of_beta = grad @ self.update.mT, None, None
+        of_total = self._to_decay(of_read * self.read)
+        of_value, key = of_update, None
+        if of_erase is not None and self.beta is not None and self.pairs.keys is not None:
+            of_value = self.inverse.mT @ of_update  # of beta v
+            right = self.inverse.mT @ of_erase  # of beta exp(G) k, negative
+            of_keys = (right @ self.erase.mT).sub_(of_value @ self.base.mT).tril_(-1)
+            of_beta = (of_value * self.value).sum(-1, keepdim=True) + (of_keys * self.pairs.keys).sum(-1, keepdim=True)
+            of_keys.mul_(self.beta)
+            right.mul_(self.decay)
+            product = times(self.key, right)
+            of_beta -= product.sum(-1, keepdim=True)
+            of_total -= self._to_decay(product.mul_(self.beta))
+            key = right.mul_(self.beta)
+            of_value = of_value.mul_(self.beta)
+        of_query, of_key, of_pairs = self.pairs.backward(of_keys, of_products)
+        of_total += of_pairs
+        of_query += sum_heads(of_read.mul_(self.decay), groups)
+        if key is not None:
+            of_key -= sum_heads(key, groups)
+        self.add_sources(of_key, sum_heads(of_write * self.to_exit, groups))
+        of_decay = None
+        if self.has_decay:
+            product = self._to_decay(of_write.mul_(self.write))
+            of_total[tables.sources, :, tables.lasts] += product.sum(2) + of_through * self.through
+            self.add_sources(of_total, product.neg_())
+            found = self.heads_last(of_total.flip(2).cumsum(2).flip(2))
+            of_decay = found if self.by_channel else found[..., 0]
+        return (
+            self.heads_last(of_query.mul_(self.scale)),
+            self.heads_last(of_key),
+            self.heads_last(of_value),
+            of_decay,
+            None if of_beta is None else self.heads_last(of_beta)[..., 0],
+            of_initial,
+        )
+
+    def _to_decay(self, product: torch.Tensor) -> torch.Tensor:
+        """`[..., K]` as a gradient of the decay: summed over channels unless they have decays of their own."""
+        return product if self.by_channel else product.sum(-1, keepdim=True)
+
+
+def _product(left: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """`[m, H, L, K]` times states `[m or 1, H, K, V]`."""
+    if left.shape[0] == states.shape[0]:
+        return left @ states
+    return (_joined(left) @ states[0]).unflatten(1, (left.shape[0], -1)).transpose(0, 1)
+
+
+def _sum_of_products(left: torch.Tensor, right: torch.Tensor, shared: bool) -> torch.Tensor:
+    """`[m, H, L, K]` and `[m, H, L, V]` summed over tokens: `[m, H, K, V]`, or over blocks too, `[1, H, K, V]`."""
+    if not shared or left.shape[0] == 1:
+        return left.mT @ right
+    return (_joined(left).mT @ _joined(right))[None]
+
+
+def _joined(tensor: torch.Tensor) -> torch.Tensor:
+    """`[m, H, L, ...]` as `[H, m L, ...]`."""
+    return tensor.transpose(0, 1).flatten(1, 2)

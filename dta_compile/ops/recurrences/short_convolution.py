@@ -1,0 +1,119 @@
+"""Causal depthwise convolution over a forest: every token with the `k - 1` tokens above it.
+
+The state is the last `k - 1` inputs `[k - 1, D]`, oldest first. Nearly all tokens have those above them right before
+them, so that shifted rows are multiplied; the few others are computed once more by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dta_compile.plan.tree.segments import Segment
+
+__all__ = ["Ancestors", "backward", "forward"]
+
+Numbers = npt.NDArray[np.int64]
+
+
+class Ancestors:
+    """The tokens above each, as indices into the initial state's rows followed by the tokens; built once.
+
+    Attributes:
+        width: `k`.
+        tokens: `c`.
+        kept: how many states are wanted as results.
+    """
+
+    def __init__(self, segments: Sequence[Segment], width: int, kept: Sequence[int] = ()) -> None:
+        """Of a forest's segments, for kernels of `width`; see `Blocks` for `kept`."""
+        columns = np.array([(s.first, s.last, s.depth, s.parent) for s in segments], np.int64).reshape(-1, 4)
+        first, last, depth, parent = columns.T
+        befores = np.where(parent >= 0, first[parent] + depth - depth[parent] - 1, -1)
+        self._build(first, int(last[-1]) if len(last) else 0, befores, width, np.asarray(kept, np.int64))
+
+    @classmethod
+    def rows(cls, batch: int, tokens: int, width: int) -> Ancestors:
+        """Of `batch` equal runs of tokens, each of which begins with the initial state."""
+        found = cls.__new__(cls)
+        first = np.arange(batch) * tokens
+        found._build(first, batch * tokens, np.full(batch, -1), width, np.zeros(0, np.int64))
+        return found
+
+    def _build(self, first: Numbers, tokens: int, befores: Numbers, width: int, kept: Numbers) -> None:
+        self.width, self.tokens, self.kept = width, tokens, len(kept)
+        initial = width - 1
+        above = np.arange(-1, initial + tokens - 1)  # of each row, the one above it
+        above[:1] = 0
+        above[initial + first] = initial + befores
+        table, rows = np.empty((initial, tokens), np.int64), np.arange(initial, initial + tokens)
+        for number in range(initial):
+            rows = np.maximum(above[rows], 0)
+            table[number] = rows
+        shifted = np.arange(initial, initial + tokens) - np.arange(1, initial + 1)[:, None]
+        self._others = np.flatnonzero((table != shifted).any(0))
+        self._above = table[:, self._others]
+        self._kept = initial + kept[:, None] - np.arange(initial, 0, -1)  # the first segment is below the initial state
+        self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens whose ancestors are not right before them, the ancestors `[k - 1, those]`, and rows of kept states."""
+        if device not in self._tables:
+            others, above, kept = (torch.from_numpy(one).to(device) for one in (self._others, self._above, self._kept))
+            self._tables[device] = others, above, kept
+        return self._tables[device]
+
+
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, initial: torch.Tensor, ancestors: Ancestors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output `[c, D]` of x `[c, D]` and weight `[D, k]`, and the kept states `[kept, k - 1, D]`."""
+    with torch.no_grad():
+        count, rows = ancestors.width - 1, torch.cat([initial.to(x.dtype), x])
+        taps = weight.t().to(x.dtype).contiguous()  # [k, D]; the last one is for the token itself
+        out = x * taps[count]
+        for number in range(count):
+            out.addcmul_(rows[number : number + ancestors.tokens], taps[number])
+        others, above, kept = ancestors.on(x.device)
+        if count and len(others):
+            own = x.index_select(0, others) * taps[count]
+            for number in range(count):
+                own.addcmul_(rows.index_select(0, above[count - 1 - number]), taps[number])
+            out.index_copy_(0, others, own)
+        return out, rows.index_select(0, kept.flatten()).view(*kept.shape, x.shape[1])
+
+
+def backward(
+    grad_out: torch.Tensor,
+    grad_kept: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    initial: torch.Tensor,
+    ancestors: Ancestors,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, weight and the initial state, in at least float32."""
+    with torch.no_grad():
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        count, tokens = ancestors.width - 1, ancestors.tokens
+        grad, rows = grad_out.to(dtype), torch.cat([initial.to(dtype), x.to(dtype)])
+        taps = weight.t().to(dtype).contiguous()
+        of_rows, of_taps = torch.zeros_like(rows), torch.empty_like(taps)
+        torch.mul(grad, taps[count], out=of_rows[count:])
+        of_taps[count] = (grad * rows[count:]).sum(0)
+        others, above, kept = ancestors.on(x.device)
+        own = grad.index_select(0, others)
+        if count and len(others):
+            grad = grad.index_fill(0, others, 0)
+        for number in range(count):
+            of_rows[number : number + tokens].addcmul_(grad, taps[number])
+            of_taps[number] = (grad * rows[number : number + tokens]).sum(0)
+            if len(others):
+                which = above[count - 1 - number]
+                of_taps[number] += (own * rows.index_select(0, which)).sum(0)
+                of_rows.index_add_(0, which, own * taps[number])
+        if ancestors.kept:
+            of_rows.index_add_(0, kept.flatten(), grad_kept.to(dtype).flatten(0, 1))
+        return of_rows[count:], of_taps.t(), of_rows[:count]

@@ -9,6 +9,7 @@ from dta_compile.plan.plan import Plan, make_plan, plan
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
 from dta_compile.plan.simulate import Simulation, Work, simulate
+from dta_compile.plan.states import with_states
 from dta_compile.plan.summary import Estimates, ReplayCounts, Stats
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.chunk_tree import ChunkTree, chunk_tree
@@ -62,4 +63,5 @@ __all__ = [
     "segments",
     "simulate",
     "verify",
+    "with_states",
 ]

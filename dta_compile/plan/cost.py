@@ -12,6 +12,7 @@ from dta_compile.plan.peak_memory import Footprint
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule, rebuilt_slices
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.simulate import Simulation, Work, chunk_work, simulate
+from dta_compile.plan.states import with_states
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.chunk_tree import ChunkTree, chunk_tree
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
@@ -87,7 +88,8 @@ def choose_keep(
     """What to keep from the first to the second phase: the most seconds saved per byte first, within `budget` bytes.
 
     A chunk may keep the KV of its spine, which saves running it again for what continues it, or its graph, which saves
-    its second forward too. None keeps all, 0 nothing (the graph of the chunk that goes backward first is not counted).
+    its second forward too; either with the running states at which its spine is continued. None keeps all, 0 nothing
+    (the graph of the chunk that goes backward first is not counted).
     """
     if budget is None:
         return KEEP_ALL
@@ -98,12 +100,13 @@ def choose_keep(
         for index, part in rebuilt_slices(tree, options, chunks):
             work = chunk_work(tree, Chunk(part), head=False)._replace(launches=1)
             rebuilt[index] += cost.forward_seconds(work) - cost.restore * part.tokens
+    states = [footprint.state * depths for depths in chunks.starts_below()]
     upgrades: list[tuple[float, int, float, bool]] = []  # seconds saved per byte, chunk, bytes, graph rather than KV
     for index, chunk in enumerate(chunks.chunks):
         if index == 0:
             continue
         work = chunk_work(tree, chunk, head_starts)
-        graph, kv = footprint.graph(work), footprint.kv(chunk)
+        graph, kv = footprint.graph(work) + states[index], footprint.kv(chunk) + states[index]
         again, below = cost.forward_seconds(work), max(rebuilt[index], 0.0)
         if below > 0 and kv > 0 and below * graph > (again + below) * kv:  # KV alone saves more per byte
             upgrades.append((below / kv, index, kv, False))
@@ -131,7 +134,7 @@ class Limits:
 
     Attributes:
         budget: bytes that may be kept from the first to the second phase; None keeps all.
-        footprint: bytes per token and chunk.
+        footprint: bytes per token and chunk, and of running states if the model has any.
         cost: seconds per amount of work.
         head_starts: of the shared tree, see `simulate`; None: one head row per token.
     """
@@ -188,12 +191,14 @@ def choose(
 
 
 def _planned(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Schedule:
-    chunks = chunk_tree(tree, options)
+    has_states = limits.footprint.has_states
+    chunks = chunk_tree(tree, options, has_states)
     keep = KEEP_ALL
     if mode == "transparent":
         known = (limits.budget, limits.footprint, limits.cost, limits.head_starts)
         keep = choose_keep(tree, options, chunks, *known)
-    return build_schedule(tree, options, mode, keep, chunks)
+    schedule = build_schedule(tree, options, mode, keep, chunks)
+    return with_states(tree, schedule) if has_states else schedule
 
 
 def _excess(simulation: Simulation, options: Options, limits: Limits) -> str:
@@ -201,7 +206,8 @@ def _excess(simulation: Simulation, options: Options, limits: Limits) -> str:
     if limits.budget is None:
         return ""
     per_token = limits.footprint.graph_token + limits.footprint.graph_head
-    allowed = max(int(limits.budget / per_token), options.chunk_tokens)
+    left = limits.budget - limits.footprint.state * simulation.peak_states
+    allowed = max(int(left / per_token), options.chunk_tokens)
     held = simulation.peak_live_tokens
     return f"{held:,} > {allowed:,} tokens" if held > allowed + options.chunk_tokens else ""
 

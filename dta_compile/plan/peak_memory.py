@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Schedule
 from dta_compile.plan.simulate import Work, chunk_work
+from dta_compile.plan.states import LiveStates
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 
@@ -23,6 +24,8 @@ class Footprint:
     Attributes:
         graph_token, graph_head: what a kept graph holds per token and per head row.
         kv_token: keys and values of one token, all layers.
+        state: the running states of all recurrent layers at one depth; 0 says that the model has none. Gradients of
+            them are taken for as large, so where these are wider (float32 at least), theirs is the size to give.
         working: what lives while a graph runs, as the largest of several linear functions; by the name of the graph:
             "cache_only", "forward_only", "forward", "backward" (whose graph is freed as it runs, and counts).
     """
@@ -30,7 +33,13 @@ class Footprint:
     graph_token: float = 1.0
     graph_head: float = 0.0
     kv_token: float = 0.0
+    state: float = 0.0
     working: Mapping[str, tuple[Linear, ...]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has running states."""
+        return self.state > 0
 
     def graph(self, work: Work) -> float:
         """Bytes of a kept graph."""
@@ -50,13 +59,15 @@ def peak_bytes(
 ) -> tuple[float, float]:
     """Most bytes that live while a schedule runs, in its first phase and after its (first) attach.
 
-    Counts kept graphs and KV, and what works while a graph runs; not the stack, accumulators, outputs.
+    Counts kept graphs and KV, running states wherever they are, gradients of these, and what works while a graph runs;
+    not the KV on the stack, accumulators, outputs.
     """
     graphs: dict[Chunk, float] = {}
     stored: dict[Chunk, float] = {}
     total, peaks, phase = 0.0, [0.0, 0.0], 0
+    states = LiveStates(tree, schedule)
     for op in schedule.ops:
-        before = total
+        before, in_states = total, footprint.state * states.step(op)
         match op:
             case Anchor(chunk, out, kv):
                 work = chunk_work(tree, chunk, head_starts, out)
@@ -77,5 +88,5 @@ def peak_bytes(
                 phase, running = 1, 0.0
             case _:
                 running = 0.0
-        peaks[phase] = max(peaks[phase], before + running, total)
+        peaks[phase] = max(peaks[phase], max(before + running, total) + in_states)
     return peaks[0], peaks[1]

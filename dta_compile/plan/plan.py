@@ -79,6 +79,8 @@ class Plan:
             peak_stack_tokens=simulation.peak_stack_tokens,
             peak_live_tokens=simulation.peak_live_tokens,
             peak_stored_tokens=simulation.peak_stored_tokens,
+            peak_states=simulation.peak_states,
+            peak_state_gradients=simulation.peak_state_gradients,
         )
 
     @property
@@ -119,7 +121,8 @@ def make_plan(
     shared = sequences if isinstance(sequences, PrefixTree) else PrefixTree.build(sequences)
     limits = limits or Limits()
     tree, schedule, reason = choose(shared, options, mode, limits)
-    simulation = verify(tree, schedule, limits.head_starts if tree is shared else None)
+    head_starts = limits.head_starts if tree is shared else None
+    simulation = verify(tree, schedule, head_starts, limits.footprint.has_states)
     estimates = Estimates(limits.cost.estimate(simulation), limits.cost.source)
     return Plan(tree, schedule, simulation, options, reason, estimates, segments, split)
 
@@ -130,6 +133,7 @@ def plan(
     mode: str = "transparent",
     bytes_per_token: float | None = None,
     kv_bytes_per_token: float = 0.0,
+    state_bytes: float = 0.0,
     routes: Iterable[Any] | None = None,
     **options: Any,
 ) -> Plan:
@@ -140,6 +144,7 @@ def plan(
         mode: "score", "transparent" or "streaming" (see `build_schedule`).
         bytes_per_token: activations that one token's graph keeps; what a `memory_budget` is spent on.
         kv_bytes_per_token: keys and values of one token, all layers; 0: KV is not kept on its own.
+        state_bytes: running states of the recurrent layers at one depth; 0: the model has none.
         routes: for every sequence `[n, ...]` what was recorded of its tokens and is replayed, such as the experts of
             every layer: tokens are shared where it is the same.
         options: as in `torch.compile(..., options={...})` (see `Options`). Without a `memory_budget` all graphs are
@@ -156,7 +161,7 @@ def plan(
             expected="bytes_per_token > 0, or a memory_budget of None (keep all) or 0 (keep nothing)",
             got=f"memory_budget={parsed.memory_budget}, bytes_per_token={bytes_per_token}",
         )
-    footprint = Footprint(graph_token=bytes_per_token or 1.0, kv_token=kv_bytes_per_token)
+    footprint = Footprint(graph_token=bytes_per_token or 1.0, kv_token=kv_bytes_per_token, state=state_bytes)
     limits, split = Limits(parsed.memory_budget, footprint), None
     if routes is not None:
         sequences, split = with_routes(sequences, routes)

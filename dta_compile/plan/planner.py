@@ -91,7 +91,7 @@ class _Walk:
 
     def __init__(self, tree: PrefixTree, options: Options, chunks: ChunkTree) -> None:
         self.tree, self.options = tree, options
-        self.chunks, self.parent = chunks.chunks, chunks.parent
+        self.chunks, self.parent, self.block = chunks.chunks, chunks.parent, chunks.block
         self.vanilla = options.strategy == "vanilla"
         self.ops: list[Op] = []
         self.stacked: list[int] = []
@@ -173,7 +173,7 @@ class _Walk:
                     self.forward(above, out)
             else:  # without graphs the bounds of chunks do not matter: as few runs as possible
                 first, last = parts[0][1], parts[-1][1]
-                pieces = cut(last.sequence, first.start, last.stop, self.options.chunk_tokens)
+                pieces = cut(last.sequence, first.start, last.stop, self.options.chunk_tokens, self.block)
                 self.ops += [Anchor(Chunk(piece), out) for piece in pieces]
             for above, part in parts:
                 self.put(above, Chunk(part))

@@ -30,19 +30,23 @@ class Anchor:
     """Run `chunk` forward without a graph; the KV of its spine becomes the top of the stack.
 
     `out`: its outputs are written. `kv`: the KV of its spine is kept for `Restore` until the chunk's backward.
+    `states`: ascending depths of the spine, `start < depth <= stop`, at which the running state of recurrent mixers
+    (after so many tokens of the path) is put on the stack, and kept where the KV is.
     """
 
     chunk: Chunk
     out: bool = False
     kv: bool = False
+    states: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Forward:
-    """As `Anchor`, keeping the graph until the chunk's `Backward`."""
+    """As `Anchor`, keeping the graph, the KV and the running states until the chunk's `Backward`."""
 
     chunk: Chunk
     out: bool = False
+    states: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +60,8 @@ class Attach:
 class Backward:
     """Consume the graph of `chunk`; the gradients of the KV that it read are added to the stack below it.
 
-    The spine's KV gradients are taken off the stack.
+    The spine's KV gradients are taken off the stack. Running states likewise: the one at the chunk's start gets a
+    gradient, and those that wait for states of the spine are taken.
     """
 
     chunk: Chunk
@@ -71,7 +76,10 @@ class Pop:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restore:
-    """Copy the KV of `part`, which lies in the spine of a kept chunk (graph or KV), onto the top of the stack."""
+    """Copy the KV of `part`, which lies in the spine of a kept chunk (graph or KV), onto the top of the stack.
+
+    The running states that the chunk keeps at depths `part.start < depth <= part.stop` come back too.
+    """
 
     part: Slice
 
@@ -82,9 +90,11 @@ _KINDS: dict[str, type[Op]] = {
     kind.__name__.lower(): kind for kind in (Anchor, Forward, Attach, Backward, Pop, Restore)
 }
 _FLAGS = ("out", "kv")  # words after a chunk, in this order
+_STATES = "states@"  # comes after the flags, before depths
 _HEADER = "# dta schedule strategy={strategy} order={order} mode={mode} chunk_size={chunk_size}"
 _HEADER_PATTERN = re.compile(r"# dta schedule strategy=(\S+) order=(\S+) mode=(\S+) chunk_size=([1-9][0-9]{0,17})")
 _SLICE_PATTERN = re.compile(r"s([0-9]{1,18})\[([0-9]{1,18}):([0-9]{1,18})\]")
+_STATES_PATTERN = re.compile(_STATES + r"([0-9]{1,18}(?:,[0-9]{1,18})*)")
 _SEQUENCES_PATTERN = re.compile(r"s([0-9]{1,18})(?:\.\.s([0-9]{1,18}))?")
 
 
@@ -93,7 +103,9 @@ class Schedule:
     """Operations in the order of execution.
 
     The stack holds the KV of one root path, depths `[0, depth)`. `anchor`, `forward` and `restore` of a slice that
-    starts above the stack's top first cut the stack to its start; then depth is the slice's stop.
+    starts above the stack's top first cut the stack to its start; then depth is the slice's stop. Running states of
+    recurrent mixers cannot be cut out of others, so the stack holds them at some depths, of `(0, depth]`: a chunk that
+    starts at a depth above 0 reads the one there, in its forward and in its backward (see `with_states`).
 
     Attributes:
         ops: the operations.
@@ -146,6 +158,8 @@ def format_op(op: Op) -> str:
             words = [str(part)]
         case _:
             words = [str(op.chunk), *(flag for flag in _FLAGS if getattr(op, flag, False))]
+            if states := getattr(op, "states", ()):
+                words.append(_STATES + ",".join(map(str, states)))
     return f"{type(op).__name__.lower():<8} {' '.join(words)}".rstrip()
 
 
@@ -170,11 +184,14 @@ def _parse_op(number: int, line: str) -> Op:
         raise _syntax_error("an operation without a chunk", number, line, f"{name} s0[0:1]", line)
     body, flags = words[0], words[1:]
     known = [flag for flag in _FLAGS if flag in kind.__dataclass_fields__]
+    more: dict[str, object] = {}
+    if "states" in kind.__dataclass_fields__ and flags and flags[-1].startswith(_STATES):
+        more["states"] = _parse_states(number, line, flags.pop())
     if flags != [flag for flag in known if flag in flags]:
         raise _syntax_error("unknown words after a chunk", number, line, " ".join([name, body, *known]), line)
     if kind in (Pop, Restore):
         return kind(_parse_slice(number, line, body))
-    return kind(_parse_chunk(number, line, body), **dict.fromkeys(flags, True))  # type: ignore[arg-type]
+    return kind(_parse_chunk(number, line, body), **dict.fromkeys(flags, True), **more)  # type: ignore[arg-type]
 
 
 def _parse_chunk(number: int, line: str, word: str) -> Chunk:
@@ -185,6 +202,13 @@ def _parse_chunk(number: int, line: str, word: str) -> Chunk:
         _parse_slice(number, line, spine) if spine else None,
         tuple(_parse_slice(number, line, branch) for branch in branches),
     )
+
+
+def _parse_states(number: int, line: str, word: str) -> tuple[int, ...]:
+    match = _STATES_PATTERN.fullmatch(word)
+    if not match:
+        raise _syntax_error("not depths of running states", number, line, f"{_STATES}<depth>,<depth>,...", word)
+    return tuple(map(int, match[1].split(",")))
 
 
 def _parse_slice(number: int, line: str, word: str) -> Slice:

@@ -7,6 +7,7 @@ import operator
 from typing import NamedTuple
 
 from dta_compile.plan.schedule import Anchor, Backward, Forward, Pop, Restore, Schedule
+from dta_compile.plan.states import LiveStates
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 
@@ -47,6 +48,9 @@ class Simulation:
         peak_stack_tokens: most tokens on the stack.
         peak_live_tokens: most tokens whose graphs are live at one time.
         peak_stored_tokens: most tokens whose KV alone is kept at one time.
+        peak_states: most running states at one time, on the stack and of kept chunks (once if both); one is that of
+            all layers at one depth.
+        peak_state_gradients: most depths of the stack at which the running state waits with a gradient.
     """
 
     ops: int
@@ -57,6 +61,8 @@ class Simulation:
     peak_stack_tokens: int
     peak_live_tokens: int
     peak_stored_tokens: int
+    peak_states: int = 0
+    peak_state_gradients: int = 0
 
     @property
     def launches(self) -> int:
@@ -83,7 +89,9 @@ def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None 
     forward, backward = Work(), Work()
     restored = depth = peak_depth = 0
     live, stored = _Gauge(), _Gauge()
+    states = LiveStates(tree, schedule)
     for op in schedule.ops:
+        states.step(op)
         match op:
             case Anchor(chunk, out, kv):
                 forward = forward.plus(chunk_work(tree, chunk, head_starts, out))
@@ -113,6 +121,8 @@ def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None 
         peak_stack_tokens=peak_depth,
         peak_live_tokens=live.peak,
         peak_stored_tokens=stored.peak,
+        peak_states=states.peak,
+        peak_state_gradients=states.peak_gradients,
     )
 
 

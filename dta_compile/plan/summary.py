@@ -34,6 +34,7 @@ class Stats:
         tokens_forwarded_twice: forward work beyond one forward of the tree.
         peak_stack_tokens, peak_live_tokens, peak_stored_tokens: most tokens on the KV stack, under live graphs, and
             with their KV kept alone.
+        peak_states, peak_state_gradients: most running states alive, and depths at which one waits with a gradient.
     """
 
     sequences: int
@@ -50,6 +51,8 @@ class Stats:
     peak_stack_tokens: int
     peak_live_tokens: int
     peak_stored_tokens: int
+    peak_states: int
+    peak_state_gradients: int
 
 
 @dataclasses.dataclass
@@ -118,11 +121,7 @@ def summarize(
             f"{stats.ops:,}: " + (", ".join(f"{n:,} {kind}" for kind, n in sorted(kinds.items())) or "nothing to run"),
         ),
         ("recompute", f"{stats.tokens_forwarded_twice:,} tokens forwarded again ({again:.1%} of the tree)"),
-        (
-            "peaks",
-            f"{stats.peak_stack_tokens:,} tokens on the stack, {stats.peak_live_tokens:,} with live graphs, "
-            f"{stats.peak_stored_tokens:,} with KV alone kept",
-        ),
+        ("peaks", _peaks(stats)),
         *_estimates(estimates),
     ]
     if tokens_lost:
@@ -135,6 +134,16 @@ def summarize(
         lines += ["low sharing: where neighbours in lexicographic order first differ"]
         lines += ["  " + textwrap.shorten(line, _WIDTH - 2) for line in divergence(tree)]
     return "\n".join(lines)
+
+
+def _peaks(stats: Stats) -> str:
+    text = (
+        f"{stats.peak_stack_tokens:,} tokens on the stack, {stats.peak_live_tokens:,} with live graphs, "
+        f"{stats.peak_stored_tokens:,} with KV alone kept"
+    )
+    if not stats.peak_states:
+        return text
+    return f"{text}, {stats.peak_states:,} running states, {stats.peak_state_gradients:,} of them with a gradient"
 
 
 def _split(stats: Stats, tokens_lost: Mapping[str, int]) -> str:

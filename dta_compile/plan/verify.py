@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from itertools import pairwise
 from typing import NoReturn
 
 import numpy as np
@@ -18,14 +20,18 @@ __all__ = ["verify"]
 _WINDOW = 6  # rows of the listing shown on either side of the offending one
 
 
-def verify(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> Simulation:
+def verify(
+    tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None, states: bool = False
+) -> Simulation:
     """Replays `schedule` against `tree` and returns its counts (see `simulate`).
+
+    `states`: it is for a model with running states, which every chunk must find at its start.
 
     Raises:
         ScheduleError: a rule is broken; shows the rule, what was expected and found, and the listing around the
             offending row, which is marked `>>`.
     """
-    _Replay(tree, schedule).run()
+    _Replay(tree, schedule, states).run()
     return simulate(tree, schedule, head_starts)
 
 
@@ -35,16 +41,18 @@ class _Replay:
     Rows not backpropagated yet on which gradients wait are a prefix of the stack: its first `gradient_depth` tokens.
     """
 
-    def __init__(self, tree: PrefixTree, schedule: Schedule) -> None:
-        self.tree, self.schedule = tree, schedule
+    def __init__(self, tree: PrefixTree, schedule: Schedule, has_states: bool) -> None:
+        self.tree, self.schedule, self.has_states = tree, schedule, has_states
         self.position = 0  # in schedule.ops
         self.sequence, self.depth = 0, 0  # the stack holds the first `depth` tokens of `sequence`
+        self.states: list[int] = []  # ascending depths of the stack at which it holds the running state
         self.gradient_depth = 0
         self.written = np.zeros(tree.num_rows, np.bool_)
         self.finished = np.zeros(tree.num_rows, np.bool_)  # backpropagated
         self.graph = np.zeros(tree.num_rows, np.int32)  # number of the live graph that covers the row, 0 for none
         self.kept = np.zeros(tree.num_rows, np.int32)  # number of the forward or anchor that keeps its KV, 0 for none
         self.kept_spines: dict[int, IntArray] = {}  # their rows, by the first
+        self.kept_states: dict[int, tuple[int, ...]] = {}  # by the number
         self.live: dict[Chunk, int] = {}  # chunk -> number of its graph
         self.runs = 0  # numbers given away
         self.attached = np.zeros(len(tree.lengths), np.bool_)  # per sequence
@@ -144,6 +152,35 @@ class _Replay:
             kept = part.stop  # recomputed KV keeps the gradients that wait at its place
         self.check_gradients(kept)
         self.sequence, self.depth = part.sequence, part.stop
+        self.cut_states(part.start)
+
+    def cut_states(self, depth: int) -> None:
+        del self.states[bisect_right(self.states, depth) :]
+
+    def check_state(self, chunk: Chunk) -> None:
+        """The running state that a chunk goes on from is on the stack; its path has been checked."""
+        if not self.has_states or chunk.start == 0:
+            return
+        at = bisect_left(self.states, chunk.start)
+        if self.states[at : at + 1] != [chunk.start]:
+            self.fail(
+                "the stack holds the running state at the start of a chunk",
+                f"the state at depth {chunk.start} of s{chunk.slices[0].sequence}",
+                f"states at {', '.join(map(str, self.states))}" if self.states else "no states",
+            )
+
+    def put_states(self, op: Anchor | Forward) -> None:
+        """The running states of a chunk's spine go on the stack, whose top the spine is."""
+        spine, states = op.chunk.spine, op.states
+        if spine is None:
+            self.fail("running states are kept of a spine", "no states, or a spine", str(op.chunk))
+        if states[-1] > spine.stop or any(a >= b for a, b in pairwise((spine.start, *states))):
+            self.fail(
+                "running states are kept at depths of the spine",
+                f"ascending, {spine.start} < depth <= {spine.stop}",
+                ", ".join(map(str, states)),
+            )
+        self.states += states
 
     def check_gradients(self, depth: int) -> None:
         if depth < self.gradient_depth:
@@ -158,6 +195,9 @@ class _Replay:
             self.check_prefix(chunk.slices[0])
         else:
             self.push(chunk.spine)
+        self.check_state(chunk)
+        if op.states:
+            self.put_states(op)
         if isinstance(op, Forward):
             self.check_graph(chunk, rows)
             self.live[chunk] = self.runs + 1
@@ -171,6 +211,7 @@ class _Replay:
         self.runs += 1
         if chunk.spine is not None and (isinstance(op, Forward) or op.kv):
             self.keep(rows[: chunk.spine.tokens])
+            self.kept_states[self.runs] = op.states
         if op.out:
             self.written[rows] = True
 
@@ -195,6 +236,8 @@ class _Replay:
         if owners[0] == 0 or (owners != owners[0]).any():
             self.fail("a restore copies from one spine that is kept", f"kept KV that covers {part}", self.graphs_text())
         self.push(part)
+        kept = self.kept_states[int(owners[0])]
+        self.states += kept[bisect_right(kept, part.start) : bisect_right(kept, part.stop)]
 
     def attach(self, sequences: tuple[int, ...]) -> None:
         if self.schedule.mode == "transparent" and (self.attached.any() or self.finished.any()):
@@ -228,6 +271,7 @@ class _Replay:
         if chunk not in self.live:
             self.fail("backward consumes the graph of exactly its chunk", f"a graph of {chunk}", self.graphs_text())
         self.check_prefix(chunk.slices[0])
+        self.check_state(chunk)
         # Sequences that run on below the chunk were asked for by the backward of the tokens that they end with.
         if self.unattached[rows].any():
             self.fail(
@@ -280,6 +324,7 @@ class _Replay:
             self.fail("pop takes what is on top of the stack", f"s{self.sequence}[..:{self.depth}]", str(part))
         self.check_gradients(part.start)
         self.depth = part.start
+        self.cut_states(self.depth)
 
     def check_end(self) -> None:
         if self.depth:

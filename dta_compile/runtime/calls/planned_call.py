@@ -55,7 +55,11 @@ class PlannedCall(Call):
         """The call with a plan for another backward: the kept graphs are gone, so every chunk is recomputed."""
         same_rows = dataclasses.replace(self.context.options, strategy=self.plan.schedule.strategy)
         made = make_plan(
-            self.rows.tree, same_rows, mode="transparent", limits=Limits(budget=0), segments=self.plan.segments
+            self.rows.tree,
+            same_rows,
+            mode="transparent",
+            limits=Limits(budget=0, footprint=_footprint(self)),
+            segments=self.plan.segments,
         )
         made.estimates.self_check = self.plan.estimates.self_check
         return dataclasses.replace(self, plan=made)
@@ -145,7 +149,7 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
     """What the planner needs to know of this model, machine and batch."""
     cost = call.context.calibration(call.device).cost_model()
     if mode != "transparent":
-        return Limits(cost=cost, head_starts=rows.head_starts)
+        return Limits(None, _footprint(call), cost, rows.head_starts)
     return Limits(_budget(call), _footprint(call), cost, rows.head_starts)
 
 

@@ -113,7 +113,7 @@ def _define(recurrence: Recurrence) -> None:
         given, segments, constants = arguments[:count], arguments[count], arguments[count + 1 :]
         flat = recurrence.flat(given)
         out, _ = recurrence.forward(flat, constants, recurrence.initial(given), runs(given, segments))
-        return out.view(given[recurrence.like].shape)
+        return out.reshape(given[recurrence.like].shape).contiguous()
 
     def call_backward(grad: torch.Tensor, *arguments: Any) -> Tensors:
         given, segments, constants = arguments[:count], arguments[count], arguments[count + 1 :]
@@ -122,7 +122,7 @@ def _define(recurrence: Recurrence) -> None:
         over = runs(given, segments)
         grads, _ = recurrence.backward(grad.flatten(0, 1), of_kept, flat, constants, initial, over)
         return tuple(
-            found.to(value.dtype).reshape(value.shape) for found, value in zip(grads, given, strict=True)
+            found.to(value.dtype).reshape(value.shape).contiguous() for found, value in zip(grads, given, strict=True)
         )
 
     def like_value(*arguments: Any) -> torch.Tensor:
@@ -225,7 +225,7 @@ def _most(decay: torch.Tensor) -> int:
 def _selective_scan(
     operands: Tensors, numbers: tuple[float, ...], initial: torch.Tensor, runs: Runs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return selective_scan.forward(*operands, initial, _blocks(runs, selective_scan.SIZE))
+    return selective_scan.forward(*operands, initial, _blocks(runs, 16))
 
 
 def _selective_scan_backward(
@@ -237,7 +237,7 @@ def _selective_scan_backward(
     runs: Runs,
 ) -> tuple[Tensors, torch.Tensor]:
     *grads, of_state = selective_scan.backward(
-        grad, of_kept, *operands, initial, _blocks(runs, selective_scan.SIZE)
+        grad, of_kept, *operands, initial, _blocks(runs, 16)
     )
     return tuple(grads), of_state
 

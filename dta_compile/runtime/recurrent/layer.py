@@ -28,7 +28,7 @@ class RecurrentLayerRuntime:
         """See `RecurrentRuntime.forward`."""
         operands = self.recurrence.flat(x.operands)
         out, kept = self.recurrence.forward(operands, x.constants, x.state, _runs(x.chunk, depths))
-        return out.view(x.operands[self.recurrence.like].shape), [state.clone() for state in kept]
+        return out.reshape(x.operands[self.recurrence.like].shape).contiguous(), [state.clone() for state in kept]
 
     def backward(
         self, grad: torch.Tensor, x: RecurrentInputs, state_grads: Mapping[int, torch.Tensor]
@@ -43,7 +43,7 @@ class RecurrentLayerRuntime:
             grad.flatten(0, 1), of_kept, operands, x.constants, x.state, runs
         )
         pairs = zip(grads, x.operands, strict=True)
-        return tuple(found.reshape(operand.shape) for found, operand in pairs), of_state
+        return tuple(found.reshape(operand.shape).contiguous() for found, operand in pairs), of_state
 
 
 def runtime_of(layer: MixerLayer) -> RecurrentLayerRuntime:

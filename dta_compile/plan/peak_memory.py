@@ -24,17 +24,17 @@ class Footprint:
     Attributes:
         graph_token, graph_head: what a kept graph holds per token and per head row.
         kv_token: keys and values of one token, all layers.
-        state: the running states of all recurrent layers at one depth; 0 says that the model has none. Gradients of
-            them are taken for as large, so where these are wider (float32 at least), theirs is the size to give.
         working: what lives while a graph runs, as the largest of several linear functions; by the name of the graph:
             "cache_only", "forward_only", "forward", "backward" (whose graph is freed as it runs, and counts).
+        state: the running states of all recurrent layers at one depth; 0 says that the model has none. Gradients of
+            them are taken for as large, so where these are wider (float32 at least), theirs is the size to give.
     """
 
     graph_token: float = 1.0
     graph_head: float = 0.0
     kv_token: float = 0.0
-    state: float = 0.0
     working: Mapping[str, tuple[Linear, ...]] = dataclasses.field(default_factory=dict)
+    state: float = 0.0
 
     @property
     def has_states(self) -> bool:

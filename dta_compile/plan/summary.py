@@ -143,7 +143,7 @@ def _peaks(stats: Stats) -> str:
     )
     if not stats.peak_states:
         return text
-    return f"{text}, {stats.peak_states:,} running states, {stats.peak_state_gradients:,} of them with a gradient"
+    return f"{text}, {stats.peak_states:,} running states, {stats.peak_state_gradients:,} with a gradient"
 
 
 def _split(stats: Stats, tokens_lost: Mapping[str, int]) -> str:

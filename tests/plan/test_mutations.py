@@ -21,6 +21,7 @@ from dta_compile.plan import (
     segments,
     simulate,
     verify,
+    with_states,
 )
 from dta_compile.plan.schedule import MODES
 from tests.support.execution import Tokens, check_attention, execute
@@ -85,7 +86,9 @@ def mutated(rng, sequences, schedule):
         ops[k] = type(op)(changed_slice(rng, op.part, sequences))
     elif isinstance(op, (Anchor, Forward)) and kind == "here":
         other = Forward if isinstance(op, Anchor) else Anchor
-        ops[k] = rng.choice([dataclasses.replace(op, out=not op.out), other(op.chunk, op.out)])
+        states = tuple(depth + rng.choice([0, 0, 1]) for depth in op.states if rng.random() < 0.8)
+        changes = [dataclasses.replace(op, out=not op.out), other(op.chunk, op.out, states=op.states)]
+        ops[k] = rng.choice([*changes, dataclasses.replace(op, states=states)])
     elif isinstance(op, (Anchor, Forward, Backward)):
         new = changed_chunk(rng, op.chunk, sequences)
         same = [n for n in range(len(ops)) if getattr(ops[n], "chunk", None) == op.chunk]
@@ -99,14 +102,17 @@ def test_what_verify_accepts_is_exact(seed):
     rng, accepted = random.Random(seed), 0
     for _ in range(1500):
         sequences, tree, planned_schedule = planned(rng)
+        states = rng.random() < 0.5
+        if states:
+            planned_schedule = with_states(tree, planned_schedule)
         schedule = mutated(rng, sequences, planned_schedule)
         if rng.random() < 0.5 and schedule.ops:
             schedule = mutated(rng, sequences, schedule)
         try:
-            verify(tree, schedule)
+            verify(tree, schedule, states=states)
         except ScheduleError:
             continue
-        execute(sequences, schedule)
+        execute(sequences, schedule, states=states)
         for chunk in {op.chunk for op in schedule.ops if hasattr(op, "chunk")}:
             check_attention(Tokens(sequences), chunk, segments(tree, chunk))
         accepted += schedule != planned_schedule

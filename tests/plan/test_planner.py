@@ -1,3 +1,5 @@
+import dataclasses
+import random
 import time
 
 import numpy as np
@@ -5,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dta_compile.errors import PlanError
+from dta_compile.errors import PlanError, ScheduleError
 from dta_compile.options import CHOICES, Options
 from dta_compile.plan import (
     KEEP_ALL,
@@ -21,6 +23,7 @@ from dta_compile.plan import (
     build_schedule,
     chunk_tree,
     verify,
+    with_states,
 )
 from dta_compile.plan.schedule import MODES
 from tests.support.execution import execute
@@ -56,12 +59,34 @@ def test_every_schedule_is_legal_and_exact(batches, data):
         chunk_size=data.draw(st.sampled_from(CHUNK_SIZES)),
     )
     tree = PrefixTree.build(sequences, share=strategy != "dense")
-    keep = data.draw(any_keep(chunk_tree(tree, options).chunks))
-    schedule = build_schedule(tree, options, mode, keep)
+    chunks = chunk_tree(tree, options)
+    schedule = build_schedule(tree, options, mode, data.draw(any_keep(chunks.chunks)), chunks)
     simulation = verify(tree, schedule)
     execute(sequences, schedule, tree.shared)
     assert Schedule.parse(str(schedule)) == schedule
     assert simulation.backward.tokens == (0 if mode == "score" else tree.num_rows)
+    with_its_states = with_states(tree, schedule)
+    check_states(sequences, tree, with_its_states, simulation)
+    assert with_states(tree, with_its_states) == with_its_states
+    if mode != "streaming":  # whose first phase runs all chunks
+        first = {op.chunk: len(op.states) for op in with_its_states.ops if getattr(op, "out", False)}
+        assert [first[chunk] for chunk in chunks.chunks] == chunks.starts_below()
+
+
+def check_states(sequences, tree, schedule, without):
+    """Running states are where they are needed, each of them is, and they change nothing else (counts `without`)."""
+    assert Schedule.parse(str(schedule)) == schedule
+    counts = verify(tree, schedule, states=True)
+    run = execute(sequences, schedule, tree.shared, states=True)
+    assert (counts.peak_states, counts.peak_state_gradients) == (run.most_states, run.most_state_gradients)
+    assert dataclasses.replace(counts, peak_states=0, peak_state_gradients=0) == without
+    kept = [(k, depth) for k, op in enumerate(schedule.ops) for depth in getattr(op, "states", ())]
+    assert bool(kept) == any(op.chunk.start for op in schedule.ops if isinstance(op, (Anchor, Forward)))
+    for k, depth in random.Random(0).sample(kept, min(len(kept), 10)):
+        ops = list(schedule.ops)
+        ops[k] = dataclasses.replace(ops[k], states=tuple(d for d in ops[k].states if d != depth))
+        with pytest.raises(ScheduleError, match="the stack holds the running state at the start of a chunk"):
+            verify(tree, dataclasses.replace(schedule, ops=tuple(ops)), states=True)
 
 
 @settings(max_examples=150)
@@ -176,4 +201,8 @@ def test_schedules_of_large_trees_are_linear_in_size_and_time(shape, strategy):
     schedule = build_schedule(tree, Options(strategy=strategy, chunk_size=64), "transparent", KEEP_NOTHING)
     assert time.perf_counter() - started < 5
     assert len(schedule.ops) < 10 * (len(tree.stop) + tree.num_rows // 64)
-    verify(tree, schedule)
+    started = time.perf_counter()
+    schedule = with_states(tree, schedule)
+    assert time.perf_counter() - started < 5
+    assert sum(len(getattr(op, "states", ())) for op in schedule.ops) < len(schedule.ops)
+    verify(tree, schedule, states=True)

@@ -13,9 +13,10 @@ numbers = st.integers(0, 10**6)
 slices = st.builds(lambda at, start, more: Slice(at, start, start + more), numbers, numbers, st.integers(1, 10**6))
 branches = st.lists(slices, min_size=1, max_size=3).map(tuple)
 chunks = st.builds(Chunk, slices) | st.builds(Chunk, slices, branches) | st.builds(Chunk, st.none(), branches)
+states = st.lists(numbers, max_size=3).map(tuple)
 ops = st.one_of(
-    st.builds(Anchor, chunks, st.booleans(), st.booleans()),
-    st.builds(Forward, chunks, st.booleans()),
+    st.builds(Anchor, chunks, st.booleans(), st.booleans(), states),
+    st.builds(Forward, chunks, st.booleans(), states),
     st.builds(Attach, st.lists(st.integers(0, 30), max_size=12).map(tuple)),
     st.builds(Backward, chunks),
     st.builds(Pop, slices),
@@ -37,7 +38,8 @@ def test_listing():
     schedule = Schedule(
         (
             Anchor(Chunk(Slice(0, 0, 1200)), out=True, kv=True),
-            Anchor(Chunk(spine, (branch,)), kv=True),
+            Anchor(Chunk(spine, (branch,)), kv=True, states=(6, 9)),
+            Forward(Chunk(spine), states=(7,)),
             Forward(Chunk(None, (branch, below)), out=True),
             Attach((*range(16), 18)),
             Attach((4, 5, 2)),
@@ -53,7 +55,8 @@ def test_listing():
     assert str(schedule).splitlines() == [
         HEADER,
         "anchor   s0[0:1200] out kv",
-        "anchor   s1[5:9]+s2[7:8] kv",
+        "anchor   s1[5:9]+s2[7:8] kv states@6,9",
+        "forward  s1[5:9] states@7",
         "forward  +s2[7:8]+s3[8:10] out",
         "attach   s0..s15 s18",
         "attach   s4 s5 s2",
@@ -88,6 +91,12 @@ def test_blank_lines_indents_and_comments_are_skipped():
         ("anchor s0[0:1] out out", "unknown words after a chunk", "anchor s0[0:1] out out"),
         ("anchor s0[0:1] +s1[0:1]", "unknown words after a chunk", "anchor s0[0:1] +s1[0:1]"),
         ("backward s0[0:1] out", "unknown words after a chunk", "backward s0[0:1] out"),
+        ("forward s0[0:1] states@1 out", "unknown words after a chunk", "forward s0[0:1] states@1 out"),
+        ("backward s0[0:1] states@1", "unknown words after a chunk", "backward s0[0:1] states@1"),
+        ("restore s0[0:1] states@1", "unknown words after a chunk", "restore s0[0:1] states@1"),
+        ("forward s0[0:1] out states@", "not depths of running states", "states@"),
+        ("anchor s0[0:1] states@1,,2", "not depths of running states", "states@1,,2"),
+        ("anchor s0[0:1] states@1:2", "not depths of running states", "states@1:2"),
         ("pop s0[0-1]", "not a slice of a sequence", "s0[0-1]"),
         ("pop s0[0:1]+s1[0:1]", "not a slice of a sequence", "s0[0:1]+s1[0:1]"),
         ("restore +s0[0:1]", "not a slice of a sequence", "+s0[0:1]"),

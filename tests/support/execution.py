@@ -50,23 +50,31 @@ def check_attention(tokens, chunk, parts):
         assert [key for key in tokens.above[token] if key not in number] == tokens.above[token][: chunk.start]
 
 
-def execute(sequences, schedule, share=True):
+def execute(sequences, schedule, share=True, states=False):
     """Runs a schedule as the runtime does; fails if a token misses KV, an output, a loss or a gradient.
 
     KV gradients wait by depth on the stack. A token reads the KV of all tokens above it, so when it goes backward it
-    must have had one gradient from each token below it.
+    must have had one gradient from each token below it. With `states` chunks also find the running state of exactly
+    the tokens above them, in both directions. Returns the run, which counted states.
     """
-    run = _Execution(Tokens(sequences, share))
+    run = _Execution(Tokens(sequences, share), states)
     for op in schedule.ops:
         run.step(op)
     assert not run.stack and not run.live
     assert run.attached == set(range(len(sequences)))
     assert run.done == (set() if schedule.mode == "score" else set(run.tokens.above))
+    assert not run.states and not run.waiting_states
+    return run
 
 
 class _Execution:
-    def __init__(self, tokens):
-        self.tokens = tokens
+    def __init__(self, tokens, has_states):
+        self.tokens, self.has_states = tokens, has_states
+        self.states = {}  # depth -> (tokens that it is of, run that made it)
+        self.kept_states = {}  # first token of a spine -> the states kept of it
+        self.waiting_states = set()  # depths
+        self.most_states = self.most_state_gradients = 0
+        self.runs = 0
         self.stack = []  # the token whose KV is there
         self.waiting = {}  # depth -> (token, token that gave it a gradient), ...
         self.live, self.kept = set(), {}
@@ -83,11 +91,19 @@ class _Execution:
                     assert sequence not in self.attached and self.written.issuperset(self.tokens.paths[sequence])
                     self.attached.add(sequence)
             case Restore(part):
-                assert any(_covers(spine, part, self.tokens) for spine in self.kept.values())
+                *_, spine = (spine for spine in self.kept.values() if _covers(spine, part, self.tokens))
                 self.push(part)
+                kept = self.kept_states[self.tokens.of(spine)[0]]
+                self.states.update({d: state for d, state in kept.items() if part.start < d <= part.stop})
             case Pop(part):
                 assert self.tokens.of(part) == self.stack[part.start :]
                 self.cut(part.start, [])
+        self.count_states()
+
+    def count_states(self):
+        alive = {*self.states.values(), *(state for kept in self.kept_states.values() for state in kept.values())}
+        self.most_states = max(self.most_states, len(alive))
+        self.most_state_gradients = max(self.most_state_gradients, len(self.waiting_states))
 
     def push(self, part):
         assert self.stack[: part.start] == self.tokens.paths[part.sequence][: part.start]
@@ -96,12 +112,15 @@ class _Execution:
     def cut(self, depth, then):
         """What comes down from `depth` on is replaced; gradients may only wait for tokens that come back at once."""
         self.stack[depth:] = then
+        self.states = {at: state for at, state in self.states.items() if at <= depth}
         for at, gradients in self.waiting.items():
             assert all(self.stack[at : at + 1] == [token] for token, _ in gradients)
 
     def read(self, chunk):
         """The tokens of a chunk, each of which finds the tokens above it on the stack or before it in the chunk."""
         inside = []
+        if self.has_states and chunk.start:
+            assert self.states[chunk.start][0] == tuple(self.tokens.paths[chunk.slices[0].sequence][: chunk.start])
         for token in (token for part in chunk.slices for token in self.tokens.of(part)):
             above = self.tokens.above[token]
             assert self.stack[: chunk.start] == above[: chunk.start]
@@ -113,11 +132,16 @@ class _Execution:
         inside = self.read(chunk)
         if chunk.spine is not None:
             self.push(chunk.spine)
+        self.runs += 1
+        made = {depth: (tuple(self.stack[:depth]), self.runs) for depth in op.states}
+        self.states.update(made)
         if isinstance(op, Forward):
             assert chunk not in self.live
             self.live.add(chunk)
         if chunk.spine is not None and (isinstance(op, Forward) or op.kv):
+            self.count_states()  # with what is replaced
             self.kept[chunk] = chunk.spine
+            self.kept_states[inside[0]] = made
         self.written.update(inside if op.out else [])
 
     def backward(self, chunk):
@@ -125,6 +149,12 @@ class _Execution:
         assert chunk in self.live
         self.live.remove(chunk)
         self.kept.pop(chunk, None)
+        if chunk.start:
+            self.waiting_states.add(chunk.start)
+        self.count_states()
+        if chunk.spine is not None:
+            self.kept_states.pop(inside[0], None)
+            self.waiting_states -= set(range(chunk.spine.start + 1, chunk.spine.stop + 1))
         received = {token: [] for token in inside}
         for token in inside:
             for reader in received.keys() & self.tokens.above[token]:

@@ -172,7 +172,7 @@ def _footprint(call: Call) -> Footprint:
     joint, recurrent = call.program.joint, call.program.recurrent
     # A model whose only recurrences have states without entries still goes by them.
     state = max(sum(layer.running.bytes for layer in recurrent), 1) if recurrent else 0
-    return Footprint(joint.token_bytes, joint.head_bytes, joint.kv_bytes, state, joint.working)
+    return Footprint(joint.token_bytes, joint.head_bytes, joint.kv_bytes, joint.working, state)
 
 
 def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, wanted: Sequence[bool]) -> float:

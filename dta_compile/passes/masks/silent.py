@@ -108,7 +108,7 @@ def _followed(node: fx.Node) -> list[fx.Node]:
 def states_padding(mask: fx.Node) -> bool:
     """Whether a mask is an input of integers or truth values, looked at in another shape or dtype: a padding mask."""
     node = mask
-    while node.op == "call_function" and node.target in FOLLOWED and len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
+    while node.op == "call_function" and node.target in FOLLOWED and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
     value = node.meta.get("val")
     return node.op == "placeholder" and isinstance(value, torch.Tensor) and not value.is_floating_point()

@@ -30,6 +30,7 @@ from dta_compile.ops.recurrences.states import (
 __all__ = ["backward", "forward"]
 
 MOST_ELEMENTS = 2**21  # of the states after all tokens, of one slice of channels
+LEAST_CHANNELS = 16  # of a slice
 
 
 def forward(
@@ -150,7 +151,7 @@ class _Call:
         """Channels in slices of at most `MOST_ELEMENTS`."""
         channels = self.x.shape[-1]
         one = self.blocks.length * self.blocks.count * self.A.shape[0]
-        width = min(channels, max(16, MOST_ELEMENTS // one))
+        width = min(channels, max(LEAST_CHANNELS, MOST_ELEMENTS // one))
         for first in range(0, channels, width):
             yield _Slice(self, slice(first, min(first + width, channels)))
 

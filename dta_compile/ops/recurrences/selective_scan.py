@@ -189,9 +189,9 @@ class _Call:
             of_B += of_states @ part.dtx.mT
             of_dtx = (self.B.mT @ of_states)[:, :, 0]
             of_exponent = of_states.mul_(decay).mul_(states[:-1])
-            of_A[:, channels] = torch.einsum("lnsd,lnd->sd", of_exponent, part.dt[:, :, 0])
             of_x[..., channels] = of_dtx * part.dt[:, :, 0]
             of_dt[..., channels] = (of_exponent * part.A).sum(2).addcmul_(of_dtx, part.x[:, :, 0])
+            of_A[:, channels] = of_exponent.mul_(part.dt).sum((0, 1))
         found = (self.tokens_first(one) for one in (of_x, of_dt, of_B[..., 0], of_C[..., 0]))
         x, dt, B, C = found
         return x, dt, of_A.t(), B, C, grads[0].t()

@@ -29,6 +29,7 @@ from dta_compile.ops.recurrences.states import (
     kept_states,
     new_states,
 )
+from dta_compile.ops.recurrences.unit_inverse import unit_inverse
 
 __all__ = ["backward", "forward"]
 
@@ -128,11 +129,7 @@ class _Call:
         if beta is not None:
             assert self.pairs.keys is not None
             self.beta = self.heads_first(beta[..., None])
-            length = self.value.shape[2]
-            system = (self.pairs.keys * self.beta).flatten(0, 1)
-            unit = torch.eye(length, dtype=self.dtype, device=system.device).expand_as(system)
-            inverse = torch.linalg.solve_triangular(system, unit, upper=False, unitriangular=True)
-            self.inverse = inverse.view_as(self.pairs.keys)
+            self.inverse = unit_inverse((self.pairs.keys * self.beta).flatten(0, 1)).view_as(self.pairs.keys)
             self.update = self.inverse @ (self.value * self.beta)
             self.base = self.update.clone()
             self.erase = self.inverse @ times(self.key, self.decay * self.beta)

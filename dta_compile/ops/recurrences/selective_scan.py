@@ -30,6 +30,7 @@ from dta_compile.ops.recurrences.states import (
 __all__ = ["backward", "forward"]
 
 MOST_ELEMENTS = 2**21  # of the states after all tokens, of one slice of channels
+LEAST_CHANNELS = 16  # of a slice
 
 
 def forward(
@@ -150,7 +151,7 @@ class _Call:
         """Channels in slices of at most `MOST_ELEMENTS`."""
         channels = self.x.shape[-1]
         one = self.blocks.length * self.blocks.count * self.A.shape[0]
-        width = min(channels, max(16, MOST_ELEMENTS // one))
+        width = min(channels, max(LEAST_CHANNELS, MOST_ELEMENTS // one))
         for first in range(0, channels, width):
             yield _Slice(self, slice(first, min(first + width, channels)))
 
@@ -188,9 +189,9 @@ class _Call:
             of_B += of_states @ part.dtx.mT
             of_dtx = (self.B.mT @ of_states)[:, :, 0]
             of_exponent = of_states.mul_(decay).mul_(states[:-1])
-            of_A[:, channels] = torch.einsum("lnsd,lnd->sd", of_exponent, part.dt[:, :, 0])
             of_x[..., channels] = of_dtx * part.dt[:, :, 0]
             of_dt[..., channels] = (of_exponent * part.A).sum(2).addcmul_(of_dtx, part.x[:, :, 0])
+            of_A[:, channels] = of_exponent.mul_(part.dt).sum((0, 1))
         found = (self.tokens_first(one) for one in (of_x, of_dt, of_B[..., 0], of_C[..., 0]))
         x, dt, B, C = found
         return x, dt, of_A.t(), B, C, grads[0].t()

@@ -1,0 +1,306 @@
+"""Recurrent token mixers over forests, against one token after the other in float64."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dta_compile.ops.recurrences import linear_attention, selective_scan, short_convolution
+from dta_compile.ops.recurrences.blocks import Blocks, choose_size
+from dta_compile.ops.recurrences.short_convolution import Ancestors
+from dta_compile.plan.tree.segments import Segment
+
+HEADS, KEYS, VALUES = 2, 3, 5
+CHANNELS, STATES = 5, 3
+
+
+def segment(first, tokens, parents, parent=-1, above=0):
+    """`tokens` tokens from `first` on, below the first `above` ones of segment `parent`."""
+    return Segment(first, first + tokens, first + tokens, parents[parent].depth + above if parent >= 0 else 7, parent)
+
+
+def draw_forest(rng, count, longest):
+    """Segments in the order of a walk down the forest."""
+    found, path, first = [], [], 0
+    for number in range(count):
+        tokens = rng.choice([1, rng.randint(1, longest)])
+        parent = rng.choice([-1, *path])
+        path = path[: path.index(parent) + 1] if parent >= 0 else []
+        length = found[parent].last - found[parent].first if found else 0
+        above = rng.choice([1, length, rng.randint(1, max(length, 1))])
+        found.append(segment(first, tokens, found, parent, above))
+        path.append(number)
+        first += tokens
+    return found
+
+
+def tokens_before(forest):
+    """Of each token the one above it, -1 for the initial state."""
+    for one in forest:
+        parent = forest[one.parent]
+        yield parent.first + one.depth - parent.depth - 1 if one.parent >= 0 else -1
+        yield from range(one.first, one.last - 1)
+
+
+def token_by_token(forest, kept, initial, step):
+    """Outputs and kept states of `step(token, state) -> (output, state)`."""
+    outs, states = [], []
+    for token, before in enumerate(tokens_before(forest)):
+        out, state = step(token, initial if before < 0 else states[before])
+        outs.append(out)
+        states.append(state)
+    wanted = torch.stack([states[number - 1] for number in kept]) if kept else initial[None][:0]
+    return torch.stack(outs), wanted
+
+
+def delta_rule(query, key, value, decay, beta, scale, initial, forest, kept):
+    query, key = (one.repeat_interleave(value.shape[1] // one.shape[1], 1) for one in (query, key))
+
+    def step(t, state):
+        if decay is not None:
+            state = state * decay[t].reshape(value.shape[1], -1, 1).exp()
+        read = torch.einsum("hk,hkv->hv", key[t], state)
+        update = value[t] if beta is None else beta[t][:, None] * (value[t] - read)
+        state = state + key[t][..., None] * update[:, None]
+        return scale * torch.einsum("hk,hkv->hv", query[t], state), state
+
+    return token_by_token(forest, kept, initial, step)
+
+
+def scan(x, dt, A, B, C, initial, forest, kept):
+    def step(t, state):
+        state = (dt[t][:, None] * A).exp() * state + (dt[t] * x[t])[:, None] * B[t]
+        return state @ C[t], state
+
+    return token_by_token(forest, kept, initial, step)
+
+
+def convolution(x, weight, initial, forest, kept):
+    def step(t, state):
+        rows = torch.cat([state, x[t][None]])
+        return (rows * weight.t()).sum(0), rows[1:]
+
+    return token_by_token(forest, kept, initial, step)
+
+
+def normal(*size, dtype=torch.float64):
+    return torch.randn(size, dtype=dtype, requires_grad=True)
+
+
+def uniform(*size, scale=1.0):
+    return (scale * torch.rand(size, dtype=torch.float64)).requires_grad_()
+
+
+def attention_operands(tokens, groups=1, decay="head", has_beta=True, strength=1.0):
+    sizes = {"none": None, "head": (tokens, HEADS), "channel": (tokens, HEADS, KEYS)}
+    return (
+        normal(tokens, groups, KEYS),
+        normal(tokens, groups, KEYS),
+        normal(tokens, HEADS, VALUES),
+        None if sizes[decay] is None else uniform(*sizes[decay], scale=-strength),
+        uniform(tokens, HEADS) if has_beta else None,
+    )
+
+
+def check(forward, backward, reference, operands, tolerance=1e-10):
+    """Outputs and gradients of `forward` and `backward` against autograd's of `reference`."""
+    expected = reference(*operands)
+    actual = forward(*operands)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    grads = [torch.randn_like(one) for one in expected]
+    leaves = [one for one in operands if isinstance(one, torch.Tensor)]
+    of_leaves = torch.autograd.grad(expected, leaves, grads, allow_unused=True)
+    of_leaves = [torch.zeros_like(one) if grad is None else grad for one, grad in zip(leaves, of_leaves, strict=True)]
+    found = [one for one in backward(*grads, *operands) if one is not None]
+    torch.testing.assert_close(found, of_leaves, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+def draw(seed, longest=20):
+    """A forest, kept numbers, and the size of blocks."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    forest = draw_forest(rng, rng.randint(1, 12), longest)
+    spine = forest[0].last
+    return forest, sorted(rng.sample(range(1, spine + 1), min(spine, rng.randint(0, 3)))), rng.choice([2, 4, 16, 64])
+
+
+def check_attention(forest, kept, size, **settings):
+    operands = (*attention_operands(forest[-1].last, **settings), 0.7, normal(HEADS, KEYS, VALUES))
+    blocks = Blocks(forest, kept, size)
+    check(
+        lambda *given: linear_attention.forward(*given, blocks),
+        lambda *given: linear_attention.backward(*given, blocks),
+        lambda *given: delta_rule(*given, forest, kept),
+        operands,
+    )
+
+
+def check_scan(forest, kept, size):
+    tokens = forest[-1].last
+    operands = (
+        normal(tokens, CHANNELS),
+        uniform(tokens, CHANNELS),
+        uniform(CHANNELS, STATES, scale=-3),
+        normal(tokens, STATES),
+        normal(tokens, STATES),
+        normal(CHANNELS, STATES),
+    )
+    blocks = Blocks(forest, kept, size)
+    check(
+        lambda *given: selective_scan.forward(*given, blocks),
+        lambda *given: selective_scan.backward(*given, blocks),
+        lambda *given: scan(*given, forest, kept),
+        operands,
+    )
+
+
+def check_convolution(forest, kept, width):
+    ancestors = Ancestors(forest, width, kept)
+    check(
+        lambda *given: short_convolution.forward(*given, ancestors),
+        lambda *given: short_convolution.backward(*given, ancestors),
+        lambda *given: convolution(*given, forest, kept),
+        (normal(forest[-1].last, CHANNELS), normal(CHANNELS, width), normal(width - 1, CHANNELS)),
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    groups=st.sampled_from([1, 2]),
+    decay=st.sampled_from(["none", "head", "channel"]),
+    has_beta=st.booleans(),
+    strength=st.sampled_from([0.1, 1.0, 50.0]),
+)
+def test_linear_attention_of_forests(seed, groups, decay, has_beta, strength):
+    check_attention(*draw(seed), groups=groups, decay=decay, has_beta=has_beta, strength=strength)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_selective_scans_of_forests(seed):
+    check_scan(*draw(seed))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), width=st.integers(1, 6))
+def test_short_convolutions_of_forests(seed, width):
+    forest, kept, _ = draw(seed, longest=8)
+    check_convolution(forest, kept, width)
+
+
+def branches(spine, aboves, tokens=1):
+    """A spine with a branch below each of some numbers of its tokens, and a further root."""
+    found = [segment(0, spine, [])]
+    for above in [*aboves, 0]:
+        found.append(segment(found[-1].last, tokens, found, 0 if above else -1, above))
+    return found
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_branch_at_every_depth(tokens):
+    """Also several below one token, which share a step."""
+    forest = branches(9, [9, 9, 8, 7, 6, 5, 4, 4, 4, 4, 4, 3, 2, 1], tokens)
+    check_attention(forest, [1, 4, 9], 4)
+    check_attention(forest, [1, 4, 9], 4, decay="channel", has_beta=False)
+    check_scan(forest, [1, 4, 9], 4)
+    check_convolution(forest, [1, 4, 9], 4)
+
+
+@pytest.mark.parametrize("limit", [1, 40])
+def test_small_pieces(monkeypatch, limit):
+    """States are read, and channels scanned, a few at a time."""
+    monkeypatch.setattr(linear_attention, "MOST_STATES", limit * 30)
+    monkeypatch.setattr(selective_scan, "MOST_ELEMENTS", limit)
+    monkeypatch.setattr(selective_scan, "LEAST_CHANNELS", 2)
+    forest = branches(9, [9, 9, 8, 7, 4, 4, 4, 4, 4, 3, 2, 1], 3)
+    check_attention(forest, [3], 4)
+    check_scan(forest, [3], 4)
+
+
+@pytest.mark.parametrize("batch, tokens", [(1, 12), (3, 8), (3, 10), (5, 3)])
+def test_dense_batches(batch, tokens):
+    forest = [segment(row * tokens, tokens, []) for row in range(batch)]
+    blocks, same = Blocks.rows(batch, tokens, 4), Blocks(forest, (), 4)
+    operands = (*attention_operands(batch * tokens), 1.0, torch.zeros(HEADS, KEYS, VALUES, dtype=torch.float64))
+    actual, expected = (linear_attention.forward(*operands, one) for one in (blocks, same))
+    torch.testing.assert_close(actual, expected)
+    grads = [torch.randn_like(one) for one in expected]
+    actual, expected = (linear_attention.backward(*grads, *operands, one) for one in (blocks, same))
+    torch.testing.assert_close(actual, expected)
+    x, weight, initial = normal(batch * tokens, CHANNELS), normal(CHANNELS, 4), normal(3, CHANNELS)
+    actual = short_convolution.forward(x, weight, initial, Ancestors.rows(batch, tokens, 4))
+    torch.testing.assert_close(actual, short_convolution.forward(x, weight, initial, Ancestors(forest, 4)))
+
+
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_strong_decays_stay_finite(decay):
+    """In float32, whose exponential overflows beyond 88."""
+    operands = attention_operands(200, decay=decay, strength=0.0)
+    operands[3].data -= 50
+    wide = (*(one.detach() for one in operands), 1.0, torch.randn(HEADS, KEYS, VALUES, dtype=torch.float64))
+    narrow = tuple(one.float() if isinstance(one, torch.Tensor) else one for one in wide)
+    blocks = Blocks([segment(0, 200, [])], [200])
+    expected = delta_rule(*wide, [segment(0, 200, [])], [200])
+    actual = linear_attention.forward(*narrow, blocks)
+    torch.testing.assert_close([one.double() for one in actual], list(expected), rtol=1e-4, atol=1e-4)
+    grads = [torch.ones_like(one) for one in actual]
+    assert all(one.isfinite().all() for one in linear_attention.backward(*grads, *narrow, blocks))
+
+
+def narrowed(operands, dtype):
+    return tuple(one.detach().to(dtype) if isinstance(one, torch.Tensor) else one for one in operands)
+
+
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+def test_float32_is_accurate_over_many_blocks(decay):
+    query, key, *others = attention_operands(500, decay=decay, strength=0.1)
+    unit = [torch.nn.functional.normalize(one, dim=-1) for one in (query, key)]
+    operands = (*unit, *others, 1.0, normal(HEADS, KEYS, VALUES))
+    blocks = Blocks([segment(0, 500, [])], [500])
+    wide, narrow = (linear_attention.forward(*narrowed(operands, one), blocks) for one in (torch.double, torch.float))
+    torch.testing.assert_close([one.double() for one in narrow], list(wide), rtol=1e-4, atol=1e-5)
+    grads = [torch.randn_like(one) for one in wide]
+    wide, narrow = (
+        linear_attention.backward(*narrowed(grads, one), *narrowed(operands, one), blocks)
+        for one in (torch.double, torch.float)
+    )
+    for actual, expected in zip(narrow, wide, strict=True):
+        if expected is not None:
+            error = (actual.double() - expected).norm() / expected.norm()
+            assert error < 1e-5
+
+
+def test_low_precision_is_computed_in_float32():
+    operands = (*attention_operands(40), 1.0, normal(HEADS, KEYS, VALUES))
+    blocks = Blocks([segment(0, 40, [])], [40])
+    low = narrowed(operands, torch.bfloat16)
+    out, kept = linear_attention.forward(*low, blocks)
+    expected = linear_attention.forward(*narrowed(low, torch.float), blocks)
+    assert out.dtype is torch.bfloat16 and kept.dtype is torch.float32
+    torch.testing.assert_close((out, kept), (expected[0].bfloat16(), expected[1]))
+
+
+def test_blocks_have_the_fewest_exits():
+    """The end of the spine's first block, which a branch has too; one inside; one that is kept; none at any end."""
+    forest = branches(10, [4, 4, 2])
+    blocks = Blocks(forest, [4, 9], 4)
+    assert (blocks.count, blocks.length, blocks.exits, blocks.kept) == (7, 4, 4, 2)  # after 2, 4, 8 and 9 tokens
+    assert not Blocks([segment(0, 3, [])], (), 4).exits
+
+
+def test_many_siblings_are_a_step():
+    forest = branches(8, [8] * 6, 3)
+    steps = Blocks(forest, (), 8).steps()
+    assert [(step.blocks.stop - step.blocks.start, step.shared) for step in steps] == [(2, True), (6, True)]
+
+
+@pytest.mark.parametrize(
+    "lengths, size", [([2048], 64), ([500] * 4, 64), ([5] * 400, 64), ([512, *[10] * 200], 16), ([40] * 50, 64)]
+)
+def test_sizes_of_blocks(lengths, size):
+    firsts = [0, *itertools.accumulate(lengths)]
+    assert choose_size([segment(first, tokens, []) for first, tokens in zip(firsts, lengths, strict=False)]) == size

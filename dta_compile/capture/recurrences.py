@@ -144,9 +144,7 @@ def _chunk_scan(given: Given, dtype: torch.dtype | None = torch.float32) -> Any:
     step = _wide(_steps(given, _take(given, "dt"), _take(given, "dt_bias")))
     segments = _segments(given, value.shape[0], value.shape[1])
     wide = _wide(value)
-    out = torch.ops.dta.linear_attention(
-        reading, entry, wide * step[..., None], _wide(matrix) * step, segments, 1.0
-    )
+    out = torch.ops.dta.linear_attention(reading, entry, wide * step[..., None], _wide(matrix) * step, segments, 1.0)
     if skip is not None:
         out = out + wide * (skip[..., None] if skip.dim() == 1 else skip)
     if gate is not None:

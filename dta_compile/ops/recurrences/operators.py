@@ -136,7 +136,10 @@ def _define(recurrence: Recurrence) -> None:
     torch.library.impl(f"dta::{name}", "CompositeExplicitAutograd", lib=LIBRARY)(call)
     torch.library.impl(f"dta::{name}_backward", "CompositeExplicitAutograd", lib=LIBRARY)(call_backward)
     for suffix, fake in (
-        ("", like_value), ("_chunk", like_value), ("_backward", like_operands), ("_chunk_backward", like_operands)
+        ("", like_value),
+        ("_chunk", like_value),
+        ("_backward", like_operands),
+        ("_chunk_backward", like_operands),
     ):
         torch.library.register_fake(f"dta::{name}{suffix}", fake, lib=LIBRARY)
     operators = torch.ops.dta
@@ -181,6 +184,7 @@ _DECAY = Operand("decay", "decays")
 _HEADS = (BATCH, TOKENS, "heads", "head_dim")
 _CHANNELS = (BATCH, TOKENS, "channels")
 
+
 def _blocks(runs: Runs, most: int = 64) -> Blocks:
     """The runs in blocks of a size that suits them, at most `most`."""
 
@@ -196,9 +200,7 @@ def _linear_attention(
     operands: Tensors, numbers: tuple[float, ...], initial: torch.Tensor, runs: Runs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     query, key, value, decay, beta = (*operands, None)[:5]
-    return linear_attention.forward(
-        query, key, value, decay, beta, numbers[0], initial, _blocks(runs, _most(decay))
-    )
+    return linear_attention.forward(query, key, value, decay, beta, numbers[0], initial, _blocks(runs, _most(decay)))
 
 
 def _linear_attention_backward(
@@ -236,9 +238,7 @@ def _selective_scan_backward(
     initial: torch.Tensor,
     runs: Runs,
 ) -> tuple[Tensors, torch.Tensor]:
-    *grads, of_state = selective_scan.backward(
-        grad, of_kept, *operands, initial, _blocks(runs, 16)
-    )
+    *grads, of_state = selective_scan.backward(grad, of_kept, *operands, initial, _blocks(runs, 16))
     return tuple(grads), of_state
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -63,7 +64,7 @@ class Runs:
         changes = torch.ones(batch, tokens, dtype=torch.bool)
         changes[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         begins = [*changes.reshape(-1).nonzero()[:, 0].tolist(), batch * tokens]
-        return cls.of_lengths([after - begin for begin, after in zip(begins, begins[1:], strict=False)])
+        return cls.of_lengths([after - begin for begin, after in itertools.pairwise(begins)])
 
 
 @functools.lru_cache(maxsize=8)

@@ -118,7 +118,7 @@ def _interpreted(program: Program) -> Iterator[object]:
             yield f"{node.name}: {value} of {result.dim()} dimensions"
 
 
-@_rule("every mixer of this batch is a layer, and attention has no mask", "module", "mixers", "other_batches")
+@_rule("every mixer of this batch is a layer, and has no mask", "module", "mixers", "other_batches")
 def _layers(program: Program) -> Iterator[object]:
     calls = [node for node in program.graph.nodes if node.target in MIXERS and node not in program.other_batches]
     if calls != [layer.node for layer in program.mixers]:
@@ -128,6 +128,9 @@ def _layers(program: Program) -> Iterator[object]:
         masking = Masking(*layer.node.args[len(layer.mixer.operands) :])
         if masking != Masking.causal(masking.scale, masking.softcap):
             yield layer.node.format_node()
+    for recurrent in program.recurrent:
+        if recurrent.mixer.segments is not None and recurrent.node.args[recurrent.mixer.segments] is not None:
+            yield recurrent.node.format_node()
 
 
 @_rule("the token region reads itself, inputs, and what does not depend on parameters", "module", "region")

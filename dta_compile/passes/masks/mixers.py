@@ -44,7 +44,7 @@ COUNTS = (aten.cumsum.default, aten.sum.dim_IntList, aten.sum.default, aten.binc
     rewrites=["module", "values", "parameter_dependent"],
 )
 def mixers(program: Program) -> None:
-    """Fill `program.mixers`; attention calls get the true KV heads and lose their mask, which is now a `Mask`."""
+    """Fill `program.mixers`; calls lose their mask, which is now a `Mask`, and those of attention get true KV heads."""
     masks, first, silencers = dict[Any, AttentionMask](), First(program.draws), Silencers(program)
     layers: list[MixerLayer] = []
     for index, node in enumerate(own_mixer_calls(program)):
@@ -83,6 +83,7 @@ def _recurrent(
         if (segments, 0) not in masks:
             masks[segments, 0] = stated_mask(program, node, segments, 0)
         mask = masks[segments, 0]
+        node.args = (*node.args[: mixer.segments], None, *node.args[mixer.segments + 1 :])
     shape, dtype = mixer.running_state([operand.meta["val"] for operand in mixer.operands_of(node.args)])
     running = RunningSpec(tuple(int(size) for size in shape), dtype)
     silent = silencers.of_call(node)

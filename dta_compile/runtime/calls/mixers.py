@@ -54,7 +54,9 @@ RUNTIMES: dict[str, Make] = {  # by the name of the mixer
 }
 
 
-def runtimes_of(program: Program, masks: ReadMasks, device: torch.device, attention: str) -> list[LayerRuntime | RecurrentRuntime]:
+def runtimes_of(
+    program: Program, masks: ReadMasks, device: torch.device, attention: str
+) -> list[LayerRuntime | RecurrentRuntime]:
     """The layers of a program, for one call.
 
     Raises:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,6 +31,8 @@ from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Integers
 from dta_compile.runtime.rows.dense_to_tree import gathered
 from dta_compile.runtime.rows.tree_to_dense import BatchLayout
 
+logger = logging.getLogger("dta_compile")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlannedCall(Call):
@@ -50,6 +54,11 @@ class PlannedCall(Call):
     def rows(self) -> BatchRows:
         """How `[B, S]` and the rows of the tree correspond."""
         return self.layout.rows
+
+    @property
+    def restarts(self) -> bool:
+        """Whether states start anew with sequences of packed rows that the captured program itself runs through."""
+        return self.masks.starts is not None and any(layer.mask is None for layer in self.program.recurrent)
 
     def keeping_nothing(self) -> PlannedCall:
         """The call with a plan for another backward: the kept graphs are gone, so every chunk is recomputed."""
@@ -127,7 +136,18 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     needed = [one if is_wanted else None for one, is_wanted in zip(used, wanted, strict=True)]
     layout = BatchLayout.of(program.frontier, rows, needed, call.window, call.device, by_sequence=mode == "streaming")
     known = call.context, call.args, call.dense, call.batch, call.tokens, call.device
-    return PlannedCall(*known, masks=masks, layout=layout, plan=plan, wanted=wanted)
+    planned = PlannedCall(*known, masks=masks, layout=layout, plan=plan, wanted=wanted)
+    if planned.restarts:
+        _note_restarts()
+    return planned
+
+
+@functools.cache
+def _note_restarts() -> None:
+    logger.warning(
+        "dta: rows hold several sequences, and the model's recurrences are not told where these begin (seq_idx,"
+        " cu_seqlens): their states start anew with each sequence, whereas in eager mode they run on into the next one"
+    )
 
 
 def _split(

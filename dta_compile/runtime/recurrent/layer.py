@@ -35,13 +35,9 @@ class RecurrentLayerRuntime:
     ) -> tuple[Tensors, torch.Tensor]:
         """See `RecurrentRuntime.backward`."""
         operands = self.recurrence.flat(x.operands)
-        of_kept = (
-            torch.stack([*state_grads.values()]) if state_grads else x.state.new_zeros((0, *x.state.shape))
-        )
+        of_kept = torch.stack([*state_grads.values()]) if state_grads else x.state.new_zeros((0, *x.state.shape))
         runs = _runs(x.chunk, list(state_grads))
-        grads, of_state = self.recurrence.backward(
-            grad.flatten(0, 1), of_kept, operands, x.constants, x.state, runs
-        )
+        grads, of_state = self.recurrence.backward(grad.flatten(0, 1), of_kept, operands, x.constants, x.state, runs)
         pairs = zip(grads, x.operands, strict=True)
         return tuple(found.reshape(operand.shape).contiguous() for found, operand in pairs), of_state
 

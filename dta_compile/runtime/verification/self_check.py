@@ -58,7 +58,7 @@ def verified(program: Program, run: Callable[[Sequence[Any]], Run], args: Sequen
     # Gradients are taken for views: hooks that are registered on the parameters are for the user's own backward.
     viewed = [arg.view_as(arg) if _takes_gradient(arg) else arg for arg in args]
     ran = run(viewed)
-    if reason := _not_comparable(program):
+    if reason := _not_comparable(ran.call):
         verdict = f"skipped: {reason}"
     else:
         with _undisturbed(ran.call.device):
@@ -92,7 +92,7 @@ def _self_check(call: PlannedCall, run_small: RunSmall, compile_seconds: float) 
     if program.joint.generated is not None:  # the call itself needs it, too
         program.joint.generated.prepare(["forward", "backward"] if _trains(program) else ["forward_only"])
     started = time.perf_counter()
-    if reason := _not_comparable(program):
+    if reason := _not_comparable(call):
         raise NotSampled(reason)
     small = sample(call)
     if small.bytes > default_budget(call.device):
@@ -154,8 +154,11 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _not_comparable(program: Program) -> str:
-    """Why two runs of the program may differ; "": they may not."""
+def _not_comparable(call: PlannedCall) -> str:
+    """Why a call may differ from one of the captured program; "": it may not."""
+    program = call.program
+    if call.restarts:
+        return "the program's recurrences run on from one sequence of a packed row into the next"
     for node in program.graph.nodes:
         if is_random(node.target):
             return f"{node.target} draws random numbers"

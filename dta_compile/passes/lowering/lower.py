@@ -40,6 +40,7 @@ from dta_compile.passes.lowering.gradient_flow import (
     tensors,
     whole,
 )
+from dta_compile.passes.lowering.kept_places import keep_places
 from dta_compile.passes.lowering.masked_writes import select_masked_writes
 from dta_compile.passes.lowering.selected_rows import spread_selected_rows
 from dta_compile.passes.program import Input, InputKind, Program, output_node, where
@@ -69,6 +70,7 @@ def lower(program: Program) -> None:
     row_loops.undo_row_loops(module.graph)
     spread_selected_rows(module.graph, _parameters(module, program))
     select_masked_writes(module.graph)
+    keep_places(module.graph)
     unflatten_places(module.graph)
     _forget_counts(module.graph, program)
     sizes_from_inputs(module.graph)

@@ -199,8 +199,9 @@ def _blocks(runs: Runs, most: int = 64) -> Blocks:
 def _linear_attention(
     operands: Tensors, numbers: tuple[float, ...], initial: torch.Tensor, runs: Runs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    query, key, value, decay, beta = (*operands, None)[:5]
-    return linear_attention.forward(query, key, value, decay, beta, numbers[0], initial, _blocks(runs, _most(decay)))
+    query, key, value, decay, *beta = operands
+    blocks = _blocks(runs, _most(decay))
+    return linear_attention.forward(query, key, value, decay, beta[0] if beta else None, numbers[0], initial, blocks)
 
 
 def _linear_attention_backward(
@@ -211,12 +212,12 @@ def _linear_attention_backward(
     initial: torch.Tensor,
     runs: Runs,
 ) -> tuple[Tensors, torch.Tensor]:
-    query, key, value, decay, beta = (*operands, None)[:5]
-    blocks = _blocks(runs, _most(decay))
+    query, key, value, decay, *beta = operands
+    of_beta, blocks = beta[0] if beta else None, _blocks(runs, _most(decay))
     *grads, of_state = linear_attention.backward(
-        grad, of_kept, query, key, value, decay, beta, numbers[0], initial, blocks
+        grad, of_kept, query, key, value, decay, of_beta, numbers[0], initial, blocks
     )
-    return tuple(grads[: len(operands)]), of_state
+    return tuple(found for found in grads if found is not None), of_state
 
 
 def _most(decay: torch.Tensor) -> int:
@@ -227,7 +228,8 @@ def _most(decay: torch.Tensor) -> int:
 def _selective_scan(
     operands: Tensors, numbers: tuple[float, ...], initial: torch.Tensor, runs: Runs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return selective_scan.forward(*operands, initial, _blocks(runs, 16))
+    value, step, matrix, entry, reading = operands
+    return selective_scan.forward(value, step, matrix, entry, reading, initial, _blocks(runs, 16))
 
 
 def _selective_scan_backward(
@@ -238,7 +240,10 @@ def _selective_scan_backward(
     initial: torch.Tensor,
     runs: Runs,
 ) -> tuple[Tensors, torch.Tensor]:
-    *grads, of_state = selective_scan.backward(grad, of_kept, *operands, initial, _blocks(runs, 16))
+    value, step, matrix, entry, reading = operands
+    *grads, of_state = selective_scan.backward(
+        grad, of_kept, value, step, matrix, entry, reading, initial, _blocks(runs, 16)
+    )
     return tuple(grads), of_state
 
 

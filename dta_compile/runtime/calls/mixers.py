@@ -16,7 +16,7 @@ from dta_compile.runtime.attention.interface import Provider
 from dta_compile.runtime.attention.layer import AttentionRuntime, provider_of
 from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.path.chunk_shape import Limit
-from dta_compile.runtime.path.interface import LayerRuntime, RecurrentRuntime
+from dta_compile.runtime.path.interface import AnyRuntime
 from dta_compile.runtime.recurrent.layer import runtime_of
 
 __all__ = ["RUNTIMES", "LayerContext", "runtimes_of"]
@@ -38,7 +38,7 @@ class LayerContext:
     providers: dict[Any, Provider] = dataclasses.field(default_factory=dict)
 
 
-def _attention(layer: MixerLayer, context: LayerContext) -> LayerRuntime:
+def _attention(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
     assert isinstance(layer, AttentionLayer)
     like = layer.states, layer.softcap
     if like not in context.providers:
@@ -46,7 +46,7 @@ def _attention(layer: MixerLayer, context: LayerContext) -> LayerRuntime:
     return AttentionRuntime(context.providers[like], context.limits[layer.index])
 
 
-Make = Callable[[MixerLayer, LayerContext], LayerRuntime | RecurrentRuntime]
+Make = Callable[[MixerLayer, LayerContext], AnyRuntime]
 
 RUNTIMES: dict[str, Make] = {  # by the name of the mixer
     **dict.fromkeys((mixer.name for mixer in ATTENTION_MIXERS), _attention),
@@ -54,9 +54,7 @@ RUNTIMES: dict[str, Make] = {  # by the name of the mixer
 }
 
 
-def runtimes_of(
-    program: Program, masks: ReadMasks, device: torch.device, attention: str
-) -> list[LayerRuntime | RecurrentRuntime]:
+def runtimes_of(program: Program, masks: ReadMasks, device: torch.device, attention: str) -> list[AnyRuntime]:
     """The layers of a program, for one call.
 
     Raises:

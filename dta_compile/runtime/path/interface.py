@@ -9,7 +9,7 @@ import torch
 
 from dta_compile.runtime.path.chunk_shape import ChunkShape, ChunkTable
 
-__all__ = ["LayerInputs", "LayerRuntime", "RecurrentInputs", "RecurrentRuntime", "Tensors"]
+__all__ = ["AnyRuntime", "LayerInputs", "LayerRuntime", "RecurrentInputs", "RecurrentRuntime", "Tensors"]
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -95,3 +95,6 @@ class RecurrentRuntime(Protocol):
             grad: of the output.
             state_grads: of the states at depths of the chunk's spine, ascending.
         """
+
+
+AnyRuntime = LayerRuntime | RecurrentRuntime

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from dta_compile.passes.mixer_layers import MixerLayer, RecurrentLayer
 from dta_compile.runtime.path.chunk_shape import ChunkShape, ChunkTable
-from dta_compile.runtime.path.interface import LayerInputs, LayerRuntime, RecurrentInputs, RecurrentRuntime, Tensors
+from dta_compile.runtime.path.interface import (
+    AnyRuntime,
+    LayerInputs,
+    LayerRuntime,
+    RecurrentInputs,
+    RecurrentRuntime,
+    Tensors,
+)
 from dta_compile.runtime.path.running_states import RunningStates, Snapshots
 from dta_compile.runtime.path.token_states import HostReach, Reach, TokenStates
 
@@ -47,7 +54,7 @@ class PathStack:
     def __init__(
         self,
         layers: Sequence[MixerLayer],
-        runtimes: Sequence[LayerRuntime | RecurrentRuntime],
+        runtimes: Sequence[AnyRuntime],
         capacity: int,
         device: torch.device,
     ) -> None:
@@ -100,13 +107,13 @@ class PathStack:
 
     def mix(self, layer: int, *arguments: Any) -> torch.Tensor | Tensors:
         """A mixer's `chunk` operator over a chunk and the path before it; the states of its spine go on the path."""
-        mixer, runtime = self.layers[layer].mixer, self.runtimes[layer]
+        mixer = self.layers[layer].mixer
         operands = mixer.operands_of(arguments)
+        constants = arguments[len(operands) :]
         if layer in self.running:
-            return self._run(layer, operands, arguments[len(operands) :])
+            return self._run(layer, operands, constants)
         self.write(layer, *mixer.states_of(operands))
-        inputs = self._inputs(layer, operands, arguments[len(operands) :])
-        return _as_returned(runtime.forward(inputs))
+        return _as_returned(self._runtime(layer).forward(self._inputs(layer, operands, constants)))
 
     def mix_backward(self, layer: int, grad: torch.Tensor, *arguments: Any) -> torch.Tensor | Tensors:
         """A mixer's `backward` operator: gradients of a chunk's operands.
@@ -116,27 +123,35 @@ class PathStack:
         mixer, states, reach = self.layers[layer].mixer, self.states[layer], self._reach()
         operands, results, constants = mixer.backward_arguments(arguments)
         if layer in self.running:
-            return self._run_backward(layer, grad, operands, constants)
-        inputs = self._inputs(layer, operands, constants)
-        grads = self.runtimes[layer].backward(grad, results, inputs, states.gradients_above(reach))
-        states.take(reach, mixer.states_of(grads))
+            grads = self._run_backward(layer, grad, operands, constants)
+        else:
+            inputs = self._inputs(layer, operands, constants)
+            grads = self._runtime(layer).backward(grad, results, inputs, states.gradients_above(reach))
+            states.take(reach, mixer.states_of(grads))
         return _as_returned(tuple(own.to(operand.dtype) for own, operand in zip(grads, operands, strict=True)))
 
     def _run(self, layer: int, operands: Tensors, constants: tuple[Any, ...]) -> torch.Tensor:
+        """A recurrence over a chunk, from the running state above it."""
         running, start = self.running[layer], self.chunk.start
         inputs = RecurrentInputs(operands, constants, running.at(start), self.chunk)
-        out, kept = self.runtimes[layer].forward(inputs, self.depths)
+        out, kept = self._recurrence(layer).forward(inputs, self.depths)
         if self.chunk.spine:
             running.put(start, dict(zip(self.depths, kept, strict=True)))
         return out
 
-    def _run_backward(self, layer: int, grad: torch.Tensor, operands: Tensors, constants: tuple[Any, ...]) -> Any:
+    def _run_backward(self, layer: int, grad: torch.Tensor, operands: Tensors, constants: tuple[Any, ...]) -> Tensors:
         running, start = self.running[layer], self.chunk.start
         inputs = RecurrentInputs(operands, constants, running.at(start), self.chunk)
         waiting = running.take_gradients(start, start + self.chunk.spine)
-        grads, of_state = self.runtimes[layer].backward(grad, inputs, waiting)
+        grads, of_state = self._recurrence(layer).backward(grad, inputs, waiting)
         running.add_gradient(start, of_state)
-        return _as_returned(tuple(own.to(operand.dtype) for own, operand in zip(grads, operands, strict=True)))
+        return grads
+
+    def _runtime(self, layer: int) -> LayerRuntime:
+        return cast(LayerRuntime, self.runtimes[layer])
+
+    def _recurrence(self, layer: int) -> RecurrentRuntime:
+        return cast(RecurrentRuntime, self.runtimes[layer])
 
     def _inputs(self, layer: int, operands: Tensors, constants: tuple[Any, ...]) -> LayerInputs:
         return LayerInputs(operands, constants, self.states[layer].above(self._reach()), self.chunk, self.table)

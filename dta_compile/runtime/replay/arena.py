@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.runtime.path.interface import LayerRuntime
+from dta_compile.runtime.path.interface import AnyRuntime
 from dta_compile.runtime.replay.graphs import GraphTable
 from dta_compile.runtime.replay.stack import ReplayStack
 
@@ -26,7 +26,7 @@ class Arena:
         self.sums: list[torch.Tensor] = []
         self.is_leased = False
 
-    def begin(self, runtimes: Sequence[LayerRuntime]) -> None:
+    def begin(self, runtimes: Sequence[AnyRuntime]) -> None:
         """A call takes it: as new, whatever a call left that ended half-way."""
         self.path.runtimes = runtimes
         self.path.pending = 0

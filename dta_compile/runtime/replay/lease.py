@@ -11,7 +11,7 @@ import torch
 
 from dta_compile.passes.mixer_layers import MixerLayer
 from dta_compile.plan import ReplayCounts
-from dta_compile.runtime.path.interface import LayerRuntime
+from dta_compile.runtime.path.interface import AnyRuntime
 from dta_compile.runtime.replay.arena import Arena
 from dta_compile.runtime.replay.graphs import CudaRecorder, GraphKey, Record, Recorded
 from dta_compile.runtime.replay.stack import ReplayStack
@@ -103,7 +103,7 @@ class ReplayCache:
     def lease(
         self,
         layers: Sequence[MixerLayer],
-        runtimes: Sequence[LayerRuntime],
+        runtimes: Sequence[AnyRuntime],
         capacity: int,
         device: torch.device,
         attention: str,

@@ -10,7 +10,7 @@ import torch
 
 from dta_compile.passes.mixer_layers import MixerLayer
 from dta_compile.runtime.path.chunk_shape import ChunkTable
-from dta_compile.runtime.path.interface import LayerRuntime
+from dta_compile.runtime.path.interface import AnyRuntime
 from dta_compile.runtime.path.stack import PathStack
 from dta_compile.runtime.path.token_states import Reach
 from dta_compile.runtime.rows.upload import upload
@@ -68,7 +68,7 @@ class ReplayStack(PathStack):
     """
 
     def __init__(
-        self, layers: Sequence[MixerLayer], runtimes: Sequence[LayerRuntime], capacity: int, device: torch.device
+        self, layers: Sequence[MixerLayer], runtimes: Sequence[AnyRuntime], capacity: int, device: torch.device
     ) -> None:
         super().__init__(layers, runtimes, capacity + 1, device)
         self.numbers: dict[int, DeviceNumbers] = {}  # by the number of tokens

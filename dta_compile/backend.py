@@ -15,6 +15,7 @@ from dta_compile import records
 from dta_compile.capture import dynamo
 from dta_compile.capture.as_captured import as_captured
 from dta_compile.capture.classify import Captured, Kind, classify
+from dta_compile.capture.convolutions import with_our_convolutions
 from dta_compile.capture.flash_attention import with_our_attention
 from dta_compile.capture.recurrences import refuse_final_states
 from dta_compile.errors import DTAError, OptionError, RefusalError
@@ -94,7 +95,7 @@ def _analyse(graph: Captured, options: Options) -> Program:
     try:
         with _autograd_of_our_own():
             refuse_final_states(graph.module)
-            module = with_our_attention(graph.module)
+            module = with_our_convolutions(with_our_attention(graph.module))
             program = Program(module, graph.training, options.codegen, graph.own_symbols)
             return run_passes(program, skip=options.skip_passes)
     except SelectionRefusal:

@@ -23,7 +23,8 @@ GENERATION = (
 
 NO_ATTENTION = (
     "a graph that trains parameters has no scaled_dot_product_attention: it runs as captured, and rows share nothing "
-    "(state-space, recurrent and convolutional models do not run over a prefix tree)"
+    "(of recurrent and convolutional models, those run over a prefix tree that call functions of transformers, fla, "
+    "mamba-ssm or causal-conv1d)"
 )
 
 

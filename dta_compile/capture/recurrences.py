@@ -30,7 +30,7 @@ from dta_compile.ops.dtypes import autocast
 from dta_compile.ops.library import LIBRARY
 from dta_compile.passes.program import where
 
-__all__ = ["refuse_final_states"]
+__all__ = ["causal_convolution", "refuse_final_states"]
 
 Given = dict[str, Any]  # the arguments of a call, by name
 
@@ -78,14 +78,20 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
+def causal_convolution(
+    value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, segments: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`[B, D, S]` convolved channel by channel with weight `[D, 1, k]`, with `k - 1` zeros before it."""
+    own, weight = autocast(value.transpose(1, 2), weight.squeeze(1))
+    out = torch.ops.dta.short_convolution(own, weight, segments)
+    return (out if bias is None else out + bias.to(out.dtype)).transpose(1, 2)
+
+
 def _causal_conv1d(given: Given) -> torch.Tensor:
     """`[B, D, S]` convolved channel by channel, with a bias and an activation."""
     value, weight, bias = _take(given, "x", "hidden_states"), _take(given, "weight"), _take(given, "bias")
-    own, weight = autocast(value.transpose(1, 2).to(weight.dtype), weight)
-    segments = _segments(given, own.shape[0], own.shape[1])
-    out = torch.ops.dta.short_convolution(own, weight, segments)
-    if bias is not None:
-        out = out + bias
+    segments = _segments(given, value.shape[0], value.shape[2])
+    out = causal_convolution(value.to(weight.dtype), weight[:, None], bias, segments)
     activation = _take(given, "activation")
     if activation in ("silu", "swish"):
         out = F.silu(out)
@@ -93,7 +99,7 @@ def _causal_conv1d(given: Given) -> torch.Tensor:
         from transformers.activations import ACT2FN
 
         out = ACT2FN[activation](out)
-    return out.to(value.dtype).transpose(1, 2)
+    return out.to(value.dtype)
 
 
 def _normalised(value: torch.Tensor) -> torch.Tensor:

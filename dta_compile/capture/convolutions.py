@@ -20,7 +20,7 @@ from dta_compile.passes.symbols import expression
 
 __all__ = ["with_our_convolutions"]
 
-PADS = (F.pad, torch._C._nn.pad)  # type: ignore[attr-defined]
+PADS = (F.pad, torch._C._nn.pad)
 ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 

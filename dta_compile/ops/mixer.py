@@ -54,8 +54,7 @@ class Mixer:
     `out` and the operands, as far as they have tokens, have the dimensions `dims`, perhaps fewer features; the first
     ones do, and the batch has size one in a chunk. `backward` may leave out all results. `chunk` has a derivative
     (`register_autograd`) that calls `backward`; neither has an implementation. An operator with one result returns it
-    as such, not a tuple. Running a layer is taken to allocate, besides its results, as much again as `out` in the
-    forward, and as the gradients in the backward, `scratch` times.
+    as such, not a tuple.
 
     Attributes:
         functions: what a user's graph calls, as Dynamo captures it; they take the operands first.
@@ -66,7 +65,8 @@ class Mixer:
         silent: operands, by position, each of which leaves a state of zero alone at the tokens where it is zero.
         segments: the argument of `call`, by position, that numbers the sequences of packed rows `[B, S]`, if it is not
             None; 0 is padding. Only where there is a running state.
-        scratch: see above.
+        scratch: of the operands of a chunk, what running a layer forward and backward allocates besides its results, in
+            bytes per token; None: as much again as `out` and as the gradients.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Mixer:
     running_state: Callable[[Sequence[torch.Tensor]], tuple[Sequence[int], torch.dtype]] | None = None
     silent: tuple[int, ...] = ()
     segments: int | None = None
-    scratch: float = 1.0
+    scratch: Callable[[Sequence[torch.Tensor]], tuple[float, float]] | None = None
 
     @property
     def batch_dim(self) -> int:
@@ -137,9 +137,9 @@ def mixer_of_chunk(target: object) -> Mixer | None:
     return next((mixer for mixer in MIXERS.values() if mixer.chunk is target), None)
 
 
-def is_mixer_backward(target: object) -> bool:
-    """Whether an operator is the `backward` of a mixer."""
-    return any(mixer.backward is target for mixer in MIXERS.values())
+def mixer_of_backward(target: object) -> Mixer | None:
+    """The mixer whose `backward` an operator is."""
+    return next((mixer for mixer in MIXERS.values() if mixer.backward is target), None)
 
 
 def has_several_results(operator: torch._ops.OpOverload) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.ops.mixer import is_mixer_backward, mixer_of_chunk
+from dta_compile.ops.mixer import mixer_of_backward, mixer_of_chunk
 from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.gradients.saved_values import saved_values
 from dta_compile.passes.graphs.nodes import call, descendants, is_item
@@ -56,7 +56,7 @@ class JointTrace:
     @property
     def backward_results(self) -> list[fx.Node]:
         """Gradients of parameters, and the calls that leave gradients of states on the path."""
-        leaving = [node for node in self.module.graph.nodes if is_mixer_backward(node.target)]
+        leaving = [node for node in self.module.graph.nodes if mixer_of_backward(node.target)]
         return [*(gradient for gradient in self.gradients if gradient is not None), *leaving]
 
     def per_token(self) -> set[fx.Node]:
@@ -145,11 +145,15 @@ class _OnPath(Subgraph):
         return self.graph.call_method(method, (self.path, *fx.node.map_arg(arguments, self.argument)))
 
     def copied(self, node: fx.Node) -> fx.Node:
-        is_backward = is_mixer_backward(node.target)
-        if not is_backward and mixer_of_chunk(node.target) is None:
+        backward = mixer_of_backward(node.target)
+        mixer = backward or mixer_of_chunk(node.target)
+        if mixer is None:
             return super().copied(node)
-        self.copies[node] = call = self.call("mix_backward" if is_backward else "mix", *node.args)
+        self.copies[node] = call = self.call("mix_backward" if backward else "mix", *node.args)
         call.meta = dict(node.meta)
+        if mixer.scratch is not None:
+            operands = mixer.operands_of(node.args[2:] if backward else node.args[1:])
+            call.meta["scratch"] = mixer.scratch([one.meta["val"] for one in operands])[1 if backward else 0]
         return call
 
 

@@ -80,6 +80,8 @@ def _allocations(node: fx.Node, sizes: ChunkSizes) -> Iterable[tuple[Storage, By
 
 def _scratch(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
     """What a node allocates besides its results while it runs, at one or several moments."""
+    if "scratch" in node.meta:
+        return [Bytes(per_token=node.meta["scratch"])]
     if node.op == "call_method" and node.target == "mix":
         results = node.meta["val"]  # of attention, the prefix's part of the output, before the two are merged
         return [sizes.bytes(results[0] if isinstance(results, (tuple, list)) else results)]

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import dataclasses
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +20,7 @@ from benchmarks.packed_tree import PackedTree, pack, split
 from benchmarks.steps import Prepare, Row, Step, rectangle_of, row_of
 from benchmarks.trees import IntArray, count_sequences, neighbours
 from benchmarks.workloads import FloatArray, Workload
+from dta_compile.capture.recurrences import MEANINGS
 
 ROW_TOKENS = 8192  # of a row of concatenated sequences
 
@@ -27,6 +34,39 @@ def dense(model: PreTrainedModel) -> Prepare:
         return Step(lambda: _backward_rows(logprobs, rows))
 
     return prepare
+
+
+def dense_recurrences(model: PreTrainedModel) -> Prepare:
+    """One sequence at a time, with recurrences as we compute them in place of transformers' own fallback."""
+    prepare_dense = dense(model)
+
+    def prepare(workload: Workload) -> Step:
+        step = prepare_dense(workload)
+
+        def run() -> None:
+            with _our_recurrences(sys.modules[type(model).__module__]):
+                step.run()
+
+        return dataclasses.replace(step, run=run)
+
+    return prepare
+
+
+@contextlib.contextmanager
+def _our_recurrences(module: types.ModuleType) -> Iterator[None]:
+    """A modelling file of transformers with its recurrences computed by ours, on the dense batch."""
+
+    def ours(name: str, names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+        return MEANINGS[name]({**dict(zip(names, args, strict=False)), **kwargs})
+
+    theirs = {name: function for name, function in vars(module).items() if name in MEANINGS}
+    for name, function in theirs.items():
+        setattr(module, name, functools.partial(ours, name, list(inspect.signature(function).parameters)))
+    try:
+        yield
+    finally:
+        for name, function in theirs.items():
+            setattr(module, name, function)
 
 
 def checkpoint(model: PreTrainedModel) -> Prepare:

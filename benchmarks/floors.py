@@ -4,6 +4,7 @@
 
 A step is forward and backward of a weighted sum of token log-probs over a whole batch, in float32, on a small Qwen3 and
 a small mixture of experts. Of transformers' implementations of experts eager mode has the one whose step is fastest.
+Recurrent models are also compared with eager mode whose recurrences are computed by ours.
 Gradients are compared once per tree, so that a fast wrong answer is no result. Exit code 1: a floor or equality missed.
 `python -m benchmarks.run` compares with more than eager.
 """
@@ -30,7 +31,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.baselines import dense
+from benchmarks.baselines import dense, dense_recurrences
 from benchmarks.measure import Runner
 from benchmarks.model import MODELS, flops, gradient_difference, gradients
 from benchmarks.ours import compiled
@@ -56,6 +57,7 @@ class Row:
     floor: float | None
     first_call_seconds: float
     eager_seconds: list[float]
+    kernels_seconds: list[float]  # eager with our recurrences; of models that have any
     dta_seconds: list[float]
     gradient_difference: float
     strategy: str
@@ -64,6 +66,13 @@ class Row:
     def speedup(self) -> float:
         """Median over median."""
         return statistics.median(self.eager_seconds) / statistics.median(self.dta_seconds)
+
+    @property
+    def over_kernels(self) -> float | None:
+        """The same over eager with our recurrences."""
+        if not self.kernels_seconds:
+            return None
+        return statistics.median(self.kernels_seconds) / statistics.median(self.dta_seconds)
 
     @property
     def passed(self) -> bool:
@@ -80,10 +89,14 @@ def measure(model: str, tree: str, repetitions: int, options: dict, backend: str
     first_call = dta.seconds()
     difference = gradient_difference(gradients(dta.model), gradients(eager.model))
     tick()
-    eager_seconds, dta_seconds = [], []
+    ways = {"eager": eager, "dta": dta}
+    if "linear_attention" in (getattr(dta.model.config, "layer_types", None) or ()):
+        ways["kernels"] = Runner.of(dense_recurrences, workload, model)
+        ways["kernels"].seconds()
+    seconds: dict[str, list[float]] = {way: [] for way in ("eager", "kernels", "dta")}
     for repetition in range(repetitions):
-        for runner, seconds in ((eager, eager_seconds), (dta, dta_seconds))[:: 1 if repetition % 2 else -1]:
-            seconds.append(runner.seconds())
+        for way in list(ways)[:: 1 if repetition % 2 else -1]:
+            seconds[way].append(ways[way].seconds())
         tick()
     counts = workload.counts
     return Row(
@@ -96,8 +109,9 @@ def measure(model: str, tree: str, repetitions: int, options: dict, backend: str
         ideal=ideal_speedup(counts, *flops(dta.model.config)),
         floor=FLOORS.get(tree) if backend == "dta" else None,
         first_call_seconds=first_call,
-        eager_seconds=eager_seconds,
-        dta_seconds=dta_seconds,
+        eager_seconds=seconds["eager"],
+        kernels_seconds=seconds["kernels"],
+        dta_seconds=seconds["dta"],
         gradient_difference=difference,
         strategy=dta.step.note() or "-",
     )
@@ -106,7 +120,7 @@ def measure(model: str, tree: str, repetitions: int, options: dict, backend: str
 def fastest_eager(model: str, workload: Workload) -> Runner:
     """Eager mode with the fastest experts, by the shorter of two steps each."""
     runner = Runner.of(dense, workload, model)
-    if hasattr(runner.model.config, "num_experts"):
+    if getattr(runner.model.config, "num_experts", 0):
 
         def seconds(implementation: str) -> float:
             runner.model.set_experts_implementation(implementation)
@@ -120,7 +134,7 @@ def show(rows: list[Row], facts: dict, console: Console) -> None:
     table = Table(title="one step (forward and backward), median seconds; diff: of gradients", box=box.SIMPLE)
     table.add_column("model", no_wrap=True)
     table.add_column("tree", no_wrap=True)
-    for heading in ("C", "ideal", "eager", facts["backend"], "ratio", "floor", "1st call", "diff."):
+    for heading in ("C", "ideal", "eager", facts["backend"], "ratio", "kernels", "ratio", "floor", "1st call", "diff."):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -131,6 +145,8 @@ def show(rows: list[Row], facts: dict, console: Console) -> None:
             f"{statistics.median(row.eager_seconds):.3f}",
             f"{statistics.median(row.dta_seconds):.3f}",
             f"{row.speedup:.2f}x",
+            f"{statistics.median(row.kernels_seconds):.3f}" if row.kernels_seconds else "-",
+            f"{row.over_kernels:.2f}x" if row.over_kernels else "-",
             "-" if row.floor is None else f"{row.floor:.2f}x",
             f"{row.first_call_seconds:.2f}",
             f"{row.gradient_difference:.0e}",

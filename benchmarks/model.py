@@ -12,6 +12,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 VOCABULARY = 2048
@@ -39,6 +40,18 @@ MODELS: dict[str, Callable[..., PreTrainedConfig]] = {
     "qwen3_moe": lambda **given: Qwen3MoeConfig(  # 8 of 64 small experts
         **SHAPE, head_dim=64, moe_intermediate_size=96, num_experts=64, num_experts_per_tok=8, **given
     ),
+    "qwen3_next": lambda **given: Qwen3NextConfig(  # three layers of the gated delta rule, one of attention
+        **SHAPE,
+        head_dim=64,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=0,
+        mlp_only_layers=[0, 1, 2, 3],
+        **given,
+    ),
 }
 
 LogProbs = Callable[..., torch.Tensor]
@@ -60,9 +73,24 @@ def flops(config: PreTrainedConfig) -> tuple[float, float]:
         features = config.num_experts_per_tok * config.moe_intermediate_size
         features += getattr(config, "shared_expert_intermediate_size", 0)
         projections += config.hidden_size * experts
-    layer = projections + 3 * config.hidden_size * features
-    weights = config.num_hidden_layers * layer + config.hidden_size * config.vocab_size
-    return 2.0 * weights, 4.0 * config.num_hidden_layers * width
+    recurrent = getattr(config, "layer_types", None) or []
+    recurrent_layers = recurrent.count("linear_attention")
+    attention_layers = config.num_hidden_layers - recurrent_layers
+    weights = config.num_hidden_layers * 3 * config.hidden_size * features + attention_layers * projections
+    weights += config.hidden_size * config.vocab_size
+    if recurrent_layers:
+        weights += recurrent_layers * _delta_rule(config)
+    return 2.0 * weights, 4.0 * attention_layers * width
+
+
+def _delta_rule(config: PreTrainedConfig, block: int = 64) -> int:
+    """Multiplications per token of a layer of the gated delta rule, in blocks."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    heads, width, out = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    projections = config.hidden_size * (2 * keys + 3 * heads * out + 2 * heads)
+    state = 3 * width * out  # read for keys and for queries, and written
+    pairs = block * (2 * width + width + 2 * out)  # products of keys and queries, the inverse's, and the outputs
+    return projections + heads * (state + pairs)
 
 
 def label_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

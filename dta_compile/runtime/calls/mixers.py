@@ -17,7 +17,7 @@ from dta_compile.runtime.attention.layer import AttentionRuntime, provider_of
 from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.path.chunk_shape import Limit
 from dta_compile.runtime.path.interface import AnyRuntime
-from dta_compile.runtime.recurrent.layer import runtime_of
+from dta_compile.runtime.recurrent.providers import runtime_of
 
 __all__ = ["RUNTIMES", "LayerContext", "runtimes_of"]
 
@@ -46,11 +46,15 @@ def _attention(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
     return AttentionRuntime(context.providers[like], context.limits[layer.index])
 
 
+def _recurrence(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
+    return runtime_of(layer, context.device)
+
+
 Make = Callable[[MixerLayer, LayerContext], AnyRuntime]
 
 RUNTIMES: dict[str, Make] = {  # by the name of the mixer
     **dict.fromkeys((mixer.name for mixer in ATTENTION_MIXERS), _attention),
-    **dict.fromkeys((mixer.name for mixer in RECURRENCES), lambda layer, _: runtime_of(layer)),
+    **dict.fromkeys((mixer.name for mixer in RECURRENCES), _recurrence),
 }
 
 

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dta_compile.ops.recurrences.operators import RECURRENCES, Recurrence
+from dta_compile.ops.recurrences.operators import Recurrence
 from dta_compile.ops.recurrences.runs import Runs
-from dta_compile.passes.mixer_layers import MixerLayer
 from dta_compile.runtime.path.chunk_shape import ChunkShape
 from dta_compile.runtime.path.interface import RecurrentInputs, Tensors
 
-__all__ = ["RecurrentLayerRuntime", "runtime_of"]
+__all__ = ["RecurrentLayerRuntime", "runs_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +26,7 @@ class RecurrentLayerRuntime:
     def forward(self, x: RecurrentInputs, depths: Sequence[int]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """See `RecurrentRuntime.forward`."""
         operands = self.recurrence.flat(x.operands)
-        out, kept = self.recurrence.forward(operands, x.constants, x.state, _runs(x.chunk, depths))
+        out, kept = self.recurrence.forward(operands, x.constants, x.state, runs_of(x.chunk, depths))
         return out.reshape(x.operands[self.recurrence.like].shape).contiguous(), [state.clone() for state in kept]
 
     def backward(
@@ -36,18 +35,14 @@ class RecurrentLayerRuntime:
         """See `RecurrentRuntime.backward`."""
         operands = self.recurrence.flat(x.operands)
         of_kept = torch.stack([*state_grads.values()]) if state_grads else x.state.new_zeros((0, *x.state.shape))
-        runs = _runs(x.chunk, list(state_grads))
+        runs = runs_of(x.chunk, list(state_grads))
         grads, of_state = self.recurrence.backward(grad.flatten(0, 1), of_kept, operands, x.constants, x.state, runs)
         pairs = zip(grads, x.operands, strict=True)
         return tuple(found.reshape(operand.shape).contiguous() for found, operand in pairs), of_state
 
 
-def runtime_of(layer: MixerLayer) -> RecurrentLayerRuntime:
-    """How a layer is computed."""
-    return RecurrentLayerRuntime(RECURRENCES[layer.mixer])
-
-
-def _runs(chunk: ChunkShape, depths: Sequence[int]) -> Runs:
+def runs_of(chunk: ChunkShape, depths: Sequence[int]) -> Runs:
+    """The runs of a chunk of which the states at `depths` are kept; made once."""
     kept = tuple(depth - chunk.start for depth in depths)
     if (Runs, kept) not in chunk.derived:
         chunk.derived[Runs, kept] = Runs(chunk.segments, kept)

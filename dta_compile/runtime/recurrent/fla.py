@@ -1,0 +1,242 @@
+"""Recurrences over a chunk by the kernels of flash-linear-attention (package `fla`, tested with 0.6), level by level.
+
+    gated_delta_rule    chunk_gated_delta_rule with a decay by head, chunk_kda with one by channel
+    linear_attention    chunk_simple_gla with a decay by head, chunk_gla with one by channel
+
+A chunk's runs are cut into pieces wherever something continues or a state is kept. A piece's level is one more than
+that of the piece it continues, so that a level is one call with variable lengths: the final states of the level above
+are its initial states. Gradients are autograd's through all levels, computed once more: the kernels derive initial and
+final states, and gradients of states that several pieces begin with are summed.
+
+The kernels compute in blocks of 64 tokens, of which the first one begins with the piece, and give states in float32.
+They want as many heads of queries and keys as of values (from 0.6 on the delta rules take fewer), at most 256 channels
+of keys for a delta rule, and even widths. Inputs in float32 they multiply in TF32, so that these are left to torch.
+
+What stays with torch's operators: selective scans, because mamba_ssm's `selective_scan_fn` takes no initial state and
+does not derive the final one. Short convolutions: `causal_conv1d_fn` takes either states or several sequences in a row;
+fla's own takes both, but torch's operators compute all levels at once. For linear attention, mamba_ssm's
+`mamba_chunk_scan_combined` takes an initial state for every row of a batch, not for every sequence of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.ops.recurrences.operators import Recurrence
+from dta_compile.ops.recurrences.runs import Runs
+from dta_compile.runtime.path.interface import RecurrentInputs, Tensors
+from dta_compile.runtime.recurrent.layer import runs_of
+from dta_compile.runtime.rows.upload import upload
+
+__all__ = ["FlaRuntime", "Kernel", "Pieces", "has_kernel", "installed", "kernel_for", "misfit"]
+
+Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+Numbers = npt.NDArray[np.int64]
+
+TYPES = (torch.bfloat16, torch.float16)
+WIDTHS = 16  # heads are as wide as a multiple of it
+WIDEST_KEY = 256
+KERNELS = {  # by recurrence, and whether the decay is by channel: where it is
+    ("gated_delta_rule", False): ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    ("gated_delta_rule", True): ("fla.ops.kda", "chunk_kda"),
+    ("linear_attention", False): ("fla.ops.simple_gla", "chunk_simple_gla"),
+    ("linear_attention", True): ("fla.ops.gla", "chunk_gla"),
+}
+ARGUMENTS = {"query": "q", "key": "k", "value": "v", "decay": "g", "beta": "beta"}
+OTHERS = {"scale", "initial_state", "output_final_state", "cu_seqlens", "cu_seqlens_cpu"}
+
+
+@functools.cache
+def installed() -> bool:
+    """Whether there is the package."""
+    return importlib.util.find_spec("fla") is not None
+
+
+def has_kernel(recurrence: Recurrence) -> bool:
+    """Whether there is a kernel for it, with any decay."""
+    return (recurrence.name, False) in KERNELS
+
+
+def misfit(operands: Sequence[torch.Tensor]) -> str | None:
+    """What the kernels take instead of a recurrence's operands, if they do not take these."""
+    query, key, value, *_ = operands
+    if value.dtype not in TYPES or query.dtype != value.dtype or key.dtype != value.dtype:
+        return "they take queries, keys and values in bfloat16 or float16"
+    if key.shape[-1] % WIDTHS or value.shape[-1] % WIDTHS or key.shape[-1] > WIDEST_KEY:
+        return f"they take widths of heads that divide by {WIDTHS}, of keys at most {WIDEST_KEY}"
+    return None
+
+
+@functools.cache
+def kernel_for(recurrence: Recurrence, by_channel: bool) -> Kernel | str:
+    """The kernel for a recurrence, or why there is none."""
+    module, name = KERNELS[recurrence.name, by_channel]
+    try:
+        kernel: Kernel = getattr(importlib.import_module(module), name)
+    except Exception as error:  # of the package, or of the Triton that it brings up
+        return f"{module}.{name} cannot be imported: {error!r}"
+    needed = {ARGUMENTS[operand.name] for operand in recurrence.operands} | OTHERS
+    missing = needed - inspect.signature(kernel).parameters.keys()
+    return f"{name} of this version does not have {', '.join(sorted(missing))}" if missing else kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class FlaRuntime:
+    """One recurrent layer, by a kernel for its recurrence."""
+
+    recurrence: Recurrence
+    kernel: Kernel
+    replayable = False
+    key = None
+
+    def forward(self, x: RecurrentInputs, depths: Sequence[int]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """See `RecurrentRuntime.forward`."""
+        with torch.no_grad():
+            out, kept = self._run(x.operands, x.state, x.constants[0], Pieces.of(runs_of(x.chunk, depths)))
+        return out.contiguous(), [state.clone() for state in kept]
+
+    def backward(
+        self, grad: torch.Tensor, x: RecurrentInputs, state_grads: Mapping[int, torch.Tensor]
+    ) -> tuple[Tensors, torch.Tensor]:
+        """See `RecurrentRuntime.backward`."""
+        leaves = [tensor.detach().requires_grad_() for tensor in (*x.operands, x.state)]
+        pieces = Pieces.of(runs_of(x.chunk, list(state_grads)))
+        with torch.enable_grad():
+            out, kept = self._run(tuple(leaves[:-1]), leaves[-1], x.constants[0], pieces)
+            *grads, of_state = torch.autograd.grad((out, *kept), leaves, (grad, *state_grads.values()))
+        return tuple(grads), of_state
+
+    def _run(
+        self, operands: Tensors, initial: torch.Tensor, scale: float, pieces: Pieces
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The output `[1, c, H, V]` and the kept states."""
+        levels, order = pieces.on(initial.device)
+        given = zip(self.recurrence.operands, self._suited(operands), strict=True)
+        parts = {ARGUMENTS[operand.name]: _split(tensor[0], order, levels) for operand, tensor in given}
+        outs: list[torch.Tensor] = []
+        finals: list[torch.Tensor] = []
+        for number, level in enumerate(levels):
+            out, final = self.kernel(
+                **{name: tensors[number][None] for name, tensors in parts.items()},
+                scale=scale,
+                initial_state=initial.expand(level.pieces, *initial.shape)
+                if level.entries is None
+                else finals[-1].index_select(0, level.entries),
+                output_final_state=level.continues,
+                cu_seqlens=level.offsets,
+                cu_seqlens_cpu=level.offsets_on_host,
+            )
+            outs.append(out[0])
+            finals.append(final if final is not None else initial[None][:0])
+        found = torch.cat(outs)
+        if order is not None:
+            found = torch.empty_like(found).index_copy_(0, order, found)
+        return found[None], [finals[number][place] for number, place in pieces.kept]
+
+    def _suited(self, operands: Tensors) -> list[torch.Tensor]:
+        """As many heads of queries and keys as of values; decays that can be added up."""
+        query, key, value, decay, *others = operands
+        share = value.shape[2] // key.shape[2]
+        if share > 1:
+            query, key = (tensor.repeat_interleave(share, 2) for tensor in (query, key))
+        return [query, key, value, decay.to(statistics_dtype(decay.dtype)), *others]
+
+
+class Level(NamedTuple):
+    """Pieces that one call computes.
+
+    Attributes:
+        pieces, tokens: how many there are.
+        offsets, offsets_on_host: `[pieces + 1]`, where the pieces lie behind one another.
+        entries: `[pieces]`, which piece of the level above each continues; None: they begin with the initial state.
+        continues: whether a final state is needed.
+    """
+
+    pieces: int
+    tokens: int
+    offsets: torch.Tensor
+    offsets_on_host: torch.Tensor
+    entries: torch.Tensor | None
+    continues: bool
+
+
+class Pieces:
+    """A forest of runs, cut into pieces wherever something continues or a state is kept; built once.
+
+    Attributes:
+        count: how many there are.
+        kept: of the states that are kept, their level, and which of its pieces ends there.
+    """
+
+    def __init__(self, runs: Runs) -> None:
+        columns = np.array([(s.first, s.last, s.depth, s.parent) for s in runs.segments], np.int64).reshape(-1, 4)
+        first, last, depth, parent = columns.T
+        befores = np.where(parent >= 0, first[parent] + depth - depth[parent] - 1, -1)  # the tokens before the runs
+        kept = np.asarray(runs.kept, np.int64)
+        ends = np.unique(np.concatenate([last, befores[befores >= 0] + 1, kept]))
+        starts = np.concatenate([[0], ends[:-1]])
+        before = starts - 1
+        before[np.searchsorted(starts, first)] = befores
+        above = np.where(before >= 0, np.searchsorted(ends, before + 1), -1)
+        level = _levels(above)
+        order = np.argsort(level, kind="stable")
+        self.count = len(ends)
+        self._bounds = np.searchsorted(level[order], np.arange(level.max(initial=0) + 2))
+        places = np.empty(self.count, np.int64)
+        places[order] = np.arange(self.count) - self._bounds[level[order]]
+        of_kept = np.searchsorted(ends, kept)
+        self.kept = list(zip(level[of_kept].tolist(), places[of_kept].tolist(), strict=True))
+        self._lengths, self._entries = (ends - starts)[order], places[above[order]]
+        self._order = np.concatenate([np.arange(starts[one], ends[one]) for one in order])
+        self._tables: dict[torch.device, tuple[list[Level], torch.Tensor | None]] = {}
+
+    @classmethod
+    def of(cls, runs: Runs) -> Pieces:
+        """Those of some runs, cut once."""
+        return runs.derive(Pieces, lambda: cls(runs))
+
+    def on(self, device: torch.device) -> tuple[list[Level], torch.Tensor | None]:
+        """The levels, and the tokens in their order (None: they are), on a device; copied there once."""
+        if device not in self._tables:
+            in_order = (np.diff(self._order) > 0).all()
+            levels = [self._level(number, device) for number in range(len(self._bounds) - 1)]
+            self._tables[device] = levels, None if in_order else upload(self._order, device)
+        return self._tables[device]
+
+    def _level(self, number: int, device: torch.device) -> Level:
+        some = slice(*self._bounds[number : number + 2].tolist())
+        offsets = np.concatenate([[0], np.cumsum(self._lengths[some])])
+        return Level(
+            some.stop - some.start,
+            int(offsets[-1]),
+            upload(offsets, device),
+            torch.from_numpy(offsets),
+            upload(self._entries[some], device) if number else None,
+            number + 2 < len(self._bounds) or any(level == number for level, _ in self.kept),
+        )
+
+
+def _levels(above: Numbers) -> Numbers:
+    """Levels of pieces, each of which continues an earlier one (-1: none)."""
+    levels: list[int] = []
+    for one in above.tolist():
+        levels.append(levels[one] + 1 if one >= 0 else 0)
+    return np.array(levels, np.int64)
+
+
+def _split(tensor: torch.Tensor, order: torch.Tensor | None, levels: Sequence[Level]) -> Sequence[torch.Tensor]:
+    """The tokens of each level."""
+    ordered = tensor if order is None else tensor.index_select(0, order)
+    parts: Any = ordered.split([level.tokens for level in levels])
+    return parts

@@ -1,0 +1,127 @@
+"""What computes recurrent layers: torch's operators, and on CUDA the kernels of `fla` for the layers that they suit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from dta_compile.ops.recurrences.operators import RECURRENCES, Recurrence
+from dta_compile.passes.mixer_layers import MixerLayer
+from dta_compile.plan.tree.segments import Segment
+from dta_compile.runtime.path.chunk_shape import ChunkShape
+from dta_compile.runtime.path.interface import RecurrentInputs, RecurrentRuntime, Tensors
+from dta_compile.runtime.recurrent import fla
+from dta_compile.runtime.recurrent.layer import RecurrentLayerRuntime, runs_of
+
+__all__ = ["ChosenRuntime", "runtime_of"]
+
+logger = logging.getLogger("dta_compile")
+
+MOST_STATES = 2**27  # elements of states that a chunk's pieces may begin with, which are all held at once
+LARGEST_ERROR = 0.1  # of a kernel, by norms: those of bfloat16 are a few hundredths, those of a wrong kernel about one
+
+Kind = tuple[tuple[torch.device, torch.dtype, tuple[int, ...]], ...]
+
+
+def runtime_of(layer: MixerLayer, device: torch.device) -> RecurrentRuntime:
+    """How a layer is computed."""
+    recurrence = RECURRENCES[layer.mixer]
+    if device.type == "cuda" and fla.installed() and fla.has_kernel(recurrence):
+        return ChosenRuntime(recurrence)
+    return RecurrentLayerRuntime(recurrence)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChosenRuntime:
+    """One recurrent layer, by the kernel of `fla` where it takes the operands and the chunk."""
+
+    recurrence: Recurrence
+    replayable = False
+    key = None
+
+    def forward(self, x: RecurrentInputs, depths: Sequence[int]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """See `RecurrentRuntime.forward`."""
+        return self.choose(x, depths).forward(x, depths)
+
+    def backward(
+        self, grad: torch.Tensor, x: RecurrentInputs, state_grads: Mapping[int, torch.Tensor]
+    ) -> tuple[Tensors, torch.Tensor]:
+        """See `RecurrentRuntime.backward`."""
+        return self.choose(x, list(state_grads)).backward(grad, x, state_grads)
+
+    def choose(self, x: RecurrentInputs, depths: Sequence[int]) -> RecurrentRuntime:
+        """What computes a chunk of which states are kept at `depths`."""
+        kind = tuple((tensor.device, tensor.dtype, tuple(tensor.shape[2:])) for tensor in x.operands)
+        chosen = _chosen(self.recurrence, kind)
+        if isinstance(chosen, RecurrentLayerRuntime):
+            return chosen
+        pieces = fla.Pieces.of(runs_of(x.chunk, depths))
+        fits = pieces.count * x.state.numel() <= MOST_STATES
+        return chosen if fits else RecurrentLayerRuntime(self.recurrence)
+
+
+@functools.cache
+def _chosen(recurrence: Recurrence, kind: Kind) -> RecurrentRuntime:
+    """What computes operands of such a kind; looked into once, and said where it is not the kernel."""
+    found = _by_kernel(recurrence, _example(recurrence, kind))
+    if not isinstance(found, str):
+        return found
+    logger.warning("%s runs by torch's operators, not by the kernels of fla: %s", recurrence.name, found)
+    return RecurrentLayerRuntime(recurrence)
+
+
+def _by_kernel(recurrence: Recurrence, operands: Tensors) -> RecurrentRuntime | str:
+    """The kernel for operands like these, or why it cannot be taken."""
+    if (reason := fla.misfit(operands)) is not None:
+        return reason
+    kernel = fla.kernel_for(recurrence, by_channel=operands[3].dim() == 4)
+    if isinstance(kernel, str):
+        return kernel
+    runtime = fla.FlaRuntime(recurrence, kernel)
+    return _difference(runtime, RecurrentLayerRuntime(recurrence), operands, recurrence) or runtime
+
+
+CHUNK = ChunkShape.of(8, 70, [Segment(0, 70, 80, 8, -1), Segment(70, 80, 80, 8 + 66, 0)])
+DEPTH = 48  # at which its state is kept
+
+
+def _example(recurrence: Recurrence, kind: Kind) -> Tensors:
+    """Operands of a kind for `CHUNK`: unit vectors, weak decays, and betas below one."""
+    found: list[torch.Tensor] = []
+    for operand, (device, dtype, shape) in zip(recurrence.operands, kind, strict=True):
+        noise = torch.rand((1, CHUNK.tokens, *shape), generator=torch.Generator().manual_seed(len(found)))
+        if operand.name == "decay":
+            noise = -noise / 8
+        elif operand.name != "beta":
+            noise = torch.nn.functional.normalize(noise - 0.5, dim=-1)
+        found.append(noise.to(device, dtype))
+    return tuple(found)
+
+
+def _difference(
+    one: RecurrentRuntime, other: RecurrentRuntime, operands: Tensors, recurrence: Recurrence
+) -> str | None:
+    """Why the first runtime cannot be taken, if the second one is right: it raises an error, or differs.
+
+    Some combinations of Triton and GPUs are known to compile kernels wrongly, for which fla raises errors of its own.
+    """
+    state = recurrence.initial(operands) + 0.1
+    x = RecurrentInputs(operands, (1.0,), state, CHUNK)
+    try:
+        found, expected = (_results(runtime, x) for runtime in (one, other))
+    except Exception as error:
+        return f"they fail with {error!r}"
+    pairs = zip(found, expected, strict=True)
+    errors = [((mine.float() - right).norm() / right.norm()).item() for mine, right in pairs]
+    return None if all(error < LARGEST_ERROR for error in errors) else f"their errors are {errors}"
+
+
+def _results(runtime: RecurrentRuntime, x: RecurrentInputs) -> Tensors:
+    """Output, kept state and gradients."""
+    out, kept = runtime.forward(x, [DEPTH])
+    grads, of_state = runtime.backward(torch.ones_like(out), x, {DEPTH: torch.ones_like(x.state)})
+    return out, *kept, *grads, of_state

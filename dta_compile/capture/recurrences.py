@@ -57,9 +57,9 @@ def refuse_final_states(module: fx.GraphModule) -> None:
 
 
 def _take(given: Given, *names: str) -> Any:
-    """The argument that has one of these names; None if it was left out."""
+    """The argument that has one of these names; None if it was left out, or is None or False."""
     for name in names:
-        if given.get(name) is not None:
+        if given.get(name) is not None and given[name] is not False:
             return given[name]
     return None
 
@@ -87,7 +87,7 @@ def causal_convolution(
     return (out if bias is None else out + bias.to(out.dtype)).transpose(1, 2)
 
 
-def _causal_conv1d(given: Given) -> torch.Tensor:
+def _causal_conv1d(given: Given) -> Any:
     """`[B, D, S]` convolved channel by channel, with a bias and an activation."""
     value, weight, bias = _take(given, "x", "hidden_states"), _take(given, "weight"), _take(given, "bias")
     segments = _segments(given, value.shape[0], value.shape[2])
@@ -99,7 +99,10 @@ def _causal_conv1d(given: Given) -> torch.Tensor:
         from transformers.activations import ACT2FN
 
         out = ACT2FN[activation](out)
-    return out.to(value.dtype)
+    out = out.to(value.dtype)
+    if not _take(given, "return_final_states"):
+        return out
+    return out, FINAL_STATE(value, [value.shape[0], value.shape[1], weight.shape[1] - 1])
 
 
 def _normalised(value: torch.Tensor) -> torch.Tensor:
@@ -165,6 +168,8 @@ def _selective_scan(given: Given) -> Any:
     """Mamba-1's scan over `[B, D, S]`."""
     value, matrix = _take(given, "u", "hidden_states"), _take(given, "A")
     entry, reading, skip, gate = (_take(given, name) for name in ("B", "C", "D", "z"))
+    if value.dim() != 3 or entry.dim() != 3 or reading.dim() != 3:
+        return NotImplemented  # of groups, or the same for all tokens
     bias = _take(given, "delta_bias")
     step = _steps(given, _take(given, "delta", "dt"), None if bias is None else bias[..., None])
     own, step, entry, reading = (_wide(one.transpose(1, 2)) for one in (value, step, entry, reading))
@@ -188,12 +193,11 @@ def _chunk_scan_like_input(given: Given) -> Any:
     return _chunk_scan(given, None)
 
 
-# By name. Arguments that continue a state or that we have no word for: with one of them a call is the function's own.
 MEANINGS: dict[str, Callable[[Given], Any]] = {
     "causal_conv1d_fn": _causal_conv1d,
+    "chunk_delta_rule": _delta_rule,
     "chunk_gated_delta_rule": _delta_rule,
     "chunk_gla": _gated_linear_attention,
-    "chunk_delta_rule": _delta_rule,
     "chunk_kda": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
     "chunk_simple_gla": _gated_linear_attention,
@@ -206,8 +210,20 @@ MEANINGS: dict[str, Callable[[Given], Any]] = {
     "selective_scan_fn": _selective_scan,
     "torch_chunk_gated_delta_rule": _delta_rule,
 }
-CONTINUES = ("initial_state", "initial_states", "return_final_states_out", "head_first", "A_log", "g_gamma", "gv")
+# What meanings take into account, and what says how to compute. With anything but its default in another argument, a
+# call is the function's own: one that continues a state, for instance.
 HANDS_OVER = ("output_final_state", "return_final_states", "return_last_state")
+UNDERSTOOD = frozenset(
+    [
+        *("A", "B", "C", "D", "activation", "beta", "bias", "cu_seqlens", "cu_seq_lens_q", "delta", "delta_bias"),
+        *("delta_softplus", "dt", "dt_bias", "dt_limit", "dt_softplus", "g", "gk", "hidden_states", "k", "key", "q"),
+        *("query", "scale", "seq_idx", "u", "use_qk_l2norm_in_kernel", "v", "value", "weight", "x", "z"),
+        *HANDS_OVER,
+    ]
+)
+WITHOUT_MEANING = frozenset(
+    ("chunk_indices", "chunk_size", "cu_seqlens_cpu", "seq_lens_cpu", "use_associative_scan", "use_mambapy")
+)
 # Modules by how their names begin, and what of the above they define.
 PACKAGES = {
     "transformers.models.": None,
@@ -233,20 +249,35 @@ _known: set[types.FunctionType] = set()
 
 def _keep_function(original: types.FunctionType, meaning: Callable[[Given], Any]) -> None:
     own = copy_of(original)
-    names = tuple(inspect.signature(original).parameters)
+    vars(own).update(vars(original))  # that it is not to be traced, perhaps
+    parameters = inspect.signature(original).parameters.values()
+    names = tuple(one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD)
+    defaults = {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
+    # transformers passes on what a function has a name for; others may take more than they name.
+    takes_others = not original.__module__.startswith("transformers")
+
+    def is_understood(given: Given) -> bool:
+        for name in given:
+            if name in UNDERSTOOD or name in WITHOUT_MEANING or given[name] is defaults.get(name):
+                continue
+            if name in names or takes_others:
+                return False
+        return True
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         if not traces_for_this_backend():
             return own(*args, **kwargs)
-        given = dict(zip(names, args, strict=False))
-        given.update(kwargs)
-        if _take(given, *CONTINUES) is not None:
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        if meaning is _of_parts:
+            return None
+        hands_over = _take(given, *HANDS_OVER)
+        if not is_understood(given) or (hands_over and not torch.is_grad_enabled()):
             return own(*args, **kwargs)
-        if _take(given, *HANDS_OVER) and not torch.is_grad_enabled():
-            return own(*args, **kwargs)
-        return meaning(given)
+        found = meaning(given)
+        return own(*args, **kwargs) if found is NotImplemented else found
 
-    torch._dynamo.substitute_in_graph(original, skip_signature_check=True)(functools.wraps(original)(traced))
+    traced = functools.wraps(original, updated=())(traced)
+    torch._dynamo.substitute_in_graph(original, skip_signature_check=True)(traced)
 
 
 for _name, _module in list(sys.modules.items()):

@@ -196,9 +196,7 @@ def _linear_attention(
     operands: Tensors, numbers: tuple[float, ...], initial: torch.Tensor, runs: Runs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     query, key, value, decay, beta = (*operands, None)[:5]
-    return linear_attention.forward(
-        query, key, value, decay, beta, numbers[0], initial, _blocks(runs, _most(decay))
-    )
+    return linear_attention.forward(query, key, value, decay, beta, numbers[0], initial, _blocks(runs))
 
 
 def _linear_attention_backward(
@@ -210,16 +208,10 @@ def _linear_attention_backward(
     runs: Runs,
 ) -> tuple[Tensors, torch.Tensor]:
     query, key, value, decay, beta = (*operands, None)[:5]
-    blocks = _blocks(runs, _most(decay))
     *grads, of_state = linear_attention.backward(
-        grad, of_kept, query, key, value, decay, beta, numbers[0], initial, blocks
+        grad, of_kept, query, key, value, decay, beta, numbers[0], initial, _blocks(runs)
     )
     return tuple(grads[: len(operands)]), of_state
-
-
-def _most(decay: torch.Tensor) -> int:
-    """Tokens of a block: pairs of them are held channel by channel where each has a decay of its own."""
-    return 16 if decay.dim() == 3 else 64
 
 
 def _selective_scan(

@@ -254,6 +254,64 @@ def test_float32_is_accurate_over_many_blocks(decay):
             assert error < 1e-5
 
 
+def check_precision(forward, backward, reference, operands):
+    """Errors in float32 of results and gradients: at most twice those of the reference's, and a few roundings."""
+    narrow = narrowed(operands, torch.float)
+    grads = [torch.randn_like(one) for one in forward(*narrow)]
+
+    def differentiated(dtype):
+        given = narrowed(narrow, dtype)
+        leaves = [one.requires_grad_() for one in given if isinstance(one, torch.Tensor)]
+        found = reference(*given)
+        return [*found, *torch.autograd.grad(found, leaves, [one.to(dtype) for one in grads])]
+
+    exact, plain = differentiated(torch.double), differentiated(torch.float)
+    actual = [*forward(*narrow), *(one for one in backward(*grads, *narrow) if one is not None)]
+    for one, other, expected in zip(actual, plain, exact, strict=True):
+        error, theirs = ((found - expected).abs().max() / expected.abs().max() for found in (one, other))
+        assert error <= 2 * theirs + 4 * torch.finfo(torch.float).eps
+
+
+@pytest.mark.parametrize("strength", [0.1, 20.0])
+@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.parametrize("has_beta", [True, False])
+def test_linear_attention_is_as_precise_as_token_by_token(decay, has_beta, strength):
+    """Also where decays are strong, and their gradients small against those of single products."""
+    torch.manual_seed(0)
+    query, key, *others = attention_operands(150, decay=decay, has_beta=has_beta, strength=strength)
+    unit = [torch.nn.functional.normalize(one, dim=-1) for one in (query, key)]
+    forest = [segment(0, 100, []), segment(100, 50, [segment(0, 100, [])], 0, 90)]
+    blocks = Blocks(forest, [100])
+    check_precision(
+        lambda *given: linear_attention.forward(*given, blocks),
+        lambda *given: linear_attention.backward(*given, blocks),
+        lambda *given: delta_rule(*given, forest, [100]),
+        (*unit, *others, 1.0, normal(HEADS, KEYS, VALUES)),
+    )
+
+
+@pytest.mark.parametrize("strength", [0.1, 20.0])
+def test_selective_scans_are_as_precise_as_token_by_token(strength):
+    torch.manual_seed(0)
+    forest, blocks = [segment(0, 100, [])], Blocks([segment(0, 100, [])], [100], 16)
+    x, B, C, initial = (normal(*size) for size in ((100, CHANNELS), (100, STATES), (100, STATES), (CHANNELS, STATES)))
+    check_precision(
+        lambda *given: selective_scan.forward(*given, blocks),
+        lambda *given: selective_scan.backward(*given, blocks),
+        lambda *given: scan(*given, forest, [100]),
+        (x, uniform(100, CHANNELS), uniform(CHANNELS, STATES, scale=-strength), B, C, initial),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_convolutions_are_rounded_once(dtype):
+    ancestors = Ancestors(branches(9, [9, 7, 2], 3), 4, [5])
+    low = narrowed((normal(21, CHANNELS), normal(CHANNELS, 4), normal(3, CHANNELS)), dtype)
+    out, kept = short_convolution.forward(*low, ancestors)
+    expected = short_convolution.forward(*narrowed(low, torch.float), ancestors)
+    torch.testing.assert_close((out, kept), tuple(one.to(dtype) for one in expected), rtol=0, atol=0)
+
+
 def test_low_precision_is_computed_in_float32():
     operands = (*attention_operands(40), 1.0, normal(HEADS, KEYS, VALUES))
     blocks = Blocks([segment(0, 40, [])], [40])

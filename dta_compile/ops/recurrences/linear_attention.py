@@ -19,7 +19,15 @@ from __future__ import annotations
 import torch
 
 from dta_compile.ops.recurrences.blocks import Blocks, Step
-from dta_compile.ops.recurrences.pairwise_decay import ByChannel, ByHead, sum_heads, times
+from dta_compile.ops.recurrences.pairwise_decay import (
+    ByChannel,
+    ByHead,
+    sum_after,
+    sum_before,
+    sum_from,
+    sum_heads,
+    times,
+)
 from dta_compile.ops.recurrences.states import (
     add_at_entries,
     at_entries,
@@ -104,15 +112,15 @@ class _Call:
         self.key, self.value = self.heads_first(key), self.heads_first(value)
         self.has_decay, self.by_channel = decay is not None, decay is not None and decay.dim() == 3
         if decay is None:
-            total = self.value.new_zeros((*self.value.shape[:-1], 1))
+            decays = self.value.new_zeros((*self.value.shape[:-1], 1))
         else:
-            total = self.heads_first(decay if decay.dim() == 3 else decay[..., None]).cumsum(2)
+            decays = self.heads_first(decay if decay.dim() == 3 else decay[..., None])
         pairs = ByChannel if self.by_channel else ByHead
-        self.pairs = pairs.of(self.query, self.key, total, beta is not None)
-        self.decay = total.exp()
+        self.pairs = pairs.of(self.query, self.key, decays, beta is not None)
+        self.decay = decays.cumsum(2).exp_()
         self.read = times(self.query, self.decay)  # with it outputs read the state before the block
         self._prepare_updates(beta)
-        self._prepare_exits(total)
+        self._prepare_exits(decays)
 
     def heads_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """`[c, H, ...]` as `[n, H, L, ...]`."""
@@ -134,14 +142,13 @@ class _Call:
             self.base = self.update.clone()
             self.erase = self.inverse @ times(self.key, self.decay * self.beta)
 
-    def _prepare_exits(self, total: torch.Tensor) -> None:
+    def _prepare_exits(self, decays: torch.Tensor) -> None:
         """What exits take from the state before the block, `[E, H, 1 or K]`, and from its tokens `[E, H, L, K]`."""
-        tables = self.blocks.on(total.device)
-        until = total[tables.sources, :, tables.lasts]
-        later = torch.arange(total.shape[2], device=total.device) > tables.lasts[:, None]
-        self.to_exit = (until[:, :, None] - self.of_sources(total)).masked_fill_(later[:, None, :, None], float("-inf"))
-        self.to_exit.exp_()
-        self.through, self.write = until.exp(), times(self.of_sources(self.key), self.to_exit)
+        tables = self.blocks.on(decays.device)
+        self.later = (torch.arange(decays.shape[2], device=decays.device) > tables.lasts[:, None])[:, None, :, None]
+        self.to_exit = sum_after(self.of_sources(decays).masked_fill(self.later, 0)).exp_().masked_fill_(self.later, 0)
+        self.through = self.decay[tables.sources, :, tables.lasts]
+        self.write = times(self.of_sources(self.key), self.to_exit)
 
     def of_sources(self, tensor: torch.Tensor) -> torch.Tensor:
         """`[n, ...]` by block as `[E, ...]` by exit."""
@@ -231,8 +238,7 @@ class _Call:
             of_total -= self._to_decay(product.mul_(self.beta))
             key = right.mul_(self.beta)
             of_value = of_value.mul_(self.beta)
-        of_query, of_key, of_pairs = self.pairs.backward(of_keys, of_products)
-        of_total += of_pairs
+        of_query, of_key, of_decays = self.pairs.backward(of_keys, of_products)
         of_query += sum_heads(of_read.mul_(self.decay), groups)
         if key is not None:
             of_key -= sum_heads(key, groups)
@@ -240,9 +246,10 @@ class _Call:
         of_decay = None
         if self.has_decay:
             product = self._to_decay(of_write.mul_(self.write))
-            of_total[tables.sources, :, tables.lasts] += product.sum(2) + of_through * self.through
-            self.add_sources(of_total, product.neg_())
-            found = self.heads_last(of_total.flip(2).cumsum(2).flip(2))
+            of_total[tables.sources, :, tables.lasts] += of_through * self.through
+            of_decays += sum_from(of_total)
+            self.add_sources(of_decays, sum_before(product).masked_fill_(self.later, 0))
+            found = self.heads_last(of_decays)
             of_decay = found if self.by_channel else found[..., 0]
         return (
             self.heads_last(of_query.mul_(self.scale)),

@@ -200,7 +200,7 @@ def _linear_attention(
     operands: Tensors, numbers: tuple[float, ...], initial: torch.Tensor, runs: Runs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     query, key, value, decay, *beta = operands
-    blocks = _blocks(runs, _most(decay))
+    blocks = _blocks(runs)
     return linear_attention.forward(query, key, value, decay, beta[0] if beta else None, numbers[0], initial, blocks)
 
 
@@ -213,16 +213,11 @@ def _linear_attention_backward(
     runs: Runs,
 ) -> tuple[Tensors, torch.Tensor]:
     query, key, value, decay, *beta = operands
-    of_beta, blocks = beta[0] if beta else None, _blocks(runs, _most(decay))
+    of_beta, blocks = beta[0] if beta else None, _blocks(runs)
     *grads, of_state = linear_attention.backward(
         grad, of_kept, query, key, value, decay, of_beta, numbers[0], initial, blocks
     )
     return tuple(found for found in grads if found is not None), of_state
-
-
-def _most(decay: torch.Tensor) -> int:
-    """Tokens of a block: pairs of them are held channel by channel where each has a decay of its own."""
-    return 16 if decay.dim() == 3 else 64
 
 
 def _selective_scan(

@@ -72,18 +72,20 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output `[c, D]` of x `[c, D]` and weight `[D, k]`, and the kept states `[kept, k - 1, D]`."""
     with torch.no_grad():
+        dtype = torch.promote_types(x.dtype, torch.float32)
         count, rows = ancestors.width - 1, torch.cat([initial.to(x.dtype), x])
-        taps = weight.t().to(x.dtype).contiguous()  # [k, D]; the last one is for the token itself
-        out = x * taps[count]
+        taps = weight.t().to(dtype).contiguous()  # [k, D]; the last one is for the token itself
+        wide = rows.to(dtype)
+        out = wide[count:] * taps[count]
         for number in range(count):
-            out.addcmul_(rows[number : number + ancestors.tokens], taps[number])
+            out.addcmul_(wide[number : number + ancestors.tokens], taps[number])
         others, above, kept = ancestors.on(x.device)
         if count and len(others):
-            own = x.index_select(0, others) * taps[count]
+            own = wide.index_select(0, count + others) * taps[count]
             for number in range(count):
-                own.addcmul_(rows.index_select(0, above[count - 1 - number]), taps[number])
+                own.addcmul_(wide.index_select(0, above[count - 1 - number]), taps[number])
             out.index_copy_(0, others, own)
-        return out, rows.index_select(0, kept.flatten()).view(*kept.shape, x.shape[1])
+        return out.to(x.dtype), rows.index_select(0, kept.flatten()).view(*kept.shape, x.shape[1])
 
 
 def backward(

@@ -45,7 +45,7 @@ def _final_state_fake(value: torch.Tensor, shape: list[int]) -> torch.Tensor:
 
 def refuse_final_states(module: fx.GraphModule) -> None:
     """Raise for a graph that trains and hands over the states after its last tokens."""
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.dta.final_state):
+    for node in module.graph.find_nodes(op="call_function", target=FINAL_STATE):
         raise RefusalError(
             "a call that trains returns the state of a recurrent mixer (a cache), which a prefix tree has at no one"
             " place",

@@ -37,7 +37,8 @@ def uses_kv_cache(module: fx.GraphModule) -> bool:
 
 
 def _reads_cache(mixer: Mixer, call: fx.Node) -> bool:
-    dim = mixer.token_dim - len(mixer.dims)  # from the end: functions may take operands without batch or heads
+    # From the end where functions take operands without batch or heads; those of recurrences may lack the last ones.
+    dim = mixer.token_dim - (0 if mixer.running_state else len(mixer.dims))
     lengths = {
         expression(_operand(call, index, operand).meta["example_value"].shape[dim])
         for index, operand in enumerate(mixer.operands)

@@ -79,7 +79,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**ATTENTION, "layer_types": ["conv", "full_attention", "conv"], **EXPERTS, "num_dense_layers": 1},
     ),
     "granitemoehybrid": ("GraniteMoeHybridConfig", {**GRANITE, "num_local_experts": 0}),
-    "granitemoehybrid_experts": ("GraniteMoeHybridConfig", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoehybrid_experts": (
+        "GraniteMoeHybridConfig",
+        {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "mamba2": ("Mamba2Config", {**MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 16}),
     "mamba": ("MambaConfig", {**MAMBA, "time_step_rank": 4}),
     "falcon_mamba": ("FalconMambaConfig", {**MAMBA, "time_step_rank": 4}),

@@ -92,7 +92,9 @@ class Mixer(nn.Module):
     def mixed(self, y, segments):
         value = self.value(y)
         if self.kind == "c":
-            return convolution(value, self.weight) if self.plain else OPS.short_convolution(value, self.weight, segments)
+            return (
+                convolution(value, self.weight) if self.plain else OPS.short_convolution(value, self.weight, segments)
+            )
         if self.kind == "s":
             operands = value, F.softplus(self.step(y)), -self.matrix.exp(), self.entry(y), self.reading(y)
             return scan(*operands) if self.plain else OPS.selective_scan(*operands, segments)

@@ -112,7 +112,8 @@ def _define(recurrence: Recurrence) -> None:
     def call(*arguments: Any) -> torch.Tensor:
         given, segments, constants = arguments[:count], arguments[count], arguments[count + 1 :]
         flat = recurrence.flat(given)
-        out, _ = recurrence.forward(flat, constants, recurrence.initial(given), runs(given, segments))
+        with torch.autocast(flat[0].device.type, enabled=False):
+            out, _ = recurrence.forward(flat, constants, recurrence.initial(given), runs(given, segments))
         return out.reshape(given[recurrence.like].shape).contiguous()
 
     def call_backward(grad: torch.Tensor, *arguments: Any) -> Tensors:
@@ -120,7 +121,8 @@ def _define(recurrence: Recurrence) -> None:
         flat, initial = recurrence.flat(given), recurrence.initial(given)
         of_kept = initial.new_zeros((0, *initial.shape))
         over = runs(given, segments)
-        grads, _ = recurrence.backward(grad.flatten(0, 1), of_kept, flat, constants, initial, over)
+        with torch.autocast(flat[0].device.type, enabled=False):
+            grads, _ = recurrence.backward(grad.flatten(0, 1), of_kept, flat, constants, initial, over)
         return tuple(
             found.to(value.dtype).reshape(value.shape).contiguous() for found, value in zip(grads, given, strict=True)
         )

@@ -57,7 +57,7 @@ def _our_recurrences(module: types.ModuleType) -> Iterator[None]:
     """A modelling file of transformers with its recurrences computed by ours, on the dense batch."""
 
     def ours(name: str, names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
-        return MEANINGS[name]({**dict(zip(names, args, strict=False)), **kwargs})
+        return MEANINGS[name].compute({**dict(zip(names, args, strict=False)), **kwargs})
 
     theirs = {name: function for name, function in vars(module).items() if name in MEANINGS}
     for name, function in theirs.items():

@@ -14,7 +14,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
@@ -47,12 +47,13 @@ def refuse_final_states(module: fx.GraphModule) -> None:
     """Raise for a graph that trains and hands over the states after its last tokens."""
     for node in module.graph.find_nodes(op="call_function", target=FINAL_STATE):
         raise RefusalError(
-            "a call that trains returns the state of a recurrent mixer (a cache), which a prefix tree has at no one"
-            " place",
+            "a call that takes gradients returns the state of a recurrent mixer (a cache), which a prefix tree has at"
+            " no one place",
             where=where(node),
             expected="no cache",
             got="output_final_state=True",
-            hint="pass use_cache=False while training (transformers: model.config.use_cache = False)",
+            hint="pass use_cache=False while training (transformers: model.config.use_cache = False), or call it under"
+            " torch.no_grad()",
         )
 
 
@@ -118,6 +119,7 @@ def _delta_rule(given: Given) -> Any:
     if _take(given, "use_qk_l2norm_in_kernel"):
         query, key = _normalised(query), _normalised(key)
     scale = key.shape[-1] ** -0.5 if scale is None else scale
+    beta = torch.ones_like(value[..., 0]) if beta is None else beta
     decay = torch.zeros_like(beta) if decay is None else decay
     segments = _segments(given, value.shape[0], value.shape[1])
     out = torch.ops.dta.gated_delta_rule(query, key, value, _wide(decay), beta, segments, scale)
@@ -129,7 +131,7 @@ def _delta_rule(given: Given) -> Any:
 def _gated_linear_attention(given: Given) -> Any:
     """Linear attention with a decay by head or by channel."""
     query, key, value = _take(given, "q", "query"), _take(given, "k", "key"), _take(given, "v", "value")
-    decay, scale = _take(given, "g", "gk"), _take(given, "scale")
+    decay, scale = _take(given, "g"), _take(given, "scale")
     scale = key.shape[-1] ** -0.5 if scale is None else scale
     decay = torch.zeros_like(value[..., 0]) if decay is None else decay
     segments = _segments(given, value.shape[0], value.shape[1])
@@ -140,7 +142,8 @@ def _gated_linear_attention(given: Given) -> Any:
 
 def _steps(given: Given, step: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The steps of a discretised recurrence."""
-    step = step if bias is None else step + bias.to(step.dtype)
+    step = _wide(step)
+    step = step if bias is None else step + bias
     step = F.softplus(step) if _take(given, "dt_softplus", "delta_softplus") else step
     limits = _take(given, "dt_limit")
     return step if limits is None else step.clamp(limits[0], limits[1])
@@ -150,7 +153,7 @@ def _chunk_scan(given: Given, dtype: torch.dtype | None = torch.float32) -> Any:
     """Mamba-2's scan over `[B, S, H, P]`: linear attention, whose values are scaled by the steps."""
     value, matrix = _take(given, "x", "hidden_states"), _take(given, "A")
     entry, reading, skip, gate = (_take(given, name) for name in ("B", "C", "D", "z"))
-    step = _wide(_steps(given, _take(given, "dt"), _take(given, "dt_bias")))
+    step = _steps(given, _take(given, "dt"), _take(given, "dt_bias"))
     segments = _segments(given, value.shape[0], value.shape[1])
     wide = _wide(value)
     out = torch.ops.dta.linear_attention(reading, entry, wide * step[..., None], _wide(matrix) * step, segments, 1.0)
@@ -184,72 +187,87 @@ def _selective_scan(given: Given) -> Any:
     return out, FINAL_STATE(value, [value.shape[0], value.shape[1], entry.shape[2]])
 
 
-def _of_parts(given: Given) -> None:
-    """A fused function that transformers calls first: none, so that it goes on with the parts."""
-    return None
-
-
 def _chunk_scan_like_input(given: Given) -> Any:
     return _chunk_scan(given, None)
 
 
-MEANINGS: dict[str, Callable[[Given], Any]] = {
-    "causal_conv1d_fn": _causal_conv1d,
-    "chunk_delta_rule": _delta_rule,
-    "chunk_gated_delta_rule": _delta_rule,
-    "chunk_gla": _gated_linear_attention,
-    "chunk_kda": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
-    "chunk_simple_gla": _gated_linear_attention,
-    "fused_recurrent_gated_delta_rule": _delta_rule,
-    "mamba2_chunk_scan": _chunk_scan,
-    "mamba2_split_conv1d_scan_combined": _of_parts,
-    "mamba_chunk_scan_combined": _chunk_scan_like_input,
-    "mamba_inner_fn": _of_parts,
-    "mamba_selective_scan": _selective_scan,
-    "selective_scan_fn": _selective_scan,
-    "torch_chunk_gated_delta_rule": _delta_rule,
-}
-# What meanings take into account, and what says how to compute. With anything but its default in another argument, a
-# call is the function's own: one that continues a state, for instance.
+class Meaning(NamedTuple):
+    """What a function computes, and the arguments that this takes into account: with anything but its default in
+    another one, a call is the function's own."""
+
+    compute: Callable[[Given], Any]
+    understood: frozenset[str]
+
+
+def _meaning(compute: Callable[[Given], Any], *understood: str) -> Meaning:
+    return Meaning(compute, frozenset(understood) | WITHOUT_MEANING)
+
+
 HANDS_OVER = ("output_final_state", "return_final_states", "return_last_state")
-UNDERSTOOD = frozenset(
-    [
-        *("A", "B", "C", "D", "activation", "beta", "bias", "cu_seqlens", "cu_seq_lens_q", "delta", "delta_bias"),
-        *("delta_softplus", "dt", "dt_bias", "dt_limit", "dt_softplus", "g", "gk", "hidden_states", "k", "key", "q"),
-        *("query", "scale", "seq_idx", "u", "use_qk_l2norm_in_kernel", "v", "value", "weight", "x", "z"),
-        *HANDS_OVER,
-    ]
-)
-WITHOUT_MEANING = frozenset(
+WITHOUT_MEANING = frozenset(  # for what is computed
     ("chunk_indices", "chunk_size", "cu_seqlens_cpu", "seq_lens_cpu", "use_associative_scan", "use_mambapy")
 )
-# Modules by how their names begin, and what of the above they define.
-PACKAGES = {
-    "transformers.models.": None,
-    "transformers_modules.": None,
-    "fla.ops.": None,
-    "mamba_ssm.ops.": ("mamba_chunk_scan_combined", "selective_scan_fn"),
-    "causal_conv1d.": None,
+_QKV = ("q", "k", "v", "query", "key", "value", "g", "scale", "cu_seqlens", "output_final_state")
+_DELTA_RULE = _meaning(_delta_rule, *_QKV, "beta", "use_qk_l2norm_in_kernel")
+_CHUNK_SCAN = ("x", "hidden_states", "dt", "A", "B", "C", "D", "z", "dt_bias", "dt_softplus", "dt_limit")
+_SELECTIVE_SCAN = ("u", "hidden_states", "delta", "dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus")
+
+MEANINGS: dict[str, Meaning] = {
+    "causal_conv1d_fn": _meaning(
+        _causal_conv1d, "x", "hidden_states", "weight", "bias", "activation", "seq_idx", "return_final_states"
+    ),
+    "chunk_delta_rule": _DELTA_RULE,
+    "chunk_gated_delta_rule": _DELTA_RULE,
+    "chunk_gla": _meaning(_gated_linear_attention, *_QKV),
+    "chunk_kda": _DELTA_RULE,
+    "chunk_kimi_delta_attention": _DELTA_RULE,
+    "chunk_simple_gla": _meaning(_gated_linear_attention, *_QKV),
+    "fused_recurrent_gated_delta_rule": _DELTA_RULE,
+    "mamba2_chunk_scan": _meaning(_chunk_scan, *_CHUNK_SCAN, "seq_idx", "return_final_states"),
+    "mamba_chunk_scan_combined": _meaning(_chunk_scan_like_input, *_CHUNK_SCAN, "seq_idx", "return_final_states"),
+    "mamba_selective_scan": _meaning(_selective_scan, *_SELECTIVE_SCAN, "return_last_state"),
+    "selective_scan_fn": _meaning(_selective_scan, *_SELECTIVE_SCAN, "return_last_state"),
+    "torch_chunk_gated_delta_rule": _DELTA_RULE,
 }
-
-
-def _keep(module: types.ModuleType) -> None:
-    """Have Dynamo trace the meaning of a module's functions, where it traces for this backend."""
-    names = next((known for start, known in PACKAGES.items() if module.__name__.startswith(start)), ())
-    for name in MEANINGS if names is None else names:
-        original = vars(module).get(name)
-        if isinstance(original, types.FunctionType) and original not in _known:
-            _known.add(original)
-            _keep_function(original, MEANINGS[name])
-
+# Fused functions that transformers calls first, and goes on with the parts where there is none.
+FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
+# Modules by how their names begin.
+TRANSFORMERS = "transformers.models."
+PACKAGES = (TRANSFORMERS, "transformers_modules.", "fla.ops.", "mamba_ssm.ops.", "causal_conv1d.")
 
 _known: set[types.FunctionType] = set()
 
 
-def _keep_function(original: types.FunctionType, meaning: Callable[[Given], Any]) -> None:
+def _keep(module: types.ModuleType) -> None:
+    """Have Dynamo trace the meaning of the functions that a module defines, where it traces for this backend."""
+    for name, original in list(vars(module).items()):
+        is_fused = name in FUSED and module.__name__.startswith(TRANSFORMERS)
+        if name not in MEANINGS and not is_fused:
+            continue
+        is_own = isinstance(original, types.FunctionType) and original.__module__ == module.__name__
+        if is_own and original not in _known:
+            _known.add(original)
+            _substitute(original, _absent if is_fused else _traced(original, MEANINGS[name]))
+
+
+def _substitute(original: types.FunctionType, traced: Callable[..., Any]) -> None:
     own = copy_of(original)
     vars(own).update(vars(original))  # that it is not to be traced, perhaps
+
+    @functools.wraps(original, updated=())
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        found = traced(*args, **kwargs) if traces_for_this_backend() else NotImplemented
+        return own(*args, **kwargs) if found is NotImplemented else found
+
+    torch._dynamo.substitute_in_graph(original, skip_signature_check=True)(chosen)
+
+
+def _absent(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _traced(original: types.FunctionType, meaning: Meaning) -> Callable[..., Any]:
+    """What is traced for a function; where the call is the function's own, it gives `NotImplemented`."""
     parameters = inspect.signature(original).parameters.values()
     names = tuple(one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD)
     defaults = {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
@@ -258,29 +276,23 @@ def _keep_function(original: types.FunctionType, meaning: Callable[[Given], Any]
 
     def is_understood(given: Given) -> bool:
         for name in given:
-            if name in UNDERSTOOD or name in WITHOUT_MEANING or given[name] is defaults.get(name):
+            if name in meaning.understood or given[name] is defaults.get(name):
                 continue
             if name in names or takes_others:
                 return False
         return True
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        if not traces_for_this_backend():
-            return own(*args, **kwargs)
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        if meaning is _of_parts:
-            return None
         hands_over = _take(given, *HANDS_OVER)
         if not is_understood(given) or (hands_over and not torch.is_grad_enabled()):
-            return own(*args, **kwargs)
-        found = meaning(given)
-        return own(*args, **kwargs) if found is NotImplemented else found
+            return NotImplemented
+        return meaning.compute(given)
 
-    traced = functools.wraps(original, updated=())(traced)
-    torch._dynamo.substitute_in_graph(original, skip_signature_check=True)(traced)
+    return traced
 
 
 for _name, _module in list(sys.modules.items()):
-    if _name.startswith(tuple(PACKAGES)) and isinstance(_module, types.ModuleType):
+    if _name.startswith(PACKAGES) and isinstance(_module, types.ModuleType):
         _keep(_module)
-registration.when_any_loaded(tuple(PACKAGES), _keep)
+registration.when_any_loaded(PACKAGES, _keep)

@@ -122,13 +122,13 @@ class RecurrentLayer(MixerLayer):
         running: the state.
         mask: which tokens are of which sequence, where the call says so.
         silencers: tensors of one number a token; at tokens where one of them is zero, a state of zero stays zero.
-        padding: those of them that are padding masks, integers that the call is given.
+        padding: those of them that are padding masks, each after the input that it is.
     """
 
     running: RunningSpec
     mask: AttentionMask | None
     silencers: frozenset[fx.Node]
-    padding: frozenset[fx.Node]
+    padding: frozenset[tuple[fx.Node, fx.Node]]
 
     @property
     def leaves(self) -> set[fx.Node]:

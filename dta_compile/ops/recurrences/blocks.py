@@ -35,7 +35,6 @@ class Step(NamedTuple):
         exits: the numbers of their exits as states, which count from 1.
         entries: the numbers of their entries as states, if consecutive; a single one if `shared`; else None.
         shared: all blocks have the same entry.
-        distinct: all blocks have different entries.
         one_exit_each: exit for exit, the block is the next one.
     """
 
@@ -43,7 +42,6 @@ class Step(NamedTuple):
     exits: slice
     entries: slice | None
     shared: bool
-    distinct: bool
     one_exit_each: bool
 
     @property
@@ -176,7 +174,6 @@ class Blocks:
             exits,
             slice(low, low + 1) if shared else slice(low, low + number) if consecutive else None,
             shared,
-            consecutive or len(np.unique(entries)) == number,
             len(sources) == number and bool((sources == np.arange(blocks.start, blocks.stop)).all()),
         )
 
@@ -193,7 +190,7 @@ class Blocks:
                 np.argsort(self._lasts, kind="stable"),
                 self._kept,
             )
-            self._tables[device] = Tables(*(torch.from_numpy(one).to(device) for one in host))
+            self._tables[device] = Tables(*(uploaded(one, device) for one in host))
         return self._tables[device]
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -219,6 +216,12 @@ class Blocks:
         if self._rows:
             return tensor.unflatten(0, (-1, self._rows)).transpose(0, 1).reshape(-1, *shape)
         return tensor.reshape(-1, *shape).index_select(0, self.on(tensor.device).places)
+
+
+def uploaded(table: Numbers, device: torch.device) -> torch.Tensor:
+    """A table on a device; a copy from memory that is not pinned would wait for all that a GPU still has to do."""
+    tensor = torch.from_numpy(table)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def choose_size(segments: Sequence[Segment]) -> int:

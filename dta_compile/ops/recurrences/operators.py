@@ -162,6 +162,11 @@ def _define(recurrence: Recurrence) -> None:
         grads = getattr(operators, f"{name}_chunk_backward")(ctx.layer, grad, *ctx.saved_tensors, *ctx.numbers)
         return (None, *grads, *[None] * len(ctx.numbers))
 
+    def no_second_derivative(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise NotImplementedError(f"dta::{name} has no second derivative")
+
+    for suffix in ("_backward", "_chunk_backward"):
+        torch.library.register_autograd(f"dta::{name}{suffix}", no_second_derivative, lib=LIBRARY)
     torch.library.register_autograd(f"dta::{name}", derive_call, setup_context=save_call, lib=LIBRARY)
     torch.library.register_autograd(f"dta::{name}_chunk", derive_chunk, setup_context=save_chunk, lib=LIBRARY)
 

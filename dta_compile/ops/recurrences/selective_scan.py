@@ -150,7 +150,7 @@ class _Call:
     def slices(self) -> Iterator[_Slice]:
         """Channels in slices of at most `MOST_ELEMENTS`."""
         channels = self.x.shape[-1]
-        one = self.blocks.length * self.blocks.count * self.A.shape[0]
+        one = max(self.blocks.length * self.blocks.count * self.A.shape[0], 1)
         width = min(channels, max(LEAST_CHANNELS, MOST_ELEMENTS // one))
         for first in range(0, channels, width):
             yield _Slice(self, slice(first, min(first + width, channels)))

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dta_compile.ops.recurrences.blocks import uploaded
 from dta_compile.plan.tree.segments import Segment
 
 __all__ = ["Ancestors", "backward", "forward"]
@@ -62,7 +63,7 @@ class Ancestors:
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens whose ancestors are not right before them, the ancestors `[k - 1, those]`, and rows of kept states."""
         if device not in self._tables:
-            others, above, kept = (torch.from_numpy(one).to(device) for one in (self._others, self._above, self._kept))
+            others, above, kept = (uploaded(one, device) for one in (self._others, self._above, self._kept))
             self._tables[device] = others, above, kept
         return self._tables[device]
 

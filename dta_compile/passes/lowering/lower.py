@@ -169,11 +169,16 @@ MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 
 def _broadcasts(left: Any, right: Any) -> bool:
-    return isinstance(right, torch.Tensor) and left.dim() > right.dim() >= 3
+    if not isinstance(right, torch.Tensor):
+        return False
+    return left.dim() > right.dim() >= 3 or right.dim() > left.dim() == 2
 
 
 def _matmul_without_expanding(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """`[B, H, S, D] @ [H, D, E]`: torch would expand the weights to every sequence and merge batch with heads."""
+    """`[B, H, S, D] @ [H, D, E]` or `[E, D] @ [B, D, S]`: torch would expand the weights to every sequence, and merge
+    batch with heads."""
+    if left.dim() == 2:
+        return (right.mT @ left.mT).mT
     extra = "abcdefgh"[: left.dim() - right.dim()]
     shared = "ijklmn"[: right.dim() - 2]
     return torch.einsum(f"{extra}{shared}xy,{shared}yz->{extra}{shared}xz", left, right)

@@ -18,7 +18,7 @@ from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import First, is_float
 from dta_compile.passes.graphs.operators import CASTS, RESHAPES
 from dta_compile.passes.masks.proof import Mask
-from dta_compile.passes.masks.silent import Silencers, states_padding
+from dta_compile.passes.masks.silent import Silencers, padding_mask_of
 from dta_compile.passes.masks.stated import stated_mask
 from dta_compile.passes.mixer_layers import (
     AttentionLayer,
@@ -87,7 +87,7 @@ def _recurrent(
     shape, dtype = mixer.running_state([operand.meta["val"] for operand in mixer.operands_of(node.args)])
     running = RunningSpec(tuple(int(size) for size in shape), dtype)
     silent = silencers.of_call(node)
-    padding = frozenset(one for one in silent if states_padding(one))
+    padding = frozenset((found, one) for one in silent if (found := padding_mask_of(one)) is not None)
     return RecurrentLayer(index, node, mixer, _states(mixer, node), where(node), running, mask, silent, padding)
 
 

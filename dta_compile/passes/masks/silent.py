@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from dta_compile.ops.mixer import MIXERS
-from dta_compile.passes.graphs.operators import QUOTIENTS, ZERO_OF_ZERO
+from dta_compile.passes.graphs.operators import QUOTIENTS, SAME_ENTRIES, ZERO_OF_ZERO
 from dta_compile.passes.program import Axis, Frame, Layout, Program
 from dta_compile.passes.symbols import sizes
 
@@ -31,6 +31,8 @@ FOLLOWED = (
     | {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
     | {aten.silu.default, aten.gelu.default, aten.relu.default, aten.tanh.default}
 )
+# The same numbers for the same tokens, given that both are over all of them.
+SAME_TOKENS = SAME_ENTRIES | {aten.contiguous.default}
 Masks = frozenset[fx.Node]
 NONE: Masks = frozenset()
 
@@ -38,7 +40,8 @@ NONE: Masks = frozenset()
 class Silencers:
     """For values of a program the masks, one number a token computed from inputs, that make them zero.
 
-    A value is zero at every token where one of its masks is zero.
+    A value is zero at every token before the first one of a sequence where one of its masks is zero. (That of a
+    recurrence is so because its state is zero up to there, which needs zeros at all tokens before.)
     """
 
     def __init__(self, program: Program) -> None:
@@ -63,8 +66,10 @@ class Silencers:
         return NONE.union(*(self.of(call.args[i]) for i in MIXERS[call.target].silent))
 
     def _masks(self, node: fx.Node) -> Masks:
-        if self._is_mask(node):
-            return frozenset([node])
+        if not self._is_over_tokens(node):
+            return NONE
+        if node not in self.program.parameter_dependent:
+            return frozenset([node]) if self._is_mask(node) else NONE
         arguments = [self.found[arg] for arg in _followed(node)]
         if not arguments:
             return NONE
@@ -72,15 +77,19 @@ class Silencers:
             return NONE.union(*arguments)
         return frozenset.intersection(*arguments)
 
+    def _is_over_tokens(self, node: fx.Node) -> bool:
+        """Whether a value has entries for all tokens of the batch: else zero at a token means nothing."""
+        values = self.program.values.get(node)
+        layouts = values if isinstance(values, tuple) else (values,)
+        whole = Frame(sympy.S.Zero, self.program.tokens)
+        return all(isinstance(one, Layout) and one.token_dim is not None and one.frame == whole for one in layouts)
+
     def _is_mask(self, node: fx.Node) -> bool:
-        """One number for each token of the batch, computed from inputs alone."""
-        program, layout = self.program, self.program.values.get(node)
-        if node in program.parameter_dependent or not isinstance(layout, Layout) or layout.frame is None:
-            return False
+        """One number for each token."""
+        layout = self.program.layout(node)
         axes = tuple(axis for axis in layout.dims if axis is not None)
-        is_whole = layout.frame == Frame(sympy.S.Zero, program.tokens)
         is_small = all(axis is not None or size == 1 for axis, size in zip(layout.dims, sizes(node), strict=True))
-        return is_whole and is_small and axes in ((Axis.BATCH, Axis.TOKEN), (Axis.TOKEN,), (Axis.ROWS,))
+        return is_small and axes in ((Axis.BATCH, Axis.TOKEN), (Axis.TOKEN,), (Axis.ROWS,))
 
 
 def _followed(node: fx.Node) -> list[fx.Node]:
@@ -105,10 +114,14 @@ def _followed(node: fx.Node) -> list[fx.Node]:
     return [arg for arg in arguments if isinstance(arg, fx.Node)]
 
 
-def states_padding(mask: fx.Node) -> bool:
-    """Whether a mask is an input of integers or truth values, looked at in another shape or dtype: a padding mask."""
+def padding_mask_of(mask: fx.Node) -> fx.Node | None:
+    """The input that a mask is, looked at in another shape or dtype, if it is a padding mask.
+
+    That is taken from its being called a mask, and made of integers or truth values.
+    """
     node = mask
-    while node.op == "call_function" and node.target in FOLLOWED and isinstance(node.args[0], fx.Node):
+    while node.op == "call_function" and node.target in SAME_TOKENS and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     value = node.meta.get("val")
-    return node.op == "placeholder" and isinstance(value, torch.Tensor) and not value.is_floating_point()
+    is_integer = isinstance(value, torch.Tensor) and not value.is_floating_point()
+    return node if node.op == "placeholder" and is_integer and "mask" in node.meta.get("source", "") else None

@@ -214,11 +214,10 @@ class _Reader:
         return first
 
     def unpadded(self) -> torch.Tensor:
-        """`[B, S]` tokens that the padding masks of recurrences leave; all, where one has none."""
-        valid = torch.zeros(self.shape, dtype=torch.bool, device=self._evaluate.indices["row"].device)
-        for padding in dict.fromkeys(layer.padding for layer in self.program.recurrent):
-            valid = valid | ~self._zero_at(padding)
-        return valid
+        """`[B, S]` tokens that the padding masks leave which silence every recurrence; all, if there are none."""
+        layers = self.program.recurrent
+        common = frozenset.intersection(*(frozenset(given for given, _ in layer.padding) for layer in layers))
+        return ~self._zero_at([mask for given, mask in layers[0].padding if given in common])
 
     def require_silence(self, valid: torch.Tensor) -> None:
         """Raise unless recurrences read zeros in the padding before a sequence."""

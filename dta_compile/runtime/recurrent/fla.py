@@ -70,9 +70,9 @@ def has_kernel(recurrence: Recurrence) -> bool:
 
 def misfit(operands: Sequence[torch.Tensor]) -> str | None:
     """What the kernels take instead of a recurrence's operands, if they do not take these."""
-    query, key, value, *_ = operands
-    if value.dtype not in TYPES or query.dtype != value.dtype or key.dtype != value.dtype:
-        return "they take queries, keys and values in bfloat16 or float16"
+    _, key, value, *_ = operands
+    if value.dtype not in TYPES:
+        return "they take values in bfloat16 or float16"
     if key.shape[-1] % WIDTHS or value.shape[-1] % WIDTHS or key.shape[-1] > WIDEST_KEY:
         return f"they take widths of heads that divide by {WIDTHS}, of keys at most {WIDEST_KEY}"
     return None
@@ -145,8 +145,9 @@ class FlaRuntime:
         return found[None], [finals[number][place] for number, place in pieces.kept]
 
     def _suited(self, operands: Tensors) -> list[torch.Tensor]:
-        """As many heads of queries and keys as of values; decays that can be added up."""
+        """As many heads of queries and keys as of values, and of their dtype; decays that can be added up."""
         query, key, value, decay, *others = operands
+        query, key = query.to(value.dtype), key.to(value.dtype)  # normalised ones are in float32
         share = value.shape[2] // key.shape[2]
         if share > 1:
             query, key = (tensor.repeat_interleave(share, 2) for tensor in (query, key))

@@ -38,7 +38,8 @@ class RecurrentLayerRuntime:
         runs = runs_of(x.chunk, list(state_grads))
         grads, of_state = self.recurrence.backward(grad.flatten(0, 1), of_kept, operands, x.constants, x.state, runs)
         pairs = zip(grads, x.operands, strict=True)
-        return tuple(found.reshape(operand.shape).contiguous() for found, operand in pairs), of_state
+        # It waits for long, and would keep the memory of all states that it was computed among.
+        return tuple(found.reshape(operand.shape).contiguous() for found, operand in pairs), of_state.clone()
 
 
 def runs_of(chunk: ChunkShape, depths: Sequence[int]) -> Runs:

@@ -45,9 +45,17 @@ GRANITE = {**MAMBA2, "mamba_n_heads": 8, "layer_types": ["mamba", "attention", "
 KIMI = {
     **ATTENTION,
     **BETWEEN,
-    **{"num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 8, "kv_lora_rank": 16},
-    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 3},
-    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "num_key_value_heads": 4,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
 }
 LAYERS = {"layers_block_type": ["mamba", "hybrid", "mamba"]}
 MAMBA = {**TOY, "num_hidden_layers": 2, "state_size": 8, "expand": 2}
@@ -66,8 +74,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronHConfig",
         {
             **ATTENTION,
-            **{"layers_block_type": ["mamba", "attention", "mlp", "mamba"], "num_hidden_layers": 4, "head_dim": 8},
-            **{"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16},
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 16,
             "mamba_hidden_act": "silu",
         },
     ),
@@ -79,7 +93,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**ATTENTION, "layer_types": ["conv", "full_attention", "conv"], **EXPERTS, "num_dense_layers": 1},
     ),
     "granitemoehybrid": ("GraniteMoeHybridConfig", {**GRANITE, "num_local_experts": 0}),
-    "granitemoehybrid_experts": ("GraniteMoeHybridConfig", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoehybrid_experts": (
+        "GraniteMoeHybridConfig",
+        {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "mamba2": ("Mamba2Config", {**MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 16}),
     "mamba": ("MambaConfig", {**MAMBA, "time_step_rank": 4}),
     "falcon_mamba": ("FalconMambaConfig", {**MAMBA, "time_step_rank": 4}),
@@ -87,8 +104,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "JambaConfig",
         {
             **ATTENTION,
-            **{"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 8},
-            **{"mamba_dt_rank": 4, "expert_layer_period": 2, "expert_layer_offset": 1},
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
         },
     ),
     "zamba2": (
@@ -96,11 +118,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **ATTENTION,
             **LAYERS,
-            **{"mamba_d_state": 8, "n_mamba_heads": 8, "mamba_ngroups": 2, "chunk_size": 16, "hybrid_layer_ids": [1]},
-            **{"num_mem_blocks": 1, "attention_hidden_size": 64, "attention_head_dim": 16},
+            "mamba_d_state": 8,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 2,
+            "chunk_size": 16,
+            "hybrid_layer_ids": [1],
+            "num_mem_blocks": 1,
+            "attention_hidden_size": 64,
+            "attention_head_dim": 16,
         },
     ),
-    "zamba": ("ZambaConfig", {**ATTENTION, **LAYERS, "mamba_d_state": 8, "mamba_dt_rank": 4, "n_mamba_heads": 2}),
 }
 ATTENTION_FREE = ("mamba", "mamba2", "falcon_mamba")
 

@@ -29,6 +29,8 @@ QUICK = ("qwen3_next", "mamba2", "lfm2")
 ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 ROUNDING = 5e-6  # of what is as exact in eager mode
+# Decays are added up over blocks, as fla's kernels do; Mamba-2 in eager mode adds them up for every pair of tokens.
+DECAY_ROUNDING = 1e-4
 
 
 def rollouts(seed=0, length=40):
@@ -55,7 +57,8 @@ def compiled_with(model, **options):
 def assert_rounds_alike(actual: Measurement, eager: Measurement, exact: Measurement) -> None:
     """Each error against `exact` at most twice that of eager mode, and some units of rounding."""
     ours, theirs = errors(actual, exact), errors(eager, exact)
-    worse = {name: (ours[name], theirs[name]) for name in ours if not ours[name] <= 2 * theirs[name] + ROUNDING}
+    few = {name: DECAY_ROUNDING if name.endswith("A_log") else ROUNDING for name in ours}
+    worse = {name: (ours[name], theirs[name]) for name in ours if not ours[name] <= 2 * theirs[name] + few[name]}
     assert not worse, worse
 
 

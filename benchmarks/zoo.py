@@ -207,7 +207,7 @@ with random weights in float64, {what}.
   in eager mode: largest error over largest entry. "With its loss": gradients with the model's own load-balancing loss
   over the padded batch. The remark says which attention ran, and whether the model has experts (on; eager mode loops).
   transformers computes norms and routers in float32, which rounds to about 1e-7.
-- **captured**: the model has no attention or recurrence that the tree could share, and runs as it is (figures as above).
+- **captured**: the model has nothing that the tree could share, and runs as it is (figures as above).
 - **refused**: a typed error says that it cannot be proven equivalent; the remark is the error's.
 - **skipped**: eager mode does not run at this size, or the type has no such model.
 

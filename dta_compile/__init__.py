@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from dta_compile.api import explain, last_plan, streaming_step
     from dta_compile.ops.causal_attention import attention
     from dta_compile.ops.experts import expert_linear, expert_sum
+    from dta_compile.ops.recurrences.functions import (
+        gated_delta_rule,
+        linear_attention,
+        selective_scan,
+        short_convolution,
+    )
     from dta_compile.passes import register_token_rule
 
 __version__ = "0.1.0"
@@ -31,9 +37,13 @@ __all__ = [
     "expert_linear",
     "expert_sum",
     "explain",
+    "gated_delta_rule",
     "last_plan",
+    "linear_attention",
     "plan",
     "register_token_rule",
+    "selective_scan",
+    "short_convolution",
     "streaming_step",
 ]
 
@@ -42,6 +52,10 @@ _LAZY = {
     "expert_linear": "dta_compile.ops.experts",
     "expert_sum": "dta_compile.ops.experts",
     "explain": "dta_compile.api",
+    "gated_delta_rule": "dta_compile.ops.recurrences.functions",
+    "linear_attention": "dta_compile.ops.recurrences.functions",
+    "selective_scan": "dta_compile.ops.recurrences.functions",
+    "short_convolution": "dta_compile.ops.recurrences.functions",
     "last_plan": "dta_compile.api",
     "streaming_step": "dta_compile.api",
     "register_token_rule": "dta_compile.passes",

@@ -10,6 +10,7 @@ from torch import fx
 
 from dta_compile.capture import dynamo
 from dta_compile.capture.generation import captured_mixer_calls, uses_kv_cache
+from dta_compile.capture.recurrences import hands_over_states
 from dta_compile.capture.written_out import trains_parameters, written_out_attention
 from dta_compile.errors import RefusalError
 from dta_compile.passes.symbols import depends_on_data, selects_rows
@@ -91,7 +92,7 @@ def _without_attention(graph: Captured) -> Captured:
 def _for_the_tree(graph: Captured) -> Captured:
     dynamo.trace_again_with_symbolic_sizes(graph.module.graph)
     dynamo.allow_one_more_graph()
-    if not graph.training and uses_kv_cache(graph.module):
+    if not graph.training and (uses_kv_cache(graph.module) or hands_over_states(graph.module)):
         return dataclasses.replace(graph, kind=Kind.PLAIN, note=GENERATION)
     if sharded := dynamo.sharded_part(graph.module):
         refusal = RefusalError(

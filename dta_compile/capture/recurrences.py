@@ -30,7 +30,7 @@ from dta_compile.ops.dtypes import autocast
 from dta_compile.ops.library import LIBRARY
 from dta_compile.passes.program import where
 
-__all__ = ["causal_convolution", "refuse_final_states"]
+__all__ = ["causal_convolution", "hands_over_states", "refuse_final_states"]
 
 Given = dict[str, Any]  # the arguments of a call, by name
 
@@ -41,6 +41,25 @@ FINAL_STATE = torch.ops.dta.final_state.default
 @torch.library.register_fake("dta::final_state", lib=LIBRARY)
 def _final_state_fake(value: torch.Tensor, shape: list[int]) -> torch.Tensor:
     return value.new_empty(shape)
+
+
+LIBRARY.define("state_continues(Tensor value) -> Tensor")
+STATE_CONTINUES = torch.ops.dta.state_continues.default
+
+
+@torch.library.impl("dta::state_continues", "CompositeExplicitAutograd", lib=LIBRARY)
+def _state_continues(value: torch.Tensor) -> torch.Tensor:
+    return value.clone()
+
+
+@torch.library.register_fake("dta::state_continues", lib=LIBRARY)
+def _state_continues_fake(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(value)
+
+
+def hands_over_states(module: fx.GraphModule) -> bool:
+    """Whether a graph without gradients returns the states of recurrences for later calls, as generation does."""
+    return bool(module.graph.find_nodes(op="call_function", target=STATE_CONTINUES))
 
 
 def refuse_final_states(module: fx.GraphModule) -> None:
@@ -247,13 +266,12 @@ def _keep(module: types.ModuleType) -> None:
         is_own = isinstance(original, types.FunctionType) and original.__module__ == module.__name__
         if is_own and original not in _known:
             _known.add(original)
-            _substitute(original, _absent if is_fused else _traced(original, MEANINGS[name]))
+            own = copy_of(original)
+            vars(own).update(vars(original))  # that it is not to be traced, perhaps
+            _substitute(original, own, _absent if is_fused else _traced(original, own, MEANINGS[name]))
 
 
-def _substitute(original: types.FunctionType, traced: Callable[..., Any]) -> None:
-    own = copy_of(original)
-    vars(own).update(vars(original))  # that it is not to be traced, perhaps
-
+def _substitute(original: types.FunctionType, own: Callable[..., Any], traced: Callable[..., Any]) -> None:
     @functools.wraps(original, updated=())
     def chosen(*args: Any, **kwargs: Any) -> Any:
         found = traced(*args, **kwargs) if traces_for_this_backend() else NotImplemented
@@ -266,7 +284,7 @@ def _absent(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _traced(original: types.FunctionType, meaning: Meaning) -> Callable[..., Any]:
+def _traced(original: types.FunctionType, own: Callable[..., Any], meaning: Meaning) -> Callable[..., Any]:
     """What is traced for a function; where the call is the function's own, it gives `NotImplemented`."""
     parameters = inspect.signature(original).parameters.values()
     names = tuple(one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD)
@@ -284,10 +302,9 @@ def _traced(original: types.FunctionType, meaning: Meaning) -> Callable[..., Any
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        hands_over = _take(given, *HANDS_OVER)
-        if not is_understood(given) or (hands_over and not torch.is_grad_enabled()):
-            return NotImplemented
-        return meaning.compute(given)
+        if _take(given, *HANDS_OVER) and not torch.is_grad_enabled():
+            return own(*(STATE_CONTINUES(args[0]), *args[1:]), **kwargs) if args else NotImplemented
+        return meaning.compute(given) if is_understood(given) else NotImplemented
 
     return traced
 

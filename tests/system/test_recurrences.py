@@ -352,7 +352,7 @@ def test_streaming(compiled, case, chosen):
     assert_same(actual, after(compiled.model, plain))
 
 
-@pytest.mark.parametrize("padding", ["right", "left", "none"])
+@pytest.mark.parametrize("padding", ["right", "left", pytest.param("none", marks=pytest.mark.slow)])
 def test_scoring(compiled, padding):
     case = make_case([*chain(30), *fan(9)], padding)
     for chunk_size in (1, 4, 16, 10_000):
@@ -399,12 +399,10 @@ def test_a_call_after_one_that_failed(compiled, monkeypatch):
 
     run = compiled.with_options(SMALL, FORKS.arguments)
     for name in ("forward", "backward"):
-        calls = iter(range(10**6))
-
-        original = getattr(RecurrentLayerRuntime, name)
+        original, calls = getattr(RecurrentLayerRuntime, name), iter(range(10**6))
 
         def fails(self, *given, original=original, calls=calls):
-            if next(calls) == 11:
+            if next(calls) == 2:
                 raise KeyboardInterrupt
             return original(self, *given)
 
@@ -433,6 +431,7 @@ def test_forwards_before_their_backwards(compiled):
         assert_same(actual, after(compiled.model, lambda: step(lambda case: expected_logits(compiled.model, case))))
 
 
+@pytest.mark.slow
 def test_two_models_alternate():
     both = [Compiled("cd"), Compiled("ld")]
     for _ in range(2):
@@ -457,6 +456,8 @@ def test_frozen_parameters():
     check_forks(one, one.with_options(SMALL, FORKS.arguments))
 
 
+@pytest.mark.slow
+@pytest.mark.xfail(reason="the operators in eager mode compute under autocast: dtypes that do not fit", strict=True)
 def test_autocast_rounds_no_worse_than_eager():
     def step(model, run):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -496,6 +497,7 @@ def test_whole_calls_are_checked_by_themselves(compiled, verify):
         assert dta_compile.last_plan(compiled.function).estimates.self_check
 
 
+@pytest.mark.slow
 def test_short_rows_and_wide_convolutions():
     """One row, one token, convolutions that are wider than all rows, and of one token."""
     for width in (1, 8):

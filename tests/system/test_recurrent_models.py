@@ -29,6 +29,8 @@ QUICK = ("qwen3_next", "mamba2", "lfm2")
 ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 ROUNDING = 5e-6  # of what is as exact in eager mode
+# Decays are added up over blocks, as fla's kernels do; Mamba-2 in eager mode adds them up for every pair of tokens.
+DECAY_ROUNDING = 1e-4
 
 
 def rollouts(seed=0, length=40):
@@ -55,7 +57,8 @@ def compiled_with(model, **options):
 def assert_rounds_alike(actual: Measurement, eager: Measurement, exact: Measurement) -> None:
     """Each error against `exact` at most twice that of eager mode, and some units of rounding."""
     ours, theirs = errors(actual, exact), errors(eager, exact)
-    worse = {name: (ours[name], theirs[name]) for name in ours if not ours[name] <= 2 * theirs[name] + ROUNDING}
+    few = {name: DECAY_ROUNDING if name.endswith(("A_log", "dt_bias")) else ROUNDING for name in ours}
+    worse = {name: (ours[name], theirs[name]) for name in ours if not ours[name] <= 2 * theirs[name] + few[name]}
     assert not worse, worse
 
 
@@ -111,7 +114,7 @@ def test_chosen_code(name):
     check(name, make_batch(rollouts()), logits, codegen="auto")
 
 
-PACKED = ("qwen3_next", "qwen3_5", "olmo_hybrid", "lfm2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h")
+PACKED = ("qwen3_next", "qwen3_5", "olmo_hybrid", "lfm2", "bamba", "falcon_h1", "nemotron_h")
 
 
 @pytest.mark.slow
@@ -136,7 +139,7 @@ def test_packed_rows(name, told):
     check(name, make_batch(sequences), packed)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mamba2", "lfm2"))])
+@pytest.mark.parametrize("name", ["lfm2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mamba2", "qwen3_next"))])
 def test_scoring(name):
     model, batch = build(name), make_batch(rollouts())
     compiled = compiled_with(model)
@@ -147,14 +150,23 @@ def test_scoring(name):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_cache_while_training_is_refused():
-    model, batch = build("qwen3_next"), make_batch(rollouts())
+@pytest.mark.parametrize("name", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_a_cache_while_training_is_refused(name):
+    model, batch = build(name), make_batch(rollouts())
     with pytest.raises(RefusalError, match="use_cache=False"):
         compiled_with(model)(input_ids=batch.ids, attention_mask=batch.mask, use_cache=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_next",
+        "lfm2",
+        "falcon_h1",
+        "mamba2",
+    ],
+)
 def test_generation_is_that_of_eager_mode(name):
     model = build(name).eval()
     prompt = torch.tensor([rollouts()[0][:7], rollouts()[1][:7]])
@@ -163,6 +175,7 @@ def test_generation_is_that_of_eager_mode(name):
     assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), expected)
 
 
+@pytest.mark.slow
 def test_one_compilation_serves_other_batches():
     torch._dynamo.utils.counters.clear()
     model = build("lfm2")

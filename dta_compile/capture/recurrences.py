@@ -34,7 +34,7 @@ __all__ = ["causal_convolution", "hands_over_states", "refuse_final_states"]
 
 Given = dict[str, Any]  # the arguments of a call, by name
 
-LIBRARY.define("final_state(Tensor value, int[] shape) -> Tensor")
+LIBRARY.define("final_state(Tensor value, SymInt[] shape) -> Tensor")
 FINAL_STATE = torch.ops.dta.final_state.default
 
 

@@ -250,7 +250,10 @@ def _selective_scan_backward(
 
 
 def _ancestors(runs: Runs, width: int) -> Ancestors:
-    return runs.derive((Ancestors, width), lambda: Ancestors(runs.segments, width, runs.kept))
+    def make() -> Ancestors:
+        return Ancestors(runs.segments, width, runs.kept) if runs.rows is None else Ancestors.rows(*runs.rows, width)
+
+    return runs.derive((Ancestors, width), make)
 
 
 def _short_convolution(

@@ -26,8 +26,11 @@ from tests.support.attention import attention_layer
 HEADS, KV_HEADS, WIDTH = 16, 8, 128
 RUNS = 10
 PROVIDERS = ("triton", "varlen", "flash_attn", "reference")
-BACKWARD = "_backward_blocks", [(64, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 2), (64, 128, 8, 2), (128, 128, 8, 1)]
-FORWARD = "_forward_blocks", [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)]
+VARIANTS = {  # of blocks: queries, keys, warps, stages
+    "forward": [(128, 64, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3), (128, 32, 8, 4)],
+    "query": [(128, 64, 8, 2), (128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3)],
+    "key": [(64, 128, 8, 1), (64, 128, 8, 3), (32, 128, 8, 2), (32, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 3)],
+}
 
 
 def shapes(scale: int) -> dict[str, ChunkShape]:
@@ -69,10 +72,10 @@ def _variants(device: torch.device) -> Iterator[tuple[str, Provider]]:
             continue
         yield name, provider
         if name == "triton":
-            for rule, sizes in (FORWARD, BACKWARD):
+            for rule, sizes in VARIANTS.items():
                 for size in sizes:
-                    with mock.patch.object(triton, rule, lambda x, size=size: triton.Blocks(*size)):
-                        yield f"{name} with {rule.strip('_').replace('_', ' ')} {size}", provider
+                    with mock.patch.object(triton, f"_{rule}_blocks", lambda x, size=size: triton.Blocks(*size)):
+                        yield f"{name} with {rule} blocks {size}", provider
 
 
 def _operands(shape: ChunkShape, device: torch.device) -> tuple[Operands, torch.Tensor]:

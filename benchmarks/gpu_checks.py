@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import PreTrainedConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
 
 import dta_compile
 from benchmarks.gpu_models import build_on
@@ -102,6 +102,13 @@ def small_mixture() -> Qwen3MoeConfig:
     return Qwen3MoeConfig(**SHAPE, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)
 
 
+def small_recurrent() -> Qwen3NextConfig:
+    """The same with the gated delta rule and a short convolution in the first of the two layers."""
+    delta = {"linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    layers = {"layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1], "num_experts": 0}
+    return Qwen3NextConfig(**SHAPE, **delta, **layers, linear_num_key_heads=2)
+
+
 def forward(function: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
     """Log-probs `[B, S]` of the labels of a batch."""
     return function(batch.ids, batch.extras["labels"], batch.mask)
@@ -132,9 +139,11 @@ def float32_equals_float64(device: torch.device) -> Check:
     return _within("error", worst, EQUAL)
 
 
-def bfloat16_within_budget(device: torch.device, **options: Any) -> Check:
-    """Every error against float64 at most twice that of one sequence at a time in bfloat16."""
-    trial, ratios = Trial(device, torch.bfloat16, **options), {}
+def rounds_as_eager(
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, config: PreTrainedConfig | None = None, **options: Any
+) -> Check:
+    """Every error against float64 at most twice that of one sequence at a time in the same precision."""
+    trial, ratios = Trial(device, dtype, config, **options), {}
     for seed, length in ((0, 40), (1, 300), (2, 700)):
         batch = tree_batch(seed, length)
         measured = [run(batch) for run in (trial.ours, trial.eager, trial.expected)]
@@ -332,7 +341,7 @@ def _within(what: str, worst: dict[str, float], limit: float) -> Check:
 
 
 def _bfloat16(**options: Any) -> Callable[[torch.device], Check]:
-    return lambda device: bfloat16_within_budget(device, **options)
+    return lambda device: rounds_as_eager(device, **options)
 
 
 # In order of importance.
@@ -346,6 +355,9 @@ CHECKS: dict[str, Callable[[torch.device], Check]] = {
     "generated code serves all sizes": generated_code_serves_all_sizes,
     "mixture: float32 equals float64": mixture_equals_float64,
     "mixture: no synchronisation": lambda device: no_synchronisation(device, small_mixture()),
+    "recurrences: float32 within budget": lambda device: rounds_as_eager(device, torch.float32, small_recurrent()),
+    "recurrences: bfloat16 within budget": lambda device: rounds_as_eager(device, torch.bfloat16, small_recurrent()),
+    "recurrences: no synchronisation": lambda device: no_synchronisation(device, small_recurrent()),
     "bfloat16 within budget, triton": _bfloat16(attention="triton"),
     "bfloat16 within budget, varlen": _bfloat16(attention="varlen"),
     "bfloat16 within budget, reference": _bfloat16(attention="reference"),

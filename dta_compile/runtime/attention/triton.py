@@ -98,23 +98,23 @@ class TritonAttention:
         logsumexp = logsumexp.contiguous()
         _, heads, tokens, _ = x.query.shape
         kv_heads, prefix = x.key.shape[1], x.prefix_key.shape[2]
-        blocks = _backward_blocks(x)
-        constants = _constants(x, blocks)
+        by_queries, by_keys = _query_blocks(x), _key_blocks(x)
         strides = (*_strides(x, out), *_rows_of(grad))
         grad_query = torch.empty_like(x.query)
         delta = torch.empty_like(logsumexp)
         wide = statistics_dtype(x.query.dtype)
         grad_key, grad_value = (torch.empty_like(tensor, dtype=wide) for tensor in (x.key, x.value))
         given = (*_tensors(x), out, logsumexp, grad)
-        queries_kernel[(_blocks_of(tokens, blocks.queries), heads)](
-            *given, delta, grad_query, *strides, *_rows_of(grad_query), **constants
+        queries_kernel[(_blocks_of(tokens, by_queries.queries), heads)](
+            *given, delta, grad_query, *strides, *_rows_of(grad_query), **_constants(x, by_queries)
         )
+        constants = _constants(x, by_keys)
         own = (*given, delta, grad_key, grad_value, *strides, *_rows_of(grad_key), *_rows_of(grad_value))
-        own_keys_kernel[(_blocks_of(tokens, blocks.keys), kv_heads)](*own, **constants)
+        own_keys_kernel[(_blocks_of(tokens, by_keys.keys), kv_heads)](*own, **constants)
         if prefix:
             into = (prefix_key_grad, prefix_value_grad)
             stack = (*given, delta, *into, *strides, *_rows_of(into[0]), *_rows_of(into[1]))
-            stack_keys_kernel[(_blocks_of(prefix, blocks.keys), kv_heads)](*stack, **constants)
+            stack_keys_kernel[(_blocks_of(prefix, by_keys.keys), kv_heads)](*stack, **constants)
         return grad_query, grad_key, grad_value
 
 
@@ -165,24 +165,46 @@ def _blocks_of(count: int, size: int) -> int:
     return -(-count // size)
 
 
-# As large as fits into registers and shared memory of a Hopper GPU without spills, or with few.
+# As large as fits into registers and shared memory of a Hopper GPU without spills, or with few. Blocks of lists are
+# divided evenly among those of the kernels that read lists.
 def _forward_blocks(x: Operands) -> Blocks:
-    tokens, width = x.query.shape[2], _padded(max(x.query.shape[-1], x.value.shape[-1]))
+    tokens, width = x.query.shape[2], _width(x)
     if x.query.dtype is torch.float32:
         return Blocks(32, 32, 8, 2)
     if tokens <= 64 or width > 128:
-        return Blocks(max(16, min(64, _padded(tokens))), 64, 4, 2)
+        return Blocks(_few(tokens), 64, 4, 2)
     return Blocks(128, 64, 8 if width > 64 else 4, 3)
 
 
-def _backward_blocks(x: Operands) -> Blocks:
-    width = _padded(max(x.query.shape[-1], x.value.shape[-1]))
+def _query_blocks(x: Operands) -> Blocks:
+    tokens, width = x.query.shape[2], _width(x)
     if x.query.dtype is torch.float32:
         return Blocks(32, 32, 8, 1)
-    queries = max(16, min(64, _padded(x.query.shape[2])))
     if width > 128:
-        return Blocks(queries, 32, 8, 1)
-    return Blocks(queries, 64, 8 if queries == 64 and width > 64 else 4, 2)
+        return Blocks(_few(tokens), 32, 8, 1)
+    if tokens <= 64:
+        return Blocks(_few(tokens), 64, 4, 2)
+    return Blocks(128, 64, 8 if width > 64 else 4, 3)
+
+
+def _key_blocks(x: Operands) -> Blocks:
+    tokens, width = x.query.shape[2], _width(x)
+    if x.query.dtype is torch.float32:
+        return Blocks(32, 32, 8, 1)
+    if width > 128:
+        return Blocks(_few(tokens), 32, 8, 1)
+    if tokens < 64:
+        return Blocks(_few(tokens), 64, 4, 2)
+    return Blocks(64, 128, 8, 2)
+
+
+def _width(x: Operands) -> int:
+    return _padded(max(x.query.shape[-1], x.value.shape[-1]))
+
+
+def _few(tokens: int) -> int:
+    """A block of at most 64 queries, and no more than there are."""
+    return max(16, min(64, _padded(tokens)))
 
 
 def _splits(x: Operands, blocks: Blocks) -> int:

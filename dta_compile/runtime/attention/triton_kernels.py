@@ -3,23 +3,35 @@
 """Triton kernels of `attention.triton`: forward, and the gradients of queries, of own keys and of the stack's keys.
 
 Token i of the chunk reads the first `start` entries of the stack, and its token j if `j <= i < ends[j]`; with a limit
-only what is not above `_first_key`, see `Limit`. `table` holds start, ends and depths, see `ChunkTable`.
+only what is not above `_first_key`, see `Limit`. `table` holds start, ends, depths and lists of blocks, see
+`ChunkTable`. What every query of a block reads whole is met without masks: most of the work, and masks cost more than
+the arithmetic around them. Scores are counted in powers of two.
 """
 
 import triton
 import triton.language as tl
 
+from dta_compile.runtime.path.chunk_shape import LISTED_KEYS, LISTED_QUERIES
+
 # Numbers that differ from chunk to chunk: one compilation must do for all of them.
 UNSPECIALIZED = ("tokens",)
 LOG2E = tl.constexpr(1.4426950408889634)
+LIST_ROWS, LIST_COLUMNS = tl.constexpr(LISTED_QUERIES), tl.constexpr(LISTED_KEYS)
 
 
 @triton.jit
 def _rows(pointer, head_stride, row_stride, head, rows, exists, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """`[rows, WIDTH]` of one head; zeros where nothing exists."""
+    """`[rows, WIDTH]` of one head; zeros where nothing exists. `exists` None: everything does."""
     features = tl.arange(0, WIDTH)
     address = pointer + head * head_stride + rows.to(tl.int64)[:, None] * row_stride + features[None, :]
-    return tl.load(address, mask=exists[:, None] & (features < DIM)[None, :], other=0.0)
+    real = (features < DIM)[None, :]
+    if exists is not None:
+        found = tl.load(address, mask=exists[:, None] & real, other=0.0)
+    elif DIM == WIDTH:
+        found = tl.load(address)
+    else:
+        found = tl.load(address, mask=real, other=0.0)
+    return found
 
 
 @triton.jit
@@ -48,6 +60,36 @@ def _lowest(first_key, exists, KEYS: tl.constexpr):
 
 
 @triton.jit
+def _listed(table, tokens, block, QUERIES: tl.constexpr, KEYS: tl.constexpr, LIMITED: tl.constexpr):
+    """The list of key blocks that a block of queries reads: its address, and how many blocks of KEYS of it are read
+    whole, and how many in all. A limit may cut off any."""
+    row = block * QUERIES // LIST_ROWS
+    counts = table + 1 + 2 * tokens + 2 * row
+    lists = table + 1 + 2 * tokens + 2 * tl.cdiv(tokens, LIST_ROWS)
+    each = LIST_COLUMNS // KEYS
+    whole = 0 if LIMITED else tl.load(counts) * each
+    return lists + row * tl.cdiv(tokens, LIST_COLUMNS), whole, tl.load(counts + 1) * each
+
+
+@triton.jit
+def _listed_columns(listed, number, KEYS: tl.constexpr):
+    """The columns of a block of a list."""
+    each = LIST_COLUMNS // KEYS
+    return tl.load(listed + number // each) * LIST_COLUMNS + number % each * KEYS + tl.arange(0, KEYS)
+
+
+@triton.jit
+def _reads(table, tokens, rows, columns, inside, first_key, LIMITED: tl.constexpr):
+    """`[rows, columns]` which of the chunk's own tokens read which."""
+    ends = tl.load(table + 1 + columns, mask=inside, other=0)
+    allowed = (columns[None, :] <= rows[:, None]) & (rows[:, None] < ends[None, :])
+    if LIMITED:
+        above = tl.load(table + 1 + tokens + columns, mask=inside, other=0)
+        allowed = allowed & (above[None, :] >= first_key[:, None])
+    return allowed
+
+
+@triton.jit
 def _tanh(x):
     """`(1 - e) / (1 + e)` of `e = exp(-2 |x|)`; near zero, where that loses digits, a series."""
     size = tl.abs(x)
@@ -61,15 +103,19 @@ def _tanh(x):
 
 @triton.jit
 def _attend(q, k, v, allowed, scale, softcap, top, total, out, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of the online softmax; `top` is the running maximum of the scores, in powers of two."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    """One step of the online softmax; `top` is the running maximum of the scores. `allowed` None: everything is."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if CAPPED:
-        scores = _tanh(scores / softcap) * softcap
-    scores = scores * LOG2E
-    scores = tl.where(allowed, scores, -float("inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row that has read nothing yet
-    weights = tl.exp2(scores - base[:, None])
+        scores = _tanh(scores * (scale / softcap))
+        scale = softcap
+    if allowed is None:
+        new_top = tl.maximum(top, tl.max(scores, 1) * (scale * LOG2E))
+        base = new_top
+    else:
+        scores = tl.where(allowed, scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * (scale * LOG2E))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row that has read nothing yet
+    weights = tl.exp2(scores * (scale * LOG2E) - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(weights, 1)
     out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
@@ -102,7 +148,15 @@ def forward_kernel(
     first, last = split * share, tl.minimum(split * share + share, start)
     if LIMITED:
         first = tl.maximum(first, _lowest(first_key, exists, KEYS))
-    for begin in range(first, last, KEYS):
+    whole = first
+    if not LIMITED:
+        whole = tl.maximum(last // KEYS * KEYS, first)
+        for begin in range(first, whole, KEYS):
+            columns = begin + tl.arange(0, KEYS)
+            k = _rows(prefix_key, pk_head, pk_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)
+            v = _rows(prefix_value, pv_head, pv_row, kv_head, columns, None, VALUE_DIM, VALUE_WIDTH)
+            top, total, acc = _attend(q, k, v, None, scale, softcap, top, total, acc, CAPPED, PRECISION)
+    for begin in range(whole, last, KEYS):
         columns = begin + tl.arange(0, KEYS)
         inside = columns < last
         k = _rows(prefix_key, pk_head, pk_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
@@ -112,18 +166,20 @@ def forward_kernel(
             allowed = allowed & (columns[None, :] >= first_key[:, None])
         top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
 
-    stop = tl.where(split == splits - 1, tl.minimum(block * QUERIES + QUERIES, tokens), 0)
-    for begin in range(0, stop, KEYS):
-        columns = begin + tl.arange(0, KEYS)
-        inside = columns < tokens
-        ends = tl.load(table + 1 + columns, mask=inside, other=0)
-        if tl.max(ends, 0) > block * QUERIES:
+    if split == splits - 1:
+        listed, whole, count = _listed(table, tokens, block, QUERIES, KEYS, LIMITED)
+        if not LIMITED:
+            for number in range(whole):
+                columns = _listed_columns(listed, number, KEYS)
+                k = _rows(key, k_head, k_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)
+                v = _rows(value, v_head, v_row, kv_head, columns, None, VALUE_DIM, VALUE_WIDTH)
+                top, total, acc = _attend(q, k, v, None, scale, softcap, top, total, acc, CAPPED, PRECISION)
+        for number in range(whole, count):
+            columns = _listed_columns(listed, number, KEYS)
+            inside = columns < tokens
             k = _rows(key, k_head, k_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
             v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
-            allowed = (columns[None, :] <= rows[:, None]) & (rows[:, None] < ends[None, :])
-            if LIMITED:
-                above = tl.load(table + 1 + tokens + columns, mask=inside, other=0)
-                allowed = allowed & (above[None, :] >= first_key[:, None])
+            allowed = _reads(table, tokens, rows, columns, inside, first_key, LIMITED)
             top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -135,18 +191,31 @@ def forward_kernel(
 
 
 @triton.jit
-def _weights(
-    q, k, v, do, allowed, scale, softcap, statistics, delta, CAPPED: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """Attention weights `[queries, keys]`, and the gradients of the scores that `scale` multiplies."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+def _weights(scores, grad_weights, allowed, scale, softcap, statistics, delta, CAPPED: tl.constexpr):
+    """Attention weights, and the gradients of the scores over `scale`, from products of queries and keys, of gradients
+    and values. All may be transposed alike. `allowed` None: everything is, or what comes of the rest is not used."""
     if CAPPED:
-        tanh = _tanh(scores / softcap)
-        scores = tanh * softcap
-        scale = (1.0 - tanh * tanh) * scale
-    weights = tl.where(allowed, tl.exp(scores - statistics[:, None]), 0.0)
+        tanh = _tanh(scores * (scale / softcap))
+        weights = tl.exp2(tanh * (softcap * LOG2E) - statistics)
+    else:
+        weights = tl.exp2(scores * (scale * LOG2E) - statistics)
+    if allowed is not None:
+        weights = tl.where(allowed, weights, 0.0)
+    grads = weights * (grad_weights - delta)
+    if CAPPED:
+        grads = grads * (1.0 - tanh * tanh)
+    return weights, grads
+
+
+@triton.jit
+def _add_to_queries(
+    acc, q, do, k, v, allowed, scale, softcap, statistics, delta, CAPPED: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """The gradient of a block of queries, over `scale`, with what a block of keys adds to it."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     grad_weights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    return weights, weights * (grad_weights - delta[:, None]) * scale
+    _, grads = _weights(scores, grad_weights, allowed, scale, softcap, statistics[:, None], delta[:, None], CAPPED)
+    return acc + tl.dot(grads.to(k.dtype), k, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -169,39 +238,91 @@ def queries_kernel(
     q = _rows(query, q_head, q_row, head, rows, exists, KEY_DIM, KEY_WIDTH)
     do = _rows(grad, g_head, g_row, head, rows, exists, VALUE_DIM, VALUE_WIDTH)
     o = _rows(out, o_head, o_row, head, rows, exists, VALUE_DIM, VALUE_WIDTH)
-    statistics = tl.load(logsumexp + head * tokens + rows, mask=exists, other=0.0)
+    statistics = tl.load(logsumexp + head * tokens + rows, mask=exists, other=0.0) * LOG2E
     own_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(delta + head * tokens + rows, own_delta, mask=exists)
     acc = tl.zeros([QUERIES, KEY_WIDTH], tl.float32)
 
-    first = 0
+    whole = 0
     if LIMITED:
-        first = _lowest(first_key, exists, KEYS)
-    for begin in range(first, start, KEYS):
+        whole = _lowest(first_key, exists, KEYS)
+    else:
+        whole = start // KEYS * KEYS
+        for begin in range(0, whole, KEYS):
+            columns = begin + tl.arange(0, KEYS)
+            k = _rows(prefix_key, pk_head, pk_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)
+            v = _rows(prefix_value, pv_head, pv_row, kv_head, columns, None, VALUE_DIM, VALUE_WIDTH)
+            acc = _add_to_queries(acc, q, do, k, v, None, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
+    for begin in range(whole, start, KEYS):
         columns = begin + tl.arange(0, KEYS)
         inside = columns < start
         k = _rows(prefix_key, pk_head, pk_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
         v = _rows(prefix_value, pv_head, pv_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
-        allowed = inside[None, :] & exists[:, None]
+        allowed = inside[None, :] & (rows >= 0)[:, None]
         if LIMITED:
             allowed = allowed & (columns[None, :] >= first_key[:, None])
-        _, grad_scores = _weights(q, k, v, do, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
-        acc += tl.dot(grad_scores.to(k.dtype), k, input_precision=PRECISION)
+        acc = _add_to_queries(acc, q, do, k, v, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
 
-    for begin in range(0, tl.minimum(block * QUERIES + QUERIES, tokens), KEYS):
-        columns = begin + tl.arange(0, KEYS)
+    listed, whole, count = _listed(table, tokens, block, QUERIES, KEYS, LIMITED)
+    if not LIMITED:
+        for number in range(whole):
+            columns = _listed_columns(listed, number, KEYS)
+            k = _rows(key, k_head, k_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)
+            v = _rows(value, v_head, v_row, kv_head, columns, None, VALUE_DIM, VALUE_WIDTH)
+            acc = _add_to_queries(acc, q, do, k, v, None, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
+    for number in range(whole, count):
+        columns = _listed_columns(listed, number, KEYS)
         inside = columns < tokens
-        ends = tl.load(table + 1 + columns, mask=inside, other=0)
-        if tl.max(ends, 0) > block * QUERIES:
-            k = _rows(key, k_head, k_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
-            v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
-            allowed = (columns[None, :] <= rows[:, None]) & (rows[:, None] < ends[None, :]) & exists[:, None]
+        k = _rows(key, k_head, k_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
+        v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
+        allowed = _reads(table, tokens, rows, columns, inside, first_key, LIMITED)
+        acc = _add_to_queries(acc, q, do, k, v, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
+    _store(grad_query, gq_head, gq_row, head, rows, exists, acc * scale, KEY_DIM, KEY_WIDTH)
+
+
+@triton.jit
+def _add_to_keys(
+    key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, first, last,
+    q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    OWN: tl.constexpr, MASKED: tl.constexpr, LIMITED: tl.constexpr, CHUNKED: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a block of keys, over `scale`, and of values, with what queries from `first` to `last` add.
+
+    Scores are computed with keys in rows: so are they the left operand of the next product where they are. Queries
+    that do not exist have a gradient of zero, and keys that do not exist are not stored: neither needs a mask.
+    """
+    for begin in range(first, last, QUERIES):
+        rows = begin + tl.arange(0, QUERIES)
+        exists = rows < tokens
+        if MASKED:
+            q = _rows(query, q_head, q_row, head, rows, exists, KEY_DIM, KEY_WIDTH)
+            do = _rows(grad, g_head, g_row, head, rows, exists, VALUE_DIM, VALUE_WIDTH)
+            statistics = tl.load(logsumexp + head * tokens + rows, mask=exists, other=0.0) * LOG2E
+            own_delta = tl.load(delta + head * tokens + rows, mask=exists, other=0.0)
+        else:
+            q = _rows(query, q_head, q_row, head, rows, None, KEY_DIM, KEY_WIDTH)
+            do = _rows(grad, g_head, g_row, head, rows, None, VALUE_DIM, VALUE_WIDTH)
+            statistics = tl.load(logsumexp + head * tokens + rows) * LOG2E
+            own_delta = tl.load(delta + head * tokens + rows)
+        allowed = None
+        if MASKED and (OWN or LIMITED):
+            first_key = rows
             if LIMITED:
-                above = tl.load(table + 1 + tokens + columns, mask=inside, other=0)
-                allowed = allowed & (above[None, :] >= first_key[:, None])
-            _, grad_scores = _weights(q, k, v, do, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
-            acc += tl.dot(grad_scores.to(k.dtype), k, input_precision=PRECISION)
-    _store(grad_query, gq_head, gq_row, head, rows, exists, acc, KEY_DIM, KEY_WIDTH)
+                first_key = _first_key(tl.load(table + 1 + tokens + rows, mask=exists, other=0), limit, CHUNKED)
+            if OWN:
+                allowed = tl.trans(_reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED))
+            else:
+                allowed = columns[:, None] >= first_key[None, :]
+        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        grad_weights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        weights, grads = _weights(
+            scores, grad_weights, allowed, scale, softcap, statistics[None, :], own_delta[None, :], CAPPED
+        )
+        value_acc += tl.dot(weights.to(do.dtype), do, input_precision=PRECISION)
+        key_acc += tl.dot(grads.to(q.dtype), q, input_precision=PRECISION)
+    return key_acc, value_acc
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -219,31 +340,32 @@ def own_keys_kernel(
     columns = block * KEYS + tl.arange(0, KEYS)
     inside = columns < tokens
     ends = tl.load(table + 1 + columns, mask=inside, other=0)
-    above = tl.load(table + 1 + tokens + columns, mask=inside, other=0)
     k = _rows(key, k_head, k_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
     v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
     key_acc = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
     value_acc = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
-    last = tl.max(ends, 0)
+    # Up to `below` a key may come after a query, from `whole` on one may have no more descendants.
+    first, last = block * KEYS // QUERIES * QUERIES, tl.max(ends, 0)
+    below = tl.minimum(tl.cdiv(block * KEYS + KEYS, QUERIES) * QUERIES, last)
+    whole = below
+    if not LIMITED:
+        whole = tl.maximum(tl.min(tl.where(inside, ends, 0), 0) // QUERIES * QUERIES, below)
     for member in range(GROUPS):
         head = kv_head * GROUPS + member
-        for begin in range(block * KEYS // QUERIES * QUERIES, last, QUERIES):
-            rows = begin + tl.arange(0, QUERIES)
-            exists = rows < tokens
-            q = _rows(query, q_head, q_row, head, rows, exists, KEY_DIM, KEY_WIDTH)
-            do = _rows(grad, g_head, g_row, head, rows, exists, VALUE_DIM, VALUE_WIDTH)
-            statistics = tl.load(logsumexp + head * tokens + rows, mask=exists, other=0.0)
-            own_delta = tl.load(delta + head * tokens + rows, mask=exists, other=0.0)
-            allowed = (columns[None, :] <= rows[:, None]) & (rows[:, None] < ends[None, :])
-            if LIMITED:
-                first_key = _first_key(tl.load(table + 1 + tokens + rows, mask=exists, other=0), limit, CHUNKED)
-                allowed = allowed & (above[None, :] >= first_key[:, None])
-            weights, grad_scores = _weights(
-                q, k, v, do, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION
-            )
-            value_acc += tl.dot(tl.trans(weights).to(do.dtype), do, input_precision=PRECISION)
-            key_acc += tl.dot(tl.trans(grad_scores).to(q.dtype), q, input_precision=PRECISION)
-    _store(grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc, KEY_DIM, KEY_WIDTH)
+        if not LIMITED:
+            key_acc, value_acc = _add_to_keys(
+                key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, below, whole,
+                q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
+                KEY_WIDTH, VALUE_WIDTH, True, False, LIMITED, CHUNKED, CAPPED, PRECISION, QUERIES,
+            )  # fmt: skip
+        for part in range(2):
+            key_acc, value_acc = _add_to_keys(
+                key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns,
+                first if part == 0 else whole, below if part == 0 else last,
+                q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
+                KEY_WIDTH, VALUE_WIDTH, True, True, LIMITED, CHUNKED, CAPPED, PRECISION, QUERIES,
+            )  # fmt: skip
+    _store(grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc * scale, KEY_DIM, KEY_WIDTH)
     _store(grad_value, gv_head, gv_row, kv_head, columns, inside, value_acc, VALUE_DIM, VALUE_WIDTH)
 
 
@@ -270,21 +392,10 @@ def stack_keys_kernel(
     value_acc = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
     for member in range(GROUPS):
         head = kv_head * GROUPS + member
-        for begin in range(0, tokens, QUERIES):
-            rows = begin + tl.arange(0, QUERIES)
-            exists = rows < tokens
-            q = _rows(query, q_head, q_row, head, rows, exists, KEY_DIM, KEY_WIDTH)
-            do = _rows(grad, g_head, g_row, head, rows, exists, VALUE_DIM, VALUE_WIDTH)
-            statistics = tl.load(logsumexp + head * tokens + rows, mask=exists, other=0.0)
-            own_delta = tl.load(delta + head * tokens + rows, mask=exists, other=0.0)
-            allowed = inside[None, :] & exists[:, None]
-            if LIMITED:
-                first_key = _first_key(tl.load(table + 1 + tokens + rows, mask=exists, other=0), limit, CHUNKED)
-                allowed = allowed & (columns[None, :] >= first_key[:, None])
-            weights, grad_scores = _weights(
-                q, k, v, do, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION
-            )
-            value_acc += tl.dot(tl.trans(weights).to(do.dtype), do, input_precision=PRECISION)
-            key_acc += tl.dot(tl.trans(grad_scores).to(q.dtype), q, input_precision=PRECISION)
-    _add(grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc, KEY_DIM, KEY_WIDTH)
+        key_acc, value_acc = _add_to_keys(
+            key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, 0, tokens,
+            q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
+            KEY_WIDTH, VALUE_WIDTH, False, True, LIMITED, CHUNKED, CAPPED, PRECISION, QUERIES,
+        )  # fmt: skip
+    _add(grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc * scale, KEY_DIM, KEY_WIDTH)
     _add(grad_value, gv_head, gv_row, kv_head, columns, inside, value_acc, VALUE_DIM, VALUE_WIDTH)

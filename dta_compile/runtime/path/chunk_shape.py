@@ -15,8 +15,9 @@ import torch
 from dta_compile.plan.tree.segments import Rectangle, Segment, rectangles
 from dta_compile.runtime.rows.upload import upload
 
-__all__ = ["ChunkShape", "ChunkTable", "Limit"]
+__all__ = ["LISTED_KEYS", "LISTED_QUERIES", "ChunkShape", "ChunkTable", "Limit"]
 
+LISTED_QUERIES, LISTED_KEYS = 128, 64  # tokens of a block of queries, and of a block of keys that its list names
 Numbers = TypeVar("Numbers", torch.Tensor, npt.NDArray[np.int64])
 
 
@@ -103,13 +104,30 @@ class ChunkShape:
     def table(self, device: torch.device) -> ChunkTable:
         """The shape as tensors; made once per device."""
         if (ChunkTable, device) not in self.derived:
-            self.derived[ChunkTable, device] = ChunkTable(upload(self.table_rows(), device))
+            self.derived[ChunkTable, device] = ChunkTable(upload(self.table_rows(), device), self.tokens)
         table: ChunkTable = self.derived[ChunkTable, device]
         return table
 
     def table_rows(self) -> npt.NDArray[np.int32]:
         """What a `ChunkTable` holds."""
-        return np.concatenate([[self.start], self.subtree_ends, self.depths]).astype(np.int32)
+        whole, read = self._blocks_read()
+        lists = np.argsort(np.where(whole, 0, np.where(read, 1, 2)), axis=1, kind="stable")
+        counts = np.stack([whole.sum(1), read.sum(1)], 1)
+        start = np.array([self.start])
+        return np.concatenate([start, self.subtree_ends, self.depths, counts.ravel(), lists.ravel()]).astype(np.int32)
+
+    def _blocks_read(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """`[query blocks, key blocks]` twice: whose every key each query of a block reads, and of which one reads one.
+
+        Whatever reads a token lies between it and its end, without gaps, so a block of queries has a reader if its
+        first one lies before the last of the ends.
+        """
+        keys, queries = np.arange(0, self.tokens, LISTED_KEYS), np.arange(0, self.tokens, LISTED_QUERIES)
+        ends = self.subtree_ends
+        after, last = keys + LISTED_KEYS, np.minimum(queries + LISTED_QUERIES, self.tokens)
+        read = (keys < last[:, None]) & (np.maximum.reduceat(ends, keys) > queries[:, None])
+        whole = (after <= queries[:, None]) & (np.minimum.reduceat(ends, keys) >= last[:, None])
+        return whole, read
 
     def allowed(self, queries: range, keys: range, limit: Limit | None = None) -> npt.NDArray[np.bool_]:
         """`[queries, keys]`: which of the chunk's tokens `keys` the tokens `queries` read: ancestors and themselves.
@@ -143,15 +161,20 @@ class ChunkTable(NamedTuple):
     """A chunk's shape in device memory: kernels that read it there can be replayed for another chunk.
 
     Attributes:
-        numbers: int32 `[1 + 2 * tokens]`: the chunk's start, then `subtree_ends`, then depths.
+        numbers: int32 `[size(tokens)]`: the chunk's start, then `subtree_ends`, then depths; then for every block of
+            128 queries how many blocks of 64 keys they all read whole, and how many any of them reads; then for every
+            block of queries the numbers of all blocks of keys, in this order.
+        tokens: of the chunk, padding included.
     """
 
     numbers: torch.Tensor
+    tokens: int
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the chunk, padding included."""
-        return (len(self.numbers) - 1) // 2
+    @staticmethod
+    def size(tokens: int) -> int:
+        """How many numbers there are for so many tokens."""
+        queries, keys = -(-tokens // LISTED_QUERIES), -(-tokens // LISTED_KEYS)
+        return 1 + 2 * tokens + queries * (2 + keys)
 
     @property
     def start(self) -> torch.Tensor:
@@ -166,4 +189,4 @@ class ChunkTable(NamedTuple):
     @property
     def depths(self) -> torch.Tensor:
         """`[tokens]`"""
-        return self.numbers[1 + self.tokens :]
+        return self.numbers[1 + self.tokens : 1 + 2 * self.tokens]

@@ -56,7 +56,7 @@ class DeviceNumbers:
     @classmethod
     def allocate(cls, tokens: int, device: torch.device) -> DeviceNumbers:
         """Zeroed numbers for chunks of so many tokens."""
-        table = ChunkTable(torch.zeros(1 + 2 * tokens, dtype=torch.int32, device=device))
+        table = ChunkTable(torch.zeros(ChunkTable.size(tokens), dtype=torch.int32, device=device), tokens)
         put, taken = torch.zeros(2, tokens, dtype=torch.int64, device=device)
         return cls(table, put, taken)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.plan import Segment
 from dta_compile.runtime.attention import cpu_parts
-from dta_compile.runtime.path.chunk_shape import ChunkShape
+from dta_compile.runtime.path.chunk_shape import LISTED_KEYS, LISTED_QUERIES, ChunkShape, ChunkTable
 from tests.support.attention import ancestry, cases, shapes
 
 
@@ -25,6 +25,26 @@ def test_a_table_says_which_tokens_read_which(case):
     if case.limit is not None:
         allowed &= depths >= case.limit.first(table.depths)[:, None]
     assert torch.equal(allowed, ancestry(case))
+
+
+@settings(max_examples=30, deadline=None)
+@given(shape=shapes(sizes=(1, 30, 64, 100, 200)))
+def test_a_table_lists_the_blocks_that_are_read(shape):
+    """By blocks of 128 queries and 64 keys: first those that every query reads whole, then those that one reads."""
+    table, tokens = shape.table(torch.device("cpu")), shape.tokens
+    numbers = table.numbers[1 + 2 * tokens :].tolist()
+    assert len(table.numbers) == ChunkTable.size(tokens)
+    rows, columns = -(-tokens // LISTED_QUERIES), -(-tokens // LISTED_KEYS)
+    allowed = shape.allowed(range(tokens), range(tokens))
+    for row in range(rows):
+        whole, read = numbers[2 * row : 2 * row + 2]
+        listed = numbers[2 * rows + row * columns :][:columns]
+        queries = allowed[row * LISTED_QUERIES :][:LISTED_QUERIES]
+        blocks = [queries[:, column * LISTED_KEYS :][:, :LISTED_KEYS] for column in range(columns)]
+        assert sorted(listed[:read]) == [number for number, block in enumerate(blocks) if block.any()]
+        above = row * LISTED_QUERIES // LISTED_KEYS
+        assert sorted(listed[:whole]) == [number for number, block in enumerate(blocks[:above]) if block.all()]
+        assert sorted(listed) == list(range(columns))
 
 
 def test_a_chunk_that_is_not_in_depth_first_order_has_no_table():

@@ -87,3 +87,23 @@ def test_something_is_always_left_however_few_head_rows_there_are(budget):
     limits = Limits(budget, Footprint(graph_token=1, graph_head=19), head_starts=head_starts)
     tree, schedule, _ = choose(SHARED, Options(chunk_size=8), "transparent", limits)
     assert verify(tree, schedule).peak_live_tokens <= budget + 2 * 8
+
+
+CHAIN = [[1] * 9000]
+
+
+@pytest.mark.parametrize(("launch", "expected"), [(0.0, 2048), (0.02, 4096), (1.0, 8192)])
+def test_chunks_are_as_large_as_launches_are_expensive(launch, expected):
+    """Five, three and two chunks of 9,000 tokens, each of which takes a tenth of a millisecond."""
+    rates = Rates(launch, 0.0, 1e-4, 0.0, 0.0)
+    limits = Limits(cost=CostModel(rates, rates), chunk_sizes=(2048, 4096, 8192))
+    _, schedule, reason = choose(PrefixTree.build(CHAIN), Options(strategy="packed"), "transparent", limits)
+    assert schedule.chunk_size == expected
+    assert ("chunks of" in reason) == (expected > 2048)
+
+
+def test_a_size_that_is_asked_for_is_taken():
+    rates = Rates(1.0, 0.0, 1e-4, 0.0, 0.0)
+    limits = Limits(cost=CostModel(rates, rates), chunk_sizes=(2048, 4096, 8192))
+    _, schedule, _ = choose(PrefixTree.build(CHAIN), Options(chunk_size=3000), "transparent", limits)
+    assert schedule.chunk_size == 3000

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.options import Options
 from dta_compile.passes.program import ChunkInput
 from dta_compile.plan import Footprint, Limits, Plan, make_plan, peak_bytes
 from dta_compile.plan.schedule import Anchor, Backward, Forward
@@ -25,7 +24,7 @@ from dta_compile.runtime.calls.call import Call
 from dta_compile.runtime.calls.executor import ChunkData, Executor
 from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.calls.mixers import runtimes_of
-from dta_compile.runtime.measure.budget import default_budget, default_chunk_tokens
+from dta_compile.runtime.measure.budget import chunk_sizes, default_budget
 from dta_compile.runtime.path.stack import PathStack
 from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Integers
 from dta_compile.runtime.rows.dense_to_tree import gathered
@@ -129,7 +128,7 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     tree = PrefixTree.build(tokens.keys)
     rows = BatchRows.of(tokens, tree, head_keys, used_by_any)
     limits, split = _limits(call, rows, mode), _split(keys, trunk_keys, by_column, tokens, tree)
-    plan = make_plan(tree, _options(call), mode=mode, limits=limits, segments=tokens.segments, split=split)
+    plan = make_plan(tree, call.context.options, mode=mode, limits=limits, segments=tokens.segments, split=split)
     if plan.prefix_tree is not tree:  # the plan does not share prefixes
         rows = BatchRows.of(tokens, plan.prefix_tree, head_keys, used_by_any)
     plan.estimates.peak_bytes = _peak_bytes(call, rows, plan, wanted)
@@ -167,25 +166,16 @@ def _split(
 
 def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
     """What the planner needs to know of this model, machine and batch."""
-    cost = call.context.calibration(call.device).cost_model()
-    if mode != "transparent":
-        return Limits(None, _footprint(call), cost, rows.head_starts)
-    return Limits(_budget(call), _footprint(call), cost, rows.head_starts)
-
-
-def _budget(call: Call) -> int:
-    """Bytes of activations that may be kept."""
-    budget = call.context.options.memory_budget
-    return default_budget(call.device) if budget is None else budget
-
-
-def _options(call: Call) -> Options:
-    """The call's, with a chunk size for its device."""
-    options, joint = call.context.options, call.program.joint
-    if options.chunk_size is not None:
-        return options
-    size = default_chunk_tokens(call.device, _budget(call), joint.token_bytes + joint.head_bytes)
-    return dataclasses.replace(options, chunk_size=size)
+    joint, budget = call.program.joint, call.context.options.memory_budget
+    if budget is None:
+        budget = default_budget(call.device)
+    return Limits(
+        budget if mode == "transparent" else None,
+        _footprint(call),
+        call.context.calibration(call.device).cost_model(),
+        rows.head_starts,
+        chunk_sizes(budget, joint.token_bytes + joint.head_bytes),
+    )
 
 
 def _footprint(call: Call) -> Footprint:

@@ -44,7 +44,6 @@ logger = logging.getLogger("dta_compile")
 Floats = npt.NDArray[np.floating[Any]]
 
 FORMAT, VERSION = "dta_compile calibration", 1
-PRIOR = CostModel()
 KINDS = ("forward", "backward")
 
 CALLS = 9  # samples of one size
@@ -125,14 +124,15 @@ class Calibration:
         path: the file to keep it in; None: in memory only.
         identity: what was calibrated, for readers of the file.
         calls: calls recorded, those of earlier processes included.
+        prior: the rates before anything is recorded.
     """
 
-    def __init__(self, path: pathlib.Path | None = None, identity: str = "") -> None:
-        self.path, self.identity, self.calls = path, identity, 0
-        self.histories = {kind: RunHistory(getattr(PRIOR, kind)) for kind in KINDS}
+    def __init__(self, path: pathlib.Path | None = None, identity: str = "", prior: CostModel | None = None) -> None:
+        self.path, self.identity, self.calls, self.prior = path, identity, 0, prior or CostModel()
+        self.histories = {kind: RunHistory(getattr(self.prior, kind)) for kind in KINDS}
         self._calls_here = 0  # since this object was made
         self._warm: set[str] = set()
-        self._model = PRIOR
+        self._model = self.prior
         self._fitted_at = 0  # of `calls`
 
     @classmethod
@@ -142,17 +142,17 @@ class Calibration:
         Args:
             attention: name of what computes attention, if it is not a matter of device and layers alone.
         """
-        folder = cache_folder(options)
+        folder, prior = cache_folder(options), CostModel.of_gpu() if device.type == "cuda" else CostModel()
         if folder is None:
-            return cls()
+            return cls(prior=prior)
         path = folder / file_name(program, device, attention)
         try:
-            return cls.from_json(path.read_text(), path)
+            return cls.from_json(path.read_text(), path, prior)
         except (FileNotFoundError, NotADirectoryError):
             pass
         except (OSError, ValueError) as error:
             logger.info("dta: the calibration in %s is not used: %s", path, error)
-        return cls(path, path.stem)
+        return cls(path, path.stem, prior)
 
     def record(self, runs: Iterable[tuple[str, Work, float]]) -> None:
         """Learn from the runs of one call, `(kind, work, seconds)`; after the 2nd, 4th, 8th, ... call, save."""
@@ -179,15 +179,15 @@ class Calibration:
     def _fitted(self) -> CostModel:
         fits = {kind: fit(history) for kind, history in self.histories.items() if history.runs}
         if not fits:
-            return PRIOR
+            return self.prior
         factor = next(iter(fits.values())).factor  # of the forward, if there was any
-        scaled = {kind: Rates(*(factor * rate for rate in getattr(PRIOR, kind))) for kind in KINDS}
+        scaled = {kind: Rates(*(factor * rate for rate in getattr(self.prior, kind))) for kind in KINDS}
         rates = scaled | {kind: found.rates for kind, found in fits.items()}
         runs = sum(history.runs for history in self.histories.values())
         error = float(np.median(np.concatenate([found.errors for found in fits.values()])))
         verb = "calibrated on" if runs >= MINIMUM_RUNS else "defaults scaled to"
         source = f"{verb} {runs:,} runs, median error {error:.0%}"
-        return CostModel(**rates, restore=PRIOR.restore * factor, source=source)
+        return CostModel(**rates, restore=self.prior.restore * factor, source=source)
 
     def to_json(self) -> str:
         """What is kept on disk; `from_json` reads it."""
@@ -203,13 +203,13 @@ class Calibration:
         return json.dumps(fields) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, path: pathlib.Path | None = None) -> Calibration:
+    def from_json(cls, text: str, path: pathlib.Path | None = None, prior: CostModel | None = None) -> Calibration:
         """Raises `ValueError` for anything that `to_json` of this version did not write."""
         try:
             fields = json.loads(text)
             if (fields["format"], fields["version"]) != (FORMAT, VERSION):
                 raise ValueError(f"format {fields['format']!r}, version {fields['version']!r}")
-            made = cls(path, str(fields["identity"]))
+            made = cls(path, str(fields["identity"]), prior)
             made.calls = int(fields["calls"])
             for kind, history in made.histories.items():
                 history.runs = int(fields["runs"][kind])

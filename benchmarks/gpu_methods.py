@@ -39,6 +39,7 @@ from dta_compile.options import Options
 HEAD_ROWS = 2048  # of one block of log-probs: as many as a chunk of ours has
 TREE_LIMITS = {False: 32_768, True: 65_536}  # tokens of a row to begin with; without and with checkpointing
 LEAST_LIMIT = 4096
+PART_TOKENS = 24_576  # of a tree, of one of our micro-batches
 PLANNED = {option: getattr(Options(), option) for option in ("strategy", "chunk_size", "memory_budget")}  # defaults
 
 
@@ -152,6 +153,21 @@ def ours(
             subject.model.zero_grad(set_to_none=True)
 
     return GpuStep(run, note, warm_up=warm_up)
+
+
+def in_parts(subject: Subject, workload: Workload, limits: Limits) -> GpuStep:
+    """The same in micro-batches of neighbouring sequences, whose activations fit where those of a batch do not."""
+    function, _ = compiled_log_probs(subject, {})
+    tensors = _on(subject.device, rectangle_of(workload))
+    groups = split(workload.sequences, PART_TOKENS)
+    parts = [tuple(tensor[group] for tensor in tensors) for group in groups]
+
+    def run() -> None:
+        replan(function, **PLANNED)
+        for ids, labels, weights, mask in parts:
+            (weights * function(ids, labels, mask)).sum().backward()
+
+    return GpuStep(run, lambda: f"{len(parts)} parts of up to {PART_TOKENS:,} tokens of a tree")
 
 
 def clean(subject: Subject) -> None:
@@ -269,10 +285,18 @@ METHODS: dict[str, GpuMethod] = {
         _ours("auto-2048", "chunks of 2,048 tokens", 1, {}, chunk_size=2048),
         _ours("auto-4096", "chunks of 4,096 tokens", 1, {}, chunk_size=4096),
         _ours("auto-8192", "chunks of 8,192 tokens", 1, {}, chunk_size=8192),
+        GpuMethod("auto-parts", "dta", "in micro-batches, so that nothing is computed twice", 1, in_parts),
         GpuMethod("leaves", "dense", "no sequence that is a prefix of another, layers checkpointed", 1, leaves),
     )
 }
-ON_LOW_SHARING = ("checkpoint", "auto", "dense", "tree-mask")  # few sequences are prefixes of others there
+ON_LOW_SHARING = (
+    "auto",
+    "auto-parts",
+    "tree-mask-ckpt",
+    "tree-mask",
+    "dense",
+    "checkpoint",
+)  # few sequences are prefixes of others there
 # What single parts are worth; each is compiled by itself.
 ABLATIONS: dict[str, GpuMethod] = {
     method.name: method

@@ -150,8 +150,8 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
 class _InFloat64(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if function is torch.Tensor.float and args[0].dtype is torch.float64:
-            return args[0]
+        if function is torch.Tensor.float and not args[0].is_complex():  # of positions, too: they meet frequencies
+            return args[0].double()
         if function is torch.Tensor.to and args[0].dtype is torch.float64:
             args = tuple(torch.float64 if one is torch.float32 else one for one in args)
             kwargs = {key: torch.float64 if one is torch.float32 else one for key, one in kwargs.items()}

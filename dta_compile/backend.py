@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -77,7 +78,7 @@ def dta(
     if engine.rest is not None:
         record.log_once(SEVERAL_BATCHES)
     record.engines.append(engine)
-    return records.recorded(engine)
+    return _kept(records.recorded(engine))
 
 
 def _bug(broken: ContractError) -> RefusalError:
@@ -110,17 +111,28 @@ def _analyse(graph: Captured, options: Options) -> Program:
         dynamo.trace_again_without_duck_shapes(already=graph.own_symbols)
 
 
+def _kept(run: Compiled) -> Compiled:
+    def run_and_keep(*args: Any) -> Sequence[Any]:
+        outputs = run(*args)
+        if "torch.distributed.fsdp" in sys.modules:
+            from dta_compile.integrations.fully_shard import keep_for_backward
+            keep_for_backward(outputs)
+        return outputs
+
+    return run_and_keep
+
+
 def _plain(module: fx.GraphModule, note: str | None) -> Compiled:
     if note:
         records.current().log_once(note)
-    return as_captured(module)
+    return _kept(as_captured(module))
 
 
 def _refused(refusal: RefusalError, module: fx.GraphModule, options: Options) -> Compiled:
     error = records.with_graph_break(refusal)
     if options.fallback == "dense":
         logger.warning("dta: running densely, as fallback='dense' says: %s", error)
-        return as_captured(module)
+        return _kept(as_captured(module))
     return Refused(error)
 
 

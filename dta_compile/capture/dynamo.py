@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -201,6 +202,8 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
     @functools.wraps(run)
     def run_watched(self: Any) -> None:
+        if _is_ours(self.output.compiler_fn):
+            _enter_sharded(_modules_of_frame(self))
         try:
             run(self)
         except (RestartAnalysis, BackendCompilerFailed):
@@ -219,6 +222,46 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
 if not hasattr(InstructionTranslator.run, "__wrapped__"):
     InstructionTranslator.run = _watched(InstructionTranslator.run)  # type: ignore[assignment,method-assign]
+
+
+def _modules_of_frame(translator: Any) -> Iterator[torch.nn.Module]:
+    """Modules that the function which Dynamo begins to trace has at hand."""
+    code = translator.f_code
+    contents = [cell.cell_contents for cell in translator.closure or () if cell != types.CellType()]
+    named = [translator.f_globals[name] for name in code.co_names if name in translator.f_globals]
+    for value in (*translator.f_locals.values(), *contents, *named):
+        owner = getattr(value, "__self__", value)
+        attributes = () if isinstance(owner, (torch.nn.Module, types.ModuleType, type)) else code.co_names
+        for part in (owner, *(getattr(owner, "__dict__", {}).get(name) for name in attributes)):
+            if isinstance(part, torch.nn.Module):
+                yield part
+
+
+def _enter_sharded(modules: Iterator[torch.nn.Module]) -> None:
+    """Have the compiled callable now called gather its FSDP2 modules from now on as it is entered, and this time now."""
+    entered = _entered()
+    if "torch.distributed.fsdp" not in sys.modules or entered is None:
+        return
+    from dta_compile.integrations.fully_shard import Sharded
+
+    hooks, exits = entered
+    sharded = next((hook for hook in hooks if isinstance(hook, Sharded)), None) or Sharded()
+    if sharded.add(modules):
+        if sharded not in hooks:
+            hooks.append(sharded)
+        exits.append(sharded())
+
+
+def _entered() -> tuple[list[Any], list[Any]] | None:
+    """Of the compiled callable now called, what is called whenever it is entered, and this time as it is left."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name in ("compile_wrapper", "_fn") and frame.f_code.co_filename == EVAL_FRAME:
+            known = frame.f_locals
+            if "cleanups" in known:
+                return known["self"].enter_exit_hooks, known["cleanups"]
+        frame = frame.f_back
+    return None
 
 
 def given_up() -> str | None:
@@ -301,10 +344,6 @@ def sharded_part(module: fx.GraphModule) -> str:
         value = node.meta.get("example_value") if node.op == "placeholder" else None
         if isinstance(value, torch.Tensor) and type(value).__name__ == "DTensor":
             return f"{node.name} is a DTensor"
-    owner = getattr(_calling("OutputGraph"), "local_scope", {}).get("self")
-    state = getattr(owner, "_get_fsdp_state", None)
-    if state is not None and getattr(state(), "_is_root", None) is False:
-        return f"{type(owner).__name__}, a part of the model with a fully_shard of its own"
     return ""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from dta_compile.capture.convolutions import with_our_convolutions
 from dta_compile.capture.flash_attention import with_our_attention
 from dta_compile.capture.recurrences import refuse_final_states
 from dta_compile.errors import DTAError, OptionError, RefusalError
+from dta_compile.integrations.fully_shard import keeping
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
 from dta_compile.passes.contracts import ContractError
@@ -78,7 +78,7 @@ def dta(
     if engine.rest is not None:
         record.log_once(SEVERAL_BATCHES)
     record.engines.append(engine)
-    return _kept(records.recorded(engine))
+    return keeping(records.recorded(engine))
 
 
 def _bug(broken: ContractError) -> RefusalError:
@@ -111,28 +111,17 @@ def _analyse(graph: Captured, options: Options) -> Program:
         dynamo.trace_again_without_duck_shapes(already=graph.own_symbols)
 
 
-def _kept(run: Compiled) -> Compiled:
-    def run_and_keep(*args: Any) -> Sequence[Any]:
-        outputs = run(*args)
-        if "torch.distributed.fsdp" in sys.modules:
-            from dta_compile.integrations.fully_shard import keep_for_backward
-            keep_for_backward(outputs)
-        return outputs
-
-    return run_and_keep
-
-
 def _plain(module: fx.GraphModule, note: str | None) -> Compiled:
     if note:
         records.current().log_once(note)
-    return _kept(as_captured(module))
+    return keeping(as_captured(module))
 
 
 def _refused(refusal: RefusalError, module: fx.GraphModule, options: Options) -> Compiled:
     error = records.with_graph_break(refusal)
     if options.fallback == "dense":
         logger.warning("dta: running densely, as fallback='dense' says: %s", error)
-        return _kept(as_captured(module))
+        return keeping(as_captured(module))
     return Refused(error)
 
 

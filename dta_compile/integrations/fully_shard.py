@@ -1,79 +1,78 @@
 """FSDP2 (`fully_shard`) around and inside of what is compiled: gathered once a call, reduced once a backward.
 
 FSDP2 gathers the parameters of a wrapped module in a hook before its forward, frees them in one after it, and gathers
-them again in one before its backward. A schedule needs all parameters all the time. So a compiled callable gathers all
-groups that it runs as it is entered, before Dynamo's guards read a parameter; graphs have of the hooks only the casts of
-mixed precision; and when a gradient arrives at a graph's outputs, FSDP2's own `_pre_backward` of every group is called,
-whose final callback reduces each once. Outside of such calls the hooks do what they always did.
+them again before its backward. A schedule needs all parameters all the time. So a compiled callable gathers all groups
+that it runs as it is entered, before Dynamo's guards read a parameter; graphs have of the hooks only the casts of mixed
+precision; and when a gradient arrives at a graph's outputs, FSDP2's own `_pre_backward` of every group is called, whose
+final callback reduces each once. Outside of such calls the hooks do what they always did.
 
 All that touches private parts of FSDP2 is here. Supported torch: 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch._dynamo
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _cast_fp_tensor
-from torch.distributed.utils import _apply_to_tensors
 
 from dta_compile.integrations.tracing import traces_for_this_backend
 
-__all__ = ["Sharded", "keep_for_backward"]
+__all__ = ["Sharded", "gathered_bytes", "held", "keeping"]
 
 logger = logging.getLogger("dta_compile")
 
+# By state of FSDP2, one of the modules that share it, in the order of the model.
+Modules = Mapping[Any, Any]
 Hook = Callable[..., Any]
 
 
 class Sharded:
-    """The FSDP2 modules that a compiled callable runs; called as it is entered, returns what is called as it is left."""
+    """The FSDP2 modules that a compiled callable runs; called as it is entered, returns what to call as it is left."""
 
     def __init__(self) -> None:
-        self._modules: dict[Any, FSDPModule] = {}  # by state, one of the modules that share it, in order of the model
+        self._modules: dict[Any, Any] = {}
 
     def add(self, modules: Iterable[nn.Module]) -> bool:
         """Add what `fully_shard` was applied to in some modules; whether there was anything new."""
         known = len(self._modules)
-        for module in modules:
-            for part in module.modules():
-                if isinstance(part, FSDPModule) and (state := part._get_fsdp_state()) not in self._modules:
-                    self._modules[state] = part
-                    _let_graphs_pass_by(state)
+        for part in (part for module in modules for part in module.modules()):
+            if (get_state := getattr(part, "_get_fsdp_state", None)) and (state := get_state()) not in self._modules:
+                self._modules[state] = part
+                _let_graphs_pass_by(state)
         return len(self._modules) > known
 
     def __call__(self) -> Callable[[], None]:
-        inside = {state for one in _running() for state in one.modules}
-        _running().append(Gathered({state: part for state, part in self._modules.items() if state not in inside}))
+        inside = {state for call in _of_thread.running for state in call.modules}
+        _of_thread.running.append(Gathered({one: part for one, part in self._modules.items() if one not in inside}))
         return _leave
 
 
 class Gathered:
-    """Parameters of FSDP2 modules, together as long as this exists.
+    """Parameters of FSDP2 modules, together for as long as this exists.
 
-    The call that gathered them refers to it, and so does its graph for autograd: what has no graph lets go of the
-    parameters at the end of the call, a backward in its own final callback, and outputs that nobody wants as they are
+    The call that gathered them refers to it, and so does its graph for autograd. What has no graph lets go of the
+    parameters at the end of the call, a backward in FSDP2's final callback, and outputs without a backward as they are
     deleted. What `reshard_after_forward=False` says stays together, as it does without us.
     """
 
-    def __init__(self, modules: dict[Any, FSDPModule]) -> None:
+    def __init__(self, modules: Modules) -> None:
         self.modules = modules
         for state in modules:
             state._lazy_init()
         _recover(modules)
-        for state, module in modules.items():
-            if any(_is_out_of_date(group) for group in _groups(state)):
-                module.reshard()
+        for group in _groups(modules):
+            if _is_out_of_date(group):
+                _free(group, "IDLE")
         _gather(modules)
-        _gathered.add(self)
+        _alive.add(self)
         weakref.finalize(self, _let_go, tuple(modules)).atexit = False
 
     def before_backward(self, _: Any = None) -> None:
@@ -83,33 +82,60 @@ class Gathered:
             state._pre_backward(None)
 
 
-_gathered: weakref.WeakSet[Gathered] = weakref.WeakSet()
-_of_thread = threading.local()
+class _OfThread(threading.local):
+    """What the compiled calls of this thread that have not returned yet have gathered, the outermost first; where
+    somebody asked for it, what those have gathered that have returned."""
+
+    def __init__(self) -> None:
+        self.running: list[Gathered] = []
+        self.held: list[Gathered] | None = None
 
 
-def keep_for_backward(outputs: Iterable[Any]) -> None:
-    """Keep together what the calls now running have gathered, for as long as a graph for autograd behind `outputs` is."""
-    if not _running():
-        return
-    nodes = {output.grad_fn for output in outputs if isinstance(output, torch.Tensor) and output.grad_fn is not None}
-    for node in nodes:
-        for call in _running():
-            node.register_prehook(call.before_backward)
+_of_thread = _OfThread()
+_alive: weakref.WeakSet[Gathered] = weakref.WeakSet()
 
 
-def _running() -> list[Gathered]:
-    """What the compiled calls of this thread that have not returned yet have gathered, the outermost first."""
-    if not hasattr(_of_thread, "running"):
-        _of_thread.running = []
-    running: list[Gathered] = _of_thread.running
-    return running
+def keeping(run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    """A graph whose outputs keep together, for their backward, what the calls now running have gathered."""
+
+    def run_and_keep(*args: Any) -> Sequence[Any]:
+        outputs = run(*args)
+        if _of_thread.running:
+            nodes = {output.grad_fn for output in outputs if isinstance(output, torch.Tensor)} - {None}
+            for node in nodes:
+                for call in _of_thread.running:
+                    node.register_prehook(call.before_backward)  # type: ignore[union-attr]
+        return outputs
+
+    return run_and_keep
+
+
+@contextlib.contextmanager
+def held() -> Iterator[Callable[[], None]]:
+    """What calls within the block gather stays together in it; yields what reduces gradients that autograd did not see
+    through the outputs of these calls."""
+    calls: list[Gathered] = []
+    _of_thread.held = calls
+    try:
+        yield functools.partial(_reduce, calls)
+    finally:
+        _of_thread.held = None
+
+
+def gathered_bytes() -> int:
+    """Bytes of the parameters that the calls now running have gathered, whole, on this rank."""
+    groups = [group for call in _of_thread.running for group in _groups(call.modules)]
+    whole = (parameter._unsharded_param for group in groups for parameter in group.fsdp_params)
+    return sum(parameter.numel() * parameter.itemsize for parameter in whole)
 
 
 def _leave() -> None:
-    _running().pop()
+    call = _of_thread.running.pop()
+    if _of_thread.held is not None:
+        _of_thread.held.append(call)
 
 
-def _gather(modules: dict[Any, FSDPModule]) -> None:
+def _gather(modules: Modules) -> None:
     """Gather in order, the next one while one is copied to its place: two are in flight at most."""
     handle = None
     for module in modules.values():
@@ -121,52 +147,30 @@ def _gather(modules: dict[Any, FSDPModule]) -> None:
         handle.wait()
 
 
+def _reduce(calls: Sequence[Gathered]) -> None:
+    for context in _contexts(state for call in calls for state in call.modules):
+        context.all_states[0]._root_post_backward_final_callback()
+
+
 def _let_go(states: Sequence[Any]) -> None:
     """Free, as FSDP2 does after a forward, what no other call has gathered and no module is using."""
-    others = {state for one in _gathered for state in one.modules}
-    for state in states:
-        for group in _groups(state):
-            if state not in others and group.is_unsharded and group._training_state == TrainingState.IDLE:
-                with group.use_training_state(TrainingState.FORWARD):
-                    group.reshard()
+    others = {state for call in _alive for state in call.modules}
+    for group in _groups(state for state in states if state not in others):
+        if group.is_unsharded and group._training_state.name == "IDLE":
+            _free(group, "FORWARD")
 
 
-def _recover(states: Iterable[Any]) -> None:
-    """After a backward that failed, without which FSDP2 would never reduce again."""
-    context = {id(state._state_ctx): state._state_ctx for state in states}
-    for one in context.values():
-        if one.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1:
-            logger.warning("dta: a backward failed: what it had not reduced yet of the model's gradients is dropped")
-            for state in one.all_states:
-                _reset(state)
-            one.post_backward_final_callback_queued = False
-            one.iter_forward_root = None
-
-
-def _reset(state: Any) -> None:
-    state._training_state = TrainingState.IDLE
-    state._comm_ctx.post_forward_order.clear()
-    for group in _groups(state):
-        group._post_forward_indices.clear()
-        group._training_state = TrainingState.IDLE
+def _free(group: Any, training_state: str) -> None:
+    """Free a group as FSDP2 does in a training state; after a forward, it keeps what it was told to keep."""
+    with group.use_training_state(type(group._training_state)[training_state]):
         group.reshard()
-        for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
-
-
-def _groups(state: Any) -> list[Any]:
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11 has one at most
 
 
 def _is_out_of_date(group: Any) -> bool:
     """Whether a call gathers a group anew that still is together.
 
-    All ranks say the same, whatever of their earlier calls is garbage by now: a group that is freed after a forward is
-    gathered by every call, another one if an optimiser has written to it since then.
+    All ranks must say the same, whatever of their earlier calls is garbage by now: every call gathers a group that is
+    freed after a forward, and another one if an optimiser has written to it since the last.
     """
     shards = [parameter.sharded_param for parameter in group.fsdp_params]
     versions = [(shard._version, shard._local_tensor._version) for shard in shards]
@@ -174,8 +178,46 @@ def _is_out_of_date(group: Any) -> bool:
     return bool(group._reshard_after_forward) or versions != before
 
 
+def _recover(states: Iterable[Any]) -> None:
+    """After a backward that failed: FSDP2 waits for its end, and would never reduce again."""
+    if torch._C._current_graph_task_id() != -1:
+        return
+    for context in _contexts(states):
+        if context.post_backward_final_callback_queued:
+            logger.warning("dta: a backward failed: gradients of the model that were not reduced yet are dropped")
+            context.post_backward_final_callback_queued = False
+            for state in context.all_states:
+                state._training_state = type(state._training_state).IDLE
+                state._comm_ctx.post_forward_order.clear()
+            for group in _groups(context.all_states):
+                _start_anew(group)
+
+
+def _start_anew(group: Any) -> None:
+    group._post_forward_indices.clear()
+    group._training_state = type(group._training_state).IDLE
+    group.reshard()
+    for parameter in group.fsdp_params:
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):  # not before the first gathering
+            parameter._unsharded_param.grad = None
+
+
+def _contexts(states: Iterable[Any]) -> list[Any]:
+    """What the states of a model share, once a model."""
+    return list({id(state._state_ctx): state._state_ctx for state in states}.values())
+
+
+def _groups(states: Iterable[Any]) -> Iterator[Any]:
+    for state in states:
+        if hasattr(state, "_fsdp_param_groups"):
+            yield from state._fsdp_param_groups
+        elif state._fsdp_param_group is not None:  # torch 2.11 has one at most
+            yield state._fsdp_param_group
+
+
 def _let_graphs_pass_by(state: Any) -> None:
-    """Put in the place of a state's hooks some that do the same, but for graphs of ours."""
+    """Put in the place of a state's hooks some that do the same, but in graphs for this backend."""
     handles = state._pre_forward_hook_handle, state._post_forward_hook_handle
     numbers = {one.id for handle in handles for one in getattr(handle, "handles", (handle,))}
     for module in state._modules:
@@ -208,12 +250,17 @@ def _after(hook: Hook, policy: Any) -> Hook:
 
 
 def _standing_in(hook: Any) -> Hook:
-    """Dynamo inlines the function in graphs; as a frame of its own it is not compiled."""
+    """Dynamo inlines the function in graphs, and leaves it alone where it is called by itself, outside of them."""
     hook._dta_stands_in = True
     torch._dynamo.eval_frame.skip_code(hook.__code__)
-    return hook
+    return hook  # type: ignore[no-any-return]
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     """What FSDP2 makes of a module's inputs and outputs in mixed precision."""
-    return values if dtype is None else _apply_to_tensors(functools.partial(_cast_fp_tensor, dtype), values)
+    from torch.distributed.utils import _apply_to_tensors  # not in every build of torch
+
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    return values if dtype is None else _apply_to_tensors(cast, values)

@@ -46,12 +46,14 @@ class Sharded:
         for part in (part for module in modules for part in module.modules()):
             if (get_state := getattr(part, "_get_fsdp_state", None)) and (state := get_state()) not in self._modules:
                 self._modules[state] = part
+                state._dta_gathered = getattr(state, "_dta_gathered", False)
                 _let_graphs_pass_by(state)
         return len(self._modules) > known
 
     def __call__(self) -> Callable[[], None]:
-        inside = {state for call in _of_thread.running for state in call.modules}
-        _of_thread.running.append(Gathered({one: part for one, part in self._modules.items() if one not in inside}))
+        call = Gathered({state: part for state, part in self._modules.items() if not state._dta_gathered})
+        _mark(call, True)
+        _of_thread.running.append(call)
         return _leave
 
 
@@ -131,8 +133,14 @@ def gathered_bytes() -> int:
 
 def _leave() -> None:
     call = _of_thread.running.pop()
+    _mark(call, False)
     if _of_thread.held is not None:
         _of_thread.held.append(call)
+
+
+def _mark(call: Gathered, is_running: bool) -> None:
+    for state in call.modules:
+        state._dta_gathered = is_running  # by a compiled call that has not returned yet
 
 
 def _gather(modules: Modules) -> None:
@@ -224,25 +232,26 @@ def _let_graphs_pass_by(state: Any) -> None:
         for hooks, stand_in in ((module._forward_pre_hooks, _before), (module._forward_hooks, _after)):
             for number in numbers & hooks.keys():
                 if not hasattr(hooks[number], "_dta_stands_in"):
-                    hooks[number] = stand_in(hooks[number], state._mp_policy)
+                    hooks[number] = stand_in(hooks[number], state)
 
 
-def _before(hook: Hook, policy: Any) -> Hook:
-    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+def _before(hook: Hook, state: Any) -> Hook:
+    dtype = state._mp_policy.param_dtype if state._mp_policy.cast_forward_inputs else None
 
     def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and traces_for_this_backend():
+        # Dynamo guards what it reads of the state: without a call that gathered it, such a graph does not run.
+        if torch.compiler.is_compiling() and traces_for_this_backend() and state._dta_gathered:
             return _cast(args, dtype), _cast(kwargs, dtype)
         return hook(module, args, kwargs)
 
     return _standing_in(before_forward)
 
 
-def _after(hook: Hook, policy: Any) -> Hook:
-    dtype = policy.output_dtype
+def _after(hook: Hook, state: Any) -> Hook:
+    dtype = state._mp_policy.output_dtype
 
     def after_forward(module: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling() and traces_for_this_backend():
+        if torch.compiler.is_compiling() and traces_for_this_backend() and state._dta_gathered:
             return _cast(output, dtype)
         return hook(module, args, output)
 

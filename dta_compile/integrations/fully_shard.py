@@ -25,7 +25,7 @@ from torch import nn
 
 from dta_compile.integrations.tracing import traces_for_this_backend
 
-__all__ = ["Sharded", "gathered_bytes", "held", "keeping"]
+__all__ = ["Sharded", "bytes_of_running", "held", "keeping"]
 
 logger = logging.getLogger("dta_compile")
 
@@ -124,11 +124,19 @@ def held() -> Iterator[Callable[[], None]]:
         _of_thread.held = None
 
 
-def gathered_bytes() -> int:
-    """Bytes of the parameters that the calls now running have gathered, whole, on this rank."""
-    groups = [group for call in _of_thread.running for group in _groups(call.modules)]
-    whole = (parameter._unsharded_param for group in groups for parameter in group.fsdp_params)
-    return sum(parameter.numel() * parameter.itemsize for parameter in whole)
+def bytes_of_running() -> tuple[int, int]:
+    """Bytes on this rank of what the calls now running have gathered: of whole parameters, with their gradients that
+    wait for a reduction; and the most that was in flight on the way there."""
+    sizes, waiting = [0, 0], 0
+    for group in _groups(state for call in _of_thread.running for state in call.modules):
+        sizes.append(sum(_bytes(parameter._unsharded_param) for parameter in group.fsdp_params))
+        for parameter in group.fsdp_params:
+            waiting += _bytes(parameter.unsharded_accumulated_grad) + _bytes(parameter._unsharded_param.grad)
+    return sum(sizes) + waiting, sum(sorted(sizes)[-2:])
+
+
+def _bytes(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.itemsize
 
 
 def _leave() -> None:

@@ -8,6 +8,7 @@ import itertools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -141,6 +142,13 @@ def calls_of_all_kinds() -> None:
     both(models, functools.partial(crossed, order=(0, 1)))
     both(models, functools.partial(crossed, order=(1, 0)))
     assert is_sharded(model)
+    with (
+        mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gathered,
+        mock.patch.object(dist, "reduce_scatter_tensor", wraps=dist.reduce_scatter_tensor) as reduced,
+    ):
+        weighted(compiled(own_ids())).backward()
+    assert gathered.call_count == reduced.call_count == 3  # groups: two layers, and what is left
+    model.zero_grad()
     with torch.no_grad():
         compiled(own_ids())
     assert all(is_sharded(block) for block in model.blocks)

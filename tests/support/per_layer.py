@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -143,8 +144,8 @@ def calls_of_all_kinds() -> None:
     both(models, functools.partial(crossed, order=(1, 0)))
     assert is_sharded(model)
     with (
-        mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gathered,
-        mock.patch.object(dist, "reduce_scatter_tensor", wraps=dist.reduce_scatter_tensor) as reduced,
+        mock.patch.object(group, "foreach_all_gather", wraps=group.foreach_all_gather) as gathered,
+        mock.patch.object(group, "foreach_reduce", wraps=group.foreach_reduce) as reduced,
     ):
         weighted(compiled(own_ids())).backward()
     assert gathered.call_count == reduced.call_count == 3  # groups: two layers, and what is left
@@ -166,11 +167,11 @@ def calls_of_all_kinds() -> None:
     assert all(is_sharded(block) for block in model.blocks)
     both(models, lambda forward: weighted(forward(own_ids())).backward())
     # Outside of compiled calls every layer is gathered and freed as it always was.
-    seen = []
-    handle = model.blocks[0].register_forward_hook(lambda *_: seen.append(is_sharded(model.blocks[1])))
+    freed = []
+    handle = model.blocks[0].register_forward_hook(lambda *_: freed.append(is_sharded(model.blocks[1])))
     both((eager, model, model), lambda forward: weighted(forward(own_ids())).backward())
     handle.remove()
-    assert seen == [True] and isinstance(model.blocks[0], FSDPModule)
+    assert freed == [True] and isinstance(model.blocks[0], FSDPModule)
 
 
 def failures() -> None:

@@ -19,6 +19,7 @@ from dta_compile.capture.convolutions import with_our_convolutions
 from dta_compile.capture.flash_attention import with_our_attention
 from dta_compile.capture.recurrences import refuse_final_states
 from dta_compile.errors import DTAError, OptionError, RefusalError
+from dta_compile.integrations.fully_shard import keeping
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
 from dta_compile.passes.contracts import ContractError
@@ -77,7 +78,7 @@ def dta(
     if engine.rest is not None:
         record.log_once(SEVERAL_BATCHES)
     record.engines.append(engine)
-    return records.recorded(engine)
+    return keeping(records.recorded(engine))
 
 
 def _bug(broken: ContractError) -> RefusalError:
@@ -113,14 +114,14 @@ def _analyse(graph: Captured, options: Options) -> Program:
 def _plain(module: fx.GraphModule, note: str | None) -> Compiled:
     if note:
         records.current().log_once(note)
-    return as_captured(module)
+    return keeping(as_captured(module))
 
 
 def _refused(refusal: RefusalError, module: fx.GraphModule, options: Options) -> Compiled:
     error = records.with_graph_break(refusal)
     if options.fallback == "dense":
         logger.warning("dta: running densely, as fallback='dense' says: %s", error)
-        return as_captured(module)
+        return keeping(as_captured(module))
     return Refused(error)
 
 

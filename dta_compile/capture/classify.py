@@ -96,11 +96,10 @@ def _for_the_tree(graph: Captured) -> Captured:
         return dataclasses.replace(graph, kind=Kind.PLAIN, note=GENERATION)
     if sharded := dynamo.sharded_part(graph.module):
         refusal = RefusalError(
-            "a part of the model is sharded while it runs: per-layer sharding, tensor, context and pipeline parallelism"
-            " are not supported",
-            expected="all parameters on every rank for the length of a step",
+            "a part of the model is sharded while it runs: tensor, context and pipeline parallelism are not supported",
+            expected="all parameters on every rank for the length of a step, as a call gathers those of fully_shard",
             got=sharded,
-            hint="use DDP, or one fully_shard(module, reshard_after_forward=False) around what is compiled",
+            hint="use DDP or fully_shard",
         )
         return dataclasses.replace(graph, kind=Kind.REFUSED, refusal=refusal)
     dynamo.unify_equal_sizes(graph.module.graph)

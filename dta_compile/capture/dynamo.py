@@ -6,9 +6,11 @@ Supported torch: 2.11 to 2.15. Each trick has a test of its own; when one stops 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -33,6 +35,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from dta_compile.errors import RefusalError
 from dta_compile.integrations import tracing
+from dta_compile.integrations.fully_shard import Sharded
 from dta_compile.passes.symbols import hint
 
 MARKED = "_dta_marked_dynamic"
@@ -201,6 +204,8 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
     @functools.wraps(run)
     def run_watched(self: Any) -> None:
+        if _is_ours(self.output.compiler_fn):
+            _enter_sharded(_modules_at_hand(self))
         try:
             run(self)
         except (RestartAnalysis, BackendCompilerFailed):
@@ -219,6 +224,48 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
 if not hasattr(InstructionTranslator.run, "__wrapped__"):
     InstructionTranslator.run = _watched(InstructionTranslator.run)  # type: ignore[assignment,method-assign]
+
+
+def _modules_at_hand(translator: Any) -> Iterator[torch.nn.Module]:
+    """Modules that the function which Dynamo begins to trace can name: arguments, free and global variables, what
+    methods belong to, and attributes that it reads of other objects."""
+    names = translator.f_code.co_names
+    named = [translator.f_globals[name] for name in names if name in translator.f_globals]
+    for value in (*translator.f_locals.values(), *_contents(translator.closure), *named):
+        owner = getattr(value, "__self__", value)
+        is_other = not isinstance(owner, (torch.nn.Module, types.ModuleType, type))
+        attributes = [getattr(owner, "__dict__", {}).get(name) for name in names] if is_other else []
+        yield from (part for part in (owner, *attributes) if isinstance(part, torch.nn.Module))
+
+
+def _enter_sharded(modules: Iterator[torch.nn.Module]) -> None:
+    """Let the compiled callable that was called gather its FSDP2 modules: now, and whenever it is entered."""
+    entered = _entered()
+    if entered is None:  # driven without torch.compile
+        return
+    hooks, exits = entered
+    sharded = next((hook for hook in hooks if isinstance(hook, Sharded)), None) or Sharded()
+    if sharded.add(modules):
+        if sharded not in hooks:
+            hooks.append(sharded)
+        exits.append(sharded())
+
+
+def _entered() -> tuple[list[Any], list[Any]] | None:
+    """Of the compiled callable that was called: what it calls whenever it is entered, and this time as it is left."""
+    for known in _variables_of_calls():
+        if "cleanups" in known:
+            return known["self"].enter_exit_hooks, known["cleanups"]
+    return None
+
+
+def _variables_of_calls() -> Iterator[dict[str, Any]]:
+    """Local variables of torch's functions through which compiled callables are called, the innermost first."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name in ("compile_wrapper", "_fn") and frame.f_code.co_filename == EVAL_FRAME:
+            yield frame.f_locals
+        frame = frame.f_back
 
 
 def given_up() -> str | None:
@@ -293,18 +340,14 @@ def resumes_after_a_break() -> bool:
 
 
 def sharded_part(module: fx.GraphModule) -> str:
-    """What of the graph now being compiled has its parameters spread over ranks while it runs; "" if nothing.
+    """What of the graph now being compiled is spread over ranks while it runs; "" if nothing.
 
-    A module that is sharded as a whole (root-level `fully_shard`) has its parameters together when it runs.
+    Parameters that `fully_shard` spreads are together by then.
     """
     for node in module.graph.nodes:
         value = node.meta.get("example_value") if node.op == "placeholder" else None
         if isinstance(value, torch.Tensor) and type(value).__name__ == "DTensor":
             return f"{node.name} is a DTensor"
-    owner = getattr(_calling("OutputGraph"), "local_scope", {}).get("self")
-    state = getattr(owner, "_get_fsdp_state", None)
-    if state is not None and getattr(state(), "_is_root", None) is False:
-        return f"{type(owner).__name__}, a part of the model with a fully_shard of its own"
     return ""
 
 
@@ -338,14 +381,8 @@ def calling_wrapper() -> Any | None:
     Not the one that a graph was compiled for: Dynamo serves equal compilations (the same function compiled twice, two
     models of one class) from one cache.
     """
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name in ("compile_wrapper", "_fn") and frame.f_code.co_filename == EVAL_FRAME:
-            wrapper = compile_wrapper_of(frame.f_locals.get("callback"))
-            if wrapper is not None:
-                return wrapper
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    wrappers = (compile_wrapper_of(known.get("callback")) for known in _variables_of_calls())
+    return next((wrapper for wrapper in wrappers if wrapper is not None), None)
 
 
 def uncompiled(fn: Any) -> Any:
@@ -400,10 +437,13 @@ def _attributes(item: Any) -> Iterator[Any]:
 
 
 def _cells(item: Any) -> Iterator[Any]:
-    for cell in getattr(item, "__closure__", None) or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:
-            continue
+    for content in _contents(getattr(item, "__closure__", None)):
         if isinstance(content, Callable) or type(content).__module__.startswith("torch._dynamo"):  # type: ignore[arg-type]
             yield content
+
+
+def _contents(cells: Any) -> Iterator[Any]:
+    """What the cells of a closure hold, if it has any."""
+    for cell in cells or ():
+        with contextlib.suppress(ValueError):  # not set yet
+            yield cell.cell_contents

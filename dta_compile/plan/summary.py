@@ -78,6 +78,7 @@ class Estimates:
         seconds: of all chunk runs, by the cost model.
         measured_seconds: filled in by the runtime as the schedule runs; None before, and without a runtime.
         peak_bytes: most bytes that the run allocates at one time; None: the runtime's sizes are not known.
+        gathered_bytes: of them, parameters gathered from other ranks, and whole gradients not reduced yet.
         cost_source: what the cost model rests on.
         replays: what became of the runs that CUDA graphs were meant for; None: of none.
         codegen: what code was generated for it; None: none.
@@ -88,6 +89,7 @@ class Estimates:
     cost_source: str
     measured_seconds: float | None = None
     peak_bytes: float | None = None
+    gathered_bytes: int = 0
     replays: ReplayCounts | None = None
     codegen: str | None = None
     self_check: str | None = None
@@ -187,7 +189,9 @@ def _estimates(known: Estimates) -> list[tuple[str, str]]:
         predicted = f"{known.seconds:.3g} s predicted ({known.cost_source})"
         rows.append(("time", f"{predicted}, {known.measured_seconds:.3g} s measured, in chunk runs"))
     if known.peak_bytes is not None:
-        rows.append(("memory", f"{known.peak_bytes / 2**20:,.0f} MiB predicted at the peak, besides model and batch"))
+        text = f"{known.peak_bytes / 2**20:,.0f} MiB predicted at the peak, besides model and batch"
+        gathered = f", {known.gathered_bytes / 2**20:,.0f} MiB of it gathered" if known.gathered_bytes else ""
+        rows.append(("memory", text + gathered))
     if (counts := known.replays) is not None:
         text = f"{counts.replayed:,} runs replayed, {counts.eager:,} not; {counts.recorded:,} recorded in this call"
         rows.append(("graphs", f"{text}, {counts.bytes / 2**20:,.0f} MiB held"))

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError, RuntimeContractError
+from dta_compile.integrations.fully_shard import held
 from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
 from dta_compile.passes.program import Mixed, Program, has_tensor, where
 from dta_compile.runtime.calls.executor import Executor
@@ -44,16 +45,19 @@ def step(
 ) -> list[torch.Tensor]:
     """One streaming step of a compiled callable; see `dta_compile.streaming_step`."""
     stream = Stream()
-    with intercept(stream.begin):
-        returned = compiled(*args, **kwargs)
-    if stream.call is None:
-        log(f"the outputs of a streaming step exist for the whole batch: {stream.why_whole}")
-        return _whole(tensors_of(returned), loss_fn)
-    sources = stream.sources(tensors_of(returned))
-    stream.in_return_value = stream.stand_ins.alive(expected=[one for one in sources if isinstance(one, int)])
-    del returned
-    stream.refuse_other_places(sources)
-    return stream.run(sources, loss_fn)
+    with held() as reduce:
+        with intercept(stream.begin):
+            returned = compiled(*args, **kwargs)
+        if stream.call is None:
+            log(f"the outputs of a streaming step exist for the whole batch: {stream.why_whole}")
+            return _whole(tensors_of(returned), loss_fn)
+        sources = stream.sources(tensors_of(returned))
+        stream.in_return_value = stream.stand_ins.alive(expected=[one for one in sources if isinstance(one, int)])
+        del returned
+        stream.refuse_other_places(sources)
+        losses = stream.run(sources, loss_fn)
+        reduce()
+    return losses
 
 
 def _whole(outputs: Sequence[torch.Tensor], loss_fn: Callable[..., torch.Tensor]) -> list[torch.Tensor]:

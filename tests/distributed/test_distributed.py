@@ -58,15 +58,6 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def per_layer(model):
-    from torch.distributed.fsdp import fully_shard
-
-    for block in model.blocks:
-        fully_shard(block)
-    model.forward = torch.compile(model.forward, backend="dta", options=SMALL_CHUNKS)
-    return fully_shard(model, reshard_after_forward=False)
-
-
 def tensor_parallel(model):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -77,13 +68,12 @@ def tensor_parallel(model):
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about hooks and graph breaks
-@pytest.mark.parametrize(("shard", "got"), [(per_layer, "FSDPBlock"), (tensor_parallel, "DTensor")])
-def test_a_model_that_is_sharded_inside_is_refused_by_name(one_rank, shard, got):
+def test_a_model_that_is_sharded_inside_is_refused_by_name(one_rank):
     torch.compiler.reset()
-    model = shard(TinyLM())
-    with pytest.raises(RefusalError, match="per-layer sharding, tensor, context and pipeline") as caught:
+    model = tensor_parallel(TinyLM())
+    with pytest.raises(RefusalError, match="tensor, context and pipeline parallelism") as caught:
         weighted(model(shared_ids())).backward()
-    assert got in caught.value.got and "fully_shard(module, reshard_after_forward=False)" in caught.value.hint
+    assert "DTensor" in caught.value.got and "fully_shard" in caught.value.hint
 
 
 def test_a_stage_of_a_pipeline_is_refused():

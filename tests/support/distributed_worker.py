@@ -7,198 +7,57 @@ Rank 0 writes a JSON object: for every scenario "" or what went wrong.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import functools
 import json
 import pathlib
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch._dynamo.config
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dta_compile import distributed
-from tests.support.tiny import SMALL_CHUNKS, VOCABULARY, TinyLM
-
-STEPS, LONGEST = 5, 11
-ROWS = [(0, 1, 7, 40), (40, 7, 1, 0), (0, 0, 1, 0), (3, 2, 4, 1), (0, 0, 0, 0)]  # per step, of the ranks
-EXACT = {"rtol": 1e-9, "atol": 1e-12}
-
-
-class Trained(torch.nn.Module):
-    """Log-probs `[B, S]` of the next token: a wrapper that is trained as a whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = TinyLM(layers=1)
-
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        labels = torch.nn.functional.pad(ids[:, 1:], (0, 1))
-        return self.model(ids, mask.bool()).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+from tests.support import per_layer
+from tests.support.ranks import (
+    EXACT,
+    LONGEST,
+    ROWS,
+    Trained,
+    Wrapped,
+    assert_equal,
+    reference,
+    resume,
+    rows_of,
+    trained,
+)
+from tests.support.tiny import SMALL_CHUNKS
 
 
-def rows_of(step: int, rank: int) -> dict[str, torch.Tensor]:
-    """A rank's rows: rollouts of a few prompts, some of them empty."""
-    random = torch.Generator().manual_seed(100 * step + rank)
-    count = ROWS[step % len(ROWS)][rank]
-    lengths = torch.randint(0, LONGEST + 1, (count,), generator=random)
-    mask = torch.arange(LONGEST)[None] < lengths[:, None]
-    ids = torch.randint(0, VOCABULARY, (count, LONGEST), generator=random)
-    ids[:, :5] = torch.arange(5) + torch.randint(0, 2, (count, 1), generator=random)
-    advantages = torch.randn(count, generator=random, dtype=torch.float64)
-    return {"input_ids": ids * mask, "attention_mask": mask.long(), "advantages": advantages}
-
-
-def rows_of_all(step: int) -> dict[str, torch.Tensor]:
-    parts = [rows_of(step, rank) for rank in range(dist.get_world_size())]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def loss_of(
-    forward: torch.nn.Module, batch: dict[str, torch.Tensor], total: torch.Tensor, group: object
-) -> torch.Tensor:
-    logprobs = forward(batch["input_ids"], batch["attention_mask"])
-    counted = batch["attention_mask"].clone()
-    if counted.shape[1]:
-        counted = torch.nn.functional.pad(counted[:, 1:], (0, 1))  # nothing follows the last token
-    losses = -logprobs * batch["advantages"][:, None]
-    return distributed.token_mean(losses, counted, total=total, group=group)
-
-
-def predicted(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Tokens that another one precedes."""
-    return (batch["attention_mask"].sum(1) - 1).clamp(min=0).sum()
-
-
-def optimiser_of(model: torch.nn.Module, kind: str) -> torch.optim.Optimizer:
-    """Adam turns rounding into full steps where a gradient is zero, which float32 cannot be compared by."""
-    return torch.optim.SGD(model.parameters(), 0.1) if kind == "mixed" else torch.optim.AdamW(model.parameters(), 1e-2)
-
-
-@functools.cache
-def reference(kind: str, steps: int = STEPS, clip: float = 0.0) -> dict[str, torch.Tensor]:
-    """Parameters after training on all rows in one process, eagerly and one sequence at a time."""
+def wrap(kind: str) -> Wrapped:
+    """A model that is wrapped as a whole."""
     model = Trained()
-    optimiser = optimiser_of(model, kind)
-    for step in range(steps):
-        batch = rows_of_all(step)
-        total = predicted(batch).clamp(min=1)
-        for row in range(len(batch["input_ids"])):
-            length = int(batch["attention_mask"][row].sum())
-            if length < 2:
-                continue
-            one = {name: value[row : row + 1] for name, value in batch.items()}
-            logprobs = model(one["input_ids"][:, :length], one["attention_mask"][:, :length])[:, :-1]
-            (-(logprobs * one["advantages"][:, None]).sum() / total).backward()
-        for parameter in model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        if clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimiser.step()
-        optimiser.zero_grad()
-    return model.state_dict()
+    if kind == "ddp":
+        forward = DistributedDataParallel(torch.compile(model, backend="dta", options=SMALL_CHUNKS))
+        return Wrapped(kind, model, forward, forward)
+    model.forward = torch.compile(model.forward, backend="dta", options=SMALL_CHUNKS)
+    options = {}
+    if kind == "hsdp":
+        options["mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copy", "shard"))
+    if kind == "mixed":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    fully_shard(model, reshard_after_forward=False, **options)
+    return Wrapped(kind, model, model, model)
 
 
-class Wrapped:
-    """A model on its way through a data-parallel wrapper: what is called, and how reduction is put off."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind, self.model = kind, Trained()
-        if kind == "ddp":
-            self.forward = DistributedDataParallel(torch.compile(self.model, backend="dta", options=SMALL_CHUNKS))
-        else:
-            self.model.forward = torch.compile(self.model.forward, backend="dta", options=SMALL_CHUNKS)
-            options = {}
-            if kind == "hsdp":
-                options["mesh"] = init_device_mesh(
-                    "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copy", "shard")
-                )
-            if kind == "mixed":
-                options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-            self.forward = fully_shard(self.model, reshard_after_forward=False, **options)
-        self.optimiser = optimiser_of(self.model, kind)
-
-    @contextlib.contextmanager
-    def without_reduction(self) -> Iterator[None]:
-        if self.kind == "ddp":
-            with self.forward.no_sync():
-                yield
-        else:
-            self.forward.set_requires_gradient_sync(False)
-            yield
-            self.forward.set_requires_gradient_sync(True)
-
-    def step(self, step: int, scatter: bool = True, micro_batches: int = 1, clip: float = 0.0) -> None:
-        batch = rows_of(step, dist.get_rank())
-        if scatter:
-            batch = distributed.scatter(batch).batch
-        elif not len(batch["input_ids"]):  # no model runs without rows: an empty one
-            batch = {name: value.new_zeros((1, *value.shape[1:])) for name, value in batch.items()}
-        total = distributed.global_count(torch.ones(int(predicted(batch))))
-        size = -(-len(batch["input_ids"]) // micro_batches) or 1
-        for number in range(micro_batches):
-            part = {name: value[number * size : (number + 1) * size] for name, value in batch.items()}
-            last = number + 1 == micro_batches
-            with contextlib.nullcontext() if last else self.without_reduction():
-                loss_of(self.forward, part, total, None).backward()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-        self.optimiser.step()
-        self.optimiser.zero_grad()
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))
-
-
-def train(kind: str, steps: int = STEPS, tolerance: dict[str, float] = EXACT, clip: float = 0.0, **how: object) -> None:
-    wrapped = Wrapped(kind)
-    for step in range(steps):
-        wrapped.step(step, clip=clip, **how)
-    assert_equal(wrapped.parameters(), reference(kind, steps, clip), tolerance)
-
-
-def assert_equal(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: dict[str, float]
-) -> None:
-    """Rank 0 alone has full parameters; all ranks have the same expectation."""
-    if dist.get_rank() == 0:
-        assert set(found) == set(expected), set(found) ^ set(expected)
-    for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def resume(kind: str) -> None:
-    """Two steps, a checkpoint, a fresh model that loads it, three steps more."""
-    first = Wrapped(kind)
-    for step in range(2):
-        first.step(step)
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    model, optimiser = get_state_dict(first.model, first.optimiser)
-    dcp.save({"model": model, "optimiser": optimiser}, checkpoint_id=folder[0])
-    second = Wrapped(kind)
-    model, optimiser = get_state_dict(second.model, second.optimiser)
-    dcp.load({"model": model, "optimiser": optimiser}, checkpoint_id=folder[0])
-    set_state_dict(second.model, second.optimiser, model_state_dict=model, optim_state_dict=optimiser)
-    for step in range(2, STEPS):
-        second.step(step)
-    assert_equal(second.parameters(), reference(kind), EXACT)
+def train(kind: str, tolerance: dict[str, float] = EXACT, clip: float = 0.0, **how: Any) -> None:
+    expected = reference(kind, clip=clip)
+    assert_equal(trained(wrap(kind), clip=clip, **how).parameters(), expected, tolerance)
 
 
 def rows_come_back() -> None:
@@ -276,13 +135,14 @@ SCENARIOS = {
     "ddp": ((2, 4), lambda: train("ddp", clip=0.05)),
     "ddp, rows as they are": ((4,), lambda: train("ddp", scatter=False)),
     "ddp, micro-batches": ((2,), lambda: train("ddp", micro_batches=2)),
-    "ddp, resumed": ((2,), lambda: resume("ddp")),
+    "ddp, resumed": ((2,), lambda: resume(lambda: wrap("ddp"))),
     "fsdp2": ((2, 4), lambda: train("fsdp2", clip=0.05)),
     "fsdp2, rows as they are": ((2,), lambda: train("fsdp2", scatter=False)),
     "fsdp2, micro-batches": ((2,), lambda: train("fsdp2", micro_batches=2)),
-    "fsdp2, resumed": ((2,), lambda: resume("fsdp2")),
+    "fsdp2, resumed": ((2,), lambda: resume(lambda: wrap("fsdp2"))),
     "fsdp2, mixed precision": ((2,), lambda: train("mixed", tolerance={"rtol": 1e-5, "atol": 1e-6})),
     "hsdp": ((4,), lambda: train("hsdp")),
+    **per_layer.SCENARIOS,
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dta_compile.integrations.fully_shard import bytes_of_running
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.passes.program import ChunkInput
 from dta_compile.plan import Footprint, Limits, Plan, make_plan, peak_bytes
@@ -131,7 +132,9 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     plan = make_plan(tree, call.context.options, mode=mode, limits=limits, segments=tokens.segments, split=split)
     if plan.prefix_tree is not tree:  # the plan does not share prefixes
         rows = BatchRows.of(tokens, plan.prefix_tree, head_keys, used_by_any)
-    plan.estimates.peak_bytes = _peak_bytes(call, rows, plan, wanted)
+    gathered, in_flight = bytes_of_running()
+    plan.estimates.gathered_bytes = gathered
+    plan.estimates.peak_bytes = gathered + max(_peak_bytes(call, rows, plan, wanted), in_flight)
     needed = [one if is_wanted else None for one, is_wanted in zip(used, wanted, strict=True)]
     layout = BatchLayout.of(program.frontier, rows, needed, call.window, call.device, by_sequence=mode == "streaming")
     known = call.context, call.args, call.dense, call.batch, call.tokens, call.device
@@ -186,7 +189,7 @@ def _footprint(call: Call) -> Footprint:
 
 
 def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, wanted: Sequence[bool]) -> float:
-    """Most bytes that a call and its backward allocate at one time."""
+    """Most bytes that a call and its backward allocate at one time, besides what was gathered from other ranks."""
     joint, frontier = call.program.joint, list(compress(call.program.frontier, wanted))
     first, second = peak_bytes(rows.tree, plan.schedule, _footprint(call), rows.head_starts)
     stack = joint.kv_bytes * plan.simulation.peak_stack_tokens

@@ -1,0 +1,331 @@
+"""Scenarios of `distributed_worker` with `fully_shard` on every layer, as trainers apply it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+import dta_compile
+from tests.support.ranks import EXACT, Trained, Wrapped, assert_equal, reference, resume, trained
+from tests.support.recurrent import no_float32_islands
+from tests.support.tiny import SMALL_CHUNKS, TinyLM, assert_same, shared_ids, weighted
+
+Model = Callable[[], torch.nn.Module]
+
+
+def tiny(tied: bool = False) -> torch.nn.Module:
+    model = TinyLM(layers=2)
+    if tied:
+        model.head.weight = model.embedding.weight
+    return model
+
+
+def toy(name: str) -> torch.nn.Module:
+    from tests.support.families import build
+
+    return build(name, num_hidden_layers=2, hidden_size=32, intermediate_size=48, use_cache=False)
+
+
+def by_hand(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
+    """Each layer, then what is left."""
+    for layer in model.blocks if isinstance(model, TinyLM) else model.model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def by_accelerate(model: torch.nn.Module) -> torch.nn.Module:
+    """Its own wrapping, which `Accelerator.prepare` applies on GPUs alone."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    state = types.SimpleNamespace(fsdp_plugin=plugin)
+    accelerator = types.SimpleNamespace(
+        state=state, mixed_precision="no", device=torch.device("cpu"), is_main_process=dist.get_rank() == 0
+    )
+    return fsdp2_prepare_model(accelerator, model)
+
+
+def wrapped(model: torch.nn.Module, whole: bool = False) -> Wrapped:
+    """A sharded model on its way: compiled in place, or as a part of one function of ids and mask."""
+    trained = Trained(model)
+    if whole:
+        return Wrapped("fsdp2", trained, torch.compile(trained.forward, backend="dta", options=SMALL_CHUNKS), model)
+    model.compile(backend="dta", options=SMALL_CHUNKS)
+    return Wrapped("fsdp2", trained, trained, model)
+
+
+def train(
+    build: Model, shard: Callable[..., torch.nn.Module] = by_hand, whole: bool = False, clip: float = 0.0, **how: Any
+) -> None:
+    expected = reference("fsdp2", clip=clip, build=lambda: Trained(build()))
+    ranks = wrapped(shard(build()), whole)
+    assert_equal(trained(ranks, clip=clip, **how).parameters(), expected, EXACT)
+    assert is_sharded(ranks.wrapped)
+    assert dta_compile.last_plan(ranks.forward if whole else ranks.wrapped).stats.tree_tokens >= 0
+
+
+def train_toy(name: str, **how: Any) -> None:
+    with no_float32_islands():
+        train(functools.partial(toy, name), **how)
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    return all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def hybrid(model: torch.nn.Module) -> torch.nn.Module:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copy", "shard"))
+    return by_hand(model, mesh=mesh)
+
+
+def offloaded(model: torch.nn.Module) -> torch.nn.Module:
+    return by_hand(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Of all ranks, and none left."""
+    grads = {name: one.grad for name, one in model.named_parameters()}
+    found = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+    model.zero_grad()
+    return found
+
+
+def own_ids(seed: int = 1) -> torch.Tensor:
+    """Different rows on each rank, more of them on higher ones."""
+    return shared_ids(batch=2 + dist.get_rank(), seed=10 * seed + dist.get_rank())
+
+
+def pair(
+    shard: Callable[..., torch.nn.Module] = by_hand, **options: Any
+) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
+    """A sharded model for eager mode, its double, and that one compiled."""
+    eager, model = shard(tiny(), **options), shard(tiny(), **options)
+    return eager, model, torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+
+
+def both(models: Sequence[Any], run: Callable[[Any], Any], tolerance: float = 1e-9) -> None:
+    """A step is the same in eager FSDP2 and over the tree: what it returns, and the gradients."""
+    eager, model, compiled = models
+    expected = run(eager), gradients(eager)
+    assert_same((run(compiled), gradients(model)), expected, tolerance)
+
+
+def calls_of_all_kinds() -> None:
+    """Two graphs alive at one time, in both orders; calls without a graph or a backward; weights written in between."""
+    models = pair()
+    eager, model, compiled = models
+    shards = [*eager.parameters(), *model.parameters()]  # as an optimiser has them
+
+    def crossed(forward: Any, order: Sequence[int]) -> Any:
+        outputs = [forward(own_ids(seed)) for seed in (1, 2)]
+        with torch.no_grad():
+            scored = forward(own_ids(3))
+        for index in order:
+            weighted(outputs[index]).backward()
+        return scored
+
+    both(models, functools.partial(crossed, order=(0, 1)))
+    both(models, functools.partial(crossed, order=(1, 0)))
+    assert is_sharded(model)
+    with (
+        mock.patch.object(group, "foreach_all_gather", wraps=group.foreach_all_gather) as gathered,
+        mock.patch.object(group, "foreach_reduce", wraps=group.foreach_reduce) as reduced,
+    ):
+        weighted(compiled(own_ids())).backward()
+    assert gathered.call_count == reduced.call_count == 3  # groups: two layers, and what is left
+    model.zero_grad()
+    with torch.no_grad():
+        compiled(own_ids())
+    assert all(is_sharded(block) for block in model.blocks)
+    outputs = compiled(own_ids())
+    assert not is_sharded(model.blocks[0])
+    with torch.no_grad():  # without a backward: what is together is out of date
+        for parameter in shards:
+            parameter.mul_(1.5)
+    both(models, lambda forward: weighted(forward(own_ids())).backward())
+    both(models, functools.partial(crossed, order=(0, 1)))
+    outputs = compiled(own_ids())
+    assert not is_sharded(model.blocks[0])
+    del outputs
+    gc.collect()
+    assert all(is_sharded(block) for block in model.blocks)
+    both(models, lambda forward: weighted(forward(own_ids())).backward())
+    # Outside of compiled calls every layer is gathered and freed as it always was.
+    freed = []
+    handle = model.blocks[0].register_forward_hook(lambda *_: freed.append(is_sharded(model.blocks[1])))
+    both((eager, model, model), lambda forward: weighted(forward(own_ids())).backward())
+    handle.remove()
+    assert freed == [True] and isinstance(model.blocks[0], FSDPModule)
+
+
+def failures() -> None:
+    """A call that fails, and a backward that does half-way: what comes after is as if they had not been."""
+    models = pair()
+    _, model, compiled = models
+
+    def run(forward: Any) -> None:
+        weighted(forward(own_ids())).backward()
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("out of luck")
+
+    both(models, run)
+    for attempt in (lambda: compiled(own_ids().float()), lambda: compiled(own_ids(), torch.ones(1, 1))):
+        try:
+            attempt()
+        except Exception:
+            assert all(is_sharded(block) for block in model.blocks)
+        else:
+            raise AssertionError("no error")
+    both(models, run)
+    logits = compiled(own_ids())
+    hook = model.blocks[1].up.weight.register_hook(fail)  # others have their gradients by then
+    try:
+        weighted(logits).backward()
+    except ValueError:
+        hook.remove()
+    else:
+        raise AssertionError("no error")
+    del logits
+    both(models, run)
+    both(models, run)
+
+
+def mixed_precision() -> None:
+    """Layers in float32 between what is in float64: casts at their borders as eager FSDP2 does them."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+
+    def shard(model: torch.nn.Module) -> torch.nn.Module:
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model.head, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32, cast_forward_inputs=False))
+        fully_shard(model.norm, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+        return fully_shard(model)
+
+    models = pair(shard)
+    both(models, lambda forward: [weighted(logits := forward(own_ids())).backward(), logits.detach()], 2e-5)
+    assert models[2](own_ids()).dtype is torch.float32
+
+
+def streams() -> None:
+    """`streaming_step`, which autograd does not see through the model's outputs; twice into the same gradients."""
+    eager, model, compiled = pair()
+    for _ in range(2):
+        sum(weighted(logits) for logits in eager(own_ids())).backward()
+        dta_compile.streaming_step(compiled, lambda row, logits: weighted(logits), own_ids())
+    assert is_sharded(model)
+    assert_same(gradients(model), gradients(eager))
+
+
+def without_a_root() -> None:
+    """Layers alone are sharded: they are reduced as in eager mode, and what is left has the gradients of the rank."""
+
+    def shard(model: torch.nn.Module) -> torch.nn.Module:
+        for block in model.blocks:
+            fully_shard(block)
+        return model
+
+    eager, model, compiled = pair(shard)
+    for one in (eager, compiled):
+        for seed in (1, 2):
+            weighted(one(own_ids(seed))).backward()
+    expected, found = (
+        {
+            name: one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
+            for name, one in m.named_parameters()
+        }
+        for m in (eager, model)
+    )
+    assert_same(found, expected)
+
+
+def backbone() -> None:
+    """The part of a sharded model that has the layers, compiled alone, and a model beside it that is not."""
+
+    class Whole(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Hidden()
+            self.head = torch.nn.Linear(16, 5, dtype=torch.float64)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.model(ids))
+
+    class Hidden(TinyLM):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.hidden(ids)
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        one = Whole()
+        for block in one.model.blocks:
+            fully_shard(block)
+        models.append(fully_shard(one))
+    eager, model = models
+    model.model.compile(backend="dta", options=SMALL_CHUNKS)
+    for _ in range(2):
+        both((eager, model, model), lambda forward: weighted(forward(own_ids())).backward())
+    assert dta_compile.last_plan(model.model).stats.tree_tokens > 0
+
+
+def predicted_memory() -> None:
+    """The plan's peak is that of a step: whole parameters of every rank, sums of their gradients, and activations."""
+    model = TinyLM(width=128)
+    size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+    compiled = torch.compile(by_hand(model), backend="dta", options={"chunk_size": 16, "memory_budget": 0})
+
+    def step() -> None:
+        weighted(compiled(own_ids())).backward()
+        model.zero_grad()
+
+    def measured() -> int:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+            step()
+        events = [one for one in run.profiler.kineto_results.events() if one.name() == "[memory]"]
+        return max(itertools.accumulate(one.nbytes() for one in sorted(events, key=lambda one: one.start_ns())))
+
+    step()
+    peak = min(measured() for _ in range(4))  # gloo lets go of what it has sent when it gets to it
+    estimates = dta_compile.last_plan(compiled).estimates
+    assert estimates.gathered_bytes == size
+    assert 0.9 < estimates.peak_bytes / peak < 1.1, (estimates.peak_bytes, peak)
+
+
+SCENARIOS = {
+    "per layer, qwen3 in a function": ((2, 4), lambda: train_toy("qwen3", whole=True)),
+    "per layer, llama by accelerate": ((2, 4), lambda: train_toy("llama", shard=by_accelerate)),
+    "per layer, micro-batches, clipped, tied, offloaded": (
+        (2,),
+        lambda: train(functools.partial(tiny, tied=True), offloaded, clip=0.05, micro_batches=2),
+    ),
+    "per layer, calls of all kinds": ((2,), calls_of_all_kinds),
+    "per layer, failures": ((2,), failures),
+    "per layer, mixed precision": ((2,), mixed_precision),
+    "per layer, streaming": ((2,), streams),
+    "per layer, rows as they are": (
+        (4,),
+        lambda: train(tiny, functools.partial(by_hand, reshard_after_forward=False), scatter=False),
+    ),
+    "per layer, hybrid": ((4,), lambda: train(tiny, hybrid)),
+    "per layer, resumed": ((4,), lambda: resume(lambda: wrapped(by_hand(TinyLM(layers=1))))),
+    "per layer, without a root": ((4,), without_a_root),
+    "per layer, backbone": ((4,), backbone),
+    "per layer, memory": ((4,), predicted_memory),
+}

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from dta_compile.ops import linear_log_prob as head_operators
-from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
+from dta_compile.ops.lm_head import operators as head_operators
+from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
 from dta_compile.passes.memory.working_memory import working_memory
 from tests.support.chunk_graphs import Run, allocations, peak
 from tests.support.helpers import (

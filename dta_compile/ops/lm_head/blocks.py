@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from dta_compile.ops.add_product import add_product
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import LIBRARY
-from dta_compile.ops.linear_log_prob import Backward, Forward, Head, Results, block_columns
+from dta_compile.ops.lm_head.operators import Backward, Forward, Head, Results, block_columns
 
 
 class _Blocks(Head):

@@ -19,6 +19,7 @@ from dta_compile.ops import experts
 from dta_compile.ops.add_product import ADD_PRODUCT
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.experts import EXPERT_PRODUCTS_, EXPERT_SUM
+from dta_compile.ops.lm_head import by_kernels
 from dta_compile.ops.lm_head import operators as head_operators
 from dta_compile.passes.chunk_bytes import Bytes, ChunkSizes, Peaks, total
 from dta_compile.passes.contracts import contract
@@ -152,15 +153,17 @@ def _scratch_of_head(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
         call = head_operators.Backward.of(node.args)
         head, needs_both, dtype = call.head, call.of_mean is not None, call.log_sum.meta["val"].dtype
         wanted = call.wanted
-    hidden, weight = head.hidden.meta["val"], head.weight.meta["val"]
+    head = head_operators.Head(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in head))
+    hidden, weight = head.hidden, head.weight
     narrow, wide = hidden.dtype, statistics_dtype(hidden.dtype)
     vocabulary, width = weight.shape
     columns = min(vocabulary, head_operators.BLOCK_COLUMNS)
     rows = sizes.bytes(hidden).times(1 / (width * narrow.itemsize))
     rounded = 0 if narrow == dtype else narrow.itemsize
     cast = Bytes(columns * width * narrow.itemsize if weight.dtype != narrow else 0)
-    # For a mean, probabilities and their logarithms.
-    logits = rows.times(columns * max((1 + needs_both) * dtype.itemsize, dtype.itemsize + rounded)).plus(cast)
+    # For a mean, probabilities and their logarithms. Kernels need the product alone.
+    by_torch = max((1 + needs_both) * dtype.itemsize, dtype.itemsize + rounded)
+    logits = rows.times(columns * (narrow.itemsize if by_kernels.fits(head, dtype) else by_torch)).plus(cast)
     if wanted is None or narrow == wide:
         return [logits]
     # Products with the logits' gradient are rounded, and then added to sums of a wider dtype.

@@ -6,8 +6,7 @@ from dta_compile.ops import (
     autograd_function,
     experts,
     library,
-    linear_log_prob,
-    linear_log_prob_blocks,
+    lm_head,
     mixer,
 )
 
@@ -17,7 +16,6 @@ __all__ = [
     "autograd_function",
     "experts",
     "library",
-    "linear_log_prob",
-    "linear_log_prob_blocks",
+    "lm_head",
     "mixer",
 ]

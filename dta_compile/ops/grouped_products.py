@@ -7,19 +7,16 @@ kernels read the sizes from memory, and without them every expert goes over all 
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
 from itertools import pairwise
 
 import torch
 
 from dta_compile.ops.add_product import add_product
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.ops.triton_use import is_interpreted, runs_kernels
 
 __all__ = ["add", "linear", "weighted_sum"]
 
-KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 LINEAR_BLOCKS = {"PLACES": 64, "OUT_BLOCK": 64, "WIDTH_BLOCK": 32}
 ADD_BLOCKS = {"LEFT_BLOCK": 64, "RIGHT_BLOCK": 64, "PLACES": 32}
 ALIGNED = 16  # bytes that rows have to begin at multiples of, for torch's grouped product
@@ -66,7 +63,7 @@ def linear(rows: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor, trans
     places = _Places(expert, weight.shape[0])
     if _runs_grouped(rows, weight) or _on_host(rows):
         out = places.unsorted(_sorted_products(places, rows, weight))
-    elif _runs_kernels(rows):
+    elif runs_kernels(rows):
         out = rows.new_zeros((len(places.expert), weight.shape[2]))
         _linear_by_kernel(places, out, rows, weight)
     else:
@@ -101,7 +98,7 @@ def add(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, expert: to
         for number, group in _groups(places):
             a, b = (side[group] for side in sides)
             add_product(total[number], a.t(), b)
-    elif _runs_kernels(left) and total.dtype is torch.float32:
+    elif runs_kernels(left) and total.dtype is torch.float32:
         _add_by_kernel(places, total, left, right)
     else:
         sides = places.everywhere(left), places.everywhere(right)
@@ -137,7 +134,7 @@ def _groups(places: _Places) -> list[tuple[int, slice]]:
 
 
 def _on_host(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and not _is_interpreted()
+    return tensor.device.type == "cpu" and not is_interpreted()
 
 
 def _runs_grouped(rows: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -154,21 +151,6 @@ def _is_laid_out(weight: torch.Tensor) -> bool:
     (_, width, columns), (_, row, column) = weight.shape, weight.stride()
     step = row if column == 1 and row >= columns else column if row == 1 and column >= width else 0
     return step > 0 and step * weight.itemsize % ALIGNED == 0 and weight.shape[2] * weight.itemsize % ALIGNED == 0
-
-
-def _runs_kernels(tensor: torch.Tensor) -> bool:
-    is_there = tensor.is_cuda or (tensor.device.type == "cpu" and _is_interpreted())
-    return is_there and tensor.dtype in KERNEL_TYPES and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _is_interpreted() -> bool:
-    """Whether Triton runs kernels on the CPU, to test them."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _linear_by_kernel(places: _Places, out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:

@@ -5,12 +5,12 @@ import torch
 
 import dta_compile
 from dta_compile.errors import OptionError
-from dta_compile.ops import grouped_products
+from dta_compile.ops import triton_use
 from dta_compile.ops.experts import EXPERT_PRODUCTS_
 
 TOKENS, CHOSEN, WIDTH, INNER, EXPERTS = 7, 3, 8, 4, 6
 kernels = pytest.mark.skipif(
-    not (grouped_products._is_interpreted() and grouped_products._has_triton()),
+    not (triton_use.is_interpreted() and triton_use.has_triton()),
     reason="needs the package triton and TRITON_INTERPRET=1",
 )
 

@@ -8,6 +8,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dta_compile.ops import grouped_kernels, grouped_products
+from dta_compile.ops.lm_head import by_kernels
+from dta_compile.ops.lm_head import kernels as head_kernels
 from dta_compile.runtime.attention import triton_kernels as kernels
 
 KERNELS = (kernels.forward_kernel, kernels.queries_kernel, kernels.own_keys_kernel, kernels.stack_keys_kernel)
@@ -61,11 +63,26 @@ def main() -> None:
                 for name in kernel.arg_names
             }
             print(f"{dtype}:", compiled(kernel, signature, {**constants, **precision}, {}))
+    for dtype, scaled, mean, chosen, labels in (
+        ("bf16", False, False, 1, 1),
+        ("bf16", True, True, 3, 4),
+        ("fp32", True, False, 0, 0),
+        ("fp32", False, True, 40, 64),
+    ):
+        constants = {"SCALED": scaled, "MEAN": mean, "CHOSEN": chosen, "LABELS": labels, "COLUMNS": by_kernels.COLUMNS}
+        for kernel in (head_kernels.update_kernel, head_kernels.gradient_kernel):
+            numbers = dict.fromkeys(("logits_row", "columns", "start", "temperature_row"), "i32")
+            kinds = {"logits": f"*{dtype}", "labels": "*i64", **numbers, **dict.fromkeys(constants, "constexpr")}
+            signature = {name: kinds.get(name, "*fp32") for name in kernel.arg_names}
+            aligned = ("logits", "logits_row", "columns")  # as they are found to be when it is called
+            options = {"num_warps": by_kernels.WARPS}
+            print(f"{dtype} {chosen}:", compiled(kernel, signature, constants, options, aligned))
 
 
-def compiled(kernel, signature: dict, constants: dict, options: dict) -> str:
+def compiled(kernel, signature: dict, constants: dict, options: dict, aligned: tuple[str, ...] = ()) -> str:
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes)
     shared = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
     assert shared <= SHARED_MEMORY, (kernel.fn.__name__, shared)
     return f"{kernel.fn.__name__}: {shared} bytes of shared memory"

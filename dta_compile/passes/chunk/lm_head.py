@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB, Head, Results
+from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB, Head, Results
 from dta_compile.passes.chunk.chunk_inputs import fake_inputs, free_sizes
 from dta_compile.passes.chunk.vocabulary import CAST, Kind, Reading, Reduction, Scaling
 from dta_compile.passes.contracts import contract

@@ -15,10 +15,12 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from dta_compile.ops import experts, linear_log_prob
+from dta_compile.ops import experts
 from dta_compile.ops.add_product import ADD_PRODUCT
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.experts import EXPERT_PRODUCTS_, EXPERT_SUM
+from dta_compile.ops.lm_head import by_kernels
+from dta_compile.ops.lm_head import operators as head_operators
 from dta_compile.passes.chunk_bytes import Bytes, ChunkSizes, Peaks, total
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import is_item
@@ -87,7 +89,7 @@ def _scratch(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
         return [sizes.bytes(results[0] if isinstance(results, (tuple, list)) else results)]
     if node.op == "call_method" and node.target == "mix_backward":
         return [sizes.bytes(node.meta["val"])]  # of attention, gradients from the prefix, and of repeated heads
-    if node.target in linear_log_prob.OPERATORS:
+    if node.target in head_operators.OPERATORS:
         return _scratch_of_head(node, sizes)
     if node.target in experts.OPERATORS:
         return [_scratch_of_experts(node, sizes)]
@@ -145,27 +147,29 @@ def _scratch_of_experts(node: fx.Node, sizes: ChunkSizes) -> Bytes:
 
 def _scratch_of_head(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
     """What an operator of a head allocates besides its results, at each of the moments when that may be most."""
-    if node.target is linear_log_prob.LINEAR_LOG_PROB:
-        (head, needs_both, dtype), wanted = linear_log_prob.Forward.of(node.args), None
+    if node.target is head_operators.LINEAR_LOG_PROB:
+        (head, needs_both, dtype), wanted = head_operators.Forward.of(node.args), None
     else:
-        call = linear_log_prob.Backward.of(node.args)
+        call = head_operators.Backward.of(node.args)
         head, needs_both, dtype = call.head, call.of_mean is not None, call.log_sum.meta["val"].dtype
         wanted = call.wanted
-    hidden, weight = head.hidden.meta["val"], head.weight.meta["val"]
+    head = head_operators.Head(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in head))
+    hidden, weight = head.hidden, head.weight
     narrow, wide = hidden.dtype, statistics_dtype(hidden.dtype)
     vocabulary, width = weight.shape
-    columns = min(vocabulary, linear_log_prob.BLOCK_COLUMNS)
+    columns = min(vocabulary, head_operators.BLOCK_COLUMNS)
     rows = sizes.bytes(hidden).times(1 / (width * narrow.itemsize))
     rounded = 0 if narrow == dtype else narrow.itemsize
     cast = Bytes(columns * width * narrow.itemsize if weight.dtype != narrow else 0)
-    # For a mean, probabilities and their logarithms.
-    logits = rows.times(columns * max((1 + needs_both) * dtype.itemsize, dtype.itemsize + rounded)).plus(cast)
+    # For a mean, probabilities and their logarithms. Kernels need the product alone.
+    by_torch = max((1 + needs_both) * dtype.itemsize, dtype.itemsize + rounded)
+    logits = rows.times(columns * (narrow.itemsize if by_kernels.fits(head, dtype) else by_torch)).plus(cast)
     if wanted is None or narrow == wide:
         return [logits]
     # Products with the logits' gradient are rounded, and then added to sums of a wider dtype.
     both = narrow.itemsize + wide.itemsize
     gradient, sums = rows.times(columns * narrow.itemsize), rows.times(width * wide.itemsize)
-    if node.target is linear_log_prob.LINEAR_LOG_PROB_BACKWARD and wanted.weight:
+    if node.target is head_operators.LINEAR_LOG_PROB_BACKWARD and wanted.weight:
         sums = sums.plus(Bytes(vocabulary * width * wide.itemsize))
     products = (rows.times(width * both).plus(cast), Bytes(columns * width * both))
     return [sums.plus(logits), *(sums.plus(gradient).plus(product) for product in products)]

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from dta_compile.ops import linear_log_prob as head_operators
-from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
+from dta_compile.ops.lm_head import by_kernels
+from dta_compile.ops.lm_head import operators as head_operators
+from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
 from dta_compile.passes.memory.working_memory import working_memory
 from tests.support.chunk_graphs import Run, allocations, peak
 from tests.support.helpers import (
@@ -532,9 +533,23 @@ def test_nothing_of_the_size_of_logits_or_weight_is_allocated(large, monkeypatch
 @pytest.mark.parametrize("name", ["forward_only", "forward", "backward"])
 @pytest.mark.parametrize(("tokens", "head_rows"), [(40, 200), (150, 60)])
 def test_the_working_memory_is_what_a_profiler_counts(large, monkeypatch, name, tokens, head_rows):
-    monkeypatch.setattr(head_operators, "BLOCK_COLUMNS", 128)
+    for limit in ("BLOCK_COLUMNS", "FEWEST_COLUMNS"):
+        monkeypatch.setattr(head_operators, limit, 128)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the interpreter allocates, where a GPU does not
     working_memory(large)
     assert all(large.joint.working.values()) and large.joint.boxed_backward  # not while the profiler counts
     sizes, held = allocations(large, name, tokens, head_rows)
     measured = held + max(itertools.accumulate(sizes, initial=0))
     assert peak(large.joint.working[name], tokens, head_rows) == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["forward_only", "forward", "backward"])
+def test_kernels_need_the_products_of_a_block_alone(large, monkeypatch, name):
+    monkeypatch.setattr(head_operators, "BLOCK_COLUMNS", 512)
+    peaks, rows, narrow = [], 10_000, large.attention[0].dtype.itemsize
+    for has_kernels in (False, True):
+        monkeypatch.setattr(by_kernels, "fits", lambda head, dtype, found=has_kernels: found)
+        working_memory(large)
+        peaks.append(peak(large.joint.working[name], 1, rows))
+    saved = rows * 512 * (2 * 4 - narrow)  # for an entropy torch's operators keep two numbers of a logit
+    assert 0.5 * saved < peaks[0] - peaks[1] <= saved

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dta_compile
 from dta_compile.errors import RefusalError, RuntimeContractError
-from dta_compile.ops import linear_log_prob
+from dta_compile.ops.lm_head import operators as head_operators
 from tests.support.tiny import SMALL_CHUNKS, VOCABULARY, TinyLM, after, assert_same, shared_ids, weighted
 
 IDS = shared_ids()
@@ -173,7 +173,7 @@ def test_frozen_parts(model):
 
 def test_fused_head(model, monkeypatch):
     monkeypatch.setattr(importlib.import_module("dta_compile.passes.chunk.lm_head"), "LEAST_VOCABULARY", VOCABULARY)
-    monkeypatch.setattr(linear_log_prob, "BLOCK_COLUMNS", 7)
+    monkeypatch.setattr(head_operators, "BLOCK_COLUMNS", 7)
 
     def reductions(logits, labels):
         log = logits.log_softmax(-1)

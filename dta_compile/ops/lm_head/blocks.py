@@ -3,13 +3,13 @@
 The forward is an online softmax (Milakov and Gimelshein, 2018): it keeps each row's largest logit m, the sum s of
 `exp(z - m)` and, for the mean, the sum t of `exp(z - m) * (z - m)`, and rescales them when a block raises m. Then
 `log_sum = log(s)` and `mean = t / s`. Where m is infinite, 0 takes its place. The backward computes every block's
-logits again.
+logits again. On a GPU the steps after a matrix product are one kernel (`by_kernels`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from dta_compile.ops.add_product import add_product
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import LIBRARY
-from dta_compile.ops.linear_log_prob import Backward, Forward, Head, Results, block_columns
+from dta_compile.ops.lm_head import by_kernels
+from dta_compile.ops.lm_head.operators import Backward, Forward, Head, Results, block_columns
 
 
 class _Blocks(Head):
@@ -31,10 +32,14 @@ class _Blocks(Head):
     def block_weight(self, block: slice) -> torch.Tensor:
         return self.weight[block].to(self.hidden.dtype)
 
-    def logits(self, block: slice, dtype: torch.dtype) -> torch.Tensor:
-        """`[rows, columns]`, in new memory: rounded to the dtype of the product, then cast and scaled."""
+    def product(self, block: slice) -> torch.Tensor:
+        """`[rows, columns]`, in new memory, as the matrix product has it: rounded to its dtype."""
         bias = None if self.bias is None else self.bias[block].to(self.hidden.dtype)
-        logits = F.linear(self.hidden, self.block_weight(block), bias).to(dtype)
+        return F.linear(self.hidden, self.block_weight(block), bias)
+
+    def logits(self, block: slice, dtype: torch.dtype) -> torch.Tensor:
+        """The product, cast and scaled."""
+        logits = self.product(block).to(dtype)
         return logits if self.temperature is None else logits.div_(self.temperature)
 
     def places(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,44 +49,62 @@ class _Blocks(Head):
         return inside, (self.labels - block.start).masked_fill_(~inside, 0)
 
 
+class _Running(NamedTuple):
+    """What the forward keeps of each row: logits of labels `[rows, K]`, and m, s and t `[rows, 1]`."""
+
+    logit: torch.Tensor
+    largest: torch.Tensor
+    exps: torch.Tensor
+    products: torch.Tensor
+
+
 def linear_log_prob(*arguments: Any) -> Results:
     """`dta::linear_log_prob`."""
     operands, wants_mean, dtype = Forward.of(arguments)
-    head = _Blocks(*operands)
-    hidden, weight, _, _, labels = head
+    hidden, weight, _, _, labels = operands
     rows, chosen = hidden.shape[0], 0 if labels is None else labels.shape[1]
-    logit = hidden.new_zeros((rows, chosen), dtype=dtype)
-    largest = hidden.new_full((rows, 1), -torch.inf, dtype=dtype)
-    exps, products = hidden.new_zeros((2, rows, 1), dtype=dtype)
     if labels is not None:
         in_range = (labels >= 0) & (labels < weight.shape[0])
         torch._assert_async(in_range.all(), "a label is outside of the vocabulary")
+    logit = hidden.new_zeros((rows, chosen), dtype=dtype)
+    exps, products = hidden.new_zeros((2, rows, 1), dtype=dtype)
+    running = _Running(logit, hidden.new_full((rows, 1), -torch.inf, dtype=dtype), exps, products)
+    has_kernel = by_kernels.fits(operands, dtype)
+    head = _Blocks(*(by_kernels.with_dense_rows(operands) if has_kernel else operands))
     for block in head.blocks():
-        logits = head.logits(block, dtype)
-        if labels is not None:
-            inside, columns = head.places(block)
-            logit = torch.where(inside, logits.gather(1, columns), logit)
-        new = torch.maximum(largest, logits.amax(1, keepdim=True))
-        base = _finite(new)
-        drop = largest - base
-        rescale = drop.exp()
-        logits.sub_(base)
-        if wants_mean:
-            # Before the first block with finite logits the drop is infinite, and nothing was summed that it could
-            # matter to. A drop may be as large as numbers get: it shrinks before it multiplies.
-            products = torch.where(exps > 0, products * rescale + exps * (drop * rescale), products)
-            block_exps = logits.exp()
-            products += logits.mul_(block_exps).sum(1, keepdim=True)
+        if has_kernel:
+            by_kernels.update_(head.product(block), block.start, head, *running, wants_mean)
         else:
-            block_exps = logits.exp_()
-        exps = exps * rescale + block_exps.sum(1, keepdim=True)
-        largest = new
-        del logits, block_exps
+            running = _updated(running, head, block, wants_mean)
+    logit, largest, exps, products = running
     log_sum, base = exps.log(), _finite(largest)
     mean = (products / exps)[:, 0] if wants_mean else hidden.new_empty((0,), dtype=dtype)
     # As torch has it, where the sum is infinite `logsumexp` is, too, and all of `log_softmax` is NaN.
     log_prob = ((logit - base) - log_sum).masked_fill_(log_sum.isinf(), torch.nan)
     return Results(log_prob, logit, log_sum[:, 0], mean, base[:, 0])
+
+
+def _updated(running: _Running, head: _Blocks, block: slice, wants_mean: bool) -> _Running:
+    """With one more block."""
+    logit, largest, exps, products = running
+    logits = head.logits(block, exps.dtype)
+    if head.labels is not None:
+        inside, columns = head.places(block)
+        logit = torch.where(inside, logits.gather(1, columns), logit)
+    new = torch.maximum(largest, logits.amax(1, keepdim=True))
+    base = _finite(new)
+    drop = largest - base
+    rescale = drop.exp()
+    logits.sub_(base)
+    if wants_mean:
+        # Before the first block with finite logits the drop is infinite, and nothing was summed that it could
+        # matter to. A drop may be as large as numbers get: it shrinks before it multiplies.
+        products = torch.where(exps > 0, products * rescale + exps * (drop * rescale), products)
+        block_exps = logits.exp()
+        products += logits.mul_(block_exps).sum(1, keepdim=True)
+    else:
+        block_exps = logits.exp_()
+    return _Running(logit, new, exps * rescale + block_exps.sum(1, keepdim=True), products)
 
 
 def _finite(largest: torch.Tensor) -> torch.Tensor:
@@ -91,24 +114,17 @@ def _finite(largest: torch.Tensor) -> torch.Tensor:
 
 def linear_log_prob_backward_(*arguments: Any) -> torch.Tensor:
     """`dta::linear_log_prob_backward_`: adds to the gradients of weight and bias, and returns that of hidden."""
-    operands, log_sum, mean, largest, of_labels, of_log_sum, of_mean, wanted = Backward.of(arguments)
-    head = _Blocks(*operands)
-    hidden, temperature = head.hidden, head.temperature
+    call = Backward.of(arguments)
+    has_kernel = by_kernels.fits(call.head, call.log_sum.dtype)
+    call = by_kernels.gradient_operands(call) if has_kernel else call
+    head, hidden, wanted = _Blocks(*call.head), call.head.hidden, call.wanted
     result = hidden.new_zeros(hidden.shape if wanted.hidden else (0,), dtype=statistics_dtype(hidden.dtype))
     for block in head.blocks():
-        grad = head.logits(block, log_sum.dtype).sub_(largest[:, None])
-        if mean is None or of_mean is None:
-            grad.sub_(log_sum[:, None]).exp_().mul_(of_log_sum[:, None])
+        if has_kernel:
+            grad = head.product(block)
+            by_kernels.gradient_(grad, block.start, call)
         else:
-            probs = (grad - log_sum[:, None]).exp_()
-            grad.sub_(mean[:, None]).mul_(of_mean[:, None]).add_(of_log_sum[:, None]).mul_(probs)
-            del probs
-        if of_labels is not None:
-            inside, columns = head.places(block)
-            grad.scatter_add_(1, columns, of_labels.masked_fill(~inside, 0))
-        if temperature is not None:
-            grad.div_(temperature)
-        grad = grad.to(hidden.dtype)
+            grad = _gradient(head, block, call)
         if wanted.hidden:
             add_product(result, grad, head.block_weight(block))
         if wanted.weight is not None:
@@ -117,6 +133,24 @@ def linear_log_prob_backward_(*arguments: Any) -> torch.Tensor:
             wanted.bias[block] += grad.sum(0)
         del grad
     return result.to(hidden.dtype)
+
+
+def _gradient(head: _Blocks, block: slice, call: Backward) -> torch.Tensor:
+    """Of a block's products with the weight, in their dtype."""
+    _, log_sum, mean, largest, of_labels, of_log_sum, of_mean, _ = call
+    grad = head.logits(block, log_sum.dtype).sub_(largest[:, None])
+    if mean is None or of_mean is None:
+        grad.sub_(log_sum[:, None]).exp_().mul_(of_log_sum[:, None])
+    else:
+        probs = (grad - log_sum[:, None]).exp_()
+        grad.sub_(mean[:, None]).mul_(of_mean[:, None]).add_(of_log_sum[:, None]).mul_(probs)
+        del probs
+    if of_labels is not None:
+        inside, columns = head.places(block)
+        grad.scatter_add_(1, columns, of_labels.masked_fill(~inside, 0))
+    if head.temperature is not None:
+        grad.div_(head.temperature)
+    return grad.to(head.hidden.dtype)
 
 
 def linear_log_prob_backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

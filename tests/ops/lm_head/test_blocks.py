@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dta_compile.ops import linear_log_prob as head_operators
-from dta_compile.ops.linear_log_prob import LINEAR_LOG_PROB
-from dta_compile.ops.linear_log_prob_blocks import linear_log_prob
+from dta_compile.ops.lm_head import operators as head_operators
+from dta_compile.ops.lm_head.blocks import linear_log_prob
+from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB
 from tests.support.tiny import VOCABULARY
 
 

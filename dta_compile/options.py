@@ -30,7 +30,7 @@ class Options:
     Attributes:
         chunk_size: most tokens that one chunk op runs at a time; None: 2048 as in the paper (section 3.2), or 4096 or
             8192 where the cost model says that the step gets 3% faster (a GPU waits less for its host) and the
-            activations of such a chunk are at most a third of `memory_budget`.
+            activations of such a chunk are at most 0.4 of `memory_budget`.
         strategy: "packed" (chunks filled with whole subtrees and siblings), "dfs" (Algorithms 1 and 3), "vanilla"
             (Algorithm 2), "dense" (no sharing, same runtime), or "auto": the cheapest of them by the cost model.
         order: leaf order of the depth-first walk: "backward_dfs" (Algorithm 1), "lexicographic" or "random".

@@ -171,7 +171,7 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
     """What the planner needs to know of this model, machine and batch."""
     joint, budget = call.program.joint, call.context.options.memory_budget
     if budget is None:
-        budget = default_budget(call.device)
+        budget = default_budget(call.device, _gradient_bytes(call))
     return Limits(
         budget if mode == "transparent" else None,
         _footprint(call),
@@ -202,10 +202,17 @@ def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, wanted: Sequence[bool])
     forward = stack + stored + first
     if not call.program.training or plan.schedule.mode == "score":
         return max(forward, stored + dense)
-    parameters = [call.args[spec.index] for spec in call.program.region_parameters]
-    wide = [parameters[i].numel() * statistics_dtype(parameters[i].dtype).itemsize for i in joint.grad_parameters]
     # The values, the gradients that come for them, and these summed onto rows; KV has gradients too.
-    return max(forward, 2 * stack + 2 * dense + stored + sum(wide) + second)
+    return max(forward, 2 * stack + 2 * dense + stored + _gradient_bytes(call) + second)
+
+
+def _gradient_bytes(call: Call) -> int:
+    """Bytes that the gradients of parameters are summed in."""
+    if not call.program.training:
+        return 0
+    parameters = [call.args[spec.index] for spec in call.program.region_parameters]
+    trained = (parameters[i] for i in call.program.joint.grad_parameters)
+    return sum(one.numel() * statistics_dtype(one.dtype).itemsize for one in trained)
 
 
 @dataclasses.dataclass(frozen=True)

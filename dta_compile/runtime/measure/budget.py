@@ -13,12 +13,12 @@ from dta_compile.options import CHUNK_TOKENS
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 DEFAULT_SHARE = 0.5  # of the memory that is free when the call starts
-CHUNK_SIZES, CHUNK_SHARE = (CHUNK_TOKENS, 4096, 8192), 1 / 3  # tokens; of the budget
+CHUNK_SIZES, CHUNK_SHARE = (CHUNK_TOKENS, 4096, 8192), 0.4  # tokens; of the budget
 
 
-def default_budget(device: torch.device) -> int:
-    """Half of the device's free memory, in bytes."""
-    return int(free_bytes(device) * DEFAULT_SHARE)
+def default_budget(device: torch.device, taken: int = 0) -> int:
+    """Half of the device's free memory, in bytes, but for those that the call will have taken in any case."""
+    return max(int((free_bytes(device) - taken) * DEFAULT_SHARE), 0)
 
 
 def chunk_sizes(budget: int, bytes_per_token: float) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ import torch
 
 import dta_compile
 from dta_compile.runtime.calls import planned_call
+from dta_compile.runtime.measure import budget
 from dta_compile.runtime.measure.budget import chunk_sizes
 from tests.support.tiny import TinyLM, shared_ids
 
@@ -15,7 +16,7 @@ GIB = 2**30
     ("budget", "bytes_per_token", "expected"),
     [
         (40 * GIB, 2**20, (2048, 4096, 8192)),
-        (40 * GIB, 2 * 2**20, (2048, 4096)),
+        (38 * GIB, 2 * 2**20, (2048, 4096)),
         (40 * GIB, 8 * 2**20, (2048,)),
         (0, 2**20, (2048,)),  # keep nothing: as little memory as possible
     ],
@@ -30,3 +31,15 @@ def test_the_plan_says_how_large_chunks_are(monkeypatch):
     compiled(shared_ids())
     plan = dta_compile.last_plan(compiled)
     assert plan.schedule.chunk_size == 7 and "chunk_size 7" in str(plan)
+
+
+def test_gradients_that_will_be_summed_are_not_given_away(monkeypatch):
+    """A model of 8 billion parameters ran out of an H100's memory with half of what was free before its backward."""
+    monkeypatch.setattr(budget, "free_bytes", lambda device: 63 * GIB)
+    assert budget.default_budget(torch.device("cuda"), taken=32 * GIB) == 31 * GIB // 2
+    assert budget.default_budget(torch.device("cuda"), taken=64 * GIB) == 0
+    seen = []
+    monkeypatch.setattr(planned_call, "default_budget", lambda device, taken=0: seen.append(taken) or GIB)
+    model = TinyLM(layers=1)
+    torch.compile(model, backend="dta")(shared_ids())
+    assert seen == [sum(parameter.nbytes for parameter in model.parameters())]

@@ -48,7 +48,7 @@ def any_keep(chunks):
     return st.builds(lambda graphs, kv: Keep(None if graphs is None else frozenset(graphs), frozenset(kv)), graphs, kv)
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(st.data())
 def test_every_schedule_is_legal_and_exact(batches, data):
     sequences = data.draw(batches)

@@ -309,7 +309,7 @@ def predicted_memory() -> None:
 
 
 SCENARIOS = {
-    "per layer, qwen3 in a function": ((2, 4), lambda: train_toy("qwen3", whole=True)),
+    "per layer, qwen3 in a function": ((4,), lambda: train_toy("qwen3", whole=True)),
     "per layer, llama by accelerate": ((2, 4), lambda: train_toy("llama", shard=by_accelerate)),
     "per layer, micro-batches, clipped, tied, offloaded": (
         (2,),
@@ -318,7 +318,7 @@ SCENARIOS = {
     "per layer, calls of all kinds": ((2,), calls_of_all_kinds),
     "per layer, failures": ((2,), failures),
     "per layer, mixed precision": ((2,), mixed_precision),
-    "per layer, streaming": ((2,), streams),
+    "per layer, streaming": ((4,), streams),
     "per layer, rows as they are": (
         (4,),
         lambda: train(tiny, functools.partial(by_hand, reshard_after_forward=False), scatter=False),

@@ -165,6 +165,7 @@ def with_balancing(batch, loss):
     return forward, lambda outputs: loss(outputs) + 10 * found.pop()
 
 
+@slow
 def test_balancing_losses_count_tokens_as_often_as_the_batch_has_them(batch, loss):
     forward, total = with_balancing(batch, loss)
     eager, model = build(experts="eager"), build()

@@ -180,6 +180,7 @@ def test_plans_name_rows_and_segments():
     assert (plan.stats.tokens, plan.stats.tree_tokens) == (15, 7)
 
 
+@pytest.mark.slow
 def test_no_packing_needs_a_compilation_of_its_own():
     """Rows of all lengths, with what transformers' collator adds, one or several; padded rows in between."""
     torch._dynamo.utils.counters.clear()

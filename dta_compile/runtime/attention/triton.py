@@ -1,26 +1,23 @@
 """Attention of a chunk by Triton kernels that read the tree from memory: nothing is gathered, masked or merged outside.
 
-Queries read the stack in place, up to a length in device memory, and the chunk's own tokens by `ChunkTable.ends`. Key
+Queries read the stack in place, up to a length in device memory, and the chunk's own tokens by `ChunkTable`. Key
 and value heads are never repeated, and gradients of the stack are added to its float32 buffers by the program that owns
 the keys: no atomics. The kernels are in `triton_kernels`; Triton's interpreter runs them on a CPU.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
 from typing import Any, NamedTuple
 
 import torch
 
+from dta_compile.ops import triton_use
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
 from dta_compile.runtime.attention.merge import merge_parts
 
 __all__ = ["TritonAttention", "make"]
 
-TYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
 # A chunk of few tokens leaves most of a GPU idle while each program walks down the whole stack: the stack is divided
 # among so many programs per block of queries that there are about this many in all.
@@ -30,21 +27,11 @@ LEAST_KEYS = 512  # of the stack that are worth a program of their own
 
 def make(query: torch.Tensor, value: torch.Tensor, softcap: float) -> Provider | str:
     """The provider for tensors like these, or what it takes instead."""
-    if not _is_at_hand():
+    if not triton_use.has_triton():
         return "the package triton, on a GPU"
-    on_device = query.device.type == "cuda" or (query.device.type == "cpu" and _is_interpreted())
-    if on_device and query.dtype in TYPES and max(query.shape[-1], value.shape[-1]) <= LARGEST_HEAD:
+    if triton_use.runs_kernels(query) and max(query.shape[-1], value.shape[-1]) <= LARGEST_HEAD:
         return TritonAttention()
     return f"bfloat16, float16 or float32 on a GPU, heads of at most {LARGEST_HEAD}"
-
-
-@functools.cache
-def _is_at_hand() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _is_interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Blocks(NamedTuple):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from dta_compile.ops import triton_use
 from dta_compile.plan import Segment
 from dta_compile.runtime.attention import triton as attention_triton
 from dta_compile.runtime.attention.reference import Reference
@@ -20,7 +21,7 @@ from tests.support.attention import Case, Run, cases, shapes
 
 def interpreter_runs() -> bool:
     """Whether Triton's interpreter runs here; that of 3.6 cannot loop to a loaded number with numpy 2.4 or later."""
-    if not attention_triton._is_at_hand() or not attention_triton._is_interpreted():
+    if not triton_use.has_triton() or not triton_use.is_interpreted():
         return False
     from triton.runtime.errors import InterpreterError
 
@@ -99,7 +100,7 @@ def test_triton_kernels_in_half_precision():
     Run(Case(ChunkShape.of(100, 60, parts), 0, 2, 2, 32, 32, torch.float16), triton).check(4e-3)
 
 
-@pytest.mark.skipif(not attention_triton._is_at_hand(), reason="needs the package triton")
+@pytest.mark.skipif(not triton_use.has_triton(), reason="needs the package triton")
 def test_triton_kernels_compile_for_hopper(tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)

@@ -115,7 +115,7 @@ def stated(draw: st.DrawFn) -> Mask:
     sinks = draw(st.booleans())
     told += ["sinks=self.sinks"] if sinks else []
     init = "self.sinks = nn.Parameter(torch.linspace(-1, 1, H, dtype=torch.float64))" if sinks else ""
-    return Mask("", init, attend=", ".join(told) or "scale=0.4", real=real, stated=True)
+    return Mask("", init, attend=", ".join(told) or "softcap=1.3", real=real, stated=True)
 
 
 @st.composite

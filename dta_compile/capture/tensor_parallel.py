@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,9 @@ from dta_compile.ops import collectives
 from dta_compile.passes.program import where
 
 __all__ = ["LocalGraph", "is_distributed", "on_own_tensors"]
+
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce
+WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +116,6 @@ class _Localiser:
             else:
                 self.copies[node] = found
         placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
-        self.graph.eliminate_dead_code()
         inputs = []
         for i, node in enumerate(placeholders):
             copy = self.parts[node].node if node in self.parts else self.copies[node]
@@ -125,7 +127,11 @@ class _Localiser:
 
     def _rule(self, node: fx.Node) -> Callable[[fx.Node], Any] | None:
         """What replaces a node; None: the node itself."""
-        if not (is_distributed(node.meta.get("example_value")) or any(arg in self.parts for arg in node.all_input_nodes)):
+        if node.target in (ALL_REDUCE, WAIT_TENSOR) and not torch.is_grad_enabled():
+            return self._summed_in_place
+        if not (
+            is_distributed(node.meta.get("example_value")) or any(arg in self.parts for arg in node.all_input_nodes)
+        ):
             return None
         if node.op == "placeholder":
             return self._weight
@@ -186,35 +192,45 @@ class _Localiser:
 
     def _linear(self, node: fx.Node) -> _Part:
         value, weight, bias = self._operands(node)
-        last = value.node.meta["example_value"].dim() - 1
-        if value.kind == "replicated" and weight.kind == "replicated":
-            return _Part(self._call(F.linear, value.node, weight.node, bias and bias.node), "replicated")
-        if value.kind == "replicated" and (weight.kind, weight.dim) == ("sharded", 0):
-            if bias is None or (bias.kind, bias.dim) == ("sharded", 0):
-                product = self._call(F.linear, self._same(value.node), weight.node, bias and bias.node)
+        last, own_bias = value.node.meta["example_value"].dim() - 1, None if bias is None else bias.node
+        match (value.kind, value.dim), (weight.kind, weight.dim), None if bias is None else (bias.kind, bias.dim):
+            case ("replicated", _), ("replicated", _), None | ("replicated", _):
+                return _Part(self._call(F.linear, value.node, weight.node, own_bias), "replicated")
+            case ("replicated", _), ("sharded", 0), None | ("sharded", 0):
+                product = self._call(F.linear, self._same(value.node), weight.node, own_bias)
                 return _Part(product, "sharded", last)
-        if (value.kind, value.dim) == ("sharded", last) and (weight.kind, weight.dim) == ("sharded", 1):
-            if bias is None or bias.kind == "replicated":
-                return _Part(self._call(F.linear, value.node, weight.node), "partial", bias=bias and bias.node)
+            case ("sharded", dim), ("sharded", 1), None | ("replicated", _) if dim == last:
+                return _Part(self._call(F.linear, value.node, weight.node), "partial", bias=own_bias)
         self._refuse(node, "a linear layer whose input and weight are not split to match", self._of_arguments(node))
 
     def _embedding(self, node: fx.Node) -> _Part:
         given = inspect.signature(F.embedding).bind(*node.args, **node.kwargs)
         given.apply_defaults()
         ids, weight = self._part(given.arguments["input"], node), self._part(given.arguments["weight"], node)
-        padding, *others = (given.arguments[name] for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"))
+        padding, *others = (
+            given.arguments[name] for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+        )
         if any(others) or ids.kind != "replicated" or weight.kind == "partial":
             self._refuse(node, "an embedding that is split in a way that is not supported", self._of_arguments(node))
         if weight.kind == "replicated" or weight.dim == 1:
-            value = self._call(F.embedding, ids.node, weight.node, padding)
-            return _Part(value, weight.kind, None if weight.kind == "replicated" else value.meta["example_value"].dim() - 1)
+            return self._placed(node, self._call(F.embedding, ids.node, weight.node, padding))
         rows = node.meta["example_value"].device_mesh.get_local_rank() * weight.node.meta["example_value"].shape[0]
         count = self._whole(given.arguments["weight"]).shape[0]
         padding = -1 if padding is None else padding % count
         return _Part(self._call(collectives.EMBEDDING_PART, weight.node, ids.node, rows, padding), "partial")
 
-    def _unknown(self, node: fx.Node) -> Any:
-        self._refuse(node, "an operation on a DTensor that is not supported", getattr(node.target, "__name__", str(node.target)))
+    def _summed_in_place(self, node: fx.Node) -> fx.Node:
+        """`dist.all_reduce` as Dynamo has it, by which transformers sums where there are no gradients."""
+        value, *how = node.args
+        if node.target is WAIT_TENSOR:
+            return self._plain(value)
+        if how != ["sum", self.group.group_name]:
+            self._refuse(node, "a reduction that is not a sum over the ranks of the model's DTensors", f"{how}")
+        return self._call(collectives.SUM_OVER_RANKS, self._plain(value), self._group_name())
+
+    def _unknown(self, node: fx.Node) -> NoReturn:
+        name = getattr(node.target, "__name__", str(node.target))
+        self._refuse(node, "an operation on a DTensor that is not supported", name)
 
     # ---- Parts
 
@@ -326,7 +342,7 @@ class _Localiser:
     def _of_arguments(self, node: fx.Node) -> str:
         return "; ".join(self._placements(arg) for arg in node.all_input_nodes if arg in self.parts)
 
-    def _refuse(self, node: fx.Node, what: str, got: str, hint: str = "") -> Any:
+    def _refuse(self, node: fx.Node, what: str, got: str, hint: str = "") -> NoReturn:
         raise RefusalError(
             f"tensor parallelism: {what}",
             where=where(node) if node.op != "placeholder" else node.name,

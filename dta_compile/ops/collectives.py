@@ -1,4 +1,4 @@
-"""What ranks that split a model's features (tensor parallelism) do together, as operators with derivatives of their own.
+"""What ranks do together that split a model's features (tensor parallelism): operators with derivatives of their own.
 
 Values are of two kinds: the same on all ranks, or a part of them, or of a sum, on each. As in Megatron-LM (Shoeybi et
 al. 2019, section 3) the gradient of a value that is the same on all ranks is the same on all of them, too, and that of

@@ -135,9 +135,7 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     plan = make_plan(tree, call.context.options, mode=mode, limits=limits, segments=tokens.segments, split=read.split)
     if plan.prefix_tree is not tree:  # the plan does not share prefixes
         rows = BatchRows.of(tokens, plan.prefix_tree, read.head_keys, np.logical_or.reduce(read.used))
-    ranks.require_same(
-        "the tokens of a batch", *tokens.keys, rows.head_positions, rows.position_rows, plan.schedule
-    )
+    ranks.require_same("the tokens of a batch", *tokens.keys, rows.head_positions, rows.position_rows, plan.schedule)
     gathered, in_flight = bytes_of_running()
     plan.estimates.gathered_bytes = gathered
     plan.estimates.peak_bytes = gathered + max(_peak_bytes(call, rows, plan, wanted), in_flight)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dta_compile.distributed.group import Group
-from dta_compile.errors import RuntimeContractError
+from dta_compile.errors import DTAError, RuntimeContractError
 from dta_compile.plan import Limits
 
 __all__ = ["Ranks"]
@@ -42,21 +42,26 @@ class Ranks:
         """
         if self._group is None:
             return make()
-        made: list[tuple[T, Limits]] = []
-
-        def make_limits() -> tuple[Any, ...]:
-            made.append(make())
-            limits = made[0][1]
-            return limits.budget, limits.cost, limits.chunk_sizes
-
-        told = self._group.gather_checked(make_limits)
+        failed: DTAError | None = None
+        try:
+            value, limits = make()
+            told: list[Any] = self._group.gather((limits.budget, limits.cost, limits.chunk_sizes))
+        except DTAError as error:
+            failed = error
+            told = [*self._group.gather(str(error))]
+        self._raise_together(failed, told)
         budgets = [budget for budget, _, _ in told if budget is not None]
-        value, limits = made[0]
         _, cost, _ = told[0]
         sizes = min((sizes for _, _, sizes in told), key=len)
-        return value, dataclasses.replace(
-            limits, budget=min(budgets) if budgets else None, cost=cost, chunk_sizes=tuple(sizes)
-        )
+        return value, dataclasses.replace(limits, budget=min(budgets, default=None), cost=cost, chunk_sizes=sizes)
+
+    def _raise_together(self, failed: DTAError | None, told: Sequence[Any]) -> None:
+        """Raise on all ranks if one has told of an error; where all have one, each its own."""
+        problems = {rank: one for rank, one in enumerate(told) if isinstance(one, str)}
+        if failed is not None and len(problems) == len(told):
+            raise failed
+        for rank, problem in problems.items():
+            raise RuntimeContractError(f"tensor parallelism: rank {rank} of {len(told)}: {problem}") from failed
 
     def require_same(self, what: str, *parts: Any) -> None:
         """Raise on all ranks if something differs between them that decides what they run.

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, nn
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops import collectives
@@ -144,6 +144,11 @@ class _Localiser:
     # ---- The rules
 
     def _weight(self, node: fx.Node) -> _Part:
+        example = getattr(node.meta.get("grapharg"), "example", None)
+        if not isinstance(example, nn.Parameter):
+            self._refuse(
+                node, "an input of the model is a DTensor", self._placements(node), "pass it whole, to_local()"
+            )
         copy = self.graph.node_copy(node)
         whole = node.meta["example_value"]
         own = whole._local_tensor

@@ -261,8 +261,8 @@ def refusals() -> None:
 
 SCENARIOS = {
     "tensor parallel": ((2, 4), functools.partial(train, by_torch)),
-    "tensor parallel, qwen3 by transformers": ((2, 4), functools.partial(train, by_transformers, qwen)),
-    "tensor parallel, ranks that differ": ((2,), ranks_that_differ),
-    "tensor parallel, refusals": ((2,), refusals),
+    "tensor parallel, qwen3 by transformers": ((4,), functools.partial(train, by_transformers, qwen)),
+    "tensor parallel, ranks that differ": ((4,), ranks_that_differ),
+    "tensor parallel, refusals": ((4,), refusals),
     "tensor parallel with fsdp2": ((4,), functools.partial(train, by_torch, copies=2, shard=per_layer)),
 }

@@ -9,8 +9,8 @@ DTensors; so each call is replaced by what it is to this rank, operators of `ops
     sharded      a part of the last dimension, or of a weight
     partial      a term of a sum; a bias, which is replicated, is added once it has been summed
 
-What is not listed is refused by name, also where another torch spells these calls in another way. Everything else of the
-graph stays as it is. Tested with torch 2.13.
+What is not listed is refused by name, also where another torch spells these calls in another way (tested with 2.13).
+Everything else of the graph stays as it is.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from dta_compile.passes.contracts import ContractError
 from dta_compile.passes.lowering.selected_rows import SelectionRefusal
 from dta_compile.passes.program import AmbiguousAxes
 from dta_compile.passes.symbols import selects_rows
+from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.engine import Engine
 
 logger = logging.getLogger("dta_compile")
@@ -68,7 +69,8 @@ def dta(
     try:
         started = time.perf_counter()
         program = _analyse(graph, parsed)
-        engine = Engine(program, parsed, compile_seconds=time.perf_counter() - started)
+        ranks = Ranks(graph.local.group if graph.local else None)
+        engine = Engine(program, parsed, time.perf_counter() - started, ranks)
     except GraphWithoutAttention as plain:
         return _plain(graph.module, plain.log)
     except ContractError as broken:
@@ -78,7 +80,8 @@ def dta(
     if engine.rest is not None:
         record.log_once(SEVERAL_BATCHES)
     record.engines.append(engine)
-    return keeping(records.recorded(engine))
+    run = records.recorded(engine)
+    return keeping(graph.local.calling(run) if graph.local else run)
 
 
 def _bug(broken: ContractError) -> RefusalError:
@@ -95,8 +98,9 @@ def _analyse(graph: Captured, options: Options) -> Program:
     program: Program | None = None
     try:
         with _autograd_of_our_own():
-            refuse_final_states(graph.module)
-            module = with_our_convolutions(with_our_attention(graph.module))
+            captured = graph.local.module if graph.local else graph.module
+            refuse_final_states(captured)
+            module = with_our_convolutions(with_our_attention(captured))
             program = Program(module, graph.training, options.codegen, graph.own_symbols)
             return run_passes(program, skip=options.skip_passes)
     except SelectionRefusal:

@@ -11,6 +11,7 @@ from torch import fx
 from dta_compile.capture import dynamo
 from dta_compile.capture.generation import captured_mixer_calls, uses_kv_cache
 from dta_compile.capture.recurrences import hands_over_states
+from dta_compile.capture.tensor_parallel import LocalGraph, on_own_tensors
 from dta_compile.capture.written_out import trains_parameters, written_out_attention
 from dta_compile.errors import RefusalError
 from dta_compile.passes.symbols import depends_on_data, selects_rows
@@ -48,6 +49,7 @@ class Captured:
         has_attention: it calls attention, or another mixer.
         own_symbols: every size has a symbol of its own, also where sizes are equal.
         graph_break: why the graph ends before the function does, and where; None if it does not.
+        local: if ranks have parts of its parameters, the graph of this rank's.
         note: a line to log, for a plain graph.
         refusal: the error, for a refused one.
     """
@@ -58,6 +60,7 @@ class Captured:
     has_attention: bool
     own_symbols: bool
     graph_break: str | None
+    local: LocalGraph | None = None
     note: str | None = None
     refusal: RefusalError | None = None
 
@@ -94,16 +97,12 @@ def _for_the_tree(graph: Captured) -> Captured:
     dynamo.allow_one_more_graph()
     if not graph.training and (uses_kv_cache(graph.module) or hands_over_states(graph.module)):
         return dataclasses.replace(graph, kind=Kind.PLAIN, note=GENERATION)
-    if sharded := dynamo.sharded_part(graph.module):
-        refusal = RefusalError(
-            "a part of the model is sharded while it runs: tensor, context and pipeline parallelism are not supported",
-            expected="all parameters on every rank for the length of a step, as a call gathers those of fully_shard",
-            got=sharded,
-            hint="use DDP or fully_shard",
-        )
+    try:
+        local = on_own_tensors(graph.module)
+    except RefusalError as refusal:
         return dataclasses.replace(graph, kind=Kind.REFUSED, refusal=refusal)
     dynamo.unify_equal_sizes(graph.module.graph)
-    return graph
+    return dataclasses.replace(graph, local=local)
 
 
 def _selects_in_vain(graph: Captured) -> bool:

@@ -339,18 +339,6 @@ def resumes_after_a_break() -> bool:
     return code is not None and code.co_name.startswith("torch_dynamo_resume_in_")
 
 
-def sharded_part(module: fx.GraphModule) -> str:
-    """What of the graph now being compiled is spread over ranks while it runs; "" if nothing.
-
-    Parameters that `fully_shard` spreads are together by then.
-    """
-    for node in module.graph.nodes:
-        value = node.meta.get("example_value") if node.op == "placeholder" else None
-        if isinstance(value, torch.Tensor) and type(value).__name__ == "DTensor":
-            return f"{node.name} is a DTensor"
-    return ""
-
-
 def current_compile_wrapper() -> Any | None:
     """The object that `torch.compile` made for the callable now being compiled (an instance of its private wrapper)."""
     return _calling("_TorchCompileWrapper")

@@ -136,7 +136,8 @@ def bytes_of_running() -> tuple[int, int]:
 
 
 def _bytes(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel() * tensor.itemsize
+    own = getattr(tensor, "_local_tensor", tensor)  # with tensor parallelism a rank gathers its part only
+    return 0 if own is None else own.numel() * own.itemsize
 
 
 def _leave() -> None:

@@ -18,6 +18,7 @@ from dta_compile.plan import Plan
 from dta_compile.runtime import interception
 from dta_compile.runtime.calls.call import Call, CallContext
 from dta_compile.runtime.calls.planned_call import PlannedCall, Run, plan_call
+from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.calls.sizes import Sizes
 from dta_compile.runtime.measure.calibration import Calibration
 from dta_compile.runtime.measure.stopwatch import Stopwatch
@@ -33,19 +34,22 @@ class Engine:
     """Runs the passes' result on real inputs, any number of times; holds of a call only its plan and timings, and what
     replays are for: see `replay`."""
 
-    def __init__(self, program: Program, options: Options, compile_seconds: float = 0.0) -> None:
+    def __init__(
+        self, program: Program, options: Options, compile_seconds: float = 0.0, ranks: Ranks | None = None
+    ) -> None:
         self.program, self.options, self.compile_seconds = program, options, compile_seconds
+        self.ranks = ranks or Ranks()
         self.sizes = Sizes(program)
         self.last_plan: Plan | None = None
         self.checked = False
         self.verdict: str | None = None  # of the self-check
         self.timed: list[tuple[Plan, Stopwatch, torch.device]] = []  # of calls whose times have not been read
-        self.replays = ReplayCache() if options.cuda_graphs else None
+        self.replays = ReplayCache() if options.cuda_graphs and not self.ranks.several else None
         self._calibration: Calibration | None = None
         # Of further batches; what is checked is the whole program.
         self.rest = None
         if program.rest is not None:
-            self.rest = Engine(program.rest, dataclasses.replace(options, verify="off"))
+            self.rest = Engine(program.rest, dataclasses.replace(options, verify="off"), ranks=ranks)
 
     def calibration(self, device: torch.device) -> Calibration:
         """What runs of this model have taken so far."""
@@ -147,7 +151,14 @@ class Engine:
 
     def _context(self) -> CallContext:
         return CallContext(
-            self.program, self.options, self.sizes, self.replays, self.calibration, self._note_run, self._note_plan
+            self.program,
+            self.options,
+            self.sizes,
+            self.replays,
+            self.calibration,
+            self._note_run,
+            self._note_plan,
+            self.ranks,
         )
 
     def _note_run(self, plan: Plan, stopwatch: Stopwatch, device: torch.device) -> None:

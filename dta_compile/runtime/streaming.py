@@ -122,6 +122,9 @@ class Stream:
         if call.plan.segments is not None:
             self.why_whole = "rows are packed, and the loss of a row needs all of its sequences at one time"
             return None
+        if call.context.ranks.several:
+            self.why_whole = "ranks of a tensor-parallel group run the model together, in an order set beforehand"
+            return None
         self.call = call
         return tuple(self._output(i, node) for i, node in enumerate(program.outputs))
 

@@ -118,7 +118,7 @@ def _or_keeping_nothing(call: PlannedCall, run: Callable[[PlannedCall], Result])
     try:
         return call, run(call)
     except torch.OutOfMemoryError:
-        if not call.plan.keeps:
+        if not call.plan.keeps or call.context.ranks.several:  # the other ranks are in the middle of it
             raise
     # Outside of the handler: the error's traceback holds what the run had allocated.
     logger.warning(
@@ -152,6 +152,7 @@ def backpropagate(
     joint, lease = executor.joint, executor.lease
     gradients = row_gradients(call, executor, grads)
     active = rows_with_gradient(gradients, len(executor.head_rows), executor.path.device)
+    active = call.context.ranks.with_gradient(active, [grad is not None for grad in grads])
     executor.path.allocate_gradients()
     totals = accumulators(joint, parameters, lease)
     executor.run(ops, ScheduleBuffers((), gradients, tuple(totals), active), on_attach=lambda sequences: True)

@@ -58,22 +58,28 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def tensor_parallel(model):
+def in_parts(model):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = dist.init_device_mesh("cpu", (1,))
-    for block in model.blocks:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+    parallelize_module(model, mesh, {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})
+    return torch.compile(model, backend="dta", options=SMALL_CHUNKS), mesh
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about hooks and graph breaks
-def test_a_model_that_is_sharded_inside_is_refused_by_name(one_rank):
+def test_an_input_that_is_spread_over_ranks_is_refused_by_name(one_rank):
+    from torch.distributed.tensor import DTensor, Replicate
+
+    class Shifted(TinyLM):
+        def forward(self, ids, shift):
+            return super().forward(ids) + shift.to_local()
+
     torch.compiler.reset()
-    model = tensor_parallel(TinyLM())
-    with pytest.raises(RefusalError, match="tensor, context and pipeline parallelism") as caught:
-        weighted(model(shared_ids())).backward()
-    assert "DTensor" in caught.value.got and "fully_shard" in caught.value.hint
+    model, mesh = in_parts(Shifted())
+    shift = DTensor.from_local(torch.ones(5, 9, 31, dtype=torch.float64), mesh, [Replicate()])
+    with pytest.raises(RefusalError, match="tensor parallelism: an input of the model is a DTensor") as caught:
+        model(shared_ids(), shift)
+    assert "context parallelism" in caught.value.what and "Replicate" in caught.value.got
 
 
 def test_a_stage_of_a_pipeline_is_refused():

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dta_compile import distributed
-from tests.support import per_layer
+from tests.support import per_layer, tensor_parallel
 from tests.support.ranks import (
     EXACT,
     LONGEST,
@@ -143,6 +143,7 @@ SCENARIOS = {
     "fsdp2, mixed precision": ((2,), lambda: train("mixed", tolerance={"rtol": 1e-5, "atol": 1e-6})),
     "hsdp": ((4,), lambda: train("hsdp")),
     **per_layer.SCENARIOS,
+    **tensor_parallel.SCENARIOS,
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import OptionError
+from dta_compile.ops.collectives import ALONG_THE_LAST, EMBEDDING_PART, ENTRY_BY_ENTRY
 from dta_compile.ops.experts import EXPERT_LINEAR, EXPERT_SUM
 from dta_compile.ops.mixer import BATCH, MIXERS, TOKENS
 from dta_compile.passes.axes import shape_rules
@@ -99,11 +100,20 @@ def embedding(node: fx.Node, arguments: Arguments) -> Layout:
     table, index = arguments[node.args[0]], arguments[node.args[1]]
     if table.labelled:
         raise MixesTokens("it looks up rows of a table that is itself computed per token")
+    if node.target is EMBEDDING_PART:
+        return Layout((*index.dims, None), index.frame)
     if argument(node, 3, "scale_grad_by_freq"):
         raise MixesTokens("with scale_grad_by_freq, its gradient is divided by how often tokens occur in the batch")
     if argument(node, 4, "sparse"):
         raise MixesTokens("with sparse=True, its gradient has an entry for every token of the batch")
     return Layout((*index.dims, None), index.frame)
+
+
+def along_the_last(node: fx.Node, arguments: Arguments) -> Layout:
+    """Parts of the last dimension that other ranks have, which must be features."""
+    layout = arguments[node.args[0]]
+    require_feature(layout, -1, "gathers from other ranks")
+    return layout
 
 
 def index_tensor(node: fx.Node, arguments: Arguments) -> Layout:
@@ -332,6 +342,9 @@ _register(bucketize, aten.bucketize.Tensor)
 _register(shape_rules.view_as_complex, aten.view_as_complex.default)
 _register(shape_rules.view_as_real, aten.view_as_real.default)
 _register(convolution, aten.convolution.default)
+_register(pointwise, *ENTRY_BY_ENTRY)
+_register(along_the_last, *ALONG_THE_LAST)
+_register(embedding, EMBEDDING_PART)
 _register(at_experts, EXPERT_LINEAR, EXPERT_SUM)
 _register(shape_rules.constant_pad, aten.constant_pad_nd.default)
 _register(shape_rules.repeat, aten.repeat.default)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dta_compile.ops.collectives import SAME_ON_RANKS
 from dta_compile.passes.graphs.nodes import call, filled_with, is_pointwise
 from dta_compile.passes.graphs.operators import ALIASES, EXCHANGES, SCALINGS
 from dta_compile.passes.graphs.storage import same_memory_format
@@ -53,6 +54,11 @@ def _keeps_its_result(user: fx.Node, node: fx.Node, value: torch.Tensor) -> bool
 def _aliased(node: fx.Node) -> fx.Node | None:
     """`x.detach()` is x: nothing differentiates the graph. So is the alias that autograd makes since torch 2.14."""
     return node.args[0] if node.target in ALIASES else None
+
+
+def _same_on_ranks(node: fx.Node) -> fx.Node | None:
+    """Its derivative is all that the operator is for."""
+    return node.args[0] if node.target is SAME_ON_RANKS else None
 
 
 def _first_power(node: fx.Node) -> fx.Node | None:
@@ -148,6 +154,7 @@ def _sparse_log_softmax_gradient(node: fx.Node) -> fx.Node | None:
 
 IDENTITIES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (
     _aliased,
+    _same_on_ranks,
     _first_power,
     _transposed_twice,
     _scaled_after_expand,

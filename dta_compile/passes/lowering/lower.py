@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops import autograd_function
+from dta_compile.ops.collectives import SAME_ON_RANKS
 from dta_compile.ops.draw_capture import DrawCapture
 from dta_compile.ops.library import STOP_GRADIENT
 from dta_compile.passes.contracts import contract
@@ -67,6 +68,7 @@ def lower(program: Program) -> None:
     _flatten_output(module)
     decompositions.spell_out_constructors(module.graph)
     decompositions.drop_empty_parts(module.graph)
+    _join_gradients_of_ranks(module.graph)
     row_loops.undo_row_loops(module.graph)
     spread_selected_rows(module.graph, _parameters(module, program))
     select_masked_writes(module.graph)
@@ -105,6 +107,14 @@ def _forget_counts(graph: fx.Graph, program: Program) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.embedding.default):
         if node.args[0].op == "placeholder" and node.args[0] not in trained:
             node.args = node.args[:3]
+
+
+def _join_gradients_of_ranks(graph: fx.Graph) -> None:
+    """What several layers read whose ranks have parts of them gets one sum of gradients over ranks, not one a layer."""
+    known: dict[tuple[Any, ...], fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=SAME_ON_RANKS):
+        if (first := known.setdefault(node.args, node)) is not node:
+            node.replace_all_uses_with(first)
 
 
 def _parameters(module: fx.GraphModule, program: Program) -> set[fx.Node]:

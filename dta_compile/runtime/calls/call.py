@@ -14,6 +14,7 @@ from dta_compile.options import Options
 from dta_compile.passes.program import ChunkInput, Frame, Program
 from dta_compile.plan import Plan
 from dta_compile.runtime.calls.masks import ReadMasks, read_masks
+from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.calls.sizes import Sizes
 from dta_compile.runtime.measure.budget import keep_freed_pages
 from dta_compile.runtime.measure.calibration import Calibration
@@ -34,6 +35,7 @@ class CallContext:
         calibration: what runs on a device have taken so far.
         note_run: takes the plan, the stopwatch and the device of a schedule that has been run.
         note_plan: takes a plan that the call goes on with in place of its first one.
+        ranks: those that run the call together.
     """
 
     program: Program
@@ -43,6 +45,7 @@ class CallContext:
     calibration: Callable[[torch.device], Calibration]
     note_run: Callable[[Plan, Stopwatch, torch.device], None]
     note_plan: Callable[[Plan], None]
+    ranks: Ranks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.calls.mixers import runtimes_of
 from dta_compile.runtime.measure.budget import chunk_sizes, default_budget
 from dta_compile.runtime.path.stack import PathStack
-from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Integers
+from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Booleans, Integers
 from dta_compile.runtime.rows.dense_to_tree import gathered
 from dta_compile.runtime.rows.tree_to_dense import BatchLayout
 
@@ -110,8 +110,45 @@ class PlannedCall(Call):
         return ChunkData(parameters, [self.dense[node] for node in program.constant_inputs], trunk, head)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """What a call says before it is planned: its masks, tokens, tree and rows, and where frontier values are used."""
+
+    masks: ReadMasks
+    tokens: BatchTokens
+    rows: BatchRows
+    used: Sequence[Booleans]
+    head_keys: Sequence[Integers]
+    split: SplitPrefixes | None
+
+
 def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     """Read the masks of a call, build its tree and rows, and choose a schedule for the frontier values `wanted`."""
+    program, ranks = call.program, call.context.ranks
+
+    def read_with_limits() -> tuple[_Read, Limits]:
+        read = _read(call, wanted)
+        return read, _limits(call, read.rows, mode)
+
+    read, limits = ranks.agreed(read_with_limits)
+    masks, tokens, rows, tree = read.masks, read.tokens, read.rows, read.rows.tree
+    plan = make_plan(tree, call.context.options, mode=mode, limits=limits, segments=tokens.segments, split=read.split)
+    if plan.prefix_tree is not tree:  # the plan does not share prefixes
+        rows = BatchRows.of(tokens, plan.prefix_tree, read.head_keys, np.logical_or.reduce(read.used))
+    ranks.require_same("the tokens of a batch", *tokens.keys, rows.head_positions, rows.position_rows, plan.schedule)
+    gathered, in_flight = bytes_of_running()
+    plan.estimates.gathered_bytes = gathered
+    plan.estimates.peak_bytes = gathered + max(_peak_bytes(call, rows, plan, wanted), in_flight)
+    needed = [one if is_wanted else None for one, is_wanted in zip(read.used, wanted, strict=True)]
+    layout = BatchLayout.of(program.frontier, rows, needed, call.window, call.device, by_sequence=mode == "streaming")
+    known = call.context, call.args, call.dense, call.batch, call.tokens, call.device
+    planned = PlannedCall(*known, masks=masks, layout=layout, plan=plan, wanted=wanted)
+    if planned.restarts:
+        _note_restarts()
+    return planned
+
+
+def _read(call: Call, wanted: Sequence[bool]) -> _Read:
     program, masks = call.program, call.read_masks()
     used = [one if is_wanted else np.zeros_like(one) for one, is_wanted in zip(call.used(), wanted, strict=True)]
     # Tables that have an entry for each column of the batch: rows without padding agree on them; of other sequences,
@@ -123,25 +160,11 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     keys = [item for item in program.trunk_keys if item not in left_out]
     trunk_keys = [call.codes(item) for item in keys]
     head_keys = [call.codes(item) for item in program.head_keys]
-    used_by_any = np.logical_or.reduce(used)
     by_column = bool(wide) and not is_even
     tokens = BatchTokens.read(masks.valid, masks.starts, trunk_keys, by_column)
     tree = PrefixTree.build(tokens.keys)
-    rows = BatchRows.of(tokens, tree, head_keys, used_by_any)
-    limits, split = _limits(call, rows, mode), _split(keys, trunk_keys, by_column, tokens, tree)
-    plan = make_plan(tree, call.context.options, mode=mode, limits=limits, segments=tokens.segments, split=split)
-    if plan.prefix_tree is not tree:  # the plan does not share prefixes
-        rows = BatchRows.of(tokens, plan.prefix_tree, head_keys, used_by_any)
-    gathered, in_flight = bytes_of_running()
-    plan.estimates.gathered_bytes = gathered
-    plan.estimates.peak_bytes = gathered + max(_peak_bytes(call, rows, plan, wanted), in_flight)
-    needed = [one if is_wanted else None for one, is_wanted in zip(used, wanted, strict=True)]
-    layout = BatchLayout.of(program.frontier, rows, needed, call.window, call.device, by_sequence=mode == "streaming")
-    known = call.context, call.args, call.dense, call.batch, call.tokens, call.device
-    planned = PlannedCall(*known, masks=masks, layout=layout, plan=plan, wanted=wanted)
-    if planned.restarts:
-        _note_restarts()
-    return planned
+    rows = BatchRows.of(tokens, tree, head_keys, np.logical_or.reduce(used))
+    return _Read(masks, tokens, rows, used, head_keys, _split(keys, trunk_keys, by_column, tokens, tree))
 
 
 @functools.cache

@@ -21,6 +21,7 @@ import torch
 
 from dta_compile.capture.as_captured import as_captured
 from dta_compile.errors import DTAError, VerificationError
+from dta_compile.ops.collectives import COLLECTIVES
 from dta_compile.ops.draw_capture import is_random
 from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.program import Program
@@ -162,7 +163,7 @@ def _not_comparable(call: PlannedCall) -> str:
     for node in program.graph.nodes:
         if is_random(node.target):
             return f"{node.target} draws random numbers"
-        if "c10d" in str(getattr(node.target, "namespace", "")):
+        if node.target in COLLECTIVES or "c10d" in str(getattr(node.target, "namespace", "")):
             return f"{node.target} waits for other ranks"
     further = programs_of(program)[1:]
     if any(layer.mask is not None for one in further for layer in one.attention):

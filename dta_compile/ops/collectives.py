@@ -1,0 +1,143 @@
+"""What ranks do together that split a model's features (tensor parallelism): operators with derivatives of their own.
+
+Values are of two kinds: the same on all ranks, or a part of them, or of a sum, on each. As in Megatron-LM (Shoeybi et
+al. 2019, section 3) the gradient of a value that is the same on all ranks is the same on all of them, too, and that of
+a part is the part of the gradient:
+
+    sum_over_ranks    terms of a sum -> the sum              its derivative is the identity
+    same_on_ranks     the identity, where parts of a product are next: its derivative is the sum over ranks
+    gather_features   parts of the last dimension -> all     its derivative is the own part
+    own_features      all of the last dimension -> the part  its derivative gathers
+    embedding_part    rows of a table of which each rank has a part; zeros for the ids of other ranks
+
+All of them treat every token by itself. A process group goes by its name, under which `known_as` has noted it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dta_compile.ops.library import LIBRARY
+
+_groups: dict[str, Any] = {}
+
+LIBRARY.define("sum_over_ranks(Tensor value, str group) -> Tensor")
+LIBRARY.define("same_on_ranks(Tensor value, str group) -> Tensor")
+LIBRARY.define("gather_features(Tensor value, str group) -> Tensor")
+LIBRARY.define("own_features(Tensor value, str group) -> Tensor")
+LIBRARY.define("embedding_part(Tensor weight, Tensor ids, int first, int padding) -> Tensor")
+SUM_OVER_RANKS = torch.ops.dta.sum_over_ranks.default
+SAME_ON_RANKS = torch.ops.dta.same_on_ranks.default
+GATHER_FEATURES = torch.ops.dta.gather_features.default
+OWN_FEATURES = torch.ops.dta.own_features.default
+EMBEDDING_PART = torch.ops.dta.embedding_part.default
+# Of which ranks wait for one another, in the forward or in the backward.
+COLLECTIVES = frozenset({SUM_OVER_RANKS, SAME_ON_RANKS, GATHER_FEATURES, OWN_FEATURES})
+# The same for all entries, or all but the last dimension's.
+ENTRY_BY_ENTRY = frozenset({SUM_OVER_RANKS, SAME_ON_RANKS})
+ALONG_THE_LAST = frozenset({GATHER_FEATURES, OWN_FEATURES})
+
+
+def known_as(group: Any) -> str:
+    """The name by which operators know a process group from now on."""
+    name = str(group.group_name)
+    _groups[name] = group
+    return name
+
+
+def _sum_over_ranks(value: torch.Tensor, group: str) -> torch.Tensor:
+    total = value.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=_groups[group])
+    return total
+
+
+def _same_on_ranks(value: torch.Tensor, group: str) -> torch.Tensor:
+    return value.clone()
+
+
+def _gather_features(value: torch.Tensor, group: str) -> torch.Tensor:
+    value = value.contiguous()
+    parts = [torch.empty_like(value) for _ in range(dist.get_world_size(_groups[group]))]
+    dist.all_gather(parts, value, group=_groups[group])
+    return torch.cat(parts, -1)
+
+
+def _own_features(value: torch.Tensor, group: str) -> torch.Tensor:
+    ranks = _groups[group]
+    width = value.shape[-1] // dist.get_world_size(ranks)
+    return value.narrow(-1, dist.get_rank(ranks) * width, width).clone(memory_format=torch.contiguous_format)
+
+
+def _embedding_part(weight: torch.Tensor, ids: torch.Tensor, first: int, padding: int) -> torch.Tensor:
+    rows, is_other = _rows_of_part(ids, first, weight.shape[0])
+    return torch.nn.functional.embedding(rows, weight).masked_fill_(is_other[..., None], 0)
+
+
+def _rows_of_part(ids: torch.Tensor, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the part for ids of the table, and which ids other ranks have."""
+    is_other = (ids < first) | (ids >= first + size)
+    return (ids - first).masked_fill(is_other, 0), is_other
+
+
+def _contiguous_fake(value: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+def _same_fake(value: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(value)
+
+
+def _gather_fake(value: torch.Tensor, group: str) -> torch.Tensor:
+    return value.new_empty((*value.shape[:-1], value.shape[-1] * dist.get_world_size(_groups[group])))
+
+
+def _own_fake(value: torch.Tensor, group: str) -> torch.Tensor:
+    return value.new_empty((*value.shape[:-1], value.shape[-1] // dist.get_world_size(_groups[group])))
+
+
+def _embedding_fake(weight: torch.Tensor, ids: torch.Tensor, first: int, padding: int) -> torch.Tensor:
+    return weight.new_empty((*ids.shape, weight.shape[1]))
+
+
+def _save_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _save_embedding(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    weight, ids, ctx.first, ctx.padding = inputs
+    ctx.rows = weight.shape[0]
+    ctx.save_for_backward(ids)
+
+
+def _embedding_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    (ids,) = ctx.saved_tensors
+    rows, is_other = _rows_of_part(ids, ctx.first, ctx.rows)
+    grad = grad.masked_fill(is_other[..., None], 0)
+    padding = ctx.padding - ctx.first if ctx.first <= ctx.padding < ctx.first + ctx.rows else -1
+    return torch.ops.aten.embedding_dense_backward(grad, rows, ctx.rows, padding, False), None, None, None
+
+
+def _register(name: str, kernel: Any, fake: Any, save: Any, backward: Any) -> None:
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dta::{name}", fake, lib=LIBRARY)
+    torch.library.register_autograd(f"dta::{name}", backward, setup_context=save, lib=LIBRARY)
+
+
+_register("sum_over_ranks", _sum_over_ranks, _contiguous_fake, _save_group, lambda _, grad: (grad, None))
+_register(
+    "same_on_ranks", _same_on_ranks, _same_fake, _save_group, lambda ctx, grad: (SUM_OVER_RANKS(grad, ctx.group), None)
+)
+_register(
+    "gather_features",
+    _gather_features,
+    _gather_fake,
+    _save_group,
+    lambda ctx, grad: (OWN_FEATURES(grad, ctx.group), None),
+)
+_register(
+    "own_features", _own_features, _own_fake, _save_group, lambda ctx, grad: (GATHER_FEATURES(grad, ctx.group), None)
+)
+_register("embedding_part", _embedding_part, _embedding_fake, _save_embedding, _embedding_backward)

@@ -147,7 +147,9 @@ def grpo(folder: str, callbacks: list[Any], peft_config: Any = None, **settings:
 
 def sft(folder: str, callbacks: list[Any], **settings: Any) -> SFTTrainer:
     """Prompts with several answers each, one after the other."""
-    rows = [{"prompt": text(row), "completion": " " + text(completion(row, i)[:-1])} for row in prompts(8) for i in (0, 1)]
+    rows = [
+        {"prompt": text(row), "completion": " " + text(completion(row, i)[:-1])} for row in prompts(8) for i in (0, 1)
+    ]
     return SFTTrainer(
         model(),
         args=SFTConfig(
@@ -163,7 +165,11 @@ def sft(folder: str, callbacks: list[Any], **settings: Any) -> SFTTrainer:
 def dpo(folder: str, callbacks: list[Any], **settings: Any) -> DPOTrainer:
     """Two answers to each prompt."""
     rows = [
-        {"prompt": text(row), "chosen": " " + text(completion(row, 0)[:-1]), "rejected": " " + text(completion(row, 1)[:-1])}
+        {
+            "prompt": text(row),
+            "chosen": " " + text(completion(row, 0)[:-1]),
+            "rejected": " " + text(completion(row, 1)[:-1]),
+        }
         for row in prompts(12)
     ]
     return DPOTrainer(

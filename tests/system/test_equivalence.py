@@ -104,6 +104,20 @@ def test_streaming_reaches_parameters_that_only_the_loss_uses(model, compiled):
     assert_same(actual, after(both, eager))
 
 
+def test_an_autocast_object_made_outside_caches_no_casts_of_a_trace():
+    """As accelerate wraps the forward of a model for mixed precision."""
+    model = TinyLM(layers=1).float()
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    ids, seen = shared_ids(), []
+    for function in (torch.compile(model, backend="dta"), model):
+        logits = function(ids).float()
+        model.zero_grad()
+        log_probs(logits, ids).sum().backward()
+        seen.append([logits, *(parameter.grad for parameter in model.parameters())])
+    for actual, expected in zip(*seen, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0.05 * float(expected.abs().max()))
+
+
 def test_streaming_evaluates_the_loss_under_the_users_autocast(model):
     seen, ids = [], torch.zeros(3, 5, dtype=torch.int64)
 

@@ -1,4 +1,4 @@
-"""`DTACallback`: the one line for transformers' `Trainer` and those of TRL, and a warning where batching loses sharing."""
+"""`DTACallback`: the one line for transformers' `Trainer` and those of TRL; it warns where their batches lose sharing."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
     batch (GRPO) or of the first optimizer step are compared: what they share batch by batch, and what they would share
     in one. After that nothing is watched any more.
 
+    TRL pads prompts on the left, and transformers then counts positions by column, so that prompts of different lengths
+    have no token in common. Rotary positions mean the same when they are shifted: models that have them are called with
+    positions that begin at the first token of each row.
+
     Args:
         options: of `torch.compile(..., backend="dta", options=...)`.
 
@@ -45,7 +49,8 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
         self.now: float | None = None
         self.possible: float | None = None
         self._batches: list[list[NDArray[np.int64]]] = []
-        self._watched: torch.nn.Module | None = None
+        self._watches = False
+        self._compiled: torch.nn.Module | None = None
         self._call: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -59,8 +64,8 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
                 "dta: set gradient_checkpointing=False (TRL's default is True): what is recomputed is dta's own "
                 "decision, and checkpoint hooks that come and go make Dynamo trace anew"
             )
-        if self.now is None:
-            self._watch(compiled)
+        self._watches = self.now is None
+        self._enter(compiled)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Between two batches of an optimizer step."""
@@ -71,34 +76,32 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
         self._compare_if_due(args)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Watch no more, also if training was short; the model stays compiled."""
-        self._unwatch()
+        """Leave the model compiled, and nothing else."""
+        if self._compiled is not None:
+            self._compiled._compiled_call_impl = self._call
+        self._compiled = self._call = None
+        self._batches, self._watches = [], False
 
-    def _watch(self, module: torch.nn.Module) -> None:
-        """Note the rows of training calls before they are run; hooks of the module would be a part of its graph."""
-        self._watched, self._call = module, module._compiled_call_impl
+    def _enter(self, module: torch.nn.Module) -> None:
+        """Stand before the compiled module: hooks of it would be a part of its graph."""
+        shifts = any(name.endswith("rotary_emb") for name, _ in module.named_modules())
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            if module.training and torch.is_grad_enabled():
+        def call_aligned(*args: Any, **kwargs: Any) -> Any:
+            if self._watches and module.training and torch.is_grad_enabled():
                 self._batches.append(_sequences(*args, **kwargs))
-            return call(*args, **kwargs)
+            return call(*args, **(with_positions(kwargs) if shifts else kwargs))
 
-        call = self._call  # a cell of the function, by which `last_plan` finds what was compiled
-        module._compiled_call_impl = noted
-
-    def _unwatch(self) -> None:
-        if self._watched is not None:
-            self._watched._compiled_call_impl = self._call
-            self._watched = self._call = None
-            self._batches = []
+        call = module._compiled_call_impl  # a cell of the function, by which `last_plan` finds what was compiled
+        self._compiled, self._call = module, call
+        module._compiled_call_impl = call_aligned  # type: ignore[assignment]
 
     def _compare_if_due(self, args: Any) -> None:
         per_generation = getattr(args, "steps_per_generation", None) or 1
-        if self._watched is None or len(self._batches) < max(args.gradient_accumulation_steps, per_generation):
+        if not self._watches or len(self._batches) < max(args.gradient_accumulation_steps, per_generation):
             return
         self.now, self.possible = compressions(self._batches)
         batches = len(self._batches)
-        self._unwatch()
+        self._batches, self._watches = [], False
         if self.possible >= LOST * self.now:
             logger.warning(
                 "dta: the %d batches of this step have C %.2f, all their rows in one batch would have C %.2f: %s",
@@ -110,6 +113,17 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
                 "another, and the trainer keep their order (train_sampling_strategy='sequential')",
                 self.possible,
             )
+
+
+def with_positions(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of padded rows, with positions `[B, S]` that count the tokens of each row; others, and
+    calls that continue a cache, as they are."""
+    mask, ids = inputs.get("attention_mask"), inputs.get("input_ids")
+    if inputs.get("position_ids") is not None or not isinstance(mask, torch.Tensor) or ids is None:
+        return inputs
+    if mask.shape != ids.shape or inputs.get("past_key_values") is not None:
+        return inputs
+    return {**inputs, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
 
 
 def compressions(batches: Sequence[Sequence[Any]]) -> tuple[float, float]:

@@ -1,8 +1,8 @@
 """TRL's fused LM head, where Dynamo traces for this backend.
 
 The head's kernel ends a graph, and scores rows one by one. In a graph for the tree it is spelled out as what it
-computes: only tokens whose label counts are scored, those that rollouts share once, and from a large vocabulary the pass
-`lm_head` makes blocks again. Elsewhere TRL's own kernel runs. Importing the module puts the stand-in in place;
+computes: only tokens whose label counts are scored, those that rollouts share once, and for a large vocabulary the
+pass `lm_head` makes blocks again. Elsewhere TRL's own kernel runs. Importing the module puts the stand-in in place;
 `registration` does when TRL is there.
 """
 

@@ -1,6 +1,6 @@
 """Toy runs of trainers: the same model and rows, trained by TRL or transformers, eagerly or over the prefix tree.
 
-    assert_same(train(grpo), train(grpo, compile_backbone))
+    difference(train(grpo), train(grpo, backbone))
 
 Plain SGD in float64: Adam divides every gradient by its size and so turns rounding into full steps where it is almost
 zero. Nothing is generated: `ROWS` are the completions, so that runs cannot part ways by a drawn token.
@@ -81,6 +81,11 @@ def completion(prompt: list[int], which: int) -> list[int]:
     shared = torch.randint(3, VOCABULARY, (3,), generator=draw).tolist()
     draw.manual_seed(sum(prompt) + 1000 + which)
     return [*shared, *torch.randint(3, VOCABULARY, (2 + which % 3,), generator=draw).tolist(), 1]
+
+
+def answer(prompt: list[int], which: int) -> str:
+    """A completion as text, without its end."""
+    return " " + text(completion(prompt, which)[:-1])
 
 
 def model() -> Qwen3ForCausalLM:
@@ -212,6 +217,12 @@ def train(make: Callable[..., Trainer], compiled: Callable[[Trainer], Any] | Non
         trainer.train()
         run.weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     return run
+
+
+def callback(trainer: Trainer) -> Any:
+    """Leave all to a `DTACallback`."""
+    trainer.add_callback(dta_compile.DTACallback())
+    return trainer.model
 
 
 def backbone(trainer: Trainer) -> Any:

@@ -20,7 +20,7 @@ from tests.support.cases import (
     reference,
     with_options,
 )
-from tests.support.tiny import TinyLM, after, assert_same, gradients, weights_like
+from tests.support.tiny import TinyLM, after, assert_same, gradients, log_probs, shared_ids, weights_like
 
 
 @pytest.fixture(scope="module")

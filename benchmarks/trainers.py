@@ -70,7 +70,7 @@ def packed(rollouts: Sequence[Rollout], length: int, rows: int) -> Batches:
     for row in result:
         cuts = np.cumsum(row["seq_lengths"])[:-1]
         per_row.append(np.split(np.array(row["input_ids"]), cuts))
-    return [sum(per_row[i : i + rows], []) for i in range(0, len(per_row), rows)]
+    return [[one for row in per_row[i : i + rows] for one in row] for i in range(0, len(per_row), rows)]
 
 
 def pairs(rollouts: Sequence[Rollout], rows: int) -> Batches:

@@ -1,4 +1,4 @@
-"""`DTACallback`: the one line for transformers' `Trainer` and those of TRL; it warns where their batches lose sharing."""
+"""`DTACallback`: the one line for transformers' `Trainer` and those of TRL, which warns where batching loses sharing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
 
     TRL pads prompts on the left, and transformers then counts positions by column, so that prompts of different lengths
     have no token in common. Rotary positions mean the same when they are shifted: models that have them are called with
-    positions that begin at the first token of each row.
+    positions that begin at the first token of each row, as generation counts them.
 
     Args:
         options: of `torch.compile(..., backend="dta", options=...)`.
@@ -91,9 +91,10 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
                 self._batches.append(_sequences(*args, **kwargs))
             return call(*args, **(with_positions(kwargs) if shifts else kwargs))
 
-        call = module._compiled_call_impl  # a cell of the function, by which `last_plan` finds what was compiled
+        # A cell of the function, by which `last_plan` finds what was compiled.
+        call: Any = module._compiled_call_impl
         self._compiled, self._call = module, call
-        module._compiled_call_impl = call_aligned  # type: ignore[assignment]
+        module._compiled_call_impl = call_aligned
 
     def _compare_if_due(self, args: Any) -> None:
         per_generation = getattr(args, "steps_per_generation", None) or 1

@@ -70,9 +70,12 @@ def text(ids: list[int]) -> str:
 
 
 def prompts(count: int, length: int = 14) -> list[list[int]]:
-    """Prompts of two lengths, so that some are padded."""
+    """Prompts of two lengths, so that some are padded, that begin alike."""
     draw = torch.Generator().manual_seed(1)
-    return [torch.randint(3, VOCABULARY, (length - i % 2,), generator=draw).tolist() for i in range(count)]
+    return [
+        [7, 8, 9, 10, *torch.randint(3, VOCABULARY, (length - 4 - i % 2,), generator=draw).tolist()]
+        for i in range(count)
+    ]
 
 
 def completion(prompt: list[int], which: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""`DTACallback`: the one line for transformers' `Trainer` and those of TRL, which warns where batching loses sharing."""
+"""`DTACallback`: the one line for trainers of transformers and TRL, and a warning where their batches lose sharing."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def eager(example, settings):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("where", ["model", "backbone"])
+@pytest.mark.parametrize("where", ["callback", pytest.param("backbone", marks=pytest.mark.slow)])
 def test_grpo_trainer_ends_at_the_weights_of_eager(example, settings, eager, where):
     ours = example.train(settings, where=where)
     initial = dict(example.model(settings).named_parameters())

@@ -110,7 +110,7 @@ def model(settings: Settings) -> Qwen3ForCausalLM:
 
 
 def train(settings: Settings, where: str | None) -> Run:
-    """Train from the seeds; `where`: compile nothing (None), leave it to the "callback", or compile the "model" or its "backbone"."""
+    """Train from the seeds; `where`: compile nothing (None), the "model", by the "callback" too, or its "backbone"."""
     run = Run()
     with tempfile.TemporaryDirectory() as directory:
         arguments = GRPOConfig(

@@ -131,7 +131,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w7935", eos_token="w7934", unk_token="w0")
 
 
-def trainer(folder: str, layers: int, way: str | None, clock: Clock, **settings: Any) -> GRPOTrainer:
+def trainer(folder: str, layers: int, hidden: int, way: str | None, clock: Clock, **settings: Any) -> GRPOTrainer:
     """A trainer that gets the bundled rollouts at every step; `way`: "whole", "backbone" or None for eager."""
     rollouts = load_rollouts(bundled(), dense=True)
     starts = [one.spans[-1][0] for one in rollouts]
@@ -144,8 +144,9 @@ def trainer(folder: str, layers: int, way: str | None, clock: Clock, **settings:
         }
 
     torch.manual_seed(0)
-    shape = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4}
-    config = Qwen3Config(vocab_size=VOCABULARY, num_hidden_layers=layers, head_dim=32, **shape)
+    heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64, "head_dim": 32}
+    shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
+    config = Qwen3Config(vocab_size=VOCABULARY, **shape, **heads)
     arguments = GRPOConfig(
         output_dir=folder,
         num_generations=8,
@@ -182,8 +183,8 @@ FIVE_BATCHES = {"per_device_train_batch_size": 8, "gradient_accumulation_steps":
 PLAIN = {"gradient_checkpointing": False}
 
 
-def updates(layers: int, rounds: int) -> Table:
-    """Seconds of an update of all bundled rollouts."""
+def updates(layers: int, hidden: int, rounds: int, chosen: Sequence[int]) -> Table:
+    """Seconds of an update of all bundled rollouts, for the ways of these numbers."""
     ways: dict[str, tuple[str | None, dict[str, Any]]] = {
         "TRL, defaults: 8 rows x 5, checkpoints": (None, FIVE_BATCHES),
         "TRL, 8 rows x 5": (None, FIVE_BATCHES | PLAIN),
@@ -192,13 +193,16 @@ def updates(layers: int, rounds: int) -> Table:
         "dta, 40 rows, backbone only": ("backbone", ONE_BATCH | PLAIN),
         "dta, 8 rows x 5": ("whole", FIVE_BATCHES | PLAIN),
     }
+    ways = {name: way for i, (name, way) in enumerate(ways.items()) if i in chosen}
     with tempfile.TemporaryDirectory() as folder:
         clocks = {name: Clock() for name in ways}
-        made = {name: trainer(folder, layers, way, clocks[name], **kw) for name, (way, kw) in ways.items()}
+        made = {name: trainer(folder, layers, hidden, way, clocks[name], **kw) for name, (way, kw) in ways.items()}
         for _ in range(1 + rounds):
             for one in made.values():
                 one.train()
-    table = Table(title=f"one update of airline_tiny, {layers} layers, float32, {torch.get_num_threads()} threads")
+            Console(stderr=True).print({name: [round(x, 2) for x in clock.seconds] for name, clock in clocks.items()})
+    size = f"{layers} layers, hidden {hidden}, float32, {torch.get_num_threads()} threads"
+    table = Table(title=f"one update of airline_tiny, {size}")
     for column in ("", "first", f"median of {rounds}", "C"):
         table.add_column(column, justify="right" if column else "left")
     for name, clock in clocks.items():
@@ -214,6 +218,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sharing", nargs="+", metavar="FILE", help="only the table of sharing, for these files")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--ways", type=int, nargs="+", default=range(6), help="rows of the second table")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
@@ -222,7 +228,7 @@ def main() -> None:
     console = Console(width=140)
     console.print(sharing(options.sharing or [str(bundled())]))
     if not options.sharing:
-        console.print(updates(options.layers, options.rounds))
+        console.print(updates(options.layers, options.hidden, options.rounds, options.ways))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from dta_compile.rollouts import RolloutTree
 
 if TYPE_CHECKING:
     from dta_compile.api import explain, last_plan, streaming_step
+    from dta_compile.integrations.trainer_callback import DTACallback
     from dta_compile.ops.causal_attention import attention
     from dta_compile.ops.experts import expert_linear, expert_sum
     from dta_compile.ops.recurrences.functions import (
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 registration.register()
 
 __all__ = [
+    "DTACallback",
     "Plan",
     "RolloutTree",
     "Schedule",
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "DTACallback": "dta_compile.integrations.trainer_callback",
     "attention": "dta_compile.ops.causal_attention",
     "expert_linear": "dta_compile.ops.experts",
     "expert_sum": "dta_compile.ops.experts",

@@ -27,6 +27,7 @@ STAND_INS = {
         "transformers_outputs",
     ),
     "peft.tuners.lora.layer": ("peft_experts",),
+    "trl.trainer.utils": ("trl_head",),
 }
 
 

@@ -1,9 +1,9 @@
-"""TRL's GRPOTrainer, unchanged but for one line: `trainer.model.model.compile(backend="dta")`.
+"""TRL's GRPOTrainer, unchanged but for one line: `callbacks=[dta_compile.DTACallback()]`.
 
-    python examples/trl_grpo.py [--where backbone|model] [--steps 4]
+    python examples/trl_grpo.py [--where callback|model|backbone] [--steps 4]
 
-The backbone is the better place: compiling the whole model gives the same weights, but Dynamo breaks its graph at TRL's
-log-prob kernel for CPU, and then spends seconds on the pieces of that kernel.
+The callback compiles the model, with TRL's fused head: only completion tokens are scored. Of the backbone alone all
+hidden states are handed to TRL's own kernel.
 
 Trains a tiny Qwen3 with random weights twice in one process on CPU, eagerly and over the prefix tree, from the same
 seeds, and compares the weights afterwards. Plain SGD in float64, because Adam divides every gradient by its size and so
@@ -110,7 +110,7 @@ def model(settings: Settings) -> Qwen3ForCausalLM:
 
 
 def train(settings: Settings, where: str | None) -> Run:
-    """Train from the seeds; `where`: compile nothing (None), the "model" or its "backbone"."""
+    """Train from the seeds; `where`: compile nothing (None), the "model", by the "callback" too, or its "backbone"."""
     run = Run()
     with tempfile.TemporaryDirectory() as directory:
         arguments = GRPOConfig(
@@ -141,12 +141,15 @@ def train(settings: Settings, where: str | None) -> Run:
             callbacks=[run],
         )
         trainer.remove_callback(PrinterCallback)
-        if where == "backbone":
-            trainer.model.model.compile(backend="dta")  # the one line
-            run.compiled = trainer.model.model
+        if where == "callback":
+            trainer.add_callback(dta_compile.DTACallback())  # the one line
+            run.compiled = trainer.model
         elif where == "model":
             trainer.model.compile(backend="dta")  # or this one
             run.compiled = trainer.model
+        elif where == "backbone":
+            trainer.model.model.compile(backend="dta")
+            run.compiled = trainer.model.model
         trainer.train()
         run.weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     return run
@@ -162,7 +165,7 @@ def difference(left: Run, right: Run) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=Settings.steps)
-    parser.add_argument("--where", choices=("backbone", "model"), default="backbone")
+    parser.add_argument("--where", choices=("callback", "model", "backbone"), default="callback")
     parser.add_argument("--threads", type=int, default=1, help="more only help on cores that nobody else uses")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -20,7 +20,7 @@ from tests.support.cases import (
     reference,
     with_options,
 )
-from tests.support.tiny import TinyLM, after, assert_same, gradients, weights_like
+from tests.support.tiny import TinyLM, after, assert_same, gradients, log_probs, shared_ids, weights_like
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +102,20 @@ def test_streaming_reaches_parameters_that_only_the_loss_uses(model, compiled):
     compiled(*case.arguments)
     actual = after(both, lambda: dta_compile.streaming_step(compiled, loss_of_row, *case.arguments) and None)
     assert_same(actual, after(both, eager))
+
+
+def test_an_autocast_object_made_outside_caches_no_casts_of_a_trace():
+    """As accelerate wraps the forward of a model for mixed precision."""
+    model = TinyLM(layers=1).float()
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    ids, seen = shared_ids(), []
+    for function in (torch.compile(model, backend="dta"), model):
+        logits = function(ids).float()
+        model.zero_grad()
+        log_probs(logits, ids).sum().backward()
+        seen.append([logits, *(parameter.grad for parameter in model.parameters())])
+    for actual, expected in zip(*seen, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0.05 * float(expected.detach().abs().max()))
 
 
 def test_streaming_evaluates_the_loss_under_the_users_autocast(model):

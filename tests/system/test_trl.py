@@ -1,13 +1,21 @@
-"""TRL's GRPOTrainer with one added line trains to the same weights, over a prefix tree at every step."""
+"""Trainers of TRL and transformers with one added line train to the same weights, over a prefix tree at every step."""
 
 import importlib.util
+import logging
 import pathlib
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
+
+from trl.kernels import ChunkedLogProbFunction
+
+from dta_compile.integrations import trl_head
+from dta_compile.integrations.trainer_callback import compressions, with_positions
+from tests.support import trainers
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "trl_grpo.py"
 STEPS = 2
@@ -33,7 +41,7 @@ def eager(example, settings):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("where", ["model", "backbone"])
+@pytest.mark.parametrize("where", ["callback", pytest.param("backbone", marks=pytest.mark.slow)])
 def test_grpo_trainer_ends_at_the_weights_of_eager(example, settings, eager, where):
     ours = example.train(settings, where=where)
     initial = dict(example.model(settings).named_parameters())
@@ -42,3 +50,116 @@ def test_grpo_trainer_ends_at_the_weights_of_eager(example, settings, eager, whe
     assert ours.losses == pytest.approx(eager.losses, abs=1e-6)
     assert len({id(plan) for plan in ours.plans}) == STEPS, "every step's forward makes a plan"
     assert all(plan.stats.compression > 2 for plan in ours.plans)
+
+
+SPLIT = {"per_device_train_batch_size": trainers.GROUP, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_callback_compiles_and_warns_once_of_groups_that_are_cut_apart(caplog):
+    with caplog.at_level(logging.WARNING, logger="dta_compile"):
+        ours = trainers.train(trainers.grpo, trainers.callback, **SPLIT)
+    eager = trainers.train(trainers.grpo, **SPLIT)
+    assert trainers.moved(eager) > 1e-3
+    assert trainers.difference(eager, ours) < 1e-6
+    (warning,) = [one.getMessage() for one in caplog.records if "all their rows in one batch" in one.getMessage()]
+    assert "per_device_train_batch_size=8, steps_per_generation=1 and gradient_accumulation_steps=1" in warning
+    assert len({id(plan) for plan in ours.plans}) == 2 * trainers.UPDATES, "every batch makes a plan"
+    assert all(plan.stats.compression < 2 for plan in ours.plans), "groups that were not cut apart"
+
+
+def lora():
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+
+
+WAYS = {
+    "grpo": (trainers.grpo, {}),
+    "grpo_lora": (trainers.grpo, {"peft_config": lora}),
+    "grpo_checkpoints": (trainers.grpo, {"gradient_checkpointing": True}),
+    "grpo_iterations": (trainers.grpo, {"steps_per_generation": 4, "num_iterations": 2}),
+    "sft": (trainers.sft, {}),
+    "sft_padding_free": (trainers.sft, {"padding_free": True, "max_length": None}),
+    "sft_packing": (trainers.sft, {"packing": True, "max_length": 64, "per_device_train_batch_size": 2}),
+    "dpo": (trainers.dpo, {}),
+    "trainer": (trainers.plain, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("compiled", [trainers.callback, trainers.whole, trainers.backbone])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_trainer_ends_at_the_weights_of_eager(way, compiled):
+    make, settings = WAYS[way]
+
+    def run(compiled):
+        made = {name: value() if callable(value) else value for name, value in settings.items()}
+        return trainers.train(make, compiled, **made)
+
+    eager, ours = run(None), run(compiled)
+    assert trainers.moved(eager) > 1e-3
+    assert trainers.difference(eager, ours) < 1e-6
+    assert ours.losses == pytest.approx(eager.losses, abs=1e-5)
+    assert len({id(plan) for plan in ours.plans}) == trainers.UPDATES
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_mixed_precision_rounds_like_eager(monkeypatch):
+    build = trainers.model
+    monkeypatch.setattr(trainers, "model", lambda: build().float())
+    exact = trainers.train(trainers.grpo)
+    eager = trainers.train(trainers.grpo, bf16=True)
+    ours = trainers.train(trainers.grpo, trainers.callback, bf16=True)
+    assert trainers.difference(exact, ours) < 2 * trainers.difference(exact, eager)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_prompts_of_different_lengths_share_their_beginning_only_with_the_callback():
+    aligned = trainers.train(trainers.grpo, trainers.callback)
+    by_column = trainers.train(trainers.grpo, trainers.backbone)
+    for one, other in zip(aligned.plans, by_column.plans, strict=True):
+        assert one.stats.tree_tokens == other.stats.tree_tokens - 4
+
+
+@pytest.mark.parametrize(("softcap", "scale", "with_bias"), [(None, 1.0, False), (3.0, 0.5, True)])
+def test_the_head_has_the_values_and_gradients_of_trl(monkeypatch, softcap, scale, with_bias):
+    monkeypatch.setattr(trl_head, "BLOCK", 16)
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(size, generator=draw) for size in ((9, 8), (40, 8), (40,)))
+    targets = torch.randint(40, (9,), generator=draw)
+    targets[::2] = (hidden @ weight.T + (bias if with_bias else 0)).argmax(-1)[::2]
+    wanted = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    seen = []
+    for function in (trl_head.head, ChunkedLogProbFunction.apply):
+        inputs = [one.clone().requires_grad_() for one in (hidden, weight, *([bias] if with_bias else []))]
+        shift = inputs[2] if with_bias else None
+        values = function(*inputs[:2], shift, targets, 0.7, 16, softcap, scale, wanted)
+        (values[0] * torch.arange(9)).sum().add(values[1].sum()).backward()
+        assert not any(value.requires_grad for value in values[2:])
+        seen.append([*values, *(one.grad for one in inputs)])
+    torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-5)
+    assert seen[0][4][::2].all() and not seen[0][4].all()
+
+
+def test_what_is_not_wanted_of_the_head_is_not_computed():
+    found = trl_head.head(
+        torch.ones(2, 3), torch.ones(5, 3), None, torch.tensor([0, 1]), 1.0, 4, None, 1.0, ("log_probs",)
+    )
+    assert [one is None for one in found] == [False, True, True, True, True]
+
+
+def test_positions_count_the_tokens_of_padded_rows():
+    ids, mask = torch.ones(2, 4, dtype=torch.int64), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
+    found = with_positions({"input_ids": ids, "attention_mask": mask})["position_ids"]
+    assert found.tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
+    for others in ({"position_ids": mask}, {"past_key_values": object()}, {"attention_mask": None}):
+        inputs = {"input_ids": ids, "attention_mask": mask, **others}
+        assert with_positions(inputs) is inputs
+
+
+def test_compression_apart_and_together():
+    assert compressions([[[1, 2, 3], [1, 2, 4]], [[1, 2, 3], [5]]]) == (10 / 8, 10 / 5)

@@ -41,6 +41,7 @@ FOLLOWED_THROUGH = frozenset(
 )
 OF_TORCH = (None, "_operator", "torch", "torch._C._nn", "torch.functional", "torch.nn.functional")
 DERIVATIVES = ("_grad_increment_nesting", "_jvp_increment_nesting")
+CACHES_CASTS = 3  # the place of `cache_enabled` among the arguments of torch's `_enter_autocast`
 
 
 class Flow(enum.Enum):
@@ -89,6 +90,10 @@ class CapturedInterpreter(fx.Interpreter):
         if name == "tag_activation_checkpoint":
             body, *operands = args  # the runtime decides what to keep and what to recompute
             return self.inside(body).run(*operands)
+        if name == "_enter_autocast":
+            # An autocast object that was made outside says itself whether casts of weights are cached. Here those of
+            # one trace would be constants of the next one.
+            args = (*args[:CACHES_CASTS], False)
         return super().call_function(target, args, kwargs)
 
     def inside(self, body: fx.GraphModule) -> CapturedInterpreter:

@@ -1,0 +1,253 @@
+"""Toy runs of trainers: the same model and rows, trained by TRL or transformers, eagerly or over the prefix tree.
+
+    difference(train(grpo), train(grpo, backbone))
+
+Plain SGD in float64: Adam divides every gradient by its size and so turns rounding into full steps where it is almost
+zero. Nothing is generated: `ROWS` are the completions, so that runs cannot part ways by a drawn token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    DataCollatorForLanguageModeling,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+import dta_compile
+
+VOCABULARY = 64
+UPDATES = 3
+GROUP = 4
+
+
+@dataclasses.dataclass
+class Run(TrainerCallback):
+    """What a run left behind: weights, the loss of each update, the plans of its calls."""
+
+    watched: Callable[[], Any] | None = None
+    weights: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    initial: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    losses: list[float] = dataclasses.field(default_factory=list)
+    plans: list[dta_compile.Plan] = dataclasses.field(default_factory=list)
+
+    def note_plan(self, *args: Any, **kwargs: Any) -> None:
+        if self.watched is not None:
+            self.plans.append(dta_compile.last_plan(self.watched()))
+
+    on_substep_end = on_pre_optimizer_step = note_plan
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            self.losses.append(logs["loss"])
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a word, `w5` is 5; 0 to 2 are padding, end and unknown."""
+    words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>"])}
+    vocabulary = words | {f"w{i}": i for i in range(3, VOCABULARY)}
+    model = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def text(ids: list[int]) -> str:
+    return " ".join(f"w{i}" for i in ids)
+
+
+def prompts(count: int, length: int = 14) -> list[list[int]]:
+    """Prompts of two lengths, so that some are padded, that begin alike."""
+    draw = torch.Generator().manual_seed(1)
+    return [
+        [7, 8, 9, 10, *torch.randint(3, VOCABULARY, (length - 4 - i % 2,), generator=draw).tolist()]
+        for i in range(count)
+    ]
+
+
+def completion(prompt: list[int], which: int) -> list[int]:
+    """The completion of this number: two and two share their first tokens."""
+    draw = torch.Generator().manual_seed(sum(prompt) + which // 2)
+    shared = torch.randint(3, VOCABULARY, (3,), generator=draw).tolist()
+    draw.manual_seed(sum(prompt) + 1000 + which)
+    return [*shared, *torch.randint(3, VOCABULARY, (2 + which % 3,), generator=draw).tolist(), 1]
+
+
+def answer(prompt: list[int], which: int) -> str:
+    """A completion as text, without its end."""
+    return " " + text(completion(prompt, which)[:-1])
+
+
+def model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    return Qwen3ForCausalLM(config).double()
+
+
+COMMON: dict[str, Any] = {
+    "max_steps": UPDATES,
+    "learning_rate": 0.3,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "use_cpu": True,
+    "seed": 3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+}
+
+
+def grpo(folder: str, callbacks: list[Any], peft_config: Any = None, **settings: Any) -> GRPOTrainer:
+    """GRPO on `completion(prompt, 0..GROUP-1)` of each prompt, handed over by its `rollout_func`."""
+    words = tokenizer()
+
+    def rollouts(texts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = [words(one)["input_ids"] for one in texts]
+        rows = [completion(prompt, i % GROUP) for i, prompt in enumerate(ids)]
+        return {"prompt_ids": ids, "completion_ids": rows, "logprobs": [[0.0] * len(row) for row in rows]}
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        return [sum(int(word[1:]) % 2 for word in row.split() if word[1:].isdigit()) / 8 for row in completions]
+
+    return GRPOTrainer(
+        model(),
+        reward,
+        args=GRPOConfig(
+            output_dir=folder,
+            num_generations=GROUP,
+            max_completion_length=12,
+            **{**COMMON, "per_device_train_batch_size": 2 * GROUP, **settings},
+        ),
+        train_dataset=Dataset.from_list([{"prompt": text(row)} for row in prompts(12)]),
+        processing_class=words,
+        rollout_func=rollouts,
+        callbacks=callbacks,
+        peft_config=peft_config,
+    )
+
+
+def sft(folder: str, callbacks: list[Any], **settings: Any) -> SFTTrainer:
+    """Prompts with several answers each, one after the other."""
+    rows = [
+        {"prompt": text(row), "completion": " " + text(completion(row, i)[:-1])} for row in prompts(8) for i in (0, 1)
+    ]
+    return SFTTrainer(
+        model(),
+        args=SFTConfig(
+            output_dir=folder,
+            **{**COMMON, "per_device_train_batch_size": 8, "train_sampling_strategy": "sequential", **settings},
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        callbacks=callbacks,
+    )
+
+
+def dpo(folder: str, callbacks: list[Any], **settings: Any) -> DPOTrainer:
+    """Two answers to each prompt."""
+    rows = [
+        {
+            "prompt": text(row),
+            "chosen": " " + text(completion(row, 0)[:-1]),
+            "rejected": " " + text(completion(row, 1)[:-1]),
+        }
+        for row in prompts(12)
+    ]
+    return DPOTrainer(
+        model(),
+        ref_model=model(),
+        args=DPOConfig(output_dir=folder, **{**COMMON, "per_device_train_batch_size": 4, **settings}),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        callbacks=callbacks,
+    )
+
+
+def plain(folder: str, callbacks: list[Any], **settings: Any) -> Trainer:
+    """transformers' own trainer, with the loss of the model."""
+    words = tokenizer()
+    rows = [{"input_ids": [*row, *completion(row, i)]} for row in prompts(8) for i in (0, 1)]
+    return Trainer(
+        model(),
+        args=TrainingArguments(
+            output_dir=folder,
+            **{**COMMON, "per_device_train_batch_size": 8, "train_sampling_strategy": "sequential", **settings},
+        ),
+        train_dataset=Dataset.from_list(rows),
+        data_collator=DataCollatorForLanguageModeling(words, mlm=False),
+        processing_class=words,
+        callbacks=callbacks,
+    )
+
+
+def train(make: Callable[..., Trainer], compiled: Callable[[Trainer], Any] | None = None, **settings: Any) -> Run:
+    """Train from the seeds; `compiled` compiles something of the trainer and returns it."""
+    run = Run()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make(folder, [run], **settings)
+        trainer.remove_callback(PrinterCallback)
+        if compiled is not None:
+            watched = compiled(trainer)
+            run.watched = lambda: watched
+        run.initial = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+        trainer.train()
+        run.weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    return run
+
+
+def callback(trainer: Trainer) -> Any:
+    """Leave all to a `DTACallback`."""
+    trainer.add_callback(dta_compile.DTACallback())
+    return trainer.model
+
+
+def backbone(trainer: Trainer) -> Any:
+    """Compile the backbone in place."""
+    inner = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    inner.model.compile(backend="dta")
+    return inner.model
+
+
+def whole(trainer: Trainer) -> Any:
+    """Compile the model in place."""
+    trainer.model.compile(backend="dta")
+    return trainer.model
+
+
+def difference(left: Run, right: Run) -> float:
+    """Largest over the parameters of max |difference| / max |weight|."""
+    return max(
+        float((value - right.weights[name]).abs().max() / value.abs().max()) for name, value in left.weights.items()
+    )
+
+
+def moved(run: Run) -> float:
+    """Largest change of a weight."""
+    return max(float((value - run.initial[name]).abs().max()) for name, value in run.weights.items())

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -39,6 +38,7 @@ logger = logging.getLogger("dta_compile")
 DEVICES = ["cuda", "cpu"]
 # Values per token that verl asks for besides log-probs, by the setting that asks; the names of its own outputs.
 EXTRA_VALUES = {"calculate_entropy": "entropy", "calculate_sum_pi_squared": "sum_pi_squared"}
+INPUTS = {"input_ids", "attention_mask", "position_ids"}
 LEAST_TEMPERATURE = 1e-8  # verl's
 
 Values = dict[str, torch.Tensor]
@@ -63,7 +63,11 @@ class DTAEngineConfig(FSDPEngineConfig):
 
 @EngineRegistry.register(model_type="language_model", backend="dta", device=DEVICES)
 class DTAEngine(FSDPEngineWithLMHead):
-    """verl's FSDP2 engine for causal language models, over the prefix tree of each mini-batch."""
+    """verl's FSDP2 engine for causal language models, over the prefix tree of each mini-batch.
+
+    Attributes:
+        token_values: the compiled function; `dta_compile.last_plan` and `explain` take it.
+    """
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         _check_settings(model_config, engine_config)
@@ -75,8 +79,12 @@ class DTAEngine(FSDPEngineWithLMHead):
     def initialize(self) -> None:
         super().initialize()
         options = dict(getattr(self.engine_config, "dta", {}))
-        of_tokens = functools.partial(_token_values, self.module)
-        self._token_values = torch.compile(of_tokens, backend="dta", options=options)
+        module = self.module
+
+        def token_values(*args: Any) -> Values:
+            return _token_values(module, *args)
+
+        self.token_values = torch.compile(token_values, backend="dta", options=options)
 
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
@@ -92,8 +100,8 @@ class DTAEngine(FSDPEngineWithLMHead):
     def forward_step(self, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool) -> Any:
         """Loss of a micro-batch, with gradients, and what verl reports of it."""
         micro_batch = micro_batch.to(get_device_id())
-        _check_data(micro_batch)
         inputs, of_inputs = self.prepare_model_inputs(micro_batch=micro_batch)
+        _check_data(micro_batch, inputs)
         with self._autocast():
             values = self._values(micro_batch, inputs, of_inputs)
             if loss_function is None:
@@ -108,7 +116,7 @@ class DTAEngine(FSDPEngineWithLMHead):
         extra = tuple(name for asks, name in EXTRA_VALUES.items() if _flag(micro_batch, asks))
         offsets = micro_batch["input_ids"].offsets()
         rows = _Rows.of(inputs, of_inputs, offsets)
-        found = self._token_values(inputs, rows.labels, rows.temperature, extra)
+        found = self.token_values(inputs, rows.labels, rows.temperature, extra)
         return {
             name: torch.nested.nested_tensor_from_jagged(rows.flat(value), offsets) for name, value in found.items()
         }
@@ -230,7 +238,7 @@ def _only(name: str, value: Any, accepted: Any, instead: str) -> None:
         )
 
 
-def _check_data(micro_batch: Any) -> None:
+def _check_data(micro_batch: Any, inputs: Mapping[str, Any]) -> None:
     for name in ("distillation_use_topk", "distillation_only"):
         if _flag(micro_batch, name):
             raise RefusalError(
@@ -238,12 +246,12 @@ def _check_data(micro_batch: Any) -> None:
                 where=name,
                 hint="use strategy=fsdp2",
             )
-    images = micro_batch.get("multi_modal_inputs", None)
-    if (images is not None and any(images)) or micro_batch["position_ids"].dim() == 3:
+    others = sorted(inputs.keys() - INPUTS)
+    if others or inputs["position_ids"].dim() == 3:
         raise RefusalError(
-            "verl's strategy dta trains on text alone",
-            where="multi_modal_inputs, position_ids",
-            hint="use strategy=fsdp2 for models that see images",
+            "verl's strategy dta gives models tokens and positions, and nothing else",
+            where=", ".join(others) or "position_ids with three dimensions",
+            hint="use strategy=fsdp2 for models that take images",
         )
 
 

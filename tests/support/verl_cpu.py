@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import types
+import json
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from dta_compile.data import Rollout
 
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 REFERENCE = "fsdp2"
+VOCABULARY = 64
 
 
 class CPU(PlatformBase):
@@ -118,12 +120,33 @@ class Settings:
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8, "initializer_range": 0.2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
 def save_model(path: str, vocabulary: int, seed: int = 0, **sizes: Any) -> None:
-    """A small Qwen3 with random float32 weights, as a checkpoint."""
+    """A Qwen3 with random float32 weights, as a checkpoint; a tiny one without other sizes."""
     torch.manual_seed(seed)
+    sizes = sizes or {**TINY, **HEADS}
     Qwen3ForCausalLM(
         Qwen3Config(**{"vocab_size": vocabulary, "max_position_embeddings": 4096, **sizes})
     ).save_pretrained(path)
+
+
+def nested_rollouts(vocabulary: int, seed: int = 0) -> list[Rollout]:
+    """Two prompts with three answers of two turns each, of which every turn is a rollout; uneven lengths."""
+    random, found = np.random.default_rng(seed), []
+    for group in range(2):
+        prompt = random.integers(vocabulary, size=16 + 5 * group)
+        for trial in range(3):
+            first, second, third = (random.integers(vocabulary, size=size) for size in (5 + 3 * trial, 4, 6 + trial))
+            turn = np.concatenate([prompt, first])
+            spans = (len(prompt), len(turn)), (len(turn) + len(second), len(turn) + len(second) + len(third))
+            for number, tokens in enumerate([turn, np.concatenate([turn, second, third])], 1):
+                reward = random.normal()
+                own = (reward, reward, reward, group, trial, 3 * group + trial, number, number == 2)
+                found.append(Rollout(tokens.astype(np.int32), spans[:number], *own))
+    return found
 
 
 def engine_of(strategy: str, path: str, settings: Settings) -> Any:
@@ -147,10 +170,11 @@ def engine_of(strategy: str, path: str, settings: Settings) -> Any:
             optimizer=settings.optimizer,
             weight_decay=0.0,
             total_training_steps=100,
-            clip_grad=1e-2 if settings.optimizer == "SGD" else 1.0,
+            clip_grad=0.5,
         ),
         checkpoint_config=CheckpointConfig(),
     )
+    torch.manual_seed(0)  # adapters begin with random weights
     engine.initialize()
     return engine
 
@@ -229,7 +253,9 @@ def train(engine: Any, rollouts: Sequence[Rollout], settings: Settings, steps: i
     old = response_values(scores["log_probs"], data)
     reports = [update(engine, data_of(rollouts, settings, old), config) for _ in range(steps)]
     weights = {name: full(one.detach()).clone() for name, one in engine.module.named_parameters()}
-    return Trained({name: value.values() for name, value in scores.items()}, reports, weights)
+    # verl rolls labels over a micro-batch: what a last token is asked for is the first one of whatever row comes next.
+    real = {name: torch.cat([one[:-1] for one in value.unbind()]) for name, value in scores.items()}
+    return Trained(real, reports, weights)
 
 
 def full(tensor: Any) -> torch.Tensor:
@@ -249,6 +275,23 @@ def update(engine: Any, data: Any, config: FSDPActorConfig) -> dict[str, Any]:
     return {"loss": sum(output["loss"]), "grad_norm": norm, "metrics": sorted(output["metrics"])}
 
 
-__all__ = [
-    name for name, value in list(globals().items()) if not isinstance(value, types.ModuleType) and name[0] != "_"
-]
+def _two_ranks() -> dict[str, float]:
+    """How far weights are from those of verl's engine on as many ranks, and how far they moved."""
+    settings = Settings(tokens=90, entropy=0.01)
+    with tempfile.TemporaryDirectory() as path, verl_on_cpu():
+        save_model(path, VOCABULARY)
+        mine = nested_rollouts(VOCABULARY, seed=dist.get_rank())
+        expected, ours = (train(engine_of(one, path, settings), mine, settings) for one in (REFERENCE, "dta"))
+        start = engine_of(REFERENCE, path, settings).module.named_parameters()
+        moved = max((full(one.detach()) - expected.weights[name]).abs().max().item() for name, one in start)
+    difference = max((ours.weights[name] - one).abs().max().item() for name, one in expected.weights.items())
+    return {"moved": moved, "difference": difference}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = _two_ranks()
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """verl's actor with strategy=dta trains to the weights of its own FSDP2 engine, whatever its batching."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -103,14 +104,17 @@ def test_adapters_are_trained(checkpoint, rollouts):
 
 
 def test_what_verl_sets_by_default(checkpoint, rollouts):
-    """Checkpointing, bfloat16, AdamW: not the same numbers, but the same training."""
-    settings = Settings(
-        rows=2, optimizer="AdamW", learning_rate=1e-3, checkpointing=True, engine={"mixed_precision": None}
-    )
-    ours, expected, _, _ = both(checkpoint, rollouts, settings)
-    assert largest_difference(ours.scores, expected.scores) < 0.05
-    for report, wanted in zip(ours.reports, expected.reports, strict=True):
-        assert report["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=0.05)
+    """Checkpointing, bfloat16, AdamW: of float32's values we are not farther away than verl is."""
+    settings = Settings(rows=2, optimizer="AdamW", learning_rate=1e-3)
+    exact = train(engine_of(REFERENCE, checkpoint, settings), rollouts, settings, steps=2)
+    settings = dataclasses.replace(settings, checkpointing=True, engine={"mixed_precision": None})
+    ours, expected, _, engine = both(checkpoint, rollouts, settings)
+    assert not engine.module.is_gradient_checkpointing
+    mean = [(one.scores["log_probs"] - exact.scores["log_probs"]).abs().mean() for one in (ours, expected)]
+    assert mean[0] < mean[1] < 0.02
+    for number, report in enumerate(exact.reports):
+        assert ours.reports[number]["loss"] == pytest.approx(report["loss"], abs=5e-3)
+    assert ours.reports[0]["grad_norm"] == pytest.approx(exact.reports[0]["grad_norm"], rel=0.02)
 
 
 def test_two_ranks():

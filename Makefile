@@ -7,6 +7,11 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_SUPPORTED := torch>=2.11,<2.16
 
+# verl asks for other versions than the rest, and so gets an environment of its own.
+VENV_VERL ?= .venv-verl
+VERL ?= verl==0.9.1
+VERL_TESTS := tests/system/test_verl.py tests/system/test_transformers_attention.py tests/system/test_packed_rows.py
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := dta_compile tests examples benchmarks
@@ -15,12 +20,13 @@ N ?= 200
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all fuzz lint format bench bench-all clean
+.PHONY: help setup demo test test-all test-verl fuzz lint format bench bench-all clean
 
 help:
 	@echo "make demo       set up, then train a small model with eager and with dta side by side"
 	@echo "make test       set up, then ruff, mypy and the whole test suite"
 	@echo "make test-all   the same with the tests that take long"
+	@echo "make test-verl  set up verl apart, then what is tested with it and with its transformers"
 	@echo "make bench      set up, then the speed floors (benchmarks/floors.py)"
 	@echo "make bench-all  set up, then every baseline, with plots; BENCH=\"--suite full\" takes hours"
 	@echo "make fuzz       set up, then 200 drawn programs against eager on all cores; more and others by N=2000 SEED=7"
@@ -49,6 +55,15 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest -m "" --durations=10 --numprocesses auto --dist loadfile
 
+test-verl: $(VENV_VERL)/.installed
+	$(VENV_VERL)/bin/python -m pytest --durations=10 --numprocesses auto --dist loadfile $(VERL_TESTS)
+
+$(VENV_VERL)/.installed: pyproject.toml
+	test -x $(VENV_VERL)/bin/python || $(PYTHON) -m venv $(VENV_VERL)
+	$(VENV_VERL)/bin/python -m pip install $(TORCH)
+	$(VENV_VERL)/bin/python -m pip install -e ".[test]" "$(VERL)"
+	touch $@
+
 fuzz: setup
 	$(BIN)/python -m tests.fuzz -n $(N) --seed $(SEED)
 
@@ -69,5 +84,5 @@ bench-all: setup
 	$(BIN)/python -m benchmarks.run $(BENCH)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_VERL) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

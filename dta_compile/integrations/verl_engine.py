@@ -1,0 +1,259 @@
+"""verl trains over prefix trees: an engine for its registry, chosen by `strategy: dta` in the configuration.
+
+verl imports this module through the entry-point group "verl.plugins". The engine is verl's FSDP engine with FSDP2, but
+for three things: a mini-batch of a rank (or all that log-probs are asked of) is one micro-batch, so that prefixes are
+shared across all of it; log-probs and entropies come from one compiled function, so that no logits are returned; and
+nothing is checkpointed, as what is recomputed is the plan's own decision. The loss, its normalisation, gradient
+clipping, the optimiser, offloading and checkpoints are verl's.
+
+verl is imported here only. Supported: 0.9.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from verl.utils import tensordict_utils
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.config import FSDPEngineConfig
+from verl.workers.config.engine import EngineConfig
+from verl.workers.engine.base import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.utils import detach_tree
+
+from dta_compile.errors import OptionError, RefusalError
+from dta_compile.options import Options
+
+__all__ = ["DTAEngine", "DTAEngineConfig", "NoValueEngine"]
+
+logger = logging.getLogger("dta_compile")
+
+DEVICES = ["cuda", "cpu"]
+# Values per token that verl asks for besides log-probs, by the setting that asks; the names of its own outputs.
+EXTRA_VALUES = {"calculate_entropy": "entropy", "calculate_sum_pi_squared": "sum_pi_squared"}
+INPUTS = {"input_ids", "attention_mask", "position_ids"}
+LEAST_TEMPERATURE = 1e-8  # verl's
+
+Values = dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass
+class DTAEngineConfig(FSDPEngineConfig):
+    """verl's configuration of FSDP with the options of the backend, for those who set some.
+
+    Attributes:
+        dta: options of `torch.compile(..., backend="dta", options=...)`.
+    """
+
+    strategy: str = "dta"
+    dta: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        EngineConfig.__post_init__(self)  # FSDP's own asks for a strategy of its own
+        _only("strategy", self.strategy, "dta", "leave it out")
+        Options.parse(self.dta)
+
+
+@EngineRegistry.register(model_type="language_model", backend="dta", device=DEVICES)
+class DTAEngine(FSDPEngineWithLMHead):
+    """verl's FSDP2 engine for causal language models, over the prefix tree of each mini-batch.
+
+    Attributes:
+        token_values: the compiled function; `dta_compile.last_plan` and `explain` take it.
+    """
+
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+        _check_settings(model_config, engine_config)
+        engine_config = copy.copy(engine_config)
+        object.__setattr__(engine_config, "strategy", "fsdp2")  # how the module is wrapped; the field is frozen
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self.pad_to_length = False  # sizes that repeat save others a compilation; here padding only costs
+
+    def initialize(self) -> None:
+        super().initialize()
+        options = dict(getattr(self.engine_config, "dta", {}))
+        module = self.module
+
+        def token_values(*args: Any) -> Values:
+            return _token_values(module, *args)
+
+        self.token_values = torch.compile(token_values, backend="dta", options=options)
+
+    def forward_backward_batch(
+        self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> Any:
+        """As verl's, with all rows in one micro-batch."""
+        whole = data.copy()
+        group = tensordict_utils.get_non_tensor_data(data=data, key="force_group_size", default=1)
+        tensordict_utils.assign_non_tensor(
+            whole, use_dynamic_bsz=False, micro_batch_size_per_gpu=max(len(data) // group, 1)
+        )
+        return super().forward_backward_batch(whole, loss_function, forward_only=forward_only)
+
+    def forward_step(self, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool) -> Any:
+        """Loss of a micro-batch, with gradients, and what verl reports of it."""
+        micro_batch = micro_batch.to(get_device_id())
+        inputs, of_inputs = self.prepare_model_inputs(micro_batch=micro_batch)
+        _check_data(micro_batch, inputs)
+        with self._autocast():
+            values = self._values(micro_batch, inputs, of_inputs)
+            if loss_function is None:
+                loss, metrics = torch.ones((), device=get_device_name()), {}
+            else:
+                group = self.get_data_parallel_group()
+                loss, metrics = loss_function(model_output=values, data=micro_batch, dp_group=group)
+        return loss, {"model_output": detach_tree(values), "loss": loss.detach().item(), "metrics": metrics}
+
+    def _values(self, micro_batch: Any, inputs: dict[str, Any], of_inputs: dict[str, Any]) -> Values:
+        """By name, the values of all tokens as verl returns them: nested, a row for each sequence."""
+        extra = tuple(name for asks, name in EXTRA_VALUES.items() if _flag(micro_batch, asks))
+        offsets = micro_batch["input_ids"].offsets()
+        rows = _Rows.of(inputs, of_inputs, offsets)
+        found = self.token_values(inputs, rows.labels, rows.temperature, extra)
+        return {
+            name: torch.nested.nested_tensor_from_jagged(rows.flat(value), offsets) for name, value in found.items()
+        }
+
+    def _build_module(self) -> nn.Module:
+        module: nn.Module = super()._build_module()
+        if self.model_config.enable_gradient_checkpointing:
+            module.gradient_checkpointing_disable()  # type: ignore[operator]
+            if self.rank == 0:
+                logger.warning("dta: gradient checkpointing is off: a plan says itself what is computed again")
+        return module
+
+    def _build_lora_module(self, module: nn.Module) -> nn.Module:
+        module = super()._build_lora_module(module)
+        module.disable_input_require_grads()  # type: ignore[operator]  # only checkpointing needs them
+        return module
+
+    @contextlib.contextmanager
+    def _autocast(self) -> Iterator[None]:
+        if self._autocast_dtype == torch.float32:
+            yield
+        else:
+            with torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype):
+                yield
+
+
+@EngineRegistry.register(model_type="value_model", backend="dta", device=DEVICES)
+class NoValueEngine(BaseEngine):
+    """Says what to do instead; without it verl would say that there is no such backend."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        _only(
+            "critic.strategy", "dta", "fsdp2", "critics are trained by an engine of verl's own: critic.strategy=fsdp2"
+        )
+
+
+class _Rows(NamedTuple):
+    """A micro-batch in the layout of the model's inputs: one packed row, or padded ones.
+
+    Attributes:
+        labels: `[1, T]` or `[B, S]`, the next token.
+        temperature: `[1, T, 1]` or `[B, 1, 1]`; None: 1.
+        mask: `[B, S]`, 1 on tokens; None: there is no padding.
+    """
+
+    labels: torch.Tensor
+    temperature: torch.Tensor | None
+    mask: torch.Tensor | None
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Any], of_inputs: Mapping[str, Any], offsets: torch.Tensor) -> _Rows:
+        """From what verl's `prepare_model_inputs` returns."""
+        labels, mask = of_inputs["input_ids_rmpad_rolled"], inputs["attention_mask"]
+        if mask is None:
+            labels, temperature = labels[None], of_inputs["temperature_rmpad"][None, :, None]
+        else:
+            nested = torch.nested.nested_tensor_from_jagged(labels, offsets)
+            labels = torch.nested.to_padded_tensor(nested, padding=0, output_size=tuple(mask.shape))
+            temperature = of_inputs["temperature"][:, None, None]
+        is_one = of_inputs["temperature_is_one"]
+        return cls(labels, None if is_one else temperature.clamp(min=LEAST_TEMPERATURE), mask)
+
+    def flat(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of these rows as `[T]`, one sequence after the other."""
+        return values[0] if self.mask is None else values[self.mask.bool()]
+
+
+def _token_values(
+    module: nn.Module,
+    inputs: dict[str, Any],
+    labels: torch.Tensor,
+    temperature: torch.Tensor | None,
+    extra: tuple[str, ...],
+) -> Values:
+    """What is compiled: written so that no chunk has logits either, where the vocabulary is large."""
+    logits = module(**inputs, use_cache=False).logits.float()
+    if temperature is not None:
+        logits = logits / temperature
+    log_probs = logits.log_softmax(-1)
+    values = {"log_probs": log_probs.gather(-1, labels[..., None])[..., 0]}
+    if "entropy" in extra:
+        values["entropy"] = -(log_probs.exp() * log_probs).sum(-1)
+    if "sum_pi_squared" in extra:
+        values["sum_pi_squared"] = log_probs.exp().square().sum(-1)
+    return values
+
+
+def _check_settings(model: Any, engine: Any) -> None:
+    """Refuse what the engine would not do as verl's own does."""
+    for name, value, accepted, instead in (
+        (
+            "fsdp_config.ulysses_sequence_parallel_size",
+            engine.ulysses_sequence_parallel_size,
+            1,
+            "set it to 1: a schedule runs long sequences chunk by chunk; or use strategy=fsdp2",
+        ),
+        ("fsdp_config.qat.enable", engine.qat.enable, False, "set it to false, or use strategy=fsdp2"),
+        (
+            "model.use_fused_kernels",
+            model.use_fused_kernels,
+            False,
+            "set it to false: large vocabularies are reduced without logits as it is",
+        ),
+        ("model.use_liger", model.use_liger, False, "set it to false, or use strategy=fsdp2"),
+        (
+            "model.enable_activation_offload",
+            model.enable_activation_offload,
+            False,
+            "set it to false; fsdp_config.dta.memory_budget bounds the bytes that are kept",
+        ),
+    ):
+        _only(name, value, accepted, instead)
+
+
+def _only(name: str, value: Any, accepted: Any, instead: str) -> None:
+    if value != accepted:
+        raise OptionError(
+            f"{name} does not work with verl's strategy dta", expected=repr(accepted), got=repr(value), hint=instead
+        )
+
+
+def _check_data(micro_batch: Any, inputs: Mapping[str, Any]) -> None:
+    for name in ("distillation_use_topk", "distillation_only"):
+        if _flag(micro_batch, name):
+            raise RefusalError(
+                "distillation reads logits, which verl's strategy dta does not return",
+                where=name,
+                hint="use strategy=fsdp2",
+            )
+    others = sorted(inputs.keys() - INPUTS)
+    if others or inputs["position_ids"].dim() == 3:
+        raise RefusalError(
+            "verl's strategy dta gives models tokens and positions, and nothing else",
+            where=", ".join(others) or "position_ids with three dimensions",
+            hint="use strategy=fsdp2 for models that take images",
+        )
+
+
+def _flag(micro_batch: Any, name: str) -> bool:
+    return bool(tensordict_utils.get_non_tensor_data(data=micro_batch, key=name, default=False))

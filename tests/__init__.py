@@ -1,0 +1,1 @@
+"""A package, so that it comes before a `tests` that some other package (verl) installs."""

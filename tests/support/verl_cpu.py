@@ -1,0 +1,297 @@
+"""verl on a CPU: a platform for it, its engines side by side on one set of weights, and bundled rollouts as its data.
+
+verl's own engines are registered for accelerators alone; what they do on a CPU is the reference here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from verl.plugin.platform import platform_manager
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.losses import ppo_loss
+
+from dta_compile.data import Rollout
+
+FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+REFERENCE = "fsdp2"
+VOCABULARY = 64
+
+
+class CPU(PlatformBase):
+    """What verl asks of a device, for none."""
+
+    device_name = "cpu"
+    vendor_name = "cpu"
+    device_module = torch.cpu
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> str:
+        return "cpu"
+
+    def device_count(self) -> int:
+        return 1
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
+        return None, None
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    def ray_resource_name(self) -> str:
+        return "CPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def nvtx_range(self, msg: str) -> Any:
+        return contextlib.nullcontext()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """For what a device can do and none needs not."""
+
+
+for _name in PlatformBase.__abstractmethods__ - vars(CPU).keys():
+    setattr(CPU, _name, _nothing)
+CPU.__abstractmethods__ = frozenset()
+
+
+@contextlib.contextmanager
+def verl_on_cpu() -> Iterator[None]:
+    """verl takes the CPU for its device, and its FSDP engine is registered for it; one rank, unless there are some."""
+    before, own = platform_manager._current_platform, not dist.is_initialized()
+    platform_manager._current_platform = CPU()
+    reference = EngineRegistry._engines["language_model"][REFERENCE]
+    reference["cpu"] = FSDPEngineWithLMHead
+    if own:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if own:
+            dist.destroy_process_group()
+        del reference["cpu"]
+        platform_manager._current_platform = before
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Of an engine and of the data it is given.
+
+    Attributes:
+        tokens: most tokens of a micro-batch with dynamic batch sizes; None: `rows` sequences instead.
+        checkpointing: verl's default recomputes the activations of every layer.
+        engine: more fields of the engine's configuration.
+        model: more fields of the model's configuration.
+    """
+
+    remove_padding: bool = True
+    tokens: int | None = None
+    rows: int = 1
+    entropy: float = 0.0
+    temperature: float = 1.0
+    learning_rate: float = 0.1
+    optimizer: str = "SGD"
+    checkpointing: bool = False
+    engine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    model: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8, "initializer_range": 0.2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def save_model(path: str, vocabulary: int, seed: int = 0, **sizes: Any) -> None:
+    """A Qwen3 with random float32 weights, as a checkpoint; a tiny one without other sizes."""
+    torch.manual_seed(seed)
+    sizes = sizes or {**TINY, **HEADS}
+    Qwen3ForCausalLM(
+        Qwen3Config(**{"vocab_size": vocabulary, "max_position_embeddings": 4096, **sizes})
+    ).save_pretrained(path)
+
+
+def nested_rollouts(vocabulary: int, seed: int = 0) -> list[Rollout]:
+    """Two prompts with three answers of two turns each, of which every turn is a rollout; uneven lengths."""
+    random, found = np.random.default_rng(seed), []
+    for group in range(2):
+        prompt = random.integers(vocabulary, size=16 + 5 * group)
+        for trial in range(3):
+            first, second, third = (random.integers(vocabulary, size=size) for size in (5 + 3 * trial, 4, 6 + trial))
+            turn = np.concatenate([prompt, first])
+            spans = (len(prompt), len(turn)), (len(turn) + len(second), len(turn) + len(second) + len(third))
+            for number, tokens in enumerate([turn, np.concatenate([turn, second, third])], 1):
+                reward = random.normal()
+                own = (reward, reward, reward, group, trial, 3 * group + trial, number, number == 2)
+                found.append(Rollout(tokens.astype(np.int32), spans[:number], *own))
+    return found
+
+
+def engine_of(strategy: str, path: str, settings: Settings) -> Any:
+    """verl's engine of a strategy, as its workers make it."""
+    model_config = HFModelConfig(
+        path=path,
+        load_tokenizer=False,
+        override_config={"attn_implementation": "sdpa"},
+        enable_gradient_checkpointing=settings.checkpointing,
+        use_remove_padding=settings.remove_padding,
+        **settings.model,
+    )
+    engine_config = actor_of(strategy, settings).engine
+    engine = EngineRegistry.new(
+        model_type="language_model",
+        backend=engine_config.strategy,
+        model_config=model_config,
+        engine_config=engine_config,
+        optimizer_config=FSDPOptimizerConfig(
+            lr=settings.learning_rate,
+            optimizer=settings.optimizer,
+            weight_decay=0.0,
+            total_training_steps=100,
+            clip_grad=0.5,
+        ),
+        checkpoint_config=CheckpointConfig(),
+    )
+    torch.manual_seed(0)  # adapters begin with random weights
+    engine.initialize()
+    return engine
+
+
+def actor_of(strategy: str, settings: Settings) -> FSDPActorConfig:
+    """The actor's configuration, which hands its strategy to that of the engine."""
+    return FSDPActorConfig(
+        strategy=strategy,
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=settings.rows,
+        entropy_coeff=settings.entropy,
+        fsdp_config=FSDPEngineConfig(**{"mixed_precision": FLOAT32, "use_torch_compile": False, **settings.engine}),
+    )
+
+
+def data_of(rollouts: Sequence[Rollout], settings: Settings, old_logprobs: torch.Tensor | None = None) -> Any:
+    """A mini-batch as verl's trainer hands it to a worker: nested tensors, the prompt up to the first trained token."""
+    prompts, responses, masks, advantages = [], [], [], []
+    for rollout in rollouts:
+        start = max(int(np.argmax(rollout.loss_mask)), 1)
+        prompts.append(torch.from_numpy(rollout.tokens[:start].astype(np.int64)))
+        responses.append(torch.from_numpy(rollout.tokens[start:].astype(np.int64)))
+        masks.append(torch.from_numpy(rollout.loss_mask[start:].astype(np.int64)))
+        advantages.append(torch.full((len(rollout) - start,), rollout.advantage or 0.5))
+    whole = [torch.cat(parts) for parts in zip(prompts, responses, strict=True)]
+    tensors = {
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": masks,
+        "loss_mask": masks,
+        "advantages": advantages,
+        "old_log_probs": [torch.zeros_like(one) for one in advantages],
+        "input_ids": whole,
+        "position_ids": [torch.arange(len(one)) for one in whole],
+    }
+    nested = {name: torch.nested.as_nested_tensor(list(parts), layout=torch.jagged) for name, parts in tensors.items()}
+    if old_logprobs is not None:
+        nested["old_log_probs"] = old_logprobs
+    return tensordict_utils.get_tensordict(
+        nested,
+        {
+            "temperature": settings.temperature,
+            "use_remove_padding": settings.remove_padding,
+            "use_dynamic_bsz": settings.tokens is not None,
+            "max_token_len_per_gpu": settings.tokens,
+            "micro_batch_size_per_gpu": settings.rows,
+            "calculate_entropy": settings.entropy != 0,
+            "global_batch_size": len(rollouts) * dist.get_world_size(),
+        },
+    )
+
+
+def response_values(values: torch.Tensor, data: Any) -> torch.Tensor:
+    """Those of a nested tensor that predict the response, as verl's trainer cuts old log-probs out."""
+    from verl.workers.utils.padding import response_from_nested
+
+    return response_from_nested(values, data["response_mask"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What some updates gave: log-probs (and entropies) before, what verl reports of each, and the weights after."""
+
+    scores: dict[str, torch.Tensor]
+    reports: list[dict[str, Any]]
+    weights: dict[str, torch.Tensor]
+
+
+def train(engine: Any, rollouts: Sequence[Rollout], settings: Settings, steps: int = 3) -> Trained:
+    """Score the rollouts, then update the policy some times, as verl's actor does."""
+    config = actor_of(REFERENCE, settings)
+    with engine.eval_mode():
+        data = data_of(rollouts, settings)
+        tensordict_utils.assign_non_tensor(data, calculate_entropy=True)
+        scores = engine.infer_batch(data)["model_output"]
+    old = response_values(scores["log_probs"], data)
+    reports = [update(engine, data_of(rollouts, settings, old), config) for _ in range(steps)]
+    weights = {name: full(one.detach()).clone() for name, one in engine.module.named_parameters()}
+    # verl rolls labels over a micro-batch: what a last token is asked for is the first one of whatever row comes next.
+    real = {name: torch.cat([one[:-1] for one in value.unbind()]) for name, value in scores.items()}
+    return Trained(real, reports, weights)
+
+
+def full(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def update(engine: Any, data: Any, config: FSDPActorConfig) -> dict[str, Any]:
+    """One optimiser step; metrics, each summed over micro-batches, with the loss and the norm of the gradient."""
+
+    def loss(**values: Any) -> Any:
+        return ppo_loss(config, **values)
+
+    with engine.train_mode():
+        output = engine.train_batch(data, loss_function=loss)
+    assert not output["model_output"]
+    norm = output["metrics"]["grad_norm"]
+    return {"loss": sum(output["loss"]), "grad_norm": norm, "metrics": sorted(output["metrics"])}
+
+
+def _two_ranks() -> dict[str, float]:
+    """How far weights are from those of verl's engine on as many ranks, and how far they moved."""
+    settings = Settings(tokens=90, entropy=0.01)
+    with tempfile.TemporaryDirectory() as path, verl_on_cpu():
+        save_model(path, VOCABULARY)
+        mine = nested_rollouts(VOCABULARY, seed=dist.get_rank())
+        expected, ours = (train(engine_of(one, path, settings), mine, settings) for one in (REFERENCE, "dta"))
+        start = engine_of(REFERENCE, path, settings).module.named_parameters()
+        moved = max((full(one.detach()) - expected.weights[name]).abs().max().item() for name, one in start)
+    difference = max((ours.weights[name] - one).abs().max().item() for name, one in expected.weights.items())
+    return {"moved": moved, "difference": difference}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = _two_ranks()
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()

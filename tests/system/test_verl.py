@@ -1,0 +1,187 @@
+"""verl's actor with strategy=dta trains to the weights of its own FSDP2 engine, whatever its batching."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("verl")
+
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import FSDPActorConfig
+from verl.workers.engine.base import EngineRegistry
+
+import dta_compile
+from dta_compile.errors import OptionError, RefusalError
+from dta_compile.integrations.verl_engine import DTAEngineConfig
+from tests.support.verl_cpu import (
+    REFERENCE,
+    VOCABULARY,
+    Settings,
+    actor_of,
+    data_of,
+    engine_of,
+    nested_rollouts,
+    save_model,
+    train,
+    verl_on_cpu,
+)
+
+ROOT = pathlib.Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu():
+    with verl_on_cpu():
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("model"))
+    save_model(path, VOCABULARY)
+    return path
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    return nested_rollouts(VOCABULARY)
+
+
+def largest_difference(one, other):
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def assert_same_training(ours, expected, start, tolerance=3e-6):
+    assert largest_difference(ours.scores, expected.scores) < tolerance
+    for report, wanted in zip(ours.reports, expected.reports, strict=True):
+        assert report["metrics"] == wanted["metrics"]
+        assert report["loss"] == pytest.approx(wanted["loss"], abs=tolerance)
+        assert report["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=2e-5)
+    assert largest_difference(ours.weights, expected.weights) < tolerance
+    assert all((expected.weights[name] - start[name]).abs().max() > 100 * tolerance for name in start)
+
+
+def weights_of(engine):
+    return {
+        name: one.detach().full_tensor().clone() for name, one in engine.module.named_parameters() if one.requires_grad
+    }
+
+
+def both(checkpoint, rollouts, settings):
+    """What verl's engine and ours come to, trained parameters before, and our engine."""
+    eager, engine = (engine_of(strategy, checkpoint, settings) for strategy in (REFERENCE, "dta"))
+    start = weights_of(eager)
+    return train(engine, rollouts, settings), train(eager, rollouts, settings), start, engine
+
+
+@pytest.mark.parametrize("tokens", [None, 90], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize("remove_padding", [True, False], ids=["packed", "padded"])
+def test_updates_end_at_the_weights_of_verl(checkpoint, rollouts, remove_padding, tokens):
+    settings = Settings(
+        remove_padding=remove_padding, tokens=tokens, rows=2, entropy=0.01 * remove_padding, temperature=0.8
+    )
+    ours, expected, start, engine = both(checkpoint, rollouts, settings)
+    assert_same_training(ours, expected, start)
+    plan = dta_compile.last_plan(engine.token_values)
+    assert plan.stats.sequences == len(rollouts)  # all of them at once
+    assert plan.stats.compression > 1.5
+
+
+def test_adapters_are_trained(checkpoint, rollouts):
+    settings = Settings(rows=2, learning_rate=3.0, model={"lora_rank": 4})
+    ours, expected, start, _ = both(checkpoint, rollouts, settings)
+    assert 0 < len(start) < len(expected.weights)
+    assert_same_training(ours, expected, {name: value for name, value in start.items() if "lora_B" in name})
+
+
+def test_what_verl_sets_by_default(checkpoint, rollouts):
+    """Checkpointing, bfloat16, AdamW: of float32's values we are not farther away than verl is."""
+    settings = Settings(rows=2, optimizer="AdamW", learning_rate=1e-3)
+    exact = train(engine_of(REFERENCE, checkpoint, settings), rollouts, settings, steps=2)
+    settings = dataclasses.replace(settings, checkpointing=True, engine={"mixed_precision": None})
+    ours, expected, _, engine = both(checkpoint, rollouts, settings)
+    assert not engine.module.is_gradient_checkpointing
+    mean = [(one.scores["log_probs"] - exact.scores["log_probs"]).abs().mean() for one in (ours, expected)]
+    assert mean[0] < mean[1] < 0.02
+    for number, report in enumerate(exact.reports):
+        assert ours.reports[number]["loss"] == pytest.approx(report["loss"], abs=5e-3)
+    assert ours.reports[0]["grad_norm"] == pytest.approx(exact.reports[0]["grad_norm"], rel=0.02)
+
+
+def test_two_ranks():
+    """Each with its own rollouts and a tree of its own."""
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.support.verl_cpu"]
+    done = subprocess.run([sys.executable, "-m", *launch], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["moved"] > 1e-3
+    assert found["difference"] < 3e-6
+
+
+def test_configuration_alone_chooses_the_engine():
+    """As verl's workers read their configuration: the actor's strategy becomes that of its engine."""
+    assert actor_of("dta", Settings()).engine.strategy == "dta"
+    fsdp = {"_target_": "dta_compile.integrations.verl_engine.DTAEngineConfig", "dta": {"chunk_size": 4096}}
+    actor = {"strategy": "dta", "rollout_n": 1, "use_dynamic_bsz": True, "fsdp_config": fsdp}
+    made = omega_conf_to_dataclass({"_target_": "verl.workers.config.FSDPActorConfig", **actor})
+    assert isinstance(made, FSDPActorConfig)
+    assert isinstance(made.engine, DTAEngineConfig)
+    assert (made.engine.strategy, made.engine.dta) == ("dta", {"chunk_size": 4096})
+
+
+def test_options_are_checked():
+    with pytest.raises(OptionError, match="chunk_size"):
+        DTAEngineConfig(dta={"chunk_sise": 1})
+    with pytest.raises(OptionError, match="strategy"):
+        DTAEngineConfig(strategy="fsdp")
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "name"),
+    [
+        ({"ulysses_sequence_parallel_size": 2}, {}, "ulysses_sequence_parallel_size"),
+        ({}, {"use_fused_kernels": True}, "use_fused_kernels"),
+        ({}, {"use_liger": True}, "use_liger"),
+        ({}, {"enable_activation_offload": True}, "enable_activation_offload"),
+    ],
+)
+def test_settings_that_do_not_work_are_refused_by_name(checkpoint, engine, model, name):
+    with pytest.raises(OptionError, match=name) as found:
+        engine_of("dta", checkpoint, Settings(engine=engine, model=model))
+    assert found.value.hint
+
+
+def test_critics_are_refused():
+    with pytest.raises(OptionError, match=r"critic\.strategy"):
+        EngineRegistry.new(model_type="value_model", backend="dta", checkpoint_config=CheckpointConfig())
+
+
+@pytest.mark.parametrize("key", ["distillation_use_topk", "multi_modal_inputs"])
+def test_data_that_does_not_work_is_refused(checkpoint, rollouts, key):
+    settings = Settings()
+    engine, data = engine_of("dta", checkpoint, settings), data_of(rollouts, settings)
+    if key == "multi_modal_inputs":
+        tensordict_utils.assign_non_tensor_stack(data, key, [{"pixel_values": torch.zeros(1, 2)}] * len(rollouts))
+    else:
+        tensordict_utils.assign_non_tensor(data, **{key: True})
+    with pytest.raises(RefusalError, match="dta"), engine.eval_mode():
+        engine.infer_batch(data)
+
+
+def test_flash_attention_is_ours(checkpoint, rollouts):
+    """verl's default attention, whose package is for GPUs: in compiled functions it is the backend's."""
+    settings = Settings(rows=2, entropy=0.01)
+    eager, engine = (engine_of(strategy, checkpoint, settings) for strategy in (REFERENCE, "dta"))
+    engine.module.config._attn_implementation = "flash_attention_2"
+    found, expected = train(engine, rollouts, settings, steps=1), train(eager, rollouts, settings, steps=1)
+    assert largest_difference(found.scores, expected.scores) < 3e-6
+    assert largest_difference(found.weights, expected.weights) < 3e-6

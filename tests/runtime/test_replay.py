@@ -73,7 +73,7 @@ def test_any_batch(model, compiled, case, chosen, loss):
         check_transparent(model, compiled, case, chosen, loss)
 
 
-@pytest.mark.parametrize("strategy", ["packed", pytest.param("vanilla", marks=pytest.mark.slow), "dfs"])
+@pytest.mark.parametrize("strategy", ["packed", *(pytest.param(s, marks=pytest.mark.slow) for s in ("vanilla", "dfs"))])
 @pytest.mark.parametrize("budget", [0, None])
 @pytest.mark.parametrize("sequences", [chain(30), fan(30), [[], [3], [], [3, 1]]])
 def test_later_steps_are_replayed_and_equal(model, compiled, sequences, strategy, budget):

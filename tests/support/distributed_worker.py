@@ -140,7 +140,7 @@ SCENARIOS = {
     "fsdp2, rows as they are": ((4,), lambda: train("fsdp2", scatter=False)),
     "fsdp2, micro-batches": ((4,), lambda: train("fsdp2", micro_batches=2)),
     "fsdp2, resumed": ((4,), lambda: resume(lambda: wrap("fsdp2"))),
-    "fsdp2, mixed precision": ((2,), lambda: train("mixed", tolerance={"rtol": 1e-5, "atol": 1e-6})),
+    "fsdp2, mixed precision": ((4,), lambda: train("mixed", tolerance={"rtol": 1e-5, "atol": 1e-6})),
     "hsdp": ((4,), lambda: train("hsdp")),
     **per_layer.SCENARIOS,
     **tensor_parallel.SCENARIOS,

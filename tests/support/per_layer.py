@@ -312,12 +312,12 @@ SCENARIOS = {
     "per layer, qwen3 in a function": ((4,), lambda: train_toy("qwen3", whole=True)),
     "per layer, llama by accelerate": ((2, 4), lambda: train_toy("llama", shard=by_accelerate)),
     "per layer, micro-batches, clipped, tied, offloaded": (
-        (2,),
+        (4,),
         lambda: train(functools.partial(tiny, tied=True), offloaded, clip=0.05, micro_batches=2),
     ),
     "per layer, calls of all kinds": ((2,), calls_of_all_kinds),
     "per layer, failures": ((2,), failures),
-    "per layer, mixed precision": ((2,), mixed_precision),
+    "per layer, mixed precision": ((4,), mixed_precision),
     "per layer, streaming": ((4,), streams),
     "per layer, rows as they are": (
         (4,),

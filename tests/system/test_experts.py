@@ -266,7 +266,8 @@ def test_adapters_of_experts(dtype, batch, loss):
             assert not all(isinstance(size, int) for size in value.shape) or value.numel() < large
 
 
-@pytest.mark.parametrize("experts", ["eager", pytest.param("grouped_mm", marks=slow)])
+@slow
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 def test_autocast_rounds_like_eager(experts, batch, loss):
     exact = reference(build(experts="eager", num_hidden_layers=1), batch, loss)
     eager, model = (build(experts=experts, dtype=torch.float32, num_hidden_layers=1) for _ in range(2))

@@ -352,7 +352,9 @@ def test_streaming(compiled, case, chosen):
     assert_same(actual, after(compiled.model, plain))
 
 
-@pytest.mark.parametrize("padding", ["right", "left", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "padding", ["left", *(pytest.param(side, marks=pytest.mark.slow) for side in ("right", "none"))]
+)
 def test_scoring(compiled, padding):
     case = make_case([*chain(30), *fan(9)], padding)
     for chunk_size in (1, 4, 16, 10_000):

@@ -272,7 +272,7 @@ def refusals() -> None:
 
 
 SCENARIOS = {
-    "tensor parallel": ((2, 4), functools.partial(train, by_torch)),
+    "tensor parallel": ((4,), functools.partial(train, by_torch)),
     "tensor parallel, qwen3 by transformers": ((4,), functools.partial(train, by_transformers, qwen)),
     "tensor parallel, ranks that differ": ((4,), ranks_that_differ),
     "tensor parallel, refusals": ((4,), refusals),

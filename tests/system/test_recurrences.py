@@ -243,7 +243,7 @@ options = st.builds(
 losses = st.sampled_from(sorted(LOSSES.keys() - {"group", "pairs"}))
 
 
-@settings(max_examples=10, **QUICK)
+@settings(max_examples=6, **QUICK)
 @given(case=cases, chosen=options, loss=losses)
 def test_any_batch(compiled, case, chosen, loss):
     compiled.check(case, chosen, loss)

@@ -34,13 +34,13 @@ def compiled(model):
     return torch.compile(model, backend="dta")
 
 
-@settings(max_examples=60, **QUICK)
+@settings(max_examples=120, **QUICK)
 @given(case=cases, chosen=options, loss=st.sampled_from(sorted(LOSSES)))
 def test_forward_and_backward(model, compiled, case, chosen, loss):
     check_transparent(model, compiled, case, chosen, loss)
 
 
-@settings(max_examples=40, **QUICK)
+@settings(max_examples=80, **QUICK)
 @given(case=cases, chosen=options)
 def test_streaming(model, compiled, case, chosen):
     weights = weights_like(torch.zeros(*case.ids.shape, 31, dtype=torch.float64))

@@ -106,7 +106,7 @@ options = st.builds(
 )
 
 
-@settings(max_examples=12, **QUICK)
+@settings(max_examples=25, **QUICK)
 @given(case=cases, chosen=options, loss=losses)
 def test_any_batch(compiled, case, chosen, loss):
     compiled.check(case, chosen, loss)

@@ -243,7 +243,7 @@ options = st.builds(
 losses = st.sampled_from(sorted(LOSSES.keys() - {"group", "pairs"}))
 
 
-@settings(max_examples=6, **QUICK)
+@settings(max_examples=20, **QUICK)
 @given(case=cases, chosen=options, loss=losses)
 def test_any_batch(compiled, case, chosen, loss):
     compiled.check(case, chosen, loss)
@@ -322,7 +322,7 @@ def packings(draw):
     return [row or [[2]] for row in rows]
 
 
-@settings(max_examples=6, **QUICK)
+@settings(max_examples=10, **QUICK)
 @given(rows=packings(), chosen=options)
 def test_packed_rows(compiled, rows, chosen):
     check_packed(compiled, rows, chosen)

@@ -84,7 +84,7 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
 
     def _enter(self, module: torch.nn.Module) -> None:
         """Stand before the compiled module: hooks of it would be a part of its graph."""
-        shifts = any(name.endswith("rotary_emb") for name, _ in module.named_modules())
+        shifts = positions_are_relative(module)
 
         def call_aligned(*args: Any, **kwargs: Any) -> Any:
             if self._watches and module.training and torch.is_grad_enabled():
@@ -125,6 +125,17 @@ def with_positions(inputs: dict[str, Any]) -> dict[str, Any]:
     if mask.shape != ids.shape or inputs.get("past_key_values") is not None:
         return inputs
     return {**inputs, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
+
+
+def positions_are_relative(model: torch.nn.Module) -> bool:
+    """Whether a model uses positions for rotations alone, whose products depend on differences only.
+
+    Llama 4, Ministral 3 and Mistral 4 also scale queries by how far from the first position they are.
+    """
+    text = getattr(model.config, "get_text_config", lambda: model.config)() if hasattr(model, "config") else None
+    rope = getattr(text, "rope_parameters", None) or {}
+    scales = getattr(text, "attn_temperature_tuning", None) or rope.get("llama_4_scaling_beta")
+    return not scales and any(name.endswith("rotary_emb") for name, _ in model.named_modules())
 
 
 def compressions(batches: Sequence[Sequence[Any]]) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.tensor import DTensor
 from transformers import (
     DataCollatorForLanguageModeling,
     PreTrainedTokenizerFast,
@@ -216,10 +217,16 @@ def train(make: Callable[..., Trainer], compiled: Callable[[Trainer], Any] | Non
         if compiled is not None:
             watched = compiled(trainer)
             run.watched = lambda: watched
-        run.initial = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+        run.initial = _weights(trainer.model)
         trainer.train()
-        run.weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+        run.weights = _weights(trainer.model)
     return run
+
+
+def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies, of whole parameters where they are sharded."""
+    named = ((name, value.detach()) for name, value in model.named_parameters())
+    return {name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in named}
 
 
 def callback(trainer: Trainer) -> Any:
@@ -246,6 +253,15 @@ def difference(left: Run, right: Run) -> float:
     return max(
         float((value - right.weights[name]).abs().max() / value.abs().max()) for name, value in left.weights.items()
     )
+
+
+def rounding(exact: Run, other: Run) -> float:
+    """Root of the mean over the parameters of |difference|^2 / |exact|^2."""
+    parts = [
+        float((value - other.weights[name]).square().sum() / value.square().sum())
+        for name, value in exact.weights.items()
+    ]
+    return (sum(parts) / len(parts)) ** 0.5
 
 
 def moved(run: Run) -> float:

@@ -6,6 +6,7 @@ Supported torch: 2.11 to 2.15. Each trick has a test of its own; when one stops 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
@@ -59,22 +60,37 @@ class _TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
 def trace_again_with_symbolic_sizes(graph: fx.Graph) -> None:
     """Make Dynamo trace this call once more with symbolic batch and token sizes, unless it already has.
 
-    Dynamo's first trace of a call is static. Inputs that are no parameters or buffers of a module get their dimensions
-    marked as dynamic (but for the features of floats); sizes 0 and 1 stay special, as everywhere in torch.
+    Dynamo's first trace of a call is static, but for what `_mark_at_hand` found. Inputs that are no parameters or
+    buffers of a module get their dimensions marked as dynamic (but for the features of floats); sizes 0 and 1 stay
+    special, as everywhere in torch.
     """
-    marked_any = False
-    for node in graph.nodes:
-        if node.op != "placeholder" or not _is_data(node):
-            continue
-        example, value = node.meta["grapharg"].example, node.meta["example_value"]
-        counted = value.dim() - 1 if value.is_floating_point() and value.dim() > 2 else value.dim()
-        fixed = [dim for dim in range(counted) if isinstance(value.shape[dim], int) and value.shape[dim] > 1]
-        if fixed and not getattr(example, MARKED, False):
-            torch._dynamo.maybe_mark_dynamic(example, fixed)
-            setattr(example, MARKED, True)
-            marked_any = True
-    if marked_any:
+    data = [node for node in graph.nodes if node.op == "placeholder" and _is_data(node)]
+    if any([_mark(node.meta["grapharg"].example, node.meta["example_value"]) for node in data]):
         raise _TraceAgain("dta: trace with symbolic sizes")
+
+
+def _mark(example: torch.Tensor, traced: torch.Tensor) -> bool:
+    """Mark the dimensions of an input that are numbers in its trace; whether that is new."""
+    counted = traced.dim() - 1 if traced.is_floating_point() and traced.dim() > 2 else traced.dim()
+    fixed = [dim for dim in range(counted) if isinstance(traced.shape[dim], int) and traced.shape[dim] > 1]
+    if not fixed or getattr(example, MARKED, False):
+        return False
+    torch._dynamo.maybe_mark_dynamic(example, fixed)
+    setattr(example, MARKED, True)
+    return True
+
+
+def _mark_at_hand(translator: Any) -> None:
+    """Mark what a function was called with, before its first trace, so that there need not be a second one."""
+    pending, seen = [*translator.f_locals.values()], set()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, torch.Tensor):
+            if type(value) is torch.Tensor and not _may_be_weight(value):
+                _mark(value, value)
+        elif isinstance(value, (dict, collections.UserDict, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            pending += value.values() if hasattr(value, "values") else value
 
 
 def allow_one_more_graph() -> None:
@@ -206,6 +222,7 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
     def run_watched(self: Any) -> None:
         if _is_ours(self.output.compiler_fn):
             _enter_sharded(_modules_at_hand(self))
+            _mark_at_hand(self)
         try:
             run(self)
         except (RestartAnalysis, BackendCompilerFailed):
@@ -312,11 +329,15 @@ def _is_data(node: fx.Node) -> bool:
     value, grapharg = node.meta.get("example_value"), node.meta.get("grapharg")
     if not isinstance(value, torch.Tensor) or grapharg is None or isinstance(value, torch.nn.Parameter):
         return False
-    if value.requires_grad and value.is_leaf and value.dim() <= 2:
+    if _may_be_weight(value):
         return False
     name = grapharg.source.name
     name = name() if callable(name) else str(name)
     return not any(part in name for part in ("_parameters", "_buffers", "_modules"))
+
+
+def _may_be_weight(value: torch.Tensor) -> bool:
+    return value.requires_grad and value.is_leaf and value.dim() <= 2
 
 
 def graph_break(module: fx.GraphModule) -> str | None:

@@ -65,7 +65,8 @@ def trace_again_with_symbolic_sizes(graph: fx.Graph) -> None:
     special, as everywhere in torch.
     """
     data = [node for node in graph.nodes if node.op == "placeholder" and _is_data(node)]
-    if any([_mark(node.meta["grapharg"].example, node.meta["example_value"]) for node in data]):
+    marked = [_mark(node.meta["grapharg"].example, node.meta["example_value"]) for node in data]
+    if any(marked):
         raise _TraceAgain("dta: trace with symbolic sizes")
 
 

@@ -1,12 +1,14 @@
 """joint: forward and backward graphs of a chunk, from one joint trace.
 
 The chunk graph is differentiated symbolically by tracing `torch.autograd.grad` over fake tensors with a free number of
-chunk tokens and head rows. The trace is then cut in two (`saved_values`, `partition`).
+chunk tokens and head rows, once for layers that are copies of one another (`joined_traces`). The trace is then cut in
+two (`saved_values`, `partition`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from dta_compile.errors import RefusalError
 from dta_compile.passes.chunk.chunk_inputs import chunk_device, fake_inputs, free_sizes
 from dta_compile.passes.chunk_bytes import ChunkSizes, total
 from dta_compile.passes.contracts import contract
+from dta_compile.passes.gradients.joined_traces import joined_trace
 from dta_compile.passes.gradients.partition import JointTrace, backward_graph, choose_saved, forward_graph, states_of
 from dta_compile.passes.gradients.simplify import simplify
 from dta_compile.passes.graphs.new_values import write_to_new_values
@@ -115,39 +118,24 @@ def _joint_trace(program: Program, candidates: list[int]) -> JointTrace:
 
 
 def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, ChunkSizes, set[int]]:
-    """`make_fx` over the chunk and its derivative; also which of `grad_outputs` were differentiated."""
-    differentiated: set[int] = set()
+    """The chunk graph with its derivative; also which of `grad_outputs` were differentiated."""
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     tokens, head_rows = free_sizes(shape_env)
-
-    def differentiate(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        with torch.enable_grad() if program.training else torch.no_grad():
-            outputs = program.chunk(*primals)
-        if not program.training:
-            return list(outputs)
-        trained = [p for p in primals[: len(program.region_parameters)] if p.requires_grad]
-        pairs = [(outputs[i], tangent) for i, tangent in zip(grad_outputs, tangents, strict=True)]
-        differentiated.update(i for i in grad_outputs if outputs[i].requires_grad)
-        live, given = [out for out, _ in pairs if out.requires_grad], [t for out, t in pairs if out.requires_grad]
-        found = iter(torch.autograd.grad(live, trained, given, allow_unused=True) if live else [None] * len(trained))
-        grads = [next(found) if p.requires_grad else None for p in primals[: len(program.region_parameters)]]
-        return [*outputs, *grads]
-
+    gradients = torch.enable_grad() if program.training else torch.no_grad()
     with mode, enable_python_dispatcher(), torch._C._DisableAutocast(), fx.traceback.preserve_node_meta():
         primals = fake_inputs(program, tokens, head_rows)
-        tangents = [
-            torch.empty(
+        tangents = {
+            i: torch.empty(
                 (head_rows, *program.frontier[i].features),
                 dtype=program.frontier[i].dtype,
                 device=chunk_device(program),
             )
             for i in grad_outputs
-        ]
-        trace = _traced(differentiate, primals, tangents)
-        if not write_to_new_values(trace.graph):  # what some derivatives write is no dataflow
-            functional = torch.func.functionalize(trace, remove="mutations")
-            trace = _traced(functional, primals, tangents)
+        }
+        with gradients:
+            trained = len(program.region_parameters)
+            trace, differentiated = joined_trace(program.chunk, primals, tangents, trained, _functional_trace)
     for size in (tokens, head_rows):
         if not expression(size).free_symbols:
             raise RefusalError(
@@ -159,6 +147,16 @@ def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, C
     sizes_from_inputs(trace.graph)  # a value asked for its size would be recomputed in the backward
     simplify(trace.graph)
     return trace, ChunkSizes(tokens, head_rows), differentiated
+
+
+def _functional_trace(
+    function: Callable[..., Any], inputs: list[torch.Tensor], tangents: list[torch.Tensor]
+) -> fx.GraphModule:
+    """`make_fx` of a function of inputs and tangents, without writes in place."""
+    trace = _traced(function, inputs, tangents)
+    if write_to_new_values(trace.graph):  # what some derivatives write is no dataflow
+        return trace
+    return _traced(torch.func.functionalize(trace, remove="mutations"), inputs, tangents)
 
 
 def _traced(function: Any, *inputs: Any) -> fx.GraphModule:

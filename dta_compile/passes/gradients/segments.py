@@ -1,0 +1,124 @@
+"""A chunk graph cut into segments: between two mixers, wherever the fewest values are alive.
+
+In a decoder that is after every residual connection, where all that later layers read is the hidden state. Which
+segments are copies of one another is told by their signatures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.ops.mixer import mixer_of_chunk
+from dta_compile.passes.graphs.nodes import is_item
+from dta_compile.passes.graphs.subgraph import Subgraph, missing
+from dta_compile.passes.program import output_node
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Consecutive nodes of a graph, as a function of what they read.
+
+    Attributes:
+        inputs: the values from outside of it.
+        nodes: in order, with the sizes and constants that they read.
+        outputs: those of the nodes that others read, or the graph returns.
+    """
+
+    inputs: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+    @property
+    def layers(self) -> list[int]:
+        """The numbers of its mixers' layers, in order."""
+        return [int(node.args[0]) for node in self.nodes if mixer_of_chunk(node.target)]
+
+    def module(self, root: fx.GraphModule) -> fx.GraphModule:
+        """The function."""
+        part = Subgraph()
+        part.add_inputs(self.inputs)
+        for node in self.nodes:
+            part.copied(node)
+        part.set_outputs(self.outputs)
+        return fx.GraphModule(root, part.graph)
+
+    def signature(self) -> Hashable:
+        """The same for segments that compute the same, but for the numbers of their layers."""
+        numbers = {node: f"\0{i}" for i, node in enumerate((*self.inputs, *self.nodes))}
+        layers = {layer: i for i, layer in enumerate(dict.fromkeys(self.layers))}
+        rows = []
+        for node in self.nodes:
+            args = (layers[node.args[0]], *node.args[1:]) if mixer_of_chunk(node.target) else node.args
+            rows.append((node.op, node.target, repr(fx.node.map_arg((args, node.kwargs), numbers.__getitem__))))
+        return len(self.inputs), tuple(rows), tuple(numbers[node] for node in self.outputs)
+
+
+def segments(graph: fx.Graph) -> list[Segment]:
+    """The segments of a chunk graph, in order: one if there is no place to cut."""
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output") and not _is_repeated(node)]
+    cuts = [0, *_cuts(nodes), len(nodes)]
+    returned = set(output_node(graph).all_input_nodes)
+    return [_segment(nodes[start:stop], returned) for start, stop in itertools.pairwise(cuts) if start < stop]
+
+
+def _is_repeated(node: fx.Node) -> bool:
+    """Whether every segment has its own: sizes, and constants of the graph."""
+    if node.op == "get_attr" or node.target is torch.ops.aten.sym_size.int:
+        return True
+    return getattr(node.target, "__module__", "") == "_operator" and not is_item(node)
+
+
+def _segment(nodes: Sequence[fx.Node], returned: set[fx.Node]) -> Segment:
+    members = set(nodes)
+    order: dict[fx.Node, None] = {}
+
+    def needs(node: fx.Node) -> list[fx.Node]:
+        return [arg for arg in node.all_input_nodes if arg in members or _is_repeated(arg)]
+
+    for node in nodes:
+        order |= dict.fromkeys(missing(node, order, needs))
+    inputs = dict.fromkeys(arg for node in order for arg in node.all_input_nodes if arg not in order)
+    outputs = [node for node in nodes if node in returned or not members.issuperset(_users(node))]
+    return Segment(tuple(inputs), tuple(order), tuple(outputs))
+
+
+def _users(node: fx.Node) -> list[fx.Node]:
+    return [user for user in node.users if user.op != "output"]
+
+
+def _cuts(nodes: Sequence[fx.Node]) -> list[int]:
+    """Positions to cut before. What precedes the first mixer, and follows the last, is cut as its neighbour is."""
+    mixers = [i for i, node in enumerate(nodes) if mixer_of_chunk(node.target)]
+    if len(mixers) < 2:
+        return []
+    alive = _alive(nodes, lambda node: 1)
+    whole = _alive(nodes, lambda node: int(any(is_item(user) for user in node.users)))  # tuples stay in a segment
+    least = [
+        min((alive[i] for i in range(first + 1, second + 1) if not whole[i]), default=-1)
+        for first, second in itertools.pairwise(mixers)
+    ]
+    limits = [least[0], *least, least[-1]]
+    found, gap = [], 0
+    for i in range(1, len(nodes)):
+        while gap < len(mixers) and mixers[gap] < i:
+            gap += 1
+        if alive[i] == limits[gap] and not whole[i]:
+            found.append(i)
+    return found
+
+
+def _alive(nodes: Sequence[fx.Node], weight: Callable[[fx.Node], int]) -> list[int]:
+    """Before every position, the weight of the values made so far that are read from there on."""
+    position: dict[Any, int] = {node: i for i, node in enumerate(nodes)}
+    changes = [0] * (len(nodes) + 2)
+    for i, node in enumerate(nodes):
+        last = max((position.get(user, len(nodes)) for user in _users(node)), default=i)
+        changes[i + 1] += weight(node)
+        changes[last + 1] -= weight(node)
+    return list(itertools.accumulate(changes))

@@ -102,7 +102,7 @@ def joined_trace(
     chunk: fx.GraphModule,
     primals: Sequence[torch.Tensor],
     tangents: Mapping[int, torch.Tensor],
-    trained: int,
+    parameters: int,
     tracer: Tracer,
 ) -> tuple[fx.GraphModule, set[int]]:
     """The joint graph of a chunk graph; to be called with gradients on, if there are any.
@@ -110,14 +110,14 @@ def joined_trace(
     Args:
         primals: stand-ins for the inputs of the chunk graph.
         tangents: stand-ins for the gradients of its results, by position.
-        trained: how many of the first inputs may get a gradient.
+        parameters: how many of the inputs may get a gradient, the first ones.
         tracer: traces a function of inputs and tangents.
 
     Returns:
         A graph from primals and all tangents to the results and the gradients, None where there is none; and which
         results were differentiated.
     """
-    return _Joining(chunk, primals, tangents, tracer).run(trained)
+    return _Joining(chunk, primals, tangents, tracer).run(parameters)
 
 
 class _Joining:
@@ -140,8 +140,8 @@ class _Joining:
         self.placed: dict[fx.Node, fx.Node] = {}  # by node of the chunk graph, its value in the joint graph
         self.gradients: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # to be added up
 
-    def run(self, trained: int) -> tuple[fx.GraphModule, set[int]]:
-        copies = self._copies()
+    def run(self, parameters: int) -> tuple[fx.GraphModule, set[int]]:
+        copies = self._copies(parameters)
         differentiated = [i for i in self.tangents if self.values[self.results[i]].requires_grad]
         self._choose_traces(copies, differentiated)
         placeholders = [*self.values][: len(self.chunk.graph.find_nodes(op="placeholder"))]
@@ -155,15 +155,15 @@ class _Joining:
             self._place_forward(copy)
         for copy in reversed(copies):
             self._place_backward(copy)
-        gradients = [self._gradient(node) for node in placeholders[:trained]]
+        gradients = [self._gradient(node) for node in placeholders[:parameters]]
         self.graph.output([*(self.placed[node] for node in self.results), *gradients])
         return fx.GraphModule(self.attributes, self.graph), set(differentiated)
 
-    def _copies(self) -> list[_Copy]:
+    def _copies(self, parameters: int) -> list[_Copy]:
         """The segments with their kinds; fills `values`."""
         kinds: dict[Hashable, _Kind] = {}
         copies = []
-        for segment in segments(self.chunk.graph):
+        for segment in segments(self.chunk.graph, parameters):
             inputs = [self.values[node] for node in segment.inputs]
             key = segment.signature(), tuple(map(_facts, inputs))
             if key not in kinds:

@@ -134,8 +134,8 @@ def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, C
             for i in grad_outputs
         }
         with gradients:
-            trained = len(program.region_parameters)
-            trace, differentiated = joined_trace(program.chunk, primals, tangents, trained, _functional_trace)
+            parameters = len(program.region_parameters)
+            trace, differentiated = joined_trace(program.chunk, primals, tangents, parameters, _functional_trace)
     for size in (tokens, head_rows):
         if not expression(size).free_symbols:
             raise RefusalError(

@@ -1,23 +1,27 @@
 """A chunk graph cut into segments: between two mixers, wherever the fewest values are alive.
 
-In a decoder that is after every residual connection, where all that later layers read is the hidden state. Which
-segments are copies of one another is told by their signatures.
+In a decoder that is after every residual connection, where all that later layers read is the hidden state; what no
+parameter has a part in, as tables of positions, does not count. Which segments are copies of one another is told by
+their signatures.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from dta_compile.ops.mixer import mixer_of_chunk
-from dta_compile.passes.graphs.nodes import is_item
+from dta_compile.passes.graphs.nodes import descendants, is_item
 from dta_compile.passes.graphs.subgraph import Subgraph, missing
 from dta_compile.passes.program import output_node
+
+# A segment of fewer nodes is not worth a trace.
+LEAST_NODES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +63,15 @@ class Segment:
         return len(self.inputs), tuple(rows), tuple(numbers[node] for node in self.outputs)
 
 
-def segments(graph: fx.Graph) -> list[Segment]:
-    """The segments of a chunk graph, in order: one if there is no place to cut."""
+def segments(graph: fx.Graph, parameters: int) -> list[Segment]:
+    """The segments of a chunk graph, in order: one if there is no place to cut.
+
+    Args:
+        parameters: how many of the inputs are parameters, the first ones.
+    """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output") and not _is_repeated(node)]
-    cuts = [0, *_cuts(nodes), len(nodes)]
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    cuts = [0, *_cuts(nodes, descendants(graph, placeholders[:parameters])), len(nodes)]
     returned = set(output_node(graph).all_input_nodes)
     return [_segment(nodes[start:stop], returned) for start, stop in itertools.pairwise(cuts) if start < stop]
 
@@ -92,25 +101,23 @@ def _users(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if user.op != "output"]
 
 
-def _cuts(nodes: Sequence[fx.Node]) -> list[int]:
-    """Positions to cut before. What precedes the first mixer, and follows the last, is cut as its neighbour is."""
+def _cuts(nodes: Sequence[fx.Node], counted: Container[fx.Node]) -> list[int]:
+    """Positions to cut before, up to the last mixer. What precedes the first one is cut as its neighbour is."""
     mixers = [i for i, node in enumerate(nodes) if mixer_of_chunk(node.target)]
     if len(mixers) < 2:
         return []
-    alive = _alive(nodes, lambda node: 1)
-    whole = _alive(nodes, lambda node: int(any(is_item(user) for user in node.users)))  # tuples stay in a segment
+    alive = _alive(nodes, lambda node: int(node in counted))
+    tuples = _alive(nodes, lambda node: int(any(is_item(user) for user in node.users)))  # stay in a segment
     least = [
-        min((alive[i] for i in range(first + 1, second + 1) if not whole[i]), default=-1)
+        min((alive[i] for i in range(first + 1, second + 1) if not tuples[i]), default=-1)
         for first, second in itertools.pairwise(mixers)
     ]
-    limits = [least[0], *least, least[-1]]
-    found, gap = [], 0
-    for i in range(1, len(nodes)):
-        while gap < len(mixers) and mixers[gap] < i:
-            gap += 1
-        if alive[i] == limits[gap] and not whole[i]:
-            found.append(i)
-    return found
+    found = [0]
+    for (first, second), limit in zip(itertools.pairwise([-1, *mixers]), [least[0], *least], strict=True):
+        for i in range(first + 1, second + 1):
+            if alive[i] == limit and not tuples[i] and i - found[-1] >= LEAST_NODES:
+                found.append(i)
+    return found[1:]
 
 
 def _alive(nodes: Sequence[fx.Node], weight: Callable[[fx.Node], int]) -> list[int]:

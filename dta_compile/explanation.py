@@ -108,8 +108,9 @@ def _token_ids(call: PlannedCall) -> list[Any] | None:
     """The ids of every sequence; None if the call is given no integer for each token but its position."""
     tokens, found = call.rows.tokens, []
     for item in call.program.trunk_keys:
-        integers = not (call.dense[item.node].is_floating_point() or None in item.layout.dims)
-        if item.node not in call.program.placeholders or not integers:
+        dense = call.dense[item.node]
+        one_a_token = dense.numel() == call.batch * call.tokens
+        if item.node not in call.program.placeholders or dense.is_floating_point() or not one_a_token:
             continue
         values = call.codes(item).reshape(-1)[tokens.places]
         runs = [values[begin : begin + len(key)] for begin, key in zip(tokens.begins, tokens.keys, strict=True)]

@@ -105,6 +105,8 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.html == "-":
+        raise PlanError("a page is not for the terminal", expected="--html with the name of a file")
     sequences = read_sequences(arguments.file, arguments.leaf_only)
     made = plan(
         [one.tokens for one in sequences],

@@ -19,7 +19,7 @@ from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.lexicographic import as_integers, each
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 from dta_compile.views.page import Column, page
-from dta_compile.views.tokens import decoder, tokens_in
+from dta_compile.views.tokens import MOST_BYTES, decoder, tokens_in
 
 __all__ = ["Known", "picture"]
 
@@ -227,7 +227,7 @@ def _tokens(tree: PrefixTree, known: Known) -> tuple[dict[str, Column], dict[str
     arrays = _sequences(tree, known.sequences)
     columns = (arrays[one][start:stop] for one, start, stop in zip(tree.sequence, tree.start, tree.stop, strict=True))
     rows = np.concatenate([np.zeros(0, np.int64), *(column.astype(np.int64) for column in columns)])
-    found = tokens_in(rows, tree.stop - tree.start, decode)
+    found = tokens_in(rows, tree.stop - tree.start, decode, MOST_BYTES)
     facts = {"ends": found.ends, "texts": list(found.texts) if decode is not None else None}
     return {"token": found.entries, "vocabulary": found.ids}, facts
 

@@ -131,7 +131,10 @@ class Timeline {
       if (limit) this.strokeLimit(context, y(limit));
     });
     const { left, top: above } = viewport.margin;
-    const axis = d3.axisLeft(y).ticks(Math.max(2, height / 26)).tickSize(3).tickFormat((v) => amount(v, chart.unit, true));
+    const [size, unit] = chart.unit === "bytes" ? binaryUnit(most) : [1, ""];
+    const scale = y.copy().domain(y.domain().map((value) => value / size));
+    const label = (value) => (size > 1 || Number.isInteger(value) ? `${d3.format("~s")(value)} ${unit}` : "");
+    const axis = d3.axisLeft(scale).ticks(Math.max(2, height / 26)).tickSize(3).tickFormat(label);
     viewport.group(`chart${index}`, left, above).call(axis);
     this.drawTitle(context, chart, top - 9);
   }
@@ -158,7 +161,7 @@ class Timeline {
   drawTitle(context, chart, middle) {
     const { theme, schedule } = this;
     const now = schedule.now >= 0 ? `  ·  now ${amount(chart.values[schedule.now], chart.unit)}` : "";
-    const line = chart.line ? `  ·  most as an op runs ${amount(chart.lineMost, chart.unit)}` : "";
+    const line = chart.lineMost > chart.most ? `  ·  most as an op runs ${amount(chart.lineMost, chart.unit)}` : "";
     const budget = chart.limit !== undefined && chart.limit !== null ? `  ·  budget ${amount(chart.limit, chart.unit)} besides the chunk at work` : "";
     const peak = amount(chart.most, chart.unit);
     context.font = "11px system-ui, sans-serif";
@@ -215,10 +218,16 @@ class Timeline {
   }
 }
 
-// An amount for people: tokens with separators, bytes with a binary unit; short ones for axes.
-function amount(value, unit, brief = false) {
-  if (unit === "tokens") return brief ? (Number.isInteger(value) ? d3.format("~s")(value) : "") : number(value);
+// The largest binary unit that is not larger than so many bytes: its size and its name.
+function binaryUnit(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-  const power = Math.min(units.length - 1, Math.max(0, Math.floor(Math.log2(Math.max(value, 1)) / 10)));
-  return `${d3.format(brief ? ".2~f" : ".4~g")(value / 1024 ** power)} ${units[power]}`;
+  const power = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(bytes, 1)) / 10));
+  return [1024 ** power, units[power]];
+}
+
+// An amount for people: tokens with separators, bytes with a binary unit.
+function amount(value, unit) {
+  if (unit === "tokens") return number(value);
+  const [size, name] = binaryUnit(value);
+  return `${d3.format(".4~g")(value / size)} ${name}`;
 }

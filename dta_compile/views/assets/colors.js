@@ -5,7 +5,7 @@ const SHADES = 64; // of a ramp
 const RAMPS = {
   sharing: {
     light: ["#dfe6ee", "#a5d3d6", "#4fabb6", "#1f7399", "#18355f"],
-    dark: ["#273242", "#235063", "#25718a", "#2b979f", "#55c3ab"],
+    dark: ["#273242", "#235063", "#25718a", "#2b979f", "#46ae9e"],
   },
   recompute: { light: ["#f6c177", "#e8772e", "#b3202c"], dark: ["#8a5a1e", "#e8772e", "#ffc9a8"] },
   loss: { light: ["#b2dba1", "#4a9f4d", "#14532d"], dark: ["#2f6b35", "#57b85a", "#d3f9d8"] },
@@ -15,11 +15,11 @@ const NEUTRAL = { light: "#dfe4eb", dark: "#2a3441" };
 
 // Where a token stands at the current op, by the chunk that writes its outputs.
 const STATES = [
-  { label: "not run yet", light: "#dbe1e9", dark: "#27303c" },
-  { label: "run, nothing kept", light: "#bdd3f0", dark: "#2c4a75" },
+  { label: "not run", light: "#dbe1e9", dark: "#27303c" },
+  { label: "run", light: "#bdd3f0", dark: "#2c4a75" },
   { label: "graph live", light: "#f0a04b", dark: "#d9862b" },
   { label: "KV kept", light: "#b79be8", dark: "#7d5fc4" },
-  { label: "backward done", light: "#8fc79a", dark: "#3c7a4a" },
+  { label: "done", light: "#8fc79a", dark: "#3c7a4a" },
 ];
 
 class Mode {

@@ -266,7 +266,7 @@ class App {
     const rows = HELP.map(([keys, text]) => element("tr", {}, element("td", {}, element("kbd", {}, keys)), element("td", {}, text)));
     const about =
       "To the right: depth in tokens. Downwards: sequences in lexicographic order. A segment is as wide as it has tokens and " +
-      "as high as sequences share it, so the area is the batch without sharing. The black line is the path whose keys and " +
+      "as high as sequences share it, so the area is the batch without sharing. The thick line is the path whose keys and " +
       "values are on the stack at the current op. Drawn with D3 (licences at the top of this file).";
     byId("help").replaceChildren(element("h2", {}, "Keys"), element("table", {}, ...rows), element("p", {}, about));
     byId("help").showModal();

@@ -18,10 +18,14 @@ from dta_compile.plan.simulate import held_tokens
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.lexicographic import as_integers, each
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
-from dta_compile.views.page import Column, page
-from dta_compile.views.tokens import MOST_BYTES, decoder, tokens_in
+from dta_compile.views.page import Column, compressed_size, page
+from dta_compile.views.tokens import decoder, tokens_in
 
 __all__ = ["Known", "picture"]
+
+# Deflated, of all data: as base64 and with the scripts just below 3 MB. Tokens have what the rest leaves of it, or a
+# small part of their own beside more operations and segments than anybody looks at.
+MOST_BYTES, LEAST_SHARE = 2_080_000, 20
 
 KINDS = tuple(kind.__name__.lower() for kind in (Anchor, Forward, Restore, Pop, Attach, Backward))
 
@@ -56,22 +60,24 @@ def picture(
     Raises:
         PlanError: what is known is not of the plan's sequences.
     """
-    tokens, token_facts = _tokens(tree, known)
     columns = _segments(tree) | _ops(tree, schedule) | _levels(tree, schedule, limits) | _forwards(tree, schedule)
-    columns |= _outcomes(tree, known) | tokens
+    columns |= _outcomes(tree, known)
     names = None if known.names is None else [str(name) for name in _counted("names", known.names, tree)]
+    _, *ops = schedule.lines()
+    left = MOST_BYTES - compressed_size("\n".join([*ops, *(names or ())]), *columns.values())
+    tokens, token_facts = _tokens(tree, known, max(left, MOST_BYTES // LEAST_SHARE))
     settings = dataclasses.asdict(dataclasses.replace(schedule, ops=()))
     counted = limits.footprint.counts_tokens
     more = {
         "title": title,
         "kinds": KINDS,
         "schedule": settings,
-        "ops": schedule.lines()[1:],
+        "ops": ops,
         "names": names,
         "unit": "tokens" if counted else "bytes",
         "budget": None if counted else limits.budget,
     }
-    return page(title, {**facts, **more, **token_facts}, columns)
+    return page(title, {**facts, **more, **token_facts}, columns | tokens)
 
 
 def _segments(tree: PrefixTree) -> dict[str, Column]:
@@ -216,7 +222,7 @@ def _spans(sequence: int, mask: Any, length: int) -> list[tuple[int, int]]:
     )
 
 
-def _tokens(tree: PrefixTree, known: Known) -> tuple[dict[str, Column], dict[str, Any]]:
+def _tokens(tree: PrefixTree, known: Known, most: int) -> tuple[dict[str, Column], dict[str, Any]]:
     decode = None if known.tokenizer is None else decoder(known.tokenizer)
     if known.sequences is None:
         if decode is not None:
@@ -227,7 +233,7 @@ def _tokens(tree: PrefixTree, known: Known) -> tuple[dict[str, Column], dict[str
     arrays = _sequences(tree, known.sequences)
     columns = (arrays[one][start:stop] for one, start, stop in zip(tree.sequence, tree.start, tree.stop, strict=True))
     rows = np.concatenate([np.zeros(0, np.int64), *(column.astype(np.int64) for column in columns)])
-    found = tokens_in(rows, tree.stop - tree.start, decode, MOST_BYTES)
+    found = tokens_in(rows, tree.stop - tree.start, decode, most)
     facts = {"ends": found.ends, "texts": list(found.texts) if decode is not None else None}
     return {"token": found.entries, "vocabulary": found.ids}, facts
 

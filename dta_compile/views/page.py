@@ -56,12 +56,25 @@ def page(title: str, facts: Mapping[str, Any], columns: Mapping[str, Column]) ->
     return "".join(pieces)
 
 
-def compressed_size(*blocks: bytes) -> int:
-    """Bytes that blocks take in the file, before base64."""
-    return sum(len(zlib.compress(block, LEVEL)) for block in blocks)
+def compressed_size(*blocks: Column | str) -> int:
+    """Bytes that columns and texts take in the file, before base64."""
+    raw = (
+        block.encode("utf-8", "replace") if isinstance(block, str) else _encoded(block)[0].tobytes() for block in blocks
+    )
+    return sum(len(zlib.compress(block, LEVEL)) for block in raw)
 
 
-def narrowed(column: Column) -> Column:
+def _encoded(column: Column) -> tuple[Column, bool]:
+    """The numbers of a column, or the differences between them if these deflate better, and whether it is these."""
+    plain = _narrowed(column)
+    if plain.dtype.kind == "f":
+        return plain, False
+    steps = _narrowed(np.diff(column.astype(np.int64), prepend=0))
+    sizes = [len(zlib.compress(one.tobytes(), 1)) for one in (plain, steps)]
+    return (steps, True) if sizes[1] < sizes[0] else (plain, False)
+
+
+def _narrowed(column: Column) -> Column:
     """The same numbers in the narrowest type that the page can read."""
     if column.dtype.kind == "f":
         return column.astype("<f8")
@@ -76,9 +89,9 @@ def _packed(facts: Mapping[str, Any], columns: Mapping[str, Column]) -> bytes:
     """Length of the JSON text (4 bytes), the text padded to 8 bytes, then the columns, each padded to 8 bytes."""
     described, blocks, offset = [], [], 0
     for name, column in columns.items():
-        narrow = narrowed(np.asarray(column))
-        block = narrow.tobytes()
-        described.append({"name": name, "type": TYPES[narrow.dtype.str[1:]], "offset": offset, "length": len(narrow)})
+        numbers, are_steps = _encoded(column)
+        block, kind = numbers.tobytes(), TYPES[numbers.dtype.str[1:]]
+        described.append({"name": name, "type": kind, "steps": are_steps, "offset": offset, "length": len(numbers)})
         blocks.append(block + bytes(-len(block) % 8))
         offset += len(blocks[-1])
     text = json.dumps({**facts, "columns": described}, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")

@@ -10,14 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dta_compile.errors import PlanError
-from dta_compile.views.page import compressed_size, narrowed
+from dta_compile.views.page import compressed_size
 
-__all__ = ["MOST_BYTES", "Tokens", "decoder", "tokens_in"]
+__all__ = ["Tokens", "decoder", "tokens_in"]
 
 Integers = npt.NDArray[np.int64]
 Decode = Callable[[list[int]], str]
 
-MOST_BYTES = 1_900_000  # deflated; 2.5 million characters of the page
 MOST_TOKENS = 8_000_000  # that a browser is asked to unpack
 ENDS = (2048, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1)  # tokens kept at either end of a segment, if not all are
 UNKNOWN = "\ufffd"
@@ -41,13 +40,14 @@ class Tokens:
     ends: int | None
 
 
-def tokens_in(rows: npt.NDArray[Any], lengths: Integers, decode: Decode | None, most: int = MOST_BYTES) -> Tokens:
+def tokens_in(rows: npt.NDArray[Any], lengths: Integers, decode: Decode | None, most: int) -> Tokens:
     """As many tokens as fit in `most` bytes, deflated.
 
     Args:
         rows: token ids, segment after segment.
         lengths: `[M]` tokens of every segment.
         decode: token ids to their text.
+        most: bytes; the first and last token of every segment are there even if they take more.
     """
     for ends in (None, *ENDS):
         kept = np.ones(len(rows), np.bool_) if ends is None else _kept(lengths, ends)
@@ -57,7 +57,7 @@ def tokens_in(rows: npt.NDArray[Any], lengths: Integers, decode: Decode | None, 
             continue
         _, entries = _by_frequency(rows[kept])
         # Texts of a vocabulary take about 4 bytes an entry.
-        if compressed_size(narrowed(entries).tobytes()) + 4 * (int(entries.max(initial=-1)) + 1) <= most:
+        if compressed_size(entries) + 4 * (int(entries.max(initial=-1)) + 1) <= most:
             break
     ids, entries = _by_frequency(rows[kept])
     if decode is None:

@@ -156,6 +156,20 @@ def test_a_plan_of_a_tree_knows_where_branches_part(page_of):
     assert len(page.columns["token"]) == tree.num_rows
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk_size", [64, 2048])
+def test_thousands_of_rollouts_without_any_order_fit_in_3_megabytes(chunk_size, tmp_path):
+    """Random tokens do not compress; and small chunks make many operations, each with its text."""
+    chance = np.random.default_rng(0)
+    prompt = chance.integers(0, 150_000, 4000)
+    lengths = chance.integers(500, 3000, 2500)
+    sequences = [np.concatenate([prompt, chance.integers(0, 150_000, length)]) for length in lengths]
+    path = tmp_path / "plan.html"
+    plan(sequences, chunk_size=chunk_size).to_html(path, rewards=chance.normal(size=len(sequences)))
+    assert path.stat().st_size < 3_000_000
+    assert read_page(path).facts["ends"] >= 16
+
+
 @pytest.mark.parametrize("sequences", [[], [[]], [[1]], [[2, 2]] * 3])
 def test_small_plans(sequences, page_of):
     page = page_of(plan(sequences))

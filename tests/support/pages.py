@@ -59,8 +59,8 @@ def read_page(path: Path) -> Page:
     size = int.from_bytes(packed[:4], "little")
     facts = json.loads(packed[4 : 4 + size])
     base = (4 + size + 7) // 8 * 8
-    columns = {
-        one["name"]: np.frombuffer(packed, TYPES[one["type"]], one["length"], base + one["offset"])
-        for one in facts["columns"]
-    }
+    columns = {}
+    for one in facts["columns"]:
+        numbers = np.frombuffer(packed, TYPES[one["type"]], one["length"], base + one["offset"])
+        columns[one["name"]] = numbers.cumsum(dtype=np.int64) if one["steps"] else numbers
     return Page(markup.texts["title"], markup.tags, facts, columns)

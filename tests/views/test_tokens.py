@@ -6,6 +6,8 @@ import pytest
 from dta_compile.errors import PlanError
 from dta_compile.views.tokens import decoder, tokens_in
 
+PLENTY = 10**6
+
 
 class Bytes:
     """A token is a byte, and 256 one that nobody knows."""
@@ -29,7 +31,7 @@ def texts(found):
 
 def test_all_tokens_if_they_fit():
     rows = np.array([7, 7, 9, 7, 12345678901])
-    found = tokens_in(rows, np.array([2, 3]), None)
+    found = tokens_in(rows, np.array([2, 3]), None, PLENTY)
     assert found.ends is None and found.texts == ()
     assert found.ids[found.entries].tolist() == rows.tolist()
     assert found.ids[0] == 7, "the most frequent first"
@@ -56,7 +58,7 @@ def test_one_token_at_either_end_is_always_there(most):
 def test_characters_of_several_tokens_are_read_together():
     text = "a日本é😀\x00z"
     rows = np.array([*text.encode()])
-    found = tokens_in(rows, np.array([len(rows)]), decoder(Bytes()))
+    found = tokens_in(rows, np.array([len(rows)]), decoder(Bytes()), PLENTY)
     assert "".join(texts(found)) == text
     assert found.ids[found.entries].tolist() == rows.tolist()
     assert texts(found)[1:4] == ["日", "", ""], "a character is with the first of its tokens"
@@ -64,16 +66,16 @@ def test_characters_of_several_tokens_are_read_together():
 
 def test_characters_do_not_reach_into_another_segment():
     rows = np.array([*"é".encode()])
-    assert texts(tokens_in(rows, np.array([1, 1]), decoder(Bytes()))) == ["\ufffd", "\ufffd"]
+    assert texts(tokens_in(rows, np.array([1, 1]), decoder(Bytes()), PLENTY)) == ["\ufffd", "\ufffd"]
 
 
 def test_spaces_before_words_and_special_tokens_stay():
-    found = tokens_in(np.array([0, 1, 2, 2, 1]), np.array([5]), decoder(WordsWithSpaces()))
+    found = tokens_in(np.array([0, 1, 2, 2, 1]), np.array([5]), decoder(WordsWithSpaces()), PLENTY)
     assert "".join(texts(found)) == "<s> one two two one"
 
 
 def test_ids_that_a_tokenizer_does_not_know_have_no_text():
-    assert texts(tokens_in(np.array([97, 256, 98]), np.array([3]), decoder(Bytes()))) == ["a", "", "b"]
+    assert texts(tokens_in(np.array([97, 256, 98]), np.array([3]), decoder(Bytes()), PLENTY)) == ["a", "", "b"]
 
 
 def test_no_tokenizer():
@@ -82,7 +84,7 @@ def test_no_tokenizer():
 
 
 def test_no_tokens():
-    found = tokens_in(np.zeros(0, np.int64), np.zeros(0, np.int64), decoder(Bytes()))
+    found = tokens_in(np.zeros(0, np.int64), np.zeros(0, np.int64), decoder(Bytes()), PLENTY)
     assert len(found.entries) == len(found.ids) == 0
 
 
@@ -96,5 +98,5 @@ def test_a_tokenizer_of_the_tokenizers_package():
     )
     tokenizer.train_from_iterator(["the cat and the dog"], trainer)
     ids = np.array([*tokenizer.encode("the 猫 and the 🐶").ids, tokenizer.token_to_id("<|end|>")])
-    found = tokens_in(ids, np.array([len(ids)]), decoder(tokenizer))
+    found = tokens_in(ids, np.array([len(ids)]), decoder(tokenizer), PLENTY)
     assert "".join(texts(found)) == "the 猫 and the 🐶<|end|>"

@@ -9,7 +9,10 @@ const RAMPS = {
   },
   recompute: { light: ["#f6c177", "#e8772e", "#b3202c"], dark: ["#8a5a1e", "#e8772e", "#ffc9a8"] },
   loss: { light: ["#b2dba1", "#4a9f4d", "#14532d"], dark: ["#2f6b35", "#57b85a", "#d3f9d8"] },
-  reward: { light: ["#b5481b", "#eab08a", "#e9e9ec", "#8fb4dd", "#1d5aa8"], dark: ["#ff9457", "#8f5231", "#39414d", "#3f6ea8", "#86bdff"] },
+  reward: {
+    light: ["#b5481b", "#eab08a", "#e9e9ec", "#8fb4dd", "#1d5aa8"],
+    dark: ["#ff9457", "#8f5231", "#39414d", "#3f6ea8", "#86bdff"],
+  },
 };
 const NEUTRAL = { light: "#dfe4eb", dark: "#2a3441" };
 
@@ -41,7 +44,13 @@ class Mode {
 
 // A mode by numbers, over all of a node (`ofNode`) or over runs of its tokens (`column`); `neutral` values stay grey.
 class RampMode extends Mode {
-  constructor(key, label, hint, theme, { low, high, log = false, neutral = null, ofNode = null, column = null, ticks, single = false }) {
+  constructor(
+    key,
+    label,
+    hint,
+    theme,
+    { low, high, log = false, neutral = null, ofNode = null, column = null, ticks, single = false },
+  ) {
     super(key, label, hint, theme);
     Object.assign(this, { low, high, log, neutral, ofNode, column, ticks, single });
   }
@@ -80,26 +89,45 @@ function modesOf(tree, schedule, theme) {
   const times = most("forwards");
   const modes = [
     new RampMode("sharing", "Sharing", "sequences that share a segment", theme, {
-      low: 1, high: Math.max(2, tree.maxThrough), log: true, ofNode: (node) => tree.through(node),
+      low: 1,
+      high: Math.max(2, tree.maxThrough),
+      log: true,
+      ofNode: (node) => tree.through(node),
       ticks: ["1 sequence", number(tree.maxThrough)],
     }),
     new RampMode("recompute", "Recompute", "how often a token is run forward", theme, {
-      low: 2, high: Math.max(3, times), neutral: 1, column: "forwards",
-      ticks: ["once", "2×", `${times}×`].slice(0, Math.max(1, times)), single: times === 2,
+      low: 2,
+      high: Math.max(3, times),
+      neutral: 1,
+      column: "forwards",
+      ticks: ["once", "2×", `${times}×`].slice(0, Math.max(1, times)),
+      single: times === 2,
     }),
   ];
   if (tree.trainedStart) {
     const high = most("trained");
-    modes.push(new RampMode("loss", "Loss", "sequences that train on a token", theme, {
-      low: 1, high: Math.max(2, high), log: true, neutral: 0, column: "trained",
-      ticks: ["none", "1", number(high)], single: high === 1,
-    }));
+    modes.push(
+      new RampMode("loss", "Loss", "sequences that train on a token", theme, {
+        low: 1,
+        high: Math.max(2, high),
+        log: true,
+        neutral: 0,
+        column: "trained",
+        ticks: ["none", "1", number(high)],
+        single: high === 1,
+      }),
+    );
   }
   if (tree.reward) {
     const [low, high] = tree.rewardRange;
-    modes.push(new RampMode("reward", "Reward", "mean reward of the sequences through a segment", theme, {
-      low, high, ofNode: (node) => tree.meanReward(node), ticks: [short(low), short(high)],
-    }));
+    modes.push(
+      new RampMode("reward", "Reward", "mean reward of the sequences through a segment", theme, {
+        low,
+        high,
+        ofNode: (node) => tree.meanReward(node),
+        ticks: [short(low), short(high)],
+      }),
+    );
   }
   modes.push(new StateMode(theme, schedule));
   return modes;

@@ -13,10 +13,19 @@ async function unpack(text) {
   const facts = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, size)));
   const base = (4 + size + 7) & ~7;
   const columns = {};
-  for (const { name, type, offset, length } of facts.columns) {
-    columns[name] = new globalThis[type](buffer, base + offset, length);
+  for (const { name, type, steps, offset, length } of facts.columns) {
+    const numbers = new globalThis[type](buffer, base + offset, length);
+    columns[name] = steps ? summed(numbers) : numbers;
   }
   return { facts, columns };
+}
+
+// The numbers of a column that was packed as the differences between them.
+function summed(steps) {
+  const found = new Float64Array(steps.length);
+  let sum = 0;
+  for (let i = 0; i < steps.length; i++) found[i] = sum += steps[i];
+  return found;
 }
 
 // The index of the last of ascending values that is at most `value`; -1 if there is none.

@@ -16,7 +16,11 @@ function element(tag, properties = {}, ...children) {
 
 function table(rows) {
   const known = rows.filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return element("table", {}, ...known.map(([key, value]) => element("tr", {}, element("td", {}, key), element("td", {}, value))));
+  return element(
+    "table",
+    {},
+    ...known.map(([key, value]) => element("tr", {}, element("td", {}, key), element("td", {}, value))),
+  );
 }
 
 class Details {
@@ -37,16 +41,20 @@ class Details {
   plan(isFirst) {
     const { facts } = this.tree;
     const parts = [element("h2", {}, "Plan")];
-    if (isFirst) parts.push(element("p", { className: "note" }, "Point at a segment or an op; click to keep it here. Keys: ?"));
+    if (isFirst)
+      parts.push(element("p", { className: "note" }, "Point at a segment or an op; click to keep it here. Keys: ?"));
     parts.push(this.summary(facts.summary));
     if (facts.ends !== null) {
-      const text = `To keep this file small it has the first and last ${plural(facts.ends, "token")} of each segment only.`;
+      const kept = plural(facts.ends, "token");
+      const text = `To keep this file small it has the first and last ${kept} of each segment only.`;
       parts.push(element("p", { className: "note", id: "cut-note" }, text));
     }
     if (!this.words.known) {
       parts.push(element("p", { className: "note" }, "Token ids were not given to this page (sequences=...)."));
     } else if (!facts.texts) {
-      parts.push(element("p", { className: "note" }, "Tokens are shown as ids: no tokenizer was given (tokenizer=...)."));
+      parts.push(
+        element("p", { className: "note" }, "Tokens are shown as ids: no tokenizer was given (tokenizer=...)."),
+      );
     }
     return parts;
   }
@@ -73,7 +81,12 @@ class Details {
     const attached = schedule.attachedBy(op).length;
     const bytes = schedule.inBytes ? amount(tree.keptBytes[op], "bytes") : null;
     return [
-      element("h2", {}, `Op ${number(op + 1)} of ${number(schedule.length)} `, element("span", { className: "chip", style: { background: theme.kinds[kind] } }, kind)),
+      element(
+        "h2",
+        {},
+        `Op ${number(op + 1)} of ${number(schedule.length)} `,
+        element("span", { className: "chip", style: { background: theme.kinds[kind] } }, kind),
+      ),
       element("pre", { id: "op-text" }, schedule.lines[op]),
       table([
         ["tokens", schedule.tokensOf(op) ? number(schedule.tokensOf(op)) : null],
@@ -96,7 +109,10 @@ class Details {
       ["of them end here", ends ? number(ends) : null],
       ["tokens saved", tree.through(node) > 1 ? number(tree.size(node) * (tree.through(node) - 1)) : null],
       ["run forward", times === 1 ? "once" : `${short(times)} times`],
-      ["trained on", tree.trainedStart ? `${short(100 * tree.average("trained", node, (n) => n > 0))} % of tokens` : null],
+      [
+        "trained on",
+        tree.trainedStart ? `${short(100 * tree.average("trained", node, (n) => n > 0))} % of tokens` : null,
+      ],
       [tree.through(node) > 1 ? "mean reward" : "reward", tree.reward ? short(tree.meanReward(node)) : null],
     ];
   }
@@ -105,7 +121,11 @@ class Details {
     const { tree, words } = this;
     const parts = [
       element("h2", {}, "Segment"),
-      element("div", { className: "lead" }, `[${number(tree.start[node])}:${number(tree.stop[node])}]  ${plural(tree.size(node), "token")}`),
+      element(
+        "div",
+        { className: "lead" },
+        `[${number(tree.start[node])}:${number(tree.stop[node])}]  ${plural(tree.size(node), "token")}`,
+      ),
       table(this.facts(node)),
     ];
     if (words.known) parts.push(element("h3", {}, "Tokens"), this.tokens(node, tree.start[node], tree.stop[node]));
@@ -151,7 +171,11 @@ class Details {
     const parts = [element("h3", {}, `Parts from its neighbour at token ${number(where)}`)];
     if (!words.known) {
       const [mine, its] = [words.firstId(node), words.firstId(other)];
-      const text = !tree.facts.shared ? "The plan shares no prefixes." : mine === undefined ? "" : `${mine} here, ${its} there`;
+      const text = !tree.facts.shared
+        ? "The plan shares no prefixes."
+        : mine === undefined
+          ? ""
+          : `${mine} here, ${its} there`;
       return text ? [...parts, element("p", { className: "note" }, text)] : [];
     }
     const parent = tree.parent[node];
@@ -160,7 +184,9 @@ class Details {
       parts.push(this.tokens(one, where, Math.min(tree.stop[one], where + CONTEXT), where));
     }
     const same = words.firstId(node) === words.firstId(other);
-    const why = tree.facts.shared ? "The ids are equal: what differs is recorded with them, such as routes of experts." : "The plan shares no prefixes.";
+    const why = tree.facts.shared
+      ? "The ids are equal: what differs is recorded with them, such as routes of experts."
+      : "The plan shares no prefixes.";
     if (same) parts.push(element("p", { className: "note" }, why));
     return parts;
   }
@@ -171,7 +197,13 @@ class Details {
     if (!found.length) return [];
     return [
       element("h3", {}, `${plural(found.length, "branch").replace("branchs", "branches")} after it, by sequences`),
-      ...found.slice(0, MOST_BRANCHES).map((child) => this.link(this.words.beginning(child, 44) || this.range(child), number(tree.through(child)), () => this.actions.select(child))),
+      ...found
+        .slice(0, MOST_BRANCHES)
+        .map((child) =>
+          this.link(this.words.beginning(child, 44) || this.range(child), number(tree.through(child)), () =>
+            this.actions.select(child),
+          ),
+        ),
       ...this.more(found.length - MOST_BRANCHES),
     ];
   }
@@ -185,7 +217,12 @@ class Details {
   }
 
   link(text, value, act) {
-    return element("button", { className: "go", type: "button", onclick: act }, element("code", {}, text), element("span", {}, value));
+    return element(
+      "button",
+      { className: "go", type: "button", onclick: act },
+      element("code", {}, text),
+      element("span", {}, value),
+    );
   }
 
   endings(node) {
@@ -209,7 +246,9 @@ class Details {
     if (!ops.length) return [];
     return [
       element("h3", {}, "Ops that run it"),
-      ...ops.slice(0, MOST_BRANCHES).map((op) => this.link(this.schedule.lines[op], number(op + 1), () => this.actions.goTo(op))),
+      ...ops
+        .slice(0, MOST_BRANCHES)
+        .map((op) => this.link(this.schedule.lines[op], number(op + 1), () => this.actions.goTo(op))),
       ...this.more(ops.length - MOST_BRANCHES),
     ];
   }
@@ -231,7 +270,15 @@ class Details {
         ["reward", tree.reward ? short(tree.reward[sequence]) : null],
       ]),
       path.length ? element("h3", {}, `${plural(path.length, "segment")} of its path`) : null,
-      ...path.slice(-MOST_BRANCHES).map((node) => this.link(this.words.beginning(node, 36) || this.range(node), `${number(tree.size(node))} × ${number(tree.through(node))}`, () => this.actions.select(node))),
+      ...path
+        .slice(-MOST_BRANCHES)
+        .map((node) =>
+          this.link(
+            this.words.beginning(node, 36) || this.range(node),
+            `${number(tree.size(node))} × ${number(tree.through(node))}`,
+            () => this.actions.select(node),
+          ),
+        ),
       ...this.more(path.length - MOST_BRANCHES),
       own < 0 ? element("p", { className: "note" }, "It has no tokens.") : null,
     ].filter(Boolean);
@@ -242,7 +289,15 @@ class Details {
     const { tree, words } = this;
     const known = this.facts(node).filter(([, value]) => value !== null && value !== "");
     return [
-      element("div", {}, element("b", {}, `[${number(tree.start[node])}:${number(tree.stop[node])}]  ${plural(tree.size(node), "token")}`)),
+      element(
+        "div",
+        {},
+        element(
+          "b",
+          {},
+          `[${number(tree.start[node])}:${number(tree.stop[node])}]  ${plural(tree.size(node), "token")}`,
+        ),
+      ),
       ...known.map(([key, value]) => element("div", { className: "row" }, `${key}: ${value}`)),
       row >= 0 ? element("div", { className: "row" }, `row ${number(row)}: ${tree.name(tree.order[row])}`) : null,
       words.beginning(node) ? element("code", {}, words.beginning(node, 120)) : null,
@@ -254,7 +309,11 @@ class Details {
     return [
       element("b", {}, `Op ${number(op + 1)} `),
       element("code", {}, line.length > 260 ? `${line.slice(0, 260)} …` : line),
-      element("div", { className: "row" }, `${plural(this.tree.stack[op], "token")} on the stack, ${number(this.tree.live[op])} with live graphs after it`),
+      element(
+        "div",
+        { className: "row" },
+        `${plural(this.tree.stack[op], "token")} on the stack, ${number(this.tree.live[op])} with live graphs after it`,
+      ),
     ];
   }
 }

@@ -12,6 +12,10 @@ const HELP = [
   ["+ − 0", "zoom, show all"],
   ["d", "light or dark"],
 ];
+const ABOUT =
+  "To the right: depth in tokens. Downwards: sequences in lexicographic order. A segment is as wide as it has tokens " +
+  "and as high as sequences share it, so the area is the batch without sharing. The thick line is the path whose " +
+  "keys and values are on the stack at the current op. Drawn with D3 (licences at the top of this file).";
 const PLAY_MILLISECONDS = 90;
 
 const byId = (id) => document.getElementById(id);
@@ -49,7 +53,8 @@ class App {
 
   header() {
     const { stats, schedule } = this.tree.facts;
-    byId("subtitle").textContent = `${schedule.strategy}, ${schedule.order}, ${schedule.mode}, chunks of ${number(schedule.chunk_size)}`;
+    byId("subtitle").textContent =
+      `${schedule.strategy}, ${schedule.order}, ${schedule.mode}, chunks of ${number(schedule.chunk_size)}`;
     const figures = [
       ["sequences", number(stats.sequences)],
       ["tokens", number(stats.tokens)],
@@ -59,7 +64,9 @@ class App {
       ["run again", number(stats.tokens_forwarded_twice)],
       ["peak stack", number(stats.peak_stack_tokens)],
     ];
-    byId("figures").append(...figures.map(([key, value]) => element("div", {}, element("dt", {}, key), element("dd", {}, value))));
+    byId("figures").append(
+      ...figures.map(([key, value]) => element("div", {}, element("dt", {}, key), element("dd", {}, value))),
+    );
   }
 
   restyle() {
@@ -73,16 +80,38 @@ class App {
   usesState(state) {
     const { kinds } = this.schedule;
     const has = (kind) => this.tree.kind.includes(kinds.indexOf(kind));
-    return [true, has("anchor"), has("forward"), this.schedule.lines.some((line) => / kv\b/.test(line)), has("backward")][state];
+    return [
+      true,
+      has("anchor"),
+      has("forward"),
+      this.schedule.lines.some((line) => / kv\b/.test(line)),
+      has("backward"),
+    ][state];
   }
 
   controls() {
-    this.modeButtons = this.radios("modes", this.modes.map((mode) => [mode.label, mode.hint]), (i) => this.colourBy(i));
-    this.radios("widths", [["by op", "ops of one width"], ["by tokens", "ops as wide as the tokens that they run"]], (i) => this.timeline.setWidths(i ? "tokens" : "even"));
+    this.modeButtons = this.radios(
+      "modes",
+      this.modes.map((mode) => [mode.label, mode.hint]),
+      (i) => this.colourBy(i),
+    );
+    this.radios(
+      "widths",
+      [
+        ["by op", "ops of one width"],
+        ["by tokens", "ops as wide as the tokens that they run"],
+      ],
+      (i) => this.timeline.setWidths(i ? "tokens" : "even"),
+    );
     const clicks = {
-      theme: () => this.theme.toggle(), keys: () => this.help(), fit: () => this.showAll(), play: () => this.play(),
-      first: () => this.goTo(0), last: () => this.goTo(this.schedule.length - 1),
-      back: () => this.goTo(this.schedule.now - 1), next: () => this.goTo(this.schedule.now + 1),
+      theme: () => this.theme.toggle(),
+      keys: () => this.help(),
+      fit: () => this.showAll(),
+      play: () => this.play(),
+      first: () => this.goTo(0),
+      last: () => this.goTo(this.schedule.length - 1),
+      back: () => this.goTo(this.schedule.now - 1),
+      next: () => this.goTo(this.schedule.now + 1),
     };
     for (const [id, act] of Object.entries(clicks)) byId(id).addEventListener("click", act);
     drawLegend(byId("legend"), this.state.mode);
@@ -221,7 +250,9 @@ class App {
         if (this.schedule.now >= this.schedule.length - 1) this.play();
       }, PLAY_MILLISECONDS);
     }
-    byId("play").querySelector("path").setAttribute("d", this.playing ? "M2 1h3v10H2zM7 1h3v10H7z" : "M2 0v12l9-6z");
+    byId("play")
+      .querySelector("path")
+      .setAttribute("d", this.playing ? "M2 1h3v10H2zM7 1h3v10H7z" : "M2 0v12l9-6z");
     byId("play").setAttribute("aria-label", this.playing ? "Pause" : "Play");
   }
 
@@ -248,11 +279,18 @@ class App {
     const far = event.shiftKey ? 10 : 1;
     const { now, length } = this.schedule;
     const acts = {
-      ArrowRight: () => this.goTo(now + far), ArrowLeft: () => this.goTo(now - far),
-      Home: () => this.goTo(0), End: () => this.goTo(length - 1),
-      " ": () => this.play(), "/": () => byId("search").focus(), Escape: () => this.clear(),
-      d: () => this.theme.toggle(), 0: () => this.showAll(), "?": () => this.help(),
-      "+": () => this.treeView.viewport.zoomBy(1.5), "-": () => this.treeView.viewport.zoomBy(1 / 1.5),
+      ArrowRight: () => this.goTo(now + far),
+      ArrowLeft: () => this.goTo(now - far),
+      Home: () => this.goTo(0),
+      End: () => this.goTo(length - 1),
+      " ": () => this.play(),
+      "/": () => byId("search").focus(),
+      Escape: () => this.clear(),
+      d: () => this.theme.toggle(),
+      0: () => this.showAll(),
+      "?": () => this.help(),
+      "+": () => this.treeView.viewport.zoomBy(1.5),
+      "-": () => this.treeView.viewport.zoomBy(1 / 1.5),
     };
     for (const key of ["ArrowUp", "ArrowDown", ",", "."]) acts[key] = () => this.neighbour(key);
     this.modes.forEach((_, i) => (acts[i + 1] = () => this.modeButtons(i)));
@@ -263,12 +301,10 @@ class App {
   }
 
   help() {
-    const rows = HELP.map(([keys, text]) => element("tr", {}, element("td", {}, element("kbd", {}, keys)), element("td", {}, text)));
-    const about =
-      "To the right: depth in tokens. Downwards: sequences in lexicographic order. A segment is as wide as it has tokens and " +
-      "as high as sequences share it, so the area is the batch without sharing. The thick line is the path whose keys and " +
-      "values are on the stack at the current op. Drawn with D3 (licences at the top of this file).";
-    byId("help").replaceChildren(element("h2", {}, "Keys"), element("table", {}, ...rows), element("p", {}, about));
+    const rows = HELP.map(([keys, text]) =>
+      element("tr", {}, element("td", {}, element("kbd", {}, keys)), element("td", {}, text)),
+    );
+    byId("help").replaceChildren(element("h2", {}, "Keys"), element("table", {}, ...rows), element("p", {}, ABOUT));
     byId("help").showModal();
   }
 }
@@ -279,7 +315,9 @@ async function start() {
     performance.mark("drawn");
     document.body.dataset.ready = "yes";
   } catch (error) {
-    byId("tree-stage").replaceChildren(element("div", { className: "empty", role: "alert" }, String(error.message ?? error)));
+    byId("tree-stage").replaceChildren(
+      element("div", { className: "empty", role: "alert" }, String(error.message ?? error)),
+    );
     document.body.dataset.ready = "failed";
     throw error;
   }

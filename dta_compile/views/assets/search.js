@@ -24,7 +24,8 @@ class Search {
   constructor(input, results, tree, words, { onMatches, onChosen }) {
     Object.assign(this, { input, results, tree, words, onMatches, onChosen });
     this.chosen = 0;
-    input.placeholder = `Sequence${tree.facts.names ? ", name" : ""}${words.texts ? " or text" : words.known ? " or token ids" : ""}`;
+    const tokens = words.texts ? " or text" : words.known ? " or token ids" : "";
+    input.placeholder = `Sequence${tree.facts.names ? ", name" : ""}${tokens}`;
     input.addEventListener("input", () => {
       clearTimeout(this.waiting);
       this.waiting = setTimeout(() => this.run(), 120);
@@ -57,7 +58,9 @@ class Search {
     const lower = query.toLowerCase();
     const rows = new Set();
     if (tree.facts.names) {
-      tree.facts.names.forEach((name, sequence) => name.toLowerCase().includes(lower) && rows.add(tree.position[sequence]));
+      tree.facts.names.forEach(
+        (name, sequence) => name.toLowerCase().includes(lower) && rows.add(tree.position[sequence]),
+      );
     }
     if (this.words.known && query.length > 1) {
       for (let node = 0; node < tree.nodes; node++) {
@@ -77,7 +80,10 @@ class Search {
   lineOf(node) {
     const { words } = this;
     const entries = words.tree.token.subarray(words.offset[node], words.offset[node + 1]);
-    if (words.texts) return Array.from(entries, (entry) => words.texts[entry]).join("").toLowerCase();
+    if (words.texts)
+      return Array.from(entries, (entry) => words.texts[entry])
+        .join("")
+        .toLowerCase();
     return ` ${Array.from(entries, (entry) => words.tree.vocabulary[entry]).join(" ")} `;
   }
 
@@ -86,11 +92,16 @@ class Search {
     results.hidden = !matches;
     if (!matches) return;
     const cut = tree.facts.ends === null ? "" : " (in the tokens that this file has)";
-    const found = matches.rows.length ? `${plural(matches.rows.length, "sequence")}${cut}; ↑ ↓ and Enter to go there` : `nothing found${cut}`;
+    const found = matches.rows.length
+      ? `${plural(matches.rows.length, "sequence")}${cut}; ↑ ↓ and Enter to go there`
+      : `nothing found${cut}`;
     const buttons = matches.rows.slice(0, MOST_RESULTS).map((row, i) => {
       const button = element("button", { type: "button", onclick: () => this.choose(i) });
       button.setAttribute("aria-selected", i === this.chosen);
-      button.append(element("span", {}, tree.name(tree.order[row])), element("span", {}, plural(tree.lengthOfRow(row), "token")));
+      button.append(
+        element("span", {}, tree.name(tree.order[row])),
+        element("span", {}, plural(tree.lengthOfRow(row), "token")),
+      );
       return button;
     });
     results.replaceChildren(element("p", {}, found), ...buttons);

@@ -34,8 +34,12 @@ class Timeline {
     return [
       stack,
       {
-        title: "in kept graphs and KV", values: tree.keptBytes, unit: "bytes", color: "backward",
-        line: tree.peakBytes, limit: tree.facts.budget,
+        title: "in kept graphs and KV",
+        values: tree.keptBytes,
+        unit: "bytes",
+        color: "backward",
+        line: tree.peakBytes,
+        limit: tree.facts.budget,
       },
     ];
   }
@@ -101,7 +105,10 @@ class Timeline {
 
   drawLaneNames() {
     const { left, top } = this.viewport.margin;
-    const names = this.viewport.group("lanes", left - 8, top).selectAll("text").data(this.lanes);
+    const names = this.viewport
+      .group("lanes", left - 8, top)
+      .selectAll("text")
+      .data(this.lanes);
     names
       .join("text")
       .attr("text-anchor", "end")
@@ -119,7 +126,13 @@ class Timeline {
     const color = theme.kinds[chart.color];
     viewport.clipped(context, () => {
       const points = this.points(chart.values);
-      const area = d3.area().x((p) => p[0]).y0(y(0)).y1((p) => y(p[1])).curve(d3.curveStepAfter).context(context);
+      const area = d3
+        .area()
+        .x((p) => p[0])
+        .y0(y(0))
+        .y1((p) => y(p[1]))
+        .curve(d3.curveStepAfter)
+        .context(context);
       context.fillStyle = color;
       context.globalAlpha = 0.22;
       context.beginPath();
@@ -134,7 +147,11 @@ class Timeline {
     const [size, unit] = chart.unit === "bytes" ? binaryUnit(most) : [1, ""];
     const scale = y.copy().domain(y.domain().map((value) => value / size));
     const label = (value) => (size > 1 || Number.isInteger(value) ? `${d3.format("~s")(value)} ${unit}` : "");
-    const axis = d3.axisLeft(scale).ticks(Math.max(2, height / 26)).tickSize(3).tickFormat(label);
+    const axis = d3
+      .axisLeft(scale)
+      .ticks(Math.max(2, height / 26))
+      .tickSize(3)
+      .tickFormat(label);
     viewport.group(`chart${index}`, left, above).call(axis);
     this.drawTitle(context, chart, top - 9);
   }
@@ -143,7 +160,12 @@ class Timeline {
     context.strokeStyle = color;
     context.lineWidth = width;
     context.beginPath();
-    d3.line().x((p) => p[0]).y((p) => y(p[1])).curve(d3.curveStepAfter).context(context)(points);
+    d3
+      .line()
+      .x((p) => p[0])
+      .y((p) => y(p[1]))
+      .curve(d3.curveStepAfter)
+      .context(context)(points);
     context.stroke();
   }
 
@@ -162,7 +184,10 @@ class Timeline {
     const { theme, schedule } = this;
     const now = schedule.now >= 0 ? `  ·  now ${amount(chart.values[schedule.now], chart.unit)}` : "";
     const line = chart.lineMost > chart.most ? `  ·  most as an op runs ${amount(chart.lineMost, chart.unit)}` : "";
-    const budget = chart.limit !== undefined && chart.limit !== null ? `  ·  budget ${amount(chart.limit, chart.unit)} besides the chunk at work` : "";
+    const budget =
+      chart.limit !== undefined && chart.limit !== null
+        ? `  ·  budget ${amount(chart.limit, chart.unit)} besides the chunk at work`
+        : "";
     const peak = amount(chart.most, chart.unit);
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "middle";

@@ -1,8 +1,8 @@
-// The tree as an icicle: depth in tokens to the right, a row for every sequence in lexicographic order, so that the area
-// is the batch as it would be without sharing, and a segment is as high as it is shared.
+// The tree as an icicle: depth in tokens to the right, a row for every sequence in lexicographic order. So the area is
+// the batch as it would be without sharing, and a segment is as high as it is shared.
 //
-// Where rows are thinner than a pixel, 2^k of them stand behind one another and the longest is drawn for all. Bins begin
-// at multiples of 2^k, so that the picture does not flicker as it is moved.
+// Where rows are thinner than a pixel, 2^k of them stand behind one another and the longest is drawn for all. Bins
+// begin at multiples of 2^k, so that the picture does not flicker as it is moved.
 
 const [LEAST_TEXT_HEIGHT, LEAST_TEXT_WIDTH, LETTER, LEAST_TOKEN_WIDTH] = [12, 26, 6.62, 26];
 const [LINE, MOST_LINES] = [15, 8]; // of words in a segment
@@ -169,7 +169,11 @@ class TreeView {
     const lines = words.known ? Math.max(1, Math.min(MOST_LINES, Math.floor((below - above) / LINE) - 1)) : 1;
     const text = words.known ? words.line(node, low, letters * lines) : this.label(node);
     for (let line = 0; line * letters < text.length && line < lines; line++) {
-      context.fillText(text.slice(line * letters, (line + 1) * letters), left + 5, middle + (line - (lines - 1) / 2) * LINE);
+      context.fillText(
+        text.slice(line * letters, (line + 1) * letters),
+        left + 5,
+        middle + (line - (lines - 1) / 2) * LINE,
+      );
     }
   }
 
@@ -204,8 +208,16 @@ class TreeView {
   drawAxes() {
     const { viewport } = this;
     const { left, top } = viewport.margin;
-    const x = d3.axisTop(viewport.x.scale).ticks(viewport.width / 110).tickSize(4).tickFormat(wholeOnly);
-    const y = d3.axisLeft(viewport.y.scale).ticks(viewport.height / 60).tickSize(4).tickFormat(wholeOnly);
+    const x = d3
+      .axisTop(viewport.x.scale)
+      .ticks(viewport.width / 110)
+      .tickSize(4)
+      .tickFormat(wholeOnly);
+    const y = d3
+      .axisLeft(viewport.y.scale)
+      .ticks(viewport.height / 60)
+      .tickSize(4)
+      .tickFormat(wholeOnly);
     viewport.group("x", left, top).call(x);
     viewport.group("y", left, top).call(y);
     if (viewport.svg.select(".label").empty()) {
@@ -243,7 +255,10 @@ class TreeView {
   box(node, start = this.tree.start[node], stop = this.tree.stop[node]) {
     const [x, y] = [this.viewport.x.scale, this.viewport.y.scale];
     const [left, right] = [Math.max(-4, x(start)), Math.min(this.viewport.width + 4, x(stop))];
-    const [top, bottom] = [Math.max(-4, y(this.tree.lo[node])), Math.min(this.viewport.height + 4, y(this.tree.hi[node]))];
+    const [top, bottom] = [
+      Math.max(-4, y(this.tree.lo[node])),
+      Math.min(this.viewport.height + 4, y(this.tree.hi[node])),
+    ];
     return [left, top, right - left, bottom - top];
   }
 

@@ -14,7 +14,15 @@ class Axis {
   fit(pixels) {
     const [low, high] = this.base.range()[1] > 1 ? this.domain : this.base.domain();
     this.base.range([0, pixels]);
-    this.zoom.extent([[0, 0], [pixels, pixels]]).translateExtent([[0, 0], [pixels, pixels]]);
+    this.zoom
+      .extent([
+        [0, 0],
+        [pixels, pixels],
+      ])
+      .translateExtent([
+        [0, 0],
+        [pixels, pixels],
+      ]);
     this.show(low, high);
   }
 
@@ -98,7 +106,9 @@ class Viewport {
       .zoom()
       .filter((event) => !event.button && (!event.ctrlKey || event.type === "wheel"))
       // With shift held, browsers turn the wheel sideways.
-      .wheelDelta((event) => -(event.deltaY || event.deltaX) * (event.deltaMode === 1 ? 0.05 : event.deltaMode ? 1 : 0.002))
+      .wheelDelta(
+        (event) => -(event.deltaY || event.deltaX) * (event.deltaMode === 1 ? 0.05 : event.deltaMode ? 1 : 0.002),
+      )
       .on("start", () => this.stage.classList.add("pans"))
       .on("end", () => this.stage.classList.remove("pans"))
       .on("zoom", ({ transform, sourceEvent }) => {

@@ -1,7 +1,8 @@
 """One self-contained HTML page: data, scripts and styles in one file that opens from disk and asks no network.
 
-Data are packed as one block: a JSON object, then columns of numbers one after the other in little-endian order; all of
-it deflated and written as base64. So nothing in it can end a script or be taken for markup.
+Data are packed as one block: a JSON object, then columns of numbers one after the other in little-endian order, or of
+the differences between them. All of it is deflated and written as base64, so that nothing in it can end a script or be
+taken for markup.
 """
 
 from __future__ import annotations

@@ -12,6 +12,10 @@ VENV_VERL ?= .venv-verl
 VERL ?= verl==0.9.1
 VERL_TESTS := tests/system/test_verl.py tests/system/test_packed_rows.py
 
+# Pages are tested in a browser where there is one; what drives it takes 165 MB, so that it is no part of `test`.
+BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+D3 := dta_compile/views/assets/d3
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := dta_compile tests examples benchmarks
@@ -20,7 +24,7 @@ N ?= 200
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-verl fuzz lint format bench bench-all clean
+.PHONY: help setup demo test test-all test-verl fuzz lint format bench bench-all d3 clean
 
 help:
 	@echo "make demo       set up, then train a small model with eager and with dta side by side"
@@ -32,6 +36,7 @@ help:
 	@echo "make fuzz       set up, then 200 drawn programs against eager on all cores; more and others by N=2000 SEED=7"
 	@echo "make lint       set up, then ruff and mypy only"
 	@echo "make format     set up, then let ruff rewrite the code"
+	@echo "make d3         rebuild the drawing library of plan.to_html from npm, as its package.json says"
 	@echo "make clean      remove the environment, caches and build results"
 
 setup: $(STAMP)
@@ -44,6 +49,7 @@ else
 	$(BIN)/python -m pip install $(TORCH)
 endif
 	$(BIN)/python -m pip install -e ".[test,hf]"
+	test -z "$(BROWSER)" || $(BIN)/python -m pip install -e ".[browser]" || echo "tests in a browser are left out"
 	touch $@
 
 demo: setup
@@ -82,6 +88,9 @@ bench: setup
 bench-all: setup
 	$(BIN)/python -m pip install --quiet -e ".[bench]"
 	$(BIN)/python -m benchmarks.run $(BENCH)
+
+d3:
+	cd $(D3) && npm install --no-package-lock && npm run build && rm -rf node_modules
 
 clean:
 	rm -rf $(VENV) $(VENV_VERL) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,14 +5,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
+from os import PathLike
 from typing import Any
 
-from dta_compile.errors import RefusalError
+import numpy as np
+
+from dta_compile.errors import PlanError, RefusalError
 from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.mixer_layers import AttentionLayer, AttentionMask, MaskClass
 from dta_compile.passes.program import ChunkInput, FrontierValue, Program, has_tensor
 from dta_compile.plan import Plan
-from dta_compile.runtime.calls.planned_call import plan_call
+from dta_compile.runtime.calls.planned_call import PlannedCall, plan_call
 from dta_compile.runtime.interception import Intercepted
 
 
@@ -40,6 +43,20 @@ class Explanation:
 
     def __str__(self) -> str:
         return self.text
+
+    def to_html(self, path: str | PathLike[str], **known: Any) -> None:
+        """Write the plan of the call as a page, with the token ids of the call.
+
+        Args:
+            path: the file to write.
+            known: what the page is to show besides, see `Plan.to_html`.
+
+        Raises:
+            PlanError: the call has no plan, as it is refused or runs without a tree.
+        """
+        if self.plan is None:
+            raise PlanError("nothing to draw: the call has no plan", got=self.text)
+        self.plan.to_html(path, **known)
 
 
 def explain_refusal(error: RefusalError) -> Explanation:
@@ -72,7 +89,8 @@ def explain_engine(engine: Intercepted, args: Sequence[Any]) -> Explanation:
     }
     lines = [line for title, items in sections.items() if items for line in (title, *(f"  {item}" for item in items))]
     text = "\n".join([*lines, str(call.plan)])
-    return Explanation(text, None, call.plan, regions, attention, prefix_key, frontier)
+    plan = dataclasses.replace(call.plan, sequences=_token_ids(call))
+    return Explanation(text, None, plan, regions, attention, prefix_key, frontier)
 
 
 def _regions(program: Program) -> dict[str, int]:
@@ -84,6 +102,22 @@ def _regions(program: Program) -> dict[str, int]:
         "head": len(program.region) - len(program.trunk),
         "epilogue": len(operators) - len(dense) - len(program.region),
     }
+
+
+def _token_ids(call: PlannedCall) -> list[Any] | None:
+    """The ids of every sequence; None if the call is given no integer for each token but its position."""
+    tokens, found = call.rows.tokens, []
+    for item in call.program.trunk_keys:
+        dense = call.dense[item.node]
+        one_a_token = dense.numel() == call.batch * call.tokens
+        if item.node not in call.program.placeholders or dense.is_floating_point() or not one_a_token:
+            continue
+        values = call.codes(item).reshape(-1)[tokens.places]
+        runs = [values[begin : begin + len(key)] for begin, key in zip(tokens.begins, tokens.keys, strict=True)]
+        if not all((np.diff(run) == 1).all() for run in runs):
+            found.append((len(np.unique(values)), runs))
+    # Masks and segment numbers have fewer values than ids have.
+    return max(found, key=lambda one: one[0])[1] if found else None
 
 
 def _attention(program: Program, masks: Sequence[MaskClass | AttentionMask]) -> tuple[str, ...]:

@@ -65,6 +65,15 @@ def test_the_backend_is_found_by_name_alone(distribution, tmp_path):
     assert python("-c", code, cwd=tmp_path).split() == ["1"]
 
 
+def test_pages_come_with_the_licences_of_what_they_hold():
+    assets = Path(dta_compile.__file__).parent / "views" / "assets"
+    script = (assets / "d3" / "d3.min.js").read_text()
+    licence = (assets / "d3" / "LICENSE").read_text()
+    assert "LICENSE" in script.splitlines()[0]
+    assert "Permission to use, copy, modify" in licence and "Redistribution and use" in licence
+    assert {"page.html", "page.css", "main.js"} <= {path.name for path in assets.iterdir()}
+
+
 def test_the_bundled_data_comes_with_its_licences():
     folder = Path(dta_compile.__file__).parent / "examples_data"
     assert {"airline_tiny.npz", "airline_tiny.json", "LICENSE.tau-bench", "LICENSE.tau2-bench"} <= {

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from dta_compile.cli.render import as_dot, as_json, levels, tree_view
 from dta_compile.cli.split_command import add_split
-from dta_compile.data import load_rollouts
+from dta_compile.data import Rollout, load_rollouts
 from dta_compile.errors import DTAError, PlanError
 from dta_compile.options import CHOICES, Options
 from dta_compile.plan import Plan, PrefixTree, plan
@@ -78,6 +78,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--full", action="store_true", help="print tree and schedule to the end, however long")
     parser.add_argument("--json", metavar="OUT", help="write the plan as JSON to OUT (- for stdout) and print nothing")
     parser.add_argument("--dot", metavar="OUT", help="write the tree as Graphviz DOT to OUT (- for stdout) instead")
+    parser.add_argument("--html", metavar="OUT", help="write a page to look at to OUT: tree, schedule, memory")
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -104,6 +105,8 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.html == "-":
+        raise PlanError("a page is not for the terminal", expected="--html with the name of a file")
     sequences = read_sequences(arguments.file, arguments.leaf_only)
     made = plan(
         [one.tokens for one in sequences],
@@ -119,16 +122,19 @@ def _plan(arguments: argparse.Namespace) -> int:
     for target, render in ((arguments.json, as_json), (arguments.dot, as_dot)):
         if target:
             _write(target, render(made))
-    if not (arguments.json or arguments.dot):
+    if arguments.html:
+        made.to_html(arguments.html, title=_name(arguments.file), **_known(sequences))
+    if not (arguments.json or arguments.dot or arguments.html):
         _print(made, arguments)
     return 0
 
 
 class Recorded(NamedTuple):
-    """A token sequence, and the routes `[n, ...]` of its tokens if they were recorded."""
+    """A token sequence, the routes `[n, ...]` of its tokens if they were recorded, and the sample of a rollout file."""
 
     tokens: Any
     routes: Any | None = None
+    rollout: Rollout | None = None
 
 
 def read_sequences(path: str, leaf_only: bool = False) -> list[Recorded]:
@@ -143,7 +149,7 @@ def read_sequences(path: str, leaf_only: bool = False) -> list[Recorded]:
         PlanError: a line has no list of token ids (naming the line), or the file is no rollout file.
     """
     if path.endswith(".npz"):
-        sequences = [Recorded(rollout.tokens, rollout.routes) for rollout in load_rollouts(path)]
+        sequences = [Recorded(rollout.tokens, rollout.routes, rollout) for rollout in load_rollouts(path)]
     else:
         sequences = list(_parse_lines(path, _read_text(path).splitlines()))
     if leaf_only:
@@ -162,6 +168,22 @@ def _routes(sequences: list[Recorded]) -> list[Any] | None:
     if missing:
         raise PlanError("routes are there for some sequences only", got=f"none for sequence {missing[0]}")
     return [one.routes for one in sequences]
+
+
+def _known(sequences: list[Recorded]) -> dict[str, Any]:
+    """What a page shows of the samples of a rollout file: rewards, tokens that are trained on, names."""
+    rollouts = [one.rollout for one in sequences if one.rollout is not None]
+    if len(rollouts) < len(sequences) or not sequences:
+        return {}
+    return {
+        "rewards": [rollout.reward for rollout in rollouts],
+        "loss_masks": [rollout.spans for rollout in rollouts],
+        "names": [f"task {rollout.group} · trial {rollout.trial} · turn {rollout.turn}" for rollout in rollouts],
+    }
+
+
+def _name(path: str) -> str:
+    return "standard input" if path == "-" else Path(path).name
 
 
 def _read_text(path: str) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dta_compile.plan.balance import TreeCost, balance
 from dta_compile.plan.cost import CostModel, Limits, Rates, choose, choose_keep
-from dta_compile.plan.peak_memory import Footprint, peak_bytes
+from dta_compile.plan.peak_memory import Footprint, LiveBytes, bytes_by_op, peak_bytes
 from dta_compile.plan.plan import Plan, make_plan, plan
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
-from dta_compile.plan.simulate import Simulation, Work, simulate
+from dta_compile.plan.simulate import Held, Simulation, Work, held_tokens, simulate
 from dta_compile.plan.states import with_states
 from dta_compile.plan.summary import Estimates, ReplayCounts, Stats
 from dta_compile.plan.tree.chunk import Chunk, Slice
@@ -31,9 +31,11 @@ __all__ = [
     "Estimates",
     "Footprint",
     "Forward",
+    "Held",
     "Keep",
     "LexicographicOrder",
     "Limits",
+    "LiveBytes",
     "Op",
     "Plan",
     "Pop",
@@ -51,9 +53,11 @@ __all__ = [
     "Work",
     "balance",
     "build_schedule",
+    "bytes_by_op",
     "choose",
     "choose_keep",
     "chunk_tree",
+    "held_tokens",
     "leaf_order",
     "lexicographic_order",
     "make_plan",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Schedule
 from dta_compile.plan.simulate import Work, chunk_work
@@ -11,7 +12,7 @@ from dta_compile.plan.states import LiveStates
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 
-__all__ = ["Footprint", "peak_bytes"]
+__all__ = ["Footprint", "LiveBytes", "bytes_by_op", "peak_bytes"]
 
 Linear = tuple[float, float, float]
 """Bytes as `a + b * tokens + c * head rows`."""
@@ -35,6 +36,11 @@ class Footprint:
     kv_token: float = 0.0
     working: Mapping[str, tuple[Linear, ...]] = dataclasses.field(default_factory=dict)
     state: float = 0.0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether no bytes are known: what a graph keeps of a token counts as one."""
+        return self.graph_token == Footprint.graph_token
 
     @property
     def has_states(self) -> bool:
@@ -62,12 +68,30 @@ def peak_bytes(
     Counts kept graphs and KV, running states wherever they are, gradients of these, and what works while a graph runs;
     not the KV on the stack, accumulators, outputs.
     """
+    peaks, phase = [0.0, 0.0], 0
+    for op, live in zip(schedule.ops, bytes_by_op(tree, schedule, footprint, head_starts), strict=True):
+        phase = 1 if isinstance(op, Attach) else phase
+        peaks[phase] = max(peaks[phase], live.peak)
+    return peaks[0], peaks[1]
+
+
+class LiveBytes(NamedTuple):
+    """Bytes that an op leaves in kept graphs and KV, and the most that live as it runs (see `peak_bytes`)."""
+
+    kept: float
+    peak: float
+
+
+def bytes_by_op(
+    tree: PrefixTree, schedule: Schedule, footprint: Footprint, head_starts: IntArray | None = None
+) -> Iterator[LiveBytes]:
+    """What lives during and after every op of a legal schedule."""
     graphs: dict[Chunk, float] = {}
     stored: dict[Chunk, float] = {}
-    total, peaks, phase = 0.0, [0.0, 0.0], 0
+    total = 0.0
     states = LiveStates(tree, schedule)
     for op in schedule.ops:
-        before, in_states = total, footprint.state * states.step(op)
+        before, in_states, running = total, footprint.state * states.step(op), 0.0
         match op:
             case Anchor(chunk, out, kv):
                 work = chunk_work(tree, chunk, head_starts, out)
@@ -84,9 +108,4 @@ def peak_bytes(
                 work = chunk_work(tree, chunk, head_starts)
                 total -= graphs.pop(chunk, 0.0)
                 before, running = total, footprint.while_running("backward", work)
-            case Attach():
-                phase, running = 1, 0.0
-            case _:
-                running = 0.0
-        peaks[phase] = max(peaks[phase], max(before + running, total) + in_states)
-    return peaks[0], peaks[1]
+        yield LiveBytes(total, max(before + running, total) + in_states)

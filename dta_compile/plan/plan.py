@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from dta_compile.errors import OptionError
 from dta_compile.options import Options
 from dta_compile.plan.cost import Limits, choose
 from dta_compile.plan.peak_memory import Footprint
+from dta_compile.plan.picture import Known, picture
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.simulate import Simulation
 from dta_compile.plan.summary import Estimates, Stats, summarize
+from dta_compile.plan.tree.lexicographic import each
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 from dta_compile.plan.tree.split_prefixes import SplitPrefixes, with_routes
 from dta_compile.plan.verify import verify
@@ -34,6 +38,8 @@ class Plan:
         estimates: time and memory.
         segments: `(row, segment)` of every sequence, where rows of the batch are packed; None: sequence i is row i.
         split: what splits prefixes of equal tokens; None: nothing does.
+        limits: what the planner knew of the model and the machine.
+        sequences: token ids of every sequence, if they are known (of a compiled call they are not kept).
     """
 
     prefix_tree: PrefixTree
@@ -44,6 +50,8 @@ class Plan:
     estimates: Estimates
     segments: Sequence[tuple[int, int]] | None = None
     split: SplitPrefixes | None = None
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    sequences: Sequence[Any] | None = None
 
     @cached_property
     def tokens_lost(self) -> dict[str, int]:
@@ -89,6 +97,43 @@ class Plan:
         peaks = self.simulation
         return peaks.peak_stored_tokens > 0 or peaks.peak_live_tokens > self.schedule.chunk_size
 
+    def to_html(
+        self,
+        path: str | PathLike[str],
+        *,
+        sequences: Iterable[Any] | None = None,
+        tokenizer: Any = None,
+        rewards: Iterable[float] | None = None,
+        loss_masks: Iterable[Any] | None = None,
+        names: Iterable[str] | None = None,
+        title: str = "dta plan",
+    ) -> None:
+        """Write the plan as one HTML file that opens from disk and needs no network.
+
+        It shows the tree, the schedule, and tokens and bytes held, linked with each other. Of huge plans it has the
+        first and last tokens of each segment only, and says so.
+
+        Args:
+            path: the file to write.
+            sequences: token ids of every sequence, as planned; by default `self.sequences`.
+            tokenizer: shows tokens as text: anything with `decode(list[int]) -> str`, such as a tokenizer of
+                transformers or a `tokenizers.Tokenizer`.
+            rewards: a number for every sequence, to colour by.
+            loss_masks: for every sequence the tokens that are trained on, to colour by: a mask `[n]` of booleans, or
+                half-open ranges `(start, stop)` such as `Rollout.spans`.
+            names: what each sequence is called; s0, s1, ... if left out.
+            title: of the page.
+
+        Raises:
+            PlanError: these are not of the plan's sequences, or the tokenizer cannot decode.
+            OSError: the file cannot be written.
+        """
+        given = self.sequences if sequences is None else sequences
+        known = Known(given, tokenizer, rewards, loss_masks, names)
+        facts = {"summary": str(self), "stats": dataclasses.asdict(self.stats), "shared": self.prefix_tree.shared}
+        text = picture(self.prefix_tree, self.schedule, self.limits, facts, known, title)
+        Path(path).write_text(text, encoding="utf-8")
+
     def __str__(self) -> str:
         facts = self.stats, self.prefix_tree, self.schedule, self.reason, self.estimates
         return summarize(*facts, self.segments, self.tokens_lost)
@@ -124,7 +169,8 @@ def make_plan(
     head_starts = limits.head_starts if tree is shared else None
     simulation = verify(tree, schedule, head_starts, limits.footprint.has_states)
     estimates = Estimates(limits.cost.estimate(simulation), limits.cost.source)
-    return Plan(tree, schedule, simulation, options, reason, estimates, segments, split)
+    limits = dataclasses.replace(limits, head_starts=head_starts)
+    return Plan(tree, schedule, simulation, options, reason, estimates, segments, split, limits)
 
 
 def plan(
@@ -163,9 +209,12 @@ def plan(
         )
     footprint = Footprint(graph_token=bytes_per_token or 1.0, kv_token=kv_bytes_per_token, state=state_bytes)
     limits, split = Limits(parsed.memory_budget, footprint), None
+    given = None if isinstance(sequences, PrefixTree) else each(sequences)
+    tree: Iterable[Any] | PrefixTree = sequences if given is None else given
     if routes is not None:
-        sequences, split = with_routes(sequences, routes)
-    return make_plan(sequences, parsed, mode=mode, limits=limits, split=split)
+        tree, split = with_routes(tree, routes)
+    made = make_plan(tree, parsed, mode=mode, limits=limits, split=split)
+    return dataclasses.replace(made, sequences=given)
 
 
 def _causal_pairs(lengths: IntArray) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from dta_compile.plan.schedule import Anchor, Backward, Forward, Pop, Restore, Schedule
@@ -11,7 +12,7 @@ from dta_compile.plan.states import LiveStates
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 
-__all__ = ["Simulation", "Work", "attention_pairs", "chunk_work", "simulate"]
+__all__ = ["Held", "Simulation", "Work", "attention_pairs", "chunk_work", "held_tokens", "simulate"]
 
 
 class Work(NamedTuple):
@@ -87,56 +88,79 @@ def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None 
         head_starts: `[R + 1]` the head rows of tree row r are `head_starts[r]` to `head_starts[r + 1]`; None: one each.
     """
     forward, backward = Work(), Work()
-    restored = depth = peak_depth = 0
-    live, stored = _Gauge(), _Gauge()
+    restored, peak = 0, Held(0, 0, 0)
     states = LiveStates(tree, schedule)
-    for op in schedule.ops:
+    for op, held in zip(schedule.ops, held_tokens(schedule), strict=True):
         states.step(op)
+        peak = Held(*map(max, peak, held))
         match op:
-            case Anchor(chunk, out, kv):
+            case Anchor(chunk, out):
                 forward = forward.plus(chunk_work(tree, chunk, head_starts, out))
-                if kv and chunk.spine is not None:
-                    stored.add(chunk, chunk.spine.tokens)
             case Forward(chunk):
                 forward = forward.plus(chunk_work(tree, chunk, head_starts))
-                live.add(chunk, chunk.tokens)
             case Backward(chunk):
                 backward = backward.plus(chunk_work(tree, chunk, head_starts))
-                live.remove(chunk)
-                stored.remove(chunk)
             case Restore(part):
                 restored += part.tokens
-                depth = part.stop
-            case Pop(part):
-                depth = part.start
-        if isinstance(op, (Anchor, Forward)) and op.chunk.spine is not None:
-            depth = op.chunk.spine.stop
-        peak_depth = max(peak_depth, depth)
     return Simulation(
         ops=len(schedule.ops),
         forward=forward,
         backward=backward,
         recomputed_tokens=forward.tokens - tree.num_rows,
         restored_tokens=restored,
-        peak_stack_tokens=peak_depth,
-        peak_live_tokens=live.peak,
-        peak_stored_tokens=stored.peak,
+        peak_stack_tokens=peak.stack,
+        peak_live_tokens=peak.live,
+        peak_stored_tokens=peak.stored,
         peak_states=states.peak,
         peak_state_gradients=states.peak_gradients,
     )
 
 
+class Held(NamedTuple):
+    """Tokens that are held after an op.
+
+    Attributes:
+        stack: on the stack.
+        live: whose graphs are live.
+        stored: whose KV alone is kept.
+    """
+
+    stack: int
+    live: int
+    stored: int
+
+
+def held_tokens(schedule: Schedule) -> Iterator[Held]:
+    """What is held after every op of a legal schedule."""
+    depth, live, stored = 0, _Gauge(), _Gauge()
+    for op in schedule.ops:
+        match op:
+            case Anchor(chunk, _, kv) if kv and chunk.spine is not None:
+                stored.add(chunk, chunk.spine.tokens)
+            case Forward(chunk):
+                live.add(chunk, chunk.tokens)
+            case Backward(chunk):
+                live.remove(chunk)
+                stored.remove(chunk)
+            case Restore(part):
+                depth = part.stop
+            case Pop(part):
+                depth = part.start
+        if isinstance(op, (Anchor, Forward)) and op.chunk.spine is not None:
+            depth = op.chunk.spine.stop
+        yield Held(depth, live.total, stored.total)
+
+
 class _Gauge:
-    """Tokens held by chunks, and the most at one time."""
+    """Tokens held by chunks."""
 
     def __init__(self) -> None:
         self.held: dict[Chunk, int] = {}
-        self.total = self.peak = 0
+        self.total = 0
 
     def add(self, chunk: Chunk, tokens: int) -> None:
         self.held[chunk] = tokens
         self.total += tokens
-        self.peak = max(self.peak, self.total)
 
     def remove(self, chunk: Chunk) -> None:
         self.total -= self.held.pop(chunk, 0)

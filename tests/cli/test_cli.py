@@ -12,6 +12,7 @@ import pytest
 from dta_compile.cli import main
 from dta_compile.data import bundled
 from dta_compile.plan import Schedule, plan
+from tests.support.pages import read_page
 
 SEQUENCES = [[5, 6, 7, 8], [5, 6, 7, 9, 10], [5, 6], [11]]
 
@@ -79,6 +80,27 @@ def test_dot_has_the_segments_and_edges_of_the_tree(lines, tmp_path, capsys):
     assert edges == set(tree.edges)
     assert len(re.findall(r"\[label=", text)) == len(tree)
     assert nx.is_forest(tree)
+
+
+def test_html_is_a_page_of_the_plan(lines, tmp_path, capsys):
+    out = tmp_path / "plan.html"
+    assert main(["plan", lines, "--html", str(out)]) == 0
+    assert capsys.readouterr().out == ""
+    page = read_page(out)
+    assert page.title == "batch.jsonl"
+    assert page.facts["stats"]["tree_tokens"] == plan(SEQUENCES).stats.tree_tokens
+    assert main(["plan", lines, "--html", "-"]) == 2
+    assert "name of a file" in capsys.readouterr().err
+    assert main(["plan", lines, "--html", str(tmp_path / "missing" / "plan.html")]) == 2
+    assert "missing" in capsys.readouterr().err
+
+
+def test_html_of_rollouts_has_their_rewards_and_loss(tmp_path):
+    out = tmp_path / "plan.html"
+    assert main(["plan", str(bundled()), "--leaf-only", "--html", str(out)]) == 0
+    page, leaves = read_page(out), 33
+    assert len(page.facts["names"]) == len(page.columns["reward"]) == leaves
+    assert page.columns["trainedValue"].max() >= 1
 
 
 def test_deep_and_wide_trees_are_cut_in_print(tmp_path, capsys):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from dta_compile.errors import PlanError
 
-__all__ = ["BLOCK_TOKENS", "IntArray", "LexicographicOrder", "as_integers", "lexicographic_order"]
+__all__ = ["BLOCK_TOKENS", "IntArray", "LexicographicOrder", "as_integers", "each", "lexicographic_order"]
 
 IntArray = npt.NDArray[np.int64]
 _Tokens = npt.NDArray[Any]
@@ -54,7 +54,7 @@ def lexicographic_order(sequences: Iterable[Any], block: int = BLOCK_TOKENS) -> 
         PlanError: a sequence is not a 1-D run of integers that fit in 64 bits.
     """
     arrays = _of_one_dtype(
-        [as_integers(sequence, f"sequence {index}") for index, sequence in enumerate(_each(sequences))]
+        [as_integers(sequence, f"sequence {index}") for index, sequence in enumerate(each(sequences))]
     )
     order, common = _sort(arrays, block)
     forks = np.zeros((len(order), 2), np.int64)
@@ -118,7 +118,8 @@ def _common_prefix(left: _Tokens, right: _Tokens) -> int:
     return depth if size and differs[depth] else size
 
 
-def _each(sequences: Iterable[Any]) -> list[Any]:
+def each(sequences: Iterable[Any]) -> list[Any]:
+    """The sequences in a list; a `PlanError` if they are no collection."""
     try:
         return list(sequences)
     except TypeError:

@@ -1,0 +1,264 @@
+"""A plan as a page: its tree, its schedule and what is known of its sequences, as columns for `dta_compile.views`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dta_compile.errors import PlanError
+from dta_compile.plan.cost import Limits
+from dta_compile.plan.peak_memory import bytes_by_op
+from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
+from dta_compile.plan.simulate import held_tokens
+from dta_compile.plan.tree.chunk import Chunk, Slice
+from dta_compile.plan.tree.lexicographic import as_integers, each
+from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
+from dta_compile.views.page import Column, compressed_size, page
+from dta_compile.views.tokens import decoder, tokens_in
+
+__all__ = ["Known", "picture"]
+
+# Deflated, of all data: as base64 and with the scripts just below 3 MB. Tokens have what the rest leaves of it, or a
+# small part of their own beside more operations and segments than anybody looks at.
+MOST_BYTES, LEAST_SHARE = 2_080_000, 20
+
+KINDS = tuple(kind.__name__.lower() for kind in (Anchor, Forward, Restore, Pop, Attach, Backward))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Known:
+    """What is known of the sequences of a plan besides their tree; all may be left out.
+
+    Attributes:
+        sequences: token ids of every sequence.
+        tokenizer: decodes them, see `dta_compile.views.tokens.decoder`.
+        rewards: a number for every sequence.
+        loss_masks: for every sequence the tokens that are trained on: a mask `[n]` of booleans, or half-open ranges.
+        names: of every sequence.
+    """
+
+    sequences: Iterable[Any] | None = None
+    tokenizer: Any = None
+    rewards: Iterable[float] | None = None
+    loss_masks: Iterable[Any] | None = None
+    names: Iterable[str] | None = None
+
+
+def picture(
+    tree: PrefixTree, schedule: Schedule, limits: Limits, facts: Mapping[str, Any], known: Known, title: str
+) -> str:
+    """The text of the page.
+
+    Args:
+        facts: figures and texts that are shown as they are.
+
+    Raises:
+        PlanError: what is known is not of the plan's sequences.
+    """
+    columns = _segments(tree) | _ops(tree, schedule) | _levels(tree, schedule, limits) | _forwards(tree, schedule)
+    columns |= _outcomes(tree, known)
+    names = None if known.names is None else [str(name) for name in _counted("names", known.names, tree)]
+    _, *ops = schedule.lines()
+    left = MOST_BYTES - compressed_size("\n".join([*ops, *(names or ())]), *columns.values())
+    tokens, token_facts = _tokens(tree, known, max(left, MOST_BYTES // LEAST_SHARE))
+    settings = dataclasses.asdict(dataclasses.replace(schedule, ops=()))
+    counted = limits.footprint.counts_tokens
+    more = {
+        "title": title,
+        "kinds": KINDS,
+        "schedule": settings,
+        "ops": ops,
+        "names": names,
+        "unit": "tokens" if counted else "bytes",
+        "budget": None if counted else limits.budget,
+    }
+    return page(title, {**facts, **more, **token_facts}, columns | tokens)
+
+
+def _segments(tree: PrefixTree) -> dict[str, Column]:
+    """By segment in preorder, and by sequence. `order`: sequences in lexicographic order, a row of the picture each."""
+    return {
+        "parent": tree.parent,
+        "stop": tree.stop,
+        "sequence": tree.sequence,
+        "order": tree.order,
+        "length": tree.lengths,
+        "endNode": tree.end_node,
+    }
+
+
+def _ops(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
+    """By op its kind, its chunk or slice among the distinct ones, and the sequence whose path is on the stack after it.
+
+    `partRange` points from a chunk or slice to ranges of tree tokens, as `chunkRange` does from what attaches.
+    """
+    parts: dict[Chunk | Slice, int] = {}
+    kinds, part_of, stack, attached = [], [], [], []
+    path = -1
+    for op in schedule.ops:
+        kinds.append(KINDS.index(type(op).__name__.lower()))
+        part = _part(op)
+        part_of.append(-1 if part is None else parts.setdefault(part, len(parts)))
+        spine = part.spine if isinstance(part, Chunk) and not isinstance(op, Backward) else None
+        path = spine.sequence if spine is not None else op.part.sequence if isinstance(op, Restore) else path
+        stack.append(path)
+        attached.append(op.sequences if isinstance(op, Attach) else ())
+    ranges = [_ranges(tree, part) for part in parts]
+    flat = np.array([edge for one in ranges for edge in one], np.int64).reshape(-1, 2)
+    return {
+        "kind": np.array(kinds, np.int64),
+        "part": np.array(part_of, np.int64),
+        "stackSequence": np.array(stack, np.int64),
+        "attachFirst": _firsts(attached),
+        "attached": np.array([sequence for one in attached for sequence in one], np.int64),
+        "partFirst": _firsts(ranges),
+        "partTokens": np.array([part.tokens for part in parts], np.int64),
+        "rangeStart": flat[:, 0],
+        "rangeStop": flat[:, 1],
+    }
+
+
+def _part(op: Op) -> Chunk | Slice | None:
+    match op:
+        case Attach():
+            return None
+        case Pop(part) | Restore(part):
+            return part
+        case Anchor(chunk) | Forward(chunk) | Backward(chunk):
+            return chunk
+
+
+def _ranges(tree: PrefixTree, part: Chunk | Slice) -> list[tuple[int, int]]:
+    if isinstance(part, Chunk):
+        return tree.chunk_ranges(part)
+    return tree.row_ranges(part.sequence, part.start, part.stop)
+
+
+def _firsts(groups: Sequence[Sequence[Any]]) -> IntArray:
+    """Where each group begins if all are put one after the other, and where the last one ends."""
+    return np.cumsum([0, *map(len, groups)])
+
+
+def _levels(tree: PrefixTree, schedule: Schedule, limits: Limits) -> dict[str, Column]:
+    """What is held after every op, and while it runs, as the simulation has it."""
+    held = np.array(list(held_tokens(schedule)), np.int64).reshape(-1, 3)
+    columns: dict[str, Column] = dict(zip(("stack", "live", "stored"), held.T, strict=True))
+    if not limits.footprint.counts_tokens:
+        live = np.array(list(bytes_by_op(tree, schedule, limits.footprint, limits.head_starts)), np.float64)
+        columns |= dict(zip(("keptBytes", "peakBytes"), live.reshape(-1, 2).T, strict=True))
+    return columns
+
+
+def _forwards(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
+    """Runs of tree tokens that are forwarded equally often, and that one chunk writes the outputs of."""
+    times = np.zeros(tree.num_rows + 1, np.int64)
+    owner = np.full(tree.num_rows, -1, np.int64)
+    numbers: dict[Chunk | Slice, int] = {}
+    for op in schedule.ops:
+        part = _part(op)
+        if part is not None:
+            number = numbers.setdefault(part, len(numbers))
+        if not isinstance(op, (Anchor, Forward)):
+            continue
+        for start, stop in tree.chunk_ranges(op.chunk):
+            times[start] += 1
+            times[stop] -= 1
+            if op.out:
+                owner[start:stop] = np.where(owner[start:stop] < 0, number, owner[start:stop])
+    return _runs("forwards", np.cumsum(times)[:-1]) | _runs("owner", owner)
+
+
+def _runs(name: str, values: IntArray) -> dict[str, Column]:
+    """Runs of equal values: where each starts, and its value."""
+    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1)) if len(values) else np.zeros(0, np.int64)
+    return {f"{name}Start": starts, f"{name}Value": values[starts]}
+
+
+def _outcomes(tree: PrefixTree, known: Known) -> dict[str, Column]:
+    """Rewards by sequence, and by run of tree tokens how many sequences train on them."""
+    columns: dict[str, Column] = {}
+    if known.rewards is not None:
+        given = _counted("rewards", known.rewards, tree)
+        try:
+            columns["reward"] = np.array([float(reward) for reward in given], np.float64)
+        except (TypeError, ValueError) as error:
+            raise PlanError("rewards are not numbers", expected="one for every sequence", got=str(error)) from error
+        if not np.isfinite(columns["reward"]).all():
+            first = int(np.argmin(np.isfinite(columns["reward"])))
+            raise PlanError("a reward is not finite", where=f"sequence {first}", got=f"{columns['reward'][first]}")
+    if known.loss_masks is not None:
+        times = np.zeros(tree.num_rows + 1, np.int64)
+        for sequence, mask in enumerate(_counted("loss_masks", known.loss_masks, tree)):
+            for first, last in _spans(sequence, mask, int(tree.lengths[sequence])):
+                for start, stop in tree.row_ranges(sequence, first, last):
+                    times[start] += 1
+                    times[stop] -= 1
+        columns |= _runs("trained", np.cumsum(times)[:-1])
+    return columns
+
+
+def _spans(sequence: int, mask: Any, length: int) -> list[tuple[int, int]]:
+    """Half-open ranges of positions, from a mask or from ranges."""
+    array = np.asarray(mask.detach().cpu().numpy() if hasattr(mask, "detach") else mask)
+    if array.ndim == 1 and array.dtype == np.bool_ and len(array) == length:
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], array, [False]])))
+        return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+    if array.size == 0 and not (array.dtype == np.bool_ and length):
+        return []
+    if array.ndim == 2 and array.shape[1] == 2 and array.dtype.kind in "iu":
+        spans = [(int(first), int(last)) for first, last in array]
+        if all(0 <= first <= last <= length for first, last in spans):
+            return spans
+    raise PlanError(
+        "a loss mask does not fit its sequence",
+        where=f"sequence {sequence}",
+        expected=f"{length} booleans, or ranges (start, stop) within [0:{length}]",
+        got=f"shape {array.shape} of {array.dtype}" if array.size > 8 or array.ndim != 2 else str(array.tolist()),
+    )
+
+
+def _tokens(tree: PrefixTree, known: Known, most: int) -> tuple[dict[str, Column], dict[str, Any]]:
+    decode = None if known.tokenizer is None else decoder(known.tokenizer)
+    if known.sequences is None:
+        if decode is not None:
+            raise PlanError("a tokenizer without tokens", hint="pass sequences=..., the token ids of every sequence")
+        # The tree itself knows by what neighbours differ; in a compiled call that is codes of its inputs.
+        forks = {"common": tree.common, "fork": tree.forks.reshape(-1)} if tree.shared else {}
+        return forks, {"ends": None, "texts": None}
+    arrays = _sequences(tree, known.sequences)
+    columns = (arrays[one][start:stop] for one, start, stop in zip(tree.sequence, tree.start, tree.stop, strict=True))
+    rows = np.concatenate([np.zeros(0, np.int64), *(column.astype(np.int64) for column in columns)])
+    found = tokens_in(rows, tree.stop - tree.start, decode, most)
+    facts = {"ends": found.ends, "texts": list(found.texts) if decode is not None else None}
+    return {"token": found.entries, "vocabulary": found.ids}, facts
+
+
+def _sequences(tree: PrefixTree, sequences: Iterable[Any]) -> list[npt.NDArray[Any]]:
+    """The sequences as arrays, which must share what they share in the tree."""
+    arrays = [
+        as_integers(sequence, f"sequence {index}")
+        for index, sequence in enumerate(_counted("sequences", sequences, tree))
+    ]
+    for index, (array, length) in enumerate(zip(arrays, tree.lengths.tolist(), strict=True)):
+        if len(array) != length:
+            raise _other_sequences(f"sequence {index}", f"{length} tokens", f"{len(array)}")
+    for (left, right), shared in zip(pairwise(tree.order.tolist()), tree.lcp[1:].tolist(), strict=True):
+        if not np.array_equal(arrays[left][:shared], arrays[right][:shared]):
+            raise _other_sequences(f"sequences {left} and {right}", f"{shared} equal tokens", "others")
+    return arrays
+
+
+def _other_sequences(where: str, expected: str, got: str) -> PlanError:
+    return PlanError("these sequences are not the plan's", where=where, expected=expected, got=got)
+
+
+def _counted(name: str, values: Iterable[Any], tree: PrefixTree) -> list[Any]:
+    found, sequences = each(values), len(tree.lengths)
+    if len(found) != sequences:
+        raise PlanError(f"{name} are not one for every sequence", expected=f"{sequences} of them", got=f"{len(found)}")
+    return found

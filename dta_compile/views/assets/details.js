@@ -1,0 +1,319 @@
+// The panel beside the pictures, and the card at the pointer: what is known of an op, a segment, a sequence, the plan.
+
+const CONTEXT = 12; // tokens shown on either side of where branches part
+const MOST_BRANCHES = 12;
+const LABEL_WIDTH = 10; // columns of the labels in the printed summary
+const MOST_WORDS = 400; // tokens written out of a segment, half of them from its end
+
+function element(tag, properties = {}, ...children) {
+  const { dataset, style, ...others } = properties;
+  const made = Object.assign(document.createElement(tag), others);
+  Object.assign(made.dataset, dataset);
+  Object.assign(made.style, style);
+  made.append(...children.filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+function table(rows) {
+  const known = rows.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return element(
+    "table",
+    {},
+    ...known.map(([key, value]) => element("tr", {}, element("td", {}, key), element("td", {}, value))),
+  );
+}
+
+class Details {
+  constructor(panel, tree, words, schedule, theme, state, actions) {
+    Object.assign(this, { panel, tree, words, schedule, theme, state, actions });
+  }
+
+  render() {
+    const { state, schedule } = this;
+    const parts = [];
+    if (state.selected >= 0) parts.push(...this.segment(state.selected));
+    if (state.row >= 0) parts.push(...this.sequence(state.row));
+    if (schedule.now >= 0) parts.push(...this.op(schedule.now));
+    parts.push(...this.plan(parts.length === 0));
+    this.panel.replaceChildren(...parts);
+  }
+
+  plan(isFirst) {
+    const { facts } = this.tree;
+    const parts = [element("h2", {}, "Plan")];
+    if (isFirst)
+      parts.push(element("p", { className: "note" }, "Point at a segment or an op; click to keep it here. Keys: ?"));
+    parts.push(this.summary(facts.summary));
+    if (facts.ends !== null) {
+      const kept = plural(facts.ends, "token");
+      const text = `To keep this file small it has the first and last ${kept} of each segment only.`;
+      parts.push(element("p", { className: "note", id: "cut-note" }, text));
+    }
+    if (!this.words.known) {
+      parts.push(element("p", { className: "note" }, "Token ids were not given to this page (sequences=...)."));
+    } else if (!facts.texts) {
+      parts.push(
+        element("p", { className: "note" }, "Tokens are shown as ids: no tokenizer was given (tokenizer=...)."),
+      );
+    }
+    return parts;
+  }
+
+  // The printed summary, its labels and texts side by side.
+  summary(text) {
+    const [title, ...lines] = text.split("\n");
+    const rows = [["", title]];
+    for (const line of lines) {
+      const [, label, gap, rest] = line.match(/^ {2}([a-z-]+)( +)(.*)$/) ?? [];
+      const isTitle = !line.startsWith(" ");
+      if (isTitle) rows.push(line.split(/: (.*)/));
+      else if (label && label.length + gap.length >= LABEL_WIDTH) rows.push([label, rest]);
+      else rows.at(-1)[1] += line.startsWith("   ") ? ` ${line.trim()}` : `\n${line.trim()}`;
+    }
+    const made = table(rows.slice(1));
+    made.className = "summary";
+    return element("div", {}, element("p", {}, title), made);
+  }
+
+  op(op) {
+    const { schedule, tree, theme } = this;
+    const kind = schedule.kindOf(op);
+    const attached = schedule.attachedBy(op).length;
+    const bytes = schedule.inBytes ? amount(tree.keptBytes[op], "bytes") : null;
+    return [
+      element(
+        "h2",
+        {},
+        `Op ${number(op + 1)} of ${number(schedule.length)} `,
+        element("span", { className: "chip", style: { background: theme.kinds[kind] } }, kind),
+      ),
+      element("pre", { id: "op-text" }, schedule.lines[op]),
+      table([
+        ["tokens", schedule.tokensOf(op) ? number(schedule.tokensOf(op)) : null],
+        ["sequences attached", attached ? number(attached) : null],
+        ["stack after it", plural(tree.stack[op], "token")],
+        ["live graphs after it", plural(tree.live[op], "token")],
+        ["KV kept alone", tree.stored[op] ? plural(tree.stored[op], "token") : null],
+        ["kept after it", bytes],
+        ["most as it runs", schedule.inBytes ? amount(tree.peakBytes[op], "bytes") : null],
+      ]),
+    ];
+  }
+
+  facts(node) {
+    const { tree } = this;
+    const ends = tree.ends[node];
+    const times = tree.average("forwards", node);
+    return [
+      ["sequences through it", number(tree.through(node))],
+      ["of them end here", ends ? number(ends) : null],
+      ["tokens saved", tree.through(node) > 1 ? number(tree.size(node) * (tree.through(node) - 1)) : null],
+      ["run forward", times === 1 ? "once" : `${short(times)} times`],
+      [
+        "trained on",
+        tree.trainedStart ? `${short(100 * tree.average("trained", node, (n) => n > 0))} % of tokens` : null,
+      ],
+      [tree.through(node) > 1 ? "mean reward" : "reward", tree.reward ? short(tree.meanReward(node)) : null],
+    ];
+  }
+
+  segment(node) {
+    const { tree, words } = this;
+    const parts = [
+      element("h2", {}, "Segment"),
+      element(
+        "div",
+        { className: "lead" },
+        `[${number(tree.start[node])}:${number(tree.stop[node])}]  ${plural(tree.size(node), "token")}`,
+      ),
+      table(this.facts(node)),
+    ];
+    if (words.known) parts.push(element("h3", {}, "Tokens"), this.tokens(node, tree.start[node], tree.stop[node]));
+    parts.push(...this.parting(node), ...this.branches(node), ...this.endings(node), ...this.runs(node));
+    return parts;
+  }
+
+  // Tokens [from, to) of a node, in the middle cut if they are many.
+  tokens(node, from, to, differs = -1) {
+    const box = element("div", { className: "tokens" });
+    let left = 0;
+    const cut = () => {
+      if (left) box.append(element("span", { className: "cut" }, `… ${plural(left, "token")} …`));
+      left = 0;
+    };
+    for (let depth = from; depth < to; depth++) {
+      const entry = this.words.entry(node, depth);
+      const skipped = to - from > MOST_WORDS && depth >= from + MOST_WORDS / 2 && depth < to - MOST_WORDS / 2;
+      if (entry < 0 || skipped) {
+        left++;
+        continue;
+      }
+      cut();
+      box.append(this.token(entry, depth, depth === differs));
+    }
+    cut();
+    return box;
+  }
+
+  token(entry, depth, differs) {
+    const { texts } = this.words;
+    const text = unhidden(this.words.text(entry).replace(/\n/g, "↵\n").replace(/\t/g, "⇥\t").replace(/\r/g, "␍"));
+    const title = `token ${number(depth)}: id ${this.tree.vocabulary[entry]}`;
+    return element("span", { title, className: differs ? "differs" : "" }, texts ? text : `${text} `);
+  }
+
+  // Why a segment does not go on with its neighbour: the last tokens that they share, and the first that differ.
+  parting(node) {
+    const { tree, words } = this;
+    const other = tree.previous[node] >= 0 ? tree.previous[node] : tree.next[node];
+    if (other < 0) return [];
+    const where = tree.start[node];
+    const parts = [element("h3", {}, `Parts from its neighbour at token ${number(where)}`)];
+    if (!words.known) {
+      const [mine, its] = [words.firstId(node), words.firstId(other)];
+      const text = !tree.facts.shared
+        ? "The plan shares no prefixes."
+        : mine === undefined
+          ? ""
+          : `${mine} here, ${its} there`;
+      return text ? [...parts, element("p", { className: "note" }, text)] : [];
+    }
+    const parent = tree.parent[node];
+    if (parent >= 0) parts.push(this.tokens(parent, Math.max(tree.start[parent], where - CONTEXT), where));
+    for (const one of [node, other]) {
+      parts.push(this.tokens(one, where, Math.min(tree.stop[one], where + CONTEXT), where));
+    }
+    const same = words.firstId(node) === words.firstId(other);
+    const why = tree.facts.shared
+      ? "The ids are equal: what differs is recorded with them, such as routes of experts."
+      : "The plan shares no prefixes.";
+    if (same) parts.push(element("p", { className: "note" }, why));
+    return parts;
+  }
+
+  branches(node) {
+    const { tree } = this;
+    const found = tree.children(node).sort((a, b) => tree.through(b) - tree.through(a));
+    if (!found.length) return [];
+    return [
+      element("h3", {}, `${plural(found.length, "branch").replace("branchs", "branches")} after it, by sequences`),
+      ...found
+        .slice(0, MOST_BRANCHES)
+        .map((child) =>
+          this.link(this.words.beginning(child, 44) || this.range(child), number(tree.through(child)), () =>
+            this.actions.select(child),
+          ),
+        ),
+      ...this.more(found.length - MOST_BRANCHES),
+    ];
+  }
+
+  range(node) {
+    return `[${number(this.tree.start[node])}:${number(this.tree.stop[node])}]`;
+  }
+
+  more(count) {
+    return count > 0 ? [element("p", { className: "note" }, `and ${number(count)} more`)] : [];
+  }
+
+  link(text, value, act) {
+    return element(
+      "button",
+      { className: "go", type: "button", onclick: act },
+      element("code", {}, text),
+      element("span", {}, value),
+    );
+  }
+
+  endings(node) {
+    const { tree } = this;
+    const count = tree.ends[node];
+    if (!count) return [];
+    const rows = Array.from({ length: Math.min(count, MOST_BRANCHES) }, (_, i) => tree.lo[node] + i);
+    return [
+      element("h3", {}, "Sequences that end here"),
+      ...rows.map((row) => this.link(tree.name(tree.order[row]), this.reward(row), () => this.actions.selectRow(row))),
+      ...this.more(count - MOST_BRANCHES),
+    ];
+  }
+
+  reward(row) {
+    return this.tree.reward ? `reward ${short(this.tree.reward[this.tree.order[row]])}` : "";
+  }
+
+  runs(node) {
+    const ops = this.state.related;
+    if (!ops.length) return [];
+    return [
+      element("h3", {}, "Ops that run it"),
+      ...ops
+        .slice(0, MOST_BRANCHES)
+        .map((op) => this.link(this.schedule.lines[op], number(op + 1), () => this.actions.goTo(op))),
+      ...this.more(ops.length - MOST_BRANCHES),
+    ];
+  }
+
+  sequence(row) {
+    const { tree } = this;
+    const sequence = tree.order[row];
+    const path = [];
+    for (let node = tree.endOfRow(row); node >= 0; node = tree.parent[node]) path.push(node);
+    path.reverse();
+    const own = path.length ? path.at(-1) : -1;
+    const alone = path.filter((node) => tree.through(node) === 1).reduce((sum, node) => sum + tree.size(node), 0);
+    return [
+      element("h2", {}, `Sequence ${tree.name(sequence)}`),
+      table([
+        ["number", tree.facts.names ? `s${sequence}` : null],
+        ["tokens", number(tree.lengthOfRow(row))],
+        ["shared with others", number(tree.lengthOfRow(row) - alone)],
+        ["reward", tree.reward ? short(tree.reward[sequence]) : null],
+      ]),
+      path.length ? element("h3", {}, `${plural(path.length, "segment")} of its path`) : null,
+      ...path
+        .slice(-MOST_BRANCHES)
+        .map((node) =>
+          this.link(
+            this.words.beginning(node, 36) || this.range(node),
+            `${number(tree.size(node))} × ${number(tree.through(node))}`,
+            () => this.actions.select(node),
+          ),
+        ),
+      ...this.more(path.length - MOST_BRANCHES),
+      own < 0 ? element("p", { className: "note" }, "It has no tokens.") : null,
+    ].filter(Boolean);
+  }
+
+  // The card at the pointer.
+  card(node, row) {
+    const { tree, words } = this;
+    const known = this.facts(node).filter(([, value]) => value !== null && value !== "");
+    return [
+      element(
+        "div",
+        {},
+        element(
+          "b",
+          {},
+          `[${number(tree.start[node])}:${number(tree.stop[node])}]  ${plural(tree.size(node), "token")}`,
+        ),
+      ),
+      ...known.map(([key, value]) => element("div", { className: "row" }, `${key}: ${value}`)),
+      row >= 0 ? element("div", { className: "row" }, `row ${number(row)}: ${tree.name(tree.order[row])}`) : null,
+      words.beginning(node) ? element("code", {}, words.beginning(node, 120)) : null,
+    ].filter(Boolean);
+  }
+
+  opCard(op) {
+    const line = this.schedule.lines[op];
+    return [
+      element("b", {}, `Op ${number(op + 1)} `),
+      element("code", {}, line.length > 260 ? `${line.slice(0, 260)} …` : line),
+      element(
+        "div",
+        { className: "row" },
+        `${plural(this.tree.stack[op], "token")} on the stack, ${number(this.tree.live[op])} with live graphs after it`,
+      ),
+    ];
+  }
+}

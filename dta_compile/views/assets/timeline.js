@@ -1,0 +1,258 @@
+// The schedule in order: a lane for each kind of op, and beneath, what is held after every op.
+
+const LANE = 13;
+
+class Timeline {
+  constructor(stage, schedule, theme, state) {
+    Object.assign(this, { stage, schedule, theme, state });
+    const { tree } = schedule;
+    this.lanes = schedule.kinds.filter((_, kind) => tree.kind.includes(kind));
+    this.charts = this.makeCharts();
+    for (const chart of this.charts) {
+      chart.most = Math.max(0, bounds(chart.values)[1]);
+      chart.lineMost = chart.line ? Math.max(0, bounds(chart.line)[1]) : 0;
+    }
+    this.setWidths("even");
+    this.viewport = new Viewport(stage, {
+      extent: [this.edges.at(-1), 1],
+      deepest: [Math.max(1, schedule.length / 8), 1],
+      margin: { left: 66, right: 14, top: 6, bottom: 8 },
+      yMoves: false,
+      draw: () => this.draw(),
+      drawOverlay: () => this.drawOverlay(),
+    });
+    this.viewport.open();
+  }
+
+  makeCharts() {
+    const { tree, inBytes } = this.schedule;
+    const stack = { title: "on the stack", values: tree.stack, unit: "tokens", color: "forward" };
+    if (!inBytes) {
+      const held = Float64Array.from(tree.live, (live, op) => live + tree.stored[op]);
+      return [stack, { title: "with live graphs or kept KV", values: held, unit: "tokens", color: "backward" }];
+    }
+    return [
+      stack,
+      {
+        title: "in kept graphs and KV",
+        values: tree.keptBytes,
+        unit: "bytes",
+        color: "backward",
+        line: tree.peakBytes,
+        limit: tree.facts.budget,
+      },
+    ];
+  }
+
+  // Ops as wide as each other, or as the tokens that they run.
+  setWidths(widths) {
+    const { schedule } = this;
+    this.edges = new Float64Array(schedule.length + 1);
+    const least = schedule.length ? bounds(schedule.tree.partTokens)[1] / 50 : 1;
+    for (let op = 0; op < schedule.length; op++) {
+      const wide = widths === "even" ? 1 : Math.max(least, schedule.runs(op) ? schedule.tokensOf(op) : 0);
+      this.edges[op + 1] = this.edges[op] + wide;
+    }
+    if (!this.viewport) return;
+    this.viewport.x.base.domain([0, this.edges.at(-1)]);
+    this.viewport.drawNow();
+  }
+
+  opAt(event) {
+    const [left, top] = this.viewport.place(event);
+    if (left < 0 || left > this.viewport.width || top < 0 || !this.schedule.length) return -1;
+    return Math.min(this.schedule.length - 1, lastAtMost(this.edges, this.viewport.x.scale.invert(left)));
+  }
+
+  get visibleOps() {
+    const [low, high] = this.viewport.x.domain;
+    const first = Math.max(0, lastAtMost(this.edges, low));
+    return [first, Math.min(this.schedule.length, lastAtMost(this.edges, high) + 1)];
+  }
+
+  draw() {
+    const { viewport } = this;
+    const lanes = this.lanes.length * LANE;
+    const space = (viewport.height - lanes) / this.charts.length;
+    this.drawLanes(viewport.base);
+    this.charts.forEach((chart, i) => {
+      const top = lanes + i * space + 20;
+      this.drawChart(viewport.base, chart, top, Math.max(8, space - 22), i);
+    });
+    this.drawLaneNames();
+  }
+
+  drawLanes(context) {
+    const { viewport, schedule, theme } = this;
+    const x = viewport.x.scale;
+    const [first, last] = this.visibleOps;
+    const reached = new Float64Array(this.lanes.length).fill(-Infinity);
+    const laneOf = schedule.kinds.map((kind) => this.lanes.indexOf(kind));
+    viewport.clipped(context, () => {
+      context.fillStyle = theme.line;
+      this.lanes.forEach((_, lane) => context.fillRect(0, lane * LANE + LANE - 3, viewport.width, 1));
+      for (let op = first; op < last; op++) {
+        const lane = laneOf[schedule.tree.kind[op]];
+        const left = Math.round(x(this.edges[op]));
+        const right = Math.max(left + 1, Math.round(x(this.edges[op + 1])));
+        if (right <= reached[lane]) continue;
+        reached[lane] = right;
+        context.fillStyle = theme.kinds[this.lanes[lane]];
+        context.fillRect(left, lane * LANE, right - left > 4 ? right - left - 1 : right - left, LANE - 3);
+      }
+    });
+  }
+
+  drawLaneNames() {
+    const { left, top } = this.viewport.margin;
+    const names = this.viewport
+      .group("lanes", left - 8, top)
+      .selectAll("text")
+      .data(this.lanes);
+    names
+      .join("text")
+      .attr("text-anchor", "end")
+      .attr("y", (_, lane) => lane * LANE + LANE - 4)
+      .text((kind) => kind);
+  }
+
+  drawChart(context, chart, top, height, index) {
+    const { viewport, theme } = this;
+    const most = Math.max(chart.most, chart.lineMost, 1);
+    // A budget far above all that is held would press the curve to the ground; it is then told in words.
+    const hasLimit = chart.limit !== undefined && chart.limit !== null;
+    const limit = hasLimit && chart.limit <= 4 * most ? chart.limit : 0;
+    const y = d3.scaleLinear([0, 1.04 * Math.max(most, limit)], [top + height, top]);
+    const color = theme.kinds[chart.color];
+    viewport.clipped(context, () => {
+      const points = this.points(chart.values);
+      const area = d3
+        .area()
+        .x((p) => p[0])
+        .y0(y(0))
+        .y1((p) => y(p[1]))
+        .curve(d3.curveStepAfter)
+        .context(context);
+      context.fillStyle = color;
+      context.globalAlpha = 0.22;
+      context.beginPath();
+      area(points);
+      context.fill();
+      context.globalAlpha = 1;
+      this.strokeSteps(context, points, y, color, 1.25);
+      if (chart.line) this.strokeSteps(context, this.points(chart.line), y, color, 0.6);
+      if (limit) this.strokeLimit(context, y(limit));
+    });
+    const { left, top: above } = viewport.margin;
+    const [size, unit] = chart.unit === "bytes" ? binaryUnit(most) : [1, ""];
+    const scale = y.copy().domain(y.domain().map((value) => value / size));
+    const label = (value) => (size > 1 || Number.isInteger(value) ? `${d3.format("~s")(value)} ${unit}` : "");
+    const axis = d3
+      .axisLeft(scale)
+      .ticks(Math.max(2, height / 26))
+      .tickSize(3)
+      .tickFormat(label);
+    viewport.group(`chart${index}`, left, above).call(axis);
+    this.drawTitle(context, chart, top - 9);
+  }
+
+  strokeSteps(context, points, y, color, width) {
+    context.strokeStyle = color;
+    context.lineWidth = width;
+    context.beginPath();
+    d3
+      .line()
+      .x((p) => p[0])
+      .y((p) => y(p[1]))
+      .curve(d3.curveStepAfter)
+      .context(context)(points);
+    context.stroke();
+  }
+
+  strokeLimit(context, level) {
+    context.strokeStyle = this.theme.accent;
+    context.lineWidth = 1.25;
+    context.setLineDash([5, 4]);
+    context.beginPath();
+    context.moveTo(0, level);
+    context.lineTo(this.viewport.width, level);
+    context.stroke();
+    context.setLineDash([]);
+  }
+
+  drawTitle(context, chart, middle) {
+    const { theme, schedule } = this;
+    const now = schedule.now >= 0 ? `  ·  now ${amount(chart.values[schedule.now], chart.unit)}` : "";
+    const line = chart.lineMost > chart.most ? `  ·  most as an op runs ${amount(chart.lineMost, chart.unit)}` : "";
+    const budget =
+      chart.limit !== undefined && chart.limit !== null
+        ? `  ·  budget ${amount(chart.limit, chart.unit)} besides the chunk at work`
+        : "";
+    const peak = amount(chart.most, chart.unit);
+    context.font = "11px system-ui, sans-serif";
+    context.textBaseline = "middle";
+    context.fillStyle = theme.muted;
+    context.fillText(`${chart.unit} ${chart.title}  ·  peak ${peak}${line}${budget}${now}`, 2, middle);
+  }
+
+  // [pixel, value] where the value changes; the largest of those that fall on one pixel.
+  points(values) {
+    const x = this.viewport.x.scale;
+    const [first, last] = this.visibleOps;
+    const found = [];
+    let [pixel, largest] = [-Infinity, 0];
+    for (let op = first; op < last; op++) {
+      const left = Math.round(x(this.edges[op]));
+      if (left > pixel) {
+        if (pixel > -Infinity) found.push([pixel, largest]);
+        [pixel, largest] = [left, values[op]];
+      } else largest = Math.max(largest, values[op]);
+    }
+    if (pixel > -Infinity) found.push([pixel, largest], [x(this.edges[last]), largest]);
+    return found;
+  }
+
+  drawOverlay() {
+    const { viewport, schedule, theme, state } = this;
+    const x = viewport.x.scale;
+    const mark = (op, color, alpha) => {
+      const [left, right] = [x(this.edges[op]), x(this.edges[op + 1])];
+      viewport.overlay.globalAlpha = alpha;
+      viewport.overlay.fillStyle = color;
+      viewport.overlay.fillRect(left, 0, Math.max(1.5, right - left), viewport.height);
+      viewport.overlay.globalAlpha = 1;
+    };
+    viewport.clipped(viewport.overlay, () => {
+      for (const op of state.related) mark(op, theme.ink, 0.1);
+      if (state.hoveredOp >= 0) mark(state.hoveredOp, theme.ink, 0.18);
+      if (schedule.now < 0) return;
+      mark(schedule.now, theme.accent, 0.2);
+      viewport.overlay.fillStyle = theme.accent;
+      viewport.overlay.fillRect(x(this.edges[schedule.now]), 0, 1.5, viewport.height);
+    });
+  }
+
+  // Move the window so that an op is in it.
+  reveal(op) {
+    const { viewport } = this;
+    const [low, high] = viewport.x.domain;
+    if (this.edges[op] >= low && this.edges[op + 1] <= high) return;
+    const middle = (this.edges[op] + this.edges[op + 1]) / 2;
+    viewport.x.show(middle - (high - low) / 2, middle + (high - low) / 2);
+    viewport.invalidate();
+  }
+}
+
+// The largest binary unit that is not larger than so many bytes: its size and its name.
+function binaryUnit(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  const power = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(bytes, 1)) / 10));
+  return [1024 ** power, units[power]];
+}
+
+// An amount for people: tokens with separators, bytes with a binary unit.
+function amount(value, unit) {
+  if (unit === "tokens") return number(value);
+  const [size, name] = binaryUnit(value);
+  return `${d3.format(".4~g")(value / size)} ${name}`;
+}

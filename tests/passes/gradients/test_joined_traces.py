@@ -1,4 +1,4 @@
-"""Layers that are copies are differentiated once: the time saved is real, and what differs between them is kept apart."""
+"""Layers that are copies are differentiated once, and what differs between layers is kept apart."""
 
 import pytest
 import torch

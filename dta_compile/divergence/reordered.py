@@ -8,16 +8,17 @@ import numpy as np
 
 from dta_compile.divergence.align import Hunk
 from dta_compile.divergence.batch import Batch, Ints
-from dta_compile.divergence.causes import INSERTED, ORDER, REMOVED, REPLACED, TOOLS, is_about_tools
+from dta_compile.divergence.causes import IDS, INSERTED, ORDER, REMOVED, REPLACED, TOOLS, is_about_tools
 
 __all__ = ["reordered"]
 
-SAME = 0.9  # of what differs in a stretch, token by token, from which on it is the same in another order
+SAME = 0.85  # of what differs in a stretch, token by token, from which on it is the same in another order
 LEAST = 6  # tokens that differ in such a stretch, on either side
 FARTHEST = 64  # hunks of one stretch
 AROUND, MOST_TEXT = 64, 2048  # tokens beside a stretch, and of it, that are looked at for what they are about
 
-_MAY_BE_ORDER = (None, REMOVED, INSERTED, REPLACED, ORDER, TOOLS)
+_MAY_BEGIN = (None, REMOVED, INSERTED, REPLACED, ORDER, TOOLS)
+_MAY_BE_WITHIN = (*_MAY_BEGIN, IDS)  # as in names that are counted up
 
 
 def reordered(
@@ -42,7 +43,7 @@ def _stretch(a: Ints, b: Ints, hunks: Sequence[Hunk], causes: Sequence[str | Non
     left: list[Ints] = []
     right: list[Ints] = []
     for last in range(first, min(first + FARTHEST, len(hunks))):
-        if causes[last] not in _MAY_BE_ORDER:
+        if causes[last] not in (_MAY_BEGIN if last == first else _MAY_BE_WITHIN):
             return None
         hunk = hunks[last]
         left.append(a[hunk.a0 : hunk.a1])

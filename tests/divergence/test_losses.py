@@ -98,6 +98,18 @@ def test_the_order_of_tools(folder, tmp_path):
     assert losses.causes[0].gained > 0.3 * losses.tree_tokens
 
 
+def test_time_stamps_between_trajectories_in_results_of_tools(folder, tmp_path):
+    """Turn after turn alike until a tool says when it was called; nothing is lost within a trajectory."""
+    payload, rows = text(random.Random(3), 80), []
+    for number in range(4):
+        result = say("tool", f"called at 10:4{number}:0{number}. {payload}")
+        answers = [say("assistant", text(random.Random(9 + number * turn), 9)) for turn in range(2)]
+        rows.append({"messages": [say("user", "Look it up."), answers[0], result, answers[1]]})
+    losses = losses_of(rows, folder, tmp_path)
+    assert [cause.name for cause in losses.causes] == ["time stamps"]
+    assert losses.causes[0].places == 3 and "called at" in losses.causes[0].examples[0].before
+
+
 def test_two_causes_are_told_apart(folder, tmp_path):
     rows = talks(lambda i, r: f"Now: 2026-11-{10 + i} 10:{20 + i}.", thinking=True, turns=4)
     losses = losses_of(rows, folder, tmp_path)

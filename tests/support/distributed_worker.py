@@ -165,7 +165,7 @@ SCENARIOS = {
     "ddp, micro-batches": ((4,), lambda: train("ddp", micro_batches=2)),
     "ddp, resumed": ((4,), lambda: resume(lambda: wrap("ddp"))),
     "fsdp2": ((2, 4), lambda: train("fsdp2", clip=0.05)),
-    "a trace of all ranks": ((2,), a_trace_of_all_ranks),
+    "a trace of all ranks": ((4,), a_trace_of_all_ranks),
     "fsdp2, rows as they are": ((4,), lambda: train("fsdp2", scatter=False)),
     "fsdp2, micro-batches": ((4,), lambda: train("fsdp2", micro_batches=2)),
     "fsdp2, resumed": ((4,), lambda: resume(lambda: wrap("fsdp2"))),

@@ -24,7 +24,7 @@ N ?= 200
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-verl fuzz lint format bench bench-all d3 clean
+.PHONY: help setup demo test test-all test-verl fuzz lint format bench bench-all d3 docs clean
 
 help:
 	@echo "make demo       set up, then train a small model with eager and with dta side by side"
@@ -34,6 +34,7 @@ help:
 	@echo "make bench      set up, then the speed floors (benchmarks/floors.py)"
 	@echo "make bench-all  set up, then every baseline, with plots; BENCH=\"--suite full\" takes hours"
 	@echo "make fuzz       set up, then 200 drawn programs against eager on all cores; more and others by N=2000 SEED=7"
+	@echo "make docs       set up, then the documentation as pages in build/docs"
 	@echo "make lint       set up, then ruff and mypy only"
 	@echo "make format     set up, then let ruff rewrite the code"
 	@echo "make d3         rebuild the drawing library of plan.to_html from npm, as its package.json says"
@@ -91,6 +92,10 @@ bench-all: setup
 
 d3:
 	cd $(D3) && npm install --no-package-lock && npm run build && rm -rf node_modules
+
+docs: setup
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) $(VENV_VERL) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

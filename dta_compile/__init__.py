@@ -13,7 +13,7 @@ from dta_compile.rollouts import RolloutTree
 
 if TYPE_CHECKING:
     from dta_compile.api import explain, last_plan, streaming_step
-    from dta_compile.integrations.trainer_callback import DTACallback
+    from dta_compile.callback import DTACallback
     from dta_compile.ops.causal_attention import attention
     from dta_compile.ops.experts import expert_linear, expert_sum
     from dta_compile.ops.recurrences.functions import (
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "DTACallback": "dta_compile.integrations.trainer_callback",
+    "DTACallback": "dta_compile.callback",
     "attention": "dta_compile.ops.causal_attention",
     "expert_linear": "dta_compile.ops.experts",
     "expert_sum": "dta_compile.ops.experts",

@@ -19,6 +19,7 @@ from dta_compile.capture.convolutions import with_our_convolutions
 from dta_compile.capture.flash_attention import with_our_attention
 from dta_compile.capture.recurrences import refuse_final_states
 from dta_compile.errors import DTAError, OptionError, RefusalError
+from dta_compile.explanation import capture_report
 from dta_compile.integrations.fully_shard import keeping
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
@@ -28,6 +29,7 @@ from dta_compile.passes.program import AmbiguousAxes
 from dta_compile.passes.symbols import selects_rows
 from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.engine import Engine
+from dta_compile.runtime.measure.profiler import trace_artifact
 
 logger = logging.getLogger("dta_compile")
 
@@ -77,6 +79,7 @@ def dta(
         return _refused(_bug(broken), graph.module, parsed)
     except RefusalError as refusal:
         return _refused(refusal, graph.module, parsed)
+    trace_artifact("dta_capture", lambda: capture_report(program))
     if engine.rest is not None:
         record.log_once(SEVERAL_BATCHES)
     record.engines.append(engine)

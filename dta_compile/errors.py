@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "DTAError",
+    "MissingPackageError",
     "OptionError",
     "PlanError",
     "RefusalError",
@@ -30,6 +31,10 @@ class DTAError(Exception):
         self.what, self.where, self.expected, self.got, self.hint = what, where, expected, got, hint
         labelled = (("where", where), ("expected", expected), ("got", got), ("what to do", hint))
         super().__init__("\n".join([what, *(f"  {label}: {text}" for label, text in labelled if text)]))
+
+
+class MissingPackageError(DTAError, ImportError):
+    """What was asked for needs a package that is not installed; `hint` says what to install."""
 
 
 class OptionError(DTAError, ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -87,10 +87,29 @@ def explain_engine(engine: Intercepted, args: Sequence[Any]) -> Explanation:
             for line in _attention(rest, [layer.mask or MaskClass() for layer in rest.attention])
         ],
     }
-    lines = [line for title, items in sections.items() if items for line in (title, *(f"  {item}" for item in items))]
-    text = "\n".join([*lines, str(call.plan)])
+    text = f"{_listed(sections)}\n{call.plan}"
     plan = dataclasses.replace(call.plan, sequences=_token_ids(call))
     return Explanation(text, None, plan, regions, attention, prefix_key, frontier)
+
+
+def capture_report(program: Program) -> str:
+    """What the passes made of a captured graph, before any call: regions, mixers, prefix key, frontier."""
+    masks = [layer.mask or MaskClass() for layer in program.attention]
+    sections = {
+        "regions": [f"{name}: {count} operators" for name, count in _regions(program).items()],
+        "attention": list(_attention(program, masks)),
+        "other mixers": _other_mixers(program),
+        "prefix key": [_input(program, item) for item in program.trunk_keys],
+        "head inputs": [_input(program, item) for item in program.head_inputs],
+        "frontier": [_frontier(value) for value in program.frontier],
+        "activations": [f"{program.joint.saved_bytes_per_token:,.0f} bytes per kept token"] if program.training else [],
+    }
+    return _listed(sections)
+
+
+def _listed(sections: Mapping[str, Sequence[str]]) -> str:
+    lines = [line for title, items in sections.items() if items for line in (title, *(f"  {item}" for item in items))]
+    return "\n".join(lines)
 
 
 def _regions(program: Program) -> dict[str, int]:
@@ -152,10 +171,11 @@ def _input(program: Program, item: ChunkInput) -> str:
     return f"{name} {item.layout}"
 
 
-def _frontier(value: FrontierValue, positions: int) -> str:
+def _frontier(value: FrontierValue, positions: int | None = None) -> str:
     size = value.dtype.itemsize
     for feature in value.features:
         size *= feature
     kind = "KV cache" if value.is_cache else "differentiable" if value.differentiable else "no gradient"
     shape = "x".join(map(str, value.features)) or "scalar"
-    return f"{value.node.name}: {shape} per token, {size * positions:,} bytes dense, {kind}"
+    dense = f", {size * positions:,} bytes dense" if positions is not None else f", {size:,} bytes a token"
+    return f"{value.node.name}: {shape} per token{dense}, {kind}"

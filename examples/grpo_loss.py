@@ -17,6 +17,7 @@ from dta_compile.data import bundled, load_rollouts, pad_batch, vocab_size
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--steps", type=int, default=3)
 parser.add_argument("--backend", default="dta")
+parser.add_argument("--tensorboard", metavar="FOLDER", help="draw the figures of every step's plan there")
 arguments = parser.parse_args()
 
 rollouts = [rollout for rollout in load_rollouts(bundled(), dense=True) if rollout.group == 0 and rollout.turn < 2]
@@ -40,6 +41,11 @@ def grpo_loss(input_ids, attention_mask, labels, loss_mask, rewards):
 
 
 inputs = [torch.from_numpy(array) for array in (batch.input_ids, batch.attention_mask, batch.labels, batch.loss_mask)]
+writer = None
+if arguments.tensorboard:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(arguments.tensorboard)
 for step in range(arguments.steps):
     optimizer.zero_grad()
     loss = grpo_loss(*inputs, rewards)
@@ -47,6 +53,11 @@ for step in range(arguments.steps):
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
     optimizer.step()
     print(f"step {step + 1}: loss {loss.item():+.6f}, gradient norm {norm.item():.6f}")
+    if writer is not None and arguments.backend == "dta":
+        for name, value in dta_compile.last_plan(grpo_loss).scalars().items():  # wandb.log takes all of them at once
+            writer.add_scalar(name, value, step)
 
+if writer is not None:
+    writer.close()
 if arguments.backend == "dta":
     print(dta_compile.last_plan(grpo_loss))

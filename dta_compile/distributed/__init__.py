@@ -10,5 +10,6 @@ from __future__ import annotations
 
 from dta_compile.distributed.losses import global_count, token_mean
 from dta_compile.distributed.shard import Shard, scatter
+from dta_compile.distributed.traces import to_chrome_trace
 
-__all__ = ["Shard", "global_count", "scatter", "token_mean"]
+__all__ = ["Shard", "global_count", "scatter", "to_chrome_trace", "token_mean"]

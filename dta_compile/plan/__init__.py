@@ -10,7 +10,7 @@ from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedul
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
 from dta_compile.plan.simulate import Held, Simulation, Work, held_tokens, simulate
 from dta_compile.plan.states import with_states
-from dta_compile.plan.summary import Estimates, ReplayCounts, Stats
+from dta_compile.plan.summary import Estimates, MeasuredRun, ReplayCounts, Stats
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.chunk_tree import ChunkTree, chunk_tree
 from dta_compile.plan.tree.lexicographic import LexicographicOrder, lexicographic_order
@@ -36,6 +36,7 @@ __all__ = [
     "LexicographicOrder",
     "Limits",
     "LiveBytes",
+    "MeasuredRun",
     "Op",
     "Plan",
     "Pop",

@@ -14,13 +14,16 @@ from dta_compile.options import Options
 from dta_compile.plan.cost import Limits, choose
 from dta_compile.plan.peak_memory import Footprint
 from dta_compile.plan.picture import Known, picture
+from dta_compile.plan.scalars import scalars
 from dta_compile.plan.schedule import Schedule
 from dta_compile.plan.simulate import Simulation
 from dta_compile.plan.summary import Estimates, Stats, summarize
+from dta_compile.plan.timeline import processes, tree_as_speedscope
 from dta_compile.plan.tree.lexicographic import each
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 from dta_compile.plan.tree.split_prefixes import SplitPrefixes, with_routes
 from dta_compile.plan.verify import verify
+from dta_compile.views.traces.chrome import Process, as_chrome_trace
 
 __all__ = ["Plan", "make_plan", "plan"]
 
@@ -133,6 +136,41 @@ class Plan:
         facts = {"summary": str(self), "stats": dataclasses.asdict(self.stats), "shared": self.prefix_tree.shared}
         text = picture(self.prefix_tree, self.schedule, self.limits, facts, known, title)
         Path(path).write_text(text, encoding="utf-8")
+
+    def scalars(self) -> dict[str, float]:
+        """Figures by flat names such as `dta/compression`, for TensorBoard, wandb and the like; numbers only.
+
+        Of a compiled call, seconds and throughput are there once it was measured (`last_plan` waits for that).
+        """
+        return scalars(self.stats, self.estimates)
+
+    def trace_processes(self, rank: int = 0, epoch: float | None = None) -> list[Process]:
+        """What `to_chrome_trace` writes of one rank; times count from `epoch` (seconds since 1970) or its own begin."""
+        return processes(self.prefix_tree, self.schedule, self.limits, self.estimates, rank, epoch)
+
+    def to_chrome_trace(self, path: str | PathLike[str], rank: int = 0) -> None:
+        """Write the schedule in time as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open.
+
+        Predicted by the cost model and, after a run, measured: a track per stream, and curves of the tokens on the
+        stack, under live graphs and with KV alone kept, and of bytes where the plan knows them.
+        `dta_compile.distributed.to_chrome_trace` writes those of all ranks into one file.
+
+        Args:
+            path: the file to write.
+            rank: what the tracks are called after.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        Path(path).write_text(as_chrome_trace(self.trace_processes(rank), self.scalars()), encoding="utf-8")
+
+    def to_speedscope(self, path: str | PathLike[str]) -> None:
+        """Write the prefix tree as a flame graph for https://www.speedscope.app: its tokens, and all sequences'.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        Path(path).write_text(tree_as_speedscope(self.prefix_tree, "dta prefix tree"), encoding="utf-8")
 
     def __str__(self) -> str:
         facts = self.stats, self.prefix_tree, self.schedule, self.reason, self.estimates

@@ -7,13 +7,15 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
-from dta_compile.plan.schedule import Schedule
+from dta_compile.plan.schedule import Op, Schedule
+from dta_compile.plan.simulate import Work
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 
-__all__ = ["Estimates", "ReplayCounts", "Stats", "divergence", "summarize"]
+__all__ = ["Estimates", "MeasuredRun", "ReplayCounts", "Stats", "divergence", "summarize"]
 
 _WIDTH = 100
 _LOW_SHARING = 2.0  # compression below which the summary explains itself
@@ -70,6 +72,27 @@ class ReplayCounts:
     bytes: int = 0
 
 
+class MeasuredRun(NamedTuple):
+    """One run of a chunk's graph.
+
+    Attributes:
+        kind: "forward" or "backward".
+        work: what it amounts to.
+        seconds: that it took.
+        op: of the schedule.
+        start: seconds from the begin of the first run to its own.
+        launched, launch_seconds: the same of the host, which on a GPU only launches it.
+    """
+
+    kind: str
+    work: Work
+    seconds: float
+    op: Op
+    start: float
+    launched: float
+    launch_seconds: float
+
+
 @dataclasses.dataclass
 class Estimates:
     """What a run was expected to take, and what it took.
@@ -83,6 +106,9 @@ class Estimates:
         replays: what became of the runs that CUDA graphs were meant for; None: of none.
         codegen: what code was generated for it; None: none.
         self_check: what comparing the compiled program with the captured one came to; None: not compared.
+        runs: of chunks, as they were measured; empty before.
+        began: when the first of them did (seconds since 1970).
+        stream: what they ran on.
     """
 
     seconds: float
@@ -93,6 +119,9 @@ class Estimates:
     replays: ReplayCounts | None = None
     codegen: str | None = None
     self_check: str | None = None
+    runs: tuple[MeasuredRun, ...] = ()
+    began: float | None = None
+    stream: str = ""
 
 
 def summarize(

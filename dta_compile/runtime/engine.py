@@ -20,7 +20,9 @@ from dta_compile.runtime.calls.call import Call, CallContext
 from dta_compile.runtime.calls.planned_call import PlannedCall, Run, plan_call
 from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.calls.sizes import Sizes
+from dta_compile.runtime.measure import steps
 from dta_compile.runtime.measure.calibration import Calibration
+from dta_compile.runtime.measure.profiler import trace_artifact
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.replay.lease import ReplayCache
 from dta_compile.runtime.returned_cache import ReturnedCache
@@ -28,6 +30,9 @@ from dta_compile.runtime.transparent import TreeFunction, no_autocast
 from dta_compile.runtime.verification.self_check import self_check, verified
 
 logger = logging.getLogger("dta_compile")
+
+
+TRACED_PLANS = 8  # of each program; a run has thousands
 
 
 class Engine:
@@ -42,6 +47,8 @@ class Engine:
         self.sizes = Sizes(program)
         self.last_plan: Plan | None = None
         self.checked = False
+        self.is_reported = True  # in logs and traces
+        self.traced = 0  # plans that are in structured traces
         self.verdict: str | None = None  # of the self-check
         self.timed: list[tuple[Plan, Stopwatch, torch.device]] = []  # of calls whose times have not been read
         self.replays = ReplayCache() if options.cuda_graphs and not self.ranks.several else None
@@ -102,11 +109,18 @@ class Engine:
         with no_autocast():
             call = plan_call(self.begin(args), mode, wanted)
             self.last_plan = call.plan
+        self._trace(call.plan)
         if call.rows.tree.num_rows and self._is_check_due(mode):
             self.checked = True
             self.verdict = self_check(call, self.run_small, self.compile_seconds)
         call.plan.estimates.self_check = self.verdict
         return call
+
+    def _trace(self, plan: Plan) -> None:
+        """Leave the plans of the first calls in structured traces."""
+        if self.is_reported and self.traced < TRACED_PLANS:
+            self.traced += 1
+            trace_artifact(f"dta_plan_{self.traced}", lambda: f"{plan}\n\n{plan.schedule}\n")
 
     def _is_check_due(self, mode: str) -> bool:
         verify = self.options.verify
@@ -126,7 +140,9 @@ class Engine:
             cuda_graphs=False,
             cache_dir="off",
         )
-        return Engine(self.program, options).run(args)
+        engine = Engine(self.program, options)
+        engine.is_reported = False
+        return engine.run(args)
 
     def collect_times(self, wait: bool = False) -> None:
         """Note in their plans, and for the cost model, what calls took that have ended; `wait` for the others."""
@@ -139,8 +155,12 @@ class Engine:
                 self.timed.append((plan, stopwatch, device))
                 continue
             runs = stopwatch.times()
-            plan.estimates.measured_seconds = sum(seconds for _, _, seconds in runs)
-            self.calibration(device).record(runs)
+            plan.estimates.runs, plan.estimates.began = tuple(runs), stopwatch.began
+            plan.estimates.stream = stopwatch.stream
+            plan.estimates.measured_seconds = sum(run.seconds for run in runs)
+            self.calibration(device).record((run.kind, run.work, run.seconds) for run in runs)
+            if self.is_reported:
+                steps.log(plan)
 
     def begin(self, args: Sequence[Any]) -> Call:
         """A call with its prologue run."""

@@ -10,7 +10,7 @@ import networkx as nx
 import pytest
 
 from dta_compile.cli import main
-from dta_compile.data import bundled
+from dta_compile.data import bundled, load_rollouts
 from dta_compile.plan import Schedule, plan
 from tests.support.pages import read_page
 
@@ -146,10 +146,29 @@ def test_a_file_that_cannot_be_read_is_named(name, tmp_path, capsys):
 
 
 def test_a_binary_file_is_no_json_lines(tmp_path, capsys):
-    path = tmp_path / "rollouts.bin"
-    path.write_bytes(bundled().read_bytes())
+    path = tmp_path / "rollouts.npz"
+    path.write_bytes(bytes(range(256)))
     assert main(["plan", str(path)]) == 2
-    assert "ends in .npz" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "rollouts.npz" in error and "a rollout file (.npz)" in error
+
+
+def test_batches_and_variants_are_compared(capsys):
+    file = str(bundled())
+    assert main(["plan", file, "--rows", "8", "--json", "-"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert main(["plan", file, "--rows", "8", "--compare", "arrange=prefix", "chunk-size=128", "--json", "-"]) == 0
+    as_given, arranged = json.loads(capsys.readouterr().out)
+    assert as_given == alone and as_given["batches"] == 5
+    sequences = [rollout.tokens for rollout in load_rollouts(file)]
+    batches = [plan(sequences[first : first + 8]).stats.tree_tokens for first in range(0, 40, 8)]
+    assert as_given["tree_tokens"] == sum(batches) > arranged["together"]
+    assert arranged["tree_tokens"] > as_given["together"] == arranged["together"]
+    assert main(["plan", file, "--compare", "arrange=shuffled"]) == 0
+    assert "arrange=shuffled" in capsys.readouterr().out
+    for bad in ("color=red", "rows=many", "arrange=upwards", "rows=0"):
+        assert main(["plan", file, "--compare", bad]) == 2
+        assert bad.split("=")[0] in capsys.readouterr().err
 
 
 def test_bad_options_are_refused_with_a_suggestion(lines, capsys):

@@ -11,6 +11,7 @@ import datetime
 import json
 import pathlib
 import sys
+import tempfile
 import time
 import traceback
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import dta_compile
 from dta_compile import distributed
 from tests.support import per_layer, tensor_parallel
 from tests.support.ranks import (
@@ -128,6 +130,32 @@ def a_bad_batch_is_an_error_everywhere() -> None:
 
 
 # By name: on how many ranks they run, and what they do.
+def a_trace_of_all_ranks(path: pathlib.Path | None = None) -> None:
+    """One file with what every rank planned and measured: as many seconds and tokens as their plans say."""
+    compiled = torch.compile(Trained(), backend="dta", options=SMALL_CHUNKS)
+    shard = distributed.scatter(rows_of(1, dist.get_rank()))
+    mask = shard.batch["attention_mask"]
+    (compiled(shard.batch["input_ids"], mask) * mask).sum().backward()
+    plan = dta_compile.last_plan(compiled)
+    facts = [None] * dist.get_world_size()
+    work = plan.simulation.forward.plus(plan.simulation.backward)
+    dist.all_gather_object(facts, (plan.estimates.seconds, plan.estimates.measured_seconds, work.tokens))
+    with tempfile.TemporaryDirectory() as folder:
+        file = path or pathlib.Path(folder) / "trace.json"
+        distributed.to_chrome_trace(plan, file)
+        if dist.get_rank():
+            return
+        events = json.loads(file.read_text())["traceEvents"]
+    names = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
+    spent = {name: [one for one in events if one["ph"] == "X" and one["pid"] == pid] for pid, name in names.items()}
+    assert len(names) == 2 * dist.get_world_size()
+    for name, runs in spent.items():
+        predicted, measured, tokens = facts[int(name.split()[1].rstrip(":"))]
+        seconds, expected = sum(one["dur"] for one in runs) / 1e6, predicted if "predicted" in name else measured
+        assert abs(seconds - expected) <= 1e-7 * len(runs), (name, seconds, expected)
+        assert sum(one["args"].get("tokens", 0) for one in runs) == tokens, name
+
+
 SCENARIOS = {
     "rows come back": ((2, 4), rows_come_back),
     "packed rows come back": ((2, 4), sequences_of_packed_rows_come_back),
@@ -137,6 +165,7 @@ SCENARIOS = {
     "ddp, micro-batches": ((4,), lambda: train("ddp", micro_batches=2)),
     "ddp, resumed": ((4,), lambda: resume(lambda: wrap("ddp"))),
     "fsdp2": ((2, 4), lambda: train("fsdp2", clip=0.05)),
+    "a trace of all ranks": ((4,), a_trace_of_all_ranks),
     "fsdp2, rows as they are": ((4,), lambda: train("fsdp2", scatter=False)),
     "fsdp2, micro-batches": ((4,), lambda: train("fsdp2", micro_batches=2)),
     "fsdp2, resumed": ((4,), lambda: resume(lambda: wrap("fsdp2"))),

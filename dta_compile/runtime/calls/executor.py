@@ -18,6 +18,7 @@ from dta_compile.plan.simulate import attention_pairs
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.runtime.calls.pending_ops import PendingOps
 from dta_compile.runtime.calls.schedule_buffers import ScheduleBuffers
+from dta_compile.runtime.measure.profiler import named
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.path.chunk_shape import ChunkShape
 from dta_compile.runtime.path.stack import PathStack, SpineStates
@@ -125,31 +126,33 @@ class Executor:
 
     def _run(self, ops: Sequence[Op], on_attach: Callable[[tuple[int, ...]], bool]) -> int:
         for position, op in enumerate(ops):
-            match op:
-                case Anchor(_, True):
-                    self._anchor(op)
-                case Anchor() | Restore():
-                    self.pending.add(op)
-                case Forward(chunk, out):
-                    goes_backward = position + 1 < len(ops) and ops[position + 1] == Backward(chunk)
-                    self._forward(op, only_for_backward=goes_backward and not out)
-                case Backward(chunk):
-                    self._backward(chunk)
-                case Pop(part):
-                    self.pending.cut(part.start)
-                    self.path.cut(part.start)
-                case Attach(sequences):
-                    if not on_attach(sequences):
-                        return position + 1
+            with named(op):
+                match op:
+                    case Anchor(_, True):
+                        self._anchor(op)
+                    case Anchor() | Restore():
+                        self.pending.add(op)
+                    case Forward(chunk, out):
+                        goes_backward = position + 1 < len(ops) and ops[position + 1] == Backward(chunk)
+                        self._forward(op, only_for_backward=goes_backward and not out)
+                    case Backward():
+                        self._backward(op)
+                    case Pop(part):
+                        self.pending.cut(part.start)
+                        self.path.cut(part.start)
+                    case Attach(sequences):
+                        if not on_attach(sequences):
+                            return position + 1
         return len(ops)
 
     def _complete_stack(self) -> None:
         for op in self.pending.taken():
-            match op:
-                case Anchor():
-                    self._anchor(op)
-                case Restore(part):
-                    self._restore(part)
+            with named(op):
+                match op:
+                    case Anchor():
+                        self._anchor(op)
+                    case Restore(part):
+                        self._restore(part)
 
     def _anchor(self, op: Anchor) -> None:
         chunk = op.chunk
@@ -157,7 +160,7 @@ class Executor:
         batch_chunk = self._on_batch(chunk, heads=op.out)
         graph = self.joint.forward_only if op.out else self.joint.cache_only
         self.path.depths = op.states
-        results = self._launch("forward", graph, batch_chunk, [self.path, *self._inputs(batch_chunk, None)])
+        results = self._launch(op, "forward", graph, batch_chunk, [self.path, *self._inputs(batch_chunk, None)])
         if op.out:
             self.buffers.write(batch_chunk.heads, results)
         if op.kv and chunk.spine is not None:
@@ -173,7 +176,7 @@ class Executor:
         active = None if out else self._active_rows(batch_chunk)
         inputs = self._inputs(batch_chunk, active)
         self.path.depths = op.states
-        results = self._launch("forward", self.joint.forward, batch_chunk, [self.path, *inputs], active)
+        results = self._launch(op, "forward", self.joint.forward, batch_chunk, [self.path, *inputs], active)
         if out:
             self.buffers.write(batch_chunk.heads, results[: len(self.frontier)])
         saved = results[len(self.frontier) :]
@@ -183,7 +186,8 @@ class Executor:
             running = self.path.snapshots(chunk.spine.start, chunk.spine.stop)
             self._keep(chunk.spine, SpineStates(chunk.spine.start, states, running))
 
-    def _backward(self, chunk: Chunk) -> None:
+    def _backward(self, op: Backward) -> None:
+        chunk = op.chunk
         graph = self.graphs.pop(chunk)
         if chunk.spine is not None:
             self.pending.cut(chunk.start)  # of its own spine
@@ -199,7 +203,7 @@ class Executor:
         tangents = [self._tangent(index, batch_chunk, active) for index in self.joint.differentiated]
         arguments = [self.path, *values, *tangents, *self.buffers.accumulators]
         del values, tangents  # the backward frees what is in its list as it goes
-        self._launch("backward", self.joint.boxed_backward, batch_chunk, arguments, active)
+        self._launch(op, "backward", self.joint.boxed_backward, batch_chunk, arguments, active)
         self.path.finish()
         self.buffers.release(batch_chunk.heads)
 
@@ -293,6 +297,7 @@ class Executor:
 
     def _launch(
         self,
+        op: Op,
         kind: str,
         graph: Callable[..., Sequence[torch.Tensor]],
         batch_chunk: BatchChunk,
@@ -303,7 +308,7 @@ class Executor:
         self.path.chunk = batch_chunk.shape
         work = batch_chunk.work if active is None else batch_chunk.work._replace(heads=active.count)
         run = graph if kind == "backward" else lambda given: graph(*given)
-        with self.stopwatch.measure(kind, work):
+        with self.stopwatch.measure(kind, work, op):
             if self.lease and batch_chunk.replayable:
                 return self.lease.run(graph, run, arguments)
             return run(arguments)

@@ -1,46 +1,87 @@
-"""Times of graph runs, for the cost model and for predicted against measured time."""
+"""Times of graph runs, for the cost model, for predicted against measured time, and for traces."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
-from dta_compile.plan import Work
+from dta_compile.plan import MeasuredRun, Op, Work
+
+
+class _Pending(NamedTuple):
+    """A run that a GPU may still be at: when the host launched it, and events around it."""
+
+    kind: str
+    work: Work
+    op: Op
+    launched: float
+    launch_seconds: float
+    first: torch.cuda.Event
+    last: torch.cuda.Event
 
 
 class Stopwatch:
-    """Collects `(kind, work, seconds)` of every run; on a GPU by events, which `times` reads."""
+    """Collects every run; on a GPU by events, which `times` reads.
+
+    Attributes:
+        began: when the first run did (seconds since 1970); None: there was none yet.
+        stream: what they run on, in words.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
-        self.runs: list[tuple[str, Work, float]] = []
-        self.pending: list[tuple[str, Work, torch.cuda.Event, torch.cuda.Event]] = []
+        self.device = device
+        self.runs: list[MeasuredRun] = []
+        self.pending: list[_Pending] = []
+        self.began: float | None = None
+        self.stream = str(device)
+        self._zero = 0.0  # of the host's clock
+        self._first: torch.cuda.Event | None = None
 
     @contextlib.contextmanager
-    def measure(self, kind: str, work: Work) -> Iterator[None]:
+    def measure(self, kind: str, work: Work, op: Op) -> Iterator[None]:
         """Time what runs inside."""
+        if self.began is None:
+            self._begin()
+        started = time.perf_counter()
         if not self.on_cuda:
-            started = time.perf_counter()
             yield
-            self.runs.append((kind, work, time.perf_counter() - started))
+            seconds = time.perf_counter() - started
+            self.runs.append(MeasuredRun(kind, work, seconds, op, started - self._zero, started - self._zero, seconds))
             return
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
         yield
         last.record()
-        self.pending.append((kind, work, first, last))
+        self._first = self._first or first
+        launch_seconds = time.perf_counter() - started
+        self.pending.append(_Pending(kind, work, op, started - self._zero, launch_seconds, first, last))
+
+    def _begin(self) -> None:
+        self.began, self._zero = time.time(), time.perf_counter()
+        if self.on_cuda:
+            self.stream = f"{self.device} stream {torch.cuda.current_stream(self.device).stream_id}"
 
     def has_ended(self) -> bool:
         """Whether all runs so far have ended: a GPU may still be at them."""
-        return not self.pending or self.pending[-1][3].query()
+        return not self.pending or self.pending[-1].last.query()
 
-    def times(self) -> list[tuple[str, Work, float]]:
-        """All runs so far; waits for those that have not ended, and forgets them."""
+    def times(self) -> list[MeasuredRun]:
+        """All runs so far; waits for those that have not ended, and forgets them.
+
+        On a GPU starts count from the first run's, whose delay behind the host is not known.
+        """
         if self.pending:
-            self.pending[-1][3].synchronize()
-        ended = [(kind, work, first.elapsed_time(last) / 1000) for kind, work, first, last in self.pending]
+            self.pending[-1].last.synchronize()
+        ended = [self._ended(run) for run in self.pending]
         runs, self.runs, self.pending = [*self.runs, *ended], [], []
         return runs
+
+    def _ended(self, run: _Pending) -> MeasuredRun:
+        assert self._first is not None
+        start, seconds = self._first.elapsed_time(run.first) / 1000, run.first.elapsed_time(run.last) / 1000
+        return MeasuredRun(run.kind, run.work, seconds, run.op, start, run.launched, run.launch_seconds)

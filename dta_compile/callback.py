@@ -1,0 +1,28 @@
+"""`DTACallback` as users have it: the callback of `integrations`, and the figures of plans in what trainers log."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from dta_compile.api import last_plan
+from dta_compile.errors import OptionError
+from dta_compile.integrations import trainer_callback
+
+__all__ = ["DTACallback"]
+
+
+class DTACallback(trainer_callback.DTACallback):
+    __doc__ = f"""{trainer_callback.DTACallback.__doc__}
+    What the trainer logs of training gets the figures of the last plan (`Plan.scalars`). Callbacks see them that come
+    after this one, and those of `report_to` come before those of `callbacks=`. So that TensorBoard and wandb draw them:
+
+        trainer.callback_handler.callbacks.insert(0, DTACallback())  # in place of callbacks=
+    """
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add the figures of the last plan to what is logged of training."""
+        if self._compiled is None or logs is None or "loss" not in logs:
+            return
+        with contextlib.suppress(OptionError):  # nothing ran over a tree yet
+            logs.update(last_plan(self._compiled).scalars())

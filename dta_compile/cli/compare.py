@@ -1,0 +1,196 @@
+"""`dta plan` of several batches, and of two variants of one command side by side."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from dta_compile.cli.sources import read_options, read_source, routes_of
+from dta_compile.data import Recorded
+from dta_compile.errors import OptionError
+from dta_compile.plan import Plan, PrefixTree
+from dta_compile.plan.tree.split_prefixes import with_routes
+
+__all__ = ["ARRANGEMENTS", "Totals", "add_compare", "compare", "print_totals", "totals"]
+
+ARRANGEMENTS = ("file", "shuffled", "length", "prefix")
+SEED = 0  # of the shuffle
+MakePlan = Callable[[list[Recorded], argparse.Namespace], Plan]
+
+# What --compare may change: the argument, and how its value is read.
+_CHANGES: dict[str, tuple[str, Callable[[str], object]]] = {
+    "file": ("file", str),
+    "template": ("chat_template", str),
+    "chat-template": ("chat_template", str),
+    "tokenizer": ("tokenizer", str),
+    "turns": ("turns", str),
+    "split": ("split", str),
+    "rows": ("rows", int),
+    "arrange": ("arrange", str),
+    "order": ("order", str),
+    "strategy": ("strategy", str),
+    "chunk-size": ("chunk_size", int),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """Figures of all batches together.
+
+    Attributes:
+        batches, sequences, tokens: counts.
+        tree_tokens: tokens that are run.
+        forwarded_twice: forward work beyond one forward of the trees.
+        pairs: query-key pairs of the trees, forward.
+        peak_stack_tokens: of the batch that needs most.
+        together: tokens that one tree of all sequences has.
+        seconds: by the cost model's defaults, which know of no device: for comparisons alone.
+    """
+
+    batches: int
+    sequences: int
+    tokens: int
+    tree_tokens: int
+    forwarded_twice: int
+    pairs: int
+    peak_stack_tokens: int
+    together: int
+    seconds: float
+
+    @property
+    def compression(self) -> float:
+        """Tokens of the sequences over tokens that are run."""
+        return self.tokens / self.tree_tokens if self.tree_tokens else 1.0
+
+    def to_json(self) -> str:
+        """All figures."""
+        return json.dumps({**dataclasses.asdict(self), "compression": self.compression}, indent=1) + "\n"
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    """Declare how sequences become batches, and what is compared."""
+    batches = parser.add_argument_group("batches")
+    batches.add_argument("--rows", type=int, metavar="N", help="sequences of a batch (default: all in one)")
+    batches.add_argument(
+        "--arrange",
+        choices=ARRANGEMENTS,
+        default=ARRANGEMENTS[0],
+        help="in which order batches are filled: as in FILE, shuffled, by length, or by prefix (default: %(default)s)",
+    )
+    batches.add_argument(
+        "--compare",
+        metavar="KEY=VALUE",
+        nargs="+",
+        help=f"beside it, the same with something else: {', '.join(_CHANGES)}; template=keep.jinja, arrange=shuffled",
+    )
+
+
+def totals(arguments: argparse.Namespace, make_plan: MakePlan) -> Totals:
+    """Plan all batches of a command.
+
+    Raises:
+        OptionError: fewer than one row a batch.
+    """
+    sequences = read_source(arguments.file, read_options(arguments), arguments.leaf_only).sequences
+    plans = [make_plan(batch, arguments) for batch in _batches(sequences, arguments.rows, arguments.arrange)]
+    stats = [plan.stats for plan in plans]
+    return Totals(
+        batches=len(plans),
+        sequences=len(sequences),
+        tokens=sum(one.tokens for one in stats),
+        tree_tokens=sum(one.tree_tokens for one in stats),
+        forwarded_twice=sum(one.tokens_forwarded_twice for one in stats),
+        pairs=sum(plan.simulation.forward.pairs for plan in plans),
+        peak_stack_tokens=max((one.peak_stack_tokens for one in stats), default=0),
+        together=_tree_tokens(sequences),
+        seconds=sum(plan.estimates.seconds for plan in plans),
+    )
+
+
+def compare(arguments: argparse.Namespace, make_plan: MakePlan, console: Console) -> str:
+    """Print a command and its variant side by side; the figures of both as JSON.
+
+    Raises:
+        OptionError: `--compare` names something that cannot be changed.
+    """
+    other = _changed(arguments)
+    found = [totals(one, make_plan) for one in (arguments, other)]
+    if not arguments.json:
+        print_totals(["as given", " ".join(arguments.compare)], found, console)
+    return f"[{','.join(one.to_json() for one in found)}]\n"
+
+
+def print_totals(titles: Sequence[str], found: Sequence[Totals], console: Console) -> None:
+    """A table with a column for each; of two, how the second compares with the first."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for title in titles:
+        table.add_column(title, justify="right", overflow="fold")
+    if len(found) > 1:
+        table.add_column("", justify="right", style="dim")
+    rows: list[tuple[str, Callable[[Totals], float], str]] = [
+        ("batches", lambda one: one.batches, ",d"),
+        ("sequences", lambda one: one.sequences, ",d"),
+        ("tokens", lambda one: one.tokens, ",d"),
+        ("tokens to run", lambda one: one.tree_tokens, ",d"),
+        ("C", lambda one: one.compression, ".2f"),
+        ("in one batch, C", lambda one: one.tokens / one.together if one.together else 1.0, ".2f"),
+        ("query-key pairs", lambda one: one.pairs, ",d"),
+        ("forwarded twice", lambda one: one.forwarded_twice, ",d"),
+        ("most on the stack", lambda one: one.peak_stack_tokens, ",d"),
+    ]
+    for label, value, form in rows:
+        values = [value(one) for one in found]
+        ratio = [f"x{values[1] / values[0]:.2f}" if values[0] else ""] if len(values) == 2 else []
+        table.add_row(label, *(format(one, form) for one in values), *ratio)
+    if len(found) > 1 and found[0].seconds:
+        table.add_row("estimated time", "1.00", f"{found[1].seconds / found[0].seconds:.2f}", "not calibrated")
+    console.print(table)
+
+
+def _changed(arguments: argparse.Namespace) -> argparse.Namespace:
+    other = copy.copy(arguments)
+    for given in arguments.compare:
+        key, separator, value = given.partition("=")
+        if not separator or key not in _CHANGES:
+            raise OptionError(
+                "bad value for --compare", expected=f"KEY=VALUE with a key of {', '.join(_CHANGES)}", got=repr(given)
+            )
+        name, parse = _CHANGES[key]
+        try:
+            setattr(other, name, parse(value))
+        except ValueError as error:
+            raise OptionError("bad value for --compare", expected=f"{key}=NUMBER", got=repr(given)) from error
+    if other.arrange not in ARRANGEMENTS:
+        raise OptionError("bad value for --compare", expected=f"arrange={', '.join(ARRANGEMENTS)}", got=other.arrange)
+    return other
+
+
+def _batches(sequences: list[Recorded], rows: int | None, arrange: str) -> list[list[Recorded]]:
+    if rows is not None and rows < 1:
+        raise OptionError("bad value for --rows", expected="1 or more", got=str(rows))
+    order = list(range(len(sequences)))
+    if arrange == "shuffled":
+        order = np.random.default_rng(SEED).permutation(len(sequences)).tolist()
+    elif arrange == "length":
+        order.sort(key=lambda i: len(sequences[i]))
+    elif arrange == "prefix":
+        order = PrefixTree.build([one.tokens for one in sequences]).order.tolist()
+    arranged = [sequences[i] for i in order]
+    if rows is None:
+        return [arranged]
+    return [arranged[first : first + rows] for first in range(0, len(arranged), rows)] or [[]]
+
+
+def _tree_tokens(sequences: list[Recorded]) -> int:
+    """Tokens of one tree of all sequences."""
+    tokens, routes = [one.tokens for one in sequences], routes_of(sequences)
+    tree = PrefixTree.build(tokens) if routes is None else with_routes(tokens, routes)[0]
+    return tree.num_rows

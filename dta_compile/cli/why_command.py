@@ -1,0 +1,129 @@
+"""The command `dta why`: where the sequences of a file could share more, and why they do not."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dta_compile.cli.sources import add_source, read_options, read_source
+from dta_compile.divergence import CauseOfLoss, Losses, Place, find_losses
+
+__all__ = ["add_why"]
+
+CONTEXT = 60  # characters of what is alike, on either side of a difference
+SIDE = 160  # of each side of it
+SMALL = 0.001  # of the tokens that are run: causes below are summed up in a line
+
+
+def add_why(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `dta why`."""
+    parser.set_defaults(run=_run)
+    parser.description = (
+        "Where sharing of prefixes is lost: differences after which sequences are alike again, by cause, with the text "
+        "around the first token that differs, and what would be gained without each cause."
+    )
+    add_source(parser)
+    parser.add_argument("--examples", type=int, default=1, metavar="N", help="places shown of each cause, up to 3")
+    parser.add_argument("--json", metavar="OUT", help="write it as JSON to OUT (- for stdout) and print nothing")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    recording = read_source(arguments.file, read_options(arguments))
+    tokenizer = recording.tokenizer
+    losses = find_losses(recording.sequences, tokenizer.decode if tokenizer else None)
+    if arguments.json:
+        _write(arguments.json, json.dumps(as_json(losses), indent=1) + "\n")
+    else:
+        _print(losses, recording.kind, max(arguments.examples, 0), Console(highlight=False))
+    return 0
+
+
+def as_json(losses: Losses) -> dict[str, object]:
+    """All figures and places."""
+    fields = dataclasses.asdict(losses)
+    for given, one in zip(fields["causes"], losses.causes, strict=True):
+        given["compression"] = one.compression
+    return {**fields, "compression": losses.compression}
+
+
+def _write(target: str, text: str) -> None:
+    if target == "-":
+        sys.stdout.write(text)
+    else:
+        Path(target).write_text(text, encoding="utf-8")
+
+
+def _print(losses: Losses, kind: str, examples: int, console: Console) -> None:
+    size = f"{losses.sequences:,} sequences, {losses.tokens:,} tokens, {losses.tree_tokens:,} to run"
+    console.print(f"dta why: {size} (C {losses.compression:.2f}), read from {kind}", markup=False, soft_wrap=True)
+    if losses.together is None:
+        console.print("nothing is lost: where sequences part, their contents part")
+        return
+    main = losses.causes[0]
+    share = main.gained / max(losses.tree_tokens, 1)
+    console.print(
+        f"main cause: {main.name}. {main.gained:,} of the tokens that are run ({share:.1%}) are run again for it",
+        markup=False,
+        soft_wrap=True,
+    )
+    shown = [one for one in losses.causes if one is main or one.gained >= SMALL * losses.tree_tokens]
+    console.print(_table(losses, shown))
+    if len(shown) < len(losses.causes):
+        rest = ", ".join(one.name for one in losses.causes[len(shown) :])
+        console.print(f"less than {SMALL:.1%} each: {rest}", style="dim")
+    for cause in shown:
+        console.print(f"\n{cause.name}: {cause.advice}", markup=False, soft_wrap=True)
+        for place in cause.examples[:examples]:
+            _print_place(place, console)
+    if losses.known != "text":
+        console.print(
+            "\nwithout a tokenizer causes are told by structure alone: --tokenizer names them by their text",
+            style="dim",
+        )
+
+
+def _table(losses: Losses, shown: list[CauseOfLoss]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("without", "places", "tokens gained", "tokens to run", "fewer by", "C"):
+        table.add_column(title, justify="left" if title == "without" else "right")
+    together = [losses.together] if losses.together is not None and len(losses.causes) > 1 else []
+    for one in [*shown, *together]:
+        table.add_row(
+            one.name,
+            f"{one.places:,}",
+            f"{one.gained:,}",
+            f"{one.tree_tokens:,}",
+            f"{losses.tree_tokens / max(one.tree_tokens, 1):.2f}x",
+            f"{one.compression:.2f}",
+        )
+    return table
+
+
+def _print_place(place: Place, console: Console) -> None:
+    console.print(
+        f"  s{place.sequence} parts from s{place.reference} at token {place.at:,}, then {place.run:,} tokens are alike",
+        markup=False,
+        soft_wrap=True,
+    )
+    before, after = _visible(place.before)[-CONTEXT:], _visible(place.after)[:CONTEXT]
+    for name, side, style in ((place.reference, place.left, "red"), (place.sequence, place.right, "green")):
+        text = f"[{style}]{escape(_short(_visible(side)))}[/]" if side else "[dim](nothing)[/]"
+        console.print(
+            f"    s{name:<6} [dim]{escape(before)}[/]|{text}|[dim]{escape(after)}[/]", soft_wrap=True, emoji=False
+        )
+
+
+def _visible(text: str) -> str:
+    """Text on one line: breaks and control characters as their escapes."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SIDE else f"{text[: SIDE // 2]} ... {text[-SIDE // 2 :]}"

@@ -1,0 +1,107 @@
+"""Token sequences of whatever file or folder people have, known by its content."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from dta_compile.data.recorded import ReadOptions, Recorded
+from dta_compile.data.rollouts import load_rollouts
+from dta_compile.data.rows import RowReader
+from dta_compile.data.tables import Row, is_saved_dataset, json_rows, parquet_rows, saved_rows, sorted_files
+from dta_compile.data.tokenizer import Tokenizer, load_tokenizer
+from dta_compile.errors import PlanError
+
+__all__ = ["Recording", "read"]
+
+ZIP, PARQUET = b"PK\x03\x04", b"PAR1"  # first bytes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recording:
+    """What a file has.
+
+    Attributes:
+        sequences: its token sequences, in its order.
+        kind: what it was read as, in words.
+        tokenizer: the one that was named; None: none was.
+    """
+
+    sequences: list[Recorded]
+    kind: str
+    tokenizer: Tokenizer | None = None
+
+
+def read(path: str, options: ReadOptions | None = None) -> Recording:
+    """The token sequences of a file or folder; "-" is standard input.
+
+    Known are rollout files (`.npz`, see `load_rollouts`); JSON lines of token ids, of objects with `tokens` (and
+    `routes`, `spans`, `loss_mask`, ...), of chat transcripts (`messages`, with `tools` perhaps) and of prompts with
+    completions, as verl dumps them; parquet files with such columns, as TRL writes its completions; folders that
+    `datasets.save_to_disk` wrote; and folders of such files.
+
+    Raises:
+        OSError: the file cannot be read.
+        PlanError: a part of it is nothing that is known, naming the line or row.
+        OptionError: it has text, and no tokenizer is named; or several splits, and none of them is.
+        MissingPackageError: reading it needs a package that is not installed.
+    """
+    options = options or ReadOptions()
+    reader = RowReader(options)
+    if options.tokenizer is not None:
+        reader.tokenizer = load_tokenizer(options.tokenizer, options.chat_template)
+    files = _files(path, options)
+    sequences: list[Recorded] = []
+    kinds: list[str] = []
+    for file in files:
+        is_rollouts = file != "-" and Path(file).is_file() and _begins(file) == ZIP
+        found = _rollouts(file) if is_rollouts else list(reader.read(_rows(file, options)))
+        kinds += ["rollout files"] if is_rollouts else []
+        # Each file numbers its trajectories anew.
+        sequences += [_of_file(one, file) for one in found] if len(files) > 1 else found
+    kinds = [*dict.fromkeys(kinds), *(f"{count:,} {kind}" for kind, count in reader.kinds.items())]
+    if len(files) > 1:
+        kinds = [f"{len(files)} files", *kinds]
+    return Recording(sequences, ", ".join(kinds) or "nothing", reader.tokenizer)
+
+
+def _files(path: str, options: ReadOptions) -> list[str]:
+    folder = Path(path)
+    if path == "-" or not folder.is_dir() or is_saved_dataset(folder):
+        return [path]
+    files = [str(one) for one in sorted_files(folder)]
+    if not files:
+        raise PlanError(
+            "a folder without anything to read",
+            where=path,
+            expected="files .jsonl, .json, .parquet or .npz, or a folder of datasets' save_to_disk",
+        )
+    return files
+
+
+def _rows(path: str, options: ReadOptions) -> Iterator[Row]:
+    if path == "-":
+        return json_rows(path)
+    if Path(path).is_dir():
+        return saved_rows(path, options.split)
+    return parquet_rows(path) if _begins(path) == PARQUET else json_rows(path)
+
+
+def _begins(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(4)
+
+
+def _rollouts(path: str) -> list[Recorded]:
+    return [
+        Recorded(
+            *(one.tokens, one.routes, one.spans, one.trajectory, one.turn, one.reward),
+            name=f"task {one.group} · trial {one.trial} · turn {one.turn}",
+        )
+        for one in load_rollouts(path)
+    ]
+
+
+def _of_file(one: Recorded, file: str) -> Recorded:
+    return one if one.trajectory is None else dataclasses.replace(one, trajectory=f"{file}: {one.trajectory}")

@@ -1,0 +1,226 @@
+"""What a row of a file is, by its keys: token ids, messages, or a prompt with its completion."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from dta_compile.data.messages import conversation, samples
+from dta_compile.data.recorded import ReadOptions, Recorded, spans_of_mask
+from dta_compile.data.tables import SHOWN, Row
+from dta_compile.data.tokenizer import Tokenizer, load_tokenizer
+from dta_compile.errors import OptionError, PlanError
+
+__all__ = ["RowReader"]
+
+# Keys in the order in which they are looked for; the names that trainers and engines use.
+TOKENS = ("tokens", "input_ids", "token_ids")
+TOKEN_PAIRS = (
+    ("prompt_ids", "completion_ids"),
+    ("prompt_token_ids", "completion_token_ids"),
+    ("prompt_token_ids", "response_token_ids"),
+    ("prompt_token_ids", "token_ids"),
+    ("prompts", "responses"),
+)
+MESSAGES = ("messages", "conversations", "conversation")
+TEXT_PAIRS = (("prompt", "completion"), ("input", "output"), ("prompt", "response"))
+LOSS_MASKS = ("loss_mask", "completion_mask", "response_mask", "assistant_masks", "assistant_mask")
+TRAJECTORIES = ("trajectory", "trajectory_id", "traj", "conversation_id", "request_id")
+REWARDS = ("reward", "score", "rewards")
+IGNORED_LABEL = -100  # of torch's cross-entropy: no loss here
+
+EXPECTED = (
+    "token ids such as [151644, 8948, 198], or an object with tokens (and routes), messages, or prompt and completion"
+)
+
+
+@dataclasses.dataclass
+class RowReader:
+    """Makes token sequences of rows, and counts what it met.
+
+    Attributes:
+        options: how rows without token ids are read.
+        kinds: what the rows were, in words, and how many of each.
+        tokenizer: as named by the options, loaded when a row first needs it.
+    """
+
+    options: ReadOptions
+    kinds: dict[str, int] = dataclasses.field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
+
+    def read(self, rows: Iterable[Row]) -> Iterator[Recorded]:
+        """The sequences of rows, in their order.
+
+        Raises:
+            PlanError: a row is nothing that is known, naming it.
+            OptionError: a row has text, and no tokenizer is named.
+        """
+        for number, (where, row) in enumerate(rows):
+            kind, found = self._of(row, where, number)
+            self.kinds[kind] = self.kinds.get(kind, 0) + 1
+            yield from found
+
+    def _of(self, row: Any, where: str, number: int) -> tuple[str, Iterable[Recorded]]:
+        if isinstance(row, list) and row and all(isinstance(one, dict) for one in row):
+            row = {"messages": row}
+        if not isinstance(row, dict):
+            return "rows of token ids", [Recorded(_ids(row, where))]
+        if (key := _first(row, TOKENS)) is not None and _is_list(row[key]):
+            return "rows of token ids", [_of_tokens(row, key, where)]
+        for pair in TOKEN_PAIRS:
+            if all(_is_list(row.get(key)) and not _is_messages(row.get(key)) for key in pair):
+                return f"rows of {pair[0]} and {pair[1]}", [_of_token_pair(row, pair, where)]
+        if (key := _first(row, MESSAGES)) is not None:
+            return f"transcripts ({key})", self._of_messages(row, conversation(row[key], where), 0, where, number)
+        for pair in TEXT_PAIRS:
+            if all(row.get(key) is not None for key in pair):
+                return f"rows of {pair[0]} and {pair[1]}", self._of_pair(row, pair, where, number)
+        if isinstance(row.get("text"), str):
+            return "texts", [Recorded(self._tokenizer(where).encode(row["text"]), **_facts(row))]
+        raise _bad("a row without anything to read", where, EXPECTED, row)
+
+    def _of_pair(self, row: dict[str, Any], pair: tuple[str, str], where: str, number: int) -> Iterable[Recorded]:
+        prompt, completion = (row[key] for key in pair)
+        if isinstance(prompt, str) and isinstance(completion, str):
+            tokenizer = self._tokenizer(where)
+            ids, rest = tokenizer.encode(prompt), tokenizer.encode(completion)
+            return [Recorded(ids + rest, spans=((len(ids), len(ids) + len(rest)),), **_facts(row))]
+        before, after = conversation(prompt, where), conversation(completion, where, role="assistant")
+        whole = dataclasses.replace(self.options, turns="whole")  # a completion of several turns is one sample
+        return self._of_messages(row, [*before, *after], len(before), where, number, whole)
+
+    def _of_messages(
+        self,
+        row: dict[str, Any],
+        messages: list[dict[str, Any]],
+        first: int,
+        where: str,
+        number: int,
+        options: ReadOptions | None = None,
+    ) -> Iterator[Recorded]:
+        """The samples of a transcript, of which messages from `first` on are answers."""
+        tokenizer, options = self._tokenizer(where), options or self.options
+        own = row.get("chat_template_kwargs")
+        values = {**(own if isinstance(own, dict) else {}), **options.template_values}
+        tools, facts = row.get("tools"), _facts(row)
+        facts.setdefault("trajectory", number)
+        for one in samples(tokenizer, messages, tools, values, options, first, where):
+            yield dataclasses.replace(one, **facts, name=f"talk {facts['trajectory']} · turn {one.turn}")
+
+    def _tokenizer(self, where: str) -> Tokenizer:
+        if self.tokenizer is None:
+            if self.options.tokenizer is None:
+                raise OptionError(
+                    "text needs a tokenizer",
+                    where=where,
+                    expected="--tokenizer with a name or folder for transformers' AutoTokenizer, or a tokenizer.json",
+                )
+            self.tokenizer = load_tokenizer(self.options.tokenizer, self.options.chat_template)
+        return self.tokenizer
+
+
+def _of_tokens(row: dict[str, Any], key: str, where: str) -> Recorded:
+    """Ids with routes, masks and labels beside them; padding that an attention mask names is left out."""
+    tokens, facts = _ids(row[key], where), _facts(row)
+    routes = None if row.get("routes") is None else _routes(row["routes"], where)
+    spans = None
+    if isinstance(row.get("spans"), list):
+        spans = _spans(row["spans"], len(tokens), where)
+    elif (name := _first(row, LOSS_MASKS)) is not None:
+        spans = spans_of_mask(_beside(row, name, len(tokens), where) > 0)
+    elif row.get("labels") is not None:
+        spans = spans_of_mask(_beside(row, "labels", len(tokens), where) != IGNORED_LABEL)
+    if key == "input_ids" and row.get("attention_mask") is not None:
+        real = _beside(row, "attention_mask", len(tokens), where) > 0
+        if spans is not None:
+            spans = spans_of_mask(Recorded(tokens, spans=spans).loss_mask()[real])
+        tokens = np.asarray(tokens, np.int64)[real]
+        routes = None if routes is None else routes[real]
+    return Recorded(tokens, routes, spans=spans, **facts)
+
+
+def _of_token_pair(row: dict[str, Any], pair: tuple[str, str], where: str) -> Recorded:
+    before, after = (_ids(row[key], where) for key in pair)
+    spans: tuple[tuple[int, int], ...] = ((len(before), len(before) + len(after)),)
+    name = _first(row, LOSS_MASKS)
+    if name is not None and _is_list(row[name]) and len(row[name]) == len(after):
+        spans = tuple((len(before) + a, len(before) + b) for a, b in spans_of_mask(np.asarray(row[name]) > 0))
+    return Recorded([*before, *after], spans=spans, **_facts(row))
+
+
+def _facts(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Trajectory, turn and reward, as far as a row says them."""
+    facts: dict[str, Any] = {}
+    name = _first(row, TRAJECTORIES)
+    if name is not None and isinstance(row[name], (int, str)):
+        facts["trajectory"] = row[name]
+    if type(row.get("turn")) is int:
+        facts["turn"] = row["turn"]
+    reward = next((row[key] for key in REWARDS if type(row.get(key)) in (int, float)), None)
+    if reward is not None:
+        facts["reward"] = float(reward)
+    return facts
+
+
+def _first(row: Mapping[str, Any], keys: Iterable[str]) -> str | None:
+    return next((key for key in keys if row.get(key) is not None), None)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, np.ndarray))
+
+
+def _is_messages(value: Any) -> bool:
+    return bool(_is_list(value) and len(value) and isinstance(value[0], dict))
+
+
+def _ids(value: Any, where: str) -> Any:
+    # JSON's true and false are ints to Python, but no token ids.
+    if isinstance(value, list) and all(type(token) is int for token in value):
+        return value
+    raise _bad("a line is not a list of token ids", where, EXPECTED, value)
+
+
+def _beside(row: dict[str, Any], key: str, tokens: int, where: str) -> Any:
+    """A list of numbers, one for each token."""
+    value = row[key]
+    if not isinstance(value, list) or len(value) != tokens or not all(type(one) in (int, bool, float) for one in value):
+        raise _bad(f"{key} does not fit the tokens", where, f"{tokens} numbers, one for each token", value)
+    return np.asarray(value)
+
+
+def _spans(value: list[Any], tokens: int, where: str) -> tuple[tuple[int, int], ...]:
+    try:
+        spans = tuple((int(start), int(stop)) for start, stop in value)
+    except (TypeError, ValueError):
+        spans = ((-1, 0),)
+    if any(not 0 <= start <= stop <= tokens for start, stop in spans):
+        raise _bad("spans do not fit the tokens", where, f"pairs [start, stop] within [0, {tokens}]", value)
+    return spans
+
+
+def _routes(value: Any, where: str) -> Any:
+    try:
+        routes = np.array(value)
+    except ValueError:
+        routes = None
+    if not isinstance(value, list) or routes is None or (routes.size and routes.dtype.kind != "i"):
+        raise PlanError(
+            "routes are not integers of one shape for every token",
+            where=where,
+            expected='"routes": an entry for every token, such as the experts of every layer [[0, 5], [3, 1]]',
+        )
+    return routes
+
+
+def _bad(what: str, where: str, expected: str, value: Any) -> PlanError:
+    return PlanError(what, where=where, expected=expected, got=_shown(value))
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

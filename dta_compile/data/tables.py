@@ -1,0 +1,125 @@
+"""Rows of files as dictionaries, each with the place it comes from: JSON lines, parquet, folders of `datasets`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dta_compile.data.packages import optional
+from dta_compile.errors import OptionError, PlanError
+
+__all__ = ["Row", "is_saved_dataset", "json_rows", "parquet_rows", "saved_rows", "sorted_files"]
+
+Row = tuple[str, Any]
+"""Where it is (file and line or row), and its value."""
+
+SHOWN = 60  # characters of a bad line
+PARQUET_BATCH = 512  # rows that are decoded at a time
+SUFFIXES = (".jsonl", ".json", ".parquet", ".npz")
+
+
+def json_rows(path: str) -> Iterator[Row]:
+    """The values of JSON lines, or of one JSON list of objects; "-" is standard input. A line that is no JSON is None.
+
+    Raises:
+        OSError: the file cannot be read.
+        PlanError: it is no text.
+    """
+    name = "standard input" if path == "-" else path
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PlanError(
+            "neither text nor a kind of file that is known",
+            where=name,
+            expected="a rollout file (.npz), JSON lines, a parquet file, or a folder of datasets' save_to_disk",
+        ) from error
+    whole = _whole(text)
+    if whole is not None:
+        yield from ((f"{name}, entry {number}", value) for number, value in enumerate(whole, start=1))
+        return
+    for number, line in enumerate(text.split("\n"), start=1):  # never at other separators, which strings may have
+        if line.strip():
+            yield f"{name}, line {number}", _parsed(line, f"{name}, line {number}")
+
+
+def _whole(text: str) -> list[Any] | None:
+    """The objects of a text that is one JSON list of objects; None for anything else, JSON lines above all."""
+    if not re.match(r"\s*\[\s*\{", text):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_messages = all(isinstance(one, dict) and "role" in one for one in value)
+    return [value] if is_messages else value
+
+
+def _parsed(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(
+            "a line is no JSON",
+            where=where,
+            expected="token ids such as [151644, 8948], or an object with tokens, messages, or prompt and completion",
+            got=line if len(line) <= SHOWN else line[: SHOWN - 3] + "...",
+        ) from error
+
+
+def parquet_rows(path: str) -> Iterator[Row]:
+    """The rows of a parquet file as dictionaries.
+
+    Raises:
+        MissingPackageError: pyarrow is not installed.
+        PlanError: it is no parquet file.
+    """
+    parquet = optional("pyarrow.parquet", "reading parquet files", "pyarrow")
+    arrow = optional("pyarrow", "reading parquet files")
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches(PARQUET_BATCH):
+            for row in batch.to_pylist():
+                yield f"{path}, row {number}", row
+                number += 1
+    except arrow.ArrowException as error:
+        raise PlanError("not a parquet file that can be read", where=path, got=str(error)) from error
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether a folder was written by `save_to_disk` of the package `datasets`."""
+    return any((folder / name).exists() for name in ("dataset_dict.json", "dataset_info.json", "state.json"))
+
+
+def saved_rows(path: str, split: str | None = None) -> Iterator[Row]:
+    """The rows of a folder that `save_to_disk` wrote, of one of its splits if it has several.
+
+    Raises:
+        MissingPackageError: datasets is not installed.
+        OptionError: there are several splits and none is named, or another one.
+        PlanError: the folder cannot be read.
+    """
+    datasets = optional("datasets", "reading a folder of save_to_disk")
+    try:
+        found = datasets.load_from_disk(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise PlanError("not a dataset that can be read", where=path, got=str(error)) from error
+    if isinstance(found, datasets.DatasetDict):
+        names = list(found)
+        if (split or (names[0] if len(names) == 1 else None)) not in names:
+            raise OptionError(
+                "a folder of several splits", expected=f"--split with one of {', '.join(names)}", got=repr(split)
+            )
+        found = found[split or names[0]]
+    for number, row in enumerate(found):
+        yield f"{path}, row {number}", row
+
+
+def sorted_files(folder: Path) -> list[Path]:
+    """The files of a folder that can be read, in the order of the numbers in their names (`2.jsonl`, `10.jsonl`)."""
+    files = [one for one in folder.iterdir() if one.suffix in SUFFIXES and one.is_file()]
+    return sorted(files, key=lambda one: [int(w) if w.isdigit() else w for w in re.split(r"(\d+)", one.name)])

@@ -1,0 +1,16 @@
+"""What a step will take before there is a model or a GPU: tokens, memory by budget, time, and against what."""
+
+from dta_compile.estimate.devices import DEVICES, Device, device_named
+from dta_compile.estimate.model import ModelShape, model_shape
+from dta_compile.estimate.predict import Estimate, Prediction, estimate
+
+__all__ = [
+    "DEVICES",
+    "Device",
+    "Estimate",
+    "ModelShape",
+    "Prediction",
+    "device_named",
+    "estimate",
+    "model_shape",
+]

@@ -1,0 +1,88 @@
+"""Peak figures of devices, and what of them a step reaches."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+
+from dta_compile.errors import OptionError
+
+__all__ = [
+    "ATTENTION_SHARE",
+    "BANDWIDTH_SHARE",
+    "CALIBRATED",
+    "DEVICES",
+    "MATMUL_SHARE",
+    "Device",
+    "device_named",
+]
+
+# Shares of the peaks that one profile reached: Qwen3-1.7B on an H100, chunks of 8,192 tokens (benchmarks/GPU.md):
+# 0.47 s of matrix products and 0.40 s of attention in a step; the rest of its kernels took about 0.16 s.
+MATMUL_SHARE, ATTENTION_SHARE, BANDWIDTH_SHARE = 0.70, 0.30, 0.60
+# Factors either way. Steps measured there took 0.80 to 1.02 of what is predicted; other devices were not measured;
+# rates that were fitted to runs of a model say by themselves how far off they are, and do not know other batches.
+ON_THE_SAME, ON_ANOTHER, CALIBRATED = 1.35, 2.0, 1.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Peak figures of a device by its maker's data sheet: dense, without sparsity.
+
+    Attributes:
+        name: of the product.
+        tflops: of matrix products of 16-bit numbers with float32 sums, in 1e12 operations a second.
+        bandwidth: of its memory, in bytes a second.
+        memory: bytes.
+    """
+
+    name: str
+    tflops: float
+    bandwidth: float
+    memory: float
+
+    @property
+    def uncertainty(self) -> float:
+        """Factor either way in which a step by these figures may lie."""
+        return ON_THE_SAME if self == DEVICES["h100"] else ON_ANOTHER
+
+
+DEVICES = {
+    "h100": Device("NVIDIA H100 SXM 80 GB", 989, 3.35e12, 80e9),
+    "h100-pcie": Device("NVIDIA H100 PCIe 80 GB", 756, 2.0e12, 80e9),
+    "h200": Device("NVIDIA H200 SXM 141 GB", 989, 4.8e12, 141e9),
+    "h20": Device("NVIDIA H20 96 GB", 148, 4.0e12, 96e9),
+    "b200": Device("NVIDIA B200 180 GB", 2250, 7.7e12, 180e9),
+    "a100": Device("NVIDIA A100 SXM 80 GB", 312, 2.04e12, 80e9),
+    "a100-40gb": Device("NVIDIA A100 SXM 40 GB", 312, 1.55e12, 40e9),
+    "l40s": Device("NVIDIA L40S 48 GB", 362, 0.864e12, 48e9),
+    "rtx4090": Device("NVIDIA GeForce RTX 4090 24 GB", 165, 1.01e12, 24e9),
+}
+
+
+def device_named(
+    name: str, tflops: float | None = None, bandwidth: float | None = None, memory: float | None = None
+) -> Device:
+    """A device of `DEVICES`, or any other by its peak figures, which go before those of the table.
+
+    Args:
+        tflops, bandwidth, memory: as in `Device`.
+
+    Raises:
+        OptionError: it is not in the table, and not all figures are given; or a figure is not positive.
+    """
+    for key, value in (("tflops", tflops), ("bandwidth", bandwidth), ("memory", memory)):
+        if value is not None and not value > 0:
+            raise OptionError(f"bad value for {key}", expected="a number above 0", got=str(value))
+    known = DEVICES.get(name.lower())
+    if known is None:
+        if tflops is None or bandwidth is None or memory is None:
+            near = difflib.get_close_matches(name.lower(), DEVICES, n=1, cutoff=0.3)
+            raise OptionError(
+                "a device without peak figures",
+                expected=f"{', '.join(DEVICES)}; or --tflops, --bandwidth and --memory",
+                got=repr(name),
+                hint=f"did you mean {near[0]!r}?" if near else "",
+            )
+        return Device(name, tflops, bandwidth, memory)
+    return Device(known.name, tflops or known.tflops, bandwidth or known.bandwidth, memory or known.memory)

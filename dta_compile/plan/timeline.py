@@ -1,0 +1,172 @@
+"""A schedule in time: as the cost model predicts it, and as its runs were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from dta_compile.plan.cost import Limits
+from dta_compile.plan.peak_memory import bytes_by_op
+from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule, format_op
+from dta_compile.plan.simulate import Held, Work, chunk_work, held_tokens
+from dta_compile.plan.tree.prefix_tree import PrefixTree
+from dta_compile.views.traces.chrome import TICKS, Counter, Event, Process, Track
+from dta_compile.views.traces.speedscope import as_speedscope
+
+if TYPE_CHECKING:
+    from dta_compile.plan.summary import Estimates
+
+__all__ = ["op_name", "processes", "tree_as_speedscope"]
+
+SECOND = 1_000_000 * TICKS
+LONGEST_NAME = 60  # characters of an op's name in a trace; the whole text is among its facts
+
+
+class OpCost(NamedTuple):
+    """What an op amounts to, and the seconds that this takes by the cost model."""
+
+    op: Op
+    work: Work
+    seconds: float
+
+
+def op_name(op: Op) -> str:
+    """The op in a few words, for traces and profilers: `forward s8[0:451]+4 branches`."""
+    kind = type(op).__name__.lower()
+    match op:
+        case Attach(sequences):
+            return f"{kind} {len(sequences)} sequences"
+        case Pop(part) | Restore(part):
+            return f"{kind} {part}"
+        case Anchor(chunk) | Forward(chunk) | Backward(chunk):
+            branches = len(chunk.branches)
+            spine = str(chunk.spine) if chunk.spine is not None else ""
+            more = f"+{branches} branches" if branches > 1 else f"+{chunk.branches[0]}" if branches else ""
+            return f"{kind} {spine}{more}"
+
+
+def op_costs(tree: PrefixTree, schedule: Schedule, limits: Limits) -> Iterator[OpCost]:
+    """Work and predicted seconds of every op; their sum is `CostModel.estimate` of the schedule's simulation."""
+    cost, heads = limits.cost, limits.head_starts
+    for op in schedule.ops:
+        match op:
+            case Anchor(chunk, out):
+                work = chunk_work(tree, chunk, heads, out)
+                yield OpCost(op, work, cost.forward.seconds(work))
+            case Forward(chunk):
+                work = chunk_work(tree, chunk, heads)
+                yield OpCost(op, work, cost.forward.seconds(work))
+            case Backward(chunk):
+                work = chunk_work(tree, chunk, heads)
+                yield OpCost(op, work, cost.backward.seconds(work))
+            case Restore(part):
+                yield OpCost(op, Work(), cost.restore * part.tokens)
+            case _:
+                yield OpCost(op, Work(), 0.0)
+
+
+def processes(
+    tree: PrefixTree, schedule: Schedule, limits: Limits, estimates: Estimates, rank: int, epoch: float | None = None
+) -> list[Process]:
+    """What a trace shows of one rank's plan: the prediction, and the measured run if there was one.
+
+    Args:
+        rank: whose plan it is.
+        epoch: the time (seconds since 1970) that the measured run's times count from; None: its own begin.
+    """
+    held = list(held_tokens(schedule))
+    levels = _levels(tree, schedule, limits, held)
+    found = [_predicted(tree, schedule, limits, levels, rank)]
+    if estimates.runs:
+        begin = 0.0 if epoch is None or estimates.began is None else estimates.began - epoch
+        found.append(_measured(schedule, estimates, levels, rank, begin))
+    return found
+
+
+def _predicted(
+    tree: PrefixTree, schedule: Schedule, limits: Limits, levels: list[dict[str, float]], rank: int
+) -> Process:
+    events: list[Event] = []
+    counters: list[Counter] = []
+    clock = 0.0
+    for (op, work, seconds), level in zip(op_costs(tree, schedule, limits), levels, strict=True):
+        start, clock = clock, clock + seconds
+        events.append(Event(_short(op), _ticks(start), _ticks(clock), _facts(op, work)))
+        counters += _counters(level, _ticks(clock))
+    name = f"rank {rank}: predicted ({limits.cost.source})"
+    return Process(name, (Track("schedule", tuple(events)),), tuple(counters))
+
+
+def _measured(
+    schedule: Schedule, estimates: Estimates, levels: list[dict[str, float]], rank: int, begin: float
+) -> Process:
+    """Host and stream apart, where a stream ran what the host launched; on a CPU they are one."""
+    position = {id(op): number for number, op in enumerate(schedule.ops)}
+    runs: list[Event] = []
+    launches: list[Event] = []
+    counters: list[Counter] = []
+    for run in estimates.runs:
+        name, facts = _short(run.op), _facts(run.op, run.work)
+        for events, start, seconds in (
+            (runs, run.start, run.seconds),
+            (launches, run.launched, run.launch_seconds),
+        ):
+            first = max(_ticks(begin + start), events[-1].stop if events else 0)
+            events.append(Event(name, first, first + max(_ticks(seconds), 1), facts))
+        if id(run.op) in position:
+            counters += _counters(levels[position[id(run.op)]], _ticks(begin + run.start + run.seconds))
+    on_host = all(run.start == run.launched for run in estimates.runs)
+    tracks = (Track(estimates.stream, tuple(runs)), *(() if on_host else (Track("host", tuple(launches)),)))
+    return Process(f"rank {rank}: measured", tracks, tuple(counters))
+
+
+def _facts(op: Op, work: Work) -> dict[str, object]:
+    return {"op": format_op(op), **{name: amount for name, amount in work._asdict().items() if amount}}
+
+
+def _short(op: Op) -> str:
+    name = op_name(op)
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 3] + "..."
+
+
+def _levels(tree: PrefixTree, schedule: Schedule, limits: Limits, held: list[Held]) -> list[dict[str, float]]:
+    """What is held after every op, by name; bytes where they are known."""
+    footprint = limits.footprint
+    levels: list[dict[str, float]] = [
+        {"stack tokens": one.stack, "live tokens": one.live, "stored tokens": one.stored} for one in held
+    ]
+    if not footprint.counts_tokens:
+        for level, one in zip(levels, bytes_by_op(tree, schedule, footprint, limits.head_starts), strict=True):
+            level["live bytes"] = one.kept + footprint.kv_token * level["stack tokens"]
+            level["peak bytes of the op"] = one.peak + footprint.kv_token * level["stack tokens"]
+    return levels
+
+
+def _counters(level: dict[str, float], time: int) -> Iterator[Counter]:
+    yield from (Counter(name, time, value) for name, value in level.items())
+
+
+def _ticks(seconds: float) -> int:
+    return round(seconds * SECOND)
+
+
+def tree_as_speedscope(tree: PrefixTree, title: str) -> str:
+    """The tree as a file of speedscope: tokens of each segment, once and as often as sequences have them."""
+    sizes = tree.stop - tree.start
+    below = np.zeros(len(sizes) + 1, np.int64)
+    np.add.at(below, tree.end_node, 1)
+    below = below[: len(sizes)]
+    parents = tree.parent.tolist()
+    counts = below.tolist()
+    for node in range(len(parents) - 1, -1, -1):  # children have larger numbers
+        if parents[node] >= 0:
+            counts[parents[node]] += counts[node]
+    columns = zip(tree.sequence.tolist(), tree.start.tolist(), tree.stop.tolist(), counts, strict=True)
+    names = [f"s{sequence}[{start}:{stop}] in {count:,}" for sequence, start, stop, count in columns]
+    profiles = {
+        "tokens of the tree": sizes.tolist(),
+        "tokens of all sequences": (sizes * np.array(counts, np.int64)).tolist(),
+    }
+    return as_speedscope(title, names, parents, profiles)

@@ -1,0 +1,121 @@
+"""Predictions from a configuration: sizes as the model has them, and times and bytes that follow from them."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+from dta_compile.cli import main
+from dta_compile.data import Recorded, bundled, read
+from dta_compile.errors import OptionError
+from dta_compile.estimate import device_named, estimate, model_shape
+from dta_compile.estimate.predict import cost_of, head_starts_of
+from dta_compile.options import Options
+from dta_compile.plan import PrefixTree, Work
+from dta_compile.runtime.measure.calibration import Calibration
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 500, "head_dim": 16}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+H100 = device_named("h100")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config")
+    Qwen3Config(**SIZES).save_pretrained(path)
+    return path / "config.json"
+
+
+@pytest.fixture(scope="module")
+def sequences():
+    return read(str(bundled())).sequences
+
+
+def test_a_configuration_has_the_sizes_of_its_model(config):
+    shape = model_shape(str(config))
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES))
+    products = [one for one in model.model.modules() if isinstance(one, torch.nn.Linear)]
+    assert shape.parameters == model.num_parameters()
+    assert shape.active == sum(one.weight.numel() for one in products)
+    assert shape.outputs == sum(one.out_features for one in products) + 3 * 4 * 16
+    assert (shape.head, shape.layers, shape.kv_width) == (500 * 64, 3, 2 * 2 * 16)
+
+
+def test_a_token_takes_some_of_the_experts(tmp_path):
+    Qwen3MoeConfig(**SIZES, **EXPERTS).save_pretrained(tmp_path)
+    shape = model_shape(str(tmp_path))
+    experts = 3 * 8 * 3 * 48 * 64  # layers, experts, products of each
+    others = 3 * (64 * (64 + 32 + 32 + 64) + 8 * 64)
+    assert shape.active == experts / 4 + others
+
+
+def test_times_follow_from_operations_and_peaks(config):
+    shape = model_shape(str(config))
+    work = Work(tokens=10_000, pairs=10**9)
+    once, twice = (cost_of(shape, device_named("any", t, b, 1e9)) for t, b in ((100, 1e12), (200, 2e12)))
+    assert once.forward_seconds(work) == pytest.approx(2 * twice.forward_seconds(work))
+    operations = 2 * shape.active * 10_000 / 70e12 + 4 * 64 * 3 * 1e9 / 30e12
+    assert once.forward_seconds(work) > operations
+
+
+def test_head_rows_are_distinct_uses():
+    sequences = [Recorded([1, 2, 3], spans=((1, 3),)), Recorded([1, 2, 4], spans=((2, 3),)), Recorded([1, 2, 3])]
+    starts = head_starts_of(PrefixTree.build([one.tokens for one in sequences]), sequences)
+    assert starts.tolist() == [0, 1, 3, 3, 3]
+
+
+def test_budgets_trade_memory_for_time(config, sequences):
+    found = estimate(sequences, model_shape(str(config)), H100, Options(memory_budget=2_000_000, chunk_size=512))
+    some, nothing, everything = found.ours
+    assert everything.bytes > some.bytes > nothing.bytes
+    assert everything.seconds < some.seconds < nothing.seconds
+    assert everything.forwarded_twice == 0 < nothing.forwarded_twice
+    dense = found.others[0]
+    assert dense.seconds > everything.seconds
+    assert (
+        found.uncertainty < estimate(sequences, model_shape(str(config)), device_named("a100"), Options()).uncertainty
+    )
+
+
+def test_the_command_says_what_its_times_rest_on(config, tmp_path, capsys):
+    assert main(["estimate", str(config), str(bundled())]) == 0
+    out = capsys.readouterr().out
+    assert "roofline of NVIDIA H100" in out and "989 TFLOP/s" in out and "dense, checkpointed" in out
+    assert main(["estimate", str(config.parent), str(bundled()), "--device", "l40s", "--json", "-"]) == 0
+    roofline = json.loads(capsys.readouterr().out)
+    assert roofline["stats"]["tree_tokens"] == 10_267 and len(roofline["ours"]) == 3
+
+    calibration = Calibration()
+    for _ in range(3):
+        calibration.record([(kind, Work(1, 1, 9, 9, 9), 2.0) for kind in ("forward", "backward") for _ in range(20)])
+    (tmp_path / "rates.json").write_text(calibration.to_json())
+    given = ["--calibration", str(tmp_path / "rates.json"), "--json", "-"]
+    assert main(["estimate", str(config), str(bundled()), *given]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert measured["source"].startswith("calibrated on 80 runs")
+    assert measured["ours"][0]["seconds"] > 1 > roofline["ours"][0]["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["CONFIG", "--device", "h1000"], "did you mean 'h100'"),
+        (["CONFIG", "--tflops", "-1"], "above 0"),
+        (["CONFIG", "--calibration", "CONFIG"], "not a calibration"),
+        (["missing.json"], "missing.json"),
+        ([str(bundled("airline_tiny.json"))], "causal language model"),
+    ],
+)
+def test_what_cannot_be_used_is_named(arguments, part, config, capsys):
+    first, *more = [one.replace("CONFIG", str(config)) for one in arguments]
+    assert main(["estimate", first, str(bundled()), *more]) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_a_device_of_ones_own_needs_all_figures():
+    assert device_named("mine", 100, 1e12, 1e10).tflops == 100
+    assert device_named("a100", memory=40e9).memory == 40e9
+    with pytest.raises(OptionError, match="--tflops, --bandwidth and --memory"):
+        device_named("mine", 100)

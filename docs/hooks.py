@@ -1,8 +1,8 @@
 """Pages of the site that are files elsewhere in the repository: nothing is written twice.
 
-README, ARCHITECTURE, CONTRIBUTING and the benchmarks' reports are taken as they are. Their links, and those of the pages
-in `docs/`, are written for readers of the repository; here they are turned to pages, and links to what is no page (code,
-licences) become plain text.
+README, ARCHITECTURE, CONTRIBUTING and the benchmarks' reports are taken as they are. Their links, and those of the
+pages in `docs/`, are written for readers of the repository; here they are turned to pages, and links to what is no page
+(code, licences) become plain text.
 """
 
 from __future__ import annotations

@@ -190,9 +190,11 @@ def failures() -> None:
         try:
             attempt()
         except Exception:
-            assert all(is_sharded(block) for block in model.blocks)
+            pass
         else:
             raise AssertionError("no error")
+        gc.collect()  # of an error's traceback, which may hold outputs of a part that did run
+        assert all(is_sharded(block) for block in model.blocks)
     both(models, run)
     logits = compiled(own_ids())
     hook = model.blocks[1].up.weight.register_hook(fail)  # others have their gradients by then

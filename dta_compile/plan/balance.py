@@ -1,4 +1,4 @@
-"""Load balancing over ranks: contiguous groups of the lexicographic order (paper Algorithm 4), or subtrees dealt out."""
+"""Load balancing over ranks: contiguous groups in lexicographic order (paper Algorithm 4), or subtrees dealt out."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from dta_compile.errors import PlanError
-from dta_compile.options import as_integer
+from dta_compile.options import CHUNK_TOKENS, as_integer
 from dta_compile.plan.division.contiguous import contiguous_groups
 from dta_compile.plan.division.dealing import deals
 from dta_compile.plan.division.exchange import Groups, exchange
 from dta_compile.plan.division.items import Items
 from dta_compile.plan.division.run_costs import RunCosts
+from dta_compile.plan.division.whole_chunks import TreeSeconds, exchange_whole_chunks
 from dta_compile.plan.tree.lexicographic import IntArray, LexicographicOrder, lexicographic_order
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 
 __all__ = ["TreeCost", "balance"]
 
-NEAR_ENOUGH = 2**13  # the largest cost may be above its bound by one part of so many
-IMPROVED = 3  # divisions by dealing out that exchanges improve
+NEAR_ENOUGH = 2**10  # the largest cost may be above its bound by one part of so many
+WORTH_DEALING = 2**7  # the same after exchanges between contiguous groups, with which dealing out is tried as well
+IMPROVED = 2  # divisions by dealing out that exchanges improve
 ROUNDS = 64  # of exchanges, and two for every group
+FEW_CHUNKS = 32  # of a group, up to which whole chunks count: one more is a hundredth of its time, or more
 
 
 class TreeCost(Protocol):
@@ -71,26 +74,38 @@ def balance(
     elif not isinstance(sequences, LexicographicOrder):
         sequences = lexicographic_order(sequences)
     count = len(sequences.order)
-    groups = _divide(RunCosts(sequences, *rates), min(groups_wanted, count), contiguous) if count else []
+    groups: list[IntArray] = []
+    if count:
+        costs = RunCosts(sequences, *rates)
+        groups = _divide(costs, min(groups_wanted, count), contiguous, getattr(cost, "tree_seconds", None))
     return [sequences.order[group].tolist() for group in groups] + [[] for _ in range(groups_wanted - len(groups))]
 
 
-def _divide(costs: RunCosts, num_groups: int, contiguous: bool) -> list[IntArray]:
+def _divide(costs: RunCosts, num_groups: int, contiguous: bool, seconds: TreeSeconds | None) -> list[IntArray]:
     """Positions of the lexicographic order, ascending, in every group."""
     runs = contiguous_groups(costs, num_groups)
-    in_order = [np.arange(a, b) for a, b in runs]
-    bound = costs.bound(num_groups)
-    if contiguous or max(costs(a, b) for a, b in runs) <= bound + bound // NEAR_ENOUGH:
-        return in_order
+    few = int((costs.order.lengths - costs.order.common).sum()) <= FEW_CHUNKS * CHUNK_TOKENS * num_groups
+    least, largest = costs.bound(num_groups), max(costs(a, b) for a, b in runs)
+    if contiguous or num_groups == 1 or (largest <= least + least // NEAR_ENOUGH and not (few and seconds)):
+        return [np.arange(a, b) for a, b in runs]
     items = Items(costs, [a for a, _ in runs])
-    starting = [Groups(items, np.split(np.arange(len(items)), np.searchsorted(items.starts, [a for a, _ in runs[1:]])))]
-    dealt = [Groups(items, members) for members in deals(items, num_groups, bound)]
-    starting += sorted((one for one in dealt if not one.has_empty), key=Groups.rank)[:IMPROVED]
-    for one in starting:
-        exchange(one, bound + bound // NEAR_ENOUGH, ROUNDS + 2 * num_groups)
-    best = min(starting, key=Groups.rank)
-    found = [items.positions(members) for members in best.members()]
+    best = _cheapest(items, np.searchsorted(items.starts, [a for a, _ in runs]), least)
+    if few and seconds:
+        exchange_whole_chunks(costs.order, best, seconds)
+    found = [items.positions(group.members) for group in best.groups]
     return sorted(found, key=lambda positions: int(positions[0]))
+
+
+def _cheapest(items: Items, begins: IntArray, least: int) -> Groups:
+    """The cheapest of the divisions tried; `begins` are the items at which contiguous groups begin."""
+    target, rounds = least + least // NEAR_ENOUGH, ROUNDS + 2 * len(begins)
+    in_order = Groups(items, np.split(np.arange(len(items)), begins[1:]))
+    if exchange(in_order, target, rounds) or in_order.costs.max() <= least + least // WORTH_DEALING:
+        return in_order
+    dealt = [Groups(items, members) for members in deals(items, len(begins), least)]
+    dealt = sorted((one for one in dealt if not one.has_empty), key=Groups.rank)[:IMPROVED]
+    any(exchange(one, target, rounds) for one in dealt)
+    return min([in_order, *dealt], key=Groups.rank)
 
 
 def _rates(cost: Literal["tree_tokens"] | TreeCost) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Subtrees dealt out to groups: cut where little is shared, then by longest processing time or largest differencing."""
+"""Subtrees dealt out to groups: cut where little is shared, then placed by three rules of makespan scheduling."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _Run = tuple[int, int]  # items `[a, b)`
 
 SIZES = (1, 2, 4, 8, 16, 64)  # subtrees are at most one of these parts of what a group costs at least
 NEARLY = 1.1  # links up to this many times the least of a subtree are as good to cut
-MOST_PIECES = 2**13  # that are dealt out
+MOST_PIECES = 2**12  # that are dealt out
 MOST_SUMS = 2**16  # pieces x groups; largest differencing takes as much work for every two sums that it adds
+_HALVINGS = 14  # of the interval that the room of first fit is sought in: to less than a thousandth of a group
 _CANDIDATES = 4  # cheapest groups that a piece may go to, besides those of its neighbours
 
 
@@ -42,6 +43,7 @@ def deals(items: Items, num_groups: int, least: int) -> Iterator[list[IntArray]]
         yield _members(runs, _longest_first(items, runs, costs, num_groups), num_groups)
         if len(runs) * num_groups <= MOST_SUMS:
             yield _members(runs, _differencing(costs, num_groups), num_groups)
+            yield _members(runs, _multifit(costs, num_groups), num_groups)
 
 
 def _costs(items: Items, runs: list[_Run]) -> list[int]:
@@ -76,8 +78,8 @@ def _cut(links: IntArray, before: IntArray) -> int:
 def _longest_first(items: Items, runs: list[_Run], costs: list[int], num_groups: int) -> list[int]:
     """Group of every piece: the most expensive first, each to where the group then costs least.
 
-    A piece adds what it costs less what it shares with its neighbours there. The cheapest groups are tried, and those of
-    the pieces beside it that have been placed, with which it shares most.
+    A piece adds what it costs less what it shares with its neighbours there. The cheapest groups are tried, and those
+    of the pieces beside it that have been placed, with which it shares most.
     """
     loads = np.zeros(num_groups, np.int64)
     chosen = [0] * len(runs)
@@ -85,26 +87,30 @@ def _longest_first(items: Items, runs: list[_Run], costs: list[int], num_groups:
     in_group: list[list[int]] = [[] for _ in range(num_groups)]
     for piece in sorted(range(len(runs)), key=lambda piece: (-costs[piece], piece)):
         at = bisect_left(placed, piece)
-        groups = [chosen[other] for other in placed[max(at - 1, 0) : at + 1]]
-        groups += np.argsort(loads, kind="stable")[:_CANDIDATES].tolist()
-        added = [costs[piece] - _shared(items, runs, in_group[group], piece) for group in groups]
-        _, best, group = min((int(loads[group]) + more, more, group) for group, more in zip(groups, added, strict=True))
-        loads[group] += best
-        chosen[piece] = group
+        beside = [chosen[other] for other in placed[max(at - 1, 0) : at + 1]]
+        groups = list(dict.fromkeys(beside + np.argsort(loads, kind="stable")[:_CANDIDATES].tolist()))
+        shared = _shared(items, runs, [in_group[group] for group in groups], piece)
+        options = [(int(loads[g]) + costs[piece] - less, -less, g) for g, less in zip(groups, shared, strict=True)]
+        load, _, group = min(options)
+        loads[group], chosen[piece] = load, group
         insort(placed, piece)
         insort(in_group[group], piece)
     return chosen
 
 
-def _shared(items: Items, runs: list[_Run], members: list[int], piece: int) -> int:
-    """Cost of the tokens that a piece shares with those of a group."""
-    at = bisect_left(members, piece)
-    pairs = [(runs[members[at - 1]][1] - 1, runs[piece][0])] if at else []
-    pairs += [(runs[piece][1] - 1, runs[members[at]][0])] if at < len(members) else []
-    if not pairs:
-        return 0
-    first, second = np.array(pairs, np.int64).T
-    return int(items.shared(first, second).max())
+def _shared(items: Items, runs: list[_Run], groups: list[list[int]], piece: int) -> list[int]:
+    """Cost of the tokens that a piece shares with those of each of some groups."""
+    (start, end), pairs = runs[piece], []
+    for number, members in enumerate(groups):
+        at = bisect_left(members, piece)
+        pairs += [(number, runs[members[at - 1]][1] - 1, start)] if at else []
+        pairs += [(number, end - 1, runs[members[at]][0])] if at < len(members) else []
+    found = [0] * len(groups)
+    if pairs:
+        number_of, first, second = np.array(pairs, np.int64).T
+        for number, less in zip(number_of.tolist(), items.shared(first, second).tolist(), strict=True):
+            found[number] = max(found[number], less)
+    return found
 
 
 def _differencing(costs: list[int], num_groups: int) -> list[int]:
@@ -124,6 +130,38 @@ def _differencing(costs: list[int], num_groups: int) -> list[int]:
     for group, (_, members) in enumerate(heap[0][2]):
         for piece in members:
             chosen[piece] = group
+    return chosen
+
+
+def _multifit(costs: list[int], num_groups: int) -> list[int]:
+    """Group of every piece, as if none shared anything: first fit decreasing into the least room that bisection finds.
+
+    MULTIFIT (Coffman, Garey and Johnson, 1978).
+    """
+    order = sorted(range(len(costs)), key=lambda piece: -costs[piece])
+    least = max(max(costs), -(-sum(costs) // num_groups))
+    low, high = least, 2 * least  # which is always enough
+    best: list[int] = [0] * len(costs)
+    for _ in range(_HALVINGS):
+        room = (low + high) // 2
+        found = _first_fit(costs, order, num_groups, room)
+        if found is None:
+            low = room + 1
+        else:
+            best, high = found, room
+    return best
+
+
+def _first_fit(costs: list[int], order: list[int], num_groups: int, room: int) -> list[int] | None:
+    """Every piece in the first group with room for it; None if there is none."""
+    left = np.full(num_groups, room, np.int64)
+    chosen = [0] * len(costs)
+    for piece in order:
+        group = int(np.argmax(left >= costs[piece]))
+        if left[group] < costs[piece]:
+            return None
+        left[group] -= costs[piece]
+        chosen[piece] = group
     return chosen
 
 

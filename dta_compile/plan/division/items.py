@@ -11,7 +11,7 @@ from dta_compile.plan.tree.lexicographic import IntArray
 
 __all__ = ["Items"]
 
-MOST_ITEMS = 2**15  # of more sequences, those that share most stay together: it bounds time and memory
+MOST_ITEMS = 2**14  # of more sequences, those that share most stay together: it bounds time and memory
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -41,11 +41,7 @@ class Items:
         inside = repeated[:-1].copy()
         inside[begin] = _NEVER
         least_inside = np.minimum.reduceat(inside, begin)
-        # Level l holds the least that is shared anywhere from item k - 1 on up to the begin of k + 2**l - 1.
-        self._least = [np.minimum(self.links, np.concatenate([[_NEVER], least_inside[:-1]]))]
-        while 2 ** len(self._least) < len(self):
-            level, half = self._least[-1], 2 ** (len(self._least) - 1)
-            self._least.append(np.minimum(level[:-half], level[half:]))
+        self._least = _least_table(np.minimum(self.links, np.concatenate([[_NEVER], least_inside[:-1]])))
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -62,10 +58,7 @@ class Items:
             return out
         low, high = first[apart] + 2, second[apart] + 1
         levels = np.frexp(high - low)[1] - 1
-        least = np.empty(len(apart), np.int64)
-        for level in np.unique(levels):
-            at, table = levels == level, self._least[level]
-            least[at] = np.minimum(table[low[at]], table[high[at] - 2**level])
+        least = np.minimum(self._least[levels, low], self._least[levels, high - (1 << levels)])
         out[apart] = np.minimum(out[apart], least)
         return out
 
@@ -73,6 +66,17 @@ class Items:
         """Tree cost of the items from `first` to `last`, both included, elementwise."""
         total = np.cumsum(self.cost - self.links)
         return self.cost[first] + total[last] - total[first]
+
+
+def _least_table(values: IntArray) -> IntArray:
+    """Row l holds in column k the least of `values[k : k + 2**l]` (a sparse table)."""
+    rows = [values]
+    while 2 ** len(rows) <= len(values):
+        half = 2 ** (len(rows) - 1)
+        row = rows[-1].copy()
+        row[:-half] = np.minimum(row[:-half], row[half:])
+        rows.append(row)
+    return np.stack(rows)
 
 
 def _starts(costs: RunCosts, boundaries: list[int]) -> IntArray:

@@ -17,12 +17,14 @@ class RunCosts:
     """Tree cost, as an integer, of the sequences at positions `[a, b)` of the lexicographic order, in O(1).
 
     Attributes:
+        order: of the sequences.
         alone: of every sequence on its own.
         total: of the tree of all sequences up to and including each.
         repeated: what a cut before each adds to the cost of all groups: that of the tokens shared across it.
     """
 
     def __init__(self, order: LexicographicOrder, token: float, pair: float) -> None:
+        self.order = order
         lengths, common = order.lengths[order.order], order.common
         weights = _integer_weights(lengths, token, pair)
         alone, repeated = (_weighted(depths, *weights) for depths in (lengths, common))

@@ -3,10 +3,11 @@
     python -m benchmarks.host [--layers 28] [--chunks 512,2048,8192] [--codegen eager,inductor] [--json OUT]
 
 The model has the layers of Qwen3-1.7B, all of their operators and none of their width. All lengths are divided by 32,
-so a chunk "of 2,048 tokens" has 64; what the host does depends on slices and operators, not on tokens. Attention makes
-its results and leaves them as they are. One thread. A replay copies inputs and outputs, as with CUDA graphs, and runs
-nothing. So what is measured is Python, dispatching and the planner's numbers on a CPU of today: on a GPU every operator
-that is no view also costs a launch, which is added at a stated price.
+so a chunk "of 2,048 tokens" has 64; what the host does depends on slices and operators, not on tokens. Attention fills
+its results with zeros, which stands for its kernels. One thread. A replay copies inputs and outputs, as with CUDA
+graphs, and runs nothing; the runtime replays chunks of up to 512 tokens, so figures with replay of larger ones say what
+it would take. What is measured is Python, dispatching and the planner's numbers on the CPU at hand: on a GPU every
+operator that is no view also costs a launch, which is added at a stated price.
 
 The roofline is that of Qwen3-1.7B in bfloat16 on an H100: the larger of operations at 989 TFLOP/s and of what has to be
 read and written of weights and their float32 gradient sums at 3.35 TB/s; forward and backward of one chunk at depth 0.
@@ -37,16 +38,19 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import dta_compile
 from benchmarks.model import flops
 from benchmarks.ours import compile_logprobs
+from dta_compile.passes.fusion.piece import Piece
 from dta_compile.plan import Work
 from dta_compile.runtime.attention import providers
 from dta_compile.runtime.attention.interface import Operands, Tensors
 from dta_compile.runtime.calls.executor import Executor
 from dta_compile.runtime.replay import lease
 
+aten = torch.ops.aten
 SCALE = 32  # that all lengths are divided by
 TRUNK, BRANCHES, TWIGS = 2, 6, 4  # chunks on the path; chunks below it, each of so many sequences' ends
 PEAK_FLOPS, BANDWIDTH = 989e12, 3.35e12  # operations and bytes per second, from NVIDIA's data sheet of the H100 SXM
 LAUNCH = 3e-6  # seconds that a CUDA launch costs the host on top of dispatching: an assumption, not measured here
+NO_KERNEL = {aten._unsafe_view.default, aten.lift_fresh.default, aten.empty_strided.default, aten.detach.default}
 QWEN3 = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8}
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -110,7 +114,8 @@ class Operators(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts["views" if func.is_view else "kernels"] += 1
+        if func not in NO_KERNEL:
+            self.counts["views" if func.is_view else "kernels"] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -183,13 +188,17 @@ def _timed(step: Callable[[], None]) -> _Timed:
 
 @contextlib.contextmanager
 def _counted() -> Iterator[Operators]:
-    operators, run = Operators(), Executor.run
+    operators, run, call = Operators(), Executor.run, Piece.__call__
 
     def counted(self: Executor, *args: Any, **kwargs: Any) -> Any:
         with operators:
             return run(self, *args, **kwargs)
 
-    with mock.patch.object(Executor, "run", counted):
+    def counted_piece(self: Piece, *args: Any) -> Any:
+        operators.counts["kernels"] += 1
+        return call(self, *args)
+
+    with mock.patch.object(Executor, "run", counted), mock.patch.object(Piece, "__call__", counted_piece):
         yield operators
 
 

@@ -50,7 +50,7 @@ class Piece:
         return code.run([*sizes, *tensors])
 
     def _strides(self, code: Code, sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-        """Of the tensors that the code takes, None if it does not serve these sizes; all layers of a chunk ask alike."""
+        """Of the tensors that the code takes; None: it does not serve these sizes. All layers of a chunk ask alike."""
         latest = self.latest  # in one go: other threads may run the piece
         if latest is None or latest[0] is not code or latest[1] != sizes:
             found = list(code.strides(*sizes)) if code.serves(*sizes) else None

@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
 from dta_compile.passes.chunk_bytes import ChunkSizes, Peaks
-from dta_compile.passes.graphs.direct_calls import direct
+from dta_compile.passes.direct_calls import direct
 
 Run = Callable[..., Sequence[torch.Tensor]]
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dta_compile.passes.graphs.direct_calls import BINDINGS, direct
+from dta_compile.passes.direct_calls import BINDINGS, direct
 
 aten = torch.ops.aten
 A, B, ROWS = torch.linspace(1, 2, 12).view(3, 4), torch.linspace(-1, 3, 12).view(3, 4), torch.tensor([2, 0, 2])

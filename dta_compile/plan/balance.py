@@ -39,7 +39,6 @@ def balance(
     sequences: Iterable[Any] | LexicographicOrder | PrefixTree,
     num_groups: int,
     cost: Literal["tree_tokens"] | TreeCost = "tree_tokens",
-    *,
     contiguous: bool = False,
 ) -> list[list[int]]:
     """Groups of sequence indices whose largest tree cost is small, no larger than that of the best contiguous groups.

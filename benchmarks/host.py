@@ -40,7 +40,7 @@ import dta_compile
 from benchmarks.model import flops
 from benchmarks.ours import compile_logprobs
 from dta_compile.passes.fusion.piece import Piece
-from dta_compile.plan import Work
+from dta_compile.plan.summary import MeasuredRun
 from dta_compile.runtime.attention import providers
 from dta_compile.runtime.attention.interface import Operands, Tensors
 from dta_compile.runtime.calls.executor import Executor
@@ -131,8 +131,8 @@ def measure(chunk: int, layers: int, codegen: str, replay: bool, repetitions: in
         timed = [_timed(step) for _ in range(repetitions)]
     stats = dta_compile.last_plan(function)
     runs = [run for each in timed for run in each.runs]
-    forward, backward = ([s for kind, _, s in runs if kind == wanted] for wanted in ("forward", "backward"))
-    around = [(each.seconds - sum(s for *_, s in each.runs)) / len(each.runs) for each in timed]
+    forward, backward = ([run.seconds for run in runs if run.kind == wanted] for wanted in ("forward", "backward"))
+    around = [(each.seconds - sum(run.seconds for run in each.runs)) / len(each.runs) for each in timed]
     per_chunk = len(backward) / repetitions
     replays = stats.estimates.replays
     kernels, views = (operators.counts[kind] / per_chunk for kind in ("kernels", "views"))
@@ -167,7 +167,7 @@ class _Timed:
     """Seconds inside of executors, and what their stopwatches have."""
 
     seconds: float = 0.0
-    runs: list[tuple[str, Work, float]] = dataclasses.field(default_factory=list)
+    runs: list[MeasuredRun] = dataclasses.field(default_factory=list)
 
 
 def _timed(step: Callable[[], None]) -> _Timed:

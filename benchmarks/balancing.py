@@ -1,4 +1,4 @@
-"""Algorithm 4 against balancers that know no tree: balance, tokens computed twice, predicted step time, planning cost.
+"""Our divisions against balancers that know no tree: balance, tokens computed twice, predicted step, planning cost.
 
     python -m benchmarks.balancing [--rollouts FOLDER] [--pools 20000,1000000] [--output build/balancing]
 
@@ -186,7 +186,7 @@ def show(result: Result, console: Console) -> None:
     console.print(table)
 
 
-_OURS = tuple(method for method in METHODS if method.startswith("dta"))
+_OURS = tuple(method for method in METHODS if method.startswith("dta"))  # the others are rivals, or the paper
 
 
 def _cells(outcome: Outcome, ours: Outcome) -> list[str]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 COLORS = {
     "dta": "#1d5fa8",
     "dta, cost model": "#2a7f62",
+    "Algorithm 4": "#9b59b6",
     "greedy, tree tokens": "#e08e3c",
     "greedy, tokens": "#c9a227",
     "first fit decreasing": "#8c96a3",

@@ -17,12 +17,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.model import LogProbs, label_logprobs, token_logprobs
 from benchmarks.packed_tree import PackedTree, pack, split
-from benchmarks.steps import Prepare, Row, Step, rectangle_of, row_of
+from benchmarks.steps import Prepare, Row, Step, concatenated, fill_rows, rectangle_of, row_of
 from benchmarks.trees import IntArray, count_sequences, neighbours
 from benchmarks.workloads import FloatArray, Workload
 from dta_compile.capture.recurrences import MEANINGS
-
-ROW_TOKENS = 8192  # of a row of concatenated sequences
 
 
 def dense(model: PreTrainedModel) -> Prepare:
@@ -107,7 +105,7 @@ def varlen(model: PreTrainedModel) -> Prepare:
     model.set_attn_implementation("sdpa_per_sequence")
 
     def prepare(workload: Workload) -> Step:
-        rows = [_concatenated(workload, group) for group in _fill_rows(workload.sequences)]
+        rows = [concatenated(workload, group) for group in fill_rows(workload.sequences)]
 
         def run() -> None:
             for (ids, labels, weights), lengths in rows:
@@ -185,24 +183,6 @@ def _attention_per_sequence(
     parts = zip(*(tensor.split(sequence_lengths, dim=2) for tensor in (query, key, value)), strict=True)
     outputs = [sdpa_attention_forward(module, q, k, v, None, scaling=scaling)[0] for q, k, v in parts]
     return torch.cat(outputs, dim=1), None
-
-
-def _fill_rows(sequences: Sequence[IntArray]) -> list[list[int]]:
-    rows: list[list[int]] = []
-    used = 0
-    for index, sequence in enumerate(sequences):
-        if not rows or used + len(sequence) > ROW_TOKENS:
-            rows.append([])
-            used = 0
-        rows[-1].append(index)
-        used += len(sequence)
-    return rows
-
-
-def _concatenated(workload: Workload, group: list[int]) -> tuple[Row, list[int]]:
-    rows = [row_of(workload.sequences[index], workload.weights[index]) for index in group]
-    ids, labels, weights = (torch.cat(tensors, dim=1) for tensors in zip(*rows, strict=True))
-    return (ids, labels, weights), [len(workload.sequences[index]) for index in group]
 
 
 def _backward_packed(model: PreTrainedModel, tree: PackedTree) -> None:

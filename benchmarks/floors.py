@@ -4,7 +4,8 @@
 
 A step is forward and backward of a weighted sum of token log-probs over a whole batch, in float32, on a small Qwen3 and
 a small mixture of experts. Of transformers' implementations of experts eager mode has the one whose step is fastest.
-Recurrent models are also compared with eager mode whose recurrences are computed by ours.
+Recurrent models are also compared with eager mode whose recurrences are computed by ours, and with `--compiled` models
+of attention alone with the fastest of inductor's dense rows: one at a time, padded, packed.
 Gradients are compared once per tree, so that a fast wrong answer is no result. Exit code 1: a floor or equality missed.
 `python -m benchmarks.run` compares with more than eager.
 """
@@ -32,6 +33,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.baselines import dense, dense_recurrences
+from benchmarks.compiled_dense import compiled_dense, compiled_packed, compiled_padded
 from benchmarks.measure import Runner
 from benchmarks.model import MODELS, flops, gradient_difference, gradients
 from benchmarks.ours import compiled
@@ -40,6 +42,7 @@ from benchmarks.workloads import Workload, catalogue
 
 FLOORS = {"short": 3.0, "mid": 1.5, "none": 0.75}
 EXPERTS = ("grouped_mm", "eager")  # "batched_mm" copies the weights for every token: gigabytes, and minutes
+COMPILED = {"one": compiled_dense, "padded": compiled_padded, "packed": compiled_packed}
 TOLERANCE = 1e-3  # largest |difference| over largest |gradient|, per parameter, of two float32 runs
 
 
@@ -58,6 +61,7 @@ class Row:
     first_call_seconds: float
     eager_seconds: list[float]
     kernels_seconds: list[float]  # eager with our recurrences; of models that have any
+    compiled_seconds: dict[str, list[float]]  # inductor's code for dense rows, by method, if asked for
     dta_seconds: list[float]
     gradient_difference: float
     strategy: str
@@ -75,11 +79,20 @@ class Row:
         return statistics.median(self.kernels_seconds) / statistics.median(self.dta_seconds)
 
     @property
+    def over_compiled(self) -> float | None:
+        """The same over the fastest dense rows that inductor compiled."""
+        if not self.compiled_seconds:
+            return None
+        return min(map(statistics.median, self.compiled_seconds.values())) / statistics.median(self.dta_seconds)
+
+    @property
     def passed(self) -> bool:
         return self.gradient_difference < TOLERANCE and (self.floor is None or self.speedup >= self.floor)
 
 
-def measure(model: str, tree: str, repetitions: int, options: dict, backend: str, tick: Callable[[], None]) -> Row:
+def measure(
+    model: str, tree: str, repetitions: int, options: dict, backend: str, dense_rows: bool, tick: Callable[[], None]
+) -> Row:
     """One tree: a first call of both ways, compared, then `repetitions` steps of each in turns."""
     workload = catalogue(None, (), 0)[tree].build()
     torch.compiler.reset()
@@ -93,7 +106,11 @@ def measure(model: str, tree: str, repetitions: int, options: dict, backend: str
     if "linear_attention" in (getattr(dta.model.config, "layer_types", None) or ()):
         ways["kernels"] = Runner.of(dense_recurrences, workload, model)
         ways["kernels"].seconds()
-    seconds: dict[str, list[float]] = {way: [] for way in ("eager", "kernels", "dta")}
+    for name, build in (COMPILED if dense_rows else {}).items():
+        ways[name] = Runner.of(build, workload, model)
+        ways[name].seconds()
+        difference = max(difference, gradient_difference(gradients(ways[name].model), gradients(eager.model)))
+    seconds: dict[str, list[float]] = {way: [] for way in ("eager", "kernels", "dta", *ways)}
     for repetition in range(repetitions):
         for way in list(ways)[:: 1 if repetition % 2 else -1]:
             seconds[way].append(ways[way].seconds())
@@ -111,6 +128,7 @@ def measure(model: str, tree: str, repetitions: int, options: dict, backend: str
         first_call_seconds=first_call,
         eager_seconds=seconds["eager"],
         kernels_seconds=seconds["kernels"],
+        compiled_seconds={name: seconds[name] for name in COMPILED if name in ways},
         dta_seconds=seconds["dta"],
         gradient_difference=difference,
         strategy=dta.step.note() or "-",
@@ -134,7 +152,19 @@ def show(rows: list[Row], facts: dict, console: Console) -> None:
     table = Table(title="one step (forward and backward), median seconds; diff: of gradients", box=box.SIMPLE)
     table.add_column("model", no_wrap=True)
     table.add_column("tree", no_wrap=True)
-    for heading in ("C", "ideal", "eager", facts["backend"], "ratio", "kernels", "ratio", "floor", "1st call", "diff."):
+    for heading in (
+        "C",
+        "ideal",
+        "eager",
+        facts["backend"],
+        "ratio",
+        "kernels",
+        "ratio",
+        "compiled",
+        "floor",
+        "1st call",
+        "diff.",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -147,6 +177,7 @@ def show(rows: list[Row], facts: dict, console: Console) -> None:
             f"{row.speedup:.2f}x",
             f"{statistics.median(row.kernels_seconds):.3f}" if row.kernels_seconds else "-",
             f"{row.over_kernels:.2f}x" if row.over_kernels else "-",
+            f"{row.over_compiled:.2f}x" if row.over_compiled else "-",
             "-" if row.floor is None else f"{row.floor:.2f}x",
             f"{row.first_call_seconds:.2f}",
             f"{row.gradient_difference:.0e}",
@@ -165,6 +196,7 @@ def main() -> int:
     parser.add_argument("--strategy", default="auto", help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--backend", default="dta", help="default: %(default)s")
+    parser.add_argument("--compiled", action="store_true", help="also against dense rows that inductor compiled")
     parser.add_argument("--json", metavar="OUT", help="write facts, medians and all timings to OUT")
     arguments = parser.parse_args()
     models, trees = arguments.models.split(","), arguments.trees.split(",")
@@ -186,7 +218,9 @@ def main() -> int:
         for model, tree in itertools.product(models, trees):
             progress.update(task, description=f"{model} {tree}")
             tick = functools.partial(progress.advance, task)
-            rows.append(measure(model, tree, arguments.repetitions, options, arguments.backend, tick))
+            rows.append(
+                measure(model, tree, arguments.repetitions, options, arguments.backend, arguments.compiled, tick)
+            )
     show(rows, facts, console)
     if arguments.json:
         trees = [dataclasses.asdict(row) | {"speedup": row.speedup, "passed": row.passed} for row in rows]

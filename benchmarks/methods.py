@@ -11,7 +11,6 @@ import dataclasses
 from typing import Any
 
 from benchmarks.baselines import (
-    ROW_TOKENS,
     checkpoint,
     dense,
     leaves,
@@ -20,8 +19,9 @@ from benchmarks.baselines import (
     sparse_checkpoint,
     varlen,
 )
+from benchmarks.compiled_dense import compiled_dense, compiled_packed, compiled_padded
 from benchmarks.ours import compiled, streaming
-from benchmarks.steps import Build
+from benchmarks.steps import ROW_TOKENS, Build
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,9 @@ METHODS: dict[str, Method] = {
         Method("varlen", "dense", f"sequences packed into rows of {ROW_TOKENS:,} tokens, attention for each", varlen),
         Method("checkpoint", "dense", "one at a time with activation checkpointing of every layer", checkpoint),
         Method("leaves", "dense", "one at a time, only sequences that are no prefix of another", leaves),
+        Method("compiled", "dense", "one at a time by inductor, causal flash attention", compiled_dense),
+        Method("compiled-padded", "dense", "the whole batch at once, padded, by inductor", compiled_padded),
+        Method("compiled-packed", "dense", f"rows of {ROW_TOKENS:,} tokens by inductor", compiled_packed),
         Method("sparse", "tree mask", "the prefix tree in one row with a mask of ancestors", sparse),
         Method("sparse-checkpoint", "tree mask", "the same with activation checkpointing", sparse_checkpoint),
         *(

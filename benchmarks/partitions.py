@@ -75,9 +75,10 @@ def _triangles(depths: IntArray) -> IntArray:
     return depths * (depths + 1) // 2
 
 
-def contiguous(cost: str | CostModel, batch: Batch, groups: int) -> Partition:
-    """Ours: contiguous groups of the lexicographic order."""
-    return [np.array(group, np.int64) for group in balance(batch.sorted, groups, cost)]
+def balanced(cost: str | CostModel, contiguous: bool, batch: Batch, groups: int) -> Partition:
+    """Ours: contiguous groups of the lexicographic order alone, or whatever division is cheapest."""
+    made = balance(batch.sorted, groups, cost, contiguous=contiguous)
+    return [np.array(group, np.int64) for group in made]
 
 
 def round_robin(batch: Batch, groups: int) -> Partition:
@@ -163,8 +164,9 @@ def _members(chosen: Sequence[int] | IntArray, groups: int) -> Partition:
 
 
 METHODS: dict[str, Callable[[Batch, int], Partition]] = {
-    "dta": partial(contiguous, "tree_tokens"),
-    "dta, cost model": partial(contiguous, CostModel()),
+    "dta": partial(balanced, "tree_tokens", False),
+    "dta, cost model": partial(balanced, CostModel(), False),
+    "Algorithm 4": partial(balanced, "tree_tokens", True),
     "greedy, tree tokens": greedy_tree,
     "greedy, tokens": greedy_tokens,
     "first fit decreasing": first_fit_decreasing,

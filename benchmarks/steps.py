@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 from benchmarks.trees import IntArray
 from benchmarks.workloads import FloatArray, Workload
+
+ROW_TOKENS = 8192  # of a row of concatenated sequences
 
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ids, labels, weights, each [1, S]
 
@@ -41,3 +43,23 @@ def rectangle_of(workload: Workload) -> tuple[torch.Tensor, torch.Tensor, torch.
         ids[row, : len(sequence)], mask[row, : len(sequence)], weights[row, : len(sequence)] = sequence, 1, weight
     tensors = [torch.from_numpy(array) for array in (ids, weights, mask)]
     return tensors[0], torch.nn.functional.pad(tensors[0][:, 1:], (0, 1)), tensors[1], tensors[2]
+
+
+def fill_rows(sequences: Sequence[IntArray]) -> list[list[int]]:
+    """Sequences of every row, in their order; a row has at most `ROW_TOKENS` tokens, or one sequence."""
+    rows: list[list[int]] = []
+    used = 0
+    for index, sequence in enumerate(sequences):
+        if not rows or used + len(sequence) > ROW_TOKENS:
+            rows.append([])
+            used = 0
+        rows[-1].append(index)
+        used += len(sequence)
+    return rows
+
+
+def concatenated(workload: Workload, group: list[int]) -> tuple[Row, list[int]]:
+    """Some sequences as one row, and their lengths."""
+    rows = [row_of(workload.sequences[index], workload.weights[index]) for index in group]
+    ids, labels, weights = (torch.cat(tensors, dim=1) for tensors in zip(*rows, strict=True))
+    return (ids, labels, weights), [len(workload.sequences[index]) for index in group]

@@ -1,4 +1,4 @@
-"""scatter: the rows of all ranks dealt out anew, a balanced prefix tree to each (paper Algorithm 4)."""
+"""scatter: the rows of all ranks dealt out anew, a balanced prefix tree to each (see `dta_compile.balance`)."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def scatter(
 ) -> Shard:
     """Deal the rows of all ranks out anew: every rank gets a prefix tree of nearly equal cost.
 
-    Every rank of the group calls it with rows of its own, of which there may be none. The first rank plans: contiguous
-    groups of the lexicographic order (`dta_compile.balance`), so that rows with long common prefixes meet on one rank.
+    Every rank of the group calls it with rows of its own, of which there may be none. The first rank plans
+    (`dta_compile.balance`), so that rows with long common prefixes meet on one rank and the slowest has little to do.
     Then the rows travel with one `all_to_all` per field.
 
     Packed rows hold several sequences each, and their sequences are dealt out instead: every rank gets its own as one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,9 @@ from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
 from dta_compile.passes.chunk_bytes import ChunkSizes, Peaks
+from dta_compile.passes.direct_calls import direct
+
+Run = Callable[..., Sequence[torch.Tensor]]
 
 
 class Generated(Protocol):
@@ -71,6 +74,26 @@ class JointGraphs:
     def saved_bytes_per_token(self) -> float:
         """Bytes kept per chunk token that has one head row."""
         return self.token_bytes + self.head_bytes
+
+    @functools.cached_property
+    def run_cache_only(self) -> Run:
+        """`cache_only`, to be run."""
+        return direct(self.cache_only)
+
+    @functools.cached_property
+    def run_forward_only(self) -> Run:
+        """`forward_only`, to be run."""
+        return direct(self.forward_only)
+
+    @functools.cached_property
+    def run_forward(self) -> Run:
+        """`forward`, to be run."""
+        return direct(self.forward)
+
+    @functools.cached_property
+    def run_backward(self) -> Run:
+        """`boxed_backward`, to be run."""
+        return direct(self.boxed_backward)
 
     @functools.cached_property
     def boxed_backward(self) -> fx.GraphModule:

@@ -1,26 +1,31 @@
-"""Load balancing over ranks: contiguous groups of the lexicographic order (paper Algorithm 4)."""
+"""Load balancing over ranks: contiguous groups in lexicographic order (paper Algorithm 4), or subtrees dealt out."""
 
 from __future__ import annotations
 
-import heapq
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from dta_compile.errors import PlanError
-from dta_compile.options import as_integer
+from dta_compile.options import CHUNK_TOKENS, as_integer
+from dta_compile.plan.division.contiguous import contiguous_groups
+from dta_compile.plan.division.dealing import deals
+from dta_compile.plan.division.exchange import Groups, exchange
+from dta_compile.plan.division.items import Items
+from dta_compile.plan.division.run_costs import RunCosts
+from dta_compile.plan.division.whole_chunks import TreeSeconds, exchange_whole_chunks
 from dta_compile.plan.tree.lexicographic import IntArray, LexicographicOrder, lexicographic_order
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 
 __all__ = ["TreeCost", "balance"]
 
-_Group = tuple[int, int]  # positions `[a, b)` of the lexicographic order
-
-_COST_BITS = 61  # of everything's cost: as fine as sums of int64 allow
+NEAR_ENOUGH = 2**10  # the largest cost may be above its bound by one part of so many
+WORTH_DEALING = 2**7  # the same after exchanges between contiguous groups, with which dealing out is tried as well
+IMPROVED = 2  # divisions by dealing out that exchanges improve
+ROUNDS = 64  # of exchanges, and two for every group
+FEW_CHUNKS = 32  # of a group, up to which whole chunks count: one more is a hundredth of its time, or more
 
 
 class TreeCost(Protocol):
@@ -34,12 +39,16 @@ def balance(
     sequences: Iterable[Any] | LexicographicOrder | PrefixTree,
     num_groups: int,
     cost: Literal["tree_tokens"] | TreeCost = "tree_tokens",
+    contiguous: bool = False,
 ) -> list[list[int]]:
-    """Groups of sequence indices whose largest tree cost is the least, over contiguous groups.
+    """Groups of sequence indices whose largest tree cost is small, no larger than that of the best contiguous groups.
 
-    Contiguous in lexicographic order, which keeps shared prefixes together (paper Algorithm 4). Of the cuts with the
-    same largest cost, those are taken at which the groups share least, so that least is computed twice. Takes
-    O(N + K log N log C) after the sort, C being the cost of everything.
+    Groups that are contiguous in lexicographic order keep shared prefixes together (paper Algorithm 4); of the cuts
+    with the same least largest cost, those are taken at which the groups share least. Unless that is as good as any
+    division can be, subtrees that share little are dealt out freely as well, by longest processing time and by largest
+    differencing, and subtrees are exchanged between groups while that makes the most expensive one cheaper. The
+    cheapest division is taken. Takes O(N + K log N log C) after the sort, C being the cost of everything, and for
+    exchanges a time that grows with K.
 
     Args:
         sequences: 1-D integer sequences (see `PrefixTree.build`), their order, or their tree.
@@ -47,6 +56,10 @@ def balance(
             the surplus groups at the end are empty.
         cost: of a group's tree. "tree_tokens" counts its tokens, as the paper does; a cost model, such as the
             calibrated `CostModel`, prices tokens and attention pairs.
+        contiguous: only groups that are contiguous in lexicographic order.
+
+    Returns:
+        The groups, each in lexicographic order, by where in it their first sequences are.
 
     Raises:
         PlanError: K < 1, a sequence that is not a run of integers, or an unusable cost.
@@ -60,9 +73,38 @@ def balance(
     elif not isinstance(sequences, LexicographicOrder):
         sequences = lexicographic_order(sequences)
     count = len(sequences.order)
-    groups = _contiguous_groups(_Costs(sequences, *rates), min(groups_wanted, count)) if count else []
-    order: list[int] = sequences.order.tolist()
-    return [order[a:b] for a, b in groups] + [[] for _ in range(groups_wanted - len(groups))]
+    groups: list[IntArray] = []
+    if count:
+        costs = RunCosts(sequences, *rates)
+        groups = _divide(costs, min(groups_wanted, count), contiguous, getattr(cost, "tree_seconds", None))
+    return [sequences.order[group].tolist() for group in groups] + [[] for _ in range(groups_wanted - len(groups))]
+
+
+def _divide(costs: RunCosts, num_groups: int, contiguous: bool, seconds: TreeSeconds | None) -> list[IntArray]:
+    """Positions of the lexicographic order, ascending, in every group."""
+    runs = contiguous_groups(costs, num_groups)
+    few = int((costs.order.lengths - costs.order.common).sum()) <= FEW_CHUNKS * CHUNK_TOKENS * num_groups
+    least, largest = costs.bound(num_groups), max(costs(a, b) for a, b in runs)
+    if contiguous or num_groups == 1 or (largest <= least + least // NEAR_ENOUGH and not (few and seconds)):
+        return [np.arange(a, b) for a, b in runs]
+    items = Items(costs, [a for a, _ in runs])
+    best = _cheapest(items, np.searchsorted(items.starts, [a for a, _ in runs]), least)
+    if few and seconds:
+        exchange_whole_chunks(costs.order, best, seconds)
+    found = [items.positions(group.members) for group in best.groups]
+    return sorted(found, key=lambda positions: int(positions[0]))
+
+
+def _cheapest(items: Items, begins: IntArray, least: int) -> Groups:
+    """The cheapest of the divisions tried; `begins` are the items at which contiguous groups begin."""
+    target, rounds = least + least // NEAR_ENOUGH, ROUNDS + 2 * len(begins)
+    in_order = Groups(items, np.split(np.arange(len(items)), begins[1:]))
+    if exchange(in_order, target, rounds) or in_order.costs.max() <= least + least // WORTH_DEALING:
+        return in_order
+    dealt = [Groups(items, members) for members in deals(items, len(begins), least)]
+    dealt = sorted((one for one in dealt if not one.has_empty), key=Groups.rank)[:IMPROVED]
+    any(exchange(one, target, rounds) for one in dealt)
+    return min([in_order, *dealt], key=Groups.rank)
 
 
 def _rates(cost: Literal["tree_tokens"] | TreeCost) -> tuple[float, float]:
@@ -78,125 +120,3 @@ def _rates(cost: Literal["tree_tokens"] | TreeCost) -> tuple[float, float]:
             got=f"{token} s per token, {pair} s per pair",
         )
     return token, pair
-
-
-class _Costs:
-    """Tree cost, as an integer, of the sequences at positions `[a, b)` of the lexicographic order, in O(1).
-
-    Attributes:
-        alone: of every sequence on its own.
-        total: of the tree of all sequences up to and including each.
-        repeated: what a cut before each adds to the cost of all groups: that of the tokens shared across it.
-    """
-
-    def __init__(self, order: LexicographicOrder, token: float, pair: float) -> None:
-        lengths, common = order.lengths[order.order], order.common
-        weights = _integer_weights(lengths, token, pair)
-        alone, repeated = (_weighted(depths, *weights) for depths in (lengths, common))
-        self.alone: list[int] = alone.tolist()
-        self.repeated: list[int] = [*repeated.tolist(), 0]
-        self.total: list[int] = np.cumsum(alone - repeated).tolist()
-
-    def __len__(self) -> int:
-        return len(self.alone)
-
-    def __call__(self, a: int, b: int) -> int:
-        return self.alone[a] + self.total[b - 1] - self.total[a]
-
-    def furthest(self, a: int, limit: int) -> int:
-        """Largest `b` with cost of `[a, b)` at most `limit`."""
-        return bisect_right(self.total, limit - self.alone[a] + self.total[a])
-
-    def nearest(self, b: int, limit: int) -> int:
-        """Smallest `a` with cost of `[a, b)` at most `limit`."""
-        return bisect_left(range(b), True, key=lambda a: self(a, b) <= limit)
-
-
-def _weighted(depths: IntArray, token: int, pair: int) -> IntArray:
-    """Cost of one path of each of these numbers of tokens."""
-    return token * depths + pair * (depths * (depths + 1) // 2)
-
-
-def _integer_weights(lengths: IntArray, token: float, pair: float) -> tuple[int, int]:
-    """Integers in the ratio of the rates, so that sums are exact and bisection ends at the optimum."""
-    if not pair:
-        return 1, 0
-    everything = token * float(lengths.sum()) + pair * float((lengths * (lengths + 1)).sum()) / 2
-    scale = 2.0**_COST_BITS / max(everything, token, pair)
-    return round(token * scale), round(pair * scale)
-
-
-def _contiguous_groups(costs: _Costs, num_groups: int) -> list[_Group]:
-    """Exactly `num_groups` groups `[a, b)` of least largest cost, by bisection over the limit that a group may cost."""
-    low, high = max(costs.alone), costs(0, len(costs))
-    limit = low + bisect_left(range(low, high), True, key=lambda limit: _fill(costs, limit, num_groups) is not None)
-    groups = _fill(costs, limit, num_groups)
-    assert groups is not None
-    return _split(costs, _repeat_least(costs, limit, groups), num_groups)
-
-
-def _fill(costs: _Costs, limit: int, num_groups: int) -> list[_Group] | None:
-    """Groups filled up to `limit` one after the other; None if that takes more than `num_groups`."""
-    groups: list[_Group] = []
-    a = 0
-    while a < len(costs):
-        if len(groups) == num_groups:
-            return None
-        b = costs.furthest(a, limit)
-        groups.append((a, b))
-        a = b
-    return groups
-
-
-def _repeat_least(costs: _Costs, limit: int, groups: list[_Group]) -> list[_Group]:
-    """As many groups within `limit`, cut where the tokens shared across the cuts cost least in sum.
-
-    No fewer groups will do, `groups` being filled up. So the positions that one cut can take, from filling groups up
-    from the end to filling them up from the start, lie before those of the next cut, and this takes O(N).
-    """
-    windows = [range(len(costs), len(costs) + 1)]
-    for _, latest in reversed(groups[:-1]):
-        windows.append(range(costs.nearest(windows[-1].start, limit), latest + 1))
-    best = {0: (0, 0)}  # of this and later cuts of its window: the least sum of all cuts up to it, and its position
-    start_of: dict[int, int] = {}  # the group that ends there
-    a = 0
-    for window in reversed(windows):
-        for b in window:
-            while costs(a, b) > limit:
-                a += 1
-            repeated, start_of[b] = best[a]
-            best[b] = repeated + costs.repeated[b], b
-        for b in reversed(window[:-1]):
-            best[b] = min(best[b], best[b + 1])
-        a = window.start
-    cuts = [len(costs)]
-    while cuts[-1]:
-        cuts.append(start_of[cuts[-1]])
-    return list(pairwise(reversed(cuts)))
-
-
-def _split(costs: _Costs, groups: list[_Group], num_groups: int) -> list[_Group]:
-    """Halve the most expensive group that has two sequences until there are `num_groups`."""
-    single = [group for group in groups if group[1] - group[0] == 1]
-    heap = [(-costs(a, b), a - b, a, b) for a, b in groups if b - a > 1]  # of equal cost, the longest group first
-    heapq.heapify(heap)
-    while len(single) + len(heap) < num_groups:
-        _, _, a, b = heapq.heappop(heap)
-        middle = _best_cut(costs, a, b)
-        for x, y in ((a, middle), (middle, b)):
-            if y - x == 1:
-                single.append((x, y))
-            else:
-                heapq.heappush(heap, (-costs(x, y), x - y, x, y))
-    return sorted(single + [(a, b) for _, _, a, b in heap])
-
-
-def _best_cut(costs: _Costs, a: int, b: int) -> int:
-    """Where to cut `[a, b)` so that the larger half costs least; of equal cuts the one nearest to the middle."""
-    # With the cut moving right, the cost of the left half never falls and that of the right half never rises.
-    cuts = range(a + 1, b)
-    crossing = min(bisect_left(cuts, True, key=lambda m: costs(a, m) >= costs(m, b)), len(cuts) - 1)
-    least = min(max(costs(a, m), costs(m, b)) for m in cuts[max(crossing - 1, 0) : crossing + 1])
-    first = cuts[bisect_left(cuts, True, key=lambda m: costs(m, b) <= least)]
-    last = cuts[bisect_right(cuts, False, key=lambda m: costs(a, m) > least) - 1]
-    return min(max((a + b) // 2, first), last)

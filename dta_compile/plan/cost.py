@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 __all__ = ["CostModel", "Limits", "Rates", "choose", "choose_keep"]
 
 CANDIDATES = ("packed", "dfs", "vanilla", "dense")  # the first of equal cost is taken
+_PACKED = Options(strategy="packed")
 LEAST_GAIN = 0.03  # of the estimated seconds, for which larger chunks are taken, which need more memory
 
 
@@ -74,10 +76,16 @@ class CostModel:
     def tree_rates(self) -> tuple[float, float]:
         """Seconds of forward and backward per token of a tree, with its head row, and per query-key pair.
 
-        What `balance` goes by: launches depend on the schedule, which is made after the groups.
+        What `balance` goes by. The schedule is made after the groups, so launches are those of full chunks.
         """
-        token = sum(rates.token + rates.head for rates in (self.forward, self.backward))
+        token = sum(rates.token + rates.head + rates.launch / CHUNK_TOKENS for rates in (self.forward, self.backward))
         return token, self.forward.pair + self.backward.pair
+
+    def tree_seconds(self, tree: PrefixTree) -> float:
+        """Seconds of forward and backward of a tree in packed chunks that are all kept, of as many tokens as usual."""
+        chunks = chunk_tree(tree, _PACKED).chunks
+        work = reduce(Work.plus, (chunk_work(tree, chunk) for chunk in chunks), Work())
+        return self.forward.seconds(work) + self.backward.seconds(work)
 
     def estimate(self, simulation: Simulation) -> float:
         """Seconds that a schedule with these counts takes."""

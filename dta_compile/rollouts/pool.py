@@ -184,7 +184,8 @@ class RolloutPool:
             self.trie, self._ends, self._overdue(), self._last_chance(policy_version, rows), rows, tokens
         )
         chosen = [self._rollout(name, now) for name in sorted(choice.names)]
-        groups = balance([rollout.tokens for rollout in chosen], num_groups)
+        in_order = True  # as `RolloutBatch.groups` promises
+        groups = balance([rollout.tokens for rollout in chosen], num_groups, "tree_tokens", in_order)
         batch = RolloutBatch(
             groups=[[chosen[index] for index in group] for group in groups],
             expired=self.expired,

@@ -61,6 +61,19 @@ def test_rivals_on_textbook_instances():
         karmarkar_karp(Batch(lexicographic_order([[1]] * 5000)), 1024)
 
 
+@pytest.mark.parametrize("shared", [0, 1, 20, 200])
+def test_no_rival_is_ahead_however_little_is_shared(shared):
+    random = np.random.default_rng(shared)
+    for count, groups in ((9, 2), (16, 8), (40, 3), (64, 16)):
+        sequences = [np.r_[np.zeros(shared, int), random.integers(1, 9, random.integers(1, 999))] for _ in range(count)]
+        batch = Batch(lexicographic_order(sequences))
+        largest = {
+            method: max(batch.tree_size(group)[0] for group in divide(batch, groups))
+            for method, divide in METHODS.items()
+        }
+        assert largest["dta"] <= min(largest.values())
+
+
 def test_pools_share_as_real_rollouts_do():
     pool = generate(800, 500, seed=3)
     tree = PrefixTree.build(pool)

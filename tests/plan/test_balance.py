@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dta_compile.errors import PlanError
-from dta_compile.plan import CostModel, LexicographicOrder, PrefixTree, balance, lexicographic_order
+from dta_compile.plan import CostModel, LexicographicOrder, PrefixTree, balance, lexicographic_order, plan
 
 
 def tree_tokens(sequences, group):
@@ -36,10 +36,10 @@ def partitions(order, num_groups):
 
 
 @given(st.data())
-def test_groups_are_contiguous_optimal_and_not_empty(batches, data):
+def test_contiguous_groups_are_optimal_and_not_empty(batches, data):
     sequences = data.draw(batches)[:9]
     num_groups = data.draw(st.integers(1, 11))
-    groups = balance(sequences, num_groups)
+    groups = balance(sequences, num_groups, contiguous=True)
     order = PrefixTree.build(sequences).order.tolist()
     assert len(groups) == num_groups
     assert [i for group in groups for i in group] == order
@@ -53,7 +53,7 @@ def test_groups_are_contiguous_optimal_and_not_empty(batches, data):
 def test_sequences_that_share_much_stay_together_where_the_largest_cost_allows_it():
     # The last sequence sets the largest cost, 20. Filling groups up to it would part the second from the third.
     sequences = [[0] * 4, [1] * 8 + [2] * 6, [1] * 8 + [3] * 6, [4] * 20]
-    assert balance(sequences, 3) == [[0], [1, 2], [3]]
+    assert balance(sequences, 3) == balance(sequences, 3, contiguous=True) == [[0], [1, 2], [3]]
 
 
 @st.composite
@@ -72,7 +72,7 @@ def test_of_equal_largest_costs_the_least_is_computed_twice(order, num_groups):
         return int(order.lengths[group[0]] + new[group[1:]].sum())
 
     num_groups = min(num_groups, len(order.lengths))
-    mine = [costs(group) for group in balance(order, num_groups)]
+    mine = [costs(group) for group in balance(order, num_groups, contiguous=True)]
 
     def totals(num_groups):
         candidates = ([*map(costs, parts)] for parts in partitions(list(order.order), num_groups))
@@ -89,7 +89,7 @@ def test_a_cost_model_prices_tokens_and_pairs(batches, data):
     num_groups = data.draw(st.integers(1, 6))
     rate = st.sampled_from([0.0, 1e-9, 3e-7, 0.7])
     rates = Rates(*data.draw(st.tuples(rate, rate).filter(any)))
-    groups = balance(sequences, num_groups, cost=rates)
+    groups = balance(sequences, num_groups, cost=rates, contiguous=True)
     order = PrefixTree.build(sequences).order.tolist()
     assert [i for group in groups for i in group] == order
     assert sum(map(bool, groups)) == min(num_groups, len(sequences))
@@ -101,6 +101,64 @@ def test_a_cost_model_prices_tokens_and_pairs(batches, data):
         return max(each)
 
     assert largest(groups) == pytest.approx(min(map(largest, partitions(order, num_groups))), rel=1e-12)
+
+
+@given(st.data())
+def test_any_division_is_whole_in_order_repeatable_and_no_worse_than_a_contiguous_one(batches, data):
+    sequences = data.draw(batches)
+    num_groups = data.draw(st.integers(1, 11))
+    rates = Rates(*data.draw(st.sampled_from([(1.0, 0.0), (0.0, 1.0), (3e-5, 2e-9)])))
+    groups = balance(sequences, num_groups, rates)
+    order = PrefixTree.build(sequences).order.tolist()
+    assert sorted(i for group in groups for i in group) == list(range(len(sequences)))
+    assert [bool(group) for group in groups] == [k < len(sequences) for k in range(num_groups)]
+    places = [[order.index(i) for i in group] for group in groups if group]
+    assert places == sorted(places) and all(place == sorted(place) for place in places)
+    assert groups == balance(lexicographic_order(sequences), num_groups, rates)
+
+    def largest(parts):
+        return max(rates.token * tree_tokens(sequences, p) + rates.pair * tree_pairs(sequences, p) for p in parts)
+
+    contiguous = balance(sequences, num_groups, rates, contiguous=True)
+    assert largest(groups) <= largest(contiguous) * (1 + 1e-12)
+
+
+def test_sequences_that_share_nothing_are_dealt_out_freely():
+    def largest(lengths, num_groups):
+        groups = balance([[n] * size for n, size in enumerate(lengths)], num_groups)
+        return max(sum(lengths[i] for i in group) for group in groups)
+
+    assert largest([8, 7, 6, 5, 4], 2) == 15  # largest differencing has 16, contiguous groups 15
+    assert largest([8, 4, 7, 5, 6], 2) == 15  # contiguous groups have 18
+    assert largest([9, 1, 8, 2, 7, 3, 6, 4], 4) == 10
+    assert largest([30, 30, 30, 20, 20, 20, 10, 10, 10], 3) == 60
+
+
+def test_what_shares_little_is_cut_and_what_shares_much_is_not():
+    # Two prompts of 100 tokens with 6 answers of 10 each; three of one prompt alone would repeat its 100 tokens.
+    heavy = [[p] * 100 + [p, n] * 5 for p in (1, 2) for n in range(6)]
+    # 9 sequences of 50 tokens that share the first one.
+    light = [[0] + [n] * 49 for n in range(10, 19)]
+    sequences = heavy + light
+    groups = balance(sequences, 4)
+    costs = [tree_tokens(sequences, group) for group in groups]
+    assert sum(costs) <= PrefixTree.build(sequences).num_rows + 8, "only the shared first tokens are repeated"
+    assert max(costs) <= 210
+
+
+def test_the_cost_of_a_tree_is_that_of_its_schedule_and_whole_chunks_count():
+    random = np.random.default_rng(5)
+    sequences = [random.integers(0, 9, int(size)) for size in random.integers(300, 3000, 12)]
+    shared = [np.concatenate([sequences[0][:900], one]) for one in sequences]
+    model = CostModel()
+    for batch in (sequences, shared, [[]], []):
+        made = plan(batch, strategy="packed", chunk_size=2048)
+        assert model.tree_seconds(PrefixTree.build(batch)) == pytest.approx(made.estimates.seconds, rel=1e-3)
+
+    def slowest(groups):
+        return max(model.tree_seconds(PrefixTree.build([sequences[i] for i in group])) for group in groups)
+
+    assert slowest(balance(sequences, 4, model)) <= slowest(balance(sequences, 4, Rates(*model.tree_rates())))
 
 
 def test_pairs_weigh_long_sequences_more():
@@ -145,6 +203,17 @@ def test_the_most_expensive_group_is_split_in_balance():
     sequences = [[0] * 100, *([n] * 10 for n in range(1, 9))]
     groups = balance(sequences, 3)
     assert sorted(tree_tokens(sequences, group) for group in groups) == [40, 40, 100]
+
+
+@pytest.mark.parametrize("num_groups", [2, 7, 300])
+def test_large_and_odd_batches(num_groups):
+    random = np.random.default_rng(num_groups)
+    alone = [random.integers(0, 2**20, int(size)) for size in random.lognormal(3, 1, 5000)]
+    comb = [np.arange(n) for n in range(400)] + [np.append(np.arange(n), 5000 + n) for n in range(400)]
+    for sequences in (alone, comb, [np.zeros(0, np.int64)] * 1000, [np.arange(9)] * 1000):
+        groups = balance(sequences, num_groups)
+        assert sorted(i for group in groups for i in group) == list(range(len(sequences)))
+        assert all(groups)
 
 
 def test_surplus_groups_are_empty():

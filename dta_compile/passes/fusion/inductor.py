@@ -68,7 +68,7 @@ def generate(body: fx.GraphModule, symbols: Sequence[sympy.Symbol], inputs: Sequ
             fakes = [_like(env, value, known) for value in inputs]
             module = _decomposed(body, [*sizes, *fakes])
         hits = counters["inductor"]["fxgraph_cache_hit"]
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = {"size_asserts": False}  # of every input at every call: a piece has seen to them
         # Fusing reductions over rows with those over columns would be decided by the typical sizes, and hold for those
         # on their side of a threshold only.
         if hasattr(config.triton, "mix_order_reduction"):
@@ -84,7 +84,7 @@ def generate(body: fx.GraphModule, symbols: Sequence[sympy.Symbol], inputs: Sequ
     conditions = [sympy.Ge(symbol, 2, evaluate=False) for symbol in own] + [guard.expr for guard in env.guards]
     strides = [[expression(stride) for stride in fake.stride()] for fake in fakes]
     return Code(
-        run,
+        getattr(run, "current_callable", None) or run,  # what it calls, with more around it than some code takes
         _function(own, " and ".join(f"({_printed(condition)})" for condition in conditions) or "True"),
         _function(own, _tuple(_tuple(map(_printed, each)) for each in strides)),
         counters["inductor"]["fxgraph_cache_hit"] > hits,

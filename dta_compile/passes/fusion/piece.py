@@ -38,14 +38,24 @@ class Piece:
         self.__name__ = name  # in printed graphs
         self.body, self.symbols, self.inputs = body, symbols, inputs
         self.code: Code | None = None
+        self.latest: tuple[Code, tuple[int, ...], list[tuple[int, ...]] | None] | None = None
 
     def __call__(self, *arguments: Any) -> Sequence[torch.Tensor]:
-        sizes = arguments[: len(self.symbols)]
-        code = self.code
-        if code is None or not code.serves(*sizes):
+        count = len(self.symbols)
+        sizes, tensors = arguments[:count], arguments[count:]
+        if (code := self.code) is None or (strides := self._strides(code, sizes)) is None:
             return self.body.forward(*arguments)
-        tensors = map(_laid_out, arguments[len(sizes) :], code.strides(*sizes))
+        if [tensor.stride() for tensor in tensors] != strides:
+            tensors = tuple(map(_laid_out, tensors, strides))
         return code.run([*sizes, *tensors])
+
+    def _strides(self, code: Code, sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+        """Of the tensors that the code takes; None: it does not serve these sizes. All layers of a chunk ask alike."""
+        latest = self.latest  # in one go: other threads may run the piece
+        if latest is None or latest[0] is not code or latest[1] != sizes:
+            found = list(code.strides(*sizes)) if code.serves(*sizes) else None
+            self.latest = latest = code, sizes, found
+        return latest[2]
 
 
 def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -158,7 +158,7 @@ class Executor:
         chunk = op.chunk
         self._complete_stack()
         batch_chunk = self._on_batch(chunk, heads=op.out)
-        graph = self.joint.forward_only if op.out else self.joint.cache_only
+        graph = self.joint.run_forward_only if op.out else self.joint.run_cache_only
         self.path.depths = op.states
         results = self._launch(op, "forward", graph, batch_chunk, [self.path, *self._inputs(batch_chunk, None)])
         if op.out:
@@ -176,7 +176,7 @@ class Executor:
         active = None if out else self._active_rows(batch_chunk)
         inputs = self._inputs(batch_chunk, active)
         self.path.depths = op.states
-        results = self._launch(op, "forward", self.joint.forward, batch_chunk, [self.path, *inputs], active)
+        results = self._launch(op, "forward", self.joint.run_forward, batch_chunk, [self.path, *inputs], active)
         if out:
             self.buffers.write(batch_chunk.heads, results[: len(self.frontier)])
         saved = results[len(self.frontier) :]
@@ -203,7 +203,7 @@ class Executor:
         tangents = [self._tangent(index, batch_chunk, active) for index in self.joint.differentiated]
         arguments = [self.path, *values, *tangents, *self.buffers.accumulators]
         del values, tangents  # the backward frees what is in its list as it goes
-        self._launch(op, "backward", self.joint.boxed_backward, batch_chunk, arguments, active)
+        self._launch(op, "backward", self.joint.run_backward, batch_chunk, arguments, active)
         self.path.finish()
         self.buffers.release(batch_chunk.heads)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
@@ -36,8 +38,16 @@ class Rows:
     behaviour: torch.Tensor
 
 
-Values = tuple[torch.Tensor, torch.Tensor]
-"""Log-probs of the labels and entropies, `[B, S]` each."""
+class Values(NamedTuple):
+    """Of the labels of some rows, `[B, S]` each: log-probs and entropies, and log-probs by the supervised start."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
+    start: torch.Tensor | None = None
+
+
+Compute = Callable[[Rows, bool], Values]
+"""Values of some rows; the second argument says whether those of the supervised start are wanted."""
 
 
 def make_model(settings: Settings, vocabulary: int) -> Qwen3ForCausalLM:
@@ -59,28 +69,42 @@ def make_model(settings: Settings, vocabulary: int) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def values_of(logits: torch.Tensor, labels: torch.Tensor) -> Values:
-    """Log-probs and entropies from logits `[B, S, V]`."""
+def values_of(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies `[B, S]` from logits `[B, S, V]`."""
     logprobs = logits.float().log_softmax(-1)
     return logprobs.gather(-1, labels[..., None])[..., 0], -(logprobs.exp() * logprobs).sum(-1)
 
 
-def make_values(model: Qwen3ForCausalLM, way: str) -> Callable[[Rows], Values]:
-    """A function from rows to values, by `way` (see `Settings.way`)."""
+def make_values(model: Qwen3ForCausalLM, way: str, start: Qwen3ForCausalLM | None = None) -> Compute:
+    """A function from rows to values, by `way` (see `Settings.way`).
+
+    Two functions are compiled, with and without the start: where it is wanted, both models run over one tree.
+    """
+
+    def alone(ids: torch.Tensor, labels: torch.Tensor, **places: torch.Tensor) -> Any:
+        return values_of(model(ids, **places).logits, labels)
+
+    def both(ids: torch.Tensor, labels: torch.Tensor, **places: torch.Tensor) -> Any:
+        with torch.no_grad():
+            expected, _ = values_of(start(ids, **places).logits, labels)
+        return *alone(ids, labels, **places), expected
+
     if way == "compiled":
-        return _packed_values(model)
+        for each in filter(None, (model, start)):
+            _make_packed(each)
+        alone, both = (torch.compile(function, dynamic=True) for function in (alone, both))
+    elif way == "dta":
+        alone, both = (torch.compile(function, backend="dta") for function in (alone, both))
+    call = _call_packed if way == "compiled" else _call_padded
 
-    def values(ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Values:
-        return values_of(model(ids, attention_mask=attention_mask).logits, labels)
+    def values(rows: Rows, with_start: bool = False) -> Values:
+        wanted = with_start and start is not None
+        if way == "dta":
+            values.compiled = both if wanted else alone
+        return Values(*call(both if wanted else alone, rows))
 
-    if way == "dta":
-        values = torch.compile(values, backend="dta")
-
-    def of_rows(rows: Rows) -> Values:
-        return values(rows.ids, rows.attention_mask, rows.labels)
-
-    of_rows.compiled = values if way == "dta" else None
-    return of_rows
+    values.compiled = None
+    return values
 
 
 def parts(samples: Sequence[Sample], way: str) -> Iterator[Rows]:
@@ -89,11 +113,12 @@ def parts(samples: Sequence[Sample], way: str) -> Iterator[Rows]:
         yield pad(samples)
         return
     ordered = sorted(samples, key=lambda sample: len(sample.tokens))
-    start = 0
-    for stop in range(1, len(ordered) + 1):
-        if stop == len(ordered) or len(ordered[stop].tokens) * (stop + 1 - start) > MICRO_TOKENS:
+    ends = np.cumsum([len(sample.tokens) for sample in ordered])
+    count = max(1, round(ends[-1] / MICRO_TOKENS))
+    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count).tolist()
+    for start, stop in pairwise([0, *cuts, len(ordered)]):
+        if start < stop:
             yield pad(ordered[start:stop])
-            start = stop
 
 
 def pad(samples: Sequence[Sample]) -> Rows:
@@ -111,31 +136,26 @@ def pad(samples: Sequence[Sample]) -> Rows:
     return Rows(ids, labels, mask, loss_mask, advantages, behaviour)
 
 
-def _packed_values(model: Qwen3ForCausalLM) -> Callable[[Rows], Values]:
+def _call_padded(function: Callable[..., Any], rows: Rows) -> Iterable[torch.Tensor]:
+    return function(rows.ids, rows.labels, attention_mask=rows.attention_mask)
+
+
+def _make_packed(model: Qwen3ForCausalLM) -> None:
     """Without padding: all tokens in one row; attention alone sees rows, as no kernel for CPUs takes lengths."""
     AttentionInterface.register("packed_rows", _attention_by_row)
     AttentionMaskInterface.register("packed_rows", lambda *args, **kwargs: None)
     model.set_attn_implementation("packed_rows")
 
-    @torch.compile(dynamic=True)
-    def values(ids: torch.Tensor, labels: torch.Tensor, **places: torch.Tensor) -> Values:
-        return values_of(model(ids, **places).logits, labels)
 
-    def of_rows(rows: Rows) -> Values:
-        real = rows.attention_mask.bool()
-        to_packed = real.flatten().nonzero()[:, 0]
-        to_rows = (rows.attention_mask.flatten().cumsum(0) - 1).clamp(min=0).view(real.shape)
-        positions = torch.arange(real.shape[1]).expand_as(real)[real][None]
-        found = values(
-            rows.ids[real][None],
-            rows.labels[real][None],
-            position_ids=positions,
-            to_rows=to_rows,
-            to_packed=to_packed,
-        )
-        return tuple(torch.zeros(real.shape).masked_scatter(real, value[0]) for value in found)
-
-    return of_rows
+def _call_packed(function: Callable[..., Any], rows: Rows) -> Iterable[torch.Tensor]:
+    real = rows.attention_mask.bool()
+    places = {
+        "position_ids": torch.arange(real.shape[1]).expand_as(real)[real][None],
+        "to_rows": (rows.attention_mask.flatten().cumsum(0) - 1).clamp(min=0).view(real.shape),
+        "to_packed": real.flatten().nonzero()[:, 0],
+    }
+    found = function(rows.ids[real][None], rows.labels[real][None], **places)
+    return [torch.zeros(real.shape).masked_scatter(real, value[0]) for value in found]
 
 
 def _attention_by_row(

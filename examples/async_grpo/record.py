@@ -21,6 +21,7 @@ from .samples import Sample
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS tasks (number INTEGER PRIMARY KEY AUTOINCREMENT, worker INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS waves (worker INTEGER NOT NULL, seconds REAL NOT NULL, tokens INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS rollouts (
     number INTEGER PRIMARY KEY AUTOINCREMENT, task INTEGER NOT NULL, turn INTEGER NOT NULL, version INTEGER NOT NULL,
     tokens BLOB NOT NULL, start INTEGER NOT NULL, logprobs BLOB NOT NULL, advantage REAL NOT NULL, reward REAL NOT NULL,
@@ -74,13 +75,22 @@ class Record:
         with self._database as database:
             database.executemany(f"INSERT INTO rollouts ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
+    def add_wave(self, worker: int, seconds: float, tokens: int) -> None:
+        """What a worker needed for rollouts of so many tokens, prompts included."""
+        with self._database as database:
+            database.execute("INSERT INTO waves VALUES (?, ?, ?)", (worker, seconds, tokens))
+
     def waiting_after(self, number: int, most: int = 500) -> list[tuple[int, Sample]]:
         """The next waiting rollouts with numbers above this one."""
-        found = self._database.execute(
-            "SELECT number, tokens, start, logprobs, advantage, reward, task, version FROM rollouts"
-            " WHERE number > ? AND gone IS NULL ORDER BY number LIMIT ?",
-            (number, most),
-        )
+        return self._samples("number > ? AND gone IS NULL ORDER BY number LIMIT ?", number, most)
+
+    def trained_by(self, version: int) -> list[Sample]:
+        """The batch that made a version, in the order of arrival."""
+        return [sample for _, sample in self._samples("gone = ? AND NOT expired ORDER BY number", version)]
+
+    def _samples(self, condition: str, *values: int) -> list[tuple[int, Sample]]:
+        columns = "number, tokens, start, logprobs, advantage, reward, task, version"
+        found = self._database.execute(f"SELECT {columns} FROM rollouts WHERE {condition}", values)
         return [
             (name, Sample(np.frombuffer(tokens, np.int32), start, np.frombuffer(logprobs, np.float32), *rest))
             for name, tokens, start, logprobs, *rest in found
@@ -144,7 +154,7 @@ class Record:
             database.execute("INSERT INTO deaths VALUES (?, ?)", (role, at))
 
     def rows(self, table: str) -> list[tuple[Any, ...]]:
-        """All of "resumed" or "deaths"."""
-        if table not in ("resumed", "deaths"):
-            raise ValueError(f"no table {table!r} to be read; expected 'resumed' or 'deaths'")
+        """All of "waves", "resumed" or "deaths"."""
+        if table not in ("waves", "resumed", "deaths"):
+            raise ValueError(f"no table {table!r} to be read; expected 'waves', 'resumed' or 'deaths'")
         return self._database.execute(f"SELECT * FROM {table}").fetchall()

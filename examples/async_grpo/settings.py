@@ -39,7 +39,7 @@ class Settings:
 
     way: str = "dta"
     seed: int = 0
-    hidden: int = 96
+    hidden: int = 160
     layers: int = 2
     heads: int = 4
     lowest: int = 5
@@ -48,16 +48,16 @@ class Settings:
     guesses: int = 4
     roots: int = 4
     branches: int = 4
-    tasks_at_once: int = 8
+    tasks_at_once: int = 4
     action_tokens: int = 12
-    batch_tokens: int = 6000
+    batch_tokens: int = 3000
     epochs: int = 1
     max_staleness: int = 4
     patience: int = 2
-    most_waiting: int = 1600
+    most_waiting: int = 800
     updates: int | None = None
     seconds: float | None = None
-    learning_rate: float = 5e-4
+    learning_rate: float = 4e-4
     warm_steps: int = 350
     clip: float = 0.2
     most_weight: float = 2.0

@@ -52,24 +52,22 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0
         )
-        self._values = make_values(model, settings.way)
-        self._start = None
         if settings.kl:
-            start = copy.deepcopy(start if start is not None else model)
-            self._start = make_values(start.requires_grad_(False), settings.way)
+            start = copy.deepcopy(start if start is not None else model).requires_grad_(False)
+        self._values = make_values(model, settings.way, start if settings.kl else None)
 
     @property
     def compiled(self):
         """What `dta_compile.last_plan` takes; None for the dense ways."""
-        return getattr(self._values, "compiled", None)
+        return self._values.compiled
 
     def rehearse(self, vocabulary: int) -> None:
         """Compile, on rows of random tokens that share prefixes as turns do, so that no update has to."""
         generator = np.random.default_rng(0)
-        for count in (24, 40):
-            trunk = generator.integers(4, vocabulary, 100 + 8 * count)
+        for count in (60, 90):
+            trunk = generator.integers(4, vocabulary, 100 + 4 * count)
             samples = [
-                Sample(np.r_[trunk[: 90 + 8 * turn], 4, 5].astype(np.int32), 95, np.zeros(4, np.float32), 1.0, 0, 0, 0)
+                Sample(np.r_[trunk[: 90 + 4 * turn], 4, 5].astype(np.int32), 94, np.zeros(1, np.float32), 1.0, 0, 0, 0)
                 for turn in range(1, count)
             ]
             for rows in parts(samples, self.settings.way):
@@ -98,12 +96,12 @@ class Learner:
     def _loss(self, rows: Rows, kept: dict[str, torch.Tensor], sums: Sums) -> torch.Tensor:
         """Sum over the sampled tokens of some rows. `kept`: what later epochs need of the first one."""
         settings, mask = self.settings, rows.loss_mask
-        logprobs, entropies = (value[mask] for value in self._values(rows))
+        values = self._values(rows, not kept)
+        logprobs, entropies = values.logprobs[mask], values.entropies[mask]
         if not kept:
             kept["proximal"] = logprobs.detach()
-            if self._start is not None:
-                with torch.no_grad():
-                    kept["start"] = self._start(rows)[0][mask]
+            if values.start is not None:
+                kept["start"] = values.start[mask]
         weight = (kept["proximal"] - rows.behaviour[mask]).exp().clamp(max=settings.most_weight)
         ratio = (logprobs - kept["proximal"]).exp()
         advantage = rows.advantages.expand_as(mask)[mask]
@@ -111,7 +109,7 @@ class Learner:
         gain = torch.minimum(ratio * advantage, clipped * advantage)
         loss = -weight * gain - settings.entropy * entropies
         distance = torch.zeros(())
-        if self._start is not None:
+        if "start" in kept:
             behind = kept["start"] - logprobs
             distance = behind.exp() - behind - 1  # an estimate of the KL that is never negative
             loss = loss + settings.kl * distance

@@ -67,7 +67,7 @@ def _imitate(
         said = torch.zeros_like(batch.loss_mask)
         for row, (_, mask) in enumerate(rows):
             said[row, : len(mask) - 1] = torch.tensor(mask[1:])
-        loss = -values(batch)[0][said].mean()
+        loss = -values(batch).logprobs[said].mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -35,6 +35,9 @@ def main(folder: Path, index: int) -> None:
         generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + numbers[0])
         player = Player(model, tokenizer, generator, settings.action_tokens)
         tasks = [draw_task(settings, number) for number in numbers]
+        began = time.perf_counter()
         played = player.play(tasks, settings.roots, settings.branches)
+        seconds = time.perf_counter() - began
         for number, turns in zip(numbers, played, strict=True):
             record.add(number, samples_of(turns, number, version))
+        record.add_wave(index, seconds, sum(len(turn.tokens) for turns in played for turn in turns))

@@ -45,8 +45,8 @@ from examples.async_grpo.update import Learner
 from examples.async_grpo.weights import read, snapshots
 
 DENSE = ("eager", "compiled")
-EVALUATIONS = 9  # of a run, evenly over its seconds; and those of the last tenth of its updates, at most:
-OF_THE_LAST = 4
+EVALUATIONS = 6  # of a run, evenly over its seconds; and those of the last tenth of its updates, at most:
+OF_THE_LAST = 3
 GPUS = 8  # that `dta split` divides by the figures of one worker and one trainer
 PATIENCES = (0, 1, 2, 4, 8)
 
@@ -90,8 +90,8 @@ def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     )
 
 
-def free_run(settings: Settings, start: Path, folder: Path, tell: Callable) -> dict[str, Any]:
-    """One run in real time, then its evaluation."""
+def free_run(settings: Settings, start: Path, folder: Path, first: list, tell: Callable) -> dict[str, Any]:
+    """One run in real time, then its evaluation. `first` holds that of the supervised start, once it is known."""
     folder.mkdir(parents=True)
     for name in ("start.pt", "tokenizer.json"):
         shutil.copy(start / name, folder)
@@ -110,9 +110,11 @@ def free_run(settings: Settings, start: Path, folder: Path, tell: Callable) -> d
     model, tokenizer = warmup.start(settings, start)
     evaluations, files = [], snapshots(folder)
     for version in chosen_versions(updates):
-        model.load_state_dict(read(files[version])["weights"])
-        reward, error, won = evaluate(settings, model, tokenizer)
         seconds = updates[version - 1]["seconds"] if version else 0.0
+        model.load_state_dict(read(files[version])["weights"])
+        reward, error, won = evaluate(settings, model, tokenizer) if version or not first else first[0]
+        if not version:  # the supervised start is that of all runs
+            first[:] = [(reward, error, won)]
         evaluations.append({"version": version, "seconds": seconds, "reward": reward, "error": error, "won": won})
     waves = record.rows("waves")
     record.close()
@@ -196,12 +198,15 @@ def measure(arguments: argparse.Namespace, folder: Path, console: Console) -> di
         start = arguments.start or folder / "start"
         start.mkdir(parents=True, exist_ok=True)
         torch.set_num_threads(settings.trainer_threads)
+        is_new = not (start / "start.pt").exists()
         warmup.start(settings, start, tell)
-        warm_seconds = time.perf_counter() - began
+        warm_seconds = time.perf_counter() - began if is_new else 0.0
+
+        first: list[tuple[float, float, float]] = []
 
         def one(way: str, seed: int) -> dict[str, Any]:
             chosen = dataclasses.replace(settings, way=way, seed=seed)
-            found = free_run(chosen, start, folder / f"{way}-{seed}", tell)
+            found = free_run(chosen, start, folder / f"{way}-{seed}", first, tell)
             console.print(f"{way}, seed {seed}: {len(found['updates'])} updates, {rise(found)}", highlight=False)
             return found
 

@@ -22,7 +22,7 @@ from .sampling import Player
 from .settings import Settings
 from .weights import read, snapshots
 
-AT_ONCE = 64
+AT_ONCE = 128
 
 
 def evaluate(settings: Settings, model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> tuple[float, float, float]:

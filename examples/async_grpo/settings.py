@@ -54,10 +54,10 @@ class Settings:
     epochs: int = 1
     max_staleness: int = 4
     patience: int = 2
-    most_waiting: int = 800
+    most_waiting: int = 300
     updates: int | None = None
     seconds: float | None = None
-    learning_rate: float = 4e-4
+    learning_rate: float = 3e-4
     warm_steps: int = 350
     clip: float = 0.2
     most_weight: float = 2.0

@@ -70,6 +70,8 @@ class Trainer:
         self.settings = settings = Settings.load(folder)
         self.role = Role(folder, "trainer", settings.trainer_threads)
         self.folder, self.record, self.progress = folder, Record(folder), Progress()
+        self._expired: list[int] = []  # since the latest update
+        self._waited = 0.0  # seconds for the latest batch
         start, tokenizer = warmup.start(settings, folder)
         model, _ = warmup.start(settings, folder)
         self.learner = Learner(settings, model, start)
@@ -127,8 +129,9 @@ class Trainer:
                 )
             except WaitTimeoutError:
                 continue
-            self._waited = time.perf_counter() - began
+            self._expired += [rollout.payload[0] for rollout in batch.expired]  # perhaps of a batch of nothing else
             if len(batch):
+                self._waited = time.perf_counter() - began
                 return batch
         return None
 
@@ -145,7 +148,7 @@ class Trainer:
         facts |= {"reward/train": fmean(sample.reward for sample in samples)}
         facts |= {"time/update": seconds, "time/wait": self._waited}
         facts |= {"stream/staleness": fmean(behind), "stream/most_stale": max(behind)}
-        facts |= {"stream/waiting": tree.stats.waiting, "stream/expired": len(batch.expired)}
+        facts |= {"stream/waiting": tree.stats.waiting, "stream/expired": len(self._expired)}
         facts |= {"stream/batches_waited": fmean(rollout.batches_waited for rollout in group)}
         return facts | self._sharing(batch)
 
@@ -165,7 +168,8 @@ class Trainer:
         """Record what has left, then let the workers have the new policy."""
         version = self.progress.version
         trained = [rollout.payload[0] for group in batch.groups for rollout in group]
-        self.record.finish_update(version, trained, [rollout.payload[0] for rollout in batch.expired], facts)
+        self.record.finish_update(version, trained, self._expired, facts)
+        self._expired = []
         snapshot = version % self.settings.snapshot_every == 0
         publish(self.folder, version, self.learner.model, snapshot)
 

@@ -6,7 +6,7 @@ decoupled objective, clipping keeps the current policy near the proximal one, an
 `Settings.most_weight` corrects for the distance of the proximal one from the behaviour:
 
     w = min(exp(proximal - behaviour), most_weight),  r = exp(current - proximal)
-    loss = mean over sampled tokens of  -w * min(r * A, clip(r) * A) + kl * KL(current, start) - entropy * H
+    loss = mean over sampled tokens of  -w * min(r * A, clip(r) * A) + kl * (current - start)^2 / 2 - entropy * H
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ class Learner:
         loss = -weight * gain - settings.entropy * entropies
         distance = torch.zeros(())
         if "start" in kept:
-            behind = kept["start"] - logprobs
-            distance = behind.exp() - behind - 1  # an estimate of the KL that is never negative
+            # Its gradient is the KL's where the current policy has sampled; unlike that of exp(d) - d - 1, one token
+            # that has become improbable cannot outweigh a batch.
+            distance = (logprobs - kept["start"]).square() / 2
             loss = loss + settings.kl * distance
         sums.add(loss=loss, kl=distance, entropy=entropies, weight=weight, clipped=(ratio != clipped).float())
         return loss.sum()

@@ -45,8 +45,8 @@ from examples.async_grpo.update import Learner
 from examples.async_grpo.weights import read, snapshots
 
 DENSE = ("eager", "compiled")
-EVALUATIONS = 6  # of a run, evenly over its seconds; and those of the last tenth of its updates, at most:
-OF_THE_LAST = 3
+EVALUATIONS = 5  # of a run, evenly over its seconds; and those of the last tenth of its updates, at most:
+OF_THE_LAST = 2
 GPUS = 8  # that `dta split` divides by the figures of one worker and one trainer
 PATIENCES = (0, 1, 2, 4, 8)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,7 @@ class Run:
         self._handles: dict[str, Handle] = {}
         self._deaths: dict[str, int] = {}
         self._record = Record(folder)
-        self._latest = 0
+        self._latest, self._interrupted = 0, False
 
     def go(self, tick: Callable[[Run], None] = lambda run: None) -> None:
         """Until the trainer has finished. An interruption stops the run, which can then be resumed.
@@ -47,6 +48,7 @@ class Run:
         Raises:
             RunFailed: a process died `MOST_DEATHS` times while the policy did not advance.
         """
+        before = signal.signal(signal.SIGINT, self._interrupt)  # also where Ray has a handler of its own
         try:
             for name in self._roles:
                 self._start(name)
@@ -58,8 +60,17 @@ class Run:
                         self._restart(name)
                 tick(self)
                 time.sleep(PAUSE)
+                if self._interrupted:
+                    raise KeyboardInterrupt
         finally:
             self._stop()
+            signal.signal(signal.SIGINT, before)
+
+    def _interrupt(self, number: int, frame: Any) -> None:
+        """The first time, end all processes in order; the second time, at once."""
+        if self._interrupted:
+            raise KeyboardInterrupt
+        self._interrupted = True
 
     def latest(self) -> dict[str, Any] | None:
         """The facts of the newest update."""

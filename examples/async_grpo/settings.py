@@ -57,7 +57,7 @@ class Settings:
     most_waiting: int = 300
     updates: int | None = None
     seconds: float | None = None
-    learning_rate: float = 3e-4
+    learning_rate: float = 5e-4
     warm_steps: int = 350
     clip: float = 0.2
     most_weight: float = 2.0
@@ -66,7 +66,7 @@ class Settings:
     max_norm: float = 1.0
     checkpoint_every: int = 5
     snapshot_every: int = 2
-    held_out: int = 256
+    held_out: int = 512
     workers: int = 1
     trainer_threads: int = 1
     worker_threads: int = 1

@@ -175,6 +175,42 @@ def test_sampled_log_probs_are_those_of_the_whole_game():
         assert one.rewards and all(math.isfinite(reward) for reward in one.rewards)
 
 
+def episodes(seed, count=40):
+    """Samples of games that fork: random tokens, turns as prefixes of one another."""
+    generator = np.random.default_rng(seed)
+    prompt, games = generator.integers(4, 60, 30), []
+    for _ in range(count // 4):
+        game = prompt
+        for _ in range(4):
+            start = len(game)
+            game = np.r_[game, generator.integers(4, 60, 8)]
+            logprobs = np.log(generator.uniform(0.01, 0.03, 4)).astype(np.float32)
+            games.append(Sample(game.astype(np.int32), start, logprobs, float(generator.normal()), 0.0, 0, 0))
+    return games
+
+
+@pytest.mark.slow
+def test_replayed_updates_are_equal_to_rounding(monkeypatch):
+    """Over 20 updates dta differs from eager at most twice as much as eager does that adds its rows up otherwise."""
+    settings = dataclasses.replace(TINY, epochs=2, kl=0.05)
+
+    def train(way, micro_tokens):
+        monkeypatch.setattr("examples.async_grpo.policy.MICRO_TOKENS", micro_tokens)
+        learner = Learner(dataclasses.replace(settings, way=way), make_model(settings, 60))
+        losses = [learner.update(episodes(seed))["loss"] for seed in range(20)]
+        return losses, {name: value.detach() for name, value in learner.model.named_parameters()}
+
+    losses, weights = train("eager", 600)
+    differences = {}
+    for name, way, micro_tokens in (("eager", "eager", 200), ("compiled", "compiled", 600), ("dta", "dta", 600)):
+        other_losses, other = train(way, micro_tokens)
+        differences[name] = max(float((other[key] - weights[key]).abs().max()) for key in weights)
+        assert other_losses == pytest.approx(losses, abs=1e-5)
+    initial = dict(make_model(settings, 60).named_parameters())
+    moved = max(float((weights[key] - initial[key]).detach().abs().max()) for key in weights)
+    assert differences["dta"] <= 2 * differences["eager"] < 0.01 * moved, differences
+
+
 class Command:
     """`python -m examples.async_grpo` in a process group of its own."""
 

@@ -37,6 +37,7 @@ from dta_compile.cli.split import System, sweep
 from examples.async_grpo import warmup
 from examples.async_grpo.engine import ProcessEngine
 from examples.async_grpo.evaluator import evaluate
+from examples.async_grpo.game import require_environment
 from examples.async_grpo.record import Record
 from examples.async_grpo.run import Run, prepare
 from examples.async_grpo.samples import Sample
@@ -49,6 +50,7 @@ EVALUATIONS = 5  # of a run, evenly over its seconds; and those of the last tent
 OF_THE_LAST = 2
 GPUS = 8  # that `dta split` divides by the figures of one worker and one trainer
 PATIENCES = (0, 1, 2, 4, 8)
+Evaluation = tuple[float, float, float]  # mean reward, its standard error, share of games won
 
 
 def replay(settings: Settings, start: Path, batches: Sequence[Sequence[Sample]], tell: Callable) -> dict[str, Any]:
@@ -90,8 +92,10 @@ def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     )
 
 
-def free_run(settings: Settings, start: Path, folder: Path, first: list, tell: Callable) -> dict[str, Any]:
-    """One run in real time, then its evaluation. `first` holds that of the supervised start, once it is known."""
+def free_run(
+    settings: Settings, start: Path, folder: Path, known: dict[Path, Evaluation], tell: Callable
+) -> dict[str, Any]:
+    """One run in real time, then its evaluation. `known`: of the supervised start, which is that of all runs."""
     folder.mkdir(parents=True)
     for name in ("start.pt", "tokenizer.json"):
         shutil.copy(start / name, folder)
@@ -112,9 +116,11 @@ def free_run(settings: Settings, start: Path, folder: Path, first: list, tell: C
     for version in chosen_versions(updates):
         seconds = updates[version - 1]["seconds"] if version else 0.0
         model.load_state_dict(read(files[version])["weights"])
-        reward, error, won = evaluate(settings, model, tokenizer) if version or not first else first[0]
-        if not version:  # the supervised start is that of all runs
-            first[:] = [(reward, error, won)]
+        found = known.get(start) if not version else None
+        found = found or evaluate(settings, model, tokenizer)
+        if not version:
+            known[start] = found
+        reward, error, won = found
         evaluations.append({"version": version, "seconds": seconds, "reward": reward, "error": error, "won": won})
     waves = record.rows("waves")
     record.close()
@@ -202,11 +208,11 @@ def measure(arguments: argparse.Namespace, folder: Path, console: Console) -> di
         warmup.start(settings, start, tell)
         warm_seconds = time.perf_counter() - began if is_new else 0.0
 
-        first: list[tuple[float, float, float]] = []
+        known: dict[Path, Evaluation] = {}
 
         def one(way: str, seed: int) -> dict[str, Any]:
             chosen = dataclasses.replace(settings, way=way, seed=seed)
-            found = free_run(chosen, start, folder / f"{way}-{seed}", first, tell)
+            found = free_run(chosen, start, folder / f"{way}-{seed}", known, tell)
             console.print(f"{way}, seed {seed}: {len(found['updates'])} updates, {rise(found)}", highlight=False)
             return found
 
@@ -250,6 +256,10 @@ def main() -> int:
         parser.error(f"{arguments.folder} exists; --folder has to be new")
     console = Console()
     if not arguments.page:
+        try:
+            require_environment()
+        except ValueError as error:
+            parser.error(str(error))
         with tempfile.TemporaryDirectory() as temporary:
             results = measure(arguments, arguments.folder or Path(temporary) / "runs", console)
         arguments.out.write_text(json.dumps(rounded(results), separators=(",", ":")) + "\n")

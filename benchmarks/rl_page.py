@@ -48,7 +48,10 @@ def machine(results: Results) -> str:
     facts, settings = results["facts"], results["settings"]
     versions = f"torch {facts['torch']}, transformers {facts['transformers']}, Python {facts['python']}"
     threads = f"{settings['trainer_threads']} thread in the trainer and {settings['worker_threads']} in its worker"
-    minutes = f"{facts['seconds'] / 60:.1f} minutes in all, {facts['warm_seconds']:.0f} s of them supervised"
+    supervised = (
+        f"{facts['warm_seconds']:.0f} s of them supervised" if facts["warm_seconds"] else "from a start made before"
+    )
+    minutes = f"{facts['seconds'] / 60:.1f} minutes in all, {supervised}"
     return f"{versions}; {facts['cores']} cores (load {facts['load']:.1f} when it ended), {threads}; {minutes}.\n"
 
 

@@ -9,24 +9,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import sys
 from pathlib import Path
 
+from .engine import NAMES
+from .game import require_environment
+from .run import RunFailed, run
+from .settings import WAYS, Settings
+
 
 def main() -> int:
-    if importlib.util.find_spec("textarena") is None:
-        version = ".".join(map(str, sys.version_info[:2]))
-        print(
-            f"TextArena, whose game is played, is not installed for Python {version} ({sys.executable}): "
-            'pip install -e ".[rl]", with Python 3.10 to 3.13',
-            file=sys.stderr,
-        )
-        return 2
-    from .engine import NAMES
-    from .run import RunFailed, run
-    from .settings import WAYS, Settings
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--engine", choices=NAMES, default="auto", help="default: Ray where it is installed")
@@ -38,8 +30,9 @@ def main() -> int:
     arguments = vars(parser.parse_args())
     folder, engine = arguments.pop("folder"), arguments.pop("engine")
     given = {name: value for name, value in arguments.items() if value is not None}
-    known = Settings.load(folder) if (folder / "settings.json").exists() else Settings()
     try:
+        require_environment()
+        known = Settings.load(folder) if (folder / "settings.json").exists() else Settings()
         run(folder, dataclasses.replace(known, **given), engine)
     except (RunFailed, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -46,10 +46,14 @@ def evaluate_new(settings: Settings, folder: Path, model: Qwen3ForCausalLM, toke
     known = {version for version, *_ in record.evaluations()}
     for version, path in snapshots(folder).items():
         if version not in known:
-            model.load_state_dict(read(path)["weights"])
+            try:
+                model.load_state_dict(read(path)["weights"])
+            except FileNotFoundError:  # of an update that was undone
+                continue
             reward, error, won = evaluate(settings, model, tokenizer)
-            record.add_evaluation(version, reward, error, won)
-            found[version] = reward
+            if path.exists():
+                record.add_evaluation(version, reward, error, won)
+                found[version] = reward
     record.close()
     return found
 

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import random
-import re
+import sys
 
 import numpy as np
 
 from .settings import Settings
 
 HELD_OUT = 1_000_000  # seeds of held-out tasks start here, those of training tasks at 0
-GUESS = re.compile(r"\[(\d+)\]")
+
+
+def require_environment() -> None:
+    """Raise a `ValueError` that says what to install, unless TextArena is there."""
+    if importlib.util.find_spec("textarena") is None:
+        version = ".".join(map(str, sys.version_info[:2]))
+        raise ValueError(
+            f"TextArena, whose game is played, is not installed for Python {version} ({sys.executable}): "
+            'pip install -e ".[rl]", with Python 3.10 to 3.13'
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -141,6 +141,11 @@ class Record:
         found = self._database.execute("SELECT version, facts FROM updates ORDER BY version")
         return [{"version": version, **json.loads(facts)} for version, facts in found]
 
+    def latest(self) -> dict[str, Any] | None:
+        """The newest update."""
+        found = self._database.execute("SELECT version, facts FROM updates ORDER BY version DESC LIMIT 1").fetchone()
+        return found and {"version": found[0], **json.loads(found[1])}
+
     def add_evaluation(self, version: int, reward: float, error: float, found: float) -> None:
         with self._database as database:
             database.execute("INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?, ?)", (version, reward, error, found))

@@ -45,6 +45,8 @@ class Run:
     def go(self, tick: Callable[[Run], None] = lambda run: None) -> None:
         """Until the trainer has finished. An interruption stops the run, which can then be resumed.
 
+        To be called in the main thread, as are all functions that handle interruptions.
+
         Raises:
             RunFailed: a process died `MOST_DEATHS` times while the policy did not advance.
         """
@@ -74,8 +76,7 @@ class Run:
 
     def latest(self) -> dict[str, Any] | None:
         """The facts of the newest update."""
-        updates = self._record.updates()
-        return updates[-1] if updates else None
+        return self._record.latest()
 
     def _start(self, name: str) -> None:
         function, arguments = self._roles[name]

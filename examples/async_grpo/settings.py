@@ -57,11 +57,11 @@ class Settings:
     most_waiting: int = 300
     updates: int | None = None
     seconds: float | None = None
-    learning_rate: float = 5e-4
+    learning_rate: float = 3e-4
     warm_steps: int = 350
     clip: float = 0.2
     most_weight: float = 2.0
-    kl: float = 0.01
+    kl: float = 0.03
     entropy: float = 0.0
     max_norm: float = 1.0
     checkpoint_every: int = 5
@@ -71,9 +71,31 @@ class Settings:
     trainer_threads: int = 1
     worker_threads: int = 1
 
+    def __post_init__(self) -> None:
+        if self.way not in WAYS:
+            raise ValueError(f"way is {self.way!r}; expected one of {', '.join(WAYS)}")
+        for name, value in dataclasses.asdict(self).items():
+            may_be_zero = name in ("seed", "warm_steps", "max_staleness", "patience", "kl", "entropy")
+            if isinstance(value, (int, float)) and (value < 0 or (value == 0 and not may_be_zero)):
+                raise ValueError(f"{name} is {value}; expected {'0 or more' if may_be_zero else 'more than 0'}")
+        if self.hidden % self.heads or self.heads % 2 or self.hidden // self.heads % 2:
+            raise ValueError(
+                f"hidden {self.hidden} and heads {self.heads}: expected even heads of an even, equal width"
+            )
+        if self.guesses < 2 or self.most < self.fewest:
+            raise ValueError("expected at least 2 guesses, and most to be at least fewest")
+
     def save(self, folder: Path) -> None:
         (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> Settings:
-        return cls(**json.loads((folder / "settings.json").read_text()))
+        """Settings of a run.
+
+        Raises:
+            ValueError: they are damaged, or of another version of this program.
+        """
+        try:
+            return cls(**json.loads((folder / "settings.json").read_text()))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{folder / 'settings.json'} holds no settings of this program: {error}") from error

@@ -20,7 +20,7 @@ from .roles import Role
 from .samples import Sample
 from .settings import Settings
 from .update import Learner
-from .weights import CHECKPOINT, publish, read, write
+from .weights import CHECKPOINT, publish, read, snapshots, write
 
 PAUSE = 0.02  # seconds between two looks for new rollouts
 
@@ -82,6 +82,9 @@ class Trainer:
             self.learner.model.load_state_dict(found["model"])
             self.learner.optimizer.load_state_dict(found["optimizer"])
         self.record.go_back(self.progress.version)
+        for version, path in snapshots(folder).items():
+            if version > self.progress.version:
+                path.unlink()
 
     def run(self) -> None:
         """Train until the run is stopped or has reached its end."""

@@ -151,6 +151,28 @@ def test_a_folder_keeps_its_settings(tmp_path):
         prepare(tmp_path, dataclasses.replace(TINY, seed=1))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("way", "fast", "way is 'fast'; expected one of eager, compiled, dta"),
+        ("batch_tokens", 0, "batch_tokens is 0; expected more than 0"),
+        ("patience", -1, "patience is -1; expected 0 or more"),
+        ("hidden", 33, "hidden 33 and heads 2"),
+        ("guesses", 1, "at least 2 guesses"),
+    ],
+)
+def test_bad_settings_are_named(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **{name: value})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"speed": 3}', "\u2603"])
+def test_a_damaged_folder_is_named(tmp_path, text):
+    (tmp_path / "settings.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="holds no settings of this program"):
+        Settings.load(tmp_path)
+
+
 def test_sampled_log_probs_are_those_of_the_whole_game():
     """Through shared prompts, rows of different lengths and forks."""
     pytest.importorskip("textarena")

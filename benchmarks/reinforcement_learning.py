@@ -49,6 +49,8 @@ DENSE = ("eager", "compiled")
 EVALUATIONS = 5  # of a run, evenly over its seconds; and those of the last tenth of its updates, at most:
 OF_THE_LAST = 2
 GPUS = 8  # that `dta split` divides by the figures of one worker and one trainer
+KEPT = ("version", "seconds", "samples", "tokens", "tree_tokens", "reward/train", "train/kl", "train/entropy")
+KEPT += ("time/update", "time/wait", "stream/staleness", "stream/expired", "stream/batches_waited")  # of an update
 PATIENCES = (0, 1, 2, 4, 8)
 Evaluation = tuple[float, float, float]  # mean reward, its standard error, share of games won
 
@@ -127,7 +129,7 @@ def free_run(
     return {
         "way": settings.way,
         "seed": settings.seed,
-        "updates": updates,
+        "updates": [{key: update[key] for key in KEPT} for update in updates],
         "evaluations": evaluations,
         "counts": dataclasses.asdict(counts),
         "rollout": {"seconds": sum(wave[1] for wave in waves), "tokens": sum(wave[2] for wave in waves)},

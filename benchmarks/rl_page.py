@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "reinforcement_learning.json"
 PAGE = ROOT / "docs" / "reinforcement_learning.md"
-PLOTS = "plots"  # beside the page
+PLOTS = "images"  # beside the page
 COLORS = {"eager": "#8c96a3", "compiled": "#e08e3c", "dta": "#1d5fa8"}
 NAMES = {"eager": "dense, eager", "compiled": "dense, compiled", "dta": "dta"}
 Results = dict[str, Any]

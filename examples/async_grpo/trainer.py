@@ -159,13 +159,8 @@ class Trainer:
         if self.learner.compiled is None:
             return {"dta/compression": batch.compression}
         plan = dta_compile.last_plan(self.learner.compiled)
-        stats = plan.stats
-        return {
-            "dta/compression": stats.compression,
-            "dta/leaf_compression": stats.leaf_compression,
-            "dta/recompute": stats.tokens_forwarded_twice,
-            "dta/peak": stats.peak_live_tokens,
-        }
+        named = {"dta/recompute": plan.stats.tokens_forwarded_twice, "dta/peak": plan.stats.peak_live_tokens}
+        return plan.scalars() | named
 
     def _hand_over(self, batch: RolloutBatch, facts: dict[str, Any]) -> None:
         """Record what has left, then let the workers have the new policy."""

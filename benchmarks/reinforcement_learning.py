@@ -34,6 +34,7 @@ from benchmarks.model import flops
 from benchmarks.streaming import simulate
 from benchmarks.trees import count_sequences, ideal_speedup
 from dta_compile.cli.split import System, sweep
+from dta_compile.plan import PrefixTree
 from examples.async_grpo import warmup
 from examples.async_grpo.engine import ProcessEngine
 from examples.async_grpo.evaluator import evaluate
@@ -72,6 +73,8 @@ def replay(settings: Settings, start: Path, batches: Sequence[Sequence[Sample]],
     for number, batch in enumerate(batches):
         counts = count_sequences([sample.tokens for sample in batch])
         step: dict[str, Any] = {"samples": len(batch), "tokens": counts.tokens, "tree_tokens": counts.tree_tokens}
+        tree = PrefixTree.build([sample.tokens for sample in batch])
+        step["leaf_tokens"] = int(tree.stop[tree.leaves].sum())
         step["ideal"] = ideal_speedup(counts, *flops(model.config))
         for way in WAYS if number % 2 else WAYS[::-1]:
             wall, processor = time.perf_counter(), time.process_time()
@@ -163,7 +166,7 @@ def rise(run: dict[str, Any]) -> dict[str, float]:
     ends = [one for one in run["evaluations"] if one["version"] in last]
     end = fmean(one["reward"] for one in ends)
     error = (start["error"] ** 2 + fmean(one["error"] for one in ends) ** 2) ** 0.5
-    return {"start": start["reward"], "end": end, "error": error, "errors": (end - start["reward"]) / error}
+    return {"start": start["reward"], "end": end, "error": error, "errors": (end - start["reward"]) / max(error, 1e-9)}
 
 
 def balances(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -51,8 +51,8 @@ class Game:
 
     Attributes:
         unread: what the environment has said since the player's latest turn.
-        reward: the environment's own, 0 to 1, when the game is over.
-        failed: whether the environment itself raised an error, which ends the game without a reward.
+        reward: the environment's own, 0 to 1, when the game is over. 0 if the environment itself raised an error, which
+            ends the game: 0.7.4 does at a last move without a number in brackets.
     """
 
     def __init__(self, task: Task) -> None:
@@ -63,7 +63,7 @@ class Game:
         state = random.getstate()  # the environment seeds Python's own generator
         self._env.reset(num_players=1, seed=task.seed)
         random.setstate(state)
-        self.task, self.done, self.reward, self.failed, self.turns = task, False, 0.0, False, 0
+        self.task, self.done, self.reward, self.turns = task, False, 0.0, 0
         self.unread = self._heard()
 
     def say(self, text: str) -> None:
@@ -72,7 +72,7 @@ class Game:
         try:
             self.done, _ = self._env.step(text)
         except Exception:  # whatever it is, it must not take the other games of the batch with it
-            self.done = self.failed = True
+            self.done = True
             return
         if self.done:
             rewards, _ = self._env.close()

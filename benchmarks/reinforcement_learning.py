@@ -1,7 +1,7 @@
 """Reinforcement learning end to end, dense against dta: replayed batches, then free-running trainers.
 
     make rl
-    python -m benchmarks.reinforcement_learning [--seconds 60] [--seeds 3] [--updates 20] [--folder FOLDER] [--out JSON]
+    python -m benchmarks.reinforcement_learning [--seconds 50] [--seeds 3] [--updates 20] [--folder FOLDER] [--out JSON]
 
 Every run is one of `examples/async_grpo`, from one supervised start. The first dta run is replayed: the batches that it
 trained are given in turns to three trainers in one process (eager, compiled over packed rows, dta), whose losses and
@@ -247,7 +247,7 @@ def measure(arguments: argparse.Namespace, folder: Path, console: Console) -> di
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="of training in each run (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=50.0, help="of training in each run (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--updates", type=int, default=20, help="that are replayed (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="new folder in which the runs are kept; default: none are")

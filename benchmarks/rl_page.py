@@ -52,7 +52,8 @@ def machine(results: Results) -> str:
         f"{facts['warm_seconds']:.0f} s of them supervised" if facts["warm_seconds"] else "from a start made before"
     )
     minutes = f"{facts['seconds'] / 60:.1f} minutes in all, {supervised}"
-    return f"{versions}; {facts['cores']} cores (load {facts['load']:.1f} when it ended), {threads}; {minutes}.\n"
+    cores = f"{facts['cores']} cores (load {facts['load']:.1f} when it ended)"
+    return f"{versions}; {cores}, {threads}; `--seconds {settings['seconds']:.0f}`: {minutes}.\n"
 
 
 def outcome(results: Results) -> str:
@@ -165,7 +166,8 @@ PARTS: dict[str, Callable[[Results], str]] = {
 def reward_figure(results: Results) -> Figure:
     """Held-out reward over updates and over time, a line a run."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
-    for panel, key, label in zip(figure.subplots(1, 2), ("version", "seconds"), ("update", "seconds"), strict=True):
+    panels = figure.subplots(1, 2)
+    for panel, key, label in zip(panels, ("version", "seconds"), ("update", "seconds"), strict=True):
         for run in results["runs"]:
             points = run["evaluations"]
             along, rewards = [one[key] for one in points], [one["reward"] for one in points]
@@ -178,7 +180,7 @@ def reward_figure(results: Results) -> Figure:
         panel.set_xlabel(label)
         panel.set_ylabel("held-out reward")
         panel.grid(alpha=0.3)
-    panel.legend(loc="lower right", frameon=False)
+    panels[0].legend(loc="lower right", frameon=False)  # where no run is: few updates have low rewards
     return figure
 
 
@@ -210,7 +212,10 @@ def replay_figure(results: Results) -> Figure:
     for panel in (losses, seconds):
         panel.set_xlabel("update")
         panel.grid(alpha=0.3)
-        panel.legend(frameon=False, fontsize=8)
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    losses.legend(frameon=False, fontsize=8)
+    seconds.set_ylim(top=1.35 * max(s[way]["processor"] for s in steps for way in COLORS))
+    seconds.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
     return figure
 
 
@@ -230,7 +235,7 @@ def run_figure(results: Results) -> Figure:
         times.bar(place, spent, color=COLORS[way])
         times.bar(place, waited, bottom=spent, color=COLORS[way], alpha=0.35, hatch="//")
     times.set_xticks(range(len(ways)), [NAMES[way] for way in ways])
-    times.set_ylabel("seconds of an update, hatched: waiting")
+    times.set_ylabel("seconds (hatched: waiting)")
     for panel, label in ((sharing, "C of a batch"), (stale, "versions behind, mean of a batch")):
         panel.set_xlabel("seconds")
         panel.set_ylabel(label)

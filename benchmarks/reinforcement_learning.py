@@ -1,0 +1,286 @@
+"""Reinforcement learning end to end, dense against dta: replayed batches, then free-running trainers.
+
+    make rl
+    python -m benchmarks.reinforcement_learning [--seconds 50] [--seeds 3] [--updates 20] [--folder FOLDER] [--out JSON]
+
+Every run is one of `examples/async_grpo`, from one supervised start. The first dta run is replayed: the batches that it
+trained are given in turns to three trainers in one process (eager, compiled over packed rows, dta), whose losses and
+weights are compared. Then runs of the faster dense trainer and of dta alternate, each with the same seconds of training
+beside its workers. Snapshots are evaluated when a run is over. `--page` draws the page from the results again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+
+from benchmarks import rl_page
+from benchmarks.model import flops
+from benchmarks.streaming import simulate
+from benchmarks.trees import count_sequences, ideal_speedup
+from dta_compile.cli.split import System, sweep
+from dta_compile.plan import PrefixTree
+from examples.async_grpo import warmup
+from examples.async_grpo.engine import ProcessEngine
+from examples.async_grpo.evaluator import evaluate
+from examples.async_grpo.game import require_environment
+from examples.async_grpo.record import Record
+from examples.async_grpo.run import Run, prepare
+from examples.async_grpo.samples import Sample
+from examples.async_grpo.settings import WAYS, Settings
+from examples.async_grpo.update import Learner
+from examples.async_grpo.weights import read, snapshots
+
+DENSE = ("eager", "compiled")
+EVALUATIONS = 5  # of a run, evenly over its seconds; and those of the last tenth of its updates, at most:
+OF_THE_LAST = 2
+GPUS = 8  # that `dta split` divides by the figures of one worker and one trainer
+KEPT = ("version", "seconds", "samples", "tokens", "tree_tokens", "reward/train", "train/kl", "train/entropy")
+KEPT += ("time/update", "time/wait", "stream/staleness", "stream/expired", "stream/batches_waited")  # of an update
+PATIENCES = (0, 1, 2, 4, 8)
+Evaluation = tuple[float, float, float]  # mean reward, its standard error, share of games won
+
+
+def replay(settings: Settings, start: Path, batches: Sequence[Sequence[Sample]], tell: Callable) -> dict[str, Any]:
+    """The same batches for every way, in turns; losses, seconds and processor seconds, differences of weights."""
+    torch.set_num_threads(settings.trainer_threads)
+    learners, first_calls = {}, {}
+    for way in WAYS:
+        began = time.perf_counter()
+        reference, tokenizer = warmup.start(settings, start)
+        model, _ = warmup.start(settings, start)
+        learners[way] = Learner(dataclasses.replace(settings, way=way), model, reference)
+        learners[way].rehearse(tokenizer.get_vocab_size())
+        first_calls[way] = time.perf_counter() - began
+        tell(f"replay: {way} compiled in {first_calls[way]:.0f} s")
+    initial = {name: value.detach().clone() for name, value in reference.named_parameters()}
+    steps = []
+    for number, batch in enumerate(batches):
+        counts = count_sequences([sample.tokens for sample in batch])
+        step: dict[str, Any] = {"samples": len(batch), "tokens": counts.tokens, "tree_tokens": counts.tree_tokens}
+        tree = PrefixTree.build([sample.tokens for sample in batch])
+        step["leaf_tokens"] = int(tree.stop[tree.leaves].sum())
+        step["ideal"] = ideal_speedup(counts, *flops(model.config))
+        for way in WAYS if number % 2 else WAYS[::-1]:
+            wall, processor = time.perf_counter(), time.process_time()
+            facts = learners[way].update(batch)
+            step[way] = {"seconds": time.perf_counter() - wall, "processor": time.process_time() - processor}
+            step[way] |= {"loss": facts["loss"], "norm": facts["norm"]}
+        weights = {way: dict(learners[way].model.named_parameters()) for way in WAYS}
+        step["difference"] = {way: difference(weights[way], weights["eager"]) for way in ("compiled", "dta")}
+        step["moved"] = difference(weights["eager"], initial)
+        steps.append(step)
+        tell(f"replay: update {number + 1} of {len(batches)}")
+    return {"first_call_seconds": first_calls, "steps": steps}
+
+
+def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Largest over the parameters of max |difference| / max |weight|."""
+    return max(
+        float((found[name] - value).detach().abs().max() / value.detach().abs().max())
+        for name, value in expected.items()
+    )
+
+
+def free_run(
+    settings: Settings, start: Path, folder: Path, known: dict[Path, Evaluation], tell: Callable
+) -> dict[str, Any]:
+    """One run in real time, then its evaluation. `known`: of the supervised start, which is that of all runs."""
+    folder.mkdir(parents=True)
+    for name in ("start.pt", "tokenizer.json"):
+        shutil.copy(start / name, folder)
+    prepare(folder, settings)
+    name = f"{settings.way}, seed {settings.seed}"
+
+    def tick(run: Run) -> None:
+        facts = run.latest()
+        if facts:
+            tell(f"{name}: {facts['seconds']:.0f} of {settings.seconds:.0f} s, update {facts['version']}")
+
+    Run(folder, settings, ProcessEngine(), evaluate=False).go(tick)
+    tell(f"{name}: evaluating")
+    record = Record(folder)
+    updates, counts = record.updates(), record.counts()
+    model, tokenizer = warmup.start(settings, start)
+    evaluations, files = [], snapshots(folder)
+    for version in chosen_versions(updates):
+        seconds = updates[version - 1]["seconds"] if version else 0.0
+        model.load_state_dict(read(files[version])["weights"])
+        found = known.get(start) if not version else None
+        found = found or evaluate(settings, model, tokenizer)
+        if not version:
+            known[start] = found
+        reward, error, won = found
+        evaluations.append({"version": version, "seconds": seconds, "reward": reward, "error": error, "won": won})
+    waves = record.rows("waves")
+    record.close()
+    return {
+        "way": settings.way,
+        "seed": settings.seed,
+        "updates": [{key: update[key] for key in KEPT} for update in updates],
+        "evaluations": evaluations,
+        "counts": dataclasses.asdict(counts),
+        "rollout": {"seconds": sum(wave[1] for wave in waves), "tokens": sum(wave[2] for wave in waves)},
+    }
+
+
+def chosen_versions(updates: Sequence[dict[str, Any]]) -> list[int]:
+    """Which policies are evaluated: evenly in time, and of the last tenth of the updates."""
+    if not updates:
+        return [0]
+    total = updates[-1]["seconds"]
+    wanted = {0, updates[-1]["version"]}
+    for part in range(1, EVALUATIONS):
+        wanted.add(min(updates, key=lambda update: abs(update["seconds"] - total * part / EVALUATIONS))["version"])
+    return sorted(wanted | set(last_tenth(updates)))
+
+
+def last_tenth(updates: Sequence[dict[str, Any]]) -> list[int]:
+    """At most `OF_THE_LAST` versions, evenly among the last tenth."""
+    versions = [update["version"] for update in updates][-max(1, len(updates) // 10) :]
+    step = max(1, len(versions) // OF_THE_LAST)
+    return versions[::-step][:OF_THE_LAST]
+
+
+def rise(run: dict[str, Any]) -> dict[str, float]:
+    """Held-out reward over the last tenth of the updates against the supervised start, in standard errors.
+
+    All are of the same tasks and draws; the error is that of the difference of two independent means, which is larger.
+    """
+    start, last = run["evaluations"][0], set(last_tenth(run["updates"]))
+    ends = [one for one in run["evaluations"] if one["version"] in last]
+    end = fmean(one["reward"] for one in ends)
+    error = (start["error"] ** 2 + fmean(one["error"] for one in ends) ** 2) ** 0.5
+    return {"start": start["reward"], "end": end, "error": error, "errors": (end - start["reward"]) / max(error, 1e-9)}
+
+
+def balances(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """By way: tokens per second of one trainer and of one worker, what `dta split` makes of them, what was measured."""
+    found = {}
+    for way in dict.fromkeys(run["way"] for run in runs):
+        mine = [run for run in runs if run["way"] == way]
+        updates = [update for run in mine for update in run["updates"]]
+        train = sum(update["tokens"] for update in updates) / sum(update["time/update"] for update in updates)
+        roll = sum(run["rollout"]["tokens"] for run in mine) / sum(run["rollout"]["seconds"] for run in mine)
+        measured = sum(update["tokens"] for update in updates) / sum(run["updates"][-1]["seconds"] for run in mine)
+        system = System(way, {1: train}, {1: roll})
+        here, best = sweep(system, 2).cells[0], sweep(system, GPUS).best
+        found[way] = {"train": train, "roll": roll, "predicted": here.throughput, "limit": here.limit}
+        found[way] |= {"measured": measured, "best_split": best.split, "best_throughput": best.throughput}
+    return found
+
+
+def patience(runs: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, float]]:
+    """What choosing batches by sharing gains on the rollouts of a run, in their order of arrival."""
+    record = Record(folder)
+    arrived = [sample.tokens for update in runs[0]["updates"] for sample in record.trained_by(update["version"])]
+    record.close()
+    rows = max(1, round(fmean(update["samples"] for update in runs[0]["updates"])))
+    return [
+        {"patience": patience, **simulate(arrived, rows=rows, waiting=4, groups=1, patience=patience, staleness=4)[0]}
+        for patience in PATIENCES
+    ]
+
+
+def measure(arguments: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
+    """Everything, as it goes into the results file."""
+    began = time.perf_counter()
+    with console.status("supervised warm-up") as status:
+
+        def tell(line: str) -> None:
+            status.update(f"{time.perf_counter() - began:.0f} s: {line}")
+
+        settings = Settings(seconds=arguments.seconds, snapshot_every=1, checkpoint_every=10**6)
+        start = arguments.start or folder / "start"
+        start.mkdir(parents=True, exist_ok=True)
+        torch.set_num_threads(settings.trainer_threads)
+        is_new = not (start / "start.pt").exists()
+        warmup.start(settings, start, tell)
+        warm_seconds = time.perf_counter() - began if is_new else 0.0
+
+        known: dict[Path, Evaluation] = {}
+
+        def one(way: str, seed: int) -> dict[str, Any]:
+            chosen = dataclasses.replace(settings, way=way, seed=seed)
+            found = free_run(chosen, start, folder / f"{way}-{seed}", known, tell)
+            console.print(f"{way}, seed {seed}: {len(found['updates'])} updates, {rise(found)}", highlight=False)
+            return found
+
+        runs = [one("dta", 0)]
+        record = Record(folder / "dta-0")
+        batches = [
+            record.trained_by(version) for version in range(1, min(arguments.updates, len(runs[0]["updates"])) + 1)
+        ]
+        record.close()
+        replayed = replay(settings, start, batches, tell)
+        dense = min(DENSE, key=lambda way: median(step[way]["processor"] for step in replayed["steps"]))
+        runs.append(one(dense, 0))
+        for seed in range(1, arguments.seeds):
+            runs += [one(way, seed) for way in ((dense, "dta") if seed % 2 else ("dta", dense))]
+    facts = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
+    facts |= {"cores": os.cpu_count(), "load": os.getloadavg()[0], "seconds": time.perf_counter() - began}
+    return {
+        "facts": facts | {"warm_seconds": warm_seconds, "dense": dense},
+        "settings": dataclasses.asdict(settings),
+        "replay": replayed,
+        "runs": runs,
+        "rise": {f"{run['way']} {run['seed']}": rise(run) for run in runs},
+        "balance": balances(runs),
+        "patience": patience(runs, folder / "dta-0"),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=50.0, help="of training in each run (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--updates", type=int, default=20, help="that are replayed (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="new folder in which the runs are kept; default: none are")
+    parser.add_argument("--start", type=Path, help="folder in which the supervised start is kept, to be used again")
+    parser.add_argument("--out", type=Path, default=rl_page.RESULTS, help="results file (default: %(default)s)")
+    parser.add_argument("--page", action="store_true", help="only draw the page from the results file")
+    arguments = parser.parse_args()
+    if min(arguments.seconds, arguments.seeds, arguments.updates) <= 0:
+        parser.error("--seconds, --seeds and --updates must be positive")
+    if arguments.folder is not None and arguments.folder.exists():
+        parser.error(f"{arguments.folder} exists; --folder has to be new")
+    console = Console()
+    if not arguments.page:
+        try:
+            require_environment()
+        except ValueError as error:
+            parser.error(str(error))
+        with tempfile.TemporaryDirectory() as temporary:
+            results = measure(arguments, arguments.folder or Path(temporary) / "runs", console)
+        arguments.out.write_text(json.dumps(rounded(results), separators=(",", ":")) + "\n")
+    rl_page.draw(json.loads(arguments.out.read_text()), rl_page.PAGE)
+    console.print(f"{arguments.out}, {rl_page.PAGE}")
+    return 0
+
+
+def rounded(value: Any) -> Any:
+    """Floats with seven digits, so that the file stays small."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -118,7 +118,7 @@ def test_a_call_that_runs_out_of_memory_recomputes_once(fails_in, caplog, monkey
     compiled(ids).sum().backward()
     expected = after(model, lambda: model(ids).pow(2).sum().backward())
     program = inside(compiled).newest.program
-    name = "forward" if fails_in == "forward" else "boxed_backward"
+    name = f"run_{fails_in}"
     run, calls = getattr(program.joint, name), []
 
     def fail_once(*args):
@@ -146,7 +146,7 @@ def test_a_call_that_keeps_nothing_and_runs_out_of_memory_fails(monkeypatch):
     def fail(*args):
         raise torch.OutOfMemoryError("no more of it")
 
-    replace_graphs(monkeypatch, program, forward_only=fail, forward=fail)
+    replace_graphs(monkeypatch, program, run_forward_only=fail, run_forward=fail)
     with pytest.raises(torch.OutOfMemoryError, match="no more of it"):
         compiled(ids).sum().backward()
     monkeypatch.undo()

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dta_compile.plan import CostModel, LexicographicOrder, balance
+from dta_compile.plan.division.dealing import differencing
 
 IntArray = npt.NDArray[np.int64]
 Partition = list[IntArray]  # indices of the sequences of every group
@@ -144,18 +145,7 @@ def karmarkar_karp(batch: Batch, groups: int) -> Partition:
     """
     if len(batch.lengths) * groups > DIFFERENCING_LIMIT:
         raise TooLarge
-    # Spread, number (breaks ties), and sums with their members, which fall.
-    heap = [
-        (-length, index, [(length, [index]), *([(0, [])] * (groups - 1))])
-        for index, length in enumerate(batch.lengths.tolist())
-    ]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        (_, number, left), (_, _, right) = heapq.heappop(heap), heapq.heappop(heap)
-        merged = [(a + b, m + n) for (a, m), (b, n) in zip(left, reversed(right), strict=True)]
-        merged.sort(key=lambda entry: -entry[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
-    return [np.array(members, np.int64) for _, members in heap[0][2]]
+    return _members(differencing(batch.lengths.tolist(), groups), groups)
 
 
 def _members(chosen: Sequence[int] | IntArray, groups: int) -> Partition:

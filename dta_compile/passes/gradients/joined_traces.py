@@ -131,9 +131,8 @@ class _Joining:
         tracer: Tracer,
     ) -> None:
         self.chunk, self.tracer = chunk, tracer
-        self.values: dict[fx.Node, torch.Tensor] = dict(
-            zip(chunk.graph.find_nodes(op="placeholder"), primals, strict=True)
-        )
+        self.placeholders = list(chunk.graph.find_nodes(op="placeholder"))
+        self.values: dict[fx.Node, torch.Tensor] = dict(zip(self.placeholders, primals, strict=True))
         self.tangents = tangents
         self.results = list(output_node(chunk.graph).args[0])
         self.graph, self.attributes = fx.Graph(), dict[str, Any]()
@@ -144,8 +143,7 @@ class _Joining:
         copies = self._copies(parameters)
         differentiated = [i for i in self.tangents if self.values[self.results[i]].requires_grad]
         self._choose_traces(copies, differentiated)
-        placeholders = [*self.values][: len(self.chunk.graph.find_nodes(op="placeholder"))]
-        for i, node in enumerate(placeholders):
+        for i, node in enumerate(self.placeholders):
             self.placed[node] = self._placeholder(f"primals_{i + 1}", self.values[node])
         for number, (i, value) in enumerate(self.tangents.items()):
             tangent = self._placeholder(f"tangents_{number + 1}", value)
@@ -155,7 +153,7 @@ class _Joining:
             self._place_forward(copy)
         for copy in reversed(copies):
             self._place_backward(copy)
-        gradients = [self._gradient(node) for node in placeholders[:parameters]]
+        gradients = [self._gradient(node) for node in self.placeholders[:parameters]]
         self.graph.output([*(self.placed[node] for node in self.results), *gradients])
         return fx.GraphModule(self.attributes, self.graph), set(differentiated)
 

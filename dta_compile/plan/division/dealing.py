@@ -11,7 +11,7 @@ import numpy as np
 from dta_compile.plan.division.items import Items
 from dta_compile.plan.tree.lexicographic import IntArray
 
-__all__ = ["deals"]
+__all__ = ["deals", "differencing"]
 
 _Run = tuple[int, int]  # items `[a, b)`
 
@@ -42,7 +42,7 @@ def deals(items: Items, num_groups: int, least: int) -> Iterator[list[IntArray]]
         costs = _costs(items, runs)
         yield _members(runs, _longest_first(items, runs, costs, num_groups), num_groups)
         if len(runs) * num_groups <= MOST_SUMS:
-            yield _members(runs, _differencing(costs, num_groups), num_groups)
+            yield _members(runs, differencing(costs, num_groups), num_groups)
             yield _members(runs, _multifit(costs, num_groups), num_groups)
 
 
@@ -113,7 +113,7 @@ def _shared(items: Items, runs: list[_Run], groups: list[list[int]], piece: int)
     return found
 
 
-def _differencing(costs: list[int], num_groups: int) -> list[int]:
+def differencing(costs: list[int], num_groups: int) -> list[int]:
     """Group of every piece, as if none shared anything: the two most uneven partial divisions merge, heavy with light.
 
     The largest differencing method (Karmarkar and Karp, 1982).

@@ -12,7 +12,7 @@ import numpy as np
 
 from .settings import Settings
 
-HELD_OUT = 1_000_000  # seeds of held-out tasks start here, those of training tasks at 0
+HELD_OUT = 2_000_000  # seeds of held-out tasks start here, those of training tasks at 0
 
 
 def require_environment() -> None:
@@ -36,13 +36,16 @@ class Task:
 
 
 def draw_task(settings: Settings, number: int, held_out: bool = False) -> Task:
-    """Task number `number` of this seed. Every fifth range (low + high) is only ever used for held-out tasks."""
+    """Task number `number` of this seed. Every fifth range (low + high) is only ever used for held-out tasks.
+
+    The settings were chosen with other ranges held out (those whose low + high is a multiple of 5).
+    """
     seed = number + HELD_OUT if held_out else number
     generator = np.random.default_rng((settings.seed if not held_out else 0, seed))
     while True:
         low = int(generator.integers(1, settings.lowest + 1))
         high = low + int(generator.integers(settings.fewest, settings.most + 1)) - 1
-        if ((low + high) % 5 == 0) == held_out:
+        if ((low + high) % 5 == 1) == held_out:
             return Task(low, high, settings.guesses, int(generator.integers(2**31)))
 
 

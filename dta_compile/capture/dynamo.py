@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +34,7 @@ from torch._guards import CompileContext
 from torch.fx.experimental import _config as symbolic_shape_config
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from dta_compile.capture.repeated_layers import traced_once
 from dta_compile.errors import RefusalError
 from dta_compile.integrations import tracing
 from dta_compile.integrations.fully_shard import Sharded
@@ -45,6 +46,8 @@ SELECTIONS = "capture_dynamic_output_shape_ops"
 _duck_shapes_before: list[bool] = []
 # The compilation now running, if its graphs are to end where rows are selected by a condition.
 _without_selections: set[Any] = set()
+# The compilation now running, if its layers cannot be traced once for all copies.
+_without_regions: set[Any] = set()
 # Of the latest function that Dynamo gave up on: what it was to be compiled by, and why it gave up.
 _given_up: list[tuple[Any, str]] = []
 # The compilations whose graphs do not count towards Dynamo's recompile limit.
@@ -210,10 +213,15 @@ def trace_again_without_selections() -> None:
 
 def _trace_without_selections(output_graph: Any) -> None:
     if getattr(output_graph, "_dta_selects", False):
-        if _end_selections not in callback_handler.end_callbacks:
-            callback_handler.register_end_callback(_end_selections)
-        _without_selections.add(CompileContext.current_compile_id())
-        raise _TraceAgain("dta: trace without selections of rows")
+        _trace_again_without(_without_selections, "selections of rows")
+
+
+def _trace_again_without(kept: set[Any], what: str) -> NoReturn:
+    """Note the compilation now running in a set that holds until it ends, and make Dynamo trace once more."""
+    if _forget not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(_forget)
+    kept.add(CompileContext.current_compile_id())
+    raise _TraceAgain(f"dta: trace without {what}")
 
 
 def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -221,21 +229,26 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
     @functools.wraps(run)
     def run_watched(self: Any) -> None:
-        if _is_ours(self.output.compiler_fn):
-            _enter_sharded(_modules_at_hand(self))
-            _mark_at_hand(self)
-        try:
-            run(self)
-        except (RestartAnalysis, BackendCompilerFailed):
-            raise
-        except Exception as error:
-            if _is_ours(self.output.compiler_fn):
-                if CompileContext.current_compile_id() not in _without_selections:
+        if not _is_ours(self.output.compiler_fn):
+            return run(self)
+        modules = list(_modules_at_hand(self))
+        _enter_sharded(modules)
+        _mark_at_hand(self)
+        here = CompileContext.current_compile_id()
+        with traced_once(() if here in _without_regions else modules) as has_regions:
+            try:
+                run(self)
+            except (RestartAnalysis, BackendCompilerFailed):
+                raise
+            except Exception as error:
+                if has_regions:
+                    _trace_again_without(_without_regions, "regions")
+                if here not in _without_selections:
                     _given_up[:] = [(self.output.compiler_fn, _cause(error))]
                 sizes = getattr(self.output.shape_env, "var_to_range", ())
                 if any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in sizes):
                     _trace_without_selections(self.output)
-            raise
+                raise
 
     return run_watched
 
@@ -256,7 +269,7 @@ def _modules_at_hand(translator: Any) -> Iterator[torch.nn.Module]:
         yield from (part for part in (owner, *attributes) if isinstance(part, torch.nn.Module))
 
 
-def _enter_sharded(modules: Iterator[torch.nn.Module]) -> None:
+def _enter_sharded(modules: Iterable[torch.nn.Module]) -> None:
     """Let the compiled callable that was called gather its FSDP2 modules: now, and whenever it is entered."""
     entered = _entered()
     if entered is None:  # driven without torch.compile
@@ -301,9 +314,10 @@ def _cause(error: BaseException) -> str:
     return _with_line((str(error).strip().splitlines() or [""])[0], getattr(error, "real_stack", None))
 
 
-def _end_selections(*_: Any) -> None:
+def _forget(*_: Any) -> None:
     """Numbers of compilations start anew when Dynamo is reset. Dynamo calls this at the end of every compilation."""
     _without_selections.clear()
+    _without_regions.clear()
 
 
 def unify_equal_sizes(graph: fx.Graph) -> None:

@@ -13,6 +13,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from dta_compile.passes.chunk_bytes import ChunkSizes, Peaks
 from dta_compile.passes.direct_calls import direct
+from dta_compile.passes.graphs.subgraph import graph_module
 
 Run = Callable[..., Sequence[torch.Tensor]]
 
@@ -102,7 +103,7 @@ class JointGraphs:
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.backward.graph, {}))
         graph.set_codegen(_BoxedCodeGen())
-        return fx.GraphModule(self.backward, graph)
+        return graph_module(self.backward, graph)
 
     def of_head_rows(self, kept: Sequence[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
         """The kept values (`backward_inputs`, then saved values) for some of the head rows, in the memory order that

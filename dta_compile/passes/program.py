@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
@@ -308,7 +309,13 @@ def has_tensor(node: fx.Node) -> bool:
 
 def writes_in_place(node: fx.Node) -> bool:
     """Whether an operator changes one of its arguments."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, torch._ops.OpOverload) and _is_mutable(node.target)
+
+
+@functools.cache
+def _is_mutable(operator: torch._ops.OpOverload) -> bool:
+    """Asking schemas again and again is slow."""
+    return operator._schema.is_mutable
 
 
 def ancestors(nodes: list[fx.Node], stop: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:

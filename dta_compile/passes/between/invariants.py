@@ -202,7 +202,7 @@ def _signature(module: fx.GraphModule) -> tuple[int, int]:
 def _written_over(program: Program) -> Iterator[object]:
     joint = program.joint
     for module in dict.fromkeys((joint.cache_only, joint.forward_only, joint.forward, joint.backward)):
-        if module is not None:
+        if module is not None and any(map(_written, module.graph.nodes)):
             yield from _stale_reads(module.graph)
 
 

@@ -18,6 +18,7 @@ from dta_compile.ops.mixer import has_several_results
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import is_uniform
 from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, SQUEEZES, TAKE_A_SHAPE
+from dta_compile.passes.graphs.subgraph import graph_module
 from dta_compile.passes.program import Axis, ChunkInput, InputKind, Layout, Program, has_tensor, where
 from dta_compile.passes.symbols import free_symbols, sizes, symbolic
 
@@ -35,7 +36,7 @@ aten = torch.ops.aten
 def chunk_graph(program: Program) -> None:
     """Fill `program.chunk`, `.region_parameters`, and add sizes used as numbers to `.constant_inputs`."""
     builder = _Builder(program)
-    program.chunk = fx.GraphModule(program.module, builder.build())
+    program.chunk = graph_module(program.module, builder.build())
     program.chunk.graph.lint()
 
 

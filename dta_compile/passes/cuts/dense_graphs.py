@@ -13,7 +13,7 @@ from torch import fx
 
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.cuts.row_epilogue import row_epilogue
-from dta_compile.passes.graphs.subgraph import Subgraph
+from dta_compile.passes.graphs.subgraph import Subgraph, graph_module
 from dta_compile.passes.lowering.draws import place_draws
 from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor
 
@@ -94,4 +94,4 @@ def graph_of(
         if node in needed and node not in part.copies:
             part.copied(node)
     part.set_outputs(outputs)
-    return fx.GraphModule(program.module, part.graph)
+    return graph_module(program.module, part.graph)

@@ -19,7 +19,7 @@ from torch import fx
 from dta_compile.passes.axes.shape_rules import reshape_groups
 from dta_compile.passes.axes.token_axis import apply_rule, axis_of_size, layout_by_shape
 from dta_compile.passes.graphs.operators import TAKE_A_SHAPE
-from dta_compile.passes.graphs.subgraph import Subgraph
+from dta_compile.passes.graphs.subgraph import Subgraph, graph_module
 from dta_compile.passes.program import Axis, Layout, Mixed, Program, Value, has_tensor
 from dta_compile.passes.symbols import sizes
 
@@ -51,7 +51,7 @@ def row_epilogue(program: Program, nodes: Sequence[fx.Node], received: Sequence[
         elif not has_tensor(node) and _counts_rows(node, values):
             part.copies[node] = part.graph.call_function(operator.mul, (copy, batch))
     part.set_outputs(program.outputs)
-    return fx.GraphModule(program.module, part.graph)
+    return graph_module(program.module, part.graph)
 
 
 def _layouts(program: Program, nodes: Sequence[fx.Node]) -> dict[fx.Node, Value] | Mixed:

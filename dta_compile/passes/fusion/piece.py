@@ -14,7 +14,7 @@ from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.fusion.clusters import clusters, is_view, readers, sources
 from dta_compile.passes.fusion.inductor import Code
 from dta_compile.passes.graphs.sizes import SizeNodes, is_polynomial
-from dta_compile.passes.graphs.subgraph import Subgraph, missing
+from dta_compile.passes.graphs.subgraph import Subgraph, graph_module, missing
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import expression, free_symbols
 
@@ -135,7 +135,7 @@ class _Outliner(Subgraph):
         values = [node.meta["val"] for node in inputs]
         key = "\n".join([body.python_code("self").src, *(_description(value, symbols) for value in values)])
         if key not in self.known:
-            self.known[key] = Piece(f"piece_{len(self.known)}", fx.GraphModule({}, body), symbols, values)
+            self.known[key] = Piece(f"piece_{len(self.known)}", graph_module({}, body), symbols, values)
         return self.known[key]
 
 

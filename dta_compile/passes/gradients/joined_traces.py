@@ -18,6 +18,7 @@ from torch import fx
 from dta_compile.ops.mixer import mixer_of_backward, mixer_of_chunk
 from dta_compile.passes.gradients.segments import Segment, segments
 from dta_compile.passes.graphs.nodes import call, is_item
+from dta_compile.passes.graphs.subgraph import graph_module
 from dta_compile.passes.program import ancestors, output_node
 
 aten = torch.ops.aten
@@ -155,7 +156,7 @@ class _Joining:
             self._place_backward(copy)
         gradients = [self._gradient(node) for node in self.placeholders[:parameters]]
         self.graph.output([*(self.placed[node] for node in self.results), *gradients])
-        return fx.GraphModule(self.attributes, self.graph), set(differentiated)
+        return graph_module(self.attributes, self.graph), set(differentiated)
 
     def _copies(self, parameters: int) -> list[_Copy]:
         """The segments with their kinds; fills `values`."""

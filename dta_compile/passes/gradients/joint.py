@@ -121,6 +121,7 @@ def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, C
     """The chunk graph with its derivative; also which of `grad_outputs` were differentiated."""
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # looking a result with symbolic sizes up takes longer than computing it
     tokens, head_rows = free_sizes(shape_env)
     gradients = torch.enable_grad() if program.training else torch.no_grad()
     with mode, enable_python_dispatcher(), torch._C._DisableAutocast(), fx.traceback.preserve_node_meta():
@@ -145,7 +146,7 @@ def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, C
                 hint="pass options={'fallback': 'dense'}, and please report the model",
             )
     sizes_from_inputs(trace.graph)  # a value asked for its size would be recomputed in the backward
-    simplify(trace.graph)
+    simplify(trace.graph)  # what lies across segments
     return trace, ChunkSizes(tokens, head_rows), differentiated
 
 
@@ -154,9 +155,10 @@ def _functional_trace(
 ) -> fx.GraphModule:
     """`make_fx` of a function of inputs and tangents, without writes in place."""
     trace = _traced(function, inputs, tangents)
-    if write_to_new_values(trace.graph):  # what some derivatives write is no dataflow
-        return trace
-    return _traced(torch.func.functionalize(trace, remove="mutations"), inputs, tangents)
+    if not write_to_new_values(trace.graph):  # what some derivatives write is no dataflow
+        trace = _traced(torch.func.functionalize(trace, remove="mutations"), inputs, tangents)
+    simplify(trace.graph)  # here, once for all layers that are copies
+    return trace
 
 
 def _traced(function: Any, *inputs: Any) -> fx.GraphModule:

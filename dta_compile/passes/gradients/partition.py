@@ -17,7 +17,7 @@ from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.gradients.saved_values import saved_values
 from dta_compile.passes.graphs.nodes import call, descendants, is_item
 from dta_compile.passes.graphs.storage import owner, view_source
-from dta_compile.passes.graphs.subgraph import Subgraph, missing
+from dta_compile.passes.graphs.subgraph import Subgraph, graph_module, missing
 from dta_compile.passes.program import ancestors
 
 aten = torch.ops.aten
@@ -175,7 +175,7 @@ def forward_graph(trace: JointTrace, outputs: Iterable[fx.Node]) -> fx.GraphModu
         elif node in computed and node not in part.copies:
             part.copied(node)
     part.set_outputs(outputs)
-    return fx.GraphModule(trace.module, part.graph)
+    return graph_module(trace.module, part.graph)
 
 
 def backward_graph(trace: JointTrace, saved: list[fx.Node]) -> tuple[fx.GraphModule, list[int]]:
@@ -197,4 +197,4 @@ def backward_graph(trace: JointTrace, saved: list[fx.Node]) -> tuple[fx.GraphMod
         for needed in missing(node, part.copies):
             part.copied(needed)
     part.set_outputs(gradients)
-    return fx.GraphModule(trace.module, part.graph), inputs
+    return graph_module(trace.module, part.graph), inputs

@@ -17,7 +17,7 @@ from torch import fx
 
 from dta_compile.ops.mixer import mixer_of_chunk
 from dta_compile.passes.graphs.nodes import descendants, is_item
-from dta_compile.passes.graphs.subgraph import Subgraph, missing
+from dta_compile.passes.graphs.subgraph import Subgraph, graph_module, missing
 from dta_compile.passes.program import output_node
 
 # A segment of fewer nodes is not worth a trace.
@@ -50,7 +50,7 @@ class Segment:
         for node in self.nodes:
             part.copied(node)
         part.set_outputs(self.outputs)
-        return fx.GraphModule(root, part.graph)
+        return graph_module(root, part.graph)
 
     def signature(self) -> Hashable:
         """The same for segments that compute the same, but for the numbers of their layers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -10,6 +11,7 @@ from torch import fx
 from dta_compile.passes.graphs.nodes import is_item
 from dta_compile.passes.graphs.operators import UNDECLARED_VIEWS
 from dta_compile.passes.program import has_tensor
+from dta_compile.passes.symbols import expression
 
 Storage = tuple[fx.Node | str, int]  # the node that allocates (the name of an input's), and which of its results
 
@@ -18,22 +20,31 @@ def same_memory_format(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two values have the same dtype, sizes and strides."""
     if one.dtype != other.dtype or one.dim() != other.dim():
         return False
+    if one is other:
+        return True
     sizes = zip((*one.shape, *one.stride()), (*other.shape, *other.stride()), strict=True)
-    return all(str(a) == str(b) for a, b in sizes)
+    return all(expression(a) == expression(b) for a, b in sizes)
 
 
 def view_source(node: fx.Node) -> fx.Node | None:
     """The argument whose memory a node's result is in: for views, their items, and operators that work in place."""
     if is_item(node):
         return view_source(node.args[0])
-    if node.target in UNDECLARED_VIEWS:
-        return node.args[0]
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    schema = node.target._schema
+    position = _viewed_argument(node.target)
+    return None if position is None else node.args[position]
+
+
+@functools.cache
+def _viewed_argument(operator: torch._ops.OpOverload) -> int | None:
+    """The position of the argument whose memory an operator's result is in; asking schemas again and again is slow."""
+    if operator in UNDECLARED_VIEWS:
+        return 0
+    schema = operator._schema
     if not schema.returns or schema.returns[0].alias_info is None:
         return None
-    return next(arg for arg, formal in zip(node.args, schema.arguments, strict=False) if formal.alias_info is not None)
+    return next(i for i, formal in enumerate(schema.arguments) if formal.alias_info is not None)
 
 
 def owner(node: fx.Node) -> fx.Node:

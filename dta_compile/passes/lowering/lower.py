@@ -43,6 +43,7 @@ from dta_compile.passes.lowering.gradient_flow import (
 )
 from dta_compile.passes.lowering.kept_places import keep_places
 from dta_compile.passes.lowering.masked_writes import select_masked_writes
+from dta_compile.passes.lowering.repeated_calls import RepeatedCalls
 from dta_compile.passes.lowering.selected_rows import spread_selected_rows
 from dta_compile.passes.program import Input, InputKind, Program, output_node, where
 
@@ -137,7 +138,7 @@ def _trace(program: Program, flow: GradientFlow, functional: bool) -> fx.GraphMo
 
     def run(*args: Any) -> Any:
         with _AttentionCapture(), torch.no_grad(), DrawCapture() as draws:
-            return _DetachingInterpreter(program.captured, flow).run(*args), draws.results
+            return _DetachingInterpreter(program.captured, flow, RepeatedCalls()).run(*args), draws.results
 
     def run_functional(*args: Any) -> Any:
         with FunctionalTensorMode():
@@ -201,12 +202,12 @@ def _dropout_is_identity(input: Any, p: float = 0.5, train: Any = True, *args: A
 class _DetachingInterpreter(CapturedInterpreter):
     """Runs Dynamo's graph and marks each value that autograd would not have followed."""
 
-    def __init__(self, module: fx.GraphModule, flow: GradientFlow) -> None:
+    def __init__(self, module: fx.GraphModule, flow: GradientFlow, repeated: RepeatedCalls) -> None:
         super().__init__(module)
-        self.flow = flow
+        self.flow, self.repeated = flow, repeated
 
     def inside(self, body: fx.GraphModule) -> _DetachingInterpreter:
-        return _DetachingInterpreter(body, self.flow)
+        return _DetachingInterpreter(body, self.flow, self.repeated)
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -227,7 +228,10 @@ class _DetachingInterpreter(CapturedInterpreter):
             return None  # the flow of gradients is known already
         if name == "autograd_function_apply":
             return autograd_function.capture(args, kwargs)
-        return super().call_function(target, args, kwargs)
+        return self.repeated.run(super().call_function, target, args, kwargs)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.repeated.run(super().call_method, target, args, kwargs)
 
 
 def _marked(value: torch.Tensor, flow: Flow) -> torch.Tensor:

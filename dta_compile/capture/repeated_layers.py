@@ -1,0 +1,145 @@
+"""Layers that are copies of one another, traced by Dynamo once: torch's regions (`nested_compile_region`), unasked for.
+
+A class of modules of which a module has several, as a decoder has layers, makes every call of its `forward` a region.
+Dynamo traces the first one; for each further one it asks the guards of the first about the other layer, and puts the
+same nodes there. The regions are inlined before a backend sees the graph.
+
+What Dynamo traces holds as long as its guards do, so the guards of the first layer are made guards of the others, too,
+which torch leaves to the user of a region. What Dynamo keeps no guards of is compared here: the types of all modules
+inside, their hooks, weights that are one, and what torch's own modules are set to.
+
+A model whose layers cannot be regions (they write to a cache, say) is traced once more, as it would be without this.
+Private touches of torch: it has regions that are not traced again, and inlines them, since 2.12.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._dynamo.variables.invoke_subgraph as torch_regions
+from torch import nn
+from torch._dynamo.utils import build_invoke_subgraph_variable
+from torch._dynamo.variables import UserFunctionVariable
+
+INLINED = "inline_invoke_subgraph"
+LEAST_COPIES = 2
+# What every module has, or what copies differ in: parameters and buffers are inputs of a region.
+OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
+HOOKS = tuple(name for name in sorted(OF_MODULES) if name.endswith("_hooks") and "state_dict" not in name)
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+# The functions whose calls are regions of the trace now running. Inside of a region there are no others.
+_regions: set[Any] = set()
+
+
+@contextlib.contextmanager
+def traced_once(roots: Iterable[nn.Module]) -> Iterator[bool]:
+    """While Dynamo traces: calls of layers that are copies are regions. Yields whether there are any."""
+    functions = set(_forwards(roots)) if hasattr(torch._dynamo.config, INLINED) else set()
+    before = set(_regions)
+    _regions.update(functions)
+    try:
+        with torch._dynamo.config.patch({INLINED: True}) if functions else contextlib.nullcontext():
+            yield bool(functions)
+    finally:
+        _regions.clear()
+        _regions.update(before)
+
+
+def _forwards(roots: Iterable[nn.Module]) -> list[types.FunctionType]:
+    """The functions that compute layers of which a module has copies; those in layers are part of these."""
+    pending, seen = list(roots), set()
+    groups: dict[type, list[nn.Module]] = {}
+    while pending:
+        module = pending.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        of_class: dict[type, list[nn.Module]] = {}
+        for child in module.children():
+            of_class.setdefault(type(child), []).append(child)
+        for kind, members in of_class.items():
+            if len(members) >= LEAST_COPIES and all(any(True for _ in member.children()) for member in members):
+                groups.setdefault(kind, []).extend(members)
+            else:
+                pending += members
+    found: dict[Any, types.FunctionType] = {}  # Dynamo knows regions by the code of their function
+    for kind, members in groups.items():
+        forward = getattr(kind, "forward", None)
+        if isinstance(forward, types.FunctionType) and len(set(map(_kind, members))) == 1:
+            found.setdefault(forward.__code__, forward)
+    return list(found.values())
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    """The same for layers that Dynamo's guards can tell apart where they differ; an object of its own for no others."""
+    rows: list[Hashable] = []
+    places: dict[int, int] = {}  # of a module or weight that is in several places, the first one
+    for name, module in layer.named_modules(remove_duplicate=False):
+        if any(getattr(module, hooks, None) for hooks in HOOKS) or "forward" in module.__dict__:
+            return object()
+        weights = {**module._parameters, **module._buffers}
+        if any(type(value) not in (nn.Parameter, torch.Tensor, type(None)) for value in weights.values()):
+            return object()
+        parts = [module, *(value for value in weights.values() if value is not None)]
+        shared = tuple(places.setdefault(id(part), len(places)) for part in parts)
+        there = tuple((key, value is not None) for key, value in weights.items())
+        rows.append((name, type(module), there, shared, _settings(module)))
+    return tuple(rows)
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """How a module of torch's own is set up: Dynamo takes it that these stay as they are."""
+    if not type(module).__module__.startswith("torch."):
+        return None
+    settings = {key: value for key, value in module.__dict__.items() if key not in OF_MODULES}
+    return tuple(sorted((key, repr(value) if _is_plain(value) else id(value)) for key, value in settings.items()))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
+def _with_guards(stamp_out: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's copying of a region to where it is called again, with the guards that it was traced under."""
+
+    @functools.wraps(stamp_out)
+    def stamp_out_with_guards(tx: Any, fingerprint: Any, cached: Any) -> Any:
+        sources = dict(zip(cached.arg_sources, fingerprint.arg_sources, strict=True))
+        for guard in list(tx.output.guards):
+            source = guard.originating_source
+            moved = source.clone(lambda part: sources.get(part) or part)
+            if moved != source and guard.create_fn_name() != "TENSOR_MATCH":  # each tensor gets one of its own
+                tx.output.guards.add(moved.make_guard(guard.create_fn))
+        return stamp_out(tx, fingerprint, cached)
+
+    return stamp_out_with_guards
+
+
+def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's inlining of a function of the user's, but for those that are regions now."""
+
+    @functools.wraps(call)
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if type(self) is not UserFunctionVariable or self.fn not in _regions:
+            return call(self, tx, args, kwargs)
+        outside = set(_regions)
+        _regions.clear()
+        try:
+            return build_invoke_subgraph_variable().call_function(tx, [self, *args], kwargs)
+        finally:
+            _regions.update(outside)
+
+    call_function.of_dta = True  # type: ignore[attr-defined]
+    return call_function
+
+
+if not hasattr(UserFunctionVariable.call_function, "of_dta"):  # not once more, where the module is loaded again
+    torch_regions.stamp_out_subgraph = _with_guards(torch_regions.stamp_out_subgraph)
+    UserFunctionVariable.call_function = _as_region(UserFunctionVariable.call_function)  # type: ignore[method-assign]

@@ -1,0 +1,182 @@
+"""repeated_calls: a call that was traced before, with arguments of the same kind, is copied instead of traced again.
+
+Layers that are copies of one another make the same calls. Tracing one takes torch a millisecond or more, most of it for
+arithmetic with symbolic sizes; copying the operators that the first one amounted to takes a twentieth of that. What
+decides these operators is the function, all arguments that are no tensors, what torch knows of those that are, and
+autocast. Calls that have another effect than their results are traced each time: those that draw, write to an argument,
+find sizes, run a region of their own, or run inside of `torch.func.vmap`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C._functorch import get_dynamic_layer_stack_depth
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, snapshot_fake, track_tensor
+from torch.utils import _pytree as pytree
+
+from dta_compile.ops.draw_capture import is_random
+from dta_compile.passes.program import has_tensor, writes_in_place
+
+NUMBERS = (int, float, complex, bool, str, type(None), type(Ellipsis))
+PLAIN = (*NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format)
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class _NotForCopies(Exception):
+    """Arguments or results of which not all is known that the operators of a call may depend on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """What a call amounted to.
+
+    Attributes:
+        arguments: the values of its tensors in the trace.
+        nodes: in order, what was traced.
+        results: for each tensor of the result, which of the arguments it is, or its node.
+        structure: of the result.
+    """
+
+    arguments: list[fx.Node]
+    nodes: list[fx.Node]
+    results: list[int | fx.Node]
+    structure: pytree.TreeSpec
+
+
+class RepeatedCalls:
+    """The calls of one trace; to be used while `make_fx` traces."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Traced] = {}
+
+    def run(self, call: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`call(target, args, kwargs)`, which is what is traced, or a copy of an earlier one."""
+        mode = get_proxy_mode()
+        if mode is None or get_dynamic_layer_stack_depth():
+            return call(target, args, kwargs)
+        arguments = _Arguments(mode.tracer)
+        with torch._C.DisableTorchFunction():  # asking a tensor for its sizes is no call of the model
+            try:
+                key = target, arguments.facts(args), arguments.facts(kwargs), _autocast(arguments.tensors)
+            except _NotForCopies:
+                key = None
+            if key in self._known:
+                return _copied(self._known[key], arguments)
+        before = next(iter(reversed(mode.tracer.graph.nodes)))
+        result = call(target, args, kwargs)
+        if key is not None and (traced := _traced(before, arguments, result)) is not None:
+            self._known[key] = traced
+        return result
+
+
+class _Arguments:
+    """The arguments of a call.
+
+    Attributes:
+        nodes: in the trace, of the tensors among them.
+        tensors: the same.
+    """
+
+    def __init__(self, tracer: Any) -> None:
+        self.tracer = tracer
+        self.nodes: list[fx.Node] = []
+        self.tensors: list[torch.Tensor] = []
+
+    def facts(self, value: Any) -> Hashable:
+        """All that operators may depend on."""
+        if isinstance(value, torch.Tensor):
+            return self._of_tensor(value)
+        if isinstance(value, SYMBOLIC):
+            return type(value), value.node.expr
+        if isinstance(value, PLAIN):
+            return type(value), repr(value)  # zeros have signs
+        if isinstance(value, (tuple, list)):
+            return type(value), *map(self.facts, value)
+        if isinstance(value, Mapping):
+            return type(value), *((key, self.facts(item)) for key, item in value.items())
+        if isinstance(value, slice):
+            return slice, *map(self.facts, (value.start, value.stop, value.step))
+        raise _NotForCopies
+
+    def _of_tensor(self, value: torch.Tensor) -> Hashable:
+        slot = get_proxy_slot(value, self.tracer, None)
+        if type(value) is not FakeTensor or value.constant is not None or slot is None or slot.constant is not None:
+            raise _NotForCopies
+        node = slot.proxy.node
+        if node not in self.nodes:  # the same tensor may be read in several places
+            self.nodes.append(node)
+            self.tensors.append(value)
+        return self.nodes.index(node), _facts(value)
+
+
+def _facts(value: torch.Tensor) -> Hashable:
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    numbers = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
+    flags = value.requires_grad, value.is_conj(), value.is_neg(), isinstance(value, torch.nn.Parameter)
+    return numbers, value.dtype, value.device, value.layout, flags
+
+
+def _autocast(tensors: Sequence[torch.Tensor]) -> Hashable:
+    devices = dict.fromkeys(value.device.type for value in tensors)
+    return tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices)
+
+
+def _traced(before: fx.Node, arguments: _Arguments, result: Any) -> _Traced | None:
+    """What was traced since a node; None: it is not for copies."""
+    nodes, node = list[fx.Node](), before.next
+    while node.op != "root":
+        nodes.append(node)
+        node = node.next
+    outside = set(arguments.nodes)
+    if not outside or not all(_is_for_copies(node, outside | set(nodes), outside) for node in nodes):
+        return None
+    leaves, structure = pytree.tree_flatten(result)
+    results = [_place(leaf, nodes, arguments) for leaf in leaves]
+    found = [place for place in results if place is not None]
+    return _Traced(arguments.nodes, nodes, found, structure) if results and len(found) == len(results) else None
+
+
+def _place(leaf: Any, nodes: Sequence[fx.Node], arguments: _Arguments) -> int | fx.Node | None:
+    """Which of the arguments, or node, a result is."""
+    for i, tensor in enumerate(arguments.tensors):
+        if tensor is leaf:
+            return i
+    slot = get_proxy_slot(leaf, arguments.tracer, None) if type(leaf) is FakeTensor else None
+    if slot is None or slot.constant is not None or slot.proxy.node not in nodes:
+        return None
+    return slot.proxy.node
+
+
+def _is_for_copies(node: fx.Node, inside: set[fx.Node], arguments: set[fx.Node]) -> bool:
+    """Whether a node gives the same wherever it is copied to: numbers of the call may be read from anywhere."""
+    if node.op != "call_function" or is_random(node.target):
+        return False
+    if writes_in_place(node) and not arguments.isdisjoint(node.all_input_nodes):
+        return False
+    if "unbacked_bindings" in node.meta:  # sizes that depend on data are new ones each time
+        return False
+    return all(arg in inside or not has_tensor(arg) for arg in node.all_input_nodes)
+
+
+def _copied(known: _Traced, arguments: _Arguments) -> Any:
+    placed, tracer = dict(zip(known.arguments, arguments.nodes, strict=True)), arguments.tracer
+    for node in known.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: placed.get(arg, arg))
+        placed[node] = copy = tracer.create_node(node.op, node.target, args, kwargs)
+        copy.meta = {**node.meta, **copy.meta}  # the user's line is that of this call
+
+    def result(place: int | fx.Node) -> torch.Tensor:
+        if isinstance(place, int):
+            return arguments.tensors[place]
+        value = snapshot_fake(place.meta["val"])
+        assert value is not None
+        track_tensor(value, tracer.proxy(placed[place]), constant=None, tracer=tracer)
+        return value
+
+    return pytree.tree_unflatten(list(map(result, known.results)), known.structure)

@@ -111,15 +111,26 @@ def _with_guards(stamp_out: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stamp_out)
     def stamp_out_with_guards(tx: Any, fingerprint: Any, cached: Any) -> Any:
+        if not hasattr(cached, "guards_of_dta"):
+            cached.guards_of_dta = _guards_of(set(cached.arg_sources) - {None}, tx.output.guards)
         sources = dict(zip(cached.arg_sources, fingerprint.arg_sources, strict=True))
-        for guard in list(tx.output.guards):
-            source = guard.originating_source
-            moved = source.clone(lambda part: sources.get(part) or part)
-            if moved != source and guard.create_fn_name() != "TENSOR_MATCH":  # each tensor gets one of its own
-                tx.output.guards.add(moved.make_guard(guard.create_fn))
+        for guard in cached.guards_of_dta:
+            moved = guard.originating_source.clone(lambda part: sources.get(part) or part)
+            tx.output.guards.add(moved.make_guard(guard.create_fn))
         return stamp_out(tx, fingerprint, cached)
 
     return stamp_out_with_guards
+
+
+def _guards_of(sources: set[Any], guards: Iterable[Any]) -> list[Any]:
+    """Those about what is found under some sources; not of tensors, each of which gets one of its own."""
+    found = []
+    for guard in guards:
+        parts = set[Any]()
+        guard.originating_source.clone(lambda part, parts=parts: parts.add(part) or part)
+        if not parts.isdisjoint(sources) and guard.create_fn_name() != "TENSOR_MATCH":
+            found.append(guard)
+    return found
 
 
 def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Reinforcement learning end to end, dense against dta: replayed batches, then free-running trainers.
 
     make rl
-    python -m benchmarks.reinforcement_learning [--seconds 50] [--seeds 3] [--updates 20] [--folder FOLDER] [--out JSON]
+    python -m benchmarks.reinforcement_learning [--seconds 45] [--seeds 3] [--updates 20] [--folder FOLDER] [--out JSON]
 
 Every run is one of `examples/async_grpo`, from one supervised start. The first dta run is replayed: the batches that it
 trained are given in turns to three trainers in one process (eager, compiled over packed rows, dta), whose losses and
@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import multiprocessing
 import os
 import platform
 import shutil
@@ -21,8 +23,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 from typing import Any
 
 import torch
@@ -37,7 +40,7 @@ from dta_compile.cli.split import System, sweep
 from dta_compile.plan import PrefixTree
 from examples.async_grpo import warmup
 from examples.async_grpo.engine import ProcessEngine
-from examples.async_grpo.evaluator import evaluate
+from examples.async_grpo.evaluator import evaluate, summary
 from examples.async_grpo.game import require_environment
 from examples.async_grpo.record import Record
 from examples.async_grpo.run import Run, prepare
@@ -47,13 +50,12 @@ from examples.async_grpo.update import Learner
 from examples.async_grpo.weights import read, snapshots
 
 DENSE = ("eager", "compiled")
-EVALUATIONS = 5  # of a run, evenly over its seconds; and those of the last tenth of its updates, at most:
+EVALUATIONS = 4  # of a run, evenly over its seconds; and those of the last tenth of its updates, at most:
 OF_THE_LAST = 2
 GPUS = 8  # that `dta split` divides by the figures of one worker and one trainer
 KEPT = ("version", "seconds", "samples", "tokens", "tree_tokens", "reward/train", "train/kl", "train/entropy")
 KEPT += ("time/update", "time/wait", "stream/staleness", "stream/expired", "stream/batches_waited")  # of an update
 PATIENCES = (0, 1, 2, 4, 8)
-Evaluation = tuple[float, float, float]  # mean reward, its standard error, share of games won
 
 
 def replay(settings: Settings, start: Path, batches: Sequence[Sequence[Sample]], tell: Callable) -> dict[str, Any]:
@@ -97,10 +99,19 @@ def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     )
 
 
+def rewards_of(settings: Settings, start: Path, snapshot: Path | None) -> list[float]:
+    """Of one policy on all held-out tasks; None: the supervised start. Runs in a process of its own."""
+    torch.set_num_threads(1)
+    model, tokenizer = warmup.start(settings, start)
+    if snapshot is not None:
+        model.load_state_dict(read(snapshot)["weights"])
+    return evaluate(settings, model.eval(), tokenizer)
+
+
 def free_run(
-    settings: Settings, start: Path, folder: Path, known: dict[Path, Evaluation], tell: Callable
+    settings: Settings, start: Path, folder: Path, at_start: Sequence[float], pool: Executor, tell: Callable
 ) -> dict[str, Any]:
-    """One run in real time, then its evaluation. `known`: of the supervised start, which is that of all runs."""
+    """One run in real time, then its evaluation. `at_start`: rewards of the supervised start, that of all runs."""
     folder.mkdir(parents=True)
     for name in ("start.pt", "tokenizer.json"):
         shutil.copy(start / name, folder)
@@ -116,16 +127,16 @@ def free_run(
     tell(f"{name}: evaluating")
     record = Record(folder)
     updates, counts = record.updates(), record.counts()
-    model, tokenizer = warmup.start(settings, start)
     evaluations, files = [], snapshots(folder)
-    for version in chosen_versions(updates):
+    pending = {
+        version: pool.submit(rewards_of, settings, start, files[version])
+        for version in chosen_versions(updates)
+        if version
+    }
+    rewards = {0: at_start} | {version: future.result() for version, future in pending.items()}
+    for version, found in rewards.items():
         seconds = updates[version - 1]["seconds"] if version else 0.0
-        model.load_state_dict(read(files[version])["weights"])
-        found = known.get(start) if not version else None
-        found = found or evaluate(settings, model, tokenizer)
-        if not version:
-            known[start] = found
-        reward, error, won = found
+        reward, error, won = summary(list(found))
         evaluations.append({"version": version, "seconds": seconds, "reward": reward, "error": error, "won": won})
     waves = record.rows("waves")
     record.close()
@@ -134,6 +145,7 @@ def free_run(
         "seed": settings.seed,
         "updates": [{key: update[key] for key in KEPT} for update in updates],
         "evaluations": evaluations,
+        "rise": rise(at_start, [rewards[version] for version in last_tenth(updates)]),
         "counts": dataclasses.asdict(counts),
         "rollout": {"seconds": sum(wave[1] for wave in waves), "tokens": sum(wave[2] for wave in waves)},
     }
@@ -157,16 +169,12 @@ def last_tenth(updates: Sequence[dict[str, Any]]) -> list[int]:
     return versions[::-step][:OF_THE_LAST]
 
 
-def rise(run: dict[str, Any]) -> dict[str, float]:
-    """Held-out reward over the last tenth of the updates against the supervised start, in standard errors.
-
-    All are of the same tasks and draws; the error is that of the difference of two independent means, which is larger.
-    """
-    start, last = run["evaluations"][0], set(last_tenth(run["updates"]))
-    ends = [one for one in run["evaluations"] if one["version"] in last]
-    end = fmean(one["reward"] for one in ends)
-    error = (start["error"] ** 2 + fmean(one["error"] for one in ends) ** 2) ** 0.5
-    return {"start": start["reward"], "end": end, "error": error, "errors": (end - start["reward"]) / max(error, 1e-9)}
+def rise(start: Sequence[float], ends: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Rewards of the policies at the end against those at the start, in standard errors of the difference by task."""
+    differences = [fmean(at_end) - before for before, *at_end in zip(start, *ends, strict=True)] if ends else [0.0]
+    error = pstdev(differences) / math.sqrt(len(differences))
+    mean = fmean(differences)
+    return {"start": fmean(start), "end": fmean(start) + mean, "error": error, "errors": mean / max(error, 1e-9)}
 
 
 def balances(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -200,7 +208,8 @@ def patience(runs: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, flo
 def measure(arguments: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
     """Everything, as it goes into the results file."""
     began = time.perf_counter()
-    with console.status("supervised warm-up") as status:
+    processes = ProcessPoolExecutor(os.cpu_count() or 1, multiprocessing.get_context("spawn"))
+    with processes as pool, console.status("supervised warm-up") as status:
 
         def tell(line: str) -> None:
             status.update(f"{time.perf_counter() - began:.0f} s: {line}")
@@ -208,17 +217,18 @@ def measure(arguments: argparse.Namespace, folder: Path, console: Console) -> di
         settings = Settings(seconds=arguments.seconds, snapshot_every=1, checkpoint_every=10**6)
         start = arguments.start or folder / "start"
         start.mkdir(parents=True, exist_ok=True)
-        torch.set_num_threads(settings.trainer_threads)
         is_new = not (start / "start.pt").exists()
         warmup.start(settings, start, tell)
         warm_seconds = time.perf_counter() - began if is_new else 0.0
 
-        known: dict[Path, Evaluation] = {}
+        torch.set_num_threads(settings.trainer_threads)
+        tell("supervised start: evaluating")
+        at_start = pool.submit(rewards_of, settings, start, None).result()
 
         def one(way: str, seed: int) -> dict[str, Any]:
             chosen = dataclasses.replace(settings, way=way, seed=seed)
-            found = free_run(chosen, start, folder / f"{way}-{seed}", known, tell)
-            console.print(f"{way}, seed {seed}: {len(found['updates'])} updates, {rise(found)}", highlight=False)
+            found = free_run(chosen, start, folder / f"{way}-{seed}", at_start, pool, tell)
+            console.print(f"{way}, seed {seed}: {len(found['updates'])} updates, {found['rise']}", highlight=False)
             return found
 
         runs = [one("dta", 0)]
@@ -239,7 +249,7 @@ def measure(arguments: argparse.Namespace, folder: Path, console: Console) -> di
         "settings": dataclasses.asdict(settings),
         "replay": replayed,
         "runs": runs,
-        "rise": {f"{run['way']} {run['seed']}": rise(run) for run in runs},
+        "rise": {f"{run['way']} {run['seed']}": run["rise"] for run in runs},
         "balance": balances(runs),
         "patience": patience(runs, folder / "dta-0"),
     }
@@ -247,7 +257,7 @@ def measure(arguments: argparse.Namespace, folder: Path, console: Console) -> di
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=50.0, help="of training in each run (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=45.0, help="of training in each run (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--updates", type=int, default=20, help="that are replayed (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="new folder in which the runs are kept; default: none are")

@@ -25,17 +25,19 @@ from .weights import read, snapshots
 AT_ONCE = 128
 
 
-def evaluate(settings: Settings, model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> tuple[float, float, float]:
-    """Mean reward of held-out tasks, its standard error, and the share of them that are won.
-
-    Tasks and draws are the same for every policy and for all seeds.
-    """
+def evaluate(settings: Settings, model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> list[float]:
+    """Rewards of held-out tasks, in order. Tasks and draws are the same for every policy and for all seeds."""
     player = Player(model, tokenizer, torch.Generator().manual_seed(0), settings.action_tokens)
     rewards = []
     for first in range(0, settings.held_out, AT_ONCE):
         numbers = range(first, min(first + AT_ONCE, settings.held_out))
         for turns in player.play([draw_task(settings, number, held_out=True) for number in numbers]):
             rewards += leaf_rewards(turns)
+    return rewards
+
+
+def summary(rewards: list[float]) -> tuple[float, float, float]:
+    """Mean reward, its standard error, and the share of tasks that are won."""
     won = sum(reward == 1 for reward in rewards) / len(rewards)
     return fmean(rewards), pstdev(rewards) / math.sqrt(len(rewards)), won
 
@@ -50,7 +52,7 @@ def evaluate_new(settings: Settings, folder: Path, model: Qwen3ForCausalLM, toke
                 model.load_state_dict(read(path)["weights"])
             except FileNotFoundError:  # of an update that was undone
                 continue
-            reward, error, won = evaluate(settings, model, tokenizer)
+            reward, error, won = summary(evaluate(settings, model, tokenizer))
             if path.exists():
                 record.add_evaluation(version, reward, error, won)
                 found[version] = reward

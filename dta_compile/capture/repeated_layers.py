@@ -8,7 +8,8 @@ What Dynamo traces holds as long as its guards do, so the guards of the first la
 which torch leaves to the user of a region. What Dynamo keeps no guards of is compared here: the types of all modules
 inside, their hooks, weights that are one, and what torch's own modules are set to.
 
-A model whose layers cannot be regions (they write to a cache, say) is traced once more, as it would be without this.
+A model whose layers cannot be regions (they write to a cache, say) is traced once more, as it would be without this:
+`NoRegion`, or whatever torch raises.
 Private touches of torch: it has regions that are not traced again, and inlines them, since 2.12.
 """
 
@@ -25,7 +26,7 @@ import torch._dynamo
 import torch._dynamo.variables.invoke_subgraph as torch_regions
 from torch import nn
 from torch._dynamo.utils import build_invoke_subgraph_variable
-from torch._dynamo.variables import UserFunctionVariable
+from torch._dynamo.variables import UnspecializedNNModuleVariable, UserDefinedObjectVariable, UserFunctionVariable
 
 INLINED = "inline_invoke_subgraph"
 LEAST_COPIES = 2
@@ -36,6 +37,12 @@ PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 # The functions whose calls are regions of the trace now running. Inside of a region there are no others.
 _regions: set[Any] = set()
+# The one that is being traced.
+_inside: list[Any] = []
+
+
+class NoRegion(Exception):
+    """Calls of a function that was to be a region have to be traced each time."""
 
 
 @contextlib.contextmanager
@@ -133,18 +140,40 @@ def _guards_of(sources: set[Any], guards: Iterable[Any]) -> list[Any]:
     return found
 
 
+def _or_no_region(is_eligible: Callable[..., bool]) -> Callable[..., bool]:
+    """Torch's answer whether a region may be copied; it would go on tracing each of them as a region, which is slow."""
+
+    @functools.wraps(is_eligible)
+    def is_eligible_or_none(tx: Any, *args: Any, **kwargs: Any) -> bool:
+        found = is_eligible(tx, *args, **kwargs)
+        if not found and _inside:
+            raise NoRegion
+        return found
+
+    return is_eligible_or_none
+
+
+def _is_object(argument: Any) -> bool:
+    """An object of the user's, as a cache that layers write to."""
+    value = argument.realize()
+    return isinstance(value, UserDefinedObjectVariable) and not isinstance(value, UnspecializedNNModuleVariable)
+
+
 def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
     """Dynamo's inlining of a function of the user's, but for those that are regions now."""
 
     @functools.wraps(call)
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if type(self) is not UserFunctionVariable or self.fn not in _regions:
+        is_region = type(self) is UserFunctionVariable and self.fn in _regions
+        if not is_region or any(map(_is_object, (*args, *kwargs.values()))):
             return call(self, tx, args, kwargs)
         outside = set(_regions)
         _regions.clear()
+        _inside.append(self.fn)
         try:
             return build_invoke_subgraph_variable().call_function(tx, [self, *args], kwargs)
         finally:
+            _inside.pop()
             _regions.update(outside)
 
     call_function.of_dta = True  # type: ignore[attr-defined]
@@ -153,4 +182,5 @@ def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
 
 if not hasattr(UserFunctionVariable.call_function, "of_dta"):  # not once more, where the module is loaded again
     torch_regions.stamp_out_subgraph = _with_guards(torch_regions.stamp_out_subgraph)
+    torch_regions.is_reuse_eligible = _or_no_region(torch_regions.is_reuse_eligible)
     UserFunctionVariable.call_function = _as_region(UserFunctionVariable.call_function)  # type: ignore[method-assign]

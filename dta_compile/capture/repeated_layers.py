@@ -27,6 +27,7 @@ import torch._dynamo.variables.invoke_subgraph as torch_regions
 from torch import nn
 from torch._dynamo.utils import build_invoke_subgraph_variable
 from torch._dynamo.variables import UnspecializedNNModuleVariable, UserDefinedObjectVariable, UserFunctionVariable
+from torch._guards import Source
 
 INLINED = "inline_invoke_subgraph"
 LEAST_COPIES = 2
@@ -122,11 +123,19 @@ def _with_guards(stamp_out: Callable[..., Any]) -> Callable[..., Any]:
             cached.guards_of_dta = _guards_of(set(cached.arg_sources) - {None}, tx.output.guards)
         sources = dict(zip(cached.arg_sources, fingerprint.arg_sources, strict=True))
         for guard in cached.guards_of_dta:
-            moved = guard.originating_source.clone(lambda part: sources.get(part) or part)
-            tx.output.guards.add(moved.make_guard(guard.create_fn))
+            tx.output.guards.add(_moved(guard, lambda part: sources.get(part) or part))
         return stamp_out(tx, fingerprint, cached)
 
     return stamp_out_with_guards
+
+
+def _moved(guard: Any, of: Callable[[Any], Any]) -> Any:
+    """A guard with each part of its sources replaced by what stands for it; a guard of two names being one has two."""
+    create = guard.create_fn
+    if isinstance(create, functools.partial):
+        keywords = {key: v.clone(of) if isinstance(v, Source) else v for key, v in create.keywords.items()}
+        create = functools.partial(create.func, *create.args, **keywords)
+    return guard.originating_source.clone(of).make_guard(create)
 
 
 def _guards_of(sources: set[Any], guards: Iterable[Any]) -> list[Any]:
@@ -134,7 +143,12 @@ def _guards_of(sources: set[Any], guards: Iterable[Any]) -> list[Any]:
     found = []
     for guard in guards:
         parts = set[Any]()
-        guard.originating_source.clone(lambda part, parts=parts: parts.add(part) or part)
+
+        def noted(part: Any, parts: set[Any] = parts) -> Any:
+            parts.add(part)
+            return part
+
+        _moved(guard, noted)
         if not parts.isdisjoint(sources) and guard.create_fn_name() != "TENSOR_MATCH":
             found.append(guard)
     return found

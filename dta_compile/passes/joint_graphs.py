@@ -13,7 +13,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from dta_compile.passes.chunk_bytes import ChunkSizes, Peaks
 from dta_compile.passes.direct_calls import direct
-from dta_compile.passes.graphs.subgraph import graph_module
+from dta_compile.passes.graph_module import graph_module
 
 Run = Callable[..., Sequence[torch.Tensor]]
 

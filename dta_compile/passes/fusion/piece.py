@@ -13,8 +13,9 @@ from torch import fx
 from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.fusion.clusters import clusters, is_view, readers, sources
 from dta_compile.passes.fusion.inductor import Code
+from dta_compile.passes.graph_module import graph_module
 from dta_compile.passes.graphs.sizes import SizeNodes, is_polynomial
-from dta_compile.passes.graphs.subgraph import Subgraph, graph_module, missing
+from dta_compile.passes.graphs.subgraph import Subgraph, missing
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import expression, free_symbols
 

@@ -17,8 +17,8 @@ from torch import fx
 
 from dta_compile.ops.mixer import mixer_of_backward, mixer_of_chunk
 from dta_compile.passes.gradients.segments import Segment, segments
+from dta_compile.passes.graph_module import graph_module
 from dta_compile.passes.graphs.nodes import call, is_item
-from dta_compile.passes.graphs.subgraph import graph_module
 from dta_compile.passes.program import ancestors, output_node
 
 aten = torch.ops.aten

@@ -15,9 +15,10 @@ from torch import fx
 from dta_compile.ops.mixer import mixer_of_backward, mixer_of_chunk
 from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.gradients.saved_values import saved_values
+from dta_compile.passes.graph_module import graph_module
 from dta_compile.passes.graphs.nodes import call, descendants, is_item
 from dta_compile.passes.graphs.storage import owner, view_source
-from dta_compile.passes.graphs.subgraph import Subgraph, graph_module, missing
+from dta_compile.passes.graphs.subgraph import Subgraph, missing
 from dta_compile.passes.program import ancestors
 
 aten = torch.ops.aten

@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from dta_compile.ops.mixer import mixer_of_chunk
+from dta_compile.passes.graph_module import graph_module
 from dta_compile.passes.graphs.nodes import descendants, is_item
-from dta_compile.passes.graphs.subgraph import Subgraph, graph_module, missing
+from dta_compile.passes.graphs.subgraph import Subgraph, missing
 from dta_compile.passes.program import output_node
 
 # A segment of fewer nodes is not worth a trace.

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
-import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 
 class Subgraph:
@@ -39,11 +37,6 @@ class Subgraph:
     def set_outputs(self, values: Iterable[Any]) -> None:
         """Return the copies of nodes, and whatever is none as it is."""
         self.graph.output(tuple(self.copies[value] if isinstance(value, fx.Node) else value for value in values))
-
-
-def graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
-    """A module that generates its code when it is first called: most graphs are only read, or rewritten before that."""
-    return _LazyGraphModule(root, graph)
 
 
 def inputs_of(node: fx.Node) -> Iterable[fx.Node]:

@@ -123,7 +123,7 @@ def _facts(value: torch.Tensor) -> Hashable:
 
 
 def _autocast(tensors: Sequence[torch.Tensor]) -> Hashable:
-    devices = dict.fromkeys(value.device.type for value in tensors)
+    devices = filter(torch.amp.is_autocast_available, dict.fromkeys(value.device.type for value in tensors))
     return tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices)
 
 

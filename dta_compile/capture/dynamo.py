@@ -237,6 +237,8 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
         _mark_at_hand(self)
         here = CompileContext.current_compile_id()
         with _no_collections(), traced_once(() if here in _without_regions else modules) as has_regions:
+            if has_regions:  # what is traced once has no use for a cache, which takes a tenth of the time
+                self.output.fake_mode.cache_enabled = False
             try:
                 run(self)
             except (RestartAnalysis, BackendCompilerFailed):
@@ -256,12 +258,16 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Nothing that a trace makes is garbage before its end: looking for some again and again takes a tenth of it."""
+    """Nothing that a trace makes is garbage before its end: looking for some again and again takes a tenth of it. Nor
+    is much of it then, so that it counts as old at once, which freezing and thawing does."""
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        if not gc.get_freeze_count():  # else the user's would be thawed
+            gc.freeze()
+            gc.unfreeze()
         if was_on:
             gc.enable()
 

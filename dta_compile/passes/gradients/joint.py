@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -31,6 +30,7 @@ from dta_compile.passes.graphs.storage import owner
 from dta_compile.passes.joint_graphs import JointGraphs
 from dta_compile.passes.program import Program, output_node, where
 from dta_compile.passes.symbols import expression
+from dta_compile.passes.tracing import tracing
 
 aten = torch.ops.aten
 
@@ -121,10 +121,9 @@ def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, C
     """The chunk graph with its derivative; also which of `grad_outputs` were differentiated."""
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-    mode.cache_enabled = False  # looking a result with symbolic sizes up takes longer than computing it
     tokens, head_rows = free_sizes(shape_env)
     gradients = torch.enable_grad() if program.training else torch.no_grad()
-    with mode, enable_python_dispatcher(), torch._C._DisableAutocast(), fx.traceback.preserve_node_meta():
+    with tracing(mode), torch._C._DisableAutocast():
         primals = fake_inputs(program, tokens, head_rows)
         tangents = {
             i: torch.empty(

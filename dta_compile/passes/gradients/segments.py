@@ -103,7 +103,7 @@ def _users(node: fx.Node) -> list[fx.Node]:
 
 
 def _cuts(nodes: Sequence[fx.Node], counted: Container[fx.Node]) -> list[int]:
-    """Positions to cut before, up to the last mixer. What precedes the first one is cut as its neighbour is."""
+    """Positions to cut before; what precedes the first mixer, or follows the last, is cut as its neighbour is."""
     mixers = [i for i, node in enumerate(nodes) if mixer_of_chunk(node.target)]
     if len(mixers) < 2:
         return []
@@ -114,7 +114,8 @@ def _cuts(nodes: Sequence[fx.Node], counted: Container[fx.Node]) -> list[int]:
         for first, second in itertools.pairwise(mixers)
     ]
     found = [0]
-    for (first, second), limit in zip(itertools.pairwise([-1, *mixers]), [least[0], *least], strict=True):
+    gaps = itertools.pairwise([-1, *mixers, len(nodes) - 1])
+    for (first, second), limit in zip(gaps, [least[0], *least, least[-1]], strict=True):
         for i in range(first + 1, second + 1):
             if alive[i] == limit and not tuples[i] and i - found[-1] >= LEAST_NODES:
                 found.append(i)

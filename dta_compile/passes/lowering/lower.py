@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -46,6 +45,7 @@ from dta_compile.passes.lowering.masked_writes import select_masked_writes
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls
 from dta_compile.passes.lowering.selected_rows import spread_selected_rows
 from dta_compile.passes.program import Input, InputKind, Program, output_node, where
+from dta_compile.passes.tracing import tracing
 
 aten = torch.ops.aten
 GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
@@ -147,12 +147,7 @@ def _trace(program: Program, flow: GradientFlow, functional: bool) -> fx.GraphMo
             mutated.extend(i for i, arg in enumerate(wrapped) if _was_mutated(arg))
             return pytree.tree_map(_from_functional, results)
 
-    with (
-        mode or contextlib.nullcontext(),
-        enable_python_dispatcher(),
-        fx.traceback.preserve_node_meta(),
-        _no_autocast_cache(),
-    ):
+    with tracing(mode), _no_autocast_cache():
         function = run_functional if functional else run
         module = make_fx(function, decomposition_table=decompositions.TABLE, _allow_non_fake_inputs=True)(*fakes)
     for index in mutated:

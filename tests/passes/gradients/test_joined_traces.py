@@ -46,7 +46,7 @@ def test_as_many_traces_for_many_layers_as_for_a_few(traced):
         check(TinyLM(layers=layers))
         counts.append(len(traced))
         traced.clear()
-    assert counts[0] == counts[1] <= 4
+    assert counts[0] == counts[1] <= 5
 
 
 class Mixed(TinyLM):

@@ -1,0 +1,40 @@
+"""Tracing with free sizes, without what torch does beside it for others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import proxy_tensor
+
+
+@contextlib.contextmanager
+def tracing(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Around `make_fx` over fake tensors of a mode; new nodes are noted to come from the line of those that run.
+
+    Two of torch's services take a fifth of the time and have no use here: its cache of fake tensors (looking a result
+    with symbolic sizes up takes longer than computing it, and layers that are copies are not traced again) and a second
+    description of each value, `meta["tensor_meta"]`.
+    """
+    with contextlib.ExitStack() as stack:
+        if mode is not None:
+            stack.enter_context(mode)
+            stack.enter_context(_set(mode, "cache_enabled", False))
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(fx.traceback.preserve_node_meta())
+        stack.enter_context(_set(proxy_tensor, "_extract_tensor_metadata", lambda value: None))
+        yield
+
+
+@contextlib.contextmanager
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -19,7 +19,7 @@ from dta_compile.ops.mixer import mixer_of_chunk
 from dta_compile.passes.graph_module import graph_module
 from dta_compile.passes.graphs.nodes import descendants, is_item
 from dta_compile.passes.graphs.subgraph import Subgraph, missing
-from dta_compile.passes.program import output_node
+from dta_compile.passes.program import ancestors, output_node
 
 # A segment of fewer nodes is not worth a trace.
 LEAST_NODES = 8
@@ -71,10 +71,24 @@ def segments(graph: fx.Graph, parameters: int) -> list[Segment]:
         parameters: how many of the inputs are parameters, the first ones.
     """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output") and not _is_repeated(node)]
+    nodes = _with_layers(nodes)
     placeholders = list(graph.find_nodes(op="placeholder"))
     cuts = [0, *_cuts(nodes, descendants(graph, placeholders[:parameters])), len(nodes)]
     returned = set(output_node(graph).all_input_nodes)
     return [_segment(nodes[start:stop], returned) for start, stop in itertools.pairwise(cuts) if start < stop]
+
+
+def _with_layers(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """In an order in which what is returned in the end, as the states of a layer, comes right after what it is made of:
+    what no mixer depends on, made of values from before the last one."""
+    mixers = [node for node in nodes if mixer_of_chunk(node.target)]
+    kept = ancestors(mixers)
+    last = nodes.index(mixers[-1]) if mixers else 0
+    places: dict[fx.Node, int] = {}
+    for i, node in enumerate(nodes):
+        made = max((places[arg] for arg in node.all_input_nodes if arg in places), default=i)
+        places[node] = made if made < last and node not in kept else i
+    return sorted(nodes, key=places.__getitem__)
 
 
 def _is_repeated(node: fx.Node) -> bool:

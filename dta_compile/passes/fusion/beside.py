@@ -97,6 +97,7 @@ def _started(folder: pathlib.Path) -> subprocess.Popen[bytes]:
     variables = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(map(os.path.abspath, filter(None, sys.path))),
         "TORCHINDUCTOR_CACHE_DIR": str(inductor.folder()),
     }

@@ -186,10 +186,11 @@ def folder() -> pathlib.Path:
 
 
 def settings() -> dict[str, Any]:
-    """What another process has to be told of inductor's settings here."""
+    """What another process has to be told of inductor's settings here; how many processes compile is its own affair."""
     from torch._inductor import config
 
-    return {name: value for name, value in config.get_config_copy().items() if _can_be_sent(value)}
+    found = config.get_config_copy().items()
+    return {name: value for name, value in found if name != "compile_threads" and _can_be_sent(value)}
 
 
 def apply(chosen: dict[str, Any]) -> None:
@@ -208,7 +209,12 @@ def environment(devices: Iterable[str]) -> tuple[Any, ...]:
     if "cpu" in devices:
         found += [torch.get_num_threads(), platform.machine(), _cpu_flags()]
     if "cuda" in devices:
-        found += [torch.version.cuda, str(torch.cuda.get_device_properties(torch.cuda.current_device()))]
+        found += [
+            torch.version.cuda,
+            torch.version.hip,
+            torch.cuda.get_device_name(),
+            torch.cuda.get_device_capability(),
+        ]
     return tuple(found)
 
 

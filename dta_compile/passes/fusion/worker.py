@@ -17,6 +17,8 @@ import threading
 import time
 from typing import Any, NamedTuple
 
+import torch
+
 from dta_compile.passes.fusion.source import Source
 
 PRIORITY = 10  # of 19: steps come first; they also wait for memory and for Python, and leave a core to this meanwhile
@@ -56,6 +58,8 @@ def main(parent: int) -> None:
     from dta_compile.passes.fusion.inductor import apply
 
     apply(job.settings)
+    for value in (value for source in job.sources.values() for value in source.inputs if value.device.type == "cuda"):
+        torch.cuda.set_device(value.device)  # no memory on the first GPU for what another one runs
     with open("results", "a", buffering=1) as results:
         for key, source in job.sources.items():
             started = time.perf_counter()

@@ -28,6 +28,7 @@ import pathlib
 import platform
 import re
 import secrets
+import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -281,7 +282,7 @@ def times_as_fast(before: Calibration, after: Calibration) -> float | None:
                 continue
             amount = sum(sample.runs * prior.seconds(sample.work) for sample in samples)
             old, new = (
-                total + amount * float(np.median([one.seconds / prior.seconds(one.work) for one in found]))
+                total + amount * statistics.median(one.seconds / prior.seconds(one.work) for one in found)
                 for total, found in ((old, others), (new, samples))
             )
     return old / new if new else None

@@ -250,8 +250,8 @@ def generated_code_serves_all_sizes(device: torch.device) -> Check:
     trial = Trial(device, torch.bfloat16, codegen="inductor")
     trial.ours(tree_batch(0, 40))
     generated = [engine.program.joint.generated for engine in records.of(trial.function).engines]
-    pieces = {piece for one in generated for each in one.pieces.values() for piece in each if piece.code}
-    served = {size: sum(one.code.serves(*[size] * len(one.symbols)) for one in pieces) for size in SERVED}
+    pieces = {piece: code for one in generated for piece, code in one.codes.items()}
+    served = {size: sum(code.serves(*[size] * piece.source.sizes) for piece, code in pieces.items()) for size in SERVED}
     failed = sum(len(one.failures) for one in generated)
     text = f"{min(served.values())} of {len(pieces)} pieces for up to {max(SERVED):,} tokens; {failed} not compiled"
     passed = bool(pieces) and not failed and all(count == len(pieces) for count in served.values())

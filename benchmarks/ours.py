@@ -24,7 +24,12 @@ def compiled(name: str, backend: str = "dta", **options: Any) -> Build:
 
         def prepare(workload: Workload) -> Step:
             ids, labels, weights, mask = (tensor.to(model.device) for tensor in rectangle_of(workload))
-            return Step(lambda: (weights * function(ids, labels, mask)).sum().backward(), note)
+
+            def run() -> None:
+                (weights * function(ids, labels, mask)).sum().backward()
+                finish_generating(function)
+
+            return Step(run, note)
 
         return prepare
 
@@ -43,6 +48,7 @@ def streaming(model: PreTrainedModel) -> Prepare:
 
         def run() -> None:
             dta_compile.streaming_step(function, loss, ids, labels, mask)
+            finish_generating(function)
 
         return Step(run, note)
 
@@ -58,8 +64,18 @@ def compile_logprobs(
     logprobs.__code__ = logprobs.__code__.replace(co_name="logprobs_" + name.replace("-", "_"))
     if backend != "dta":
         return torch.compile(logprobs, backend=backend), str
+    if model.device.type == "cuda":  # where "auto" is the same, beside the steps that are to be timed
+        options = {"codegen": "inductor", **options}
     function = torch.compile(logprobs, backend="dta", options=options)
     return function, lambda: _plan_note(function)
+
+
+def finish_generating(function: LogProbs) -> None:
+    """Generate now what is being generated beside the steps: the first step of several pays, and no other is disturbed.
+    Nothing is done for functions of other backends."""
+    for engine in records.of(function).engines:
+        if engine.program.joint.generated is not None:
+            engine.program.joint.generated.prepare((), wait=True)
 
 
 def replan(function: LogProbs, **options: Any) -> None:

@@ -35,7 +35,8 @@ class Options:
             (Algorithm 2), "dense" (no sharing, same runtime), or "auto": the cheapest of them by the cost model.
         order: leaf order of the depth-first walk: "backward_dfs" (Algorithm 1), "lexicographic" or "random".
         verify: compare calls with the captured program run densely, outputs and gradients: "auto" (of the first call a
-            few rows and columns, in at most a tenth of its time), "off", the whole "first" call, or "always".
+            few rows and columns, in at most a tenth of its time; likewise of the first
+            with code generated meanwhile), "off", the whole "first" call, or "always".
         memory_budget: bytes of activations that may be kept from the forward pass to the backward pass;
             None is the default share of the free memory, 0 keeps nothing (the paper's depth-bounded memory).
         fallback: what a refused program does: "raise" its typed error, or run "dense" with a warning.
@@ -44,8 +45,9 @@ class Options:
             first of them that takes the model.
         cuda_graphs: on a GPU, record small chunks once per size and replay them.
         codegen: what runs the operators between matrix products and attention: "eager" (ATen, one by one), "inductor"
-            (compiled once for all batches, at the first call), or "auto": inductor on CUDA, and on CPUs where the
-            first batch is large enough that it pays within 100 steps.
+            (code generated once for all batches, before the first call runs), or "auto": inductor on CUDA, and on CPUs
+            where the first batch is not small. Nothing waits for "auto": calls run on ATen while another process
+            generates the code, and those that begin once it is there run it.
         cache_dir: folder of the calibration that "auto" goes by (a string or path), or "off" to read and write none;
             None is $DTA_CACHE_DIR, else $XDG_CACHE_HOME/dta_compile, else ~/.cache/dta_compile.
         skip_passes: names of compiler passes to leave out, to find the one at fault when results are wrong; those that

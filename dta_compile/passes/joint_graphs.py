@@ -19,14 +19,22 @@ Run = Callable[..., Sequence[torch.Tensor]]
 
 
 class Generated(Protocol):
-    """Code that the graphs call, compiled when a schedule first needs it; `str` of it is the report."""
+    """Code that the graphs call; `str` of it is the report. See `fusion.codegen.GeneratedCode`."""
 
     @property
     def pieces(self) -> Mapping[str, Sequence[Any]]:
         """The parts that code is generated for, by the graph that calls them; see `fusion.piece`."""
 
-    def prepare(self, graphs: Iterable[str]) -> None:
-        """Compile what these graphs call and nobody compiled before."""
+    @property
+    def is_used(self) -> bool:
+        """Whether calls that begin now run generated code."""
+
+    @property
+    def swaps(self) -> int:
+        """How often code took the place of ATen between two calls."""
+
+    def prepare(self, graphs: Iterable[str], wait: bool = False) -> Mapping[Any, Any]:
+        """The code that a call of these graphs runs which begins now; `wait` for all of it."""
 
 
 @dataclasses.dataclass(frozen=True)

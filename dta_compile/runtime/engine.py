@@ -14,14 +14,14 @@ from dta_compile.capture.as_captured import as_captured
 from dta_compile.errors import RefusalError
 from dta_compile.options import Options
 from dta_compile.passes import Program
-from dta_compile.plan import Plan
+from dta_compile.plan import MeasuredRun, Plan
 from dta_compile.runtime import interception
 from dta_compile.runtime.calls.call import Call, CallContext
 from dta_compile.runtime.calls.planned_call import PlannedCall, Run, plan_call
 from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.calls.sizes import Sizes
 from dta_compile.runtime.measure import steps
-from dta_compile.runtime.measure.calibration import Calibration
+from dta_compile.runtime.measure.calibration import Calibration, times_as_fast
 from dta_compile.runtime.measure.profiler import trace_artifact
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.replay.lease import ReplayCache
@@ -52,18 +52,21 @@ class Engine:
         self.verdict: str | None = None  # of the self-check
         self.timed: list[tuple[Plan, Stopwatch, torch.device]] = []  # of calls whose times have not been read
         self.replays = ReplayCache() if options.cuda_graphs and not self.ranks.several else None
-        self._calibration: Calibration | None = None
+        self._calibrations: dict[bool, Calibration] = {}  # with generated code, and without
+        self._checked_swaps = 0  # of ATen for generated code, that the self-check has seen
         # Of further batches; what is checked is the whole program.
         self.rest = None
         if program.rest is not None:
             self.rest = Engine(program.rest, dataclasses.replace(options, verify="off"), ranks=ranks)
 
-    def calibration(self, device: torch.device) -> Calibration:
-        """What runs of this model have taken so far."""
-        if self._calibration is None:
+    def calibration(self, device: torch.device, generated: bool = False) -> Calibration:
+        """What runs of this model have taken so far, with generated code or without."""
+        if generated not in self._calibrations:
             chosen = "" if self.options.attention == "auto" else self.options.attention
-            self._calibration = Calibration.load(self.program, device, self.options, chosen)
-        return self._calibration
+            prior = self.calibration(device).cost_model() if generated else None
+            loaded = Calibration.load(self.program, device, self.options, chosen, generated, prior)
+            self._calibrations[generated] = loaded
+        return self._calibrations[generated]
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """The outputs of the captured call for its inputs."""
@@ -113,6 +116,9 @@ class Engine:
         if call.rows.tree.num_rows and self._is_check_due(mode):
             self.checked = True
             self.verdict = self_check(call, self.run_small, self.compile_seconds)
+        elif call.rows.tree.num_rows and self._is_swap_unchecked(call, mode):
+            again = self_check(call, self.run_small, 0.0, "at the first call with generated code")
+            self.verdict = self.verdict if again.startswith("skipped") else again
         call.plan.estimates.self_check = self.verdict
         return call
 
@@ -127,6 +133,15 @@ class Engine:
         if mode == "streaming":  # has no outputs that could be compared as a whole
             return verify == "always" or (verify != "off" and not self.checked)
         return verify == "auto" and not self.checked
+
+    def _is_swap_unchecked(self, call: PlannedCall, mode: str) -> bool:
+        """Whether a call is the first one that runs code which was generated since the self-check."""
+        generated = self.program.joint.generated
+        if generated is None or self.options.verify != "auto" or mode == "streaming":
+            return False
+        _ = call.generated_code  # those that are ready are taken now
+        seen, self._checked_swaps = self._checked_swaps, generated.swaps
+        return self._checked_swaps > seen
 
     def run_small(self, columns: int, args: Sequence[Any]) -> Run:
         """Run a small call so that it shares prefixes, needs several chunks and leaves nothing behind: no times, no
@@ -158,9 +173,16 @@ class Engine:
             plan.estimates.runs, plan.estimates.began = tuple(runs), stopwatch.began
             plan.estimates.stream = stopwatch.stream
             plan.estimates.measured_seconds = sum(run.seconds for run in runs)
-            self.calibration(device).record((run.kind, run.work, run.seconds) for run in runs)
+            self._calibrate(plan, runs, device, stopwatch.on_generated_code)
             if self.is_reported:
                 steps.log(plan)
+
+    def _calibrate(self, plan: Plan, runs: Sequence[MeasuredRun], device: torch.device, generated: bool) -> None:
+        """Learn from the runs of a plan, and say in it whether generated code has paid."""
+        learned = self.calibration(device, generated)
+        learned.record((run.kind, run.work, run.seconds) for run in runs)
+        if generated and (times := times_as_fast(self.calibration(device), learned)) is not None:
+            plan.estimates.codegen = f"{plan.estimates.codegen}; chunks run {times:.2f}x as fast as on ATen"
 
     def begin(self, args: Sequence[Any]) -> Call:
         """A call with its prologue run."""

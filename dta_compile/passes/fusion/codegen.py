@@ -6,24 +6,34 @@ Layers that are alike have the same pieces. What is saved between forward and ba
 
 This comes before `in_place`: pieces are functions without side effects, and inductor places their values by itself.
 
+What `codegen="auto"` generates, it generates beside the steps (`beside`): they run on ATen until all code that was
+asked for is there. A call runs what there was when it began, to its end, its backward included.
+
 On a CPU, generated code saves passes over memory and calls of operators: 3% to 7% of a step without sharing, of a
-model of 4 layers with hidden size 256 (medians of 7, two threads), for 15 to 30 seconds of compiling. So "auto"
-generates it there for models and batches that are large enough to earn this back within 100 steps.
+model of 4 layers with hidden size 256 (medians of 7, two threads), for 15 to 30 seconds of one core, once: what was
+generated is found by later processes (`kept`). So "auto" leaves it out of small steps only.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import threading
 import time
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.fusion.inductor import generate
-from dta_compile.passes.fusion.piece import Piece, outlined
+from dta_compile.passes.fusion import inductor, kept
+from dta_compile.passes.fusion.beside import Beside
+from dta_compile.passes.fusion.inductor import Code, generate
+from dta_compile.passes.fusion.piece import NO_CODES, Codes, Piece, outlined
+from dta_compile.passes.fusion.source import Source
+from dta_compile.passes.fusion.worker import reason
 from dta_compile.passes.symbols import hint
 
 if TYPE_CHECKING:
@@ -33,7 +43,7 @@ if TYPE_CHECKING:
 
 # "auto": by device type, the bytes that the chunks of a first batch without sharing keep for the backward from which on
 # code is generated; what is kept grows as what generated code saves. To be measured on CUDA.
-WORTHWHILE = {"cuda": 0, "cpu": 2**30}
+WORTHWHILE = {"cuda": 0, "cpu": 2**28}
 GRAPHS = ("cache_only", "forward_only", "forward", "backward")
 
 logger = logging.getLogger("dta_compile")
@@ -41,64 +51,165 @@ logger = logging.getLogger("dta_compile")
 
 @dataclasses.dataclass
 class GeneratedCode:
-    """The pieces of a program, compiled when a schedule first needs them; `str` of it is the report.
+    """The pieces of a program, and the code that there is for them; `str` of it is the report.
 
     Attributes:
         pieces: by the graph that calls them.
-        compiled: how many there is code for.
-        found: those of them that inductor had on disk.
-        seconds: spent on compiling.
+        beside: generate code beside the steps; else a call waits for what it needs.
+        codes: what calls that begin now run; another mapping whenever there is more.
+        swaps: how often code that was generated beside the steps took the place of ATen.
+        found: how many pieces there was code for on disk.
+        seconds: spent on generating, here or beside the steps.
         failures: why pieces run as ATen operators, a piece each.
     """
 
     pieces: dict[str, list[Piece]]
-    compiled: int = 0
+    beside: bool = False
+    codes: Codes = dataclasses.field(default_factory=lambda: NO_CODES)
+    swaps: int = 0
     found: int = 0
     seconds: float = 0.0
     failures: list[str] = dataclasses.field(default_factory=list)
     _tried: set[Piece] = dataclasses.field(default_factory=set)
+    _pending: dict[str, Piece] = dataclasses.field(default_factory=dict)  # by key, to be generated beside the steps
+    _job: Beside | None = None
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-    def prepare(self, graphs: Iterable[str]) -> None:
-        """Compile the pieces of these graphs that were not compiled before."""
-        for graph in graphs:
-            for piece in self.pieces.get(graph, ()):
-                if piece not in self._tried:
-                    self._tried.add(piece)
-                    self._compile(piece)
+    @property
+    def compiled(self) -> int:
+        """How many pieces there is code for."""
+        return len(self.codes)
 
-    def _compile(self, piece: Piece) -> None:
-        started = time.perf_counter()
-        try:
-            piece.code = generate(piece.body, piece.symbols, piece.inputs)
-            self.compiled += 1
-            self.found += piece.code.found
-        except Exception as error:
-            # Its operators run one by one, as without this pass; a reason that all pieces share is given once.
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
-            if reason not in self.failures:
-                logger.warning("dta: inductor failed, so part of the model runs as ATen operators: %s", reason)
-            self.failures.append(reason)
+    @property
+    def is_used(self) -> bool:
+        """Whether calls that begin now run generated code."""
+        return not self.beside or bool(self.codes)
+
+    def prepare(self, graphs: Iterable[str], wait: bool = False) -> Codes:
+        """The code that a call of these graphs runs which begins now.
+
+        Args:
+            wait: generate what is missing before the call, as for ranks that must run the same code.
+        """
+        with self._lock:
+            asked = dict.fromkeys(piece for graph in graphs for piece in self.pieces.get(graph, ()))
+            self._find([piece for piece in asked if piece not in self._tried])
+            if not self.beside or wait:
+                self._generate_now()
+            elif self._pending:
+                self._generate_beside()
+            return self.codes
+
+    def _find(self, pieces: list[Piece]) -> None:
+        """Take what is on disk; the other pieces are pending, unless nothing could compile them."""
+        if not pieces:
+            return
+        self._tried.update(pieces)
+        started, codes = time.perf_counter(), dict[Piece, Code]()
+        for key, piece in zip(kept.keys(piece.source for piece in pieces), pieces, strict=True):
+            if inductor.is_cached() and (code := kept.find(key)) is not None:
+                codes[piece] = code
+            elif missing := inductor.why_no_compiler(piece.source.devices):
+                self._fail(missing)
+            else:
+                self._pending[key] = piece
+        self.found += len(codes)
+        self._add(codes)
         self.seconds += time.perf_counter() - started
 
+    def _generate_now(self) -> None:
+        codes, started, self._job = dict[Piece, Code](), time.perf_counter(), None
+        for key, piece in self._pending.items():
+            try:
+                codes[piece] = _made(key, piece.source)
+            except Exception as error:
+                self._fail(reason(error))
+        self._pending.clear()
+        self._add(codes)
+        self.seconds += time.perf_counter() - started
+
+    def _generate_beside(self) -> None:
+        """Start a process for the pending pieces, or take what it made once it has ended."""
+        if self._job is None:
+            if not Beside.is_busy():
+                try:
+                    self._job = Beside({key: piece.source for key, piece in self._pending.items()})
+                except Exception as error:
+                    self._give_up(f"no process beside the steps: {reason(error)}", list(self._pending))
+            return
+        if not self._job.poll():
+            return
+        job, self._job, codes = self._job, None, dict[Piece, Code]()
+        self.seconds += sum(result.seconds for result in job.results)
+        for result in job.results:
+            piece = self._pending.pop(result.key)
+            code = None if result.error else kept.find(result.key)
+            if code is None:
+                self._fail(result.error or "the code that was generated is gone")
+            else:
+                codes[piece] = code
+        self._give_up(job.failure, list(job.missing))
+        self.swaps += bool(codes)
+        self._add(codes)
+
+    def _add(self, codes: Codes) -> None:
+        if codes:
+            self.codes = MappingProxyType({**self.codes, **codes})
+
+    def _give_up(self, why: str, keys: Iterable[str]) -> None:
+        for key in keys:
+            del self._pending[key]
+            self._fail(why)
+
+    def _fail(self, why: str) -> None:
+        # Its operators run one by one, as without this pass; a reason that all pieces share is given once.
+        if why not in self.failures:
+            _warn(why)
+        self.failures.append(why)
+
     def __str__(self) -> str:
-        text = f"inductor: {self.compiled} pieces compiled once each, {self.seconds:.1f} s"
-        text += f", {self.found} of them from its cache" if self.found else ""
-        return text + (f"; {len(self.failures)} failed and run as ATen operators" if self.failures else "")
+        found = f", {self.found} of them from its cache" if self.found else ""
+        failed = f"; {len(self.failures)} failed and run as ATen operators" if self.failures else ""
+        if failed and len(set(self.failures)) == 1:
+            failed += f" ({self.failures[0]})"
+        if not self.beside:
+            return f"inductor: {self.compiled} pieces compiled once each, {self.seconds:.1f} s{found}{failed}"
+        done = self._job.results if self._job is not None else []
+        seconds = self.seconds + sum(result.seconds for result in done)
+        text = f"inductor: {self.compiled} of {self.compiled + len(self._pending) + len(self.failures)} pieces in use"
+        text += f" ({len(self._pending) - len(done)} being generated)" if self._pending else ""
+        return f"{text}{found}, {seconds:.1f} s{' beside the steps' if done or self.swaps else ''}{failed}"
+
+
+@functools.cache
+def _warn(why: str) -> None:
+    logger.warning("dta: inductor failed, so part of the model runs as ATen operators: %s", why)
+
+
+def _made(key: str, source: Source) -> Code:
+    """Code that is generated in this process, and kept for others if that works."""
+    compiled = generate(source)
+    try:
+        kept.keep(key, compiled)
+    except (OSError, TypeError) as error:
+        logger.info("dta: generated code is not kept: %s", error)
+    return inductor.load(compiled)
 
 
 @contract(reads=["mixers"], rewrites=["codegen", "joint"], may_be_skipped=True)
 def codegen(program: Program) -> None:
     """Set `program.codegen` to what is done, "eager" or "inductor", and rewrite the executable graphs."""
-    if program.codegen == "auto":
+    beside = program.codegen == "auto"
+    if beside:
         program.codegen = "inductor" if _worthwhile(program) else "eager"
     if program.codegen == "eager":
         return
-    joint, known = program.joint, dict[str, Piece]()
+    joint, known = program.joint, dict[Source, Piece]()
     modules: dict[str, fx.GraphModule] = {name: getattr(joint, name) for name in GRAPHS if getattr(joint, name)}
     for module in dict.fromkeys(modules.values()):
         module.graph = outlined(module.graph, joint.sizes, known)
         module.graph.lint()
-    generated = GeneratedCode({name: pieces_of(module) for name, module in modules.items()})
+    generated = GeneratedCode({name: pieces_of(module) for name, module in modules.items()}, beside)
     program.joint = dataclasses.replace(joint, generated=generated)
 
 

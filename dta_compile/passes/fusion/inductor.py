@@ -1,8 +1,8 @@
 """Every private touch of inductor: from a graph of ATen operators to code generated for it, C++ or Triton.
 
 One compilation serves all sizes: they are traced as symbols, without a guard that anything else would have to check.
-What inductor assumes about them nevertheless (two or more, products within 32 bits) is `Code.serves`. Compiled graphs
-are kept by inductor itself, in $TORCHINDUCTOR_CACHE_DIR, so that another process finds them there.
+What inductor assumes about them nevertheless (two or more, products within 32 bits) is `Code.serves`. What was
+compiled lies in inductor's own folder, $TORCHINDUCTOR_CACHE_DIR; where to find it there, a `Compiled`, is kept with it.
 
 Intermediate values stay in float32 where ATen rounds each of them to bfloat16 (`emulate_precision_casts` is off): that
 is as fast and nearer to the exact result. Supported torch: 2.11 to 2.15.
@@ -10,7 +10,15 @@ is as fast and nearer to the exact result. Supported torch: 2.11 to 2.15.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
+import pathlib
+import pickle
+import platform
+import re
+import shutil
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,38 +27,61 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
+from torch._prims_common import clone_preserve_strides
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
+from dta_compile.passes.fusion.source import Input, Source, size_symbols
+from dta_compile.passes.fusion.wrapper import kernels, needed
 from dta_compile.passes.program import output_node
 from dta_compile.passes.symbols import expression
 
 TYPICAL_SIZES = (2039, 1021)  # what the code is tuned for; primes, so that none of their divisors is taken for granted
+ALIGNMENT = 16  # bytes; of what Triton's kernels assume to be aligned
+
+Run = Callable[[list[Any]], Sequence[torch.Tensor]]
 
 
 class Code(NamedTuple):
-    """Generated code.
+    """Generated code, ready to be run.
 
     Attributes:
         run: from a list of sizes and tensors, which it empties, to new tensors.
         serves: whether it may be run for these sizes.
         strides: of its tensors, for these sizes.
-        found: it was in inductor's cache.
     """
 
-    run: Callable[[list[Any]], Sequence[torch.Tensor]]
+    run: Run
     serves: Callable[..., bool]
     strides: Callable[..., tuple[tuple[int, ...], ...]]
-    found: bool
 
 
-def generate(body: fx.GraphModule, symbols: Sequence[sympy.Symbol], inputs: Sequence[torch.Tensor]) -> Code:
-    """Code for a function of sizes, named by their symbols in the shapes of `inputs`, and then of tensors like these.
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """Generated code as it lies on disk.
+
+    Attributes:
+        serves, strides: of `Code`, as text of functions.
+        text: what defines `call`; None: all of the module that `kernels` names.
+        kernels: by name, the module that has it and its file.
+        constants: by name, tensors that it reads.
+        aligned: which of its inputs must lie at multiples of `ALIGNMENT`.
+    """
+
+    serves: str
+    strides: str
+    text: str | None
+    kernels: tuple[tuple[str, str, str], ...]
+    constants: dict[str, torch.Tensor]
+    aligned: tuple[int, ...]
+
+
+def generate(source: Source, threads: int | None = None) -> Compiled:
+    """Code for a function, for so many threads of a CPU; None: as many as torch has here.
 
     Raises whatever inductor raises: no compiler, an operator that it cannot lower.
     """
@@ -62,20 +93,19 @@ def generate(body: fx.GraphModule, symbols: Sequence[sympy.Symbol], inputs: Sequ
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
     with _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad():
-        sizes = [_size(env, index) for index in range(len(symbols))]
-        known = {symbol: expression(size) for symbol, size in zip(symbols, sizes, strict=True)}
+        sizes = [_size(env, index) for index in range(source.sizes)]
+        known = dict(zip(size_symbols(source.sizes), map(expression, sizes), strict=True))
         with mode, enable_python_dispatcher():
-            fakes = [_like(env, value, known) for value in inputs]
-            module = _decomposed(body, [*sizes, *fakes])
-        hits = counters["inductor"]["fxgraph_cache_hit"]
+            fakes = [_like(env, value, known) for value in source.inputs]
+            module = _decomposed(source, [*sizes, *fakes])
         changes: dict[str, Any] = {"size_asserts": False}  # of every input at every call: a piece has seen to them
         # Fusing reductions over rows with those over columns would be decided by the typical sizes, and hold for those
         # on their side of a threshold only.
         if hasattr(config.triton, "mix_order_reduction"):
             changes["triton.mix_order_reduction"] = False
         # C++ is made for a number of threads, which is no part of the cache's key in all versions unless it is set.
-        if any(value.device.type == "cpu" for value in inputs):
-            changes["cpp.threads"] = torch.get_num_threads()
+        if "cpu" in source.devices:
+            changes["cpp.threads"] = threads or torch.get_num_threads()
         with tracing(TracingContext(mode)), config.patch(changes):
             run = compile_fx_inner(module, [*sizes, *fakes], cudagraphs=BoxedBool(False), is_inference=True)
     own = list(map(expression, sizes))
@@ -83,12 +113,149 @@ def generate(body: fx.GraphModule, symbols: Sequence[sympy.Symbol], inputs: Sequ
         raise ValueError(f"it works for one number of tokens or head rows only: {own}")
     conditions = [sympy.Ge(symbol, 2, evaluate=False) for symbol in own] + [guard.expr for guard in env.guards]
     strides = [[expression(stride) for stride in fake.stride()] for fake in fakes]
-    return Code(
-        getattr(run, "current_callable", None) or run,  # what it calls, with more around it than some code takes
+    return _compiled(
+        run,
         _function(own, " and ".join(f"({_printed(condition)})" for condition in conditions) or "True"),
         _function(own, _tuple(_tuple(map(_printed, each)) for each in strides)),
-        counters["inductor"]["fxgraph_cache_hit"] > hits,
+        source.devices,
     )
+
+
+def _compiled(run: Any, serves: str, strides: str, devices: set[str]) -> Compiled:
+    """Where the code that inductor has just loaded lies."""
+    from torch._inductor.codecache import PyCodeCache
+
+    module = next(one for one in reversed(PyCodeCache.modules) if getattr(one, "key", None) == run.cache_key)
+    aligned = tuple(run.inputs_to_check)
+    if devices != {"cpu"}:  # Triton's kernels are found by what the module says of them
+        if run.constants:
+            raise ValueError(f"it reads constants: {', '.join(run.constants)}")
+        return Compiled(serves, strides, None, (("call", run.cache_key, str(module.__file__)),), {}, aligned)
+    text = pathlib.Path(str(module.__file__)).read_text()
+    names = kernels(text, "cpp_pybinding")
+    text, free = needed(text, "call", names)
+    found = {name: getattr(module, name) for name in free}
+    constants = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    homes = {name: found[name].__self__.__spec__ for name in free if name not in constants}
+    places = tuple((name, home.name, home.origin) for name, home in homes.items())
+    return Compiled(serves, strides, text, places, constants, aligned)
+
+
+def load(compiled: Compiled) -> Code:
+    """The code, in this process; raises `OSError` or `ImportError` where its files are gone."""
+    if compiled.text is None:
+        from torch._inductor.codecache import PyCodeCache
+
+        ((_, key, path),) = compiled.kernels
+        call = PyCodeCache.load_by_key_path(key, path).call
+    else:
+        names = {**compiled.constants, **{name: _kernel(*place) for name, *place in compiled.kernels}}
+        exec(compiled.text, names)
+        call = names["call"]
+    run = _with_aligned(call, compiled.aligned) if compiled.aligned else call
+    known = {"math": math, "torch": torch}
+    return Code(run, eval(compiled.serves, known), eval(compiled.strides, known))
+
+
+def _kernel(module: str, path: str) -> Any:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    if not os.path.exists(path):
+        raise FileNotFoundError(path)
+    key, _, name = module.rpartition(".")
+    return getattr(CppPythonBindingsCodeCache._load_library_inner(path, key), name)
+
+
+def _with_aligned(run: Run, positions: Sequence[int]) -> Run:
+    """`run` on copies of those tensors at `positions` that lie elsewhere than its kernels assume."""
+
+    def aligned(arguments: list[Any]) -> Sequence[torch.Tensor]:
+        for position in positions:
+            if arguments[position].data_ptr() % ALIGNMENT:
+                arguments[position] = clone_preserve_strides(arguments[position])
+        return run(arguments)
+
+    return aligned
+
+
+def folder() -> pathlib.Path:
+    """Where inductor keeps what it compiles."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return pathlib.Path(cache_dir())
+
+
+def settings() -> dict[str, Any]:
+    """What another process has to be told of inductor's settings here; how many processes compile is its own affair."""
+    from torch._inductor import config
+
+    found = config.get_config_copy().items()
+    return {name: value for name, value in found if name != "compile_threads" and _can_be_sent(value)}
+
+
+def apply(chosen: dict[str, Any]) -> None:
+    """Take over the settings of another process."""
+    from torch._inductor import config
+
+    here = config.get_config_copy()
+    config.load_config(pickle.dumps({name: x for name, x in chosen.items() if name in here and here[name] != x}))
+
+
+def environment(devices: Iterable[str]) -> tuple[Any, ...]:
+    """What code on these types of devices depends on besides its source."""
+    from torch._inductor import config
+
+    found: list[Any] = [torch.__version__, sys.implementation.cache_tag, config.get_hash()]
+    if "cpu" in devices:
+        found += [torch.get_num_threads(), platform.machine(), _cpu_flags()]
+    if "cuda" in devices:
+        found += [
+            torch.version.cuda,
+            torch.version.hip,
+            torch.cuda.get_device_name(),
+            torch.cuda.get_device_capability(),
+        ]
+    return tuple(found)
+
+
+def is_cached() -> bool:
+    """Whether inductor may use what earlier processes left on disk."""
+    from torch._inductor import config
+
+    return config.fx_graph_cache and not config.force_disable_caches
+
+
+def why_no_compiler(devices: Iterable[str]) -> str | None:
+    """What is missing where inductor would look for a C++ compiler; None: nothing, or these devices need none."""
+    from torch._inductor import config
+
+    if "cpu" not in devices:
+        return None
+    chosen = config.cpp.cxx
+    asked = [name for name in (chosen if isinstance(chosen, (tuple, list)) else [chosen]) if name]
+    if any(map(shutil.which, asked)) or os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
+        return None
+    return (
+        f"No working C++ compiler ({', '.join(asked)}): install one, as by `apt install g++` or `conda install"
+        " cxx-compiler`, or name it in $CXX"
+    )
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return False
+    return True
+
+
+def _cpu_flags() -> str:
+    """What instructions the CPU has: code is generated for all of them."""
+    try:
+        found = re.search(r"^(flags|Features)\s*:(.*)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[2] if found else f"{platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _size(env: ShapeEnv, index: int) -> Any:
@@ -98,25 +265,25 @@ def _size(env: ShapeEnv, index: int) -> Any:
     return env.create_symintnode(symbol, hint=hint)
 
 
-def _like(env: ShapeEnv, value: torch.Tensor, known: dict[sympy.Symbol, sympy.Expr]) -> torch.Tensor:
+def _like(env: ShapeEnv, value: Input, known: dict[sympy.Symbol, sympy.Expr]) -> torch.Tensor:
     """A fake tensor with the shape and strides of `value` in other symbols."""
 
-    def renamed(size: int | torch.SymInt) -> Any:
+    def renamed(size: int | sympy.Expr) -> Any:
         if isinstance(size, int):
             return size
-        found = expression(size).subs(known)
+        found = size.subs(known)
         hints = {symbol: TYPICAL_SIZES[index] for index, symbol in enumerate(known.values())}
         return env.create_symintnode(found, hint=int(found.subs(hints)))
 
-    shape, strides = map(renamed, value.shape), map(renamed, value.stride())
+    shape, strides = map(renamed, value.shape), map(renamed, value.strides)
     return torch.empty_strided(tuple(shape), tuple(strides), dtype=value.dtype, device=value.device)
 
 
-def _decomposed(body: fx.GraphModule, arguments: list[Any]) -> fx.GraphModule:
+def _decomposed(source: Source, arguments: list[Any]) -> fx.GraphModule:
     """In operators that inductor has kernels for; results keep their strides, which later operators rely on."""
     from torch._inductor.decomposition import select_decomp_table
 
-    module = make_fx(body, decomposition_table=select_decomp_table())(*arguments)
+    module = make_fx(source.function(), decomposition_table=select_decomp_table())(*arguments)
     module.graph.eliminate_dead_code()
     module.recompile()
     output = output_node(module.graph)
@@ -132,5 +299,5 @@ def _tuple(parts: Iterable[str]) -> str:
     return f"({''.join(f'{part}, ' for part in parts)})"
 
 
-def _function(symbols: Sequence[sympy.Symbol], result: str) -> Callable[..., Any]:
-    return eval(f"lambda {', '.join(map(str, symbols))}: {result}", {"math": math, "torch": torch})
+def _function(symbols: Sequence[sympy.Symbol], result: str) -> str:
+    return f"lambda {', '.join(map(str, symbols))}: {result}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -13,6 +16,7 @@ from torch import fx
 from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.fusion.clusters import clusters, is_view, readers, sources
 from dta_compile.passes.fusion.inductor import Code
+from dta_compile.passes.fusion.source import Source
 from dta_compile.passes.graph_module import graph_module
 from dta_compile.passes.graphs.sizes import SizeNodes, is_polynomial
 from dta_compile.passes.graphs.subgraph import Subgraph, missing
@@ -23,28 +27,24 @@ from dta_compile.passes.symbols import expression, free_symbols
 class Piece:
     """A function of sizes, then tensors, to a tuple of new tensors.
 
-    Generated code is made for certain strides and for sizes of two or more (1 is special in all of torch, and 0 leaves
-    nothing to run); inputs that lie in memory otherwise are copied, other sizes run the body's operators.
+    It runs as the code that is `running` for it. Generated code is made for certain strides and for sizes of two or
+    more (1 is special in all of torch, and 0 leaves nothing to run); inputs that lie in memory otherwise are copied,
+    other sizes run the body's operators.
 
     Attributes:
         body: the operators.
-        symbols: which sizes it takes.
-        inputs: the tensors that it was traced with.
-        code: what inductor generated; None: not yet, or it failed.
+        source: the same for inductor.
     """
 
-    def __init__(
-        self, name: str, body: fx.GraphModule, symbols: list[sympy.Symbol], inputs: list[torch.Tensor]
-    ) -> None:
+    def __init__(self, name: str, body: fx.GraphModule, source: Source) -> None:
         self.__name__ = name  # in printed graphs
-        self.body, self.symbols, self.inputs = body, symbols, inputs
-        self.code: Code | None = None
+        self.body, self.source = body, source
         self.latest: tuple[Code, tuple[int, ...], list[tuple[int, ...]] | None] | None = None
 
     def __call__(self, *arguments: Any) -> Sequence[torch.Tensor]:
-        count = len(self.symbols)
+        count = self.source.sizes
         sizes, tensors = arguments[:count], arguments[count:]
-        if (code := self.code) is None or (strides := self._strides(code, sizes)) is None:
+        if (code := _running.codes.get(self)) is None or (strides := self._strides(code, sizes)) is None:
             return self.body.forward(*arguments)
         if [tensor.stride() for tensor in tensors] != strides:
             tensors = tuple(map(_laid_out, tensors, strides))
@@ -59,6 +59,29 @@ class Piece:
         return latest[2]
 
 
+Codes = Mapping[Piece, Code]  # of those pieces that there is code for; the others run their operators
+NO_CODES: Codes = MappingProxyType({})
+
+
+class _Running(threading.local):
+    """What the pieces that this thread calls run as: two calls at one time may have begun with other code."""
+
+    codes: Codes = NO_CODES
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def running(codes: Codes) -> Iterator[None]:
+    """Run pieces as this code."""
+    before, _running.codes = _running.codes, codes
+    try:
+        yield
+    finally:
+        _running.codes = before
+
+
 def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """The tensor with these strides: itself, unless it lies in memory in another way than its traced value."""
     found = tensor.stride()
@@ -69,7 +92,7 @@ def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def outlined(graph: fx.Graph, sizes: ChunkSizes, known: dict[str, Piece]) -> fx.Graph:
+def outlined(graph: fx.Graph, sizes: ChunkSizes, known: dict[Source, Piece]) -> fx.Graph:
     """The graph with its clusters as calls of pieces: those in `known` if they are the same, else new ones."""
     return _Outliner(graph, sizes, known).build()
 
@@ -77,7 +100,7 @@ def outlined(graph: fx.Graph, sizes: ChunkSizes, known: dict[str, Piece]) -> fx.
 class _Outliner(Subgraph):
     """Copies a graph in its order; a cluster is called, and a view is made, right before it is first needed."""
 
-    def __init__(self, graph: fx.Graph, sizes: ChunkSizes, known: dict[str, Piece]) -> None:
+    def __init__(self, graph: fx.Graph, sizes: ChunkSizes, known: dict[Source, Piece]) -> None:
         super().__init__()
         self.old, self.symbols, self.known = graph, sizes.symbols, known
         self.readers = readers(graph)
@@ -134,10 +157,10 @@ class _Outliner(Subgraph):
         body = _body(cluster, sizes, inputs, outputs)
         symbols = [expression(node.meta["val"]) for node in sizes]
         values = [node.meta["val"] for node in inputs]
-        key = "\n".join([body.python_code("self").src, *(_description(value, symbols) for value in values)])
-        if key not in self.known:
-            self.known[key] = Piece(f"piece_{len(self.known)}", graph_module({}, body), symbols, values)
-        return self.known[key]
+        source = Source.of(body, symbols, values)
+        if source not in self.known:
+            self.known[source] = Piece(f"piece_{len(self.known)}", graph_module({}, body), source)
+        return self.known[source]
 
 
 def _inputs(cluster: list[fx.Node]) -> list[fx.Node]:
@@ -185,10 +208,3 @@ def _body(cluster: list[fx.Node], sizes: list[fx.Node], inputs: list[fx.Node], o
         copy(node)
     body.output(tuple(map(copy, outputs)))
     return body
-
-
-def _description(value: torch.Tensor, symbols: list[sympy.Symbol]) -> str:
-    """Dtype, device and layout of an input, with its sizes named by their places."""
-    names = {symbol: sympy.Symbol(f"size_{i}") for i, symbol in enumerate(symbols)}
-    layout = [str(expression(size).subs(names)) for size in _sizes(value)]
-    return f"{value.dtype} {value.device} {layout}"

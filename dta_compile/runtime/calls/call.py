@@ -32,7 +32,7 @@ class CallContext:
         program, options: what was compiled, and how it is to run.
         sizes: numbers for the program's size symbols.
         replays: CUDA graphs of its chunks, if there are to be any.
-        calibration: what runs on a device have taken so far.
+        calibration: what runs on a device have taken so far, with generated code or without.
         note_run: takes the plan, the stopwatch and the device of a schedule that has been run.
         note_plan: takes a plan that the call goes on with in place of its first one.
         ranks: those that run the call together.
@@ -42,7 +42,7 @@ class CallContext:
     options: Options
     sizes: Sizes
     replays: ReplayCache | None
-    calibration: Callable[[torch.device], Calibration]
+    calibration: Callable[[torch.device, bool], Calibration]
     note_run: Callable[[Plan, Stopwatch, torch.device], None]
     note_plan: Callable[[Plan], None]
     ranks: Ranks

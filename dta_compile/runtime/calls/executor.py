@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dta_compile.passes.fusion.piece import NO_CODES, Codes, running
 from dta_compile.passes.joint_graphs import JointGraphs
 from dta_compile.passes.program import FrontierValue
 from dta_compile.plan import Segment, Work, segments
@@ -90,6 +91,7 @@ class Executor:
         buffers: of the part of the schedule that is being run.
         stopwatch: times every run of a graph.
         lease: what replays graphs of small chunks, if anything does; `path` is its stack then.
+        codes: the generated code that all of its graphs run, whatever is generated meanwhile.
     """
 
     def __init__(
@@ -100,16 +102,17 @@ class Executor:
         rows: BatchRows,
         path: PathStack,
         lease: Lease | None = None,
+        codes: Codes = NO_CODES,
     ) -> None:
         self.joint, self.frontier, self.data, self.rows, self.path = joint, list(frontier), data, rows, path
-        self.lease = lease
+        self.lease, self.codes = lease, codes
         self.head_rows = rows.position_rows[rows.head_positions]  # [H] tree row of every head row
         self.graphs: dict[Chunk, Graph | None] = {}  # None: skipped
         self.kept: dict[int, SpineStates] = {}  # by the first row of the spine
         self.spine_of_row = np.full(rows.tree.num_rows, -1)  # first row of the kept spine that covers the row
         self.pending = PendingOps()
         self.buffers = ScheduleBuffers()
-        self.stopwatch = Stopwatch(path.device)
+        self.stopwatch = Stopwatch(path.device, bool(codes))
 
     def run(
         self, ops: Sequence[Op], buffers: ScheduleBuffers, on_attach: Callable[[tuple[int, ...]], bool]
@@ -308,7 +311,7 @@ class Executor:
         self.path.chunk = batch_chunk.shape
         work = batch_chunk.work if active is None else batch_chunk.work._replace(heads=active.count)
         run = graph if kind == "backward" else lambda given: graph(*given)
-        with self.stopwatch.measure(kind, work, op):
+        with self.stopwatch.measure(kind, work, op), running(self.codes):
             if self.lease and batch_chunk.replayable:
                 return self.lease.run(graph, run, arguments)
             return run(arguments)

@@ -16,6 +16,7 @@ import torch
 
 from dta_compile.integrations.fully_shard import bytes_of_running
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.passes.fusion.piece import NO_CODES, Codes
 from dta_compile.passes.program import ChunkInput
 from dta_compile.plan import Footprint, Limits, Plan, make_plan, peak_bytes
 from dta_compile.plan.schedule import Anchor, Backward, Forward
@@ -78,20 +79,28 @@ class PlannedCall(Call):
         self.plan.estimates.replays = executor.lease.counts if executor.lease else None
         self.context.note_run(self.plan, executor.stopwatch, self.device)
 
-    def executor(self) -> Executor:
-        """An executor with a fresh stack; the code that its graphs call is compiled now, not as they run."""
+    @functools.cached_property
+    def generated_code(self) -> Codes:
+        """The generated code that it runs: what there is when it is first asked for, compiled now if none may wait."""
         generated = self.program.joint.generated
-        if generated is not None:
-            generated.prepare(sorted(_graphs(self.plan)))
-            self.plan.estimates.codegen = str(generated)
+        if generated is None:
+            return NO_CODES
+        # Ranks that run a call together would round apart if they ran different code.
+        return generated.prepare(sorted(_graphs(self.plan)), wait=self.context.ranks.several)
+
+    def executor(self) -> Executor:
+        """An executor with a fresh stack."""
+        codes = self.generated_code
+        if self.program.joint.generated is not None:
+            self.plan.estimates.codegen = str(self.program.joint.generated)
         layers, capacity = self.program.mixers, self.plan.simulation.peak_stack_tokens
         attention, cache = self.context.options.attention, self.context.replays
         runtimes = runtimes_of(self.program, self.masks, self.device, attention)
         data, lease = self._chunk_data(), None
         if cache is not None and cache.pays(self.device, _runs(self.plan)):
-            lease = cache.lease(layers, runtimes, capacity, self.device, attention, data.parameters)
+            lease = cache.lease(layers, runtimes, capacity, self.device, attention, data.parameters, codes)
         path = lease.path if lease else PathStack(layers, runtimes, capacity, self.device)
-        executor = Executor(self.program.joint, self.program.frontier, data, self.rows, path, lease)
+        executor = Executor(self.program.joint, self.program.frontier, data, self.rows, path, lease, codes)
         if lease:
             weakref.finalize(executor, lease.arena.release)  # whatever way the call ends
         return executor
@@ -198,10 +207,15 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
     return Limits(
         budget if mode == "transparent" else None,
         _footprint(call),
-        call.context.calibration(call.device).cost_model(),
+        call.context.calibration(call.device, _runs_generated(call)).cost_model(),
         rows.head_starts,
         chunk_sizes(budget, joint.token_bytes + joint.head_bytes),
     )
+
+
+def _runs_generated(call: Call) -> bool:
+    generated = call.program.joint.generated
+    return generated is not None and generated.is_used
 
 
 def _footprint(call: Call) -> Footprint:

@@ -28,6 +28,7 @@ import pathlib
 import platform
 import re
 import secrets
+import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -54,6 +55,7 @@ PRIOR_WEIGHT = 0.001  # samples' worth that each of the prior's rates counts
 TOLERANCE = 0.02  # relative errors beyond it, and beyond their median, count linearly; below by their square
 HALF_LIFE, LEAST_WEIGHT = 100, 0.02  # calls after which a sample counts half; what it counts at least
 ROUNDS = 12  # of reweighting
+COMPARED = 2  # samples of one size, at least, that say what runs of it take
 LONGEST_WAIT = 7  # calls that may come between two fits, each of which takes a millisecond or more
 
 
@@ -136,16 +138,27 @@ class Calibration:
         self._fitted_at = 0  # of `calls`
 
     @classmethod
-    def load(cls, program: Program, device: torch.device, options: Options, attention: str = "") -> Calibration:
+    def load(
+        cls,
+        program: Program,
+        device: torch.device,
+        options: Options,
+        attention: str = "",
+        generated: bool = False,
+        prior: CostModel | None = None,
+    ) -> Calibration:
         """The calibration kept for this model and device, or an empty one.
 
         Args:
             attention: name of what computes attention, if it is not a matter of device and layers alone.
+            generated: of runs with generated code.
+            prior: the rates before anything is recorded; None: those of any model on such a device.
         """
-        folder, prior = cache_folder(options), CostModel.of_gpu() if device.type == "cuda" else CostModel()
+        folder = cache_folder(options)
+        prior = prior or (CostModel.of_gpu() if device.type == "cuda" else CostModel())
         if folder is None:
             return cls(prior=prior)
-        path = folder / file_name(program, device, attention)
+        path = folder / file_name(program, device, attention, generated)
         try:
             return cls.from_json(path.read_text(), path, prior)
         except (FileNotFoundError, NotADirectoryError):
@@ -257,6 +270,24 @@ def fit(history: RunHistory) -> Fit:
     return Fit(rates, factor, np.abs(shares @ factors - 1))
 
 
+def times_as_fast(before: Calibration, after: Calibration) -> float | None:
+    """How many times as fast runs became, by the median times of sizes that both have several samples of; None: of no
+    size. What the later runs were counts, each by its time."""
+    old = new = 0.0
+    for kind, history in after.histories.items():
+        prior = before.histories[kind].prior
+        for size, samples in history.sizes.items():
+            others = before.histories[kind].sizes.get(size, [])
+            if min(len(samples), len(others)) < COMPARED:
+                continue
+            amount = sum(sample.runs * prior.seconds(sample.work) for sample in samples)
+            old, new = (
+                total + amount * statistics.median(one.seconds / prior.seconds(one.work) for one in found)
+                for total, found in ((old, others), (new, samples))
+            )
+    return old / new if new else None
+
+
 def _median(values: Floats, weights: Floats) -> float:
     """The least value with half of the weight at or below it."""
     order = values.argsort()
@@ -327,7 +358,7 @@ def cache_folder(options: Options) -> pathlib.Path | None:
     return base / "dta_compile" if base.is_absolute() else None
 
 
-def file_name(program: Program, device: torch.device, attention: str = "") -> str:
+def file_name(program: Program, device: torch.device, attention: str = "", generated: bool = False) -> str:
     """Readable parts, then a hash of everything that a run's time depends on besides its work."""
     values = [program.placeholders[spec.index].meta["val"] for spec in program.region_parameters]
     dtypes = "-".join(sorted({str(value.dtype).removeprefix("torch.") for value in values})) or "no-parameters"
@@ -338,7 +369,7 @@ def file_name(program: Program, device: torch.device, attention: str = "") -> st
     ]
     layers = [(x.mixer.name, x.states) for x in program.mixers]
     masks = [str(x.mask) for x in program.attention]
-    made_by = (torch.__version__, "inductor" if program.codegen == "inductor" else "eager")
+    made_by = (torch.__version__, "inductor" if generated else "eager")
     hashed = (made_by, program.training, threads, attention, parameters, layers, masks, program.chunk.code)
     digest = hashlib.sha256(repr(hashed).encode()).hexdigest()[:12]
     words = [device_name(device), threads, dtypes, digest]

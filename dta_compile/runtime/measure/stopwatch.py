@@ -28,13 +28,14 @@ class Stopwatch:
     """Collects every run; on a GPU by events, which `times` reads.
 
     Attributes:
+        on_generated_code: whether what it times has any.
         began: when the first run did (seconds since 1970); None: there was none yet.
         stream: what they run on, in words.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, on_generated_code: bool = False) -> None:
         self.on_cuda = device.type == "cuda"
-        self.device = device
+        self.device, self.on_generated_code = device, on_generated_code
         self.runs: list[MeasuredRun] = []
         self.pending: list[_Pending] = []
         self.began: float | None = None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.passes.fusion.piece import NO_CODES, Codes
 from dta_compile.runtime.path.interface import AnyRuntime
 from dta_compile.runtime.replay.graphs import GraphTable
 from dta_compile.runtime.replay.stack import ReplayStack
@@ -17,17 +18,21 @@ class Arena:
 
     Attributes:
         path: the stack.
+        codes: the generated code that the graphs were recorded with.
         sums: accumulators of the gradients, once a backward has asked for them.
         is_leased: a call is using it.
     """
 
     def __init__(self, path: ReplayStack) -> None:
         self.path, self.table = path, GraphTable()
+        self.codes: Codes = NO_CODES
         self.sums: list[torch.Tensor] = []
         self.is_leased = False
 
-    def begin(self, runtimes: Sequence[AnyRuntime]) -> None:
-        """A call takes it: as new, whatever a call left that ended half-way."""
+    def begin(self, runtimes: Sequence[AnyRuntime], codes: Codes) -> None:
+        """A call takes it: as new, whatever a call left that ended half-way; graphs of other code are forgotten."""
+        if codes is not self.codes:
+            self.table, self.codes = GraphTable(), codes
         self.path.runtimes = runtimes
         self.path.pending = 0
         for states in self.path.states:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dta_compile.passes.fusion.piece import NO_CODES, Codes
 from dta_compile.passes.mixer_layers import MixerLayer
 from dta_compile.plan import ReplayCounts
 from dta_compile.runtime.path.interface import AnyRuntime
@@ -108,8 +109,10 @@ class ReplayCache:
         device: torch.device,
         attention: str,
         parameters: Sequence[torch.Tensor],
+        codes: Codes = NO_CODES,
     ) -> Lease | None:
-        """An arena for one call, whose stack needs `capacity` tokens; None: it is in use, or none works here."""
+        """An arena for one call, whose stack needs `capacity` tokens and whose pieces run as `codes`; None: it is in
+        use, or none works here."""
         if self.given_up:
             return None
         addresses = (attention, *(parameter.data_ptr() for parameter in parameters))
@@ -126,7 +129,7 @@ class ReplayCache:
                 return None
             path = ReplayStack(layers, runtimes, -(-max(capacity, 1) // CAPACITY) * CAPACITY, device)
             arena = self.arenas[addresses] = Arena(path)
-        arena.begin(runtimes)
+        arena.begin(runtimes, codes)
         return Lease(self, arena, parameters)
 
     def pays(self, device: torch.device, chunks: Sequence[int]) -> bool:

@@ -69,17 +69,17 @@ def verified(program: Program, run: Callable[[Sequence[Any]], Run], args: Sequen
     return ran.outputs, verdict
 
 
-def self_check(call: PlannedCall, run_small: RunSmall, compile_seconds: float) -> str:
+def self_check(call: PlannedCall, run_small: RunSmall, compile_seconds: float, when: str = "at the first call") -> str:
     """Compare a few rows of a planned call, as a small call of its own; returns the verdict, or why there is none.
 
-    Whatever else fails is left to the call itself.
+    Whatever else fails is left to the call itself. `when` is said in the verdict.
 
     Raises:
         VerificationError: naming the output or parameter that differs, by how much, and the tolerance.
     """
     try:
         with _undisturbed(call.device):
-            return _self_check(call, run_small, compile_seconds)
+            return _self_check(call, run_small, compile_seconds, when)
     except VerificationError:
         raise
     except (NotSampled, DTAError) as reason:
@@ -88,10 +88,11 @@ def self_check(call: PlannedCall, run_small: RunSmall, compile_seconds: float) -
         return f"skipped: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:150]}"
 
 
-def _self_check(call: PlannedCall, run_small: RunSmall, compile_seconds: float) -> str:
+def _self_check(call: PlannedCall, run_small: RunSmall, compile_seconds: float, when: str) -> str:
     program = call.program
     if program.joint.generated is not None:  # the call itself needs it, too
-        program.joint.generated.prepare(["forward", "backward"] if _trains(program) else ["forward_only"])
+        graphs = ["forward", "backward"] if _trains(program) else ["forward_only"]
+        program.joint.generated.prepare(graphs, wait=call.context.ranks.several)
     started = time.perf_counter()
     if reason := _not_comparable(call):
         raise NotSampled(reason)
@@ -104,7 +105,7 @@ def _self_check(call: PlannedCall, run_small: RunSmall, compile_seconds: float) 
     run = run_small(small.columns, mine)
     verdict = compare(program, run, mine, expected, theirs)
     seconds = time.perf_counter() - started
-    return f"{small.rows} rows of {small.columns} tokens at the first call: {verdict}; {seconds:.2g} s"
+    return f"{small.rows} rows of {small.columns} tokens {when}: {verdict}; {seconds:.2g} s"
 
 
 def _captured_in_time(call: PlannedCall, args: Sequence[Any], compile_seconds: float, scale: float) -> tuple[Any, ...]:

@@ -24,6 +24,7 @@ from dta_compile.runtime.measure.calibration import (
     Calibration,
     cache_folder,
     file_name,
+    times_as_fast,
 )
 from tests.support.attention import attention_layer
 from tests.support.tiny import SMALL_CHUNKS, TinyLM, shared_ids, weighted
@@ -212,10 +213,20 @@ def test_the_source_says_how_much_and_how_well():
     assert 2 <= int(source.split()[-1].rstrip("%")) <= 12
 
 
+def test_how_much_faster_runs_became_is_measured_on_runs_of_the_same_size():
+    faster = {kind: Rates(*(rate / 1.25 for rate in rates)) for kind, rates in TRUE.items()}
+    before = record(Calibration(), lambda random: run_of(256), noise=0.02, outliers=0.1)
+    after = record(Calibration(), lambda random: run_of(256), noise=0.02, outliers=0.1, true=faster, seed=1)
+    assert times_as_fast(before, after) == pytest.approx(1.25, rel=0.03)
+    other = record(Calibration(), lambda random: run_of(2048), true=faster)
+    once = record(Calibration(), lambda random: run_of(256), calls=2, true=faster)  # the first of them warms up
+    assert times_as_fast(before, other) is times_as_fast(before, once) is times_as_fast(before, Calibration()) is None
+
+
 # The file
 
 
-def program(code="def forward(self, x): ...", training=True, shape=(4, 4), dtype=torch.float32, codegen="eager"):
+def program(code="def forward(self, x): ...", training=True, shape=(4, 4), dtype=torch.float32):
     """As much of a captured program as names its file."""
     node = types.SimpleNamespace(meta={"val": torch.empty(shape, dtype=dtype, device="meta")})
     spec = types.SimpleNamespace(index=0, requires_grad=training)
@@ -225,7 +236,6 @@ def program(code="def forward(self, x): ...", training=True, shape=(4, 4), dtype
         mixers=[attention_layer(1, 4, 4, dtype)],
         attention=[attention_layer(1, 4, 4, dtype)],
         training=training,
-        codegen=codegen,
         chunk=types.SimpleNamespace(code=code),
     )
 
@@ -366,13 +376,13 @@ def test_everything_that_times_depend_on_has_its_own_file(monkeypatch):
         {"training": False},
         {"shape": (4, 8)},
         {"dtype": torch.bfloat16},
-        {"codegen": "inductor"},
     ]
     names = {file_name(program(**keywords), CPU) for keywords in [{}, *others]}
     names.add(file_name(program(), CPU, attention="other"))
+    names.add(file_name(program(), CPU, generated=True))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 61)
     names.add(file_name(program(), CPU))
-    assert len(names) == len(others) + 3
+    assert len(names) == len(others) + 4
     assert file_name(program(), CPU) == file_name(program(), CPU)
     assert any("61-threads-float32" in name for name in names)
     assert all(name == os.path.basename(name).lower() and " " not in name for name in names)

@@ -1,0 +1,54 @@
+"""kept: generated code on disk, found by what it was generated from without asking inductor.
+
+Inductor's own look-up traces and lowers a function before it knows its name there, which takes seconds for a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import secrets
+from collections.abc import Iterable
+
+from dta_compile.passes.fusion.inductor import Code, Compiled, environment, folder, load
+from dta_compile.passes.fusion.source import Source
+
+FORMAT = 1  # of the files, and of what `generate` makes of a source
+
+logger = logging.getLogger("dta_compile")
+
+
+def keys(sources: Iterable[Source]) -> list[str]:
+    """The names of files for the code of these sources, generated in this process or for it."""
+    around = functools.cache(environment)  # the same for all
+    texts = (f"{FORMAT} {one!r} {around(frozenset(one.devices))!r}" for one in sources)
+    return [hashlib.sha256(text.encode()).hexdigest()[:32] for text in texts]
+
+
+def find(key: str) -> Code | None:
+    """The code that is kept under a name, loaded; None: there is none, or its files are gone."""
+    try:
+        return load(pickle.loads((folder() / "dta" / key).read_bytes()))
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # of another release, half of a file, or what it names: generated again
+        logger.info("dta: generated code that was kept is not used: %s: %s", type(error).__name__, error)
+        return None
+
+
+def keep(key: str, compiled: Compiled) -> None:
+    """Write a file as a whole, so that readers meet no half of it; raises `OSError`."""
+    path = folder() / "dta" / key
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
+    try:
+        written.write_bytes(pickle.dumps(compiled))
+        os.replace(written, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            written.unlink()
+        raise

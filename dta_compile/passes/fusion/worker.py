@@ -1,0 +1,98 @@
+"""worker: a process that generates code beside the steps of another one, and ends with it.
+
+`python -m dta_compile.passes.fusion.worker PARENT` runs in a folder with the file `job`; see `beside`. It keeps what
+it generates where its parent finds it (`kept`), and writes a line for every piece into the file `results`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import pickle
+import signal
+import sys
+import threading
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from dta_compile.passes.fusion.source import Source
+
+PRIORITY = 10  # of 19: steps come first; they also wait for memory and for Python, and leave a core to this meanwhile
+POLL_SECONDS = 0.5  # between two looks at whether the parent is there
+
+
+class Job(NamedTuple):
+    """What is to be generated.
+
+    Attributes:
+        sources: by the name of the file that is to keep the code.
+        threads: of the CPU that the code is for.
+        settings: of inductor.
+    """
+
+    sources: dict[str, Source]
+    threads: int
+    settings: dict[str, Any]
+
+
+class Result(NamedTuple):
+    """What became of a source, and how long it took; `error` is empty if there is code."""
+
+    key: str
+    seconds: float
+    error: str
+
+
+def main(parent: int) -> None:
+    """Do the job in the current folder."""
+    if hasattr(os, "nice"):
+        os.nice(PRIORITY)
+    if hasattr(os, "getppid"):
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    job: Job = pickle.loads(pathlib.Path("job").read_bytes())
+
+    from dta_compile.passes.fusion.inductor import apply
+
+    apply(job.settings)
+    for value in (value for source in job.sources.values() for value in source.inputs if value.device.type == "cuda"):
+        torch.cuda.set_device(value.device)  # no memory on the first GPU for what another one runs
+    with open("results", "a", buffering=1) as results:
+        for key, source in job.sources.items():
+            started = time.perf_counter()
+            error = _generated(key, source, job.threads)
+            results.write(json.dumps(Result(key, time.perf_counter() - started, error)) + "\n")
+
+
+def _generated(key: str, source: Source, threads: int) -> str:
+    """Generate and keep code, unless a worker of another process did; why it failed, or nothing."""
+    from dta_compile.passes.fusion import inductor, kept
+
+    try:
+        if kept.find(key) is None:
+            kept.keep(key, inductor.generate(source, threads))
+    except Exception as error:
+        return reason(error)
+    return ""
+
+
+def reason(error: Exception) -> str:
+    """An error in one line."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:200] if text else ''}"
+
+
+def _end_with(parent: int) -> None:
+    """End this process, and the compiler that it may be waiting for, once its parent has ended."""
+    while os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+    with contextlib.suppress(OSError):
+        os.killpg(os.getpid(), signal.SIGKILL)  # a process group of its own: see `beside`
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

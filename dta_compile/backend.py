@@ -22,11 +22,12 @@ from dta_compile.errors import DTAError, OptionError, RefusalError
 from dta_compile.explanation import capture_report
 from dta_compile.integrations.fully_shard import keeping
 from dta_compile.options import Options
-from dta_compile.passes import GraphWithoutAttention, Program, run_passes
+from dta_compile.passes import GraphWithoutAttention, Program
 from dta_compile.passes.contracts import ContractError
 from dta_compile.passes.lowering.selected_rows import SelectionRefusal
 from dta_compile.passes.program import AmbiguousAxes
 from dta_compile.passes.symbols import selects_rows
+from dta_compile.program_cache.cache import analysed
 from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.engine import Engine
 from dta_compile.runtime.measure.profiler import trace_artifact
@@ -105,7 +106,7 @@ def _analyse(graph: Captured, options: Options) -> Program:
             refuse_final_states(captured)
             module = with_our_convolutions(with_our_attention(captured))
             program = Program(module, graph.training, options.codegen, graph.own_symbols)
-            return run_passes(program, skip=options.skip_passes)
+            return analysed(program, options)
     except SelectionRefusal:
         raise
     except (RefusalError, GraphWithoutAttention):

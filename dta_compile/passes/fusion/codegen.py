@@ -90,7 +90,7 @@ class GeneratedCode:
 def codegen(program: Program) -> None:
     """Set `program.codegen` to what is done, "eager" or "inductor", and rewrite the executable graphs."""
     if program.codegen == "auto":
-        program.codegen = "inductor" if _worthwhile(program) else "eager"
+        program.codegen = choice(program)
     if program.codegen == "eager":
         return
     joint, known = program.joint, dict[str, Piece]()
@@ -102,13 +102,14 @@ def codegen(program: Program) -> None:
     program.joint = dataclasses.replace(joint, generated=generated)
 
 
-def _worthwhile(program: Program) -> bool:
-    """Whether generated code pays, as far as the first batch tells."""
+def choice(program: Program) -> str:
+    """What "auto" stands for: generated code where it pays, as far as the first batch tells."""
     layer = program.mixers[0]
     value: torch.Tensor = layer.node.meta["val"]
     batch, tokens = (hint(value.shape[dim]) or 0 for dim in (layer.mixer.batch_dim, layer.mixer.token_dim))
     least = WORTHWHILE.get(value.device.type)
-    return least is not None and program.joint.saved_bytes_per_token * batch * tokens >= least
+    pays = least is not None and program.joint.saved_bytes_per_token * batch * tokens >= least
+    return "inductor" if pays else "eager"
 
 
 def pieces_of(module: fx.GraphModule) -> list[Piece]:

@@ -61,11 +61,16 @@ class Assumptions:
 
 
 class Recorder:
-    """Of the guards that are made from now on."""
+    """Of the guards that are made from now on.
+
+    Attributes:
+        symbols: those that Dynamo's trace has made; another process knows no others.
+    """
 
     def __init__(self, env: ShapeEnv) -> None:
         self.env, self.before = env, len(env.guards)
         self.later = env.num_deferred_runtime_asserts
+        self.symbols = set(env.var_to_range)
 
     def assumptions(self) -> Assumptions | None:
         """What was added; None if it cannot be made again: of numbers that depend on data, it is checked elsewhere."""

@@ -107,6 +107,6 @@ class _Entry:
             logger.debug("the program is not kept: checks of numbers that depend on data")
             return
         try:
-            self.file.write([self.text.encode(), pickle.dumps(assumptions), encoded(program)])
+            self.file.write([self.text.encode(), pickle.dumps(assumptions), encoded(program, recorder.symbols)])
         except Exception as error:
             logger.debug("the program is not kept: %s: %s", type(error).__name__, error)

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib
 import itertools
+import os
 import pathlib
 import platform
 import types
@@ -30,6 +31,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from dta_compile.ops.mixer import MIXERS
+from dta_compile.ops.triton_use import has_triton, is_interpreted
 from dta_compile.passes import Program
 from dta_compile.passes.axes.token_rules import REGISTERED
 from dta_compile.passes.program import OUR_FOLDER, TORCH_FOLDER
@@ -96,6 +98,9 @@ def _state_of_torch(devices: Collection[str]) -> Iterator[str]:
     yield f"default {torch.get_default_dtype()} {torch.get_default_device()}"
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     yield f"deterministic {deterministic}, products {torch.get_float32_matmul_precision()}"
+    einsum = torch.backends.opt_einsum
+    yield f"einsum {einsum.is_available()} {einsum.enabled} {einsum.strategy}"
+    yield f"kernels {has_triton()} {is_interpreted()}"
     yield f"symbolic shapes {symbolic_shape_config.get_hash().hex()}"
     for device in sorted({"cpu", *devices}):
         if torch.amp.is_autocast_available(device):
@@ -132,7 +137,8 @@ class _Graph:
         if isinstance(value, fx.GraphModule):
             yield from _Graph(value, self.indent + "  ").lines()
             return
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_meta:
+        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+        if not is_plain or value.is_meta or self.indent:  # of a region: it is not known by its name alone
             raise NotDescribed(f"a constant of type {type(value).__name__}")
         if value.nbytes > MOST_BYTES:
             raise NotDescribed(f"a constant of {value.nbytes} bytes")
@@ -209,7 +215,7 @@ def is_known_function(function: Any) -> bool:
         return module.partition(".")[0] in OF_C
     if not isinstance(function, types.FunctionType):
         return False
-    if not function.__code__.co_filename.startswith((TORCH_FOLDER, OUR_FOLDER)):
+    if not function.__code__.co_filename.startswith((TORCH_FOLDER + os.sep, OUR_FOLDER + os.sep)):
         return False
     try:
         found = functools.reduce(

@@ -15,7 +15,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, ClassVar
 
 import sympy
@@ -58,10 +58,10 @@ class NotEncoded(Exception):
     """Part of a program means nothing in another process."""
 
 
-def encoded(program: Program) -> bytes:
-    """Raises an exception of any kind if the program cannot be written."""
+def encoded(program: Program, symbols: Container[sympy.Symbol]) -> bytes:
+    """A program over sizes of these symbols; raises an exception of any kind if it cannot be written."""
     stream = io.BytesIO()
-    _Pickler(stream, program).dump((_modules(program), program))
+    _Pickler(stream, program, symbols).dump((_modules(program), program))
     return stream.getvalue()
 
 
@@ -74,7 +74,7 @@ def decoded(data: bytes, captured: fx.GraphModule, mode: Any) -> Program:
 
 
 def _modules(program: Program) -> list[fx.GraphModule]:
-    """Those with nodes that other parts of a program refer to."""
+    """Those with nodes that other parts of a program refer to; they come first."""
     return [one.module for one in programs_of(program)]
 
 
@@ -110,6 +110,10 @@ class Builder:
     def operator(self, namespace: str, name: str, overload: str) -> Any:
         """An operator of torch or ours."""
         return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+    def of_torch(self, name: str) -> Any:
+        """What torch calls so: pickle would look for it in whatever is imported."""
+        return getattr(torch, name)
 
     def mixer(self, call: Any) -> Mixer:
         """The mixer with this operator."""
@@ -152,11 +156,13 @@ class Builder:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO, program: Program) -> None:
+    def __init__(self, stream: io.BytesIO, program: Program, known: Container[sympy.Symbol]) -> None:
         super().__init__(stream, protocol=5)
+        self.known = known
         self.captured = program.captured
         self.envs: list[Any] = [shape_env_of(program.captured)]
         self.referred = {module.graph for module in _modules(program)}
+        self.opened: set[fx.Graph] = set()
         self.fakes: dict[Any, FakeTensor] = {}
         constants = program.captured.graph.find_nodes(op="get_attr")
         self.constants = {id(attribute(program.captured, str(node.target))): str(node.target) for node in constants}
@@ -172,12 +178,14 @@ class _Pickler(pickle.Pickler):
         if node._erased:  # referred to by its name, value or line
             meta = self._kept(node.meta)
             return Builder.node, (fx.Graph(), node.op, node.name, node.target, (), {}, meta)
+        if node.graph not in self.opened:  # it would be written before the nodes that precede it
+            raise NotEncoded(f"{node.name} of another graph")
         meta = self._kept(node.meta) if node.graph in self.referred else {}
         args, kwargs = _plain(node.args), _plain(node.kwargs)
         return Builder.node, (node.graph, node.op, node.name, node.target, args, kwargs, meta)
 
     def _kept(self, meta: dict[str, Any]) -> dict[str, Any]:
-        return {key: self._alike(meta[key]) for key in KEPT if meta.get(key) is not None}
+        return {key: self._alike(meta[key]) for key in KEPT if key in meta}
 
     def _alike(self, value: Any) -> Any:
         """One fake tensor for all of a kind; one text for all that are equal."""
@@ -198,6 +206,7 @@ class _Pickler(pickle.Pickler):
         for name, value in attributes.items():
             if not isinstance(value, (torch.Tensor, fx.GraphModule)):
                 raise NotEncoded(f"{name} of type {type(value).__name__}")
+        self.opened.add(module.graph)
         return Builder.module, (module.graph, list(module.graph.nodes), attributes)
 
     def _tensor(self, value: torch.Tensor) -> Any:
@@ -214,16 +223,21 @@ class _Pickler(pickle.Pickler):
             raise NotEncoded(f"a tensor of layout {value.layout}")
         shape, stride = (tuple(map(expression, sizes)) for sizes in (value.shape, value.stride()))
         symbols = free_symbols((*shape, *stride))
-        number = self._number(value.fake_mode.shape_env) if symbols else 0
+        number = self._number(value.fake_mode.shape_env, symbols) if symbols else 0
         return Builder.fake, (number, shape, stride, value.dtype, value.device, value.requires_grad)
 
     def _size(self, value: Any) -> Any:
-        return Builder.size, (self._number(value.node.shape_env), type(value), value.node.expr)
+        expr = value.node.expr
+        return Builder.size, (self._number(value.node.shape_env, expr.free_symbols), type(value), expr)
 
-    def _number(self, env: Any) -> int:
+    def _number(self, env: Any, symbols: Iterable[sympy.Symbol]) -> int:
+        """Of what knows these symbols: 0 for Dynamo's trace, others are of joint traces."""
         if env not in self.envs:
             self.envs.append(env)
-        return self.envs.index(env)
+        number = self.envs.index(env)
+        if number == 0 and not all(symbol in self.known for symbol in symbols):
+            raise NotEncoded(f"sizes that the passes found: {symbols}")
+        return number
 
     def _operator(self, operator: torch._ops.OpOverload) -> Any:
         namespace, _, name = operator._schema.name.partition("::")
@@ -246,10 +260,18 @@ class _Pickler(pickle.Pickler):
             del state["captured"]
         return copyreg.__newobj__, (Program,), state  # type: ignore[attr-defined]
 
+    def _constant_of_torch(self, value: Any) -> Any:
+        return Builder.of_torch, (str(value).removeprefix("torch."),)
+
     def _function(self, function: Any) -> Any:
         if not is_known_function(function):
             raise NotEncoded(f"a call of {function}")
-        return NotImplemented
+        if getattr(function, "__module__", None) is not None:
+            return NotImplemented
+        name: str = function.__name__
+        if getattr(torch, name, None) is not function:
+            raise NotEncoded(f"a call of {function}")
+        return Builder.of_torch, (name,)
 
     def _class(self, kind: type) -> Any:
         if kind.__module__.partition(".")[0] not in PACKAGES:
@@ -265,6 +287,7 @@ class _Pickler(pickle.Pickler):
         (torch._ops.OpOverload, _operator),
         (torch.Tensor, _tensor),
         ((torch.SymInt, torch.SymFloat, torch.SymBool), _size),
+        ((torch.dtype, torch.layout, torch.memory_format), _constant_of_torch),
         (fx.Graph, _graph),
         (fx.GraphModule, _module),
         (Mixer, _mixer),

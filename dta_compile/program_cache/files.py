@@ -25,7 +25,7 @@ def open_folder(cache: pathlib.Path) -> pathlib.Path | None:
     folder = cache / FOLDER
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        is_safe = _is_ours_alone(folder)
+        is_safe = _is_ours_alone(folder.stat())
     except OSError as error:
         _say_once(folder, str(error))
         return None
@@ -34,11 +34,9 @@ def open_folder(cache: pathlib.Path) -> pathlib.Path | None:
     return folder if is_safe else None
 
 
-def _is_ours_alone(folder: pathlib.Path) -> bool:
-    if not hasattr(os, "getuid"):
-        return False
-    found = folder.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def _is_ours_alone(found: os.stat_result) -> bool:
+    """Of a file or folder: nobody else may write to it. Where there are no such rights, that is not known."""
+    return hasattr(os, "getuid") and found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 @functools.cache
@@ -59,11 +57,11 @@ class ProgramFile:
         self.path = folder / f"{name}{SUFFIX}"
 
     def read(self) -> list[bytes] | None:
-        """The parts; None if there is no file. Raises `OSError` or `ValueError` for a file that was not written here."""
+        """The parts; None if there is no file. Raises `OSError` or `ValueError` for a file that is not ours."""
         try:
             with self.path.open("rb") as file:
-                if os.fstat(file.fileno()).st_uid != os.getuid():
-                    raise ValueError("it is somebody else's")
+                if not _is_ours_alone(os.fstat(file.fileno())):
+                    raise ValueError("others may have written it")
                 data = file.read()
         except FileNotFoundError:
             return None
@@ -89,7 +87,8 @@ class ProgramFile:
             raise OSError(f"{len(body)} bytes are too many")
         unfinished = self.path.with_suffix(f".{secrets.token_hex(4)}{UNFINISHED}")
         try:
-            unfinished.write_bytes(FORMAT + hashlib.sha256(body).digest() + body)
+            with open(unfinished, "xb", opener=functools.partial(os.open, mode=0o600)) as file:
+                file.write(FORMAT + hashlib.sha256(body).digest() + body)
             unfinished.replace(self.path)
         finally:
             with contextlib.suppress(OSError):

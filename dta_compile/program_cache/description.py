@@ -213,6 +213,8 @@ def is_known_function(function: Any) -> bool:
         owner = getattr(function, "__self__", None) or getattr(function, "__objclass__", None)
         module = getattr(function, "__module__", None) or getattr(owner, "__module__", None) or ""
         return module.partition(".")[0] in OF_C
+    if function is torch.Size or function in (int, float, bool, slice):
+        return True
     if not isinstance(function, types.FunctionType):
         return False
     if not function.__code__.co_filename.startswith((TORCH_FOLDER + os.sep, OUR_FOLDER + os.sep)):

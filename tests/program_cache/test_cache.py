@@ -3,6 +3,7 @@
 What another process does is done here by compiling anew; one test has another process.
 """
 
+import concurrent.futures
 import logging
 import os
 import subprocess
@@ -10,10 +11,8 @@ import sys
 
 import pytest
 import torch
-from torch import nn
 
 import dta_compile
-from dta_compile.passes.axes import token_rules
 from dta_compile.program_cache import cache, description, files
 from tests.support.inside import inside
 from tests.support.tiny import (
@@ -204,43 +203,248 @@ def test_pieces_of_generated_code_are_kept(compiled, monkeypatch):
 # Misses
 
 
-def _half(model):
-    model.scale = 0.5
+class Described(Exception):
+    """In the place of the passes."""
 
 
-def _other_function(model):
-    model.function = torch.sigmoid
+@pytest.fixture
+def described(compiled, monkeypatch):
+    """The text by which a program is looked up; raises `NotDescribed` if there is none."""
+    found = []
+
+    def describe(program, options):
+        try:
+            found.append(description.description(program, options.skip_passes))
+        except description.NotDescribed as reason:
+            found.append(reason)
+        raise Described
+
+    monkeypatch.setattr("dta_compile.backend.analysed", describe)
+
+    def text(change=lambda model: None, *args, **options):
+        model = SmallLM()
+        change(model)
+        with pytest.raises(Exception, match="Described"):
+            compiled(model, **options)(IDS, *args)
+        text = found.pop()
+        if isinstance(text, description.NotDescribed):
+            raise text
+        return text
+
+    return text
+
+
+def _set(**attributes):
+    return lambda model: [setattr(model, name, value) for name, value in attributes.items()]
 
 
 CHANGES = {
-    "a constant": (_half, {}),
-    "a function": (_other_function, {}),
+    "a number": (_set(scale=0.5), {}),
+    "a function": (_set(function=torch.sigmoid), {}),
     "a dtype": (lambda model: model.float(), {}),
     "frozen weights": (lambda model: model.head.requires_grad_(False), {}),
-    "an option": (lambda model: None, {"skip_passes": ["in_place"]}),
+    "a pass": (lambda model: None, {"skip_passes": ["in_place"]}),
+    "generated code": (lambda model: None, {"codegen": "inductor"}),
 }
 
 
-def test_whatever_the_passes_read_is_compared(compiled, monkeypatch):
-    def is_found(change=lambda model: None, **options):
-        model = SmallLM()
-        change(model)
-        again = compiled(model, **options)
-        again(IDS)
-        return was_found(again)
-
-    assert not is_found()
-    assert is_found()
-    found = {name: is_found(change, **options) for name, (change, options) in CHANGES.items()}
-    assert found == dict.fromkeys(CHANGES, False)
+def test_whatever_the_passes_read_is_described(described, monkeypatch):
+    same = described()
+    assert described() == same
+    found = {name: described(change, **options) for name, (change, options) in CHANGES.items()}
+    found["a mask"] = described(lambda model: None, MASK)
     with torch.no_grad():
-        assert not is_found()
+        found["no gradients"] = described()
     with torch.autocast("cpu", torch.bfloat16):
-        assert not is_found()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "__version__", "2.13.1")
-        assert not is_found()
-    with monkeypatch.context() as patch:
-        patch.setattr(description, "our_source", lambda: "other code")
-        assert not is_found()
-    assert is_found()
+        found["autocast"] = described()
+    for what, name, value in (
+        (torch, "__version__", "2.13.1"),
+        (description, "our_source", lambda: "other code"),
+        (torch.backends.opt_einsum, "strategy", "greedy"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(what, name, value)
+            found[name] = described()
+    assert [name for name, text in found.items() if text == same] == []
+    assert len(set(found.values())) == len(found)
+    assert described() == same
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+LIBRARY = torch.library.Library("dta_tests_cache", "DEF")
+LIBRARY.define("twice(Tensor x) -> Tensor")
+torch.library.impl("dta_tests_cache::twice", "CompositeExplicitAutograd", lambda x: x * 2, lib=LIBRARY)
+torch.library.register_fake("dta_tests_cache::twice", lambda x: x * 2, lib=LIBRARY)
+
+
+@pytest.mark.parametrize("function", [Doubled.apply, torch.ops.dta_tests_cache.twice], ids=["function", "operator"])
+def test_what_others_may_change_is_not_kept(function, described):
+    with pytest.raises(description.NotDescribed, match="a call of"):
+        described(_set(function=function))
+
+
+def test_rules_that_were_registered_for_torchs_operators_are_no_part_of_the_text(described, monkeypatch):
+    monkeypatch.setattr(description, "REGISTERED", {torch.ops.dta_tests_cache.twice.default})
+    described()
+    monkeypatch.setattr(description, "REGISTERED", {torch.ops.aten.tanh.default})
+    with pytest.raises(description.NotDescribed, match="token rules"):
+        described()
+
+
+def test_functions_are_what_their_names_say(monkeypatch):
+    assert description.is_known_function(torch.nn.functional.gelu)
+    assert description.is_known_function(torch.nn.functional.softmax)
+    assert description.is_known_function(dta_compile.attention)
+
+    def softmax(x):
+        return x
+
+    softmax.__module__, softmax.__qualname__ = "torch.nn.functional", "softmax"
+    assert not description.is_known_function(softmax)
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
+    assert not description.is_known_function(torch.nn.functional.softmax)  # it is somebody else's code
+
+
+def test_nothing_is_kept_where_that_is_said(compiled, programs, monkeypatch, tmp_path):
+    model = SmallLM()
+    compiled(model, cache_dir="off")(IDS)
+    monkeypatch.setenv("DTA_DEBUG", str(tmp_path / "listings"))
+    compiled(model)(IDS)
+    assert not programs.exists()
+
+
+# Files
+
+
+def the_file(programs):
+    (path,) = programs.iterdir()
+    return path
+
+
+def test_a_file_that_cannot_be_used_is_written_anew(compiled, programs):
+    model = SmallLM()
+    expected = step(compiled(model), model, IDS)
+    path = the_file(programs)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-7])
+    again = compiled(model)
+    assert_bits(step(again, model, IDS), expected)
+    assert not was_found(again)
+    entry = files.ProgramFile(programs, "")
+    entry.path = path
+    text, assumed, program = entry.read()
+    entry.write([text, assumed, program[: len(program) // 2]])
+    again = compiled(model)
+    assert_bits(step(again, model, IDS), expected)
+    assert not was_found(again)
+    assert the_file(programs).stat().st_size == pytest.approx(len(whole), rel=0.01)
+
+
+def test_files_are_compared_as_a_whole(compiled, programs, monkeypatch):
+    """No name is trusted to be of one description, and no torn file is taken for a whole one."""
+    model = SmallLM()
+    compiled(model)(IDS)
+    entry = files.ProgramFile(programs, "")
+    entry.path = the_file(programs)
+    text, assumed, program = entry.read()
+    whole = entry.path.read_bytes()
+
+    def passes(*args, **kwargs):
+        raise Described
+
+    monkeypatch.setattr(cache, "run_passes", passes)
+
+    def is_used():
+        try:
+            compiled(model)(IDS)
+        except Exception as error:
+            assert "Described" in str(error)
+            return False
+        return True
+
+    assert is_used()
+    flipped = bytearray(whole)
+    flipped[-1000] ^= 1
+    for torn in (b"", whole[:20], whole[:-1], bytes(flipped)):
+        entry.path.write_bytes(torn)
+        assert not is_used()
+        assert not entry.path.exists()
+    for parts in ([text + b" ", assumed, program], [text], [], [text, b"", program]):
+        entry.write(parts)
+        assert not is_used()
+    entry.write([text, assumed, program])
+    assert is_used()
+
+
+def test_folders_that_others_may_write_to_are_not_used(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "dta_compile")
+    (tmp_path / "programs").mkdir(mode=0o700)
+    assert files.open_folder(tmp_path) == tmp_path / "programs"
+    (tmp_path / "programs").chmod(0o770)
+    assert files.open_folder(tmp_path) is None
+    assert files.open_folder(tmp_path) is None
+    assert caplog.text.count("others may write") == 1
+    (tmp_path / "programs").chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    assert files.open_folder(tmp_path) is None
+
+
+def test_files_that_others_may_have_written_are_not_read(tmp_path):
+    entry = files.ProgramFile(files.open_folder(tmp_path), "text")
+    entry.write([b"part"])
+    assert entry.read() == [b"part"]
+    assert entry.path.stat().st_mode & 0o777 == 0o600
+    entry.path.chmod(0o620)
+    with pytest.raises(ValueError, match="others"):
+        entry.read()
+
+
+def test_there_need_not_be_a_folder(compiled, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    assert files.open_folder(tmp_path / "file") is None
+    assert files.ProgramFile(tmp_path / "nowhere", "text").read() is None
+    with pytest.raises(OSError):
+        files.ProgramFile(tmp_path / "nowhere", "text").write([b""])
+
+
+def test_those_that_were_not_read_for_longest_make_room(tmp_path, monkeypatch):
+    folder = files.open_folder(tmp_path)
+    entries = [files.ProgramFile(folder, str(i)) for i in range(5)]
+    abandoned = folder / "1.00.tmp"
+    abandoned.write_bytes(b"")
+    os.utime(abandoned, (0, 0))
+    monkeypatch.setattr(files, "MOST_BYTES", 4500)
+    for i, entry in enumerate(entries[:4]):
+        entry.write([b"x" * 900])
+        os.utime(entry.path, (10_000 + i, 10_000 + i))
+    entries[0].touch()
+    entries[4].write([b"x" * 900])
+    assert [entry.path.exists() for entry in entries] == [True, False, True, True, True]
+    assert not abandoned.exists()
+    with pytest.raises(OSError, match="too many"):
+        entries[0].write([b"x" * 4000])
+
+
+def test_several_may_write_and_read_at_once(tmp_path):
+    folder = files.open_folder(tmp_path)
+    parts = [[bytes([i]) * 200_000] * 2 for i in range(4)]
+    files.ProgramFile(folder, "text").write(parts[0])
+
+    def work(number):
+        entry = files.ProgramFile(folder, "text")
+        for _ in range(30):
+            entry.write(parts[number])
+            assert entry.read() in parts
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(work, range(4)))
+    assert [path.suffix for path in folder.iterdir()] == [files.SUFFIX]

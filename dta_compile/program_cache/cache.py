@@ -18,7 +18,7 @@ from dta_compile.program_cache.description import NotDescribed, description
 from dta_compile.program_cache.encoding import decoded, encoded
 from dta_compile.program_cache.files import ProgramFile, open_folder
 
-FOUND = "found in the cache"  # in `Program.timings`, in the place of the passes
+FOUND = "found in the cache"  # in `Program.timings`, beside the seconds of the passes when they ran
 
 logger = logging.getLogger("dta_compile")
 
@@ -54,8 +54,9 @@ def _entry(program: Program, options: Options) -> _Entry | None:
         return None
     try:
         text = description(program, options.skip_passes)
-    except NotDescribed as reason:
-        logger.debug("the program is not looked up in the cache: %s", reason)
+    except Exception as reason:
+        is_known = isinstance(reason, NotDescribed)
+        logger.debug("the program is not looked up in the cache: %s", reason, exc_info=not is_known)
         return None
     may_choose = program.codegen == "auto" and "codegen" not in options.skip_passes
     return _Entry(ProgramFile(folder, text), text, mode, may_choose)

@@ -157,7 +157,7 @@ class _Graph:
         memory = ""
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             known = self.storages.setdefault(int(value.untyped_storage()._cdata), len(self.storages))
-            memory = f"memory {known} at {value.storage_offset()}"
+            memory = f"memory {known} at {value.storage_offset()}, a leaf: {value.is_leaf}"
         return f"{text} {name() if callable(name) else name!r} {parameter} {memory}"
 
     def _text(self, value: Any) -> str:
@@ -184,7 +184,7 @@ class _Graph:
     def _tensor(self, value: torch.Tensor) -> str:
         if value.layout is not torch.strided:
             raise NotDescribed(f"a tensor of layout {value.layout}")
-        facts = value.dtype, value.device, value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg()
+        facts = value.dtype, value.device, value.requires_grad, value.is_conj(), value.is_neg()
         sizes = (", ".join(map(self._text, both)) for both in (value.shape, value.stride()))
         return f"{type(value).__name__}[{'; '.join(sizes)}]{facts}"
 

@@ -255,7 +255,7 @@ class _Pickler(pickle.Pickler):
         return Builder.mapping, (dict(mapping),)
 
     def _program(self, program: Program) -> Any:
-        state = {**program.__dict__, "timings": {}}
+        state = dict(program.__dict__)
         if program.captured is self.captured:
             del state["captured"]
         return copyreg.__newobj__, (Program,), state  # type: ignore[attr-defined]

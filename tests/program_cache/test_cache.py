@@ -127,6 +127,7 @@ def test_a_program_that_was_found_does_what_the_analysed_one_does(case, compiled
     assert found.estimates.self_check is not None
     reports = [dta_compile.explain(one, *args) for one in (first, second)]
     assert reports[0].regions == reports[1].regions and reports[0].attention == reports[1].attention
+    assert "found in the cache" in str(reports[1]) and "found in the cache" not in str(reports[0])
     assert reports[0].prefix_key == reports[1].prefix_key and reports[0].frontier == reports[1].frontier
 
 

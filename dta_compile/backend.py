@@ -22,7 +22,7 @@ from dta_compile.errors import DTAError, OptionError, RefusalError
 from dta_compile.explanation import capture_report
 from dta_compile.integrations.fully_shard import keeping
 from dta_compile.options import Options
-from dta_compile.passes import GraphWithoutAttention, Program
+from dta_compile.passes import GraphWithoutAttention, Program, run_passes
 from dta_compile.passes.contracts import ContractError
 from dta_compile.passes.lowering.selected_rows import SelectionRefusal
 from dta_compile.passes.program import AmbiguousAxes
@@ -109,6 +109,8 @@ def _analyse(graph: Captured, options: Options) -> Program:
             refuse_final_states(captured)
             module = with_our_convolutions(with_our_attention(captured))
             program = Program(module, graph.training, options.codegen, graph.own_symbols)
+            if graph.local:  # groups of ranks are this process's own
+                return run_passes(program, skip=options.skip_passes)
             return analysed(program, options)
     except SelectionRefusal:
         raise

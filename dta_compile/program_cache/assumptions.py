@@ -72,10 +72,10 @@ class Recorder:
         self.later = env.num_deferred_runtime_asserts
         self.symbols = set(env.var_to_range)
 
-    def assumptions(self) -> Assumptions | None:
-        """What was added; None if it cannot be made again: of numbers that depend on data, it is checked elsewhere."""
+    def assumptions(self) -> Assumptions:
+        """What was added; raises `ValueError` if it is of numbers that depend on data, which no guard is about."""
         if self.env.num_deferred_runtime_asserts != self.later:
-            return None
+            raise ValueError("checks of numbers that depend on data")
         guards = tuple(guard.expr for guard in self.env.guards[self.before :])
         return Assumptions(guards, tuple(known_of_sizes(self.env)))
 

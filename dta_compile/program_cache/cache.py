@@ -37,9 +37,8 @@ def analysed(program: Program, options: Options) -> Program:
         found.timings[FOUND] = time.perf_counter() - started
         logger.debug("passes: %s, %.2f s", FOUND, found.timings[FOUND])
         return found
-    recorder = Recorder(entry.mode.shape_env)
     run_passes(program, skip=options.skip_passes)
-    entry.save(program, recorder)
+    entry.save(program)
     return program
 
 
@@ -53,13 +52,13 @@ def _entry(program: Program, options: Options) -> _Entry | None:
     if folder is None:
         return None
     try:
-        text = description(program, options.skip_passes)
+        text, recorder = description(program, options.skip_passes), Recorder(mode.shape_env)
     except Exception as reason:
         is_known = isinstance(reason, NotDescribed)
         logger.debug("the program is not looked up in the cache: %s", reason, exc_info=not is_known)
         return None
     may_choose = program.codegen == "auto" and "codegen" not in options.skip_passes
-    return _Entry(ProgramFile(folder, text), text, mode, may_choose)
+    return _Entry(ProgramFile(folder, text), text, mode, recorder, may_choose)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +68,14 @@ class _Entry:
     Attributes:
         text: the description of the program; the file has all of it.
         mode: of the fake tensors of the captured graph.
+        recorder: of the guards that are made from here on.
         may_choose: whether code is generated depends on the first batch.
     """
 
     file: ProgramFile
     text: str
     mode: Any
+    recorder: Recorder
     may_choose: bool
 
     def load(self, program: Program) -> Program | None:
@@ -101,13 +102,10 @@ class _Entry:
         self.file.touch()
         return found
 
-    def save(self, program: Program, recorder: Recorder) -> None:
+    def save(self, program: Program) -> None:
         """Keep a program for other processes; failing is no error."""
-        assumptions = recorder.assumptions()
-        if assumptions is None:
-            logger.debug("the program is not kept: checks of numbers that depend on data")
-            return
         try:
-            self.file.write([self.text.encode(), pickle.dumps(assumptions), encoded(program, recorder.symbols)])
+            assumed = pickle.dumps(self.recorder.assumptions())
+            self.file.write([self.text.encode(), assumed, encoded(program, self.recorder.symbols)])
         except Exception as error:
             logger.debug("the program is not kept: %s: %s", type(error).__name__, error)

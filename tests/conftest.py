@@ -12,8 +12,7 @@ import torch._dynamo.config
 from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("tests.support")  # asserts of harnesses explain themselves as those of tests do
-from dta_compile.program_cache import cache  # noqa: E402 - after the line above
-from tests.support.sequences import BATCHES  # noqa: E402
+from tests.support.sequences import BATCHES  # noqa: E402 - after the line above
 
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
@@ -21,9 +20,12 @@ settings.load_profile("tests")
 torch.set_num_threads(1)
 torch._dynamo.config.fake_tensor_cache_enabled = False
 os.environ["DTA_CACHE_DIR"] = tempfile.mkdtemp(prefix="dta_compile_tests_")
-cache.open_folder = lambda folder: None
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined: they then run on a CPU
+
+from dta_compile.program_cache import cache  # noqa: E402 - after the line above
+
+cache.open_folder = lambda folder: None
 
 
 @pytest.fixture(scope="session")

@@ -116,6 +116,7 @@ class _Graph:
         self.module, self.indent = module, indent
         self.storages: dict[int, int] = {}
         self.lines_of: dict[str, int] = {}
+        self.expressions: dict[sympy.Basic, str] = {}
 
     def lines(self) -> Iterator[str]:
         """One a node, with its value; then the user's line, or its number if it was there before."""
@@ -168,7 +169,10 @@ class _Graph:
         if type(value) in PLAIN or isinstance(value, torch.memory_format):
             return repr(value)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return f"{type(value).__name__}({value.node.expr})"
+            expr = value.node.expr
+            if expr not in self.expressions:
+                self.expressions[expr] = str(expr)
+            return f"{type(value).__name__}({self.expressions[expr]})"
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, (tuple, list)):
@@ -213,7 +217,7 @@ def is_known_function(function: Any) -> bool:
         owner = getattr(function, "__self__", None) or getattr(function, "__objclass__", None)
         module = getattr(function, "__module__", None) or getattr(owner, "__module__", None) or ""
         return module.partition(".")[0] in OF_C
-    if function is torch.Size or function in (int, float, bool, slice):
+    if any(function is kind for kind in (torch.Size, int, float, bool, slice)):
         return True
     if not isinstance(function, types.FunctionType):
         return False

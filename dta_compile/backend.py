@@ -27,6 +27,7 @@ from dta_compile.passes.contracts import ContractError
 from dta_compile.passes.lowering.selected_rows import SelectionRefusal
 from dta_compile.passes.program import AmbiguousAxes
 from dta_compile.passes.symbols import selects_rows
+from dta_compile.program_cache.cache import FOUND, analysed
 from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.engine import Engine
 from dta_compile.runtime.measure.profiler import trace_artifact
@@ -72,7 +73,10 @@ def dta(
         started = time.perf_counter()
         program = _analyse(graph, parsed)
         ranks = Ranks(graph.local.group if graph.local else None)
-        engine = Engine(program, parsed, time.perf_counter() - started, ranks)
+        seconds = time.perf_counter() - started
+        if FOUND in program.timings:
+            seconds = sum(program.timings.values())  # the self-check may take as long as where the passes ran
+        engine = Engine(program, parsed, seconds, ranks)
     except GraphWithoutAttention as plain:
         return _plain(graph.module, plain.log)
     except ContractError as broken:
@@ -105,7 +109,9 @@ def _analyse(graph: Captured, options: Options) -> Program:
             refuse_final_states(captured)
             module = with_our_convolutions(with_our_attention(captured))
             program = Program(module, graph.training, options.codegen, graph.own_symbols)
-            return run_passes(program, skip=options.skip_passes)
+            if graph.local:  # groups of ranks are this process's own
+                return run_passes(program, skip=options.skip_passes)
+            return analysed(program, options)
     except SelectionRefusal:
         raise
     except (RefusalError, GraphWithoutAttention):

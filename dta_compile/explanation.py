@@ -15,6 +15,7 @@ from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.mixer_layers import AttentionLayer, AttentionMask, MaskClass
 from dta_compile.passes.program import ChunkInput, FrontierValue, Program, has_tensor
 from dta_compile.plan import Plan
+from dta_compile.program_cache.cache import FOUND
 from dta_compile.runtime.calls.planned_call import PlannedCall, plan_call
 from dta_compile.runtime.interception import Intercepted
 
@@ -87,6 +88,8 @@ def explain_engine(engine: Intercepted, args: Sequence[Any]) -> Explanation:
             for line in _attention(rest, [layer.mask or MaskClass() for layer in rest.attention])
         ],
     }
+    if FOUND in program.timings:
+        sections["passes"] = [_found(program)]
     text = f"{_listed(sections)}\n{call.plan}"
     plan = dataclasses.replace(call.plan, sequences=_token_ids(call))
     return Explanation(text, None, plan, regions, attention, prefix_key, frontier)
@@ -104,7 +107,15 @@ def capture_report(program: Program) -> str:
         "frontier": [_frontier(value) for value in program.frontier],
         "activations": [f"{program.joint.saved_bytes_per_token:,.0f} bytes per kept token"] if program.training else [],
     }
+    if FOUND in program.timings:
+        sections["passes"] = [_found(program)]
     return _listed(sections)
+
+
+def _found(program: Program) -> str:
+    """Of a program that another process has analysed."""
+    seconds = sum(time for name, time in program.timings.items() if name != FOUND)
+    return f"{FOUND}, {program.timings[FOUND]:.2f} s in the place of {seconds:.2f} s"
 
 
 def _listed(sections: Mapping[str, Sequence[str]]) -> str:

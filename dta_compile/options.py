@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import operator
 import os
+import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -48,8 +49,9 @@ class Options:
             (code generated once for all batches, before the first call runs), or "auto": inductor on CUDA, and on CPUs
             where the first batch is not small. Nothing waits for "auto": calls run on ATen while another process
             generates the code, and those that begin once it is there run it.
-        cache_dir: folder of the calibration that "auto" goes by (a string or path), or "off" to read and write none;
-            None is $DTA_CACHE_DIR, else $XDG_CACHE_HOME/dta_compile, else ~/.cache/dta_compile.
+        cache_dir: folder (a string or path) of the calibration that "auto" goes by and of analysed programs, which save
+            other processes the passes; or "off" to read and write none. None is $DTA_CACHE_DIR, else
+            $XDG_CACHE_HOME/dta_compile, else ~/.cache/dta_compile.
         skip_passes: names of compiler passes to leave out, to find the one at fault when results are wrong; those that
             a program does not need: "head_rows", "lm_head", "codegen", "in_place".
     """
@@ -85,6 +87,15 @@ class Options:
     def chunk_tokens(self) -> int:
         """`chunk_size`, or the default of those who know of no device."""
         return CHUNK_TOKENS if self.chunk_size is None else self.chunk_size
+
+    @property
+    def cache_folder(self) -> pathlib.Path | None:
+        """Where calibrations and programs are kept (see `cache_dir`); None: nowhere."""
+        named = self.cache_dir or os.environ.get("DTA_CACHE_DIR")
+        if named:
+            return None if named == "off" else pathlib.Path(os.path.expanduser(named))
+        base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+        return base / "dta_compile" if base.is_absolute() else None
 
     @classmethod
     def parse(cls, mapping: Mapping[str, Any] | None) -> Options:

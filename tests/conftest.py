@@ -1,6 +1,7 @@
 """One thread for the tiny tensors of the tests (on shared cores, waiting for other threads outlasts the work), a folder
-of their own for calibrations, and compilation as fast as it is for models of one or two layers: the cache of fake
-tensors saves more than it costs only from about eight on. What tests run in other processes has torch's defaults."""
+of their own for calibrations, programs analysed anew by every test but those of the cache of programs, and compilation
+as fast as it is for models of one or two layers: the cache of fake tensors saves more than it costs only from about
+eight on. What tests run in other processes has the defaults of torch and the package."""
 
 import os
 import tempfile
@@ -21,6 +22,10 @@ torch._dynamo.config.fake_tensor_cache_enabled = False
 os.environ["DTA_CACHE_DIR"] = tempfile.mkdtemp(prefix="dta_compile_tests_")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined: they then run on a CPU
+
+from dta_compile.program_cache import cache  # noqa: E402 - after the line above
+
+cache.open_folder = lambda folder: None
 
 
 @pytest.fixture(scope="session")

@@ -90,10 +90,11 @@ class View:
 
     __slots__ = ("_pass", "_program", "_readable")
 
-    def __init__(self, program: Program, step: Pass) -> None:
+    def __init__(self, program: Program, step: Pass | None) -> None:
+        """`step`: the pass; None: all passes have run."""
         object.__setattr__(self, "_program", program)
         object.__setattr__(self, "_pass", step)
-        object.__setattr__(self, "_readable", step.reads | step.writes)
+        object.__setattr__(self, "_readable", FIELDS if step is None else step.reads | step.writes)
 
     def open(self) -> None:
         """Show everything from now on; nothing can be written any more."""

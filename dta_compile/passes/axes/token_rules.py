@@ -43,6 +43,7 @@ from dta_compile.passes.symbols import sizes
 aten = torch.ops.aten
 
 TOKEN_RULES: dict[Any, Rule] = {}
+REGISTERED: set[Any] = set()  # the operators whose rules users gave
 
 
 def pointwise(node: fx.Node, arguments: Arguments) -> Layout | tuple[Layout, ...]:
@@ -381,3 +382,4 @@ def register_token_rule(op: Any, rule: Rule) -> None:
             got=repr(op),
         )
     TOKEN_RULES[op] = rule
+    REGISTERED.add(op)

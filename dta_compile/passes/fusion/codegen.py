@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterable
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -74,6 +74,10 @@ class GeneratedCode:
     _pending: dict[str, Piece] = dataclasses.field(default_factory=dict)  # by key, to be generated beside the steps
     _job: Beside | None = None
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it was before any call."""
+        return GeneratedCode, (self.pieces, self.beside)
 
     @property
     def compiled(self) -> int:
@@ -201,7 +205,7 @@ def codegen(program: Program) -> None:
     """Set `program.codegen` to what is done, "eager" or "inductor", and rewrite the executable graphs."""
     beside = program.codegen == "auto"
     if beside:
-        program.codegen = "inductor" if _worthwhile(program) else "eager"
+        program.codegen = choice(program)
     if program.codegen == "eager":
         return
     joint, known = program.joint, dict[Source, Piece]()
@@ -213,13 +217,14 @@ def codegen(program: Program) -> None:
     program.joint = dataclasses.replace(joint, generated=generated)
 
 
-def _worthwhile(program: Program) -> bool:
-    """Whether generated code pays, as far as the first batch tells."""
+def choice(program: Program) -> str:
+    """What "auto" stands for: generated code where it pays, as far as the first batch tells."""
     layer = program.mixers[0]
     value: torch.Tensor = layer.node.meta["val"]
     batch, tokens = (hint(value.shape[dim]) or 0 for dim in (layer.mixer.batch_dim, layer.mixer.token_dim))
     least = WORTHWHILE.get(value.device.type)
-    return least is not None and program.joint.saved_bytes_per_token * batch * tokens >= least
+    pays = least is not None and program.joint.saved_bytes_per_token * batch * tokens >= least
+    return "inductor" if pays else "eager"
 
 
 def pieces_of(module: fx.GraphModule) -> list[Piece]:

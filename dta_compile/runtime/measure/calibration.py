@@ -23,7 +23,6 @@ import itertools
 import json
 import logging
 import math
-import os
 import pathlib
 import platform
 import re
@@ -154,7 +153,7 @@ class Calibration:
             generated: of runs with generated code.
             prior: the rates before anything is recorded; None: those of any model on such a device.
         """
-        folder = cache_folder(options)
+        folder = options.cache_folder
         prior = prior or (CostModel.of_gpu() if device.type == "cuda" else CostModel())
         if folder is None:
             return cls(prior=prior)
@@ -347,15 +346,6 @@ def _sample(row: Any) -> Sample:
     if min(work) < 0 or min(runs, work.launches) < 1 or not 0 < seconds < math.inf:
         raise ValueError(f"not a sample: {row}")
     return Sample(int(call), int(runs), work, float(seconds))
-
-
-def cache_folder(options: Options) -> pathlib.Path | None:
-    """Where calibrations are kept (see `Options.cache_dir`); None: nowhere."""
-    named = options.cache_dir or os.environ.get("DTA_CACHE_DIR")
-    if named:
-        return None if named == "off" else pathlib.Path(os.path.expanduser(named))
-    base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return base / "dta_compile" if base.is_absolute() else None
 
 
 def file_name(program: Program, device: torch.device, attention: str = "", generated: bool = False) -> str:

@@ -22,7 +22,6 @@ from dta_compile.runtime.measure.calibration import (
     MINIMUM_RUNS,
     SAMPLES,
     Calibration,
-    cache_folder,
     file_name,
     times_as_fast,
 )
@@ -358,16 +357,16 @@ def test_the_folder_is_the_option_the_variable_or_the_cache_of_the_user(monkeypa
     for name in ("DTA_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder(Options()) == tmp_path / ".cache" / "dta_compile"
+    assert Options().cache_folder == tmp_path / ".cache" / "dta_compile"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder(Options()) == tmp_path / "xdg" / "dta_compile"
+    assert Options().cache_folder == tmp_path / "xdg" / "dta_compile"
     monkeypatch.setenv("DTA_CACHE_DIR", str(tmp_path / "dta"))
-    assert cache_folder(Options()) == tmp_path / "dta"
-    assert cache_folder(Options(cache_dir=str(tmp_path / "named"))) == tmp_path / "named"
-    assert cache_folder(Options(cache_dir="~/here")) == tmp_path / "here"
-    assert cache_folder(Options(cache_dir="off")) is None
+    assert Options().cache_folder == tmp_path / "dta"
+    assert Options(cache_dir=str(tmp_path / "named")).cache_folder == tmp_path / "named"
+    assert Options(cache_dir="~/here").cache_folder == tmp_path / "here"
+    assert Options(cache_dir="off").cache_folder is None
     monkeypatch.setenv("DTA_CACHE_DIR", "off")
-    assert cache_folder(Options()) is None
+    assert Options().cache_folder is None
 
 
 def test_everything_that_times_depend_on_has_its_own_file(monkeypatch):

@@ -1,0 +1,455 @@
+"""The cache of analysed programs: a hit is a miss but for its time, and nothing that could differ is a hit.
+
+What another process does is done here by compiling anew; one test has another process.
+"""
+
+import concurrent.futures
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import dta_compile
+from dta_compile.program_cache import cache, description, files
+from tests.support.inside import inside
+from tests.support.tiny import (
+    PACKED_IDS,
+    SEGMENTS,
+    SMALL_CHUNKS,
+    StatedLM,
+    TinyLM,
+    after,
+    shared_ids,
+    weighted,
+)
+
+IDS = shared_ids()
+MASK = torch.ones(5, 9, dtype=torch.bool)
+MASK[1, 6:] = MASK[3, 8:] = False
+
+
+class SmallLM(TinyLM):
+    """One layer, and what attributes of the model say."""
+
+    def __init__(self):
+        super().__init__(layers=1)
+        self.scale, self.function = 1.0, torch.tanh
+
+    def forward(self, ids, mask=None):
+        return self.function(super().forward(ids, mask) * self.scale)
+
+
+class OfTwoBatches(SmallLM):
+    """Batches of different sizes in one function, and a tensor made of Python's numbers."""
+
+    def forward(self, ids, others):
+        table = torch.tensor([0.25, 0.5, 2.0] * 11, dtype=torch.float64)[:31]
+        return torch.cat([(super(OfTwoBatches, self).forward(one) * table).flatten() for one in (ids, others)])
+
+
+class OfCodebooks(SmallLM):
+    """Ids `[B, S, K]`: the passes make K a constant, under a guard."""
+
+    def forward(self, ids, mask=None):
+        x = self.embedding(ids).sum(2)
+        for block in self.blocks:
+            x = block(x, None)
+        return self.head(self.norm(x))
+
+
+@pytest.fixture(autouse=True)
+def programs(tmp_path, monkeypatch):
+    """The folder of programs, in use."""
+    monkeypatch.setattr(cache, "open_folder", files.open_folder)
+    return tmp_path / "programs"
+
+
+@pytest.fixture
+def compiled(tmp_path):
+    """Compiles as a new process would."""
+
+    def compile_anew(model, **options):
+        torch._dynamo.reset()
+        options = {**SMALL_CHUNKS, "cache_dir": tmp_path, "verify": "off", **options}
+        return torch.compile(model, backend="dta", options=options)
+
+    return compile_anew
+
+
+def was_found(compiled):
+    return cache.FOUND in inside(compiled).newest.program.timings
+
+
+def step(compiled, model, *args, real=None):
+    """Outputs where they are of real tokens, and gradients."""
+
+    def run():
+        out = compiled(*args)
+        out = out if real is None else torch.where(real[..., None], out, 0)
+        weighted(out).backward()
+        return out.detach()
+
+    out, found = after(model, run)
+    return {"out": out, **found}
+
+
+def assert_bits(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert (actual[name] is expected[name] is None) or torch.equal(actual[name], expected[name]), name
+
+
+# Hits
+
+CASES = {
+    "padded": (SmallLM, (IDS, MASK), MASK),
+    "stated": (StatedLM, (PACKED_IDS, SEGMENTS), SEGMENTS > 0),
+    "two batches": (OfTwoBatches, (IDS, shared_ids(3, 7, seed=3)), None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_program_that_was_found_does_what_the_analysed_one_does(case, compiled):
+    make, args, real = CASES[case]
+    model = make()
+    first = compiled(model, verify="auto")
+    expected = step(first, model, *args, real=real)
+    assert not was_found(first)
+    second = compiled(model, verify="auto")
+    actual = step(second, model, *args, real=real)
+    assert was_found(second)
+    assert_bits(actual, expected)
+    known, found = (dta_compile.last_plan(one) for one in (first, second))
+    assert found.schedule == known.schedule
+    assert found.estimates.self_check is not None
+
+
+def test_reports_say_what_was_found(compiled, tmp_path, monkeypatch):
+    model = SmallLM()
+    monkeypatch.setenv("DTA_CACHE_DIR", str(tmp_path))
+    plain = dta_compile.explain(model, IDS)
+    torch._dynamo.reset()
+    report = dta_compile.explain(model, IDS)
+    assert cache.FOUND in report.text and cache.FOUND not in plain.text
+    assert (report.regions, report.attention) == (plain.regions, plain.attention)
+    assert (report.prefix_key, report.frontier) == (plain.prefix_key, plain.frontier)
+
+
+def test_another_process_finds_it(compiled, tmp_path):
+    code = """if True:
+    import sys, torch
+    torch.set_num_threads(1)
+    from tests.program_cache import test_cache as test
+    model = test.SmallLM()
+    options = {**test.SMALL_CHUNKS, "cache_dir": sys.argv[1], "verify": "off"}
+    compiled = torch.compile(model, backend="dta", options=options)
+    found = test.step(compiled, model, test.IDS, test.MASK, real=test.MASK)
+    torch.save((found, test.was_found(compiled)), sys.argv[2])
+    """
+    model = SmallLM()
+    expected = step(compiled(model), model, IDS, MASK, real=MASK)
+    command = [sys.executable, "-c", code, str(tmp_path), str(tmp_path / "result")]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    actual, found = torch.load(tmp_path / "result")
+    assert found
+    assert_bits(actual, expected)
+
+
+def test_first_sizes_may_be_others(compiled):
+    model = SmallLM()
+    step(compiled(model), model, IDS)
+    ids = shared_ids(3, 12, seed=2)
+    second = compiled(model)
+    actual = step(second, model, ids)
+    assert was_found(second)
+    torch.testing.assert_close(actual, step(model, model, ids))
+
+
+def test_guards_that_passes_left_are_made_again(compiled):
+    """Without them, the program for two codebooks would run for three."""
+    model = OfCodebooks()
+    two, three = torch.stack([IDS, IDS.flip(1)], -1), torch.stack([IDS, IDS.flip(1), IDS], -1)
+    first = compiled(model)
+    step(first, model, two)
+    second = compiled(model)
+    torch.testing.assert_close(step(second, model, two), step(model, model, two))
+    assert was_found(second)
+    torch.testing.assert_close(step(second, model, three), step(model, model, three))
+    assert len(inside(second).engines) == 2
+    assert not was_found(second)  # what is kept has a guard that does not hold
+
+
+def test_pieces_of_generated_code_are_kept(compiled, monkeypatch):
+    model, sources = SmallLM(), []
+
+    def interpreted(source):
+        sources.append(source)
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr("dta_compile.passes.fusion.codegen.generate", interpreted)
+    monkeypatch.setattr("dta_compile.passes.fusion.kept.find", lambda key: None)
+    first = compiled(model, codegen="inductor")
+    expected, pieces = step(first, model, IDS), list(sources)
+    sources.clear()
+    second = compiled(model, codegen="inductor")
+    assert_bits(step(second, model, IDS), expected)
+    assert was_found(second)
+    assert sources == pieces and pieces
+    graphs = inside(second).newest.program.joint
+    assert {*graphs.generated.pieces["forward"]} == {
+        node.target for node in graphs.forward.graph.nodes if node.target in graphs.generated.pieces["forward"]
+    }
+
+
+# Misses
+
+
+class Described(Exception):
+    """In the place of the passes."""
+
+
+@pytest.fixture
+def described(compiled, monkeypatch):
+    """The text by which a program is looked up; raises `NotDescribed` if there is none."""
+    found = []
+
+    def describe(program, options):
+        try:
+            found.append(description.description(program, options.skip_passes))
+        except description.NotDescribed as reason:
+            found.append(reason)
+        raise Described
+
+    monkeypatch.setattr("dta_compile.backend.analysed", describe)
+
+    def text(change=lambda model: None, *args, **options):
+        model = SmallLM()
+        change(model)
+        with pytest.raises(Exception, match="Described"):
+            compiled(model, **options)(IDS, *args)
+        text = found.pop()
+        if isinstance(text, description.NotDescribed):
+            raise text
+        return text
+
+    return text
+
+
+def _set(**attributes):
+    return lambda model: [setattr(model, name, value) for name, value in attributes.items()]
+
+
+CHANGES = {
+    "a number": (_set(scale=0.5), {}),
+    "a function": (_set(function=torch.sigmoid), {}),
+    "a dtype": (lambda model: model.float(), {}),
+    "frozen weights": (lambda model: model.head.requires_grad_(False), {}),
+    "a pass": (lambda model: None, {"skip_passes": ["in_place"]}),
+    "generated code": (lambda model: None, {"codegen": "inductor"}),
+}
+
+
+def test_whatever_the_passes_read_is_described(described, monkeypatch):
+    same = described()
+    assert described() == same
+    found = {name: described(change, **options) for name, (change, options) in CHANGES.items()}
+    found["a mask"] = described(lambda model: None, MASK)
+    with torch.no_grad():
+        found["no gradients"] = described()
+    with torch.autocast("cpu", torch.bfloat16):
+        found["autocast"] = described()
+    for what, name, value in (
+        (torch, "__version__", "2.13.1"),
+        (description, "our_source", lambda: "other code"),
+        (torch.backends.opt_einsum, "strategy", "greedy"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(what, name, value)
+            found[name] = described()
+    assert [name for name, text in found.items() if text == same] == []
+    assert len(set(found.values())) == len(found)
+    assert described() == same
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+LIBRARY = torch.library.Library("dta_tests_cache", "DEF")
+LIBRARY.define("twice(Tensor x) -> Tensor")
+torch.library.impl("dta_tests_cache::twice", "CompositeExplicitAutograd", lambda x: x * 2, lib=LIBRARY)
+torch.library.register_fake("dta_tests_cache::twice", lambda x: x * 2, lib=LIBRARY)
+
+
+@pytest.mark.parametrize("function", [Doubled.apply, torch.ops.dta_tests_cache.twice], ids=["function", "operator"])
+def test_what_others_may_change_is_not_kept(function, described):
+    with pytest.raises(description.NotDescribed, match="a call of"):
+        described(_set(function=function))
+
+
+def test_rules_that_were_registered_for_torchs_operators_are_no_part_of_the_text(described, monkeypatch):
+    monkeypatch.setattr(description, "REGISTERED", {torch.ops.dta_tests_cache.twice.default})
+    described()
+    monkeypatch.setattr(description, "REGISTERED", {torch.ops.aten.tanh.default})
+    with pytest.raises(description.NotDescribed, match="token rules"):
+        described()
+
+
+def test_functions_are_what_their_names_say(monkeypatch):
+    assert description.is_known_function(torch.nn.functional.gelu)
+    assert description.is_known_function(torch.nn.functional.softmax)
+    assert description.is_known_function(dta_compile.attention)
+
+    def softmax(x):
+        return x
+
+    softmax.__module__, softmax.__qualname__ = "torch.nn.functional", "softmax"
+    assert not description.is_known_function(softmax)
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
+    assert not description.is_known_function(torch.nn.functional.softmax)  # it is somebody else's code
+
+
+def test_nothing_is_kept_where_that_is_said(compiled, programs, monkeypatch, tmp_path):
+    compiled(SmallLM(), cache_dir="off")(IDS)
+    assert not programs.exists()
+    monkeypatch.setenv("DTA_DEBUG", str(tmp_path / "listings"))
+    monkeypatch.setattr(cache, "description", lambda *args: pytest.fail("listings would be missing"))
+    compiled(SmallLM(), skip_passes=["codegen", "in_place"])(IDS)
+    assert not programs.exists() and any((tmp_path / "listings").iterdir())
+
+
+# Files
+
+
+def the_file(programs):
+    (path,) = programs.iterdir()
+    return path
+
+
+def test_a_file_that_cannot_be_used_is_written_anew(compiled, programs):
+    model = SmallLM()
+    expected = step(compiled(model), model, IDS)
+    path = the_file(programs)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-7])
+    again = compiled(model)
+    assert_bits(step(again, model, IDS), expected)
+    assert not was_found(again)
+    entry = files.ProgramFile(programs, "")
+    entry.path = path
+    text, assumed, program = entry.read()
+    entry.write([text, assumed, program[: len(program) // 2]])
+    again = compiled(model)
+    assert_bits(step(again, model, IDS), expected)
+    assert not was_found(again)
+    assert the_file(programs).stat().st_size == pytest.approx(len(whole), rel=0.01)
+
+
+def test_files_are_compared_as_a_whole(compiled, programs, monkeypatch):
+    """No name is trusted to be of one description, and no torn file is taken for a whole one."""
+    model = SmallLM()
+    compiled(model)(IDS)
+    entry = files.ProgramFile(programs, "")
+    entry.path = the_file(programs)
+    text, assumed, program = entry.read()
+    whole = entry.path.read_bytes()
+
+    def passes(*args, **kwargs):
+        raise Described
+
+    monkeypatch.setattr(cache, "run_passes", passes)
+
+    def is_used():
+        try:
+            compiled(model)(IDS)
+        except Exception as error:
+            assert "Described" in str(error)
+            return False
+        return True
+
+    assert is_used()
+    flipped = bytearray(whole)
+    flipped[-1000] ^= 1
+    for torn in (b"", bytes(flipped)):
+        entry.path.write_bytes(torn)
+        assert not is_used()
+        assert not entry.path.exists()
+    for parts in ([text + b" ", assumed, program], [text]):
+        entry.write(parts)
+        assert not is_used()
+    entry.write([text, assumed, program])
+    assert is_used()
+
+
+def test_folders_that_others_may_write_to_are_not_used(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "dta_compile")
+    (tmp_path / "programs").mkdir(mode=0o700)
+    assert files.open_folder(tmp_path) == tmp_path / "programs"
+    (tmp_path / "programs").chmod(0o770)
+    assert files.open_folder(tmp_path) is None
+    assert files.open_folder(tmp_path) is None
+    assert caplog.text.count("others may write") == 1
+    (tmp_path / "programs").chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    assert files.open_folder(tmp_path) is None
+
+
+def test_files_that_others_may_have_written_are_not_read(tmp_path):
+    entry = files.ProgramFile(files.open_folder(tmp_path), "text")
+    entry.write([b"part"])
+    assert entry.read() == [b"part"]
+    assert entry.path.stat().st_mode & 0o777 == 0o600
+    entry.path.chmod(0o620)
+    with pytest.raises(ValueError, match="others"):
+        entry.read()
+
+
+def test_there_need_not_be_a_folder(compiled, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    assert files.open_folder(tmp_path / "file") is None
+    assert files.ProgramFile(tmp_path / "nowhere", "text").read() is None
+    with pytest.raises(OSError):
+        files.ProgramFile(tmp_path / "nowhere", "text").write([b""])
+
+
+def test_those_that_were_not_read_for_longest_make_room(tmp_path, monkeypatch):
+    folder = files.open_folder(tmp_path)
+    entries = [files.ProgramFile(folder, str(i)) for i in range(5)]
+    abandoned = folder / "1.00.tmp"
+    abandoned.write_bytes(b"")
+    os.utime(abandoned, (0, 0))
+    monkeypatch.setattr(files, "MOST_BYTES", 4500)
+    for i, entry in enumerate(entries[:4]):
+        entry.write([b"x" * 900])
+        os.utime(entry.path, (10_000 + i, 10_000 + i))
+    entries[0].touch()
+    entries[4].write([b"x" * 900])
+    assert [entry.path.exists() for entry in entries] == [True, False, True, True, True]
+    assert not abandoned.exists()
+    with pytest.raises(OSError, match="too many"):
+        entries[0].write([b"x" * 4000])
+
+
+def test_several_may_write_and_read_at_once(tmp_path):
+    folder = files.open_folder(tmp_path)
+    parts = [[bytes([i]) * 200_000] * 2 for i in range(4)]
+    files.ProgramFile(folder, "text").write(parts[0])
+
+    def work(number):
+        entry = files.ProgramFile(folder, "text")
+        for _ in range(30):
+            entry.write(parts[number])
+            assert entry.read() in parts
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(work, range(4)))
+    assert [path.suffix for path in folder.iterdir()] == [files.SUFFIX]

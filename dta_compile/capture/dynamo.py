@@ -258,16 +258,12 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Nothing that a trace makes is garbage before its end: looking for some again and again takes a tenth of it. Nor
-    is much of it then, so that it counts as old at once, which freezing and thawing does."""
+    """Nothing that a trace makes is garbage before its end: looking for some again and again takes a tenth of it."""
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # else the user's would be thawed
-            gc.freeze()
-            gc.unfreeze()
         if was_on:
             gc.enable()
 

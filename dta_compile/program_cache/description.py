@@ -30,7 +30,6 @@ from torch.fx.experimental import _config as symbolic_shape_config
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from dta_compile.ops.mixer import MIXERS
 from dta_compile.ops.triton_use import has_triton, is_interpreted
 from dta_compile.passes import Program
 from dta_compile.passes.axes.token_rules import REGISTERED
@@ -58,8 +57,6 @@ def description(program: Program, skip: Collection[str]) -> str:
     """The text of a program that no pass has run on; raises `NotDescribed`."""
     if registered := [str(op) for op in REGISTERED if op.namespace in NAMESPACES]:
         raise NotDescribed(f"token rules were registered for {', '.join(registered)}")
-    if others := [mixer.name for mixer in MIXERS.values() if mixer.call.namespace not in NAMESPACES]:
-        raise NotDescribed(f"there are mixers of others: {', '.join(others)}")
     captured = program.captured
     values = [node.meta.get("example_value") for node in captured.graph.nodes]
     known = known_of_sizes(shape_env_of(captured)) if shape_env_of(captured) is not None else []

@@ -258,13 +258,18 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Nothing that a trace makes is garbage before its end: looking for some again and again takes a tenth of it."""
+    """Little that a trace makes is garbage before its end: looking for some again and again takes a tenth of it. What
+    is left then counts as old at once, which freezing and thawing does; else it is soon looked through twice more."""
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_on:
+            gc.collect(1)
+            if not gc.get_freeze_count():  # else what the user froze would be thawed
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

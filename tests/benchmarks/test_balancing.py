@@ -113,6 +113,7 @@ def test_both_predictions_rest_on_the_same_costs():
     assert bound <= planned <= 1.2 * bound
 
 
+@pytest.mark.slow
 def test_the_command_writes_figures_and_plots(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     arguments = ["--groups", "2,64", "--pools", "60", "--mean-tokens", "100", "--pool-groups", "4"]

@@ -20,7 +20,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -29,6 +28,7 @@ from dta_compile.passes.fusion.source import Source
 from dta_compile.passes.fusion.worker import Job, Result
 
 COMMAND = ("-m", "dta_compile.passes.fusion.worker")  # of Python; then the id of this process
+PRIORITY = 10  # of 19: steps come first; they also wait for memory and for Python, and leave a core to this meanwhile
 LONGEST_SILENCE = 900.0  # seconds without a result, after which the process is given up: a piece takes 1 to 15
 
 
@@ -103,17 +103,19 @@ def _started(folder: pathlib.Path) -> subprocess.Popen[bytes]:
     }
     for name in ("TORCH_TRACE", "DTA_DEBUG"):  # whose files are for this process
         variables.pop(name, None)
-    options: dict[str, Any] = {"start_new_session": True} if os.name == "posix" else {}
     with open(folder / "errors", "wb") as errors:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, *COMMAND, str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
             cwd=folder,
             env=variables,
-            **options,
         )
+    if hasattr(os, "setpriority"):
+        with contextlib.suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, process.pid, PRIORITY)
+    return process
 
 
 def _ended(process: subprocess.Popen[bytes], folder: pathlib.Path, owner: int) -> None:
@@ -121,11 +123,10 @@ def _ended(process: subprocess.Popen[bytes], folder: pathlib.Path, owner: int) -
     if os.getpid() != owner:
         return
     if process.poll() is None:
-        with contextlib.suppress(OSError):
-            if os.name == "posix":
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(OSError):  # not there yet: the process makes it
                 os.killpg(process.pid, signal.SIGKILL)
-            else:
-                process.kill()
+        process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(5)
     shutil.rmtree(folder, ignore_errors=True)

@@ -21,7 +21,6 @@ import torch
 
 from dta_compile.passes.fusion.source import Source
 
-PRIORITY = 10  # of 19: steps come first; they also wait for memory and for Python, and leave a core to this meanwhile
 POLL_SECONDS = 0.5  # between two looks at whether the parent is there
 
 
@@ -49,9 +48,10 @@ class Result(NamedTuple):
 
 def main(parent: int) -> None:
     """Do the job in the current folder."""
-    if hasattr(os, "nice"):
-        os.nice(PRIORITY)
-    if hasattr(os, "getppid"):
+    if hasattr(os, "setpgid"):
+        # A group of processes that ends with this one, and that interrupts from the keyboard do not reach. No session:
+        # Linux gives sessions equal shares of the processor, whatever the priorities in them.
+        os.setpgid(0, 0)
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     job: Job = pickle.loads(pathlib.Path("job").read_bytes())
 
@@ -90,7 +90,7 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     with contextlib.suppress(OSError):
-        os.killpg(os.getpid(), signal.SIGKILL)  # a process group of its own: see `beside`
+        os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 
 

@@ -10,6 +10,7 @@ is as fast and nearer to the exact result. Supported torch: 2.11 to 2.15.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -19,7 +20,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import sympy
@@ -106,7 +107,7 @@ def generate(source: Source, threads: int | None = None) -> Compiled:
         # C++ is made for a number of threads, which is no part of the cache's key in all versions unless it is set.
         if "cpu" in source.devices:
             changes["cpp.threads"] = threads or torch.get_num_threads()
-        with tracing(TracingContext(mode)), config.patch(changes):
+        with tracing(TracingContext(mode)), config.patch(changes), _precise_sums():
             run = compile_fx_inner(module, [*sizes, *fakes], cudagraphs=BoxedBool(False), is_inference=True)
     own = list(map(expression, sizes))
     if not all(isinstance(symbol, sympy.Symbol) for symbol in own) or len(set(own)) < len(own):
@@ -119,6 +120,26 @@ def generate(source: Source, threads: int | None = None) -> Compiled:
         _function(own, _tuple(_tuple(map(_printed, each)) for each in strides)),
         source.devices,
     )
+
+
+@contextlib.contextmanager
+def _precise_sums() -> Iterator[None]:
+    """C++ that adds many numbers in parts, for precision, serves few as well: without the guard that they are many."""
+    from torch._inductor.codegen.cpp import CppKernel
+    from torch._inductor.virtualized import V
+
+    decide = CppKernel.need_use_acc_helper
+
+    def decide_once(*arguments: Any, **options: Any) -> bool:
+        with V.graph.sizevars.shape_env.suppress_guards():
+            in_parts = decide(*arguments, **options)
+        return in_parts or decide(*arguments, **options)
+
+    CppKernel.need_use_acc_helper = decide_once  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CppKernel.need_use_acc_helper = decide  # type: ignore[method-assign]
 
 
 def _compiled(run: Any, serves: str, strides: str, devices: set[str]) -> Compiled:

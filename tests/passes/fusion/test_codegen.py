@@ -22,8 +22,10 @@ from torch._inductor import metrics
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dta_compile
+from dta_compile.passes.fusion import inductor
 from dta_compile.passes.fusion.clusters import clusters
 from dta_compile.passes.fusion.piece import NO_CODES, Piece, outlined
+from dta_compile.passes.fusion.source import Input, Source, size_symbols
 from tests.support.helpers import (
     FLOAT32_ISLANDS,
     assert_equal,
@@ -123,6 +125,18 @@ def test_nothing_is_compiled_again_whatever_the_batch(trained):
         ids = shared_ids(batch=2 + seed % 5, tokens=2 + (7 * seed) % 23, seed=seed)
         assert_trains_alike(model, compiled, ids)
     assert compilations() == before
+
+
+@needs_compiler
+def test_sums_over_many_rows_serve_few_as_well():
+    text = "def forward(self, size_0, input_0):\n    return ((input_0 * 2).sum((0, 1)),)\n"
+    (size,) = size_symbols(1)
+    given = Input(torch.float32, torch.device("cpu"), (size, 4, 64), (256, 64, 1))
+    code = inductor.load(inductor.generate(Source(text, (), 1, (given,))))
+    for tokens in (2, 1000, 1100, 5000):
+        values = torch.randn(tokens, 4, 64, generator=torch.Generator().manual_seed(0))
+        assert code.serves(tokens)
+        torch.testing.assert_close(code.run([tokens, values])[0], 2 * values.sum((0, 1)), rtol=0, atol=1e-3)
 
 
 @needs_compiler

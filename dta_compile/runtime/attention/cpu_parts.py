@@ -3,6 +3,8 @@
 A kernel call is either full, causal from the first pair on, or masked. Together the parts of a chunk are
 * the stack below it: one full call for all queries;
 * blocks on the diagonal: slices (causal), and neighbouring small subtrees together (masked);
+* long slices in strips, each some rows of the slice's causal square (the first is causal, the others are masked):
+  torch's causal kernel computes blocks of up to 512 keys whole;
 * what hangs from a slice against the slice: full, or masked where neighbours that hang from different tokens share one.
 With a limit, a window or chunks of the sequence, every call is masked, over the keys that its queries reach.
 """
@@ -28,7 +30,9 @@ _CALL_PAIRS = 1024  # query-key pairs of all heads that take about as long as on
 _BLOCK = 48  # neighbouring subtrees are joined up to so many tokens
 _SUBTREE = 128  # a slice is joined with all that hangs from it up to so many tokens
 _PIECE = 128  # queries of a call under a limit; more would attend to too many masked keys
-_HALVED = range(257, 641)  # torch's causal kernel computes blocks of 512 keys whole: two calls pay for such slices
+_ONE_CALL = 256  # slices up to so many tokens are one causal call
+_STRIPS = {640: 96, 2**62: 192}  # rows of the strips of longer ones up to so many tokens
+_HALVED = 640  # with two bytes a number, blocks of few rows pay less: two strips up to so many tokens, else one call
 
 
 class Part(NamedTuple):
@@ -67,14 +71,10 @@ def parts_of(chunk: ChunkShape, limit: Limit | None, dtype: torch.dtype) -> list
 def _parts(chunk: ChunkShape, dtype: torch.dtype) -> Iterator[Part]:
     blocks = list(_blocks(chunk.segments))
     for first, last, is_slice in blocks:
-        if not is_slice:
-            yield _masked(chunk, range(first, last), range(first, last), dtype, fresh=True)
-        elif last - first not in _HALVED:
-            yield _causal(chunk, first, last)
+        if is_slice:
+            yield from _slice(chunk, first, last, dtype)
         else:
-            middle = (first + last) // 2
-            yield _causal(chunk, first, middle)
-            yield _last_rows(chunk, first, middle, last, dtype)
+            yield _masked(chunk, range(first, last), range(first, last), dtype, fresh=True)
     for joined, same_keys in _joined(_outside(chunk.rectangles, blocks)):
         queries, keys = range(joined.query_first, joined.query_last), range(joined.key_first, joined.key_last)
         if same_keys:
@@ -129,26 +129,37 @@ def _joined(found: Sequence[Rectangle]) -> Iterator[tuple[Rectangle, bool]]:
     yield joined, same
 
 
-def _causal(chunk: ChunkShape, first: int, last: int) -> Part:
-    return Part(first, last, ((chunk.start + first, chunk.start + last),), causal=True, fresh=True)
+def _slice(chunk: ChunkShape, first: int, last: int, dtype: torch.dtype) -> Iterator[Part]:
+    tokens, below = last - first, chunk.start + first
+    rows = _rows_of_strips(tokens, dtype)
+    end = tokens % rows or rows  # of the first
+    yield Part(first, first + end, ((below, below + end),), causal=True, fresh=True)
+    while end < tokens:
+        begin, end = end, end + rows
+        mask = _staircase(rows, end, dtype)
+        yield Part(first + begin, first + end, ((below, below + end),), mask=mask, fresh=True)
 
 
-def _last_rows(chunk: ChunkShape, first: int, middle: int, last: int, dtype: torch.dtype) -> Part:
-    """Of the causal square of a slice the rows from `middle` on."""
-    mask = _staircase(last - middle, last - first, dtype)
-    return Part(middle, last, ((chunk.start + first, chunk.start + last),), mask=mask, fresh=True)
+def _rows_of_strips(tokens: int, dtype: torch.dtype) -> int:
+    if tokens <= _ONE_CALL:
+        return tokens
+    if dtype.itemsize < 4:
+        return -(-tokens // 2) if tokens <= _HALVED else tokens
+    return next(rows for most, rows in _STRIPS.items() if tokens <= most)
 
 
 def _staircase(rows: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """The last rows of the causal mask of `tokens` tokens: a part of the largest one."""
-    largest = _HALVED.stop // 2
-    skipped = _HALVED.stop - largest - (tokens - rows)
-    return _largest_staircase(largest, _HALVED.stop, dtype)[:rows, skipped : skipped + tokens]
+    """The last rows of the causal mask of `tokens` tokens: a part of one that all strips share, so it stays cached."""
+    shared = _shared_staircase(2 ** (tokens - 1).bit_length(), dtype)
+    skipped = shared.shape[1] - tokens - (shared.shape[0] - rows)
+    return shared[:rows, skipped : skipped + tokens]
 
 
 @functools.cache
-def _largest_staircase(rows: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full((rows, tokens), float("-inf"), dtype=dtype).triu_(tokens - rows + 1)
+def _shared_staircase(tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    rows = _HALVED // 2  # no strip has more
+    width = tokens + rows + 16  # no power of two, where all rows would compete for the same places of a cache
+    return torch.full((rows, width), float("-inf"), dtype=dtype).triu_(width - rows + 1)
 
 
 def _masked(chunk: ChunkShape, queries: range, keys: range, dtype: torch.dtype, fresh: bool = False) -> Part:

@@ -23,7 +23,8 @@ TINY = {
     "_BLOCK": 4,
     "_SUBTREE": 6,
     "_PIECE": 3,
-    "_HALVED": range(4, 10),
+    "_ONE_CALL": 3,
+    "_STRIPS": {9: 2, 2**62: 4},
 }  # every kind of part in few tokens
 
 

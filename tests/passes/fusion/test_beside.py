@@ -315,7 +315,8 @@ def test_a_process_that_hangs_is_ended(run_instead, monkeypatch, tmp_path):
 @needs_posix
 def test_a_process_leaves_the_processor_to_the_steps(run_instead):
     run_instead("import time; time.sleep(100)")
-    process = beside.Beside({"a": no_source()})._process.pid
+    job = beside.Beside({"a": no_source()})
+    process = job._process.pid
     assert os.getpriority(os.PRIO_PROCESS, process) == os.getpriority(os.PRIO_PROCESS, 0) + beside.PRIORITY
     assert os.getsid(process) == os.getsid(0)  # Linux shares the processor among sessions first
 

@@ -134,9 +134,9 @@ def test_sums_over_many_rows_serve_few_as_well():
     given = Input(torch.float32, torch.device("cpu"), (size, 4, 64), (256, 64, 1))
     code = inductor.load(inductor.generate(Source(text, (), 1, (given,))))
     for tokens in (2, 1000, 1100, 5000):
-        values = torch.randn(tokens, 4, 64, generator=torch.Generator().manual_seed(0))
+        values = torch.randint(-9, 10, (tokens, 4, 64)).float()  # whose sums are exact in any order
         assert code.serves(tokens)
-        torch.testing.assert_close(code.run([tokens, values])[0], 2 * values.sum((0, 1)), rtol=0, atol=1e-3)
+        assert torch.equal(code.run([tokens, values])[0], 2 * values.sum((0, 1)))
 
 
 @needs_compiler

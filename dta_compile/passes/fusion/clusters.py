@@ -4,13 +4,15 @@ Pointwise operators, reductions over rows and copies are clustered; matrix produ
 writes in place stay between the clusters. Every operator has a level, the number of such calls that must come before
 it: clusters are connected operators of one level, so none of them waits for a call that waits for itself. A value that
 later levels read, as a forward value computed again for the backward, moves to the first of them, and what is made of
-it for an accumulation goes along: nothing waits for those.
+it for an accumulation goes along: nothing waits for those. Clusters of one level that read one value, of as many
+elements as any that either of them reads, are one: it is read once.
 
 Views belong to no cluster: they cost nothing, so whatever reads one makes it for itself.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -21,6 +23,7 @@ from dta_compile.passes.graphs.operators import CONSTRUCTORS, ONE_PASS, REDUCTIO
 from dta_compile.passes.graphs.sizes import is_polynomial
 from dta_compile.passes.graphs.storage import view_source
 from dta_compile.passes.program import has_tensor, writes_in_place
+from dta_compile.passes.symbols import expression
 
 LEAST_OPERATORS = 2  # one by itself runs as well where it is
 
@@ -39,9 +42,31 @@ def clusters(graph: fx.Graph) -> list[list[fx.Node]]:
                     joined = [*other, *joined]
                     cluster_of.update((member, joined) for member in joined)
             cluster_of[node] = joined
-    found = {id(cluster): cluster for cluster in cluster_of.values()}
+    found = list({id(cluster): cluster for cluster in cluster_of.values()}.values())
     order = {node: i for i, node in enumerate(graph.nodes)}
-    return [sorted(c, key=order.__getitem__) for c in found.values() if sum(map(_pays, c)) >= LEAST_OPERATORS]
+    paying = [cluster for cluster in found if sum(map(_pays, cluster)) >= LEAST_OPERATORS]
+    return [sorted(cluster, key=order.__getitem__) for cluster in _joined(paying, levels)]
+
+
+def _joined(clusters: list[list[fx.Node]], levels: dict[fx.Node, int]) -> Iterable[list[fx.Node]]:
+    """The same, with those of one level as one that read the same of their widest inputs."""
+    joined: dict[tuple[int, fx.Node], list[fx.Node]] = {}
+    for cluster in clusters:
+        keys = [(levels[cluster[0]], source) for source in _widest_inputs(cluster)]
+        others = {id(joined[key]): joined[key] for key in keys if key in joined}.values()
+        members = [*itertools.chain.from_iterable(others), *cluster]
+        keys += [key for key, other in joined.items() if any(other is one for one in others)]
+        joined.update(dict.fromkeys(keys, members))
+    return {id(cluster): cluster for cluster in joined.values()}.values()
+
+
+def _widest_inputs(cluster: list[fx.Node]) -> list[fx.Node]:
+    """Those of a cluster's inputs that have the most numbers for a token or head row."""
+    members, widths = set(cluster), dict[fx.Node, int]()
+    for source in dict.fromkeys(source for node in cluster for source in sources(node)):
+        sizes = [expression(tensor.numel()) for tensor in _tensors(source)] if source not in members else []
+        widths[source] = sum(int(size.subs(dict.fromkeys(size.free_symbols, 1))) for size in sizes if size.free_symbols)
+    return [source for source, width in widths.items() if width == max(widths.values()) > 0] or cluster[:1]
 
 
 def is_view(node: fx.Node) -> bool:

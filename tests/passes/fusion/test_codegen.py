@@ -381,6 +381,18 @@ def test_a_cluster_does_not_wait_for_a_product_that_waits_for_it():
     }
 
 
+def test_what_reads_the_same_tokens_is_one_cluster_and_what_shares_less_is_not():
+    def function(x, w, table):
+        wide = x @ w
+        narrow = x @ w[:, :3]
+        return wide.sin().exp(), (wide.cos() * table).neg(), (narrow.sin() * table).exp()
+
+    inputs = torch.ones(7, 5), torch.ones(5, 9), torch.ones(7, 1)
+    graph = make_fx(function, tracing_mode="symbolic")(*inputs).graph
+    found = {tuple(str(node.target).split(".")[1] for node in cluster) for cluster in clusters(graph)}
+    assert found == {("sin", "exp", "cos", "mul", "neg"), ("sin", "mul", "exp")}
+
+
 def test_a_cluster_does_not_wait_for_an_accumulation_whose_result_it_reads():
     """As the gradient of a fused head does: it adds to the weight's, and returns that of the hidden states."""
 

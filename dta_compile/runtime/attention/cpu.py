@@ -36,7 +36,7 @@ class FlashCPU:
         x, dtype = _with_dense_rows(x), statistics_dtype(x.query.dtype)
         first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype)
         _, heads, tokens, width = x.query.shape
-        if first.last == tokens:
+        if (first.first, first.last) == (0, tokens):
             out, logsumexp = _flash(x, first)
             out, parts = out.to(dtype) if others else out, others
         else:  # in the layout of the kernel's results
@@ -59,13 +59,14 @@ class FlashCPU:
         x, dtype, start = _with_dense_rows(x), statistics_dtype(x.query.dtype), x.chunk.start
         first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype)
         _, heads, tokens, width = x.query.shape
-        if first.spans == ((start, start + tokens),):
+        if (first.first, first.last, first.spans) == (0, tokens, ((start, start + tokens),)):
             grads = (grad.to(dtype) for grad in _flash_backward(grad, out, logsumexp, x, first))
             grad_query, grad_key, grad_value = grads
             grad_key, grad_value, parts = grad_key.contiguous(), grad_value.contiguous(), others
         else:
             grad_query = x.query.new_empty((1, tokens, heads, width), dtype=dtype).transpose(1, 2)
-            grad_key, grad_value = (t.new_zeros(t.shape, dtype=dtype) for t in (x.key, x.value))
+            make = torch.empty if any(part.fresh_keys for part in parts) else torch.zeros
+            grad_key, grad_value = (make(t.shape, dtype=dtype) for t in (x.key, x.value))
         for part in parts:
             query_part, key_part, value_part = _flash_backward(grad, out, logsumexp, x, part)
             target, query_part = _aligned(_rows(grad_query, part), query_part)
@@ -199,11 +200,14 @@ def _keys_and_values(x: Operands, part: Part) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _add(grad: torch.Tensor, part: Part, start: int, prefix_grad: torch.Tensor, own_grad: torch.Tensor) -> None:
-    """Add the gradient of a part's keys (or values) where they came from."""
+    """Add the gradient of a part's keys (or values) where they came from, if there is one."""
     begin = 0
     for first, last in part.spans:
-        target = _span(prefix_grad, own_grad, (first, last), start)
-        target += _cut(grad, begin, begin + last - first)
+        target, added = _span(prefix_grad, own_grad, (first, last), start), _cut(grad, begin, begin + last - first)
+        if part.fresh_keys:
+            target.copy_(added)
+        else:
+            target += added
         begin += last - first
 
 

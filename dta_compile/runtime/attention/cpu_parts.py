@@ -43,6 +43,7 @@ class Part(NamedTuple):
         causal: query `first + k` reads the keys up to the k-th.
         mask: `[queries, keys]`, added to the scores.
         fresh: the first part of these queries; the others are merged into it.
+        fresh_keys: the first part of these keys, of the chunk's all or none; the others' gradients are added.
     """
 
     first: int
@@ -51,6 +52,7 @@ class Part(NamedTuple):
     causal: bool = False
     mask: torch.Tensor | None = None
     fresh: bool = False
+    fresh_keys: bool = False
 
     @property
     def full(self) -> bool:
@@ -59,7 +61,7 @@ class Part(NamedTuple):
 
 
 def parts_of(chunk: ChunkShape, limit: Limit | None, dtype: torch.dtype) -> list[Part]:
-    """The parts of a chunk, the fresh ones first and in order; made once per shape."""
+    """The parts of a chunk, the fresh ones first; made once per shape."""
     limit = chunk.cut_by(limit)
     derived, key = chunk.derived, (Part, limit, dtype)
     if key not in derived:
@@ -132,12 +134,11 @@ def _joined(found: Sequence[Rectangle]) -> Iterator[tuple[Rectangle, bool]]:
 def _slice(chunk: ChunkShape, first: int, last: int, dtype: torch.dtype) -> Iterator[Part]:
     tokens, below = last - first, chunk.start + first
     rows = _rows_of_strips(tokens, dtype)
-    end = tokens % rows or rows  # of the first
-    yield Part(first, first + end, ((below, below + end),), causal=True, fresh=True)
-    while end < tokens:
-        begin, end = end, end + rows
-        mask = _staircase(rows, end, dtype)
-        yield Part(first + begin, first + end, ((below, below + end),), mask=mask, fresh=True)
+    for end in range(tokens, 0, -rows):  # the widest comes first: its keys are those of all
+        begin, is_first = max(end - rows, 0), end == tokens
+        mask = _staircase(rows, end, dtype) if begin else None
+        span = below, below + end
+        yield Part(first + begin, first + end, (span,), not begin, mask, fresh=True, fresh_keys=is_first)
 
 
 def _rows_of_strips(tokens: int, dtype: torch.dtype) -> int:
@@ -163,9 +164,10 @@ def _shared_staircase(tokens: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _masked(chunk: ChunkShape, queries: range, keys: range, dtype: torch.dtype, fresh: bool = False) -> Part:
+    """`fresh`: a block on the diagonal."""
     mask = _additive(chunk.allowed(queries, keys), dtype)
     span = chunk.start + keys.start, chunk.start + keys.stop
-    return Part(queries.start, queries.stop, (span,), mask=mask, fresh=fresh)
+    return Part(queries.start, queries.stop, (span,), mask=mask, fresh=fresh, fresh_keys=fresh)
 
 
 def _limited(chunk: ChunkShape, limit: Limit, dtype: torch.dtype) -> Iterator[Part]:

@@ -77,7 +77,13 @@ def test_parts_are_the_pairs_of_the_tree_each_once(case, cuts):
     assert torch.equal(found, ancestry(case).int())
     fresh = [part for part in parts if part.fresh]
     assert parts[: len(fresh)] == fresh
-    assert [part.first for part in fresh] + [shape.tokens] == [0] + [part.last for part in fresh]
+    ranges = sorted((part.first, part.last) for part in fresh)
+    assert [first for first, _ in ranges] + [shape.tokens] == [0] + [last for _, last in ranges]
+    touched = set()
+    for part in parts:
+        own = {key for span in part.spans for key in range(*span) if key >= shape.start}
+        assert own.isdisjoint(touched) if part.fresh_keys else own <= touched or not any(p.fresh_keys for p in parts)
+        touched |= own
 
 
 def test_branches_that_are_small_share_a_call_and_long_ones_do_not():

@@ -28,7 +28,7 @@ from dta_compile.passes.fusion.source import Source
 from dta_compile.passes.fusion.worker import Job, Result
 
 COMMAND = ("-m", "dta_compile.passes.fusion.worker")  # of Python; then the id of this process
-PRIORITY = 10  # of 19: steps come first; they also wait for memory and for Python, and leave a core to this meanwhile
+PRIORITY = 10  # below that of the steps: these wait for memory and for Python, and leave a core to it meanwhile
 LONGEST_SILENCE = 900.0  # seconds without a result, after which the process is given up: a piece takes 1 to 15
 
 
@@ -114,7 +114,7 @@ def _started(folder: pathlib.Path) -> subprocess.Popen[bytes]:
         )
     if hasattr(os, "setpriority"):
         with contextlib.suppress(OSError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, process.pid, PRIORITY)
+            os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + PRIORITY)
     return process
 
 

@@ -49,8 +49,8 @@ class Result(NamedTuple):
 def main(parent: int) -> None:
     """Do the job in the current folder."""
     if hasattr(os, "setpgid"):
-        # A group of processes that ends with this one, and that interrupts from the keyboard do not reach. No session:
-        # Linux gives sessions equal shares of the processor, whatever the priorities in them.
+        # A group of processes, which all end with this one and which interrupts from the keyboard do not reach. No
+        # session: Linux gives sessions equal shares of the processor, whatever the priorities in them.
         os.setpgid(0, 0)
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     job: Job = pickle.loads(pathlib.Path("job").read_bytes())

@@ -65,8 +65,9 @@ class FlashCPU:
             grad_key, grad_value, parts = grad_key.contiguous(), grad_value.contiguous(), others
         else:
             grad_query = x.query.new_empty((1, tokens, heads, width), dtype=dtype).transpose(1, 2)
-            make = torch.empty if any(part.fresh_keys for part in parts) else torch.zeros
-            grad_key, grad_value = (make(t.shape, dtype=dtype) for t in (x.key, x.value))
+            make = torch.empty_like if any(part.fresh_keys for part in parts) else torch.zeros_like
+            layout = torch.contiguous_format
+            grad_key, grad_value = (make(t, dtype=dtype, memory_format=layout) for t in (x.key, x.value))
         for part in parts:
             query_part, key_part, value_part = _flash_backward(grad, out, logsumexp, x, part)
             target, query_part = _aligned(_rows(grad_query, part), query_part)

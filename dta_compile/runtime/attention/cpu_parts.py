@@ -160,7 +160,7 @@ def _staircase(rows: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
 def _shared_staircase(tokens: int, dtype: torch.dtype) -> torch.Tensor:
     rows = _HALVED // 2  # no strip has more
     width = tokens + rows + 16  # no power of two, where all rows would compete for the same places of a cache
-    return torch.full((rows, width), float("-inf"), dtype=dtype).triu_(width - rows + 1)
+    return torch.full((rows, width), float("-inf"), dtype=dtype, device="cpu").triu_(width - rows + 1)
 
 
 def _masked(chunk: ChunkShape, queries: range, keys: range, dtype: torch.dtype, fresh: bool = False) -> Part:
@@ -186,4 +186,4 @@ def _limited(chunk: ChunkShape, limit: Limit, dtype: torch.dtype) -> Iterator[Pa
 
 
 def _additive(allowed: npt.NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(torch.from_numpy(~allowed), float("-inf"))
+    return torch.zeros(allowed.shape, dtype=dtype, device="cpu").masked_fill_(torch.from_numpy(~allowed), float("-inf"))

@@ -4,8 +4,8 @@ Pointwise operators, reductions over rows and copies are clustered; matrix produ
 writes in place stay between the clusters. Every operator has a level, the number of such calls that must come before
 it: clusters are connected operators of one level, so none of them waits for a call that waits for itself. A value that
 later levels read, as a forward value computed again for the backward, moves to the first of them, and what is made of
-it for an accumulation goes along: nothing waits for those. Clusters of one level that read one value, of as many
-elements as any that either of them reads, are one: it is read once.
+it for an accumulation goes along: nothing waits for those. Clusters of one level that share one of the widest values
+that each reads are one: it is read once.
 
 Views belong to no cluster: they cost nothing, so whatever reads one makes it for itself.
 """
@@ -48,10 +48,10 @@ def clusters(graph: fx.Graph) -> list[list[fx.Node]]:
     return [sorted(cluster, key=order.__getitem__) for cluster in _joined(paying, levels)]
 
 
-def _joined(clusters: list[list[fx.Node]], levels: dict[fx.Node, int]) -> Iterable[list[fx.Node]]:
+def _joined(found: list[list[fx.Node]], levels: dict[fx.Node, int]) -> Iterable[list[fx.Node]]:
     """The same, with those of one level as one that read the same of their widest inputs."""
     joined: dict[tuple[int, fx.Node], list[fx.Node]] = {}
-    for cluster in clusters:
+    for cluster in found:
         keys = [(levels[cluster[0]], source) for source in _widest_inputs(cluster)]
         others = {id(joined[key]): joined[key] for key in keys if key in joined}.values()
         members = [*itertools.chain.from_iterable(others), *cluster]

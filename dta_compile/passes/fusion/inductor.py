@@ -20,6 +20,7 @@ import platform
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from dta_compile.passes.symbols import expression
 
 TYPICAL_SIZES = (2039, 1021)  # what the code is tuned for; primes, so that none of their divisors is taken for granted
 ALIGNMENT = 16  # bytes; of what Triton's kernels assume to be aligned
+_PATCHING = threading.Lock()  # one thread at a time changes a class of inductor, and changes it back
 
 Run = Callable[[list[Any]], Sequence[torch.Tensor]]
 
@@ -107,7 +109,7 @@ def generate(source: Source, threads: int | None = None) -> Compiled:
         # C++ is made for a number of threads, which is no part of the cache's key in all versions unless it is set.
         if "cpu" in source.devices:
             changes["cpp.threads"] = threads or torch.get_num_threads()
-        with tracing(TracingContext(mode)), config.patch(changes), _precise_sums():
+        with tracing(TracingContext(mode)), config.patch(changes), _sums_for_any_size(env):
             run = compile_fx_inner(module, [*sizes, *fakes], cudagraphs=BoxedBool(False), is_inference=True)
     own = list(map(expression, sizes))
     if not all(isinstance(symbol, sympy.Symbol) for symbol in own) or len(set(own)) < len(own):
@@ -123,23 +125,29 @@ def generate(source: Source, threads: int | None = None) -> Compiled:
 
 
 @contextlib.contextmanager
-def _precise_sums() -> Iterator[None]:
+def _sums_for_any_size(env: ShapeEnv) -> Iterator[None]:
     """C++ that adds many numbers in parts, for precision, serves few as well: without the guard that they are many."""
     from torch._inductor.codegen.cpp import CppKernel
     from torch._inductor.virtualized import V
 
-    decide = CppKernel.need_use_acc_helper
+    with _PATCHING:
+        decide = getattr(CppKernel, "need_use_acc_helper", None)
+        if decide is None:  # a torch that has another way
+            yield
+            return
 
-    def decide_once(*arguments: Any, **options: Any) -> bool:
-        with V.graph.sizevars.shape_env.suppress_guards():
-            in_parts = decide(*arguments, **options)
-        return in_parts or decide(*arguments, **options)
+        def decide_once(*arguments: Any, **options: Any) -> bool:
+            if V.graph.sizevars.shape_env is not env:  # somebody else's, in another thread
+                return bool(decide(*arguments, **options))
+            with env.suppress_guards():
+                in_parts = bool(decide(*arguments, **options))
+            return in_parts or bool(decide(*arguments, **options))
 
-    CppKernel.need_use_acc_helper = decide_once  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        CppKernel.need_use_acc_helper = decide  # type: ignore[method-assign]
+        CppKernel.need_use_acc_helper = decide_once  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            CppKernel.need_use_acc_helper = decide  # type: ignore[method-assign]
 
 
 def _compiled(run: Any, serves: str, strides: str, devices: set[str]) -> Compiled:

@@ -65,7 +65,7 @@ class FlashCPU:
             grad_key, grad_value, parts = grad_key.contiguous(), grad_value.contiguous(), others
         else:
             grad_query = x.query.new_empty((1, tokens, heads, width), dtype=dtype).transpose(1, 2)
-            make = torch.empty_like if any(part.fresh_keys for part in parts) else torch.zeros_like
+            make = torch.empty_like if first.fresh_keys else torch.zeros_like
             layout = torch.contiguous_format
             grad_key, grad_value = (make(t, dtype=dtype, memory_format=layout) for t in (x.key, x.value))
         for part in parts:

@@ -43,7 +43,8 @@ class Part(NamedTuple):
         causal: query `first + k` reads the keys up to the k-th.
         mask: `[queries, keys]`, added to the scores.
         fresh: the first part of these queries; the others are merged into it.
-        fresh_keys: the first part of these keys, of the chunk's all or none; the others' gradients are added.
+        fresh_keys: the first part of these keys, to whose gradients those of the others are added. All keys of a
+            chunk have such a part, or, under a limit, none has.
     """
 
     first: int

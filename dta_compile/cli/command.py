@@ -85,7 +85,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_demo)
     parser.description = "GRPO on bundled real rollouts: the same optimiser steps by eager and by dta, side by side."
     parser.add_argument("--turns", type=int, default=3, help="assistant turns per trajectory (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="optimiser steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="optimiser steps (default: %(default)s)")
     parser.add_argument("--chunk-size", type=int, default=2048, help="default: %(default)s")
     parser.add_argument("--micro-batch", type=int, default=1, help="rows per eager call (default: %(default)s)")
     parser.add_argument("--backend", default="dta", help="backend to compare with eager (default: %(default)s)")

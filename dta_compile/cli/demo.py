@@ -41,7 +41,7 @@ class Settings:
     """
 
     turns: int = 3
-    steps: int = 4
+    steps: int = 3
     micro_batch: int = 1
     chunk_size: int = 2048
     backend: str = "dta"

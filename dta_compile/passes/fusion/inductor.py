@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import math
 import os
 import pathlib
@@ -37,10 +39,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
+from dta_compile.passes.fusion import wrapper
 from dta_compile.passes.fusion.source import Input, Source, size_symbols
-from dta_compile.passes.fusion.wrapper import kernels, needed
 from dta_compile.passes.program import output_node
-from dta_compile.passes.symbols import expression
+from dta_compile.passes.symbols import expression, free_symbols
 
 TYPICAL_SIZES = (2039, 1021)  # what the code is tuned for; primes, so that none of their divisors is taken for granted
 ALIGNMENT = 16  # bytes; of what Triton's kernels assume to be aligned
@@ -109,7 +111,15 @@ def generate(source: Source, threads: int | None = None) -> Compiled:
         # C++ is made for a number of threads, which is no part of the cache's key in all versions unless it is set.
         if "cpu" in source.devices:
             changes["cpp.threads"] = threads or torch.get_num_threads()
-        with tracing(TracingContext(mode)), config.patch(changes), _sums_for_any_size(env):
+        # What an earlier release of ours left in inductor's cache was made by other choices.
+        caching: Any = torch.compiler.config
+        tag = f"{caching.cache_key_tag} dta_compile {generator()}"
+        with (
+            tracing(TracingContext(mode)),
+            caching.patch(cache_key_tag=tag),
+            config.patch(changes),
+            _sums_for_any_size(env),
+        ):
             run = compile_fx_inner(module, [*sizes, *fakes], cudagraphs=BoxedBool(False), is_inference=True)
     own = list(map(expression, sizes))
     if not all(isinstance(symbol, sympy.Symbol) for symbol in own) or len(set(own)) < len(own):
@@ -126,7 +136,10 @@ def generate(source: Source, threads: int | None = None) -> Compiled:
 
 @contextlib.contextmanager
 def _sums_for_any_size(env: ShapeEnv) -> Iterator[None]:
-    """C++ that adds many numbers in parts, for precision, serves few as well: without the guard that they are many."""
+    """C++ that adds numbers in parts, for precision, whenever their number is symbolic: the choice needs no guard.
+
+    Inductor does so for more than 4,096 and adds fewer directly, and its code serves one of the two.
+    """
     from torch._inductor.codegen.cpp import CppKernel
     from torch._inductor.virtualized import V
 
@@ -136,14 +149,13 @@ def _sums_for_any_size(env: ShapeEnv) -> Iterator[None]:
             yield
             return
 
-        def decide_once(*arguments: Any, **options: Any) -> bool:
-            if V.graph.sizevars.shape_env is not env:  # somebody else's, in another thread
-                return bool(decide(*arguments, **options))
-            with env.suppress_guards():
-                in_parts = bool(decide(*arguments, **options))
-            return in_parts or bool(decide(*arguments, **options))
+        def decide_once(kernel: Any, reduction_type: str, dtype: torch.dtype, *others: Any, **options: Any) -> bool:
+            ours = V.graph.sizevars.shape_env is env  # or somebody else's, in another thread
+            if ours and reduction_type == "sum" and dtype == torch.float:
+                return bool(free_symbols(kernel.call_ranges[kernel.reduction_depth :]))
+            return bool(decide(kernel, reduction_type, dtype, *others, **options))
 
-        CppKernel.need_use_acc_helper = decide_once  # type: ignore[method-assign]
+        CppKernel.need_use_acc_helper = decide_once  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
@@ -161,8 +173,8 @@ def _compiled(run: Any, serves: str, strides: str, devices: set[str]) -> Compile
             raise ValueError(f"it reads constants: {', '.join(run.constants)}")
         return Compiled(serves, strides, None, (("call", run.cache_key, str(module.__file__)),), {}, aligned)
     text = pathlib.Path(str(module.__file__)).read_text()
-    names = kernels(text, "cpp_pybinding")
-    text, free = needed(text, "call", names)
+    names = wrapper.kernels(text, "cpp_pybinding")
+    text, free = wrapper.needed(text, "call", names)
     found = {name: getattr(module, name) for name in free}
     constants = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
     homes = {name: found[name].__self__.__spec__ for name in free if name not in constants}
@@ -228,6 +240,13 @@ def apply(chosen: dict[str, Any]) -> None:
 
     here = config.get_config_copy()
     config.load_config(pickle.dumps({name: x for name, x in chosen.items() if name in here and here[name] != x}))
+
+
+@functools.cache
+def generator() -> str:
+    """A hash of what makes code of a source, and of what reads it again."""
+    files = (pathlib.Path(str(file)) for file in (__file__, wrapper.__file__))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def environment(devices: Iterable[str]) -> tuple[Any, ...]:

@@ -10,13 +10,11 @@ import functools
 import hashlib
 import logging
 import os
-import pathlib
 import pickle
 import secrets
 from collections.abc import Iterable
 
-from dta_compile.passes.fusion import inductor, wrapper
-from dta_compile.passes.fusion.inductor import Code, Compiled, environment, folder, load
+from dta_compile.passes.fusion.inductor import Code, Compiled, environment, folder, generator, load
 from dta_compile.passes.fusion.source import Source
 
 logger = logging.getLogger("dta_compile")
@@ -25,15 +23,8 @@ logger = logging.getLogger("dta_compile")
 def keys(sources: Iterable[Source]) -> list[str]:
     """The names of files for the code of these sources, generated in this process or for it."""
     around = functools.cache(environment)  # the same for all
-    texts = (f"{_generator()} {one!r} {around(frozenset(one.devices))!r}" for one in sources)
+    texts = (f"{generator()} {one!r} {around(frozenset(one.devices))!r}" for one in sources)
     return [hashlib.sha256(text.encode()).hexdigest()[:32] for text in texts]
-
-
-@functools.cache
-def _generator() -> str:
-    """A hash of what makes code of a source, and of what reads it again."""
-    files = (module.__file__ for module in (inductor, wrapper))
-    return hashlib.sha256(b"".join(pathlib.Path(str(file)).read_bytes() for file in files)).hexdigest()
 
 
 def find(key: str) -> Code | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.runtime.attention.cpu_parts import Part, parts_of
+from dta_compile.runtime.attention.cpu_parts import InStrips, Part, parts_of
 from dta_compile.runtime.attention.interface import Operands, Tensors
 from dta_compile.runtime.attention.merge import merge_with
 from dta_compile.runtime.attention.reference import capped, repeat_heads, sum_groups
@@ -27,14 +27,20 @@ class FlashCPU:
     """torch's CPU flash kernels; float32, float64 and bfloat16, with one head size for keys and values.
 
     Parts are summed in at least float32.
+
+    Attributes:
+        in_strips: whether very long slices are computed in strips; see `cpu_trial`.
     """
 
     replayable = False
 
+    def __init__(self, in_strips: InStrips) -> None:
+        self.in_strips = in_strips
+
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Provider.forward`."""
         x, dtype = _with_dense_rows(x), statistics_dtype(x.query.dtype)
-        first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype)
+        first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype, self.in_strips)
         _, heads, tokens, width = x.query.shape
         if (first.first, first.last) == (0, tokens):
             out, logsumexp = _flash(x, first)
@@ -57,7 +63,7 @@ class FlashCPU:
     ) -> Tensors:
         """See `Provider.backward`."""
         x, dtype, start = _with_dense_rows(x), statistics_dtype(x.query.dtype), x.chunk.start
-        first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype)
+        first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype, self.in_strips)
         _, heads, tokens, width = x.query.shape
         if (first.first, first.last, first.spans) == (0, tokens, ((start, start + tokens),)):
             grads = (grad.to(dtype) for grad in _flash_backward(grad, out, logsumexp, x, first))

@@ -128,13 +128,14 @@ def test_nothing_is_compiled_again_whatever_the_batch(trained):
 
 
 @needs_compiler
-def test_sums_over_many_rows_serve_few_as_well():
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_sums_over_rows_serve_few_and_many(heads):
     text = "def forward(self, size_0, input_0):\n    return ((input_0 * 2).sum((0, 1)),)\n"
     (size,) = size_symbols(1)
-    given = Input(torch.float32, torch.device("cpu"), (size, 4, 64), (256, 64, 1))
+    given = Input(torch.float32, torch.device("cpu"), (size, heads, 64), (64 * heads, 64, 1))
     code = inductor.load(inductor.generate(Source(text, (), 1, (given,))))
-    for tokens in (2, 1000, 1100, 5000):
-        values = torch.randint(-9, 10, (tokens, 4, 64)).float()  # whose sums are exact in any order
+    for tokens in (2, 1000, 1100, 3000, 5000):
+        values = torch.randint(-9, 10, (tokens, heads, 64)).float()  # whose sums are exact in any order
         assert code.serves(tokens)
         assert torch.equal(code.run([tokens, values])[0], 2 * values.sum((0, 1)))
 

@@ -39,9 +39,18 @@ from dta_compile.ops.recurrences.states import (
 )
 from dta_compile.ops.recurrences.unit_inverse import unit_inverse
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "longest_block"]
 
 MOST_STATES = 2**24  # elements of states that are read at once
+
+
+def longest_block(key: torch.Tensor, beta: torch.Tensor | None) -> int:
+    """Tokens of a block up to which its float32 is about as precise as one token after the other.
+
+    The delta rule overwrites what a state of few keys holds again and again, which rounds anew each time; a block adds
+    up all that its tokens wrote, and the terms cancel.
+    """
+    return 64 if beta is None else min(64, max(8, 2 * key.shape[-1]))
 
 
 def forward(

@@ -192,7 +192,7 @@ _HEADS = (BATCH, TOKENS, "heads", "head_dim")
 _CHANNELS = (BATCH, TOKENS, "channels")
 
 
-def _blocks(runs: Runs, most: int = 64) -> Blocks:
+def _blocks(runs: Runs, most: int) -> Blocks:
     """The runs in blocks of a size that suits them, at most `most`."""
 
     def make() -> Blocks:
@@ -206,9 +206,10 @@ def _blocks(runs: Runs, most: int = 64) -> Blocks:
 def _linear_attention(
     operands: Tensors, numbers: tuple[float, ...], initial: torch.Tensor, runs: Runs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    query, key, value, decay, *beta = operands
-    blocks = _blocks(runs)
-    return linear_attention.forward(query, key, value, decay, beta[0] if beta else None, numbers[0], initial, blocks)
+    query, key, value, decay, *betas = operands
+    beta = betas[0] if betas else None
+    blocks = _blocks(runs, linear_attention.longest_block(key, beta))
+    return linear_attention.forward(query, key, value, decay, beta, numbers[0], initial, blocks)
 
 
 def _linear_attention_backward(
@@ -219,10 +220,11 @@ def _linear_attention_backward(
     initial: torch.Tensor,
     runs: Runs,
 ) -> tuple[Tensors, torch.Tensor]:
-    query, key, value, decay, *beta = operands
-    of_beta, blocks = beta[0] if beta else None, _blocks(runs)
+    query, key, value, decay, *betas = operands
+    beta = betas[0] if betas else None
+    blocks = _blocks(runs, linear_attention.longest_block(key, beta))
     *grads, of_state = linear_attention.backward(
-        grad, of_kept, query, key, value, decay, of_beta, numbers[0], initial, blocks
+        grad, of_kept, query, key, value, decay, beta, numbers[0], initial, blocks
     )
     return tuple(found for found in grads if found is not None), of_state
 

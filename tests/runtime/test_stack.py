@@ -6,7 +6,6 @@ import torch
 
 from dta_compile.plan import Segment
 from dta_compile.runtime.attention.cpu import FlashCPU
-from dta_compile.runtime.attention.cpu_trial import strips_pay
 from dta_compile.runtime.attention.layer import AttentionRuntime
 from dta_compile.runtime.attention.reference import Reference
 from dta_compile.runtime.path.chunk_shape import ChunkShape
@@ -16,7 +15,7 @@ from tests.support.attention import TIGHT, attention_layer, random
 
 def test_gradients_wait_until_all_layers_have_taken_theirs():
     layers = [attention_layer(1, 4, 4)] * 3
-    path = PathStack(layers, [AttentionRuntime(FlashCPU(strips_pay))] * 3, 12, torch.device("cpu"))
+    path = PathStack(layers, [AttentionRuntime(FlashCPU())] * 3, 12, torch.device("cpu"))
     path.allocate_gradients()
     assert not path.waits_for(0)
 

@@ -3,6 +3,7 @@
 Each executable graph is cut at the calls that a library runs best; the operators between two of them become one piece
 (`clusters`, `piece`), and every distinct piece is compiled once by inductor, for all numbers of tokens and head rows.
 Layers that are alike have the same pieces. What is saved between forward and backward was chosen before and stays.
+Attention of a chunk on a CPU, which is written in C++ (`native`), is compiled with them and counted as one of them.
 
 This comes before `in_place`: pieces are functions without side effects, and inductor places their values by itself.
 
@@ -16,12 +17,13 @@ generated is found by later processes (`kept`). So "auto" leaves it out of small
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -31,19 +33,22 @@ from dta_compile.passes.contracts import contract
 from dta_compile.passes.fusion import inductor, kept
 from dta_compile.passes.fusion.beside import Beside
 from dta_compile.passes.fusion.inductor import Code, generate
+from dta_compile.passes.fusion.native import TreeAttention
 from dta_compile.passes.fusion.piece import NO_CODES, Codes, Piece, outlined
-from dta_compile.passes.fusion.source import Source
+from dta_compile.passes.fusion.source import CppSource, Source
 from dta_compile.passes.fusion.worker import reason
 from dta_compile.passes.symbols import hint
 
 if TYPE_CHECKING:
     from torch import fx
 
+    from dta_compile.passes.mixer_layers import MixerLayer
     from dta_compile.passes.program import Program
 
 # "auto": by device type, the bytes that the chunks of a first batch without sharing keep for the backward from which on
 # code is generated; what is kept grows as what generated code saves. To be measured on CUDA.
 WORTHWHILE = {"cuda": 0, "cpu": 2**28}
+AnyPiece = Piece | TreeAttention
 GRAPHS = ("cache_only", "forward_only", "forward", "backward")
 
 logger = logging.getLogger("dta_compile")
@@ -63,15 +68,15 @@ class GeneratedCode:
         failures: why pieces run as ATen operators, a piece each.
     """
 
-    pieces: dict[str, list[Piece]]
+    pieces: Mapping[str, Sequence[AnyPiece]]
     beside: bool = False
     codes: Codes = dataclasses.field(default_factory=lambda: NO_CODES)
     swaps: int = 0
     found: int = 0
     seconds: float = 0.0
     failures: list[str] = dataclasses.field(default_factory=list)
-    _tried: set[Piece] = dataclasses.field(default_factory=set)
-    _pending: dict[str, Piece] = dataclasses.field(default_factory=dict)  # by key, to be generated beside the steps
+    _tried: set[AnyPiece] = dataclasses.field(default_factory=set)
+    _pending: dict[str, AnyPiece] = dataclasses.field(default_factory=dict)  # by key, to be generated beside the steps
     _job: Beside | None = None
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -104,12 +109,12 @@ class GeneratedCode:
                 self._generate_beside()
             return self.codes
 
-    def _find(self, pieces: list[Piece]) -> None:
+    def _find(self, pieces: list[AnyPiece]) -> None:
         """Take what is on disk; the other pieces are pending, unless nothing could compile them."""
         if not pieces:
             return
         self._tried.update(pieces)
-        started, codes = time.perf_counter(), dict[Piece, Code]()
+        started, codes = time.perf_counter(), dict[AnyPiece, Code | ctypes.CDLL]()
         for key, piece in zip(kept.keys(piece.source for piece in pieces), pieces, strict=True):
             if inductor.is_cached() and (code := kept.find(key)) is not None:
                 codes[piece] = code
@@ -122,7 +127,7 @@ class GeneratedCode:
         self.seconds += time.perf_counter() - started
 
     def _generate_now(self) -> None:
-        codes, started, self._job = dict[Piece, Code](), time.perf_counter(), None
+        codes, started, self._job = dict[AnyPiece, Code | ctypes.CDLL](), time.perf_counter(), None
         for key, piece in self._pending.items():
             try:
                 codes[piece] = _made(key, piece.source)
@@ -143,7 +148,7 @@ class GeneratedCode:
             return
         if not self._job.poll():
             return
-        job, self._job, codes = self._job, None, dict[Piece, Code]()
+        job, self._job, codes = self._job, None, dict[AnyPiece, Code | ctypes.CDLL]()
         self.seconds += sum(result.seconds for result in job.results)
         for result in job.results:
             piece = self._pending.pop(result.key)
@@ -190,7 +195,7 @@ def _warn(why: str) -> None:
     logger.warning("dta: inductor failed, so part of the model runs as ATen operators: %s", why)
 
 
-def _made(key: str, source: Source) -> Code:
+def _made(key: str, source: Source | CppSource) -> Code | ctypes.CDLL:
     """Code that is generated in this process, and kept for others if that works."""
     compiled = generate(source)
     try:
@@ -209,11 +214,12 @@ def codegen(program: Program) -> None:
     if program.codegen == "eager":
         return
     joint, known = program.joint, dict[Source, Piece]()
+    native = [TreeAttention()] if any(TreeAttention.takes(layer, device_of(layer)) for layer in program.mixers) else []
     modules: dict[str, fx.GraphModule] = {name: getattr(joint, name) for name in GRAPHS if getattr(joint, name)}
     for module in dict.fromkeys(modules.values()):
         module.graph = outlined(module.graph, joint.sizes, known)
         module.graph.lint()
-    generated = GeneratedCode({name: pieces_of(module) for name, module in modules.items()}, beside)
+    generated = GeneratedCode({name: [*pieces_of(module), *native] for name, module in modules.items()}, beside)
     program.joint = dataclasses.replace(joint, generated=generated)
 
 
@@ -222,9 +228,15 @@ def choice(program: Program) -> str:
     layer = program.mixers[0]
     value: torch.Tensor = layer.node.meta["val"]
     batch, tokens = (hint(value.shape[dim]) or 0 for dim in (layer.mixer.batch_dim, layer.mixer.token_dim))
-    least = WORTHWHILE.get(value.device.type)
+    least = WORTHWHILE.get(device_of(layer))
     pays = least is not None and program.joint.saved_bytes_per_token * batch * tokens >= least
     return "inductor" if pays else "eager"
+
+
+def device_of(layer: MixerLayer) -> str:
+    """The type of the device that a layer was traced on."""
+    value: torch.Tensor = layer.node.meta["val"]
+    return value.device.type
 
 
 def pieces_of(module: fx.GraphModule) -> list[Piece]:

@@ -11,6 +11,7 @@ is as fast and nearer to the exact result. Supported torch: 2.11 to 2.15.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import hashlib
@@ -40,7 +41,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
 from dta_compile.passes.fusion import wrapper
-from dta_compile.passes.fusion.source import Input, Source, size_symbols
+from dta_compile.passes.fusion.source import CppSource, Input, Source, size_symbols
 from dta_compile.passes.program import output_node
 from dta_compile.passes.symbols import expression, free_symbols
 
@@ -85,11 +86,21 @@ class Compiled:
     aligned: tuple[int, ...]
 
 
-def generate(source: Source, threads: int | None = None) -> Compiled:
+class CompiledLibrary(NamedTuple):
+    """Functions in C++ as they lie on disk, compiled."""
+
+    path: str
+
+
+def generate(source: Source | CppSource, threads: int | None = None) -> Compiled | CompiledLibrary:
     """Code for a function, for so many threads of a CPU; None: as many as torch has here.
 
     Raises whatever inductor raises: no compiler, an operator that it cannot lower.
     """
+    if isinstance(source, CppSource):
+        from torch._inductor.codecache import CppCodeCache
+
+        return CompiledLibrary(CppCodeCache.load(source.text)._name)
     # Not with this module: importing it takes a second, and only some programs need it.
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -182,8 +193,10 @@ def _compiled(run: Any, serves: str, strides: str, devices: set[str]) -> Compile
     return Compiled(serves, strides, text, places, constants, aligned)
 
 
-def load(compiled: Compiled) -> Code:
+def load(compiled: Compiled | CompiledLibrary) -> Code | ctypes.CDLL:
     """The code, in this process; raises `OSError` or `ImportError` where its files are gone."""
+    if isinstance(compiled, CompiledLibrary):
+        return ctypes.CDLL(compiled.path)
     if compiled.text is None:
         from torch._inductor.codecache import PyCodeCache
 

@@ -6,6 +6,7 @@ Inductor's own look-up traces and lowers a function before it knows its name the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import logging
@@ -14,20 +15,28 @@ import pickle
 import secrets
 from collections.abc import Iterable
 
-from dta_compile.passes.fusion.inductor import Code, Compiled, environment, folder, generator, load
-from dta_compile.passes.fusion.source import Source
+from dta_compile.passes.fusion.inductor import (
+    Code,
+    Compiled,
+    CompiledLibrary,
+    environment,
+    folder,
+    generator,
+    load,
+)
+from dta_compile.passes.fusion.source import CppSource, Source
 
 logger = logging.getLogger("dta_compile")
 
 
-def keys(sources: Iterable[Source]) -> list[str]:
+def keys(sources: Iterable[Source | CppSource]) -> list[str]:
     """The names of files for the code of these sources, generated in this process or for it."""
     around = functools.cache(environment)  # the same for all
     texts = (f"{generator()} {one!r} {around(frozenset(one.devices))!r}" for one in sources)
     return [hashlib.sha256(text.encode()).hexdigest()[:32] for text in texts]
 
 
-def find(key: str) -> Code | None:
+def find(key: str) -> Code | ctypes.CDLL | None:
     """The code that is kept under a name, loaded; None: there is none, or its files are gone."""
     try:
         return load(pickle.loads((folder() / "dta" / key).read_bytes()))
@@ -38,7 +47,7 @@ def find(key: str) -> Code | None:
         return None
 
 
-def keep(key: str, compiled: Compiled) -> None:
+def keep(key: str, compiled: Compiled | CompiledLibrary) -> None:
     """Write a file as a whole, so that readers meet no half of it; raises `OSError`."""
     path = folder() / "dta" / key
     path.parent.mkdir(parents=True, exist_ok=True)

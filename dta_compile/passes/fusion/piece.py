@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch import fx
 from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.fusion.clusters import clusters, is_view, readers, sources
 from dta_compile.passes.fusion.inductor import Code
+from dta_compile.passes.fusion.native import TreeAttention
 from dta_compile.passes.fusion.source import Source
 from dta_compile.passes.graph_module import graph_module
 from dta_compile.passes.graphs.sizes import SizeNodes, is_polynomial
@@ -44,7 +46,8 @@ class Piece:
     def __call__(self, *arguments: Any) -> Sequence[torch.Tensor]:
         count = self.source.sizes
         sizes, tensors = arguments[:count], arguments[count:]
-        if (code := _running.codes.get(self)) is None or (strides := self._strides(code, sizes)) is None:
+        code = _running.codes.get(self)
+        if not isinstance(code, Code) or (strides := self._strides(code, sizes)) is None:
             return self.body.forward(*arguments)
         if [tensor.stride() for tensor in tensors] != strides:
             tensors = tuple(map(_laid_out, tensors, strides))
@@ -59,7 +62,7 @@ class Piece:
         return latest[2]
 
 
-Codes = Mapping[Piece, Code]  # of those pieces that there is code for; the others run their operators
+Codes = Mapping[Piece | TreeAttention, Code | ctypes.CDLL]  # what there is; the others run as operators of torch
 NO_CODES: Codes = MappingProxyType({})
 
 
@@ -80,6 +83,12 @@ def running(codes: Codes) -> Iterator[None]:
         yield
     finally:
         _running.codes = before
+
+
+def running_library(functions: TreeAttention) -> ctypes.CDLL | None:
+    """These functions compiled, if what this thread runs has them."""
+    found = _running.codes.get(functions)
+    return found if isinstance(found, ctypes.CDLL) else None
 
 
 def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -73,6 +73,18 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
+class CppSource:
+    """Functions in C++ that are compiled as they stand."""
+
+    text: str
+
+    @property
+    def devices(self) -> set[str]:
+        """Types of the devices that they run on."""
+        return {"cpu"}
+
+
+@dataclasses.dataclass(frozen=True)
 class _Module:
     name: str
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dta_compile.passes.fusion.source import Source
+from dta_compile.passes.fusion.source import CppSource, Source
 
 POLL_SECONDS = 0.5  # between two looks at whether the parent is there
 
@@ -33,7 +33,7 @@ class Job(NamedTuple):
         settings: of inductor.
     """
 
-    sources: dict[str, Source]
+    sources: dict[str, Source | CppSource]
     threads: int
     settings: dict[str, Any]
 
@@ -58,8 +58,10 @@ def main(parent: int) -> None:
     from dta_compile.passes.fusion.inductor import apply
 
     apply(job.settings)
-    for value in (value for source in job.sources.values() for value in source.inputs if value.device.type == "cuda"):
-        torch.cuda.set_device(value.device)  # no memory on the first GPU for what another one runs
+    for source in job.sources.values():
+        for value in source.inputs if isinstance(source, Source) else ():
+            if value.device.type == "cuda":
+                torch.cuda.set_device(value.device)  # no memory on the first GPU for what another one runs
     with open("results", "a", buffering=1) as results:
         for key, source in job.sources.items():
             started = time.perf_counter()
@@ -67,7 +69,7 @@ def main(parent: int) -> None:
             results.write(json.dumps(Result(key, time.perf_counter() - started, error)) + "\n")
 
 
-def _generated(key: str, source: Source, threads: int) -> str:
+def _generated(key: str, source: Source | CppSource, threads: int) -> str:
     """Generate and keep code, unless a worker of another process did; why it failed, or nothing."""
     from dta_compile.passes.fusion import inductor, kept
 

@@ -1,17 +1,24 @@
-"""Attention of a chunk by torch's CPU flash kernels: the parts of `cpu_parts`, merged by log-sum-exp.
+"""Attention of a chunk on a CPU: by C++ of our own where it has been compiled (`ops.tree_attention`), in one call.
 
+Else by torch's flash kernels: the parts of `cpu_parts`, merged by log-sum-exp.
 The kernels take fewer heads of keys than of queries (torch 2.9 and later), so keys and values are never repeated. Given
 the merged output and log-sum-exp, the backward of each part is exact by itself.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.runtime.attention.cpu_parts import InStrips, Part, parts_of
+from dta_compile.ops.tree_attention import kernel
+from dta_compile.ops.tree_attention.kernel import Keys, States
+from dta_compile.passes.fusion.native import TreeAttention
+from dta_compile.passes.fusion.piece import running_library
+from dta_compile.runtime.attention.cpu_parts import Part, parts_of
 from dta_compile.runtime.attention.interface import Operands, Tensors
 from dta_compile.runtime.attention.merge import merge_with
 from dta_compile.runtime.attention.reference import capped, repeat_heads, sum_groups
@@ -24,23 +31,20 @@ MOST_PAIRS = 2**22  # scores of plain math at one time
 
 
 class FlashCPU:
-    """torch's CPU flash kernels; float32, float64 and bfloat16, with one head size for keys and values.
+    """Kernels for CPUs; float32, float64 and bfloat16, with one head size for keys and values.
 
-    Parts are summed in at least float32.
-
-    Attributes:
-        in_strips: whether very long slices are computed in strips; see `cpu_trial`.
+    Both kinds return the same values, up to roundings, so that a call may go on with the other kind. Parts are summed
+    in at least float32.
     """
 
     replayable = False
 
-    def __init__(self, in_strips: InStrips) -> None:
-        self.in_strips = in_strips
-
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Provider.forward`."""
         x, dtype = _with_dense_rows(x), statistics_dtype(x.query.dtype)
-        first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype, self.in_strips)
+        if (library := _library(x)) is not None:
+            return kernel.forward(library, x.query, _states(x), _keys(x), x.scale)
+        first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype)
         _, heads, tokens, width = x.query.shape
         if (first.first, first.last) == (0, tokens):
             out, logsumexp = _flash(x, first)
@@ -63,7 +67,10 @@ class FlashCPU:
     ) -> Tensors:
         """See `Provider.backward`."""
         x, dtype, start = _with_dense_rows(x), statistics_dtype(x.query.dtype), x.chunk.start
-        first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype, self.in_strips)
+        if (library := _library(x)) is not None:
+            of_prefix = prefix_key_grad, prefix_value_grad
+            return kernel.backward(library, grad, out, logsumexp, x.query, _states(x), _keys(x), x.scale, of_prefix)
+        first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype)
         _, heads, tokens, width = x.query.shape
         if (first.first, first.last, first.spans) == (0, tokens, ((start, start + tokens),)):
             grads = (grad.to(dtype) for grad in _flash_backward(grad, out, logsumexp, x, first))
@@ -91,6 +98,26 @@ def _with_dense_rows(x: Operands) -> Operands:
     if x.query.stride(-1) == x.key.stride(-1) == x.value.stride(-1) == 1:
         return x
     return x._replace(query=x.query.contiguous(), key=x.key.contiguous(), value=x.value.contiguous())
+
+
+def _library(x: Operands) -> ctypes.CDLL | None:
+    """The C++ that computes this; None: torch's kernels do."""
+    return None if x.softcap or x.query.dtype not in kernel.DTYPES else running_library(TreeAttention())
+
+
+def _states(x: Operands) -> States:
+    return States(x.key, x.value, x.prefix_key, x.prefix_value)
+
+
+def _keys(x: Operands) -> Keys:
+    """Made once per shape."""
+    limit = x.chunk.cut_by(x.limit)
+    derived = x.chunk.derived
+    if (Keys, limit) not in derived:
+        ends, depths = (torch.from_numpy(one.astype(np.int32)) for one in (x.chunk.subtree_ends, x.chunk.depths))
+        derived[Keys, limit] = Keys(ends, depths, *(limit or ()))
+    keys: Keys = derived[Keys, limit]
+    return keys
 
 
 def _flash(x: Operands, part: Part) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,8 +3,8 @@
 A kernel call is either full, causal from the first pair on, or masked. Together the parts of a chunk are
 * the stack below it: one full call for all queries;
 * blocks on the diagonal: slices (causal), and neighbouring small subtrees together (masked);
-* long slices, and very long ones where that is faster (see `cpu_trial`), in strips, each some rows of the slice's
-  causal square (the first is causal, the others are masked): torch's kernel computes blocks of up to 512 keys whole;
+* long slices in strips, each some rows of the slice's causal square (the first is causal, the others are masked):
+  torch's causal kernel computes blocks of up to 512 keys whole (very long ones, of which it takes larger blocks, not);
 * what hangs from a slice against the slice: full, or masked where neighbours that hang from different tokens share one.
 With a limit, a window or chunks of the sequence, every call is masked, over the keys that its queries reach.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 from dta_compile.plan.tree.segments import Rectangle, Segment
 from dta_compile.runtime.path.chunk_shape import ChunkShape, Limit
 
-__all__ = ["InStrips", "Part", "parts_of"]
+__all__ = ["Part", "parts_of"]
 
 # Measured with torch 2.13 on two AVX-512 cores, of AMD and of Intel, heads of 64 and 128.
 _CALL_PAIRS = 1024  # query-key pairs of all heads that take about as long as one more call
@@ -31,10 +31,8 @@ _BLOCK = 48  # neighbouring subtrees are joined up to so many tokens
 _SUBTREE = 128  # a slice is joined with all that hangs from it up to so many tokens
 _PIECE = 128  # queries of a call under a limit; more would attend to too many masked keys
 _ONE_CALL = 256  # slices up to so many tokens are one causal call
-_LARGE_BLOCKS = 768  # queries from which on torch's kernel takes 256 at a time, of fewer 64, and 32 below 192
-_ROWS, _FEW_ROWS = 192, 96  # of strips; the fewer, where strips pay, in slices that one call would take by 64 at a time
-
-InStrips = Callable[[torch.dtype], bool]  # whether strips of few rows are faster in this type; a global function
+_LARGE_BLOCKS = 768  # queries from which on torch's kernel takes 256 at a time; of fewer 64, and 32 below 192
+_ROWS = 192  # of a strip
 
 
 class Part(NamedTuple):
@@ -63,21 +61,21 @@ class Part(NamedTuple):
         return self.mask is None and not self.causal
 
 
-def parts_of(chunk: ChunkShape, limit: Limit | None, dtype: torch.dtype, in_strips: InStrips) -> list[Part]:
+def parts_of(chunk: ChunkShape, limit: Limit | None, dtype: torch.dtype) -> list[Part]:
     """The parts of a chunk, the fresh ones first; made once per shape."""
     limit = chunk.cut_by(limit)
-    derived, key = chunk.derived, (Part, limit, dtype, in_strips)
+    derived, key = chunk.derived, (Part, limit, dtype)
     if key not in derived:
-        derived[key] = list(_parts(chunk, dtype, in_strips) if limit is None else _limited(chunk, limit, dtype))
+        derived[key] = list(_parts(chunk, dtype) if limit is None else _limited(chunk, limit, dtype))
     parts: list[Part] = derived[key]
     return parts
 
 
-def _parts(chunk: ChunkShape, dtype: torch.dtype, in_strips: InStrips) -> Iterator[Part]:
+def _parts(chunk: ChunkShape, dtype: torch.dtype) -> Iterator[Part]:
     blocks = list(_blocks(chunk.segments))
     for first, last, is_slice in blocks:
         if is_slice:
-            yield from _slice(chunk, first, last, dtype, in_strips)
+            yield from _slice(chunk, first, last, dtype)
         else:
             yield _masked(chunk, range(first, last), range(first, last), dtype, fresh=True)
     for joined, same_keys in _joined(_outside(chunk.rectangles, blocks)):
@@ -134,22 +132,14 @@ def _joined(found: Sequence[Rectangle]) -> Iterator[tuple[Rectangle, bool]]:
     yield joined, same
 
 
-def _slice(chunk: ChunkShape, first: int, last: int, dtype: torch.dtype, in_strips: InStrips) -> Iterator[Part]:
+def _slice(chunk: ChunkShape, first: int, last: int, dtype: torch.dtype) -> Iterator[Part]:
     tokens, below = last - first, chunk.start + first
-    rows = _rows_of_strips(tokens, dtype, in_strips)
+    rows = _ROWS if _ONE_CALL < tokens < _LARGE_BLOCKS else tokens
     for end in range(tokens, 0, -rows):  # the widest comes first: its keys are those of all
         begin, is_first = max(end - rows, 0), end == tokens
         mask = _staircase(rows, end, dtype) if begin else None
         span = below, below + end
         yield Part(first + begin, first + end, (span,), not begin, mask, fresh=True, fresh_keys=is_first)
-
-
-def _rows_of_strips(tokens: int, dtype: torch.dtype, in_strips: InStrips) -> int:
-    if tokens <= _ONE_CALL:
-        return tokens
-    if tokens < _LARGE_BLOCKS:
-        return _FEW_ROWS if in_strips(dtype) else _ROWS
-    return _ROWS if in_strips(dtype) else tokens
 
 
 def _staircase(rows: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,6 @@ import torch
 from dta_compile.errors import OptionError
 from dta_compile.runtime.attention import triton, varlen
 from dta_compile.runtime.attention.cpu import FlashCPU
-from dta_compile.runtime.attention.cpu_trial import strips_pay
 from dta_compile.runtime.attention.interface import Provider
 from dta_compile.runtime.attention.reference import Reference
 
@@ -43,7 +42,7 @@ def _reference(query: torch.Tensor, value: torch.Tensor, softcap: float) -> Prov
 def _flash_cpu(query: torch.Tensor, value: torch.Tensor, softcap: float) -> Provider | str:
     types = (torch.float32, torch.float64, torch.bfloat16)
     if query.device.type == "cpu" and query.dtype in types and query.shape[-1] == value.shape[-1]:
-        return FlashCPU(strips_pay)
+        return FlashCPU()
     return "float32, float64 or bfloat16 on a CPU, keys and values of one size"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from unittest import mock
 
@@ -18,17 +17,7 @@ from dta_compile.runtime.attention.reference import Reference
 from dta_compile.runtime.path.chunk_shape import ChunkShape
 from tests.support.attention import TIGHT, Case, Run, ancestry, cases, shapes
 
-
-def always(dtype):
-    return True
-
-
-def never(dtype):
-    return False
-
-
-IN_STRIPS, WHOLE = functools.partial(FlashCPU, always), functools.partial(FlashCPU, never)
-PROVIDERS = [Reference, WHOLE]
+PROVIDERS = [Reference, FlashCPU]
 TINY = {
     "_CALL_PAIRS": 6,
     "_BLOCK": 4,
@@ -37,7 +26,6 @@ TINY = {
     "_ONE_CALL": 3,
     "_LARGE_BLOCKS": 10,
     "_ROWS": 4,
-    "_FEW_ROWS": 2,
 }  # every kind of part in few tokens
 
 
@@ -49,39 +37,34 @@ def test_chunks_attend_as_the_dense_softmax_over_the_tree(provider, case):
 
 
 @settings(max_examples=150, deadline=None)
-@given(case=cases(shapes()), threads=st.sampled_from([1, 2, 4, 64]), provider=st.sampled_from([WHOLE, IN_STRIPS]))
-def test_every_kind_of_part(case, threads, provider):
+@given(case=cases(shapes()), threads=st.sampled_from([1, 2, 4, 64]))
+def test_every_kind_of_part(case, threads):
     with (
         mock.patch.dict(vars(cpu_parts), TINY),
         mock.patch.object(cpu.torch, "get_num_threads", lambda: threads),
     ):
-        Run(case, provider).check()
+        Run(case, FlashCPU).check()
 
 
 @settings(max_examples=20, deadline=None)
 @given(case=cases(shapes(sizes=(1, 4, 30, 60, 150))))
 def test_larger_chunks(case):
-    Run(case, WHOLE).check()
+    Run(case, FlashCPU).check()
 
 
-@pytest.mark.parametrize("provider", [WHOLE, IN_STRIPS])
 @pytest.mark.parametrize("start", [0, 17])
 @pytest.mark.parametrize("tokens", [1, 2, 127, 128, 129, 257, 500, 1279, 1280])
-def test_one_slice_of_any_length(tokens, start, provider):
-    run = Run(Case(ChunkShape.run(start, tokens), kv_heads=1, groups=2), provider)
+def test_one_slice_of_any_length(tokens, start):
+    run = Run(Case(ChunkShape.run(start, tokens), kv_heads=1, groups=2), FlashCPU)
     run.check(1e-11 if tokens > 1000 else TIGHT)
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    case=cases(shapes(sizes=(1, 2, 3, 5, 20, 60))),
-    cuts=st.sampled_from([TINY, {}]),
-    in_strips=st.sampled_from([never, always]),
-)
-def test_parts_are_the_pairs_of_the_tree_each_once(case, cuts, in_strips):
+@given(case=cases(shapes(sizes=(1, 2, 3, 5, 20, 60))), cuts=st.sampled_from([TINY, {}]))
+def test_parts_are_the_pairs_of_the_tree_each_once(case, cuts):
     shape = case.shape
     with mock.patch.dict(vars(cpu_parts), cuts):
-        parts = cpu_parts.parts_of(shape, case.limit, torch.float32, in_strips)
+        parts = cpu_parts.parts_of(shape, case.limit, torch.float32)
     found = torch.zeros(shape.tokens, shape.start + shape.tokens, dtype=torch.int)
     for part in parts:
         columns = list(itertools.chain.from_iterable(range(*span) for span in part.spans))
@@ -108,7 +91,7 @@ def test_branches_that_are_small_share_a_call_and_long_ones_do_not():
     def count(*sizes):
         ends = list(itertools.accumulate(sizes))
         parts = [Segment(end - size, end, end, 5, -1) for size, end in zip(sizes, ends, strict=True)]
-        found = cpu_parts.parts_of(ChunkShape.of(0, 0, parts), None, torch.float32, never)
+        found = cpu_parts.parts_of(ChunkShape.of(0, 0, parts), None, torch.float32)
         return [(part.first, part.last, part.causal) for part in found]
 
     assert count(8, 8, 8) == [(0, 24, False)]
@@ -135,7 +118,7 @@ def test_value_heads_of_another_size():
 
 def test_rows_that_are_not_contiguous():
     shape = ChunkShape.run(0, 9)
-    run = Run(Case(shape, groups=2), WHOLE)
+    run = Run(Case(shape, groups=2), FlashCPU)
     columns = [tensor.mT.contiguous().mT for tensor in (run.query, run.key, run.value)]
     out, logsumexp = run.path.mix(0, *columns, *run.scoring)
     assert torch.equal(out, run.out)
@@ -157,7 +140,7 @@ def test_bfloat16_is_as_accurate_as_one_plain_call(sizes, limit):
     assert parts[-1].last == end
     sizes_of = {"groups": 2, "width": 16, "value_width": 16}
     case = Case(ChunkShape.of(17, sizes[0], parts), dtype=torch.bfloat16, **sizes_of, **limit)
-    run = Run(case, WHOLE)
+    run = Run(case, FlashCPU)
     expected = run.oracle()
     leaves = [t.detach().clone().requires_grad_() for t in (run.query, run.key, run.value)]
     prefix = [buffer[:, :, :17] for buffer in run.before]

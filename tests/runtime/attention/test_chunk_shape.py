@@ -55,7 +55,7 @@ def test_a_chunk_that_is_not_in_depth_first_order_has_no_table():
 
 def test_a_shape_is_a_value():
     first, second = ChunkShape.run(3, 5), ChunkShape.run(3, 5)
-    cpu_parts.parts_of(first, None, torch.float32, bool)
+    cpu_parts.parts_of(first, None, torch.float32)
     assert first == second
     assert hash(first) == hash(second)
     assert (first.tokens, first.height, first.spine) == (5, 8, 5)

@@ -1,0 +1,475 @@
+// Attention of a chunk over the stack and its own tree, on a CPU; `kernel.py` calls this.
+//
+// FlashAttention-2 (Dao, 2023, algorithms 1 and 2) over those pairs that are read: queries come in blocks, whose heads
+// that share a head of keys are rows of one product, and the keys that a block reads come in tiles. The last tile ends
+// where the block does, keys that no query of the block reads are in none, and short runs of keys are copied next to
+// each other. Products are those of the BLAS that torch has.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace {
+
+constexpr int64_t ROWS = 128;  // of a block: its queries, of all heads of a group
+constexpr int64_t FEWEST = 8;  // queries of a block, where larger ones were too few for all threads
+constexpr int64_t KEYS = 256;  // of a tile
+constexpr int64_t SHORT = 64;  // keys; longer runs are worth a tile of their own, and are read where they lie
+
+// `[heads, tokens, numbers]`; the numbers of a token are dense.
+struct Tensor {
+  void* data;
+  int64_t of_head, of_token;  // strides in numbers
+
+  template <class T>
+  T* row(int64_t head, int64_t token) const {
+    return static_cast<T*>(data) + head * of_head + token * of_token;
+  }
+};
+
+// Keys and values of the chunk and of the stack below it, or their gradients.
+struct States {
+  Tensor key, value, prefix_key, prefix_value;
+};
+
+// Sizes have 64 bits, of which a BLAS that takes 32 reads the lower half.
+using Gemm = void (*)(const char*, const char*, const int64_t*, const int64_t*, const int64_t*, const void*,
+                      const void*, const int64_t*, const void*, const int64_t*, const void*, void*, const int64_t*);
+
+}  // namespace
+
+extern "C" struct Call {  // as `kernel.py` fills it
+  int64_t heads, kv_heads, tokens, width, start, threads;
+  int64_t limit, by_chunks;       // see `Limit`; 0: none
+  const int32_t *ends, *depths;   // see `ChunkShape`
+  double scale;
+  Gemm gemm;
+  Tensor query;
+  States states;
+  Tensor out, logsumexp;
+  Tensor grad, grad_query;
+  States grads;  // which are added to
+};
+
+namespace {
+
+struct Run {  // keys that lie behind one another
+  int64_t first, count;
+  bool in_prefix;
+};
+
+struct Tile {
+  size_t begin, end;  // its runs
+  int64_t keys;
+  bool masked;  // some query of the block does not read some key
+};
+
+struct Block {
+  int64_t first, last;  // its queries
+  size_t begin, end;    // its tiles
+};
+
+struct Plan {
+  std::vector<Block> blocks;
+  std::vector<Tile> tiles;
+  std::vector<Run> runs;
+};
+
+// The depth from which on a token reads.
+int64_t lowest(const Call& call, int64_t token) {
+  const int64_t depth = call.depths[token];
+  return call.by_chunks ? depth / call.limit * call.limit : depth - call.limit + 1;
+}
+
+void add_keys(Plan& plan, const Block& block, Run run, bool masked) {
+  while (run.count > 0) {
+    bool follows = false, joins = false;
+    if (plan.tiles.size() > block.begin && plan.tiles.back().keys < KEYS) {
+      const Run& latest = plan.runs.back();
+      follows = latest.in_prefix == run.in_prefix && latest.first + latest.count == run.first;
+      joins = follows || std::max(latest.count, run.count) < SHORT;
+    }
+    if (!joins) plan.tiles.push_back({plan.runs.size(), plan.runs.size(), 0, false});
+    if (!follows) plan.runs.push_back({run.first, 0, run.in_prefix});
+    Tile& tile = plan.tiles.back();
+    const int64_t added = std::min(KEYS - tile.keys, run.count);
+    plan.runs.back().count += added;
+    tile = {tile.begin, plan.runs.size(), tile.keys + added, tile.masked || masked};
+    run.first += added;
+    run.count -= added;
+  }
+}
+
+Plan plan_of(const Call& call) {
+  int64_t rows = std::max<int64_t>(ROWS / (call.heads / call.kv_heads), 1);
+  while (rows > FEWEST && (call.tokens + rows - 1) / rows * call.kv_heads < call.threads) rows /= 2;
+  Plan plan;
+  for (int64_t first = 0; first < call.tokens; first += rows) {
+    Block block{first, std::min(first + rows, call.tokens), plan.tiles.size(), 0};
+    int64_t some = 0, all = 0;  // the depths from which on some query of the block reads, and every one
+    if (call.limit) {
+      some = std::numeric_limits<int64_t>::max();
+      for (int64_t token = first; token < block.last; token++) {
+        some = std::min(some, std::max<int64_t>(lowest(call, token), 0));
+        all = std::max(all, lowest(call, token));
+      }
+    }
+    const int64_t above = std::min(some, call.start), whole = std::clamp(all, above, call.start);
+    add_keys(plan, block, {above, whole - above, true}, true);
+    add_keys(plan, block, {whole, call.start - whole, true}, false);
+    // What reads a key lies between it and its end, without gaps.
+    const auto read = [&](int64_t key) { return call.ends[key] > first && (!call.limit || call.depths[key] >= some); };
+    const auto read_by_all = [&](int64_t key) {
+      return key <= first && call.ends[key] >= block.last && (!call.limit || call.depths[key] >= all);
+    };
+    for (int64_t key = 0; key < block.last;) {
+      const int64_t begin = key++;
+      if (!read(begin)) continue;
+      const bool by_all = read_by_all(begin);
+      while (key < block.last && read(key) && read_by_all(key) == by_all) key++;
+      add_keys(plan, block, {begin, key - begin, false}, !by_all);
+    }
+    block.end = plan.tiles.size();
+    plan.blocks.push_back(block);
+  }
+  return plan;
+}
+
+template <class T>
+inline T multiply_add(T a, T b, T c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return std::fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// 1 + x + x^2 / 2 + ... up to the power `TERMS`, from the `TERM`th on, divided by what is before it.
+template <int TERM, int TERMS, class T>
+inline T series(T x) {
+  if constexpr (TERM < TERMS)
+    return multiply_add(series<TERM + 1, TERMS>(x), x * T(1.0 / TERM), T(1));
+  else
+    return multiply_add(x, T(1.0 / TERM), T(1));
+}
+
+// e^x as 2^n times the series of what is left of x, with ln 2 in two parts [Cody, Waite, 1980]; 0 where no normal
+// number is. For x that is at most a little above 0; NaN stays NaN.
+inline float exponential(float x) {
+  const float n = std::rint(x * 1.44269504f);
+  const float rest = multiply_add(n, 2.12194440e-4f, multiply_add(n, -0.693359375f, x));
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return x < -87.0f ? 0.0f : series<1, 7>(rest) * power;
+}
+
+inline double exponential(double x) {
+  const double n = std::rint(x * 1.44269504088896340736);
+  const double rest = multiply_add(n, -1.42860682030941723212e-6, multiply_add(n, -6.93145751953125e-1, x));
+  const int64_t bits = static_cast<int64_t>(static_cast<int32_t>(n) + 1023) << 52;
+  double power;
+  std::memcpy(&power, &bits, sizeof power);
+  return x < -708.0 ? 0.0 : series<1, 13>(rest) * power;
+}
+
+template <class T>
+class Attention {
+ public:
+  explicit Attention(const Call& call)
+      : call_(call), plan_(plan_of(call)), group_(call.heads / call.kv_heads), width_(call.width) {
+    for (const Block& block : plan_.blocks) rows_ = std::max(rows_, (block.last - block.first) * group_);
+    int64_t shared = call.kv_heads, threads = call.threads;
+    while (threads) std::swap(shared %= threads, threads);
+    parts_ = std::min<int64_t>(call.threads / shared, plan_.blocks.size());
+  }
+
+  void forward() const {
+    const std::unique_ptr<T[]> owned(new T[call_.threads * numbers()]);
+    T* const scratch = owned.get();
+    const int64_t count = plan_.blocks.size();
+#pragma omp parallel for schedule(dynamic, 1) num_threads(call_.threads)
+    for (int64_t unit = 0; unit < call_.kv_heads * count; unit++)  // blocks with many keys first
+      forward(plan_.blocks[count - 1 - unit / call_.kv_heads], unit % call_.kv_heads, Buffers(*this, scratch));
+  }
+
+  // Threads share out the heads of keys and, where that is uneven, the blocks of each, in so many parts; gradients of
+  // keys are summed by part, those of the first one in their place.
+  void backward() const {
+    const std::unique_ptr<T[]> owned(new T[call_.threads * numbers() + (parts_ - 1) * 2 * sums_of_a_part()]);
+    T *const scratch = owned.get(), *const sums = scratch + call_.threads * numbers();
+#pragma omp parallel for schedule(dynamic, 1) num_threads(call_.threads)
+    for (int64_t unit = 0; unit < call_.kv_heads * parts_; unit++) {
+      const int64_t part = unit / call_.kv_heads, head = unit % call_.kv_heads;
+      const States grads = grads_of(part, sums);
+      if (part) {
+        const int64_t numbers = (call_.start + call_.tokens) * width_;
+        std::fill_n(grads.prefix_key.row<T>(head, 0), numbers, T(0));
+        std::fill_n(grads.prefix_value.row<T>(head, 0), numbers, T(0));
+      }
+      const int64_t count = plan_.blocks.size();
+      for (int64_t turn = 0; turn * parts_ < count; turn++) {  // there and back, as later blocks have more keys
+        const int64_t block = turn * parts_ + (turn % 2 ? parts_ - 1 - part : part);
+        if (block < count) backward(plan_.blocks[block], head, grads, Buffers(*this, scratch));
+      }
+    }
+    const int64_t places = call_.start + call_.tokens;
+#pragma omp parallel for schedule(static) num_threads(call_.threads)
+    for (int64_t unit = 0; unit < (parts_ > 1 ? call_.kv_heads * places : 0); unit++) {
+      const int64_t head = unit / places, place = unit % places;
+      const Run run{place < call_.start ? place : place - call_.start, 1, place < call_.start};
+      for (int64_t part = 1; part < parts_; part++) {
+        const States grads = grads_of(part, sums);
+        add(keys(call_.grads, run, head).data, keys(grads, run, head).data);
+        add(values(call_.grads, run, head).data, values(grads, run, head).data);
+      }
+    }
+  }
+
+ private:
+  struct Rows {
+    T* data;
+    int64_t stride;
+  };
+
+  struct Buffers {  // of the thread that makes them
+    T *query, *grad, *sum, *scores, *of_scores, *keys, *values, *of_keys, *of_values, *top, *total;
+    mutable std::vector<int32_t> firsts, ends, depths;
+
+    Buffers(const Attention& a, T* scratch) : firsts(KEYS), ends(KEYS), depths(KEYS) {
+#ifdef _OPENMP
+      scratch += omp_get_thread_num() * a.numbers();
+#endif
+      for (T** one : {&query, &grad, &sum}) *one = scratch, scratch += a.rows_ * a.width_;
+      for (T** one : {&scores, &of_scores}) *one = scratch, scratch += a.rows_ * KEYS;
+      for (T** one : {&keys, &values, &of_keys, &of_values}) *one = scratch, scratch += KEYS * a.width_;
+      for (T** one : {&top, &total}) *one = scratch, scratch += a.rows_;
+    }
+  };
+
+  int64_t numbers() const { return rows_ * (3 * width_ + 2 * KEYS + 2) + KEYS * 4 * width_; }  // of `Buffers`
+  int64_t sums_of_a_part() const { return call_.kv_heads * (call_.start + call_.tokens) * width_; }
+
+  // Where a part adds gradients of keys and values.
+  States grads_of(int64_t part, T* sums) const {
+    if (part == 0) return call_.grads;
+    const int64_t of_head = (call_.start + call_.tokens) * width_, above = call_.start * width_;
+    T* const key = sums + (part - 1) * 2 * sums_of_a_part();
+    T* const value = key + sums_of_a_part();
+    return {{key + above, of_head, width_}, {value + above, of_head, width_},
+            {key, of_head, width_}, {value, of_head, width_}};
+  }
+
+  static Rows rows(const Tensor& tensor, const Run& run, int64_t head) {
+    return {tensor.row<T>(head, run.first), tensor.of_token};
+  }
+  static Rows keys(const States& states, const Run& run, int64_t head) {
+    return rows(run.in_prefix ? states.prefix_key : states.key, run, head);
+  }
+  static Rows values(const States& states, const Run& run, int64_t head) {
+    return rows(run.in_prefix ? states.prefix_value : states.value, run, head);
+  }
+
+  bool is_one_run(const Tile& tile) const { return tile.end - tile.begin == 1; }
+
+  // The rows of a tile, read where they lie or copied next to each other.
+  template <class Of>
+  Rows gathered(const Tile& tile, int64_t head, T* copies, Of of) const {
+    if (is_one_run(tile)) return of(call_.states, plan_.runs[tile.begin], head);
+    T* to = copies;
+    for (size_t number = tile.begin; number < tile.end; number++) {
+      const Rows from = of(call_.states, plan_.runs[number], head);
+      for (int64_t row = 0; row < plan_.runs[number].count; row++, to += width_)
+        std::copy_n(from.data + row * from.stride, width_, to);
+    }
+    return {copies, width_};
+  }
+
+  // Add left^T right to the gradients of a tile's rows.
+  template <class Of>
+  void add_product(const Tile& tile, int64_t head, const States& grads, T* products, Of of, const T* left,
+                   const T* right, int64_t rows) const {
+    const bool in_place = is_one_run(tile);
+    const Rows to = in_place ? of(grads, plan_.runs[tile.begin], head) : Rows{products, width_};
+    gemm(true, false, tile.keys, width_, rows, {const_cast<T*>(left), tile.keys}, {const_cast<T*>(right), width_},
+         in_place, to);
+    for (size_t number = tile.begin; number < tile.end && !in_place; number++) {
+      const Rows own = of(grads, plan_.runs[number], head);
+      for (int64_t row = 0; row < plan_.runs[number].count; row++, products += width_)
+        add(own.data + row * own.stride, products);
+    }
+  }
+
+  void add(T* to, const T* added) const {
+    for (int64_t i = 0; i < width_; i++) to[i] += added[i];
+  }
+
+  // result = left right, or its sum with what is there: `[m, k]` times `[k, n]`, either transposed if so said.
+  void gemm(bool left_transposed, bool right_transposed, int64_t m, int64_t n, int64_t k, Rows left, Rows right,
+            bool adds, Rows result) const {
+    const T one = 1, kept = adds ? 1 : 0;  // BLAS has columns where we have rows
+    call_.gemm(right_transposed ? "T" : "N", left_transposed ? "T" : "N", &n, &m, &k, &one, right.data, &right.stride,
+               left.data, &left.stride, &kept, result.data, &result.stride);
+  }
+
+  // Which queries read the keys of a tile: from the key itself to its end, and at least its depth.
+  void describe(const Tile& tile, const Buffers& on) const {
+    int64_t column = 0;
+    for (size_t number = tile.begin; number < tile.end; number++) {
+      const Run& run = plan_.runs[number];
+      for (int64_t key = run.first; key < run.first + run.count; key++, column++) {
+        on.firsts[column] = run.in_prefix ? 0 : static_cast<int32_t>(key);
+        on.ends[column] = run.in_prefix ? std::numeric_limits<int32_t>::max() : call_.ends[key];
+        on.depths[column] = run.in_prefix ? static_cast<int32_t>(key) : call_.depths[key];
+      }
+    }
+  }
+
+  void mask(T* scores, int64_t keys, int64_t query, const Buffers& on) const {
+    const int32_t *firsts = on.firsts.data(), *ends = on.ends.data(), *depths = on.depths.data();
+    const int32_t token = static_cast<int32_t>(query);
+    const int32_t low = static_cast<int32_t>(call_.limit ? lowest(call_, query) : 0);
+    const T none = -std::numeric_limits<T>::infinity();
+#pragma omp simd
+    for (int64_t i = 0; i < keys; i++)
+      scores[i] = ((firsts[i] <= token) & (token < ends[i]) & (depths[i] >= low)) ? scores[i] : none;
+  }
+
+  // Scaled queries of a block, and what else is read of them, as rows by head, then by token.
+  template <class Read>
+  int64_t pack(const Block& block, int64_t head, const Buffers& on, Read read) const {
+    int64_t row = 0;
+    for (int64_t one = head * group_; one < (head + 1) * group_; one++)
+      for (int64_t token = block.first; token < block.last; token++, row++) {
+        const T* const query = call_.query.row<T>(one, token);
+        for (int64_t i = 0; i < width_; i++) on.query[row * width_ + i] = query[i] * T(call_.scale);
+        read(row, one, token);
+      }
+    return row;
+  }
+
+  // Scores of a block's rows and a tile's keys; -infinity where they are not read.
+  void score(const Block& block, const Tile& tile, const Rows& key, int64_t rows, const Buffers& on) const {
+    gemm(false, true, rows, tile.keys, width_, {on.query, width_}, key, false, {on.scores, tile.keys});
+    if (!tile.masked) return;
+    describe(tile, on);
+    const int64_t queries = block.last - block.first;
+    for (int64_t row = 0; row < rows; row++)
+      mask(on.scores + row * tile.keys, tile.keys, block.first + row % queries, on);
+  }
+
+  void forward(const Block& block, int64_t head, const Buffers& on) const {
+    const T none = -std::numeric_limits<T>::infinity();
+    const int64_t rows = pack(block, head, on, [&](int64_t row, int64_t, int64_t) {
+      on.top[row] = none;
+      on.total[row] = 0;
+    });
+    for (size_t number = block.begin; number < block.end; number++) {
+      const Tile& tile = plan_.tiles[number];
+      const bool adds = number > block.begin;
+      score(block, tile, gathered(tile, head, on.keys, keys), rows, on);
+      for (int64_t row = 0; row < rows; row++) {
+        T* const scores = on.scores + row * tile.keys;
+        T top = on.top[row], total = 0;
+#pragma omp simd reduction(max : top)
+        for (int64_t i = 0; i < tile.keys; i++) top = scores[i] > top ? scores[i] : top;
+        const T base = top == none ? 0 : top;  // none yet, if all keys so far are masked
+#pragma omp simd reduction(+ : total)
+        for (int64_t i = 0; i < tile.keys; i++) {
+          scores[i] = exponential(scores[i] - base);
+          total += scores[i];
+        }
+        const T share = exponential(on.top[row] - base);
+        on.total[row] = on.total[row] * share + total;
+        on.top[row] = top;
+        for (int64_t i = 0; i < width_ && adds; i++) on.sum[row * width_ + i] *= share;
+      }
+      gemm(false, false, rows, width_, tile.keys, {on.scores, tile.keys}, gathered(tile, head, on.values, values),
+           adds, {on.sum, width_});
+    }
+    unpack(block, head, [&](int64_t row, int64_t one, int64_t token) {
+      T* const out = call_.out.row<T>(one, token);
+      for (int64_t i = 0; i < width_; i++) out[i] = on.sum[row * width_ + i] / on.total[row];
+      *call_.logsumexp.row<T>(one, token) = on.top[row] + std::log(on.total[row]);
+    });
+  }
+
+  void backward(const Block& block, int64_t head, const States& grads, const Buffers& on) const {
+    T *const logsumexps = on.top, *const deltas = on.total;
+    const int64_t rows = pack(block, head, on, [&](int64_t row, int64_t one, int64_t token) {
+      const T *const grad = call_.grad.row<T>(one, token), *const out = call_.out.row<T>(one, token);
+      T delta = 0;
+#pragma omp simd reduction(+ : delta)
+      for (int64_t i = 0; i < width_; i++) {
+        on.grad[row * width_ + i] = grad[i];
+        delta += grad[i] * out[i];
+      }
+      deltas[row] = delta;
+      logsumexps[row] = *call_.logsumexp.row<T>(one, token);
+    });
+    for (size_t number = block.begin; number < block.end; number++) {
+      const Tile& tile = plan_.tiles[number];
+      const Rows key = gathered(tile, head, on.keys, keys), value = gathered(tile, head, on.values, values);
+      score(block, tile, key, rows, on);
+      gemm(false, true, rows, tile.keys, width_, {on.grad, width_}, value, false, {on.of_scores, tile.keys});
+      for (int64_t row = 0; row < rows; row++) {
+        T *const weights = on.scores + row * tile.keys, *const of_scores = on.of_scores + row * tile.keys;
+        const T logsumexp = logsumexps[row], delta = deltas[row];
+#pragma omp simd
+        for (int64_t i = 0; i < tile.keys; i++) {
+          weights[i] = exponential(weights[i] - logsumexp);
+          of_scores[i] = weights[i] * (of_scores[i] - delta);
+        }
+      }
+      add_product(tile, head, grads, on.of_values, values, on.scores, on.grad, rows);
+      add_product(tile, head, grads, on.of_keys, keys, on.of_scores, on.query, rows);
+      gemm(false, false, rows, width_, tile.keys, {on.of_scores, tile.keys}, key, number > block.begin,
+           {on.sum, width_});
+    }
+    unpack(block, head, [&](int64_t row, int64_t one, int64_t token) {
+      T* const grad = call_.grad_query.row<T>(one, token);
+      for (int64_t i = 0; i < width_; i++) grad[i] = on.sum[row * width_ + i] * T(call_.scale);
+    });
+  }
+
+  template <class Write>
+  void unpack(const Block& block, int64_t head, Write write) const {
+    int64_t row = 0;
+    for (int64_t one = head * group_; one < (head + 1) * group_; one++)
+      for (int64_t token = block.first; token < block.last; token++, row++) write(row, one, token);
+  }
+
+  const Call& call_;
+  const Plan plan_;
+  const int64_t group_, width_;
+  int64_t rows_ = 0, parts_ = 1;
+};
+
+// Whether there was memory to work in.
+template <class Run>
+bool done(Run run) {
+  try {
+    run();
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+#define FUNCTIONS(NAME, T)                                                                                      \
+  extern "C" bool forward_##NAME(const Call* call) { return done([&] { Attention<T>(*call).forward(); }); }     \
+  extern "C" bool backward_##NAME(const Call* call) { return done([&] { Attention<T>(*call).backward(); }); }
+
+FUNCTIONS(float32, float)
+FUNCTIONS(float64, double)

@@ -1,0 +1,176 @@
+"""The functions of `kernel.cpp`, once compiled, on tensors.
+
+Shapes are those of `runtime.attention.interface`: query `[1, Hq, c, D]`, key and value of the chunk `[1, Hkv, c, D]`,
+of the prefix `[1, Hkv, p, D]`, where p is the chunk's start; float32 or float64, a token's numbers dense.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pathlib
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["DTYPES", "Keys", "States", "backward", "forward", "has_products", "source"]
+
+DTYPES = {torch.float32: ("float32", "sgemm_"), torch.float64: ("float64", "dgemm_")}  # names of functions
+
+
+class Keys(NamedTuple):
+    """Which tokens read which.
+
+    Attributes:
+        ends, depths: int32 `[c]`, as `ChunkShape.subtree_ends` and `ChunkShape.depths`.
+        limit, by_chunks: as `Limit`; 0: a token reads all above it.
+    """
+
+    ends: torch.Tensor
+    depths: torch.Tensor
+    limit: int = 0
+    by_chunks: bool = False
+
+
+class States(NamedTuple):
+    """Keys and values of the chunk and of the prefix, or their gradients."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    prefix_key: torch.Tensor
+    prefix_value: torch.Tensor
+
+
+def has_products() -> bool:
+    """Whether the matrix products that the functions call can be found."""
+    try:
+        return all(_address(product) for _, product in DTYPES.values())
+    except (AttributeError, OSError):
+        return False
+
+
+def source() -> str:
+    """The text of the functions."""
+    return pathlib.Path(__file__).with_name("kernel.cpp").read_text()
+
+
+def forward(
+    library: ctypes.CDLL, query: torch.Tensor, states: States, keys: Keys, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output `[1, Hq, c, D]`, with the heads of a token next to each other, and log-sum-exp `[1, Hq, c]`.
+
+    Args:
+        library: what `source` was compiled to.
+    """
+    _, heads, tokens, width = query.shape
+    out = query.new_empty((1, tokens, heads, width)).transpose(1, 2)
+    logsumexp = query.new_empty((1, tokens, heads)).transpose(1, 2)
+    _run(library, "forward", query, states, keys, scale, out, logsumexp)
+    return out, logsumexp
+
+
+def backward(
+    library: ctypes.CDLL,
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    query: torch.Tensor,
+    states: States,
+    keys: Keys,
+    scale: float,
+    prefix_grads: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """New gradients of query, key and value; those of the prefix are added to `prefix_grads`."""
+    _, heads, tokens, width = query.shape
+    grad_query = query.new_empty((1, tokens, heads, width)).transpose(1, 2)
+    grad_key, grad_value = (torch.zeros(one.shape, dtype=one.dtype) for one in states[:2])
+    grads = States(grad_key, grad_value, *prefix_grads)
+    if grad.stride(-1) != 1:
+        grad = grad.contiguous()
+    _run(library, "backward", query, states, keys, scale, out, logsumexp, grad, grad_query, grads)
+    return grad_query, grad_key, grad_value
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("of_head", ctypes.c_int64), ("of_token", ctypes.c_int64))
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Tensor:
+        return cls(tensor.data_ptr(), tensor.stride(1), tensor.stride(2))
+
+
+class _States(ctypes.Structure):
+    _fields_ = tuple((name, _Tensor) for name in States._fields)
+
+    @classmethod
+    def of(cls, states: States) -> _States:
+        return cls(*map(_Tensor.of, states))
+
+
+class _Call(ctypes.Structure):
+    """`Call` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "tokens", "width", "start", "threads")),
+        ("limit", ctypes.c_int64),
+        ("by_chunks", ctypes.c_int64),
+        ("ends", ctypes.c_void_p),
+        ("depths", ctypes.c_void_p),
+        ("scale", ctypes.c_double),
+        ("gemm", ctypes.c_void_p),
+        ("query", _Tensor),
+        ("states", _States),
+        ("out", _Tensor),
+        ("logsumexp", _Tensor),
+        ("grad", _Tensor),
+        ("grad_query", _Tensor),
+        ("grads", _States),
+    )
+
+
+def _run(
+    library: ctypes.CDLL,
+    name: str,
+    query: torch.Tensor,
+    states: States,
+    keys: Keys,
+    scale: float,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    grad: torch.Tensor | None = None,
+    grad_query: torch.Tensor | None = None,
+    grads: States | None = None,
+) -> None:
+    _, heads, tokens, width = query.shape
+    dtype, gemm = DTYPES[query.dtype]
+    call = _Call(
+        heads,
+        states.key.shape[1],
+        tokens,
+        width,
+        states.prefix_key.shape[2],
+        torch.get_num_threads(),
+        keys.limit,
+        keys.by_chunks,
+        keys.ends.data_ptr(),
+        keys.depths.data_ptr(),
+        scale,
+        _address(gemm),
+        _Tensor.of(query),
+        _States.of(states),
+        _Tensor.of(out),
+        _Tensor.of(logsumexp),
+    )
+    if grad is not None and grad_query is not None and grads is not None:
+        call.grad, call.grad_query, call.grads = _Tensor.of(grad), _Tensor.of(grad_query), _States.of(grads)
+    run = getattr(library, f"{name}_{dtype}")
+    run.argtypes, run.restype = [ctypes.POINTER(_Call)], ctypes.c_bool
+    if not run(call):
+        raise MemoryError(f"attention of {tokens:,} tokens and {call.start:,} above them: no memory to work in")
+
+
+@functools.cache
+def _address(function: str) -> int:
+    """Of a function of the BLAS that torch was built with; raises `AttributeError` where it cannot be found."""
+    loaded = ctypes.CDLL(torch._C.__file__)  # with all that it was linked to
+    return ctypes.cast(getattr(loaded, function), ctypes.c_void_p).value or 0

@@ -23,7 +23,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,7 @@ class GeneratedCode:
 
     Attributes:
         pieces: by the graph that calls them.
+        native: what is compiled besides for mixers, which every graph calls.
         beside: generate code beside the steps; else a call waits for what it needs.
         codes: what calls that begin now run; another mapping whenever there is more.
         swaps: how often code that was generated beside the steps took the place of ATen.
@@ -68,7 +69,8 @@ class GeneratedCode:
         failures: why pieces run as ATen operators, a piece each.
     """
 
-    pieces: Mapping[str, Sequence[AnyPiece]]
+    pieces: dict[str, list[Piece]]
+    native: Sequence[TreeAttention] = ()
     beside: bool = False
     codes: Codes = dataclasses.field(default_factory=lambda: NO_CODES)
     swaps: int = 0
@@ -82,7 +84,7 @@ class GeneratedCode:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As it was before any call."""
-        return GeneratedCode, (self.pieces, self.beside)
+        return GeneratedCode, (self.pieces, self.native, self.beside)
 
     @property
     def compiled(self) -> int:
@@ -101,7 +103,7 @@ class GeneratedCode:
             wait: generate what is missing before the call, as for ranks that must run the same code.
         """
         with self._lock:
-            asked = dict.fromkeys(piece for graph in graphs for piece in self.pieces.get(graph, ()))
+            asked = dict.fromkeys(piece for graph in graphs for piece in (*self.pieces.get(graph, ()), *self.native))
             self._find([piece for piece in asked if piece not in self._tried])
             if not self.beside or wait:
                 self._generate_now()
@@ -219,7 +221,7 @@ def codegen(program: Program) -> None:
     for module in dict.fromkeys(modules.values()):
         module.graph = outlined(module.graph, joint.sizes, known)
         module.graph.lint()
-    generated = GeneratedCode({name: [*pieces_of(module), *native] for name, module in modules.items()}, beside)
+    generated = GeneratedCode({name: pieces_of(module) for name, module in modules.items()}, native, beside)
     program.joint = dataclasses.replace(joint, generated=generated)
 
 

@@ -17,9 +17,9 @@ from torch._inductor import config as inductor_config
 
 import dta_compile
 from dta_compile.passes.fusion import beside
-from dta_compile.passes.fusion.inductor import Code
+from dta_compile.passes.fusion.inductor import Code, generate, load
 from dta_compile.passes.fusion.piece import NO_CODES, Piece, running
-from dta_compile.passes.fusion.source import Input, Source
+from dta_compile.passes.fusion.source import CppSource, Input, Source
 from dta_compile.passes.fusion.worker import Result
 from dta_compile.passes.fusion.wrapper import kernels, needed
 from dta_compile.runtime import engine
@@ -57,6 +57,8 @@ class Pretended:
         self.missing, self.ended = {}, True
 
     def code(self, source):
+        if isinstance(source, CppSource):
+            return load(generate(source))
         function = source.function()
 
         def run(arguments):

@@ -100,7 +100,8 @@ def generate(source: Source | CppSource, threads: int | None = None) -> Compiled
     if isinstance(source, CppSource):
         from torch._inductor.codecache import CppCodeCache
 
-        return CompiledLibrary(CppCodeCache.load(source.text)._name)
+        # Inductor writes its vectors out, and so tells compilers to make none of loops.
+        return CompiledLibrary(CppCodeCache.load(source.text, extra_flags=("-ftree-loop-vectorize",))._name)
     # Not with this module: importing it takes a second, and only some programs need it.
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner

@@ -6,12 +6,15 @@ of the prefix `[1, Hkv, p, D]`, where p is the chunk's start; float32 or float64
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import pathlib
 from typing import NamedTuple
 
 import torch
+from torch.autograd import profiler
+from torch.profiler import record_function
 
 __all__ = ["DTYPES", "Keys", "States", "backward", "forward", "has_products", "source"]
 
@@ -85,8 +88,7 @@ def backward(
     grad_query = query.new_empty((1, tokens, heads, width)).transpose(1, 2)
     grad_key, grad_value = (torch.zeros(one.shape, dtype=one.dtype) for one in states[:2])
     grads = States(grad_key, grad_value, *prefix_grads)
-    if grad.stride(-1) != 1:
-        grad = grad.contiguous()
+    grad, out = (one if one.stride(-1) == 1 else one.contiguous() for one in (grad, out))
     _run(library, "backward", query, states, keys, scale, out, logsumexp, grad, grad_query, grads)
     return grad_query, grad_key, grad_value
 
@@ -165,7 +167,11 @@ def _run(
         call.grad, call.grad_query, call.grads = _Tensor.of(grad), _Tensor.of(grad_query), _States.of(grads)
     run = getattr(library, f"{name}_{dtype}")
     run.argtypes, run.restype = [ctypes.POINTER(_Call)], ctypes.c_bool
-    if not run(call):
+    # `record_function` alone costs microseconds also without a profiler.
+    label = f"dta::tree_attention_{name}"
+    with record_function(label) if profiler._is_profiler_enabled else contextlib.nullcontext():
+        done = run(call)
+    if not done:
         raise MemoryError(f"attention of {tokens:,} tokens and {call.start:,} above them: no memory to work in")
 
 

@@ -12,12 +12,11 @@ from benchmarks.results import Report, Result
 FAMILY_COLORS = {"dense": "#8c96a3", "tree mask": "#e08e3c", "dta": "#2a7f62"}
 # What is drawn over sweeps beside `dense`; all methods at once would hide each other.
 SWEEP_COLORS = {
-    "padded": "#b8c0ca",
-    "varlen": "#6b7785",
+    "compiled": "#b8c0ca",
+    "compiled-padded": "#6b7785",
+    "compiled-packed": "#3d4550",
     "sparse": "#e08e3c",
-    "vanilla": "#9ad1b6",
     "dfs": "#4fb286",
-    "packed-0": "#5aa9e6",
     "packed": "#1d5fa8",
     "auto": "#14432f",
 }

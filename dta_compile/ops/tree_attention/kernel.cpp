@@ -3,9 +3,11 @@
 // FlashAttention-2 (Dao, 2023, algorithms 1 and 2) over those pairs that are read: queries come in blocks, whose heads
 // that share a head of keys are rows of one product, and the keys that a block reads come in tiles. The last tile ends
 // where the block does, keys that no query of the block reads are in none, and short runs of keys are copied next to
-// each other. Products are those of the BLAS that torch has.
+// each other. Products are those of the BLAS that torch has, which has to see that threads call it that run already, as
+// one does that shares torch's OpenMP: else it would start threads of its own for each.
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -21,18 +23,21 @@
 namespace {
 
 constexpr int64_t ROWS = 128;  // of a block: its queries, of all heads of a group
-constexpr int64_t FEWEST = 8;  // queries of a block, where larger ones were too few for all threads
+constexpr int64_t FEWEST = 8;  // queries of a block that is halved because blocks are too few for all threads
 constexpr int64_t KEYS = 256;  // of a tile
 constexpr int64_t SHORT = 64;  // keys; longer runs are worth a tile of their own, and are read where they lie
+constexpr int64_t MOST_SUMS = int64_t{1} << 30;  // bytes of sums that threads keep besides the gradients they are of
+constexpr double EVEN = 1.15;  // of the time that threads would take if all were busy
 
-// `[heads, tokens, numbers]`; the numbers of a token are dense.
+// `[heads, tokens, numbers]`; the numbers of a token are dense, and tokens do not overlap.
 struct Tensor {
   void* data;
   int64_t of_head, of_token;  // strides in numbers
+  int64_t first;              // the token that the data begin with
 
   template <class T>
   T* row(int64_t head, int64_t token) const {
-    return static_cast<T*>(data) + head * of_head + token * of_token;
+    return static_cast<T*>(data) + head * of_head + (token - first) * of_token;
   }
 };
 
@@ -82,6 +87,7 @@ struct Plan {
   std::vector<Block> blocks;
   std::vector<Tile> tiles;
   std::vector<Run> runs;
+  int64_t above;  // the first key of the prefix that is read
 };
 
 // The depth from which on a token reads.
@@ -111,8 +117,8 @@ void add_keys(Plan& plan, const Block& block, Run run, bool masked) {
 
 Plan plan_of(const Call& call) {
   int64_t rows = std::max<int64_t>(ROWS / (call.heads / call.kv_heads), 1);
-  while (rows > FEWEST && (call.tokens + rows - 1) / rows * call.kv_heads < call.threads) rows /= 2;
-  Plan plan;
+  while (rows >= 2 * FEWEST && (call.tokens + rows - 1) / rows * call.kv_heads < call.threads) rows /= 2;
+  Plan plan{{}, {}, {}, call.start};
   for (int64_t first = 0; first < call.tokens; first += rows) {
     Block block{first, std::min(first + rows, call.tokens), plan.tiles.size(), 0};
     int64_t some = 0, all = 0;  // the depths from which on some query of the block reads, and every one
@@ -124,6 +130,7 @@ Plan plan_of(const Call& call) {
       }
     }
     const int64_t above = std::min(some, call.start), whole = std::clamp(all, above, call.start);
+    plan.above = std::min(plan.above, above);
     add_keys(plan, block, {above, whole - above, true}, true);
     add_keys(plan, block, {whole, call.start - whole, true}, false);
     // What reads a key lies between it and its end, without gaps.
@@ -162,21 +169,21 @@ inline T series(T x) {
     return multiply_add(x, T(1.0 / TERM), T(1));
 }
 
-// e^x as 2^n times the series of what is left of x, with ln 2 in two parts [Cody, Waite, 1980]; 0 where no normal
-// number is. For x that is at most a little above 0; NaN stays NaN.
+// e^x as 2^n times the series of what is left of x, with ln 2 in two parts [Cody, Waite, 1980]; 0 below the smallest
+// normal numbers. For x that is at most a little above 0; NaN stays NaN.
 inline float exponential(float x) {
-  const float n = std::rint(x * 1.44269504f);
+  const float n = std::rint((x > -87.0f ? x : -87.0f) * 1.44269504f);
   const float rest = multiply_add(n, 2.12194440e-4f, multiply_add(n, -0.693359375f, x));
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23;
   float power;
   std::memcpy(&power, &bits, sizeof power);
   return x < -87.0f ? 0.0f : series<1, 7>(rest) * power;
 }
 
 inline double exponential(double x) {
-  const double n = std::rint(x * 1.44269504088896340736);
+  const double n = std::rint((x > -708.0 ? x : -708.0) * 1.44269504088896340736);
   const double rest = multiply_add(n, -1.42860682030941723212e-6, multiply_add(n, -6.93145751953125e-1, x));
-  const int64_t bits = static_cast<int64_t>(static_cast<int32_t>(n) + 1023) << 52;
+  const uint64_t bits = static_cast<uint64_t>(static_cast<int32_t>(n) + 1023) << 52;
   double power;
   std::memcpy(&power, &bits, sizeof power);
   return x < -708.0 ? 0.0 : series<1, 13>(rest) * power;
@@ -188,44 +195,50 @@ class Attention {
   explicit Attention(const Call& call)
       : call_(call), plan_(plan_of(call)), group_(call.heads / call.kv_heads), width_(call.width) {
     for (const Block& block : plan_.blocks) rows_ = std::max(rows_, (block.last - block.first) * group_);
-    int64_t shared = call.kv_heads, threads = call.threads;
-    while (threads) std::swap(shared %= threads, threads);
-    parts_ = std::min<int64_t>(call.threads / shared, plan_.blocks.size());
+#ifdef _OPENMP
+    threads_ = call.threads;
+#endif
+    const int64_t fits = 1 + MOST_SUMS / std::max<int64_t>(2 * sums_of_a_part() * sizeof(T), 1);
+    const int64_t most = std::min<int64_t>(plan_.blocks.size(), fits);
+    parts_ = std::clamp<int64_t>(threads_ / call.kv_heads, 1, most);
+    while (parts_ < most && !is_even(parts_ * call.kv_heads)) parts_++;
   }
 
   void forward() const {
-    const std::unique_ptr<T[]> owned(new T[call_.threads * numbers()]);
+    const std::unique_ptr<T[]> owned(new T[threads_ * numbers()]);
     T* const scratch = owned.get();
     const int64_t count = plan_.blocks.size();
-#pragma omp parallel for schedule(dynamic, 1) num_threads(call_.threads)
-    for (int64_t unit = 0; unit < call_.kv_heads * count; unit++)  // blocks with many keys first
-      forward(plan_.blocks[count - 1 - unit / call_.kv_heads], unit % call_.kv_heads, Buffers(*this, scratch));
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads_)
+    for (int64_t unit = 0; unit < call_.kv_heads * count; unit++) {  // blocks with many keys first
+      Buffers buffers(*this, scratch);
+      forward(plan_.blocks[count - 1 - unit / call_.kv_heads], unit % call_.kv_heads, buffers);
+    }
   }
 
   // Threads share out the heads of keys and, where that is uneven, the blocks of each, in so many parts; gradients of
   // keys are summed by part, those of the first one in their place.
   void backward() const {
-    const std::unique_ptr<T[]> owned(new T[call_.threads * numbers() + (parts_ - 1) * 2 * sums_of_a_part()]);
-    T *const scratch = owned.get(), *const sums = scratch + call_.threads * numbers();
-#pragma omp parallel for schedule(dynamic, 1) num_threads(call_.threads)
+    const std::unique_ptr<T[]> owned(new T[threads_ * numbers() + (parts_ - 1) * 2 * sums_of_a_part()]);
+    T *const scratch = owned.get(), *const sums = scratch + threads_ * numbers();
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads_)
     for (int64_t unit = 0; unit < call_.kv_heads * parts_; unit++) {
       const int64_t part = unit / call_.kv_heads, head = unit % call_.kv_heads;
       const States grads = grads_of(part, sums);
       if (part) {
-        const int64_t numbers = (call_.start + call_.tokens) * width_;
-        std::fill_n(grads.prefix_key.row<T>(head, 0), numbers, T(0));
-        std::fill_n(grads.prefix_value.row<T>(head, 0), numbers, T(0));
+        std::fill_n(grads.prefix_key.row<T>(head, plan_.above), places() * width_, T(0));
+        std::fill_n(grads.prefix_value.row<T>(head, plan_.above), places() * width_, T(0));
       }
+      Buffers buffers(*this, scratch);
       const int64_t count = plan_.blocks.size();
       for (int64_t turn = 0; turn * parts_ < count; turn++) {  // there and back, as later blocks have more keys
         const int64_t block = turn * parts_ + (turn % 2 ? parts_ - 1 - part : part);
-        if (block < count) backward(plan_.blocks[block], head, grads, Buffers(*this, scratch));
+        if (block < count) backward(plan_.blocks[block], head, grads, buffers);
       }
     }
-    const int64_t places = call_.start + call_.tokens;
-#pragma omp parallel for schedule(static) num_threads(call_.threads)
-    for (int64_t unit = 0; unit < (parts_ > 1 ? call_.kv_heads * places : 0); unit++) {
-      const int64_t head = unit / places, place = unit % places;
+    const int64_t units = parts_ > 1 ? call_.kv_heads * places() : 0;
+#pragma omp parallel for schedule(static) num_threads(threads_)
+    for (int64_t unit = 0; unit < units; unit++) {
+      const int64_t head = unit / places(), place = plan_.above + unit % places();
       const Run run{place < call_.start ? place : place - call_.start, 1, place < call_.start};
       for (int64_t part = 1; part < parts_; part++) {
         const States grads = grads_of(part, sums);
@@ -243,9 +256,9 @@ class Attention {
 
   struct Buffers {  // of the thread that makes them
     T *query, *grad, *sum, *scores, *of_scores, *keys, *values, *of_keys, *of_values, *top, *total;
-    mutable std::vector<int32_t> firsts, ends, depths;
+    std::array<int32_t, KEYS> firsts, ends, depths;
 
-    Buffers(const Attention& a, T* scratch) : firsts(KEYS), ends(KEYS), depths(KEYS) {
+    Buffers(const Attention& a, T* scratch) {
 #ifdef _OPENMP
       scratch += omp_get_thread_num() * a.numbers();
 #endif
@@ -257,16 +270,22 @@ class Attention {
   };
 
   int64_t numbers() const { return rows_ * (3 * width_ + 2 * KEYS + 2) + KEYS * 4 * width_; }  // of `Buffers`
-  int64_t sums_of_a_part() const { return call_.kv_heads * (call_.start + call_.tokens) * width_; }
+  int64_t places() const { return call_.start - plan_.above + call_.tokens; }  // of keys that are read
+  int64_t sums_of_a_part() const { return call_.kv_heads * places() * width_; }
+
+  // Whether so many units of work keep nearly all threads busy to the end.
+  bool is_even(int64_t units) const {
+    return (units + threads_ - 1) / threads_ * threads_ <= EVEN * static_cast<double>(units);
+  }
 
   // Where a part adds gradients of keys and values.
   States grads_of(int64_t part, T* sums) const {
     if (part == 0) return call_.grads;
-    const int64_t of_head = (call_.start + call_.tokens) * width_, above = call_.start * width_;
+    const int64_t of_head = places() * width_, above = (call_.start - plan_.above) * width_;
     T* const key = sums + (part - 1) * 2 * sums_of_a_part();
     T* const value = key + sums_of_a_part();
-    return {{key + above, of_head, width_}, {value + above, of_head, width_},
-            {key, of_head, width_}, {value, of_head, width_}};
+    return {{key + above, of_head, width_, 0}, {value + above, of_head, width_, 0},
+            {key, of_head, width_, plan_.above}, {value, of_head, width_, plan_.above}};
   }
 
   static Rows rows(const Tensor& tensor, const Run& run, int64_t head) {
@@ -322,7 +341,7 @@ class Attention {
   }
 
   // Which queries read the keys of a tile: from the key itself to its end, and at least its depth.
-  void describe(const Tile& tile, const Buffers& on) const {
+  void describe(const Tile& tile, Buffers& on) const {
     int64_t column = 0;
     for (size_t number = tile.begin; number < tile.end; number++) {
       const Run& run = plan_.runs[number];
@@ -334,7 +353,7 @@ class Attention {
     }
   }
 
-  void mask(T* scores, int64_t keys, int64_t query, const Buffers& on) const {
+  void mask(T* scores, int64_t keys, int64_t query, Buffers& on) const {
     const int32_t *firsts = on.firsts.data(), *ends = on.ends.data(), *depths = on.depths.data();
     const int32_t token = static_cast<int32_t>(query);
     const int32_t low = static_cast<int32_t>(call_.limit ? lowest(call_, query) : 0);
@@ -346,7 +365,7 @@ class Attention {
 
   // Scaled queries of a block, and what else is read of them, as rows by head, then by token.
   template <class Read>
-  int64_t pack(const Block& block, int64_t head, const Buffers& on, Read read) const {
+  int64_t pack(const Block& block, int64_t head, Buffers& on, Read read) const {
     int64_t row = 0;
     for (int64_t one = head * group_; one < (head + 1) * group_; one++)
       for (int64_t token = block.first; token < block.last; token++, row++) {
@@ -358,7 +377,7 @@ class Attention {
   }
 
   // Scores of a block's rows and a tile's keys; -infinity where they are not read.
-  void score(const Block& block, const Tile& tile, const Rows& key, int64_t rows, const Buffers& on) const {
+  void score(const Block& block, const Tile& tile, const Rows& key, int64_t rows, Buffers& on) const {
     gemm(false, true, rows, tile.keys, width_, {on.query, width_}, key, false, {on.scores, tile.keys});
     if (!tile.masked) return;
     describe(tile, on);
@@ -367,7 +386,7 @@ class Attention {
       mask(on.scores + row * tile.keys, tile.keys, block.first + row % queries, on);
   }
 
-  void forward(const Block& block, int64_t head, const Buffers& on) const {
+  void forward(const Block& block, int64_t head, Buffers& on) const {
     const T none = -std::numeric_limits<T>::infinity();
     const int64_t rows = pack(block, head, on, [&](int64_t row, int64_t, int64_t) {
       on.top[row] = none;
@@ -403,7 +422,7 @@ class Attention {
     });
   }
 
-  void backward(const Block& block, int64_t head, const States& grads, const Buffers& on) const {
+  void backward(const Block& block, int64_t head, const States& grads, Buffers& on) const {
     T *const logsumexps = on.top, *const deltas = on.total;
     const int64_t rows = pack(block, head, on, [&](int64_t row, int64_t one, int64_t token) {
       const T *const grad = call_.grad.row<T>(one, token), *const out = call_.out.row<T>(one, token);
@@ -451,7 +470,7 @@ class Attention {
   const Call& call_;
   const Plan plan_;
   const int64_t group_, width_;
-  int64_t rows_ = 0, parts_ = 1;
+  int64_t rows_ = 0, parts_ = 1, threads_ = 1;
 };
 
 // Whether there was memory to work in.

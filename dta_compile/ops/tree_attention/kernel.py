@@ -1,7 +1,7 @@
 """The functions of `kernel.cpp`, once compiled, on tensors.
 
 Shapes are those of `runtime.attention.interface`: query `[1, Hq, c, D]`, key and value of the chunk `[1, Hkv, c, D]`,
-of the prefix `[1, Hkv, p, D]`, where p is the chunk's start; float32 or float64, a token's numbers dense.
+of the prefix `[1, Hkv, p, D]`, where p is the chunk's start; float32 or float64.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import contextlib
 import ctypes
 import functools
 import pathlib
+import sys
 from typing import NamedTuple
 
 import torch
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-__all__ = ["DTYPES", "Keys", "States", "backward", "forward", "has_products", "source"]
+__all__ = ["DTYPES", "Keys", "States", "backward", "can_be_built", "forward", "source"]
 
 DTYPES = {torch.float32: ("float32", "sgemm_"), torch.float64: ("float64", "dgemm_")}  # names of functions
 
@@ -44,12 +45,14 @@ class States(NamedTuple):
     prefix_value: torch.Tensor
 
 
-def has_products() -> bool:
-    """Whether the matrix products that the functions call can be found."""
+@functools.cache
+def can_be_built() -> bool:
+    """Whether the source is there, and the matrix products that it calls; sizes are passed to these as it says."""
     try:
-        return all(_address(product) for _, product in DTYPES.values())
+        found = source(), *(_address(product) for _, product in DTYPES.values())
     except (AttributeError, OSError):
         return False
+    return all(found) and sys.byteorder == "little"
 
 
 def source() -> str:
@@ -86,19 +89,24 @@ def backward(
     """New gradients of query, key and value; those of the prefix are added to `prefix_grads`."""
     _, heads, tokens, width = query.shape
     grad_query = query.new_empty((1, tokens, heads, width)).transpose(1, 2)
-    grad_key, grad_value = (torch.zeros(one.shape, dtype=one.dtype) for one in states[:2])
+    grad_key, grad_value = (one.new_zeros(one.shape) for one in states[:2])
     grads = States(grad_key, grad_value, *prefix_grads)
-    grad, out = (one if one.stride(-1) == 1 else one.contiguous() for one in (grad, out))
+    grad, out = _with_rows(grad), _with_rows(out)
     _run(library, "backward", query, states, keys, scale, out, logsumexp, grad, grad_query, grads)
     return grad_query, grad_key, grad_value
 
 
 class _Tensor(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("of_head", ctypes.c_int64), ("of_token", ctypes.c_int64))
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("of_head", ctypes.c_int64),
+        ("of_token", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+    )
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Tensor:
-        return cls(tensor.data_ptr(), tensor.stride(1), tensor.stride(2))
+        return cls(tensor.data_ptr(), tensor.stride(1), tensor.stride(2), 0)
 
 
 class _States(ctypes.Structure):
@@ -130,6 +138,13 @@ class _Call(ctypes.Structure):
     )
 
 
+def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied if a token's numbers are not dense or tokens overlap; also where there is one, for BLAS."""
+    if tensor.stride(3) == 1 and tensor.stride(2) >= tensor.shape[3]:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def _run(
     library: ctypes.CDLL,
     name: str,
@@ -145,6 +160,7 @@ def _run(
 ) -> None:
     _, heads, tokens, width = query.shape
     dtype, gemm = DTYPES[query.dtype]
+    query, states = _with_rows(query), States(*map(_with_rows, states))
     call = _Call(
         heads,
         states.key.shape[1],

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 import torch
 
 from dta_compile.passes.fusion import inductor
-from dta_compile.passes.fusion.source import CppSource, Source
+from dta_compile.passes.fusion.source import AnySource
 from dta_compile.passes.fusion.worker import Job, Result
 
 COMMAND = ("-m", "dta_compile.passes.fusion.worker")  # of Python; then the id of this process
@@ -43,7 +43,7 @@ class Beside:
 
     _latest: weakref.ref[Beside] | None = None  # of this process: they take turns
 
-    def __init__(self, sources: Mapping[str, Source | CppSource]) -> None:
+    def __init__(self, sources: Mapping[str, AnySource]) -> None:
         self.missing, self.results, self.failure = dict(sources), list[Result](), ""
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="dta-codegen-"))
         self._read, self._heard = 0, time.monotonic()

@@ -17,7 +17,6 @@ generated is found by later processes (`kept`). So "auto" leaves it out of small
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import logging
@@ -32,10 +31,10 @@ import torch
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.fusion import inductor, kept
 from dta_compile.passes.fusion.beside import Beside
-from dta_compile.passes.fusion.inductor import Code, generate
+from dta_compile.passes.fusion.inductor import AnyCode, generate
 from dta_compile.passes.fusion.native import TreeAttention
 from dta_compile.passes.fusion.piece import NO_CODES, Codes, Piece, outlined
-from dta_compile.passes.fusion.source import CppSource, Source
+from dta_compile.passes.fusion.source import AnySource, Source
 from dta_compile.passes.fusion.worker import reason
 from dta_compile.passes.symbols import hint
 
@@ -116,7 +115,7 @@ class GeneratedCode:
         if not pieces:
             return
         self._tried.update(pieces)
-        started, codes = time.perf_counter(), dict[AnyPiece, Code | ctypes.CDLL]()
+        started, codes = time.perf_counter(), dict[AnyPiece, AnyCode]()
         for key, piece in zip(kept.keys(piece.source for piece in pieces), pieces, strict=True):
             if inductor.is_cached() and (code := kept.find(key)) is not None:
                 codes[piece] = code
@@ -129,7 +128,7 @@ class GeneratedCode:
         self.seconds += time.perf_counter() - started
 
     def _generate_now(self) -> None:
-        codes, started, self._job = dict[AnyPiece, Code | ctypes.CDLL](), time.perf_counter(), None
+        codes, started, self._job = dict[AnyPiece, AnyCode](), time.perf_counter(), None
         for key, piece in self._pending.items():
             try:
                 codes[piece] = _made(key, piece.source)
@@ -150,7 +149,7 @@ class GeneratedCode:
             return
         if not self._job.poll():
             return
-        job, self._job, codes = self._job, None, dict[AnyPiece, Code | ctypes.CDLL]()
+        job, self._job, codes = self._job, None, dict[AnyPiece, AnyCode]()
         self.seconds += sum(result.seconds for result in job.results)
         for result in job.results:
             piece = self._pending.pop(result.key)
@@ -194,10 +193,10 @@ class GeneratedCode:
 
 @functools.cache
 def _warn(why: str) -> None:
-    logger.warning("dta: inductor failed, so part of the model runs as ATen operators: %s", why)
+    logger.warning("dta: code could not be generated or compiled, so part of the model runs as ATen operators: %s", why)
 
 
-def _made(key: str, source: Source | CppSource) -> Code | ctypes.CDLL:
+def _made(key: str, source: AnySource) -> AnyCode:
     """Code that is generated in this process, and kept for others if that works."""
     compiled = generate(source)
     try:

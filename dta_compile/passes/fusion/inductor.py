@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
 from dta_compile.passes.fusion import wrapper
-from dta_compile.passes.fusion.source import CppSource, Input, Source, size_symbols
+from dta_compile.passes.fusion.source import AnySource, CppSource, Input, Source, size_symbols
 from dta_compile.passes.program import output_node
 from dta_compile.passes.symbols import expression, free_symbols
 
@@ -92,7 +92,11 @@ class CompiledLibrary(NamedTuple):
     path: str
 
 
-def generate(source: Source | CppSource, threads: int | None = None) -> Compiled | CompiledLibrary:
+AnyCode = Code | ctypes.CDLL
+AnyCompiled = Compiled | CompiledLibrary
+
+
+def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
     """Code for a function, for so many threads of a CPU; None: as many as torch has here.
 
     Raises whatever inductor raises: no compiler, an operator that it cannot lower.
@@ -194,7 +198,7 @@ def _compiled(run: Any, serves: str, strides: str, devices: set[str]) -> Compile
     return Compiled(serves, strides, text, places, constants, aligned)
 
 
-def load(compiled: Compiled | CompiledLibrary) -> Code | ctypes.CDLL:
+def load(compiled: AnyCompiled) -> AnyCode:
     """The code, in this process; raises `OSError` or `ImportError` where its files are gone."""
     if isinstance(compiled, CompiledLibrary):
         return ctypes.CDLL(compiled.path)

@@ -6,7 +6,6 @@ Inductor's own look-up traces and lowers a function before it knows its name the
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import hashlib
 import logging
@@ -15,28 +14,20 @@ import pickle
 import secrets
 from collections.abc import Iterable
 
-from dta_compile.passes.fusion.inductor import (
-    Code,
-    Compiled,
-    CompiledLibrary,
-    environment,
-    folder,
-    generator,
-    load,
-)
-from dta_compile.passes.fusion.source import CppSource, Source
+from dta_compile.passes.fusion.inductor import AnyCode, AnyCompiled, environment, folder, generator, load
+from dta_compile.passes.fusion.source import AnySource
 
 logger = logging.getLogger("dta_compile")
 
 
-def keys(sources: Iterable[Source | CppSource]) -> list[str]:
+def keys(sources: Iterable[AnySource]) -> list[str]:
     """The names of files for the code of these sources, generated in this process or for it."""
     around = functools.cache(environment)  # the same for all
     texts = (f"{generator()} {one!r} {around(frozenset(one.devices))!r}" for one in sources)
     return [hashlib.sha256(text.encode()).hexdigest()[:32] for text in texts]
 
 
-def find(key: str) -> Code | ctypes.CDLL | None:
+def find(key: str) -> AnyCode | None:
     """The code that is kept under a name, loaded; None: there is none, or its files are gone."""
     try:
         return load(pickle.loads((folder() / "dta" / key).read_bytes()))
@@ -47,7 +38,7 @@ def find(key: str) -> Code | ctypes.CDLL | None:
         return None
 
 
-def keep(key: str, compiled: Compiled | CompiledLibrary) -> None:
+def keep(key: str, compiled: AnyCompiled) -> None:
     """Write a file as a whole, so that readers meet no half of it; raises `OSError`."""
     path = folder() / "dta" / key
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ class TreeAttention:
             and layer.dtype in kernel.DTYPES
             and layer.key_dim == layer.states[1].shape[3]
             and not layer.softcap
-            and kernel.has_products()
+            and kernel.can_be_built()
         )
 
 

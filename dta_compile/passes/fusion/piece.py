@@ -16,7 +16,7 @@ from torch import fx
 
 from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.fusion.clusters import clusters, is_view, readers, sources
-from dta_compile.passes.fusion.inductor import Code
+from dta_compile.passes.fusion.inductor import AnyCode, Code
 from dta_compile.passes.fusion.native import TreeAttention
 from dta_compile.passes.fusion.source import Source
 from dta_compile.passes.graph_module import graph_module
@@ -62,7 +62,7 @@ class Piece:
         return latest[2]
 
 
-Codes = Mapping[Piece | TreeAttention, Code | ctypes.CDLL]  # what there is; the others run as operators of torch
+Codes = Mapping[Piece | TreeAttention, AnyCode]  # what there is; the others run as operators of torch
 NO_CODES: Codes = MappingProxyType({})
 
 

@@ -84,6 +84,9 @@ class CppSource:
         return {"cpu"}
 
 
+AnySource = Source | CppSource
+
+
 @dataclasses.dataclass(frozen=True)
 class _Module:
     name: str

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dta_compile.passes.fusion.source import CppSource, Source
+from dta_compile.passes.fusion.source import AnySource, Source
 
 POLL_SECONDS = 0.5  # between two looks at whether the parent is there
 
@@ -33,7 +33,7 @@ class Job(NamedTuple):
         settings: of inductor.
     """
 
-    sources: dict[str, Source | CppSource]
+    sources: dict[str, AnySource]
     threads: int
     settings: dict[str, Any]
 
@@ -69,7 +69,7 @@ def main(parent: int) -> None:
             results.write(json.dumps(Result(key, time.perf_counter() - started, error)) + "\n")
 
 
-def _generated(key: str, source: Source | CppSource, threads: int) -> str:
+def _generated(key: str, source: AnySource, threads: int) -> str:
     """Generate and keep code, unless a worker of another process did; why it failed, or nothing."""
     from dta_compile.passes.fusion import inductor, kept
 

@@ -41,9 +41,9 @@ class FlashCPU:
 
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Provider.forward`."""
-        x, dtype = _with_dense_rows(x), statistics_dtype(x.query.dtype)
         if (library := _library(x)) is not None:
             return kernel.forward(library, x.query, _states(x), _keys(x), x.scale)
+        x, dtype = _with_dense_rows(x), statistics_dtype(x.query.dtype)
         first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype)
         _, heads, tokens, width = x.query.shape
         if (first.first, first.last) == (0, tokens):
@@ -66,10 +66,10 @@ class FlashCPU:
         prefix_value_grad: torch.Tensor,
     ) -> Tensors:
         """See `Provider.backward`."""
-        x, dtype, start = _with_dense_rows(x), statistics_dtype(x.query.dtype), x.chunk.start
         if (library := _library(x)) is not None:
             of_prefix = prefix_key_grad, prefix_value_grad
             return kernel.backward(library, grad, out, logsumexp, x.query, _states(x), _keys(x), x.scale, of_prefix)
+        x, dtype, start = _with_dense_rows(x), statistics_dtype(x.query.dtype), x.chunk.start
         first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype)
         _, heads, tokens, width = x.query.shape
         if (first.first, first.last, first.spans) == (0, tokens, ((start, start + tokens),)):

@@ -21,7 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "codegen": ("auto", "eager", "inductor"),
 }
 CHUNK_TOKENS = 2048
-SKIPPABLE_PASSES = ("head_rows", "lm_head", "codegen", "in_place")
+SKIPPABLE_PASSES = ("head_rows", "lm_head", "codegen", "host_calls", "in_place")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Options:
             other processes the passes; or "off" to read and write none. None is $DTA_CACHE_DIR, else
             $XDG_CACHE_HOME/dta_compile, else ~/.cache/dta_compile.
         skip_passes: names of compiler passes to leave out, to find the one at fault when results are wrong; those that
-            a program does not need: "head_rows", "lm_head", "codegen", "in_place".
+            a program does not need: "head_rows", "lm_head", "codegen", "host_calls", "in_place".
     """
 
     chunk_size: int | None = None

@@ -14,6 +14,7 @@ other_batches  an epilogue that has attention over a batch of other sizes, as a 
 joint          forward and backward of a chunk
 accumulate     parameter gradients added in place
 codegen        what lies between matrix products and attention as generated code
+host_calls     views and small additions, fewer than were traced
 in_place       results written over what dies with them
 working_memory bytes that a graph allocates at its peak
 """
@@ -41,6 +42,7 @@ from dta_compile.passes.cuts.other_batches import other_batches
 from dta_compile.passes.cuts.prefix_key import prefix_key
 from dta_compile.passes.cuts.regions import regions
 from dta_compile.passes.fusion.codegen import codegen
+from dta_compile.passes.fusion.host_calls import host_calls
 from dta_compile.passes.gradients.accumulate import accumulate
 from dta_compile.passes.gradients.joint import joint
 from dta_compile.passes.lowering.lower import lower
@@ -66,6 +68,7 @@ PASSES: tuple[Pass, ...] = (
     joint,
     accumulate,
     codegen,
+    host_calls,
     in_place,
     working_memory,
 )

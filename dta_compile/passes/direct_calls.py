@@ -29,6 +29,7 @@ BINDINGS: dict[Any, Callable[..., Any]] = {
     aten.addmm_.default: torch.Tensor.addmm_,
     aten.bmm.default: torch.bmm,
     aten.cat.default: torch.cat,
+    aten.contiguous.default: torch.Tensor.contiguous,
     aten.div.Tensor: torch.div,
     aten.div_.Scalar: torch.Tensor.div_,
     aten.div_.Tensor: torch.Tensor.div_,

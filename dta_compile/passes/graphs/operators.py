@@ -43,6 +43,8 @@ MOVES = KEEP_ORDER | TAKE_A_SHAPE | TRANSPOSITIONS | {aten.select.int, aten.slic
 SAME_ENTRIES = MOVES | COPIES | CASTS
 # Results in the memory of the first argument, although the schema does not say so.
 UNDECLARED_VIEWS = frozenset({aten._unsafe_view.default})
+# The argument itself, or new memory if it does not lie there as it should.
+MAYBE_COPIES = frozenset({aten.contiguous.default})
 
 # Entries of the arguments as parts of a larger result.
 ASSEMBLIES = frozenset(

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.graphs.nodes import is_item
-from dta_compile.passes.graphs.operators import UNDECLARED_VIEWS
+from dta_compile.passes.graphs.operators import MAYBE_COPIES, UNDECLARED_VIEWS
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import expression
 
@@ -55,16 +55,20 @@ def owner(node: fx.Node) -> fx.Node:
 
 
 def storages(node: fx.Node) -> list[Storage]:
-    """The memory that a node's result is in: several pieces if it is a tuple."""
+    """The memory that a node's result is in: several pieces if it is a tuple, or if it may be a copy."""
     if not has_tensor(node):
         return []
-    node = owner(node)
+    copies: list[Storage] = []
+    while (source := view_source(node)) is not None:
+        if node.target in MAYBE_COPIES:
+            copies.append((node, 0))
+        node = source
     if "memory" in node.meta:
-        return [(node.meta["memory"][0], 0)]
+        return [(node.meta["memory"][0], 0), *copies]
     if is_item(node):
-        return [(node.args[0], node.args[1])]
+        return [(node.args[0], node.args[1]), *copies]
     value = node.meta["val"]
-    return [(node, i) for i in range(len(value) if isinstance(value, (tuple, list)) else 1)]
+    return [*((node, i) for i in range(len(value) if isinstance(value, (tuple, list)) else 1)), *copies]
 
 
 def last_uses(nodes: Iterable[fx.Node]) -> dict[Storage, fx.Node]:

@@ -35,8 +35,7 @@ def _write_over_dying(graph: fx.Graph) -> None:
                 if _may_overwrite(node, args[0], args[1:], last_use):
                     node.target, node.args = IN_PLACE_VARIANTS[node.target], args
                     # From here on the result is the argument's memory.
-                    (memory,) = storages(args[0])
-                    last_use[memory] = last_use.pop((node, 0))
+                    last_use |= dict.fromkeys(storages(args[0]), last_use.pop((node, 0)))
                     break
 
 

@@ -24,7 +24,7 @@ from dta_compile.ops.lm_head import operators as head_operators
 from dta_compile.passes.chunk_bytes import Bytes, ChunkSizes, Peaks, total
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import is_item
-from dta_compile.passes.graphs.operators import is_tagged_pointwise
+from dta_compile.passes.graphs.operators import MAYBE_COPIES, is_tagged_pointwise
 from dta_compile.passes.graphs.storage import Storage, last_uses, storages, view_source
 from dta_compile.passes.program import Program, has_tensor
 
@@ -73,6 +73,8 @@ def _inputs(graph: fx.Graph) -> Iterable[tuple[Storage, Bytes]]:
 
 
 def _allocations(node: fx.Node, sizes: ChunkSizes) -> Iterable[tuple[Storage, Bytes]]:
+    if node.target in MAYBE_COPIES:
+        return [((node, 0), sizes.bytes(node.meta["val"]))]
     if is_item(node) or view_source(node) is not None or not has_tensor(node):
         return ()
     value = node.meta["val"]

@@ -1,0 +1,150 @@
+"""Fewer calls for the same: views, copies that may be none, and small additions."""
+
+import types
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dta_compile.passes.chunk_bytes import ChunkSizes
+from dta_compile.passes.fusion.host_calls import host_calls
+from dta_compile.passes.graphs.storage import view_source
+from dta_compile.passes.memory.in_place import in_place
+from dta_compile.passes.memory.working_memory import peaks_of
+from tests.support.chunk_graphs import program_of, targets
+from tests.support.families import build
+
+aten = torch.ops.aten
+VIEW = torch.randn(2, 3, 4, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def toy():
+    model = build("qwen3")
+    return program_of(model, model.config.vocab_size)
+
+
+def run(module, *passes):
+    """Passes over a program with one graph, which all executable graphs are."""
+    joint = types.SimpleNamespace(cache_only=module, forward_only=module, forward=module, backward=None)
+    for step in passes:
+        step.run(types.SimpleNamespace(joint=joint))
+    module.graph.lint()
+    return module
+
+
+def rewritten(function, *inputs, passes=(host_calls,)):
+    return run(make_fx(function, tracing_mode="fake")(*inputs), *passes)
+
+
+def is_view(node):
+    return node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor) and bool(view_source(node))
+
+
+@pytest.mark.parametrize("name", ["cache_only", "forward_only", "forward", "backward"])
+def test_no_view_is_taken_twice_or_of_a_view_in_the_same_order(toy, name):
+    reshapes = {aten.view.default, aten._unsafe_view.default}
+    views = [node for node in getattr(toy.joint, name).graph.nodes if is_view(node)]
+    assert len({(node.target, node.args, str(node.kwargs)) for node in views}) == len(views) > 0
+    assert not [node for node in views if node.target in reshapes and node.args[0].target in reshapes]
+
+
+def test_gradients_of_norms_are_added_in_one_call(toy):
+    assert targets(toy.joint.backward)["aten._foreach_add_.List"] == 1
+    additions = toy.joint.backward.graph.find_nodes(op="call_function", target=aten.add_.Tensor)
+    assert not [node for node in additions if node.args[0].op == "placeholder"]
+
+
+def test_what_attention_returns_is_copied_only_where_it_lies_otherwise(toy):
+    assert targets(toy.joint.forward)["aten.contiguous.default"] == 2  # a layer each
+    assert not targets(toy.joint.forward)["aten.clone.default"]
+
+
+def test_a_view_back_to_the_same_shape_is_the_value_itself():
+    module = rewritten(lambda x: x.exp().view(6, 4).view(2, 3, 4) + 1, VIEW)
+    assert set(targets(module)) == {"aten.exp.default", "aten.add.Tensor"}
+    torch.testing.assert_close(module(VIEW), VIEW.exp() + 1)
+
+
+def test_what_a_graph_returns_stays_a_value_of_its_own():
+    def function(x):
+        y = x.exp()
+        return (
+            y,
+            y.view(2, 3, 4),
+            y.view(6, 4),
+            y.view(6, 4),
+            y.transpose(0, 1).clone(memory_format=torch.contiguous_format),
+        )
+
+    module = rewritten(function, VIEW)
+    results = module(VIEW)
+    assert len({id(result) for result in results}) == 5
+    assert results[4].data_ptr() != results[0].data_ptr()
+
+
+def test_a_reshape_that_copies_is_no_view_of_its_argument():
+    module = rewritten(lambda x: torch.ops.aten.reshape(x.transpose(0, 1), [6, 4]).view(3, 8) * 2, VIEW)
+    torch.testing.assert_close(module(VIEW), VIEW.transpose(0, 1).reshape(3, 8) * 2)
+
+
+@pytest.mark.parametrize("laid_out", [True, False])
+def test_memory_of_what_may_be_no_copy_is_not_written_over(laid_out):
+    """The sum would go into the copy's memory, and with it into what is returned."""
+
+    def function(x):
+        y = x.exp()
+        copy = (y if laid_out else y.transpose(0, 1)).clone(memory_format=torch.contiguous_format)
+        return y, copy + 1
+
+    module = rewritten(function, VIEW, passes=(host_calls, in_place))
+    assert targets(module)["aten.contiguous.default"] == 1
+    for mine, theirs in zip(module(VIEW), function(VIEW), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_it_is_written_over_once_nobody_reads_either():
+    def function(x):
+        return (x.exp().transpose(0, 1).clone(memory_format=torch.contiguous_format) + 1) * 2
+
+    module = rewritten(function, VIEW, passes=(host_calls, in_place))
+    assert targets(module)["aten.mul_.Tensor"] == targets(module)["aten.add_.Tensor"] == 1
+    torch.testing.assert_close(module(VIEW), function(VIEW))
+
+
+def test_what_may_be_a_copy_counts_as_one():
+    module = rewritten(lambda x: x.exp().clone(memory_format=torch.contiguous_format).sum(), VIEW)
+    (peak,) = peaks_of(module.graph, ChunkSizes(1009, 1013))
+    assert peak.fixed == 2 * VIEW.nbytes + VIEW.itemsize
+
+
+def accumulation(values, additions):
+    """A graph that adds its inputs to one another: `(total, addend)`, each an input's position."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder(f"input_{i}") for i in range(len(values))]
+    for node, value in zip(nodes, values, strict=True):
+        node.meta["val"] = value
+    for total, addend in additions:
+        graph.call_function(aten.add_.Tensor, (nodes[total], nodes[addend]))
+    graph.output(())
+    return run(fx.GraphModule(nn.Module(), graph), host_calls)
+
+
+def test_only_small_gradients_of_one_kind_wait_for_each_other():
+    small = torch.zeros(3), torch.ones(3)
+    half = torch.zeros(3), torch.ones(3, dtype=torch.bfloat16)
+    repeated = torch.zeros(3), torch.ones(1)
+    large = torch.zeros(2**17), torch.ones(2**17)
+    pairs = small, half, small, half, half, repeated, repeated, large, large
+    found = targets(accumulation([value for pair in pairs for value in pair], [(i, i + 1) for i in range(0, 18, 2)]))
+    assert found == {"aten._foreach_add_.List": 2, "aten.add_.Tensor": 4}
+
+
+def test_a_total_with_two_addends_is_once_in_a_call():
+    values = [torch.full((3,), float(i)) for i in range(5)]
+    module = accumulation(values, [(0, 2), (0, 3), (1, 4)])
+    module(*values)
+    assert values[0].tolist() == [5.0] * 3 and values[1].tolist() == [5.0] * 3
+    (grouped,) = module.graph.find_nodes(op="call_function", target=aten._foreach_add_.List)
+    assert len(set(grouped.args[0])) == len(grouped.args[0]) == 2

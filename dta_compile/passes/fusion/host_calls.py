@@ -1,8 +1,8 @@
 """host_calls: views of views become one view, equal views one, and small gradients are added in one call.
 
-None of these computes much, but each takes the host about a third of the time that launching a matrix product takes, and
-a GPU waits for the host where chunks are small. Lowering and differentiation view a value anew for every reader; the
-gradient of a normalisation layer is as long as a row, and adding it is one more kernel.
+None of these computes much, but each takes the host about a third of the time that launching a matrix product takes,
+and a GPU waits for the host where chunks are small. Lowering and differentiation view a value anew for every reader;
+the gradient of a normalisation layer is as long as a row, and adding it is one more kernel.
 """
 
 from __future__ import annotations

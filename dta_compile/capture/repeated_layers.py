@@ -5,8 +5,9 @@ Dynamo traces the first one; for each further one it asks the guards of the firs
 same nodes there. The regions are inlined before a backend sees the graph.
 
 What Dynamo traces holds as long as its guards do, so the guards of the first layer are made guards of the others, too,
-which torch leaves to the user of a region. What Dynamo keeps no guards of is compared here: the types of all modules
-inside, their hooks, weights that are one, and what torch's own modules are set to.
+which torch leaves to the user of a region, as it does much of whether the other layer would be traced alike
+(`region_reuse`). What Dynamo keeps no guards of is compared here: the types of all modules inside, their hooks, weights
+that are one, and what torch's own modules are set to.
 
 A model whose layers cannot be regions (they write to a cache, say) is traced once more, as it would be without this:
 `NoRegion`, or whatever torch raises.
@@ -25,9 +26,12 @@ import torch
 import torch._dynamo
 import torch._dynamo.variables.invoke_subgraph as torch_regions
 from torch import nn
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import build_invoke_subgraph_variable
-from torch._dynamo.variables import UnspecializedNNModuleVariable, UserDefinedObjectVariable, UserFunctionVariable
-from torch._guards import Source
+from torch._dynamo.variables import UserFunctionVariable
+from torch._dynamo.variables.base import AttributeMutationNew
+
+from dta_compile.capture.region_reuse import NoRegion, Traced, may_be_region
 
 INLINED = "inline_invoke_subgraph"
 LEAST_COPIES = 2
@@ -40,10 +44,6 @@ PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _regions: set[Any] = set()
 # The one that is being traced.
 _inside: list[Any] = []
-
-
-class NoRegion(Exception):
-    """Calls of a function that was to be a region have to be traced each time."""
 
 
 @contextlib.contextmanager
@@ -114,44 +114,55 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
+def _with_our_condition(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's condition for copying what has been traced, with what it leaves out."""
+
+    @functools.wraps(build)
+    def build_with_ours(tx: Any, fingerprint: Any, traced_sources: Any) -> Any:
+        condition = build(tx, fingerprint, traced_sources)
+        if condition is not None and _inside:
+            condition.of_dta = Traced.of(tx, fingerprint, condition)
+        return condition
+
+    return build_with_ours
+
+
+def _if_ours_holds(is_reusable: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(is_reusable)
+    def is_reusable_by_ours(tx: Any, condition: Any, fingerprint: Any, cached: Any) -> bool:
+        found = is_reusable(tx, condition, fingerprint, cached)
+        if not found or not hasattr(condition, "of_dta"):
+            return found
+        cached.of_dta = condition.of_dta
+        holds: bool = condition.of_dta.holds(tx, fingerprint, cached, condition)
+        return holds
+
+    return is_reusable_by_ours
+
+
 def _with_guards(stamp_out: Callable[..., Any]) -> Callable[..., Any]:
     """Torch's copying of a region to where it is called again, with the guards that it was traced under."""
 
     @functools.wraps(stamp_out)
     def stamp_out_with_guards(tx: Any, fingerprint: Any, cached: Any) -> Any:
-        if not hasattr(cached, "guards_of_dta"):
-            cached.guards_of_dta = _guards_of(set(cached.arg_sources) - {None}, tx.output.guards)
-        sources = dict(zip(cached.arg_sources, fingerprint.arg_sources, strict=True))
-        for guard in cached.guards_of_dta:
-            tx.output.guards.add(_moved(guard, lambda part: sources.get(part) or part))
+        if hasattr(cached, "of_dta"):
+            for guard in cached.of_dta.guards_of(tx, fingerprint, cached):
+                tx.output.guards.add(guard)
         return stamp_out(tx, fingerprint, cached)
 
     return stamp_out_with_guards
 
 
-def _moved(guard: Any, of: Callable[[Any], Any]) -> Any:
-    """A guard with each part of its sources replaced by what stands for it; a guard of two names being one has two."""
-    create = guard.create_fn
-    if isinstance(create, functools.partial):
-        keywords = {key: v.clone(of) if isinstance(v, Source) else v for key, v in create.keywords.items()}
-        create = functools.partial(create.func, *create.args, **keywords)
-    return guard.originating_source.clone(of).make_guard(create)
+def _but_no_writes(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Reading an attribute that the trace has written to an object from before it: no guard sees what is there then."""
 
+    @functools.wraps(load)
+    def load_but_no_writes(self: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
+        if _inside and not isinstance(item.mutation_type, AttributeMutationNew):
+            raise NoRegion
+        return load(self, item, *args, **kwargs)
 
-def _guards_of(sources: set[Any], guards: Iterable[Any]) -> list[Any]:
-    """Those about what is found under some sources; not of tensors, each of which gets one of its own."""
-    found = []
-    for guard in guards:
-        parts = set[Any]()
-
-        def noted(part: Any, parts: set[Any] = parts) -> Any:
-            parts.add(part)
-            return part
-
-        _moved(guard, noted)
-        if not parts.isdisjoint(sources) and guard.create_fn_name() != "TENSOR_MATCH":
-            found.append(guard)
-    return found
+    return load_but_no_writes
 
 
 def _or_no_region(is_eligible: Callable[..., bool]) -> Callable[..., bool]:
@@ -167,19 +178,13 @@ def _or_no_region(is_eligible: Callable[..., bool]) -> Callable[..., bool]:
     return is_eligible_or_none
 
 
-def _is_object(argument: Any) -> bool:
-    """An object of the user's, as a cache that layers write to."""
-    value = argument.realize()
-    return isinstance(value, UserDefinedObjectVariable) and not isinstance(value, UnspecializedNNModuleVariable)
-
-
 def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
     """Dynamo's inlining of a function of the user's, but for those that are regions now."""
 
     @functools.wraps(call)
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         is_region = type(self) is UserFunctionVariable and self.fn in _regions
-        if not is_region or any(map(_is_object, (*args, *kwargs.values()))):
+        if not is_region or not may_be_region(tx, tuple(args), kwargs):
             return call(self, tx, args, kwargs)
         outside = set(_regions)
         _regions.clear()
@@ -195,6 +200,9 @@ def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if not hasattr(UserFunctionVariable.call_function, "of_dta"):  # not once more, where the module is loaded again
+    torch_regions.build_reuse_condition = _with_our_condition(torch_regions.build_reuse_condition)
+    torch_regions.is_reusable = _if_ours_holds(torch_regions.is_reusable)
     torch_regions.stamp_out_subgraph = _with_guards(torch_regions.stamp_out_subgraph)
+    SideEffects.load_attr = _but_no_writes(SideEffects.load_attr)  # type: ignore[method-assign]
     torch_regions.is_reuse_eligible = _or_no_region(torch_regions.is_reuse_eligible)
     UserFunctionVariable.call_function = _as_region(UserFunctionVariable.call_function)  # type: ignore[method-assign]

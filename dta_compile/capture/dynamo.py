@@ -28,6 +28,7 @@ from torch._dynamo.exc import (
     TensorifyScalarRestartAnalysis,
     UnspecializeRestartAnalysis,
 )
+from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
@@ -241,6 +242,7 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
                 self.output.fake_mode.cache_enabled = False
             try:
                 run(self)
+                _guard_hooks(self.output.guards)
             except (RestartAnalysis, BackendCompilerFailed):
                 raise
             except Exception as error:
@@ -254,6 +256,13 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
                 raise
 
     return run_watched
+
+
+def _guard_hooks(guards: Any) -> None:
+    """Notice hooks that modules are given later: Dynamo looks at hooks as it traces, and never again by default."""
+    for guard in list(guards):
+        if guard.create_fn_name() == "EMPTY_NN_MODULE_HOOKS_DICT":
+            guards.add(guard.originating_source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
 """Layers that are copies are traced by Dynamo once, and what is not quite a copy is what it is without that."""
 
 import copy
+import functools
+import math
 
 import pytest
 import torch
@@ -215,3 +217,203 @@ def assert_same_function(net, run):
     compiled, x = torch.compile(run, backend="dta"), torch.randn(5, 8, dtype=torch.float64)
     for found, expected in zip(results(compiled, net, x), results(run, net, x), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+STATE, WRITTEN, TABLES = {"factor": 1.0}, Config(), [torch.ones(8, dtype=torch.float64), torch.full((8,), 3.0).double()]
+PASSED = 0
+
+
+class Given(nn.Module):
+    """Layers that are given more than the hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.more = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.rand(8) + 0.5)
+        self.settings, self.zero, self.written = {"factor": 1.0}, 0.0, WRITTEN
+
+    def forward(self, x, *others):
+        y = self.more(torch.tanh(self.linear(x))) * self.scale
+        return x + self.with_others(y, *others)
+
+    def with_others(self, y, *others):
+        for number, other in enumerate(others):
+            y = y * (number + 0.5) + (other.linear(y) if isinstance(other, nn.Module) else other)
+        return y
+
+
+class OfWrites(Given):
+    def with_others(self, y):
+        return y * STATE["factor"] * self.written.scale * (1 + PASSED)
+
+
+class OfNumbers(Given):
+    def with_others(self, y, number=1):
+        y = y * self.settings["factor"] * math.copysign(1.0, self.zero)
+        return y.sigmoid() if number is True else y
+
+
+class OfDtype(Given):
+    def with_others(self, y):
+        return y.to(self.linear(y).dtype) * 1.5
+
+
+def given(kind=Given, number=4):
+    torch.manual_seed(0)
+    return nn.ModuleList(kind() for _ in range(number)).double()
+
+
+def first_embeddings(blocks, x):
+    """One tensor twice in the first call, two tensors in the others."""
+    first = x = x * 2
+    for block in blocks:
+        x = block(x, first)
+    return x
+
+
+def tables(blocks, x):
+    for number, block in enumerate(blocks):
+        x = block(x, TABLES[0], TABLES[number % 2])
+    return x
+
+
+def once_and_twice(blocks, x):
+    first = x = x * 2
+    for number, block in enumerate(blocks):
+        x = block(x, first if number < 3 else x)
+    return x
+
+
+def another_layer(blocks, x):
+    for block in blocks:
+        x = block(x, blocks[0])
+    return x
+
+
+def layers_in_pairs(blocks, x):
+    for number, block in enumerate(blocks):
+        x = block(x, {"other": blocks[number // 2 * 2]}["other"])
+    return x
+
+
+def weight_of_the_first(blocks, x):
+    for block in blocks:
+        x = block(x, blocks[0].scale)
+    return x
+
+
+class Calling(nn.ModuleList):
+    def forward(self, x):
+        for block in self:
+            x = block(x)
+        return x
+
+
+def each_twice(blocks, x):
+    for block in nn.ModuleList([blocks[0], blocks[0], blocks[1], blocks[1]]):
+        x = block(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    "run",
+    [first_embeddings, tables, once_and_twice, another_layer, layers_in_pairs, weight_of_the_first, each_twice],
+)
+def test_what_layers_are_given_is_what_each_of_them_computes_with(run):
+    blocks = given()
+    assert_same_function(blocks, functools.partial(run, blocks))
+
+
+def test_a_weight_that_is_replaced_for_the_call():
+    net = Calling(given())
+    weights = {"1.linear.weight": net[0].linear.weight.detach() * 2}
+    assert_same_function(net, lambda x: torch.func.functional_call(net, weights, (x,)))
+
+
+def into_a_dict(number):
+    STATE["factor"] = 1.0 + number
+
+
+def into_an_object(number):
+    WRITTEN.scale = 1.0 + number
+
+
+def into_a_global(number):
+    global PASSED
+    PASSED = number
+
+
+@pytest.mark.parametrize("write", [into_a_dict, into_an_object, into_a_global])
+def test_what_is_written_between_layers_is_read_by_the_next(write):
+    blocks = given(OfWrites)
+
+    def run(x):
+        for number, block in enumerate(blocks):
+            write(number)
+            x = block(x)
+        return x
+
+    try:
+        assert_same_function(blocks, run)
+    finally:
+        write(0)
+        WRITTEN.scale = 1.0
+
+
+def test_what_was_looked_up_before_the_layer_is_compared():
+    blocks = given(OfNumbers)
+    for number, block in enumerate(blocks):
+        block.settings = {"factor": 1.0 + number // 2}
+
+    def run(x):
+        total = sum(block.settings["factor"] for block in blocks)
+        for block in blocks:
+            x = block(x)
+        return x * total
+
+    assert_same_function(blocks, run)
+
+
+def test_numbers_that_are_equal_and_not_the_same():
+    blocks = given(OfNumbers)
+    blocks[2].zero = -0.0
+
+    def run(x):
+        for number, block in enumerate(blocks):
+            x = block(x, number == 1 or 1)
+        return x
+
+    assert_same_function(blocks, run)
+
+
+def test_numbers_that_become_inputs_of_the_graph():
+    net = Calling(given(OfNumbers))
+    compiled, x = torch.compile(net, backend="dta"), torch.randn(5, 8, dtype=torch.float64)
+    for factor in (1.0, 2.0, 3.0):
+        for number, block in enumerate(net):
+            block.settings["factor"] = factor + number // 3
+        assert_same(net, compiled, x)
+
+
+def test_layers_under_another_state_of_torch():
+    blocks = given(OfDtype).float()
+    x = torch.randn(5, 8)
+
+    def run(x):
+        for number, block in enumerate(blocks):
+            with torch.autocast("cpu", torch.bfloat16, enabled=number > 0), torch.set_grad_enabled(number < 3):
+                x = block(x)
+        return x
+
+    torch.testing.assert_close(torch.compile(run, backend="dta")(x), run(x), rtol=1e-6, atol=1e-6)
+
+
+def test_hooks_that_come_later_are_called():
+    net, compiled, x = compiled_net()
+    assert_same(net, compiled, x)
+    hooked(net.blocks[2])
+    assert_same(net, compiled, x)
+    handle = net.register_forward_hook(lambda module, args, result: result * 2)
+    assert_same(net, compiled, x)
+    handle.remove()
+    assert_same(net, compiled, x)

@@ -1,7 +1,6 @@
 """Layers that are copies are traced by Dynamo once, and what is not quite a copy is what it is without that."""
 
 import copy
-import functools
 import math
 
 import pytest
@@ -265,7 +264,7 @@ def given(kind=Given, number=4):
 
 def first_embeddings(blocks, x):
     """One tensor twice in the first call, two tensors in the others."""
-    first = x = x * 2
+    first = x
     for block in blocks:
         x = block(x, first)
     return x
@@ -278,7 +277,7 @@ def tables(blocks, x):
 
 
 def once_and_twice(blocks, x):
-    first = x = x * 2
+    first = x
     for number, block in enumerate(blocks):
         x = block(x, first if number < 3 else x)
     return x
@@ -302,31 +301,39 @@ def weight_of_the_first(blocks, x):
     return x
 
 
-class Calling(nn.ModuleList):
-    def forward(self, x):
-        for block in self:
-            x = block(x)
-        return x
-
-
-def each_twice(blocks, x):
-    for block in nn.ModuleList([blocks[0], blocks[0], blocks[1], blocks[1]]):
+def one_after_the_other(blocks, x):
+    for block in blocks:
         x = block(x)
     return x
 
 
+class Calling(nn.Module):
+    def __init__(self, blocks, run=one_after_the_other):
+        super().__init__()
+        self.blocks, self.run, self.start = blocks, run, nn.Parameter(torch.full((8,), 2.0, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.run(self.blocks, x * self.start)  # so that all layers take values with a gradient
+
+
 @pytest.mark.parametrize(
     "run",
-    [first_embeddings, tables, once_and_twice, another_layer, layers_in_pairs, weight_of_the_first, each_twice],
+    [first_embeddings, tables, once_and_twice, another_layer, layers_in_pairs, weight_of_the_first],
 )
 def test_what_layers_are_given_is_what_each_of_them_computes_with(run):
-    blocks = given()
-    assert_same_function(blocks, functools.partial(run, blocks))
+    net = Calling(given(), run)
+    assert_same(net, torch.compile(net, backend="dta"), torch.randn(5, 8, dtype=torch.float64))
+
+
+def test_layers_that_are_twice_in_a_list():
+    one, other = given(number=2)
+    net = Calling(nn.ModuleList([one, one, other, other]))
+    assert_same(net, torch.compile(net, backend="dta"), torch.randn(5, 8, dtype=torch.float64))
 
 
 def test_a_weight_that_is_replaced_for_the_call():
     net = Calling(given())
-    weights = {"1.linear.weight": net[0].linear.weight.detach() * 2}
+    weights = {"blocks.1.linear.weight": net.blocks[0].linear.weight.detach() * 2}
     assert_same_function(net, lambda x: torch.func.functional_call(net, weights, (x,)))
 
 
@@ -390,7 +397,7 @@ def test_numbers_that_become_inputs_of_the_graph():
     net = Calling(given(OfNumbers))
     compiled, x = torch.compile(net, backend="dta"), torch.randn(5, 8, dtype=torch.float64)
     for factor in (1.0, 2.0, 3.0):
-        for number, block in enumerate(net):
+        for number, block in enumerate(net.blocks):
             block.settings["factor"] = factor + number // 3
         assert_same(net, compiled, x)
 

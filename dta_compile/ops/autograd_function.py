@@ -1,7 +1,8 @@
 """Calls that are kept whole: a user's `torch.autograd.Function`, whose backward need not be its forward's derivative.
 
 While lowering, such a call is traced as one opaque operator over its tensors; afterwards it is a submodule of the graph
-that runs the function with the user's own backward. It has no token-wise rule, so it always lands in the epilogue.
+that runs the function with the user's own backward. There is no token-wise rule for it: on values of tokens it lands in
+the epilogue, and on weights alone in the token region, as any other operator on weights does.
 """
 
 from __future__ import annotations

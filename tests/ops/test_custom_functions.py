@@ -78,3 +78,62 @@ def test_its_own_backward_is_used(model, where):
     assert dta_compile.last_plan(compiled).stats.compression > 2
     if where == "whole":
         assert not torch._dynamo.utils.counters["graph_break"]
+
+
+class Ternary(torch.autograd.Function):
+    """Weights as -1, 0 and 1 times their mean magnitude; the gradient goes straight through, clipped."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.save_for_backward(weight)
+        scale = weight.abs().mean()
+        return (weight / scale).round().clamp(-1, 1) * scale, scale
+
+    @staticmethod
+    def backward(ctx, grad, grad_scale):
+        (weight,) = ctx.saved_tensors
+        return grad * (weight.abs() < 0.4) + grad_scale
+
+
+class QuantisedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, scale = Ternary.apply(self.qkv.weight)
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in F.linear(x, weight).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + F.linear(y, Ternary.apply(self.out.weight)[0], self.out.bias) * scale
+
+
+class Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.layers = nn.ModuleList(QuantisedBlock() for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(x, Ternary.apply(self.head.weight)[0]).log_softmax(-1)
+
+
+@pytest.mark.parametrize("options", [{"memory_budget": 0}, {"codegen": "inductor"}, {"strategy": "dfs"}], ids=str)
+def test_a_function_of_weights_runs_in_every_chunk(options):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Quantised().double()
+    compiled = torch.compile(model, backend="dta", options={"chunk_size": 3, **options})
+    ids = torch.randint(VOCABULARY, (4, 9))
+    ids[:, :5] = ids[0, :5]
+    found = []
+    for run in (model, compiled):
+        model.zero_grad()
+        out = run(ids)
+        (out * torch.linspace(-1, 1, out.numel()).double().view_as(out)).sum().backward()
+        found.append([out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(theirs, mine, rtol=1e-9, atol=1e-9)

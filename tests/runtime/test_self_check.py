@@ -122,6 +122,31 @@ def test_a_mismatch_is_found_before_a_gradient_is_handed_out(steps, monkeypatch,
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_divergence_of_equal_models_is_only_rounding(dtype, monkeypatch):
+    """Its gradient is zero but for rounding, as at the first step of a run with a penalty on it; a wrong one is not."""
+    from dta_compile.runtime.path.stack import PathStack
+
+    model, reference = TinyLM(layers=1).to(dtype), TinyLM(layers=1).to(dtype).requires_grad_(False)
+
+    def divergence(ids):
+        mine, theirs = model(ids).log_softmax(-1), reference(ids).log_softmax(-1)
+        return (mine.exp() * (mine - theirs)).sum(-1)
+
+    compiled = dta(divergence, **SMALL_CHUNKS)
+    compiled(shared_ids(5, 40)).sum().backward()
+    assert "gradients within" in check_line(compiled)
+    assert all(p.grad.abs().max() < 1e5 * torch.finfo(dtype).eps for p in model.parameters())
+
+    def wrong_gradients(self, *arguments, backward=PathStack.mix_backward):
+        return tuple(grad + 1e-3 for grad in backward(self, *arguments))
+
+    monkeypatch.setattr(PathStack, "mix_backward", wrong_gradients)
+    inside(compiled).forget_check()
+    with pytest.raises(VerificationError, match="the gradient of"):
+        compiled(shared_ids(5, 40))
+
+
 def test_an_operator_with_a_wrong_rule_is_found():
     from dta_compile.passes.axes.token_rules import TOKEN_RULES
     from dta_compile.token_rules import pointwise

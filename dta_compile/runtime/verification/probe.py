@@ -116,8 +116,11 @@ class Probe:
         assert self.program.tokens is not None
         return not self.program.tokens.free_symbols.isdisjoint(free_symbols(sizes(node)))
 
-    def compare_output(self, index: int, theirs: Any) -> float | None:
-        """The largest relative difference of an output; None if it cannot be compared."""
+    def compare_output(self, index: int, theirs: Any, rounding: float = 0.0) -> float | None:
+        """The largest relative difference of an output; None if it cannot be compared.
+
+        `rounding`: a difference that is none, in addition to what rounding of frontier values makes.
+        """
         mine, node = self.run.outputs[index], self.program.outputs[index]
         what = f"output {index} ({node})"
         if not isinstance(theirs, torch.Tensor) or not isinstance(mine, torch.Tensor):
@@ -136,7 +139,7 @@ class Probe:
             return None
         noise = NOISE * largest_entry(torch.where(mask, rounded - mine, 0))
         beyond = max(noise - self.tolerance * largest_entry(torch.where(mask, theirs, 0)), 0.0)
-        return compare_values(what, mine, theirs, mask, self.tolerance, beyond)
+        return compare_values(what, mine, theirs, mask, self.tolerance, max(beyond, rounding))
 
     def _defined(self, index: int, mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
         """Entries that do not depend on padding, bool."""

@@ -6,20 +6,21 @@ is handed out: by default the first, on a few of its rows (`self_check`); "first
 What the comparison allows is a share of the largest entry, and in addition what rounding may do: a loss that is the
 difference of equal sums is nothing but rounding. So the epilogue is run once more on rounded frontier values; and if
 there is padding, twice on others there, which shows what outputs depend on it: such entries of tokens are not compared,
-and an output of whole sequences, a metric say, is refused.
+and an output of whole sequences, a metric say, is refused. Where there is a difference all the same, the captured
+program itself is run on rounded weights: what that changes is rounding, too, as in the divergence of two equal models.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from dta_compile.capture.as_captured import as_captured
 from dta_compile.errors import DTAError, VerificationError
 from dta_compile.ops.collectives import COLLECTIVES
 from dta_compile.ops.draw_capture import is_random
@@ -28,6 +29,7 @@ from dta_compile.passes.program import Program
 from dta_compile.runtime.calls.planned_call import PlannedCall, Run
 from dta_compile.runtime.measure.budget import default_budget
 from dta_compile.runtime.verification.probe import NOISE, Probe, gradients_of
+from dta_compile.runtime.verification.rounded import Rounded, but_for_rounding, captured, takes_gradient
 from dta_compile.runtime.verification.sample import NotSampled, indices_from_values, sample
 from dta_compile.runtime.verification.values import compare_values, largest_entry, real_parts
 
@@ -57,14 +59,14 @@ def verified(program: Program, run: Callable[[Sequence[Any]], Run], args: Sequen
         VerificationError: naming the output or parameter that differs, by how much, and the tolerance.
     """
     # Gradients are taken for views: hooks that are registered on the parameters are for the user's own backward.
-    viewed = [arg.view_as(arg) if _takes_gradient(arg) else arg for arg in args]
+    viewed = [arg.view_as(arg) if takes_gradient(arg) else arg for arg in args]
     ran = run(viewed)
     if reason := _not_comparable(ran.call):
         verdict = f"skipped: {reason}"
     else:
         with _undisturbed(ran.call.device):
             detached = _detached(args)
-            expected = _captured(program, detached)
+            expected = captured(program, detached)
             verdict = f"the whole call: {compare(program, ran, viewed, expected, detached)}"
     return ran.outputs, verdict
 
@@ -116,7 +118,7 @@ def _captured_in_time(call: PlannedCall, args: Sequence[Any], compile_seconds: f
     trains = _trains(call.program)
     for _attempt in range(2):  # the first run may have loaded kernels
         begun = time.perf_counter()
-        outputs = _captured(call.program, args)
+        outputs = captured(call.program, args)
         if call.device.type == "cuda":
             torch.cuda.synchronize(call.device)
         seconds = time.perf_counter() - begun
@@ -130,17 +132,9 @@ def _trains(program: Program) -> bool:
     return program.training and torch.is_grad_enabled()
 
 
-def _takes_gradient(arg: Any) -> bool:
-    return isinstance(arg, torch.Tensor) and arg.requires_grad and torch.is_grad_enabled()
-
-
 def _detached(args: Sequence[Any]) -> list[Any]:
     """The same inputs as leaves of their own, without hooks."""
-    return [arg.detach().requires_grad_() if _takes_gradient(arg) else arg for arg in args]
-
-
-def _captured(program: Program, args: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(as_captured(program.captured)(*args))
+    return [arg.detach().requires_grad_() if takes_gradient(arg) else arg for arg in args]
 
 
 @contextlib.contextmanager
@@ -180,23 +174,31 @@ def compare(
     Raises:
         VerificationError: naming what differs.
     """
-    probe = Probe(program, run)
+    probe, rounded = Probe(program, run), Rounded(program, their_inputs)
     for i in range(len(expected)):
         probe.require_no_padding(i)
-    compared = [probe.compare_output(i, theirs) for i, theirs in enumerate(expected)]
+    compared = [_compare_output(probe, rounded, i, theirs) for i, theirs in enumerate(expected)]
     outputs = max((x for x in compared if x is not None), default=None)
     kept = [i for i, out in enumerate(run.outputs) if compared[i] is not None and probe.is_differentiable(i, out)]
     if not kept or not _trains(program):
         return Verdict(outputs, None, _trains(program))
     generator = torch.Generator(run.call.device).manual_seed(0)
     cotangents = {i: probe.cotangent(i, expected[i], generator) for i in kept}
-    gradients = _compare_gradients(program, probe, run.outputs, inputs, expected, their_inputs, cotangents)
+    gradients = _compare_gradients(program, probe, rounded, run.outputs, inputs, expected, their_inputs, cotangents)
     return Verdict(outputs, gradients, trains=True)
+
+
+def _compare_output(probe: Probe, rounded: Rounded, index: int, theirs: Any) -> float | None:
+    def change() -> float:
+        return rounded.change_of_output(index, theirs, probe.masks.get(index))
+
+    return but_for_rounding(functools.partial(probe.compare_output, index, theirs), change)
 
 
 def _compare_gradients(
     program: Program,
     probe: Probe,
+    rounded: Rounded,
     outputs: Sequence[Any],
     inputs: Sequence[Any],
     expected: Sequence[Any],
@@ -204,7 +206,7 @@ def _compare_gradients(
     cotangents: dict[int, torch.Tensor],
 ) -> float | None:
     """The largest relative difference; None if the captured program's own are not finite, or are only rounding."""
-    trained = [i for i, arg in enumerate(their_inputs) if _takes_gradient(arg)]
+    trained = [i for i, arg in enumerate(their_inputs) if takes_gradient(arg)]
     theirs = gradients_of(expected, [their_inputs[i] for i in trained], cotangents)
     conditioning = probe.conditioning(cotangents)
     if not all(bool(grad.isfinite().all()) for grad in theirs if grad is not None) or conditioning > 0.5:
@@ -212,12 +214,17 @@ def _compare_gradients(
     mine = gradients_of(outputs, [inputs[i] for i in trained], cotangents, keep=True)
     largest = max((largest_entry(grad) for grad in theirs if grad is not None), default=0.0)
     share = probe.rounding + NOISE * conditioning
+
+    def compare_gradient(what: str, one: torch.Tensor, other: torch.Tensor, more: float) -> float:
+        everywhere = torch.ones_like(one, dtype=torch.bool)
+        return compare_values(what, one, other, everywhere, probe.tolerance, max(share * largest, more))
+
+    change = functools.partial(rounded.change_of_gradients, trained, theirs, cotangents)
     found = [0.0]
     for i, one, other in zip(trained, mine, theirs, strict=True):
         known = one if one is not None else other
         if known is not None:
             one, other = (real_parts(torch.zeros_like(known) if grad is None else grad) for grad in (one, other))
             what = f"the gradient of {program.inputs[i].name}"
-            everywhere = torch.ones_like(one, dtype=torch.bool)
-            found.append(compare_values(what, one, other, everywhere, probe.tolerance, share * largest))
+            found.append(but_for_rounding(functools.partial(compare_gradient, what, one, other), change))
     return max(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -96,6 +96,16 @@ class TreeFunction(torch.autograd.Function):
         with no_autocast():
             _, gradients = _or_keeping_nothing(call, run)
         return (None, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> NoReturn:
+        """Refuse derivatives in the direction of the forward."""
+        raise RuntimeContractError(
+            "a call over the prefix tree has no derivative in forward mode",
+            expected="gradients by backward() or torch.autograd.grad",
+            got="forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad)",
+            hint="take directional derivatives in eager mode",
+        )
 
 
 def _unchanged(ctx: Any) -> tuple[torch.Tensor, ...]:

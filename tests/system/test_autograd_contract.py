@@ -126,6 +126,15 @@ def test_create_graph_raises_and_never_drops_a_penalty(model, compiled):
     both(model, compiled, lambda f: weighted(f(IDS)).backward())
 
 
+def test_derivatives_in_forward_mode_are_refused(model, compiled):
+    compiled(IDS)
+    weight = model.head.weight
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(weight, torch.ones_like(weight))
+        with pytest.raises(RuntimeContractError, match="no derivative in forward mode"):
+            torch.func.functional_call(compiled, {"_orig_mod.head.weight": dual}, (IDS,))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_scoring_runs_forward_over_the_tree_only(model, compiled, mode):
     with mode():

@@ -176,6 +176,20 @@ def soft_cap(block, x, q, k, v):
     return scores.masked_fill(~triangle(x), float("-inf")).softmax(-1) @ v
 
 
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def straight_through(block, x, q, k, v):
+    return StraightThrough.apply(x)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -202,6 +216,7 @@ def soft_cap(block, x, q, k, v):
         (data_write, "writes to a value with a gradient behind autograd's back"),
         (eager_attention, "attn_implementation='sdpa'"),
         (soft_cap, "attn_implementation='sdpa'"),
+        (straight_through, "`x + (y - x).detach()` has the value of y and the gradient of x"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

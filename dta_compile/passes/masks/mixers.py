@@ -115,6 +115,11 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
             "compute it inside the compiled function; if the model broke into several graphs, remove the graph break"
             " (stages of a pipeline cannot run over a tree)"
         )
+    elif mixed.node.op == "call_module":
+        hint = (
+            "write its forward with torch's operators: `x + (y - x).detach()` has the value of y and the gradient of x"
+            " (on weights alone, and after the last attention, torch.autograd.Function runs as it is)"
+        )
     elif any(word in name for word in ("dropout", "bernoulli")):
         return RefusalError(
             "dropout cannot run over a prefix tree: every rollout would need its own random mask",

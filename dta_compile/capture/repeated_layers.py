@@ -24,16 +24,22 @@ from typing import Any
 
 import torch
 import torch._dynamo
-import torch._dynamo.variables.invoke_subgraph as torch_regions
 from torch import nn
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.utils import build_invoke_subgraph_variable
 from torch._dynamo.variables import UserFunctionVariable
 from torch._dynamo.variables.base import AttributeMutationNew
 
-from dta_compile.capture.region_reuse import NoRegion, Traced, may_be_region
+try:
+    import torch._dynamo.variables.invoke_subgraph as torch_regions
+    from torch._dynamo.utils import build_invoke_subgraph_variable
+
+    from dta_compile.capture.region_reuse import NoRegion, Traced, may_be_region
+except ImportError:  # another torch, of which all this is private
+    torch_regions = None  # type: ignore[assignment]
 
 INLINED = "inline_invoke_subgraph"
+REUSE = ("build_reuse_condition", "is_reusable", "is_reuse_eligible", "stamp_out_subgraph")
+HAS_REGIONS = hasattr(torch._dynamo.config, INLINED) and all(hasattr(torch_regions, name) for name in REUSE)
 LEAST_COPIES = 2
 # What every module has, or what copies differ in: parameters and buffers are inputs of a region.
 OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
@@ -49,7 +55,7 @@ _inside: list[Any] = []
 @contextlib.contextmanager
 def traced_once(roots: Iterable[nn.Module]) -> Iterator[bool]:
     """While Dynamo traces: calls of layers that are copies are regions. Yields whether there are any."""
-    functions = set(_forwards(roots)) if hasattr(torch._dynamo.config, INLINED) else set()
+    functions = set(_forwards(roots)) if HAS_REGIONS else set()
     before = set(_regions)
     _regions.update(functions)
     try:
@@ -199,7 +205,8 @@ def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
     return call_function
 
 
-if not hasattr(UserFunctionVariable.call_function, "of_dta"):  # not once more, where the module is loaded again
+# Not once more, where the module is loaded again.
+if HAS_REGIONS and not hasattr(UserFunctionVariable.call_function, "of_dta"):
     torch_regions.build_reuse_condition = _with_our_condition(torch_regions.build_reuse_condition)
     torch_regions.is_reusable = _if_ours_holds(torch_regions.is_reusable)
     torch_regions.stamp_out_subgraph = _with_guards(torch_regions.stamp_out_subgraph)

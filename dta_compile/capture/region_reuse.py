@@ -76,7 +76,7 @@ def _has_written_to_containers(tx: Any) -> bool:
 
 
 def _written(effects: Any) -> set[int]:
-    """Ids of objects from before the trace whose attributes it has written."""
+    """Ids of the objects whose attributes the trace has written."""
     written = {value for value, stores in effects.store_attr_mutations.items() if stores}
     return {name for name, value in effects.id_to_variable.items() if value in written}
 
@@ -121,7 +121,7 @@ class Traced:
         foreign = {*map(id, _inputs_of_graph(fingerprint)), *_written(tx.output.side_effects)}
         if any(id(value) in foreign for value in values.values()):
             raise NoRegion
-        more = [guard for guard in others if guard not in set(asked) and guard.create_fn_name() != IS_ONE]
+        more = [guard for guard in guards.keys() - set(asked) if guard.create_fn_name() != IS_ONE]
         return cls(
             arguments=_arguments(fingerprint),
             state=_state(tx),

@@ -80,6 +80,12 @@ class JointGraphs:
     working: dict[str, Peaks] = dataclasses.field(default_factory=dict)
 
     @property
+    def modules(self) -> list[fx.GraphModule]:
+        """The executable graphs, each once."""
+        modules = (self.cache_only, self.forward_only, self.forward, self.backward)
+        return list(dict.fromkeys(module for module in modules if module is not None))
+
+    @property
     def saved_bytes_per_token(self) -> float:
         """Bytes kept per chunk token that has one head row."""
         return self.token_bytes + self.head_bytes

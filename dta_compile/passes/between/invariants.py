@@ -200,9 +200,8 @@ def _signature(module: fx.GraphModule) -> tuple[int, int]:
 
 @_rule("what has been written over is read as the result of the writing only", "joint")
 def _written_over(program: Program) -> Iterator[object]:
-    joint = program.joint
-    for module in dict.fromkeys((joint.cache_only, joint.forward_only, joint.forward, joint.backward)):
-        if module is not None and any(map(_written, module.graph.nodes)):
+    for module in program.joint.modules:
+        if any(map(_written, module.graph.nodes)):
             yield from _stale_reads(module.graph)
 
 

@@ -42,10 +42,8 @@ def chunk_graph(program: Program) -> None:
 
 class _Builder:
     def __init__(self, program: Program) -> None:
-        self.program, self.graph = (
-            program,
-            fx.Graph(owning_module=program.module),
-        )  # which knows what functions of users do
+        self.program = program
+        self.graph = fx.Graph(owning_module=program.module)  # which knows whether a user's function has side effects
         self.copies: dict[fx.Node, fx.Node] = {}  # parameters, constants and region nodes
         self.placed: dict[tuple[fx.Node, Layout, bool], fx.Node] = {}  # chunk inputs, for trunk (False) and head (True)
         self.gathered: dict[fx.Node, fx.Node] = {}  # trunk values at head rows

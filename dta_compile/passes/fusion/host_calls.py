@@ -30,9 +30,7 @@ SMALL = 2**16  # entries of a gradient that may wait for the others: next to not
 @contract(rewrites=["joint"], may_be_skipped=True)
 def host_calls(program: Program) -> None:
     """Rewrite the executable graphs of `program.joint`."""
-    joint = program.joint
-    modules = [joint.cache_only, joint.forward_only, joint.forward, joint.backward]
-    for module in dict.fromkeys(module for module in modules if module is not None):
+    for module in program.joint.modules:
         _copy_if_need_be(module.graph)
         _merge_views(module.graph)
         _add_together(module.graph)

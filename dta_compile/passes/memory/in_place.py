@@ -20,9 +20,7 @@ from dta_compile.passes.program import Program, has_tensor, writes_in_place
 @contract(rewrites=["joint"], may_be_skipped=True)
 def in_place(program: Program) -> None:
     """Rewrite the executable graphs of `program.joint`."""
-    joint = program.joint
-    modules = [joint.cache_only, joint.forward_only, joint.forward, joint.backward]
-    for module in dict.fromkeys(module for module in modules if module is not None):
+    for module in program.joint.modules:
         _write_over_dying(module.graph)
         module.recompile()
 

@@ -27,7 +27,7 @@ def toy():
 
 def run(module, *passes):
     """Passes over a program with one graph, which all executable graphs are."""
-    joint = types.SimpleNamespace(cache_only=module, forward_only=module, forward=module, backward=None)
+    joint = types.SimpleNamespace(modules=[module])
     for step in passes:
         step.run(types.SimpleNamespace(joint=joint))
     module.graph.lint()

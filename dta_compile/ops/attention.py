@@ -165,14 +165,30 @@ for _name in ("attention_call", "sink_attention_call"):
 # Over a chunk
 
 
+def empty_by_tokens(like: torch.Tensor, width: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor as `by_tokens` returns them, with the sizes and dtype of `like` but for those that are given."""
+    batch, heads, tokens, features = like.shape
+    shape = (batch, tokens, heads, features if width is None else width)
+    return like.new_empty(shape, dtype=dtype or like.dtype).transpose(1, 2)
+
+
+def by_tokens(tensor: torch.Tensor) -> torch.Tensor:
+    """`[1, H, c, D]` with the heads of a token next to each other, as all that attention of a chunk returns: products
+    before and after it take `[c, H * D]`. Copied if it lies otherwise."""
+    (_, heads, _, width), (_, of_head, of_token, of_feature) = tensor.shape, tensor.stride()
+    if of_feature == 1 and of_head == width and of_token == heads * width:
+        return tensor
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _chunk_fake(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> Any:
-    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    out = empty_by_tokens(query, value.shape[-1])
     return out, query.new_empty(query.shape[:-1], dtype=statistics_dtype(query.dtype))
 
 
 def _backward_fake(layer: int, grad: torch.Tensor, *arguments: Any) -> Any:
     operands = [arg for arg in arguments if isinstance(arg, torch.Tensor)][:-2]
-    return tuple(operand.new_empty(operand.shape) for operand in operands)
+    return (*map(empty_by_tokens, operands[:3]), *(sinks.new_empty(sinks.shape) for sinks in operands[3:]))
 
 
 for _mixer, _name in zip(ATTENTION_MIXERS, ("attention", "sink_attention"), strict=True):

@@ -11,6 +11,7 @@ The chunks below read it there, and leave gradients for it. How a layer is compu
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ class Mixer:
         """Which dimension of an operand counts tokens."""
         return self.dims.index(TOKENS)
 
-    @property
+    @functools.cached_property
     def states(self) -> tuple[int, ...]:
         """Which of the operands stay on the path."""
         return tuple(i for i, operand in enumerate(self.operands) if operand.is_state)

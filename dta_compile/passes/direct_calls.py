@@ -20,6 +20,7 @@ __all__ = ["BINDINGS", "direct"]
 
 aten = torch.ops.aten
 _CALL = re.compile(r"\btorch\.ops\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)\(")
+_VIEW = re.compile(r"\btorch\.ops\.aten\.view\.default\((\w+), \[([\w, -]+)\]\)")
 _numbers = itertools.count()
 
 # By overload, what calls it for the same positional and keyword arguments.
@@ -74,7 +75,7 @@ def direct(module: fx.GraphModule) -> Callable[..., Sequence[torch.Tensor]]:
         names[bound] = BINDINGS.get(target, target)
         return f"{bound}("
 
-    source = _CALL.sub(name, code.src)
+    source = _CALL.sub(name, _VIEW.sub(r"\1.view(\2)", code.src))  # a list of sizes takes longer to read than sizes
     file = f"<dta chunk graph {next(_numbers)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
     exec(compile(source, file, "exec"), names)  # what FX itself does with the code of a graph

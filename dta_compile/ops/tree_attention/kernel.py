@@ -17,6 +17,8 @@ import torch
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+from dta_compile.ops.attention import empty_by_tokens
+
 __all__ = ["DTYPES", "Keys", "States", "backward", "can_be_built", "forward", "source"]
 
 DTYPES = {torch.float32: ("float32", "sgemm_"), torch.float64: ("float64", "dgemm_")}  # names of functions
@@ -68,8 +70,8 @@ def forward(
     Args:
         library: what `source` was compiled to.
     """
-    _, heads, tokens, width = query.shape
-    out = query.new_empty((1, tokens, heads, width)).transpose(1, 2)
+    _, heads, tokens, _ = query.shape
+    out = empty_by_tokens(query)
     logsumexp = query.new_empty((1, tokens, heads)).transpose(1, 2)
     _run(library, "forward", query, states, keys, scale, out, logsumexp)
     return out, logsumexp
@@ -87,9 +89,8 @@ def backward(
     prefix_grads: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """New gradients of query, key and value; those of the prefix are added to `prefix_grads`."""
-    _, heads, tokens, width = query.shape
-    grad_query = query.new_empty((1, tokens, heads, width)).transpose(1, 2)
-    grad_key, grad_value = (one.new_zeros(one.shape) for one in states[:2])
+    grad_query = empty_by_tokens(query)
+    grad_key, grad_value = (empty_by_tokens(one).zero_() for one in states[:2])
     grads = States(grad_key, grad_value, *prefix_grads)
     grad, out = _with_rows(grad), _with_rows(out)
     _run(library, "backward", query, states, keys, scale, out, logsumexp, grad, grad_query, grads)

@@ -15,15 +15,12 @@ import torch
 from torch import fx
 
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.operators import SQUEEZES
+from dta_compile.passes.graphs.operators import KEEP_ORDER_IN_PLACE, VIEWS_OF_ORDER
 from dta_compile.passes.graphs.storage import storages, view_source
 from dta_compile.passes.program import Program, output_node, writes_in_place
 
 aten = torch.ops.aten
 
-VIEWS_OF_ORDER = frozenset({aten.view.default, aten._unsafe_view.default})
-# The same entries in the same order, never copied: so is any view of the result a view of the argument.
-KEEP_ORDER_IN_PLACE = VIEWS_OF_ORDER | SQUEEZES | {aten.unsqueeze.default}
 SMALL = 2**16  # entries of a gradient that may wait for the others: next to nothing beside activations
 
 

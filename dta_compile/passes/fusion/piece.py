@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
+import itertools
 import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +22,7 @@ from dta_compile.passes.fusion.inductor import AnyCode, Code
 from dta_compile.passes.fusion.native import TreeAttention
 from dta_compile.passes.fusion.source import Source
 from dta_compile.passes.graph_module import graph_module
+from dta_compile.passes.graphs.operators import KEEP_ORDER_IN_PLACE
 from dta_compile.passes.graphs.sizes import SizeNodes, is_polynomial
 from dta_compile.passes.graphs.subgraph import Subgraph, missing
 from dta_compile.passes.program import ancestors, has_tensor
@@ -49,8 +52,11 @@ class Piece:
         code = _running.codes.get(self)
         if not isinstance(code, Code) or (strides := self._strides(code, sizes)) is None:
             return self.body.forward(*arguments)
-        if [tensor.stride() for tensor in tensors] != strides:
-            tensors = tuple(map(_laid_out, tensors, strides))
+        found = [tensor.stride() for tensor in tensors]
+        if found != strides:
+            given, tensors = tensors, tuple(map(_laid_out, tensors, strides))
+            if all(map(operator.is_, given, tensors)):  # strides of single entries differ, which is nothing
+                self.latest = code, sizes, found
         return code.run([*sizes, *tensors])
 
     def _strides(self, code: Code, sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
@@ -106,6 +112,21 @@ def outlined(graph: fx.Graph, sizes: ChunkSizes, known: dict[Source, Piece]) -> 
     return _Outliner(graph, sizes, known).build()
 
 
+@dataclasses.dataclass(eq=False)
+class _Cluster:
+    """Operators that become a piece.
+
+    Attributes:
+        nodes: in the order of the graph.
+        inputs: what they read from outside.
+        outputs: what the piece returns, and all nodes that make it: see `_Outliner._as_read`.
+    """
+
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    outputs: list[list[fx.Node]]
+
+
 class _Outliner(Subgraph):
     """Copies a graph in its order; a cluster is called, and a view is made, right before it is first needed."""
 
@@ -116,10 +137,15 @@ class _Outliner(Subgraph):
         for node in graph.find_nodes(op="placeholder"):
             self.copied(node)
         self.sizes = SizeNodes(self.graph)
-        self.cluster_of: dict[fx.Node, list[fx.Node]] = {}
-        for cluster in clusters(graph):
-            if _symbols(cluster) <= self.sizes.sources.keys() & set(self.symbols):
-                self.cluster_of.update((node, cluster) for node in cluster)
+        available = self.sizes.sources.keys() & set(self.symbols)
+        found = [nodes for nodes in clusters(graph) if _symbols(nodes) <= available]
+        self.members = set(itertools.chain.from_iterable(found))
+        self.cluster_of: dict[fx.Node, _Cluster] = {}
+        for nodes in found:
+            inside = set(nodes)
+            outputs = [self._as_read(node, inside) for node in nodes if not inside.issuperset(self.readers[node])]
+            cluster = _Cluster(nodes, _inputs(nodes), outputs)
+            self.cluster_of |= dict.fromkeys([*nodes, *itertools.chain.from_iterable(outputs)], cluster)
 
     def build(self) -> fx.Graph:
         for node in self.old.nodes:
@@ -132,7 +158,7 @@ class _Outliner(Subgraph):
         return self.graph
 
     def _needs(self, node: fx.Node) -> list[fx.Node]:
-        needed = _inputs(self.cluster_of[node]) if node in self.cluster_of else node.all_input_nodes
+        needed = self.cluster_of[node].inputs if node in self.cluster_of else node.all_input_nodes
         return [arg for arg in needed if not self._is_size(arg)]
 
     def _is_size(self, node: fx.Node) -> bool:
@@ -147,25 +173,38 @@ class _Outliner(Subgraph):
     def argument(self, node: fx.Node) -> Any:
         return self.sizes.build(expression(node.meta["val"])) if self._is_size(node) else super().argument(node)
 
-    def _call(self, cluster: list[fx.Node]) -> None:
-        inputs, members = _inputs(cluster), set(cluster)
-        outputs = [node for node in cluster if not members.issuperset(self.readers[node])]
-        found = _symbols(cluster)
-        sizes: list[Any] = [self.sizes.build(symbol) for symbol in self.symbols if symbol in found]
-        piece = self._piece(cluster, sizes, inputs, outputs)
-        results = self.graph.call_function(piece, (*sizes, *(self.copies[node] for node in inputs)))
-        results.meta["val"] = tuple(node.meta["val"] for node in outputs)
-        for i, node in enumerate(outputs):
-            self.copies[node] = self.graph.call_function(operator.getitem, (results, i))
-            self.copies[node].meta = dict(node.meta)
+    def _as_read(self, node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
+        """What a piece returns of one of its values, as all nodes that make it: a view of the value, if the others read
+        nothing else, as generated code writes it in any shape. Other pieces take the value and view it themselves."""
+        others = set(self.readers[node]) - inside
+        return [node] if others & self.members else self._viewed([node], others)
 
-    def _piece(
-        self, cluster: list[fx.Node], sizes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]
-    ) -> Piece:
+    def _viewed(self, alike: list[fx.Node], others: set[fx.Node]) -> list[fx.Node]:
+        users = [user for node in alike for user in node.users if user in others or self._is_read_by(others, user)]
+        same = {(user.target, user.args[1:]) for user in users}
+        in_another_shape = len(same) == 1 and users[0].target in KEEP_ORDER_IN_PLACE
+        return self._viewed(users, others) if in_another_shape else alike
+
+    def _is_read_by(self, others: set[fx.Node], view: fx.Node) -> bool:
+        return is_view(view) and any(user in others or self._is_read_by(others, user) for user in view.users)
+
+    def _call(self, cluster: _Cluster) -> None:
+        found = _symbols(cluster.nodes)
+        sizes: list[Any] = [self.sizes.build(symbol) for symbol in self.symbols if symbol in found]
+        outputs = [alike[0] for alike in cluster.outputs]
+        piece = self._piece(cluster, sizes, outputs)
+        results = self.graph.call_function(piece, (*sizes, *(self.copies[node] for node in cluster.inputs)))
+        results.meta["val"] = tuple(node.meta["val"] for node in outputs)
+        for i, alike in enumerate(cluster.outputs):
+            item = self.graph.call_function(operator.getitem, (results, i))
+            item.meta = dict(alike[0].meta)
+            self.copies |= dict.fromkeys(alike, item)
+
+    def _piece(self, cluster: _Cluster, sizes: list[fx.Node], outputs: list[fx.Node]) -> Piece:
         """The one with the same operators for inputs of the same shapes, whichever of the chunk's sizes these have."""
-        body = _body(cluster, sizes, inputs, outputs)
+        body = _body(cluster.nodes, sizes, cluster.inputs, outputs)
         symbols = [expression(node.meta["val"]) for node in sizes]
-        values = [node.meta["val"] for node in inputs]
+        values = [node.meta["val"] for node in cluster.inputs]
         source = Source.of(body, symbols, values)
         if source not in self.known:
             self.known[source] = Piece(f"piece_{len(self.known)}", graph_module({}, body), source)

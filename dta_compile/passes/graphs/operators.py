@@ -26,13 +26,16 @@ DIFFERENTIABLE_COPIES = COPIES - {aten.detach.default}
 CASTS = frozenset({aten._to_copy.default})
 
 # The same entries in the same order, in the shape that the second argument says.
-RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
+VIEWS_OF_ORDER = frozenset({aten.view.default, aten._unsafe_view.default})  # never copied
+RESHAPES = VIEWS_OF_ORDER | {aten.reshape.default}
 # The second argument is the shape of the result; `expand` repeats entries.
 TAKE_A_SHAPE = RESHAPES | {aten.expand.default}
 # Without dimensions of one entry.
 SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
 # The same entries in the same order.
 KEEP_ORDER = RESHAPES | SQUEEZES | {aten.unsqueeze.default}
+# Those that are never copied: so is any view of the result a view of the argument.
+KEEP_ORDER_IN_PLACE = KEEP_ORDER - {aten.reshape.default}
 # Two dimensions exchanged: the same done again is the argument.
 EXCHANGES = frozenset({aten.t.default, aten.transpose.int})
 # Dimensions in another order; of a matrix at most exchanged (`nodes.swaps`).

@@ -31,6 +31,7 @@ from dta_compile.passes.graphs.sizes import sizes_from_inputs
 from dta_compile.passes.lowering import decompositions, row_loops
 from dta_compile.passes.lowering.attention_capture import capture_attention
 from dta_compile.passes.lowering.draws import drawing
+from dta_compile.passes.lowering.equal_values import merge_equal_values
 from dta_compile.passes.lowering.flat_places import unflatten_places
 from dta_compile.passes.lowering.gradient_flow import (
     CapturedInterpreter,
@@ -48,6 +49,7 @@ from dta_compile.passes.program import Input, InputKind, Program, output_node, w
 from dta_compile.passes.tracing import tracing
 
 aten = torch.ops.aten
+TRAINED = InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA
 GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
 
@@ -71,12 +73,13 @@ def lower(program: Program) -> None:
     decompositions.drop_empty_parts(module.graph)
     _join_gradients_of_ranks(module.graph)
     row_loops.undo_row_loops(module.graph)
-    spread_selected_rows(module.graph, _parameters(module, program))
+    spread_selected_rows(module.graph, set(_inputs(module, program, InputKind.PARAMETER)))
     select_masked_writes(module.graph)
     keep_places(module.graph)
     unflatten_places(module.graph)
     _forget_counts(module.graph, program)
     sizes_from_inputs(module.graph)
+    merge_equal_values(module.graph, _inputs(module, program, *TRAINED))
     module.graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
     module.recompile()
     program.module = module
@@ -118,9 +121,9 @@ def _join_gradients_of_ranks(graph: fx.Graph) -> None:
             node.replace_all_uses_with(first)
 
 
-def _parameters(module: fx.GraphModule, program: Program) -> set[fx.Node]:
+def _inputs(module: fx.GraphModule, program: Program, *kinds: InputKind) -> list[fx.Node]:
     placeholders = zip(module.graph.find_nodes(op="placeholder"), program.inputs, strict=True)
-    return {node for node, spec in placeholders if spec.kind is InputKind.PARAMETER}
+    return [node for node, spec in placeholders if spec.kind in kinds]
 
 
 def _readable(source: str) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from dta_compile.ops.attention import by_tokens, empty_by_tokens
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.tree_attention import kernel
 from dta_compile.ops.tree_attention.kernel import Keys, States
@@ -45,12 +46,12 @@ class FlashCPU:
             return kernel.forward(library, x.query, _states(x), _keys(x), x.scale)
         x, dtype = _with_dense_rows(x), statistics_dtype(x.query.dtype)
         first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype)
-        _, heads, tokens, width = x.query.shape
+        _, heads, tokens, _ = x.query.shape
         if (first.first, first.last) == (0, tokens):
             out, logsumexp = _flash(x, first)
             out, parts = out.to(dtype) if others else out, others
         else:  # in the layout of the kernel's results
-            out = x.query.new_empty((1, tokens, heads, width), dtype=dtype).transpose(1, 2)
+            out = empty_by_tokens(x.query, dtype=dtype)
             logsumexp = x.query.new_empty((1, tokens, heads), dtype=dtype).transpose(1, 2)
         for part in parts:
             _merge(_rows(out, part), _rows(logsumexp, part), *_flash(x, part), part.fresh)
@@ -71,16 +72,16 @@ class FlashCPU:
             return kernel.backward(library, grad, out, logsumexp, x.query, _states(x), _keys(x), x.scale, of_prefix)
         x, dtype, start = _with_dense_rows(x), statistics_dtype(x.query.dtype), x.chunk.start
         first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype)
-        _, heads, tokens, width = x.query.shape
+        tokens = x.query.shape[2]
         if (first.first, first.last, first.spans) == (0, tokens, ((start, start + tokens),)):
             grads = (grad.to(dtype) for grad in _flash_backward(grad, out, logsumexp, x, first))
             grad_query, grad_key, grad_value = grads
-            grad_key, grad_value, parts = grad_key.contiguous(), grad_value.contiguous(), others
+            grad_key, grad_value, parts = by_tokens(grad_key), by_tokens(grad_value), others
         else:
-            grad_query = x.query.new_empty((1, tokens, heads, width), dtype=dtype).transpose(1, 2)
-            make = torch.empty_like if first.fresh_keys else torch.zeros_like
-            layout = torch.contiguous_format
-            grad_key, grad_value = (make(t, dtype=dtype, memory_format=layout) for t in (x.key, x.value))
+            grad_query, grad_key, grad_value = (empty_by_tokens(t, dtype=dtype) for t in (x.query, x.key, x.value))
+            if not first.fresh_keys:
+                for grad_own in (grad_key, grad_value):
+                    grad_own.zero_()
         for part in parts:
             query_part, key_part, value_part = _flash_backward(grad, out, logsumexp, x, part)
             target, query_part = _aligned(_rows(grad_query, part), query_part)

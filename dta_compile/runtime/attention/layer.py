@@ -7,6 +7,7 @@ from collections.abc import Hashable
 
 import torch
 
+from dta_compile.ops.attention import by_tokens
 from dta_compile.passes.mixer_layers import AttentionLayer
 from dta_compile.runtime.attention.interface import Operands, Provider
 from dta_compile.runtime.attention.providers import provider_for
@@ -34,22 +35,23 @@ class AttentionRuntime:
         return self.limit
 
     def forward(self, x: LayerInputs) -> Tensors:
-        """Output `[1, Hq, c, Dv]` and log-sum-exp `[1, Hq, c]`, sinks included."""
+        """Output `[1, Hq, c, Dv]`, see `by_tokens`, and log-sum-exp `[1, Hq, c]`, sinks included."""
         out, logsumexp = self.provider.forward(self._operands(x))
         for sinks in x.operands[3:]:
             sinks = sinks.to(logsumexp.dtype)[:, None]
             out = (out * torch.sigmoid(logsumexp - sinks)[..., None]).to(out.dtype)
             logsumexp = torch.logaddexp(logsumexp, sinks)
-        return out, logsumexp
+        return by_tokens(out), logsumexp
 
     def backward(self, grad: torch.Tensor, results: Tensors, x: LayerInputs, above_grads: Tensors) -> Tensors:
-        """Gradients of query, key and value, and of sinks `[Hq]` if there are any.
+        """Gradients of query, key and value, see `by_tokens`, and of sinks `[Hq]` if there are any.
 
         Given the output and log-sum-exp of all keys, a sink among them, those of any keys are exact by themselves. A
         sink has the share `exp(sink - log-sum-exp)` of a query's weight, and the value zero.
         """
         out, logsumexp = results
-        grads: Tensors = self.provider.backward(grad, out, logsumexp, self._operands(x), *above_grads)
+        found = self.provider.backward(grad, out, logsumexp, self._operands(x), *above_grads)
+        grads: Tensors = tuple(map(by_tokens, found))
         for sinks in x.operands[3:]:
             share = (sinks.to(logsumexp.dtype)[:, None] - logsumexp).exp()
             grads += (-(share * (grad.to(share.dtype) * out.to(share.dtype)).sum(-1)).sum((0, 2)),)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dta_compile.ops import triton_use
+from dta_compile.ops.attention import empty_by_tokens
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
 from dta_compile.runtime.attention.merge import merge_parts
@@ -87,10 +88,10 @@ class TritonAttention:
         kv_heads, prefix = x.key.shape[1], x.prefix_key.shape[2]
         by_queries, by_keys = _query_blocks(x), _key_blocks(x)
         strides = (*_strides(x, out), *_rows_of(grad))
-        grad_query = torch.empty_like(x.query)
+        grad_query = empty_by_tokens(x.query)
         delta = torch.empty_like(logsumexp)
         wide = statistics_dtype(x.query.dtype)
-        grad_key, grad_value = (torch.empty_like(tensor, dtype=wide) for tensor in (x.key, x.value))
+        grad_key, grad_value = (empty_by_tokens(tensor, dtype=wide) for tensor in (x.key, x.value))
         given = (*_tensors(x), out, logsumexp, grad)
         queries_kernel[(_blocks_of(tokens, by_queries.queries), heads)](
             *given, delta, grad_query, *strides, *_rows_of(grad_query), **_constants(x, by_queries)

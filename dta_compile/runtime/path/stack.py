@@ -19,7 +19,7 @@ from dta_compile.runtime.path.interface import (
     Tensors,
 )
 from dta_compile.runtime.path.running_states import RunningStates, Snapshots
-from dta_compile.runtime.path.token_states import HostReach, Reach, TokenStates
+from dta_compile.runtime.path.token_states import HostReach, PathStates, Reach
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +62,16 @@ class PathStack:
         self.depths: tuple[int, ...] = ()
         self.pending = 0
         self.layers, self.runtimes, self.capacity, self.device = layers, runtimes, capacity, device
-        self.states = [TokenStates(layer.states, capacity, device) for layer in layers]
+        self.token_states = PathStates([layer.states for layer in layers], capacity, device)
+        self.states = self.token_states.of_layers
+        self._latest: tuple[ChunkShape, int, Reach] | None = None
         self.running = {
             layer.index: RunningStates(layer.running, device) for layer in layers if isinstance(layer, RecurrentLayer)
         }
 
     def allocate_gradients(self) -> None:
         """Zeroed gradients of states; needed before the first backward."""
-        for states in self.states:
-            states.allocate_gradients()
+        self.token_states.allocate_gradients()
 
     def waits_for(self, start: int) -> bool:
         """Whether gradients may be pending for a chunk whose spine begins at depth `start`."""
@@ -128,7 +129,7 @@ class PathStack:
             inputs = self._inputs(layer, operands, constants)
             grads = self._runtime(layer).backward(grad, results, inputs, states.gradients_above(reach))
             states.take(reach, mixer.states_of(grads))
-        return _as_returned(tuple(own.to(operand.dtype) for own, operand in zip(grads, operands, strict=True)))
+        return _as_returned(tuple(map(_in_dtype_of, operands, grads)))
 
     def _run(self, layer: int, operands: Tensors, constants: tuple[Any, ...]) -> torch.Tensor:
         """A recurrence over a chunk, from the running state above it."""
@@ -157,13 +158,22 @@ class PathStack:
         return LayerInputs(operands, constants, self.states[layer].above(self._reach()), self.chunk, self.table)
 
     def _reach(self) -> Reach:
-        """What the chunk reads and writes of the path."""
-        start, spine = self.chunk.start, self.chunk.spine
-        return HostReach(start, spine, min(self.pending - start, spine))
+        """What the chunk reads and writes of the path; all layers ask alike."""
+        latest = self._latest
+        if latest is None or latest[0] is not self.chunk or latest[1] != self.pending:
+            start, spine = self.chunk.start, self.chunk.spine
+            reach = HostReach(start, spine, min(self.pending - start, spine))
+            self._latest = latest = self.chunk, self.pending, reach
+        return latest[2]
 
     def table(self) -> ChunkTable:
         """The chunk's shape on the device."""
         return self.chunk.table(self.device)
+
+
+def _in_dtype_of(operand: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    dtype = operand.dtype
+    return gradient if gradient.dtype is dtype else gradient.to(dtype)  # which takes the host longer also for nothing
 
 
 def _as_returned(results: Tensors) -> torch.Tensor | Tensors:

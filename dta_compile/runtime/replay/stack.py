@@ -12,7 +12,7 @@ from dta_compile.passes.mixer_layers import MixerLayer
 from dta_compile.runtime.path.chunk_shape import ChunkTable
 from dta_compile.runtime.path.interface import AnyRuntime
 from dta_compile.runtime.path.stack import PathStack
-from dta_compile.runtime.path.token_states import Reach
+from dta_compile.runtime.path.token_states import Buffer, Reach
 from dta_compile.runtime.rows.upload import upload
 
 SMALLEST_BOUND = 512  # tokens of a prefix that graphs are recorded for
@@ -31,18 +31,18 @@ class DeviceReach:
     put: torch.Tensor
     taken: torch.Tensor
 
-    def above(self, buffer: torch.Tensor, dim: int) -> torch.Tensor:
+    def above(self, buffer: Buffer) -> torch.Tensor:
         """See `Reach.above`."""
-        return buffer.narrow(dim, 0, self.bound)
+        return buffer.own.narrow(buffer.dim, 0, self.bound)
 
-    def write(self, buffer: torch.Tensor, dim: int, values: torch.Tensor) -> None:
+    def write(self, buffer: Buffer, values: torch.Tensor) -> None:
         """See `Reach.write`."""
-        buffer.index_copy_(dim, self.put, values)
+        buffer.own.index_copy_(buffer.dim, self.put, values)
 
-    def take(self, buffer: torch.Tensor, dim: int, total: torch.Tensor) -> None:
+    def take(self, buffer: Buffer, total: torch.Tensor) -> None:
         """See `Reach.take`."""
-        total += buffer.index_select(dim, self.taken)
-        buffer.index_fill_(dim, self.taken, 0)
+        total += buffer.own.index_select(buffer.dim, self.taken)
+        buffer.own.index_fill_(buffer.dim, self.taken, 0)
 
 
 @dataclasses.dataclass(frozen=True)

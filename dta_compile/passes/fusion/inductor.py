@@ -42,6 +42,8 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from dta_compile.passes.fusion import wrapper
 from dta_compile.passes.fusion.source import AnySource, CppSource, Input, Source, size_symbols
+from dta_compile.passes.graphs.nodes import call, is_pointwise
+from dta_compile.passes.graphs.operators import KEEP_ORDER_IN_PLACE
 from dta_compile.passes.program import output_node
 from dta_compile.passes.symbols import expression, free_symbols
 
@@ -119,7 +121,10 @@ def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
         with mode, enable_python_dispatcher():
             fakes = [_like(env, value, known) for value in source.inputs]
             module = _decomposed(source, [*sizes, *fakes])
-        changes: dict[str, Any] = {"size_asserts": False}  # of every input at every call: a piece has seen to them
+        changes: dict[str, Any] = {
+            "pattern_matcher": False,
+            "size_asserts": False,
+        }  # of every input at every call: a piece has seen to them
         # Fusing reductions over rows with those over columns would be decided by the typical sizes, and hold for those
         # on their side of a threshold only.
         if hasattr(config.triton, "mix_order_reduction"):
@@ -351,10 +356,21 @@ def _decomposed(source: Source, arguments: list[Any]) -> fx.GraphModule:
 
     module = make_fx(source.function(), decomposition_table=select_decomp_table())(*arguments)
     module.graph.eliminate_dead_code()
-    module.recompile()
     output = output_node(module.graph)
+    _write_views(output)
+    module.recompile()
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     return module
+
+
+def _write_views(output: fx.Node) -> None:
+    """Results that are views of values which nothing keeps are written as such: a copy of one is no pass over memory,
+    but says in which shape; views made by the wrapper take the host as long as allocating does."""
+    for value in output.all_input_nodes:
+        if value.target in KEEP_ORDER_IN_PLACE and is_pointwise(value.args[0]):
+            with output.graph.inserting_before(output):
+                copy = call(output.graph, torch.ops.aten.clone.default, value)
+            output.replace_input_with(value, copy)
 
 
 def _printed(expression: sympy.Basic) -> str:

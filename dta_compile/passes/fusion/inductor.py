@@ -121,10 +121,9 @@ def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
         with mode, enable_python_dispatcher():
             fakes = [_like(env, value, known) for value in source.inputs]
             module = _decomposed(source, [*sizes, *fakes])
-        changes: dict[str, Any] = {
-            "pattern_matcher": False,
-            "size_asserts": False,
-        }  # of every input at every call: a piece has seen to them
+        # Sizes are asserted of every input at every call, and a piece has seen to them; patterns are of products and
+        # attention, which are no part of pieces, and of copies, see `_write_views`.
+        changes: dict[str, Any] = {"size_asserts": False, "pattern_matcher": False}
         # Fusing reductions over rows with those over columns would be decided by the typical sizes, and hold for those
         # on their side of a threshold only.
         if hasattr(config.triton, "mix_order_reduction"):

@@ -141,7 +141,7 @@ def _bool(key: str, value: object) -> bool:
 
 def _path(key: str, value: object) -> str:
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
-    if not isinstance(path, str) or not path:
+    if not isinstance(path, str) or not path or "\0" in path:
         raise OptionError(f"bad value for option {key!r}", expected='a path, "off" or None', got=repr(value))
     return path
 

@@ -16,6 +16,7 @@ import itertools
 import os
 import pathlib
 import platform
+import re
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -26,6 +27,7 @@ import sympy
 import torch
 import z3
 from torch import fx
+from torch._library.custom_ops import OPDEFS
 from torch.fx.experimental import _config as symbolic_shape_config
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -46,6 +48,7 @@ C_FUNCTIONS = (
 )
 OF_C = ("torch", "_operator", "math", "builtins")  # roots of modules with functions in C
 PLAIN = (bool, int, float, complex, str, type(None), types.EllipsisType, torch.dtype, torch.device, torch.layout)
+OWN_FOLDERS = (TORCH_FOLDER + os.sep, OUR_FOLDER + os.sep)
 MOST_BYTES = 2**24  # of a constant
 
 
@@ -57,6 +60,8 @@ def description(program: Program, skip: Collection[str]) -> str:
     """The text of a program that no pass has run on; raises `NotDescribed`."""
     if registered := [str(op) for op in REGISTERED if op.namespace in NAMESPACES]:
         raise NotDescribed(f"token rules were registered for {', '.join(registered)}")
+    if found := _defined_elsewhere():
+        raise NotDescribed(found)
     captured = program.captured
     values = [node.meta.get("example_value") for node in captured.graph.nodes]
     known = known_of_sizes(shape_env_of(captured)) if shape_env_of(captured) is not None else []
@@ -72,12 +77,15 @@ def description(program: Program, skip: Collection[str]) -> str:
 
 @functools.cache
 def our_source() -> str:
-    """A hash of the code of this package."""
+    """A hash of the code of this package, as it was when this module was imported: it may be upgraded since."""
     found, folder = hashlib.sha256(), pathlib.Path(OUR_FOLDER)
     for path in sorted(folder.rglob("*.py")):
         found.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
         found.update(path.read_bytes())
     return found.hexdigest()
+
+
+our_source()
 
 
 def _versions() -> Iterator[str]:
@@ -104,6 +112,25 @@ def _state_of_torch(devices: Collection[str]) -> Iterator[str]:
             yield f"autocast {device} {torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}"
     if "cuda" in devices:
         yield f"cuda {torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}"
+
+
+_seen: set[str] = set()  # registrations from Python that are torch's own, or ours
+
+
+def _defined_elsewhere() -> str:
+    """An operator in our or torch's namespaces that others define, or compute in another way; or nothing."""
+    registered = {*getattr(torch.library, "_impls", ()), *getattr(torch.library, "_defs", ())} - _seen
+    for entry in registered:
+        namespace, _, name = entry.replace("::", "/", 1).partition("/")
+        operator, _, key = name.partition("/")
+        if namespace in NAMESPACES and key != "Meta":  # which computes nothing, and of which torch has a thousand
+            known = torch._C._dispatch_dump(f"{namespace}::{operator}")
+            made = getattr(OPDEFS.get(f"{namespace}::{operator}"), "_init_fn", None)
+            files = [*re.findall(r"registered at (\S+\.py):", known), *([made.__code__.co_filename] if made else [])]
+            if other := [file for file in files if not file.startswith(OWN_FOLDERS) or file == torch.library.__file__]:
+                return f"{namespace}::{operator} is registered at {other[0]}"
+        _seen.add(entry)
+    return ""
 
 
 class _Graph:
@@ -199,7 +226,8 @@ class _Graph:
             if target.name() in HIGHER_ORDER:
                 return f"higher order {target.name()}"
         elif is_known_function(target):
-            return f"{target.__module__} {target.__qualname__} {fx.Node._pretty_print_target(target)}"
+            defaults = getattr(target, "__defaults__", None), getattr(target, "__kwdefaults__", None)
+            return f"{target.__module__} {target.__qualname__} {fx.Node._pretty_print_target(target)} {defaults}"
         raise NotDescribed(f"a call of {target}")
 
 
@@ -218,7 +246,7 @@ def is_known_function(function: Any) -> bool:
         return True
     if not isinstance(function, types.FunctionType):
         return False
-    if not function.__code__.co_filename.startswith((TORCH_FOLDER + os.sep, OUR_FOLDER + os.sep)):
+    if not function.__code__.co_filename.startswith(OWN_FOLDERS):
         return False
     try:
         found = functools.reduce(

@@ -15,6 +15,7 @@ FOLDER = "programs"  # in the folder of calibrations
 FORMAT = b"dta_compile program 1\n"
 MOST_BYTES = 2**28  # of all files; those that were not read for longest are removed
 SUFFIX, UNFINISHED = ".program", ".tmp"
+NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 ABANDONED = 3600.0  # seconds after which a file that a process was writing is nobody's
 
 logger = logging.getLogger("dta_compile")
@@ -36,6 +37,8 @@ def open_folder(cache: pathlib.Path) -> pathlib.Path | None:
 
 def _is_ours_alone(found: os.stat_result) -> bool:
     """Of a file or folder: nobody else may write to it. Where there are no such rights, that is not known."""
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        return False
     return hasattr(os, "getuid") and found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
@@ -59,7 +62,8 @@ class ProgramFile:
     def read(self) -> list[bytes] | None:
         """The parts; None if there is no file. Raises `OSError` or `ValueError` for a file that is not ours."""
         try:
-            with self.path.open("rb") as file:
+            # Not to wait for what is no file.
+            with open(self.path, "rb", opener=lambda path, flags: os.open(path, flags | NONBLOCK)) as file:
                 if not _is_ours_alone(os.fstat(file.fileno())):
                     raise ValueError("others may have written it")
                 data = file.read()

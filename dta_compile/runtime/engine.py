@@ -118,7 +118,8 @@ class Engine:
             self.verdict = self_check(call, self.run_small, self.compile_seconds)
         elif call.rows.tree.num_rows and self._is_swap_unchecked(call, mode):
             again = self_check(call, self.run_small, 0.0, "at the first call with generated code")
-            self.verdict = self.verdict if again.startswith("skipped") else again
+            skipped = again.startswith("skipped")
+            self.verdict = f"{self.verdict}; with generated code {again}" if skipped else again
         call.plan.estimates.self_check = self.verdict
         return call
 

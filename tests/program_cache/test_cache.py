@@ -296,6 +296,26 @@ def test_what_others_may_change_is_not_kept(function, described):
         described(_set(function=function))
 
 
+@pytest.mark.parametrize(("namespace", "kind"), [("aten", "FRAGMENT"), ("dta", "FRAGMENT"), ("aten", "IMPL")])
+def test_what_others_do_in_torchs_namespaces_or_ours_is_not_kept(namespace, kind, described):
+    same = described()
+    with torch.library._scoped_library(namespace, kind) as library:
+        if kind == "FRAGMENT":
+            library.define("tests_twice(Tensor x) -> Tensor")
+        name = "selu" if kind == "IMPL" else "tests_twice"
+        library.impl(name, lambda x: x * 2, "CompositeImplicitAutograd", allow_override=True)
+        with pytest.raises(description.NotDescribed, match=f"{namespace}::{name} is registered at .*library.py"):
+            described()
+    assert described() == same
+
+
+def test_defaults_of_torchs_functions_are_described(described, monkeypatch):
+    change = _set(function=torch.nn.functional.normalize)
+    same = described(change)
+    monkeypatch.setattr(torch.nn.functional.normalize, "__defaults__", (3.0, 1, 1e-12, None))
+    assert described(change) != same
+
+
 def test_rules_that_were_registered_for_torchs_operators_are_no_part_of_the_text(described, monkeypatch):
     monkeypatch.setattr(description, "REGISTERED", {torch.ops.dta_tests_cache.twice.default})
     described()

@@ -63,6 +63,7 @@ def test_the_plan_says_what_was_compared(steps):
 def test_why_nothing_was_compared(steps, monkeypatch, where, name, value, says):
     model, compiled, step = steps
     monkeypatch.setattr(where, name, value)
+    monkeypatch.setattr(self_check, "UNNOTICED", 0.0)
     ids = shared_ids(5, 40)
     assert_same(step(ids), model(ids))
     assert says in check_line(compiled)

@@ -115,7 +115,7 @@ def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
 
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
-    with _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad():
+    with _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad(), _default(source.default_dtype):
         sizes = [_size(env, index) for index in range(source.sizes)]
         known = dict(zip(size_symbols(source.sizes), map(expression, sizes), strict=True))
         with mode, enable_python_dispatcher():
@@ -133,7 +133,7 @@ def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
             changes["cpp.threads"] = threads or torch.get_num_threads()
         # What an earlier release of ours left in inductor's cache was made by other choices.
         caching: Any = torch.compiler.config
-        tag = f"{caching.cache_key_tag} dta_compile {generator()}"
+        tag = f"{caching.cache_key_tag} dta_compile {generator()} {source.default_dtype}"
         with (
             tracing(TracingContext(mode)),
             caching.patch(cache_key_tag=tag),
@@ -152,6 +152,19 @@ def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
         _function(own, _tuple(_tuple(map(_printed, each)) for each in strides)),
         source.devices,
     )
+
+
+@contextlib.contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    """The default dtype of another process; here it is the same, unless another thread is changing it."""
+    before = torch.get_default_dtype()
+    if before is not dtype:
+        torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        if before is not dtype:
+            torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager
@@ -306,8 +319,8 @@ def why_no_compiler(devices: Iterable[str]) -> str | None:
     if any(map(shutil.which, asked)) or os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
         return None
     return (
-        f"No working C++ compiler ({', '.join(asked)}): install one, as by `apt install g++` or `conda install"
-        " cxx-compiler`, or name it in $CXX"
+        f"No working C++ compiler ({', '.join(asked) or 'none is named'}): install one, as by `apt install g++` or"
+        " `conda install cxx-compiler`, or name it in $CXX"
     )
 
 

@@ -36,12 +36,14 @@ class Source:
         names: what the text uses besides: names of modules, and other things by themselves.
         sizes: how many it takes.
         inputs: the tensors that it takes.
+        default_dtype: of torch, which `mask * 0.1` has.
     """
 
     text: str
     names: tuple[tuple[str, Any], ...]
     sizes: int
     inputs: tuple[Input, ...]
+    default_dtype: torch.dtype = dataclasses.field(default_factory=torch.get_default_dtype)
 
     @classmethod
     def of(cls, body: fx.Graph, symbols: Sequence[sympy.Symbol], values: Sequence[torch.Tensor]) -> Source:

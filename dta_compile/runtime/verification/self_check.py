@@ -36,6 +36,7 @@ from dta_compile.runtime.verification.values import compare_values, largest_entr
 RunSmall = Callable[[int, Sequence[Any]], Run]  # of a number of columns and the inputs of a small call
 
 SHARE = 0.1  # of the first call's time that the self-check may take
+UNNOTICED = 0.25  # seconds that it may take in any case: the first call with generated code compiles nothing
 PASSES = {True: 8.0, False: 3.0}  # what it takes with and without gradients, in forward passes of the captured program
 
 
@@ -123,7 +124,7 @@ def _captured_in_time(call: PlannedCall, args: Sequence[Any], compile_seconds: f
             torch.cuda.synchronize(call.device)
         seconds = time.perf_counter() - begun
         whole = compile_seconds + (3 if trains else 1) * scale * seconds
-        if PASSES[trains] * seconds <= SHARE * whole:
+        if PASSES[trains] * seconds <= max(SHARE * whole, UNNOTICED):
             return outputs
     raise NotSampled(f"it would take {PASSES[trains] * seconds:.1f} s of a call of about {whole:.1f} s")
 

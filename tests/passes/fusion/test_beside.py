@@ -303,6 +303,16 @@ def test_a_process_that_crashes_says_why(run_instead, tmp_path):
     assert not list(tmp_path.glob("dta-codegen-*"))
 
 
+@pytest.mark.parametrize(
+    "text", ["open('results', 'w').write('no result\\n')", "import os, shutil; shutil.rmtree(os.getcwd()); os._exit(3)"]
+)
+def test_results_that_cannot_be_read_are_no_error(text, run_instead, tmp_path):
+    run_instead(text)
+    job = beside.Beside({"a": no_source()})
+    wait_until(job.poll)
+    assert job.failure and list(job.missing) == ["a"] and not list(tmp_path.glob("dta-codegen-*"))
+
+
 @needs_posix
 def test_a_process_that_hangs_is_ended(run_instead, monkeypatch, tmp_path):
     run_instead("import time; time.sleep(100)")

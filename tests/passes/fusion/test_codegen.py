@@ -22,7 +22,7 @@ from torch._inductor import metrics
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dta_compile
-from dta_compile.passes.fusion import inductor
+from dta_compile.passes.fusion import inductor, kept
 from dta_compile.passes.fusion.clusters import clusters
 from dta_compile.passes.fusion.piece import NO_CODES, Piece, outlined
 from dta_compile.passes.fusion.source import Input, Source, size_symbols
@@ -207,6 +207,22 @@ def test_a_model_of_transformers():
 
 @pytest.mark.slow
 @needs_compiler
+@needs_compiler
+def test_code_is_for_the_default_dtype_of_its_process(monkeypatch):
+    x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
+    text = "def forward(self, input_0):\n    return ((input_0 > 0) * 0.1 + input_0,)\n"
+    takes = Input(x.dtype, x.device, tuple(x.shape), x.stride())
+    narrow = Source(text, (), 0, (takes,))
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    wide = Source(text, (), 0, (takes,))
+    monkeypatch.undo()
+    assert torch.get_default_dtype() is torch.float32 and wide != narrow
+    assert len({*kept.keys([narrow, wide])}) == 2
+    (result,) = inductor.load(inductor.generate(wide)).run([x])
+    torch.testing.assert_close(result, (x > 0).double() * 0.1 + x, rtol=0, atol=0)
+    assert torch.get_default_dtype() is torch.float32
+
+
 def test_bfloat16_loses_no_more_than_twice_what_aten_does():
     ids, found = shared_ids(8, 20), {}
     exact = TinyLM(layers=1)
@@ -367,6 +383,16 @@ def test_on_a_cpu_aten_is_the_default_for_batches_that_keep_little(monkeypatch):
 
 
 # Clusters
+
+
+def test_pieces_return_what_products_read(monkeypatch):
+    monkeypatch.setattr(CODEGEN, "generate", no_code)
+    compiled = compiled_with(TinyLM())
+    compiled(shared_ids()).sum().backward()
+    for module in (program_of(compiled).joint.forward, program_of(compiled).joint.backward):
+        items = [item for node in module.graph.nodes if isinstance(node.target, Piece) for item in node.users]
+        assert {aten.addmm.default, aten.mm.default} & {user.target for item in items for user in item.users}
+        assert not [item for item in items if {user.target for user in item.users} == {aten.view.default}]
 
 
 def test_a_cluster_does_not_wait_for_a_product_that_waits_for_it():

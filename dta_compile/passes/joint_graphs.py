@@ -57,6 +57,8 @@ class JointGraphs:
         head_dims: for each of `backward_inputs` and then of the saved values, the dimension that runs over head rows.
         head_rows_separable: the backward may be run for some of the head rows, see `of_head_rows`.
         generated: the code that the graphs call, if any is generated for them.
+        transposed: positions of inputs, parameters, that the graphs but the backward take transposed, as products read
+            them: see `taken`.
         working: per graph, the bytes that it allocates at its peak. The backward's includes the saved values that it is
             handed and frees.
     """
@@ -77,6 +79,7 @@ class JointGraphs:
     head_dims: list[int | None] = dataclasses.field(default_factory=list)
     head_rows_separable: bool = True
     generated: Generated | None = None
+    transposed: frozenset[int] = frozenset()
     working: dict[str, Peaks] = dataclasses.field(default_factory=dict)
 
     @property
@@ -89,6 +92,10 @@ class JointGraphs:
     def saved_bytes_per_token(self) -> float:
         """Bytes kept per chunk token that has one head row."""
         return self.token_bytes + self.head_bytes
+
+    def taken(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Inputs, the first ones at least, as the graphs but the backward take them."""
+        return [value.t() if i in self.transposed else value for i, value in enumerate(inputs)]
 
     @functools.cached_property
     def run_cache_only(self) -> Run:

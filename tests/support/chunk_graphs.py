@@ -72,7 +72,8 @@ class Run:
         )
         torch.manual_seed(0)
         self.inputs = [example(node, self.joint, tokens, head_rows) for node in forward[1:]]
-        self.outputs = self.joint.forward(self.path, *self.inputs)
+        self.inputs = self.joint.taken(self.inputs)  # as they were before
+        self.outputs = self.joint.forward(self.path, *self.joint.taken(self.inputs))
         self.kept = [self.inputs[i] for i in self.joint.backward_inputs] + list(self.outputs[len(program.frontier) :])
         others = backward[1 + len(self.kept) :]
         self.tangents = [
@@ -119,7 +120,7 @@ def allocations(program, name, tokens, head_rows):
         if name == "backward":
             graph, held, arguments = joint.boxed_backward, run.kept_bytes(*run.tangents), [run.hand_over()]
         else:
-            graph, held, arguments = getattr(joint, name), 0, [run.path, *run.inputs]
+            graph, held, arguments = getattr(joint, name), 0, [run.path, *joint.taken(run.inputs)]
         torch.empty(marker, dtype=torch.uint8)
         results = graph(*arguments)
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]

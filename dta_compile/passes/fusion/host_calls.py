@@ -1,4 +1,4 @@
-"""host_calls: views of views become one view, equal views one, and small gradients are added in one call.
+"""host_calls: weights are transposed once, views of views become one view, and small gradients are added in one call.
 
 None of these computes much, but each takes the host about a third of the time that launching a matrix product takes,
 and a GPU waits for the host where chunks are small. Lowering and differentiation view a value anew for every reader;
@@ -7,6 +7,7 @@ the gradient of a normalisation layer is as long as a row, and adding it is one 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Hashable, Iterable
 from typing import Any
@@ -17,6 +18,7 @@ from torch import fx
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.operators import KEEP_ORDER_IN_PLACE, VIEWS_OF_ORDER
 from dta_compile.passes.graphs.storage import storages, view_source
+from dta_compile.passes.joint_graphs import JointGraphs
 from dta_compile.passes.program import Program, output_node, writes_in_place
 
 aten = torch.ops.aten
@@ -27,11 +29,28 @@ SMALL = 2**16  # entries of a gradient that may wait for the others: next to not
 @contract(rewrites=["joint"], may_be_skipped=True)
 def host_calls(program: Program) -> None:
     """Rewrite the executable graphs of `program.joint`."""
+    program.joint = dataclasses.replace(program.joint, transposed=_take_transposed(program.joint))
     for module in program.joint.modules:
         _copy_if_need_be(module.graph)
         _merge_views(module.graph)
         _add_together(module.graph)
         module.recompile()
+
+
+def _take_transposed(joint: JointGraphs) -> frozenset[int]:
+    """Parameters whose transposes alone are read are transposed once a call, not by every chunk."""
+    graphs = [module.graph for module in joint.modules if module is not joint.backward]
+    inputs = [list(graph.find_nodes(op="placeholder"))[1:] for graph in graphs]
+    found = set()
+    for i, alike in enumerate(zip(*inputs, strict=True)):
+        users = [user for node in alike for user in node.users]
+        if users and all(user.target is aten.t.default and user.args[0].meta["val"].dim() == 2 for user in users):
+            found.add(i)
+            for user in users:
+                user.args[0].meta["val"] = user.meta["val"]
+                user.replace_all_uses_with(user.args[0])
+                user.graph.erase_node(user)
+    return frozenset(found)
 
 
 def _copy_if_need_be(graph: fx.Graph) -> None:

@@ -43,21 +43,21 @@ class Piece:
 
     def __init__(self, name: str, body: fx.GraphModule, source: Source) -> None:
         self.__name__ = name  # in printed graphs
-        self.body, self.source = body, source
+        self.body, self.source, self.sizes = body, source, source.sizes
         self.latest: tuple[Code, tuple[int, ...], list[tuple[int, ...]] | None] | None = None
 
     def __call__(self, *arguments: Any) -> Sequence[torch.Tensor]:
-        count = self.source.sizes
-        sizes, tensors = arguments[:count], arguments[count:]
-        code = _running.codes.get(self)
+        sizes, tensors = arguments[: self.sizes], arguments[self.sizes :]
+        code, latest = _running.codes.get(self), self.latest
+        found = [tensor.stride() for tensor in tensors]
+        if latest is not None and latest[0] is code and latest[1] == sizes and latest[2] == found:
+            return latest[0].run(list(arguments))
         if not isinstance(code, Code) or (strides := self._strides(code, sizes)) is None:
             return self.body.forward(*arguments)
-        found = [tensor.stride() for tensor in tensors]
-        if found != strides:
-            given, tensors = tensors, tuple(map(_laid_out, tensors, strides))
-            if all(map(operator.is_, given, tensors)):  # strides of single entries differ, which is nothing
-                self.latest = code, sizes, found
-        return code.run([*sizes, *tensors])
+        alike = [_laid_out(tensor, wanted) for tensor, wanted in zip(tensors, strides, strict=True)]
+        if all(map(operator.is_, alike, tensors)):
+            self.latest = code, sizes, found  # strides of single entries may differ, which is nothing
+        return code.run([*sizes, *alike])
 
     def _strides(self, code: Code, sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
         """Of the tensors that the code takes; None: it does not serve these sizes. All layers of a chunk ask alike."""

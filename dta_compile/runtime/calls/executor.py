@@ -106,6 +106,8 @@ class Executor:
     ) -> None:
         self.joint, self.frontier, self.data, self.rows, self.path = joint, list(frontier), data, rows, path
         self.lease, self.codes = lease, codes
+        with torch.no_grad():
+            self.parameters = joint.taken(data.parameters)
         self.head_rows = rows.position_rows[rows.head_positions]  # [H] tree row of every head row
         self.graphs: dict[Chunk, Graph | None] = {}  # None: skipped
         self.kept: dict[int, SpineStates] = {}  # by the first row of the spine
@@ -163,7 +165,7 @@ class Executor:
         batch_chunk = self._on_batch(chunk, heads=op.out)
         graph = self.joint.run_forward_only if op.out else self.joint.run_cache_only
         self.path.depths = op.states
-        results = self._launch(op, "forward", graph, batch_chunk, [self.path, *self._inputs(batch_chunk, None)])
+        results = self._launch(op, "forward", graph, batch_chunk, self._taken(self._inputs(batch_chunk, None)))
         if op.out:
             self.buffers.write(batch_chunk.heads, results)
         if op.kv and chunk.spine is not None:
@@ -179,7 +181,7 @@ class Executor:
         active = None if out else self._active_rows(batch_chunk)
         inputs = self._inputs(batch_chunk, active)
         self.path.depths = op.states
-        results = self._launch(op, "forward", self.joint.run_forward, batch_chunk, [self.path, *inputs], active)
+        results = self._launch(op, "forward", self.joint.run_forward, batch_chunk, self._taken(inputs), active)
         if out:
             self.buffers.write(batch_chunk.heads, results[: len(self.frontier)])
         saved = results[len(self.frontier) :]
@@ -297,6 +299,10 @@ class Executor:
             readers,
             *head,
         ]
+
+    def _taken(self, inputs: list[torch.Tensor]) -> list[Any]:
+        """The arguments of a graph that is no backward."""
+        return [self.path, *self.parameters, *inputs[len(self.parameters) :]]
 
     def _launch(
         self,

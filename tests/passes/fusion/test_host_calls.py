@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.fusion.host_calls import host_calls
 from dta_compile.passes.graphs.storage import view_source
+from dta_compile.passes.joint_graphs import JointGraphs
 from dta_compile.passes.memory.in_place import in_place
 from dta_compile.passes.memory.working_memory import peaks_of
 from tests.support.chunk_graphs import program_of, targets
@@ -27,9 +28,9 @@ def toy():
 
 def run(module, *passes):
     """Passes over a program with one graph, which all executable graphs are."""
-    joint = types.SimpleNamespace(modules=[module])
+    program = types.SimpleNamespace(joint=JointGraphs(module, module, module, ChunkSizes(1009, 1013)))
     for step in passes:
-        step.run(types.SimpleNamespace(joint=joint))
+        step.run(program)
     module.graph.lint()
     return module
 
@@ -148,3 +149,19 @@ def test_a_total_with_two_addends_is_once_in_a_call():
     assert values[0].tolist() == [5.0] * 3 and values[1].tolist() == [5.0] * 3
     (grouped,) = module.graph.find_nodes(op="call_function", target=aten._foreach_add_.List)
     assert len(set(grouped.args[0])) == len(grouped.args[0]) == 2
+
+
+def test_weights_are_transposed_once_a_call(toy):
+    forward = [module for module in toy.joint.modules if module is not toy.joint.backward]
+    assert len(toy.joint.transposed) >= 14  # seven of each layer
+    for module in forward:
+        inputs = list(module.graph.find_nodes(op="placeholder"))[1:]
+        assert not [i for i in toy.joint.transposed for user in inputs[i].users if user.target is aten.t.default]
+        widths = [tuple(inputs[i].meta["val"].shape) for i in sorted(toy.joint.transposed)]
+        values = [torch.empty(shape).t() for shape in widths]
+    given = [torch.empty(0)] * (max(toy.joint.transposed) + 1)
+    for i, value in zip(sorted(toy.joint.transposed), values, strict=True):
+        given[i] = value
+    taken = toy.joint.taken(given)
+    assert [tuple(taken[i].shape) for i in sorted(toy.joint.transposed)] == widths
+    assert all(taken[i] is given[i] for i in range(len(given)) if i not in toy.joint.transposed)

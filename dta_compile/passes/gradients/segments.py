@@ -131,8 +131,12 @@ def _cuts(nodes: Sequence[fx.Node], counted: Container[fx.Node]) -> list[int]:
     gaps = itertools.pairwise([-1, *mixers, len(nodes) - 1])
     for (first, second), limit in zip(gaps, [least[0], *least, least[-1]], strict=True):
         for i in range(first + 1, second + 1):
-            if alive[i] == limit and not tuples[i] and i - found[-1] >= LEAST_NODES:
+            if alive[i] != limit or tuples[i]:
+                continue
+            if i - found[-1] >= LEAST_NODES or len(found) == 1:
                 found.append(i)
+            elif len(found) == 2:  # however little comes before the first layer, this is to be like the others
+                found[1] = i
     return found[1:]
 
 

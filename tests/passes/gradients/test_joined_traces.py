@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from dta_compile.ops.mixer import mixer_of_chunk
 from dta_compile.passes.gradients import joined_traces
 from tests.support.tiny import SMALL_CHUNKS, Block, TinyLM, after, assert_same, shared_ids, weighted
 
@@ -47,6 +48,12 @@ def test_as_many_traces_for_many_layers_as_for_a_few(traced):
         counts.append(len(traced))
         traced.clear()
     assert counts[0] == counts[1] <= 5
+
+
+def test_the_first_layer_is_traced_with_the_others(traced):
+    check(TinyLM(layers=3))
+    mixing = [trace for trace in traced if any(mixer_of_chunk(node.target) for node in trace.forward)]
+    assert len(mixing) == 1
 
 
 class Mixed(TinyLM):

@@ -57,7 +57,7 @@ class JointGraphs:
         head_dims: for each of `backward_inputs` and then of the saved values, the dimension that runs over head rows.
         head_rows_separable: the backward may be run for some of the head rows, see `of_head_rows`.
         generated: the code that the graphs call, if any is generated for them.
-        transposed: positions of inputs, parameters, that the graphs but the backward take transposed, as products read
+        transposed: positions of inputs that the graphs but the backward take transposed, as products read
             them: see `taken`.
         working: per graph, the bytes that it allocates at its peak. The backward's includes the saved values that it is
             handed and frees.
@@ -93,9 +93,9 @@ class JointGraphs:
         """Bytes kept per chunk token that has one head row."""
         return self.token_bytes + self.head_bytes
 
-    def taken(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Inputs, the first ones at least, as the graphs but the backward take them."""
-        return [value.t() if i in self.transposed else value for i, value in enumerate(inputs)]
+    def taken(self, inputs: Sequence[torch.Tensor], first: int = 0) -> list[torch.Tensor]:
+        """Inputs from position `first` on as the graphs but the backward take them."""
+        return [value.t() if i in self.transposed else value for i, value in enumerate(inputs, first)]
 
     @functools.cached_property
     def run_cache_only(self) -> Run:

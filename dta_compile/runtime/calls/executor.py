@@ -302,7 +302,8 @@ class Executor:
 
     def _taken(self, inputs: list[torch.Tensor]) -> list[Any]:
         """The arguments of a graph that is no backward."""
-        return [self.path, *self.parameters, *inputs[len(self.parameters) :]]
+        count = len(self.parameters)  # buffers are no parameters, and may be transposed as well
+        return [self.path, *self.parameters, *self.joint.taken(inputs[count:], count)]
 
     def _launch(
         self,

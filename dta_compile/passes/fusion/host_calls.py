@@ -38,7 +38,7 @@ def host_calls(program: Program) -> None:
 
 
 def _take_transposed(joint: JointGraphs) -> frozenset[int]:
-    """Inputs whose transposes alone are read are taken so: a parameter is transposed once a call, not by every chunk."""
+    """Inputs whose transposes alone are read are taken so: a parameter is transposed once a call, not per chunk."""
     graphs = [module.graph for module in joint.modules if module is not joint.backward]
     inputs = [list(graph.find_nodes(op="placeholder"))[1:] for graph in graphs]
     found = set()

@@ -80,10 +80,12 @@ def segments(graph: fx.Graph, parameters: int) -> list[Segment]:
 
 def _with_layers(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """In an order in which what is returned in the end, as the states of a layer, comes right after what it is made of:
-    what no mixer depends on, made of values from before the last one."""
+    what neither a mixer depends on nor anything that the last one has a part in."""
     mixers = [node for node in nodes if mixer_of_chunk(node.target)]
-    kept = ancestors(mixers)
-    last = nodes.index(mixers[-1]) if mixers else 0
+    if not mixers:
+        return list(nodes)
+    kept = ancestors([*mixers, *descendants(mixers[0].graph, mixers[-1:])])
+    last = nodes.index(mixers[-1])
     places: dict[fx.Node, int] = {}
     for i, node in enumerate(nodes):
         made = max((places[arg] for arg in node.all_input_nodes if arg in places), default=i)
@@ -117,7 +119,8 @@ def _users(node: fx.Node) -> list[fx.Node]:
 
 
 def _cuts(nodes: Sequence[fx.Node], counted: Container[fx.Node]) -> list[int]:
-    """Positions to cut before; what precedes the first mixer, or follows the last, is cut as its neighbour is."""
+    """Positions to cut before; what precedes the first mixer, or follows the last, is cut where layers end: a layer may
+    have several mixers, and more values are alive between them."""
     mixers = [i for i, node in enumerate(nodes) if mixer_of_chunk(node.target)]
     if len(mixers) < 2:
         return []
@@ -129,7 +132,8 @@ def _cuts(nodes: Sequence[fx.Node], counted: Container[fx.Node]) -> list[int]:
     ]
     found = [0]
     gaps = itertools.pairwise([-1, *mixers, len(nodes) - 1])
-    for (first, second), limit in zip(gaps, [least[0], *least, least[-1]], strict=True):
+    between_layers = min((limit for limit in least if limit >= 0), default=-1)
+    for (first, second), limit in zip(gaps, [between_layers, *least, between_layers], strict=True):
         for i in range(first + 1, second + 1):
             if alive[i] != limit or tuples[i]:
                 continue

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dta_compile.ops.mixer import mixer_of_chunk
@@ -50,10 +51,29 @@ def test_as_many_traces_for_many_layers_as_for_a_few(traced):
     assert counts[0] == counts[1] <= 5
 
 
-def test_the_first_layer_is_traced_with_the_others(traced):
-    check(TinyLM(layers=3))
-    mixing = [trace for trace in traced if any(mixer_of_chunk(node.target) for node in trace.forward)]
-    assert len(mixing) == 1
+class BesideAttention(Block):
+    """The MLP reads what attention does, and queries attend twice."""
+
+    def forward(self, x, mask):
+        def attended(query):
+            query = query.unflatten(-1, (4, -1)).transpose(1, 2)
+            out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=True)
+            return out.transpose(1, 2).flatten(2)
+
+        y = self.norm(x)
+        beside = self.down(F.silu(self.up(y)))
+        key, value = self.key_value(y).unflatten(-1, (2, 2, -1)).permute(2, 0, 3, 1, 4)
+        return x + self.out(attended(attended(self.query(y)).sin())) + beside
+
+
+@pytest.mark.parametrize("block", [Block, BesideAttention])
+def test_first_and_last_layers_are_traced_with_the_others(traced, block):
+    model = TinyLM(layers=3)
+    for layer in model.blocks:
+        layer.__class__ = block
+    check(model)
+    mixers = [sum(mixer_of_chunk(node.target) is not None for node in trace.forward) for trace in traced]
+    assert sum(mixers) == (1 if block is Block else 2)
 
 
 class Mixed(TinyLM):

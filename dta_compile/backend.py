@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from dta_compile import records
-from dta_compile.capture import dynamo
+from dta_compile.capture import dynamo, graph_breaks
 from dta_compile.capture.as_captured import as_captured
 from dta_compile.capture.classify import Captured, Kind, classify
 from dta_compile.capture.convolutions import with_our_convolutions
@@ -43,6 +43,8 @@ SEVERAL_BATCHES = (
 
 BUG = "a check of the compiler on itself failed, which is a bug of dta_compile"
 
+graph_breaks.avoid()
+
 
 def dta(
     module: fx.GraphModule,
@@ -65,7 +67,7 @@ def dta(
     record = records.current()
     record.note_graph(graph)
     if graph.kind is Kind.PLAIN:
-        return _plain(graph.module, graph.note)
+        return _plain(graph.module, graph.note, logging.WARNING if graph.training else logging.INFO)
     if graph.kind is Kind.REFUSED:
         assert graph.refusal is not None
         return _refused(graph.refusal, graph.module, parsed)
@@ -124,9 +126,9 @@ def _analyse(graph: Captured, options: Options) -> Program:
         dynamo.trace_again_without_duck_shapes(already=graph.own_symbols)
 
 
-def _plain(module: fx.GraphModule, note: str | None) -> Compiled:
+def _plain(module: fx.GraphModule, note: str | None, level: int = logging.INFO) -> Compiled:
     if note:
-        records.current().log_once(note)
+        records.current().log_once(note, level)
     return keeping(as_captured(module))
 
 

@@ -61,11 +61,11 @@ class Record:
                 self.graphs,
             )
 
-    def log_once(self, line: str) -> None:
+    def log_once(self, line: str, level: int = logging.INFO) -> None:
         """Log a line the first time only: a callable has many graphs, and generation alone makes half a dozen."""
         if line not in self.logged:
             self.logged.add(line)
-            logger.info("dta: %s", line)
+            logger.log(level, "dta: %s", line)
 
 
 # The latest graph break: what a refusal of the graph after it names as its cause.

@@ -143,10 +143,10 @@ def _is_uncounted(entry: Any) -> bool:
     """Also asks whose the graph is: numbers of compilations start anew when Dynamo is reset."""
     if entry.compile_id not in _uncounted:
         return False
-    return _is_ours(entry.backend)
+    return is_ours(entry.backend)
 
 
-def _is_ours(compiled: Any) -> bool:
+def is_ours(compiled: Any) -> bool:
     """Whether this is the backend that Dynamo's objects lead to."""
     backend = getattr(compile_wrapper_of(compiled), "compiler_fn", None)
     return getattr(backend, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
@@ -197,7 +197,7 @@ def _with_selections(build: Callable[..., None]) -> Callable[..., None]:
         given = inspect.signature(build).bind(self, *args, **kwargs).arguments
         was_on = given.get("one_graph", False) or getattr(torch._dynamo.config, SELECTIONS)
         here = CompileContext.current_compile_id()
-        self._dta_selects = not was_on and here not in _without_selections and _is_ours(given.get("compiler_fn"))
+        self._dta_selects = not was_on and here not in _without_selections and is_ours(given.get("compiler_fn"))
         with torch._dynamo.config.patch({SELECTIONS: was_on or self._dta_selects}):
             build(self, *args, **kwargs)
 
@@ -231,7 +231,7 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
     @functools.wraps(run)
     def run_watched(self: Any) -> None:
-        if not _is_ours(self.output.compiler_fn):
+        if not is_ours(self.output.compiler_fn):
             return run(self)
         modules = list(_modules_at_hand(self))
         _enter_sharded(modules)
@@ -411,7 +411,7 @@ def current_compile_wrapper() -> Any | None:
 
 def _traces_for_this_backend() -> bool:
     translator = _calling("InstructionTranslator")
-    return translator is not None and _is_ours(translator.output.compiler_fn)
+    return translator is not None and is_ours(translator.output.compiler_fn)
 
 
 tracing.answer_with(_traces_for_this_backend)

@@ -31,6 +31,8 @@ FUSED_REDUCTIONS = get_decompositions(
 SPELLED_OUT = get_decompositions(
     [
         aten.addcmul,
+        aten.eye,
+        aten.diag_embed,
         aten.addcdiv,
         aten.softshrink,
         aten.log_sigmoid_forward,

@@ -44,6 +44,7 @@ from dta_compile.passes.lowering.gradient_flow import (
 from dta_compile.passes.lowering.kept_places import keep_places
 from dta_compile.passes.lowering.masked_writes import select_masked_writes
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls
+from dta_compile.passes.lowering.row_products import batch_row_products
 from dta_compile.passes.lowering.selected_rows import spread_selected_rows
 from dta_compile.passes.program import Input, InputKind, Program, output_node, where
 from dta_compile.passes.tracing import tracing
@@ -75,6 +76,7 @@ def lower(program: Program) -> None:
     row_loops.undo_row_loops(module.graph)
     spread_selected_rows(module.graph, set(_inputs(module, program, InputKind.PARAMETER)))
     select_masked_writes(module.graph)
+    batch_row_products(module.graph)
     keep_places(module.graph)
     unflatten_places(module.graph)
     _forget_counts(module.graph, program)

@@ -63,6 +63,12 @@ CLASSES = {
         "causal",
         [0],
     ),
+    "a triangle and its diagonal": (
+        lambda ids: causal(ids).tril(-1) | torch.eye(ids.shape[1], dtype=torch.bool),
+        [(IDS,)],
+        "causal",
+        [0],
+    ),
     "minus infinity above": (
         lambda ids: torch.full((ids.shape[1],) * 2, float("-inf"), dtype=torch.float64).triu(1),
         [(IDS,)],

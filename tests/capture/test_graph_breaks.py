@@ -1,0 +1,73 @@
+"""What Dynamo would end a graph at runs over the tree, and a model that does not is said to."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dta_compile
+from tests.support.tiny import SMALL_CHUNKS, Block, TinyLM, after, assert_same, shared_ids, weighted
+
+OPTIONS = {**SMALL_CHUNKS, "codegen": "eager"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.compiler.reset()
+
+
+def check(model, **settings):
+    compiled = torch.compile(model, backend="dta", options=OPTIONS, **settings)
+
+    def step(run):
+        logits = run(shared_ids())
+        weighted(logits).backward()
+        return (logits,)
+
+    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+    assert dta_compile.last_plan(compiled)
+
+
+class Comparing(TinyLM):
+    """Attention is causal if `is_causal` says so of its operands."""
+
+    def __init__(self, is_causal):
+        super().__init__()
+        for block in self.blocks:
+            block.__class__ = type("ComparingBlock", (Block,), {"forward": self._forward(is_causal)})
+
+    @staticmethod
+    def _forward(is_causal):
+        def forward(self, x, mask):
+            query = self.query(self.norm(x)).unflatten(-1, (4, -1)).transpose(1, 2)
+            key, value = self.key_value(self.norm(x)).unflatten(-1, (2, 4, -1)).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(query[..., :2], key, value, is_causal=is_causal(query, key))
+            return x + self.out(y.transpose(1, 2).flatten(2).repeat(1, 1, 2))
+
+        return forward
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    "is_causal", [lambda query, key: query.shape[2] == key.shape[2], lambda query, key: query.shape[2] > 1]
+)
+def test_attention_is_causal_by_a_comparison_of_sizes(is_causal, dynamic):
+    check(Comparing(is_causal), dynamic=dynamic)
+
+
+def test_embeddings_are_asked_for_gradients_by_a_hook():
+    model = TinyLM()
+    for module in (model.embedding, model.position, model.blocks[0]):
+        module.requires_grad_(False)
+    model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+    check(model)
+
+
+def test_a_model_that_is_trained_without_a_tree_is_warned_of(caplog):
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9))
+    compiled = torch.compile(model, backend="dta", options=OPTIONS)
+    with caplog.at_level(logging.WARNING, "dta_compile"):
+        for _ in range(2):
+            compiled(shared_ids() % 9).sum().backward()
+    assert [record.getMessage().count("rows share nothing") for record in caplog.records] == [1]

@@ -84,10 +84,11 @@ def _find_axes(program: Program) -> None:
     if not tokens.free_symbols:
         refusal = RefusalError(
             "the token size became a constant while the model was traced",
-            where=where(calls[0]),
+            where=_line_of_constant(calls[0], tokens) or where(calls[0]),
             expected="a symbolic size, which serves every batch",
             got=f"{tokens} tokens",
-            hint="pass dynamic=True to torch.compile, and let the model's code not depend on the number itself",
+            hint="let Python not depend on the number: x.chunk(8, 1) instead of a loop over slices of so many tokens,"
+            " tables for the longest sequence so far instead of the latest; or pass dynamic=True to torch.compile",
         )
         raise AmbiguousAxes(refusal)  # it may have shared its symbol with a weight that is as wide
     if any(batch.free_symbols & batch_and_tokens(call)[1].free_symbols for call in calls):
@@ -97,6 +98,17 @@ def _find_axes(program: Program) -> None:
     program.tokens = tokens
     others = [call for call in calls if not _has_sizes(call, batch, tokens)]
     program.other_batches = ancestors(others) - ancestors([call for call in calls if call not in others])
+
+
+def _line_of_constant(call: fx.Node, size: sympy.Expr) -> str | None:
+    """The user's line that made a size of the inputs this number: after it, the trace holds for no other one."""
+    for guard in call.meta["val"].fake_mode.shape_env.guards:
+        symbols = guard.expr.free_symbols
+        if isinstance(guard.expr, sympy.Eq) and len(symbols) == 1:
+            holds_for = [guard.expr.subs(dict.fromkeys(symbols, size * times)) == sympy.true for times in (1, 2, 3, 16)]
+            if holds_for == [True, False, False, False]:
+                return guard.sloc.maybe_user_loc
+    return None
 
 
 def own_mixer_calls(program: Program) -> list[fx.Node]:

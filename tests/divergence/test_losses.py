@@ -14,9 +14,13 @@ from dta_compile.divergence import find_losses
 from dta_compile.divergence.align import align
 from dta_compile.errors import PlanError
 from dta_compile.plan import plan
-from tests.support.chat import KEEPING, ROOT, STRIPPING, say, tokenizer, write_lines
+from tests.support.chat import KEEPING, STRIPPING, say, tokenizer, write_lines
 
-WORDS = [word for word in (ROOT / "ARCHITECTURE.md").read_text().split() if word.isalpha()]
+SENTENCE = (
+    "a tree keeps what rows share and every branch begins where two of them differ so that no token is computed twice "
+    "while leaves add gradients to their stem until all have been read once more from last first"
+)
+WORDS = SENTENCE.split()
 
 
 @pytest.fixture(scope="module")

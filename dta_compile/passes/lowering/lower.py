@@ -32,7 +32,6 @@ from dta_compile.passes.lowering import decompositions, row_loops
 from dta_compile.passes.lowering.attention_capture import capture_attention
 from dta_compile.passes.lowering.draws import drawing
 from dta_compile.passes.lowering.equal_values import merge_equal_values
-from dta_compile.passes.lowering.flat_places import unflatten_places
 from dta_compile.passes.lowering.gradient_flow import (
     CapturedInterpreter,
     Flow,
@@ -41,10 +40,11 @@ from dta_compile.passes.lowering.gradient_flow import (
     tensors,
     whole,
 )
-from dta_compile.passes.lowering.kept_places import keep_places
 from dta_compile.passes.lowering.masked_writes import select_masked_writes
+from dta_compile.passes.lowering.places.flat_places import unflatten_places
+from dta_compile.passes.lowering.places.kept_places import keep_places
+from dta_compile.passes.lowering.places.row_products import batch_row_products
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls
-from dta_compile.passes.lowering.row_products import batch_row_products
 from dta_compile.passes.lowering.selected_rows import spread_selected_rows
 from dta_compile.passes.program import Input, InputKind, Program, output_node, where
 from dta_compile.passes.tracing import tracing

@@ -16,7 +16,7 @@ from torch import fx
 from dta_compile.passes.axes.shape_rules import reshape_groups
 from dta_compile.passes.graphs.nodes import call
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, RESHAPES
-from dta_compile.passes.lowering.row_operators import RowOperators, Rows, Unproven
+from dta_compile.passes.lowering.places.row_operators import RowOperators, Rows, Unproven
 from dta_compile.passes.symbols import depends_on_data, expression, sizes
 
 aten = torch.ops.aten

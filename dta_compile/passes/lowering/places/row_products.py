@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Container
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
+from dta_compile.passes.axes.mixer_calls import batch_and_tokens, mixer_calls
 from dta_compile.passes.graphs.nodes import call
 from dta_compile.passes.graphs.operators import RESHAPES
 from dta_compile.passes.symbols import depends_on_data, sizes
@@ -40,16 +42,20 @@ class _Rows:
 
 
 def batch_row_products(graph: fx.Graph) -> None:
-    """Rewrite products that are read as `[B, S, H, E]` or the like only."""
+    """Rewrite products that are read as `[B, S, H, E]` or the like only.
+
+    `B` may be a number, too: a loop over sequences makes it one.
+    """
+    batches = {batch_and_tokens(call)[0] for call in mixer_calls(graph)}
     for node in list(graph.nodes):
-        if node.target in PRODUCTS and (rows := _rows(node)) is not None:
+        if node.target in PRODUCTS and (rows := _rows(node, batches)) is not None:
             mode = node.meta["val"].fake_mode
             with graph.inserting_before(node), mode, torch.no_grad():
                 _batch(graph, node, rows)
     graph.eliminate_dead_code(fx.Node.is_impure)
 
 
-def _rows(product: fx.Node) -> _Rows | None:
+def _rows(product: fx.Node, batches: Container[sympy.Expr]) -> _Rows | None:
     """What a product multiplies, if every token has several rows of it."""
     position = PRODUCTS[product.target]
     flat, matrix = product.args[position : position + 2]
@@ -66,7 +72,8 @@ def _rows(product: fx.Node) -> _Rows | None:
         leading -= 1
     if sympy.expand(math.prod(before[:leading]) - math.prod(count)) != 0:
         return None
-    places = tuple(dim for dim in range(leading) if not before[dim].free_symbols and before[dim] != 1)
+    first = int(before[0] in batches)
+    places = tuple(dim for dim in range(first, leading) if not before[dim].free_symbols and before[dim] != 1)
     counts_tokens = any(before[dim].free_symbols for dim in range(leading))
     return _Rows(flat.args[0], leading, places, matrix) if places and counts_tokens else None
 

@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from dta_compile.passes.lowering import decompositions
-from dta_compile.passes.lowering.kept_places import keep_places
+from dta_compile.passes.lowering.places.kept_places import keep_places
 from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten

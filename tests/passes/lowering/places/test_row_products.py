@@ -13,10 +13,7 @@ PRODUCTS = {  # of `[B, S, H, D]`
     "linear": lambda x, weight, bias: F.linear(x, weight, bias),
     "heads first": lambda x, weight, bias: F.linear(x.transpose(1, 2), weight, bias).transpose(1, 2),
     "streams first": lambda x, weight, bias: F.linear(x.permute(2, 0, 1, 3), weight, bias).permute(1, 2, 0, 3),
-    "rows": lambda x, weight, bias: F.linear(x.reshape(-1, WIDTH), weight, bias).view(x.shape),
-    "einsum of features": lambda x, weight, bias: torch.einsum("bshd,de->bshe", x, weight) + bias,
     "einsum of heads": lambda x, weight, bias: torch.einsum("bsnd,nm->bsmd", x, weight) + bias,
-    "tensordot": lambda x, weight, bias: torch.tensordot(x.transpose(1, 2), weight, 1).transpose(1, 2) + bias,
     "groups": lambda x, weight, bias: (x.unflatten(2, (2, 2)).transpose(1, 2) @ weight).transpose(1, 2).flatten(2, 3),
 }
 

@@ -102,7 +102,7 @@ def _find_axes(program: Program) -> None:
 
 def _line_of_constant(call: fx.Node, size: sympy.Expr) -> str | None:
     """The user's line that made a size of the inputs this number: after it, the trace holds for no other one."""
-    for guard in call.meta["val"].fake_mode.shape_env.guards:
+    for guard in call.args[0].meta["val"].fake_mode.shape_env.guards:
         symbols = guard.expr.free_symbols
         if isinstance(guard.expr, sympy.Eq) and len(symbols) == 1:
             holds_for = [guard.expr.subs(dict.fromkeys(symbols, size * times)) == sympy.true for times in (1, 2, 3, 16)]

@@ -46,7 +46,7 @@ def batch_row_products(graph: fx.Graph) -> None:
 
     `B` may be a number, too: a loop over sequences makes it one.
     """
-    batches = {batch_and_tokens(call)[0] for call in mixer_calls(graph)}
+    batches = {batch_and_tokens(mixer)[0] for mixer in mixer_calls(graph)}
     for node in list(graph.nodes):
         if node.target in PRODUCTS and (rows := _rows(node, batches)) is not None:
             mode = node.meta["val"].fake_mode
@@ -72,7 +72,7 @@ def _rows(product: fx.Node, batches: Container[sympy.Expr]) -> _Rows | None:
         leading -= 1
     if sympy.expand(math.prod(before[:leading]) - math.prod(count)) != 0:
         return None
-    first = int(before[0] in batches)
+    first = int(leading > 0 and before[0] in batches)
     places = tuple(dim for dim in range(first, leading) if not before[dim].free_symbols and before[dim] != 1)
     counts_tokens = any(before[dim].free_symbols for dim in range(leading))
     return _Rows(flat.args[0], leading, places, matrix) if places and counts_tokens else None

@@ -14,6 +14,7 @@ PRODUCTS = {  # of `[B, S, H, D]`
     "heads first": lambda x, weight, bias: F.linear(x.transpose(1, 2), weight, bias).transpose(1, 2),
     "streams first": lambda x, weight, bias: F.linear(x.permute(2, 0, 1, 3), weight, bias).permute(1, 2, 0, 3),
     "einsum of heads": lambda x, weight, bias: torch.einsum("bsnd,nm->bsmd", x, weight) + bias,
+    "of a number": lambda x, weight, bias: x * (bias.sum().reshape(1, 1) @ weight[:1]).view(WIDTH),
     "groups": lambda x, weight, bias: (x.unflatten(2, (2, 2)).transpose(1, 2) @ weight).transpose(1, 2).flatten(2, 3),
 }
 

@@ -11,12 +11,13 @@ chunk_graph    the token region as a function of one chunk
 lm_head        log-probs and entropies over a large vocabulary, without logits
 dense_graphs   prologue and epilogue as modules
 other_batches  an epilogue that has attention over a batch of other sizes, as a program of its own
-joint          forward and backward of a chunk
+joint          forward and backward of a chunk, for each kind of stage
 accumulate     parameter gradients added in place
 codegen        what lies between matrix products and attention as generated code
 host_calls     views and small additions, fewer than were traced
 in_place       results written over what dies with them
 working_memory bytes that a graph allocates at its peak
+emit           the graphs as code, and the stages that call it
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from dta_compile.passes.cuts.head_rows import head_rows
 from dta_compile.passes.cuts.other_batches import other_batches
 from dta_compile.passes.cuts.prefix_key import prefix_key
 from dta_compile.passes.cuts.regions import regions
+from dta_compile.passes.emit import emit
 from dta_compile.passes.fusion.codegen import codegen
 from dta_compile.passes.fusion.host_calls import host_calls
 from dta_compile.passes.gradients.accumulate import accumulate
@@ -71,6 +73,7 @@ PASSES: tuple[Pass, ...] = (
     host_calls,
     in_place,
     working_memory,
+    emit,
 )
 
 logger = logging.getLogger("dta_compile")

@@ -14,8 +14,9 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.joint_graphs import JointGraphs
+from dta_compile.executable.chunk import ChunkGraphs
 from dta_compile.passes.mixer_layers import AttentionLayer, MixerLayer, RecurrentLayer
+from dta_compile.passes.stage_graphs import ChunkStages
 from dta_compile.passes.symbols import symbol_sources
 
 TORCH_FOLDER = str(pathlib.Path(torch.__file__).parent)
@@ -212,7 +213,9 @@ class Program:
     # other_batches
     rest: Program | None = None  # in place of the epilogue, if that has attention over a batch of other sizes
     # joint
-    joint: JointGraphs = None  # type: ignore[assignment]
+    stages: ChunkStages = None  # type: ignore[assignment]
+    # emit
+    joint: ChunkGraphs = None  # type: ignore[assignment]
     # Of the runner: seconds by pass, and the fields that have been filled.
     timings: dict[str, float] = dataclasses.field(default_factory=dict)
     filled: Set[str] = frozenset({"captured", "training", "codegen", "own_symbols"})

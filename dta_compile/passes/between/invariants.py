@@ -68,7 +68,7 @@ class Snapshot:
         """Raise `ContractError` if `step` changed a graph of a field that it does not write."""
         now = graphs(self.program)
         for name, before in self.graphs.items():
-            if _FIELD_OF_GRAPH.get(name, "joint") not in step.writes and _nodes(now[name]) != before:
+            if _FIELD_OF_GRAPH.get(name, "stages") not in step.writes and _nodes(now[name]) != before:
                 raise ContractError(f"{step.name} changed the graph {name!r} without declaring it")
 
 
@@ -174,23 +174,26 @@ def _chunk(program: Program) -> Iterator[object]:
         yield f"{taken} inputs for {' + '.join(str(len(part)) for part in parts)} + 1, {given} outputs"
 
 
-@_rule("executable graphs take the path, then what the executor hands them", "joint")
-def _joint(program: Program) -> Iterator[object]:
-    joint, outputs = program.joint, len(program.frontier)
-    primals = sum(node.op == "placeholder" for node in program.chunk.graph.nodes)
-    expected = {"cache_only": (primals, 0), "forward_only": (primals, outputs)}
-    if joint.backward is not None:
-        saved = len(output_node(joint.forward.graph).args[0]) - outputs
-        expected["forward"] = primals, outputs + saved
-        if len(joint.head_dims) != len(joint.backward_inputs) + saved:
-            yield f"{len(joint.head_dims)} kept values for {len(joint.backward_inputs)} + {saved}"
-        taken, given = _signature(joint.backward)
-        handed = len(joint.backward_inputs) + saved + len(joint.differentiated)
-        if taken + given != handed + len(joint.grad_parameters):  # accumulators come in where gradients came out
-            yield f"backward: {taken} inputs and {given} outputs for {handed} and {len(joint.grad_parameters)}"
-    for name, signature in expected.items():
-        if _signature(getattr(joint, name)) != signature:
-            yield f"{name}: {_signature(getattr(joint, name))} inputs and outputs for {signature}"
+@_rule("executable graphs take the path, then what the stages before them hand over", "stages")
+def _stages(program: Program) -> Iterator[object]:
+    stages = program.stages
+    known = set(range(stages.inputs))
+    for stage, kind in stages.of_kinds():
+        yield from (f"slot {slot} is read before it is written" for slot in stage.reads if slot not in known)
+        known |= set(stage.writes)
+        own = sum(value.place[0] == "saved" for value in kind.kept)
+        expected = {"cache_only": (len(stage.reads), 0), "forward_only": (len(stage.reads), len(stage.writes))}
+        expected["forward"] = len(stage.reads), len(stage.writes) + own
+        if kind.backward is not None:
+            taken, given = _signature(kind.backward)
+            handed = len(kind.kept) + len(kind.differentiated)
+            if taken + given != handed + len(kind.gradients):  # accumulators come in where gradients came out
+                yield f"backward: {taken} inputs and {given} outputs for {handed} and {len(kind.gradients)}"
+        for name, signature in expected.items():
+            if _signature(kind.graphs[name]) != signature:
+                yield f"{name}: {_signature(kind.graphs[name])} inputs and outputs for {signature}"
+    if missing := set(stages.outputs) - known:
+        yield f"nothing writes slots {missing}"
 
 
 def _signature(module: fx.GraphModule) -> tuple[int, int]:
@@ -198,9 +201,9 @@ def _signature(module: fx.GraphModule) -> tuple[int, int]:
     return len(module.graph.find_nodes(op="placeholder")) - 1, len(output_node(module.graph).args[0])
 
 
-@_rule("what has been written over is read as the result of the writing only", "joint")
+@_rule("what has been written over is read as the result of the writing only", "stages")
 def _written_over(program: Program) -> Iterator[object]:
-    for module in program.joint.modules:
+    for module in program.stages.modules:
         if any(map(_written, module.graph.nodes)):
             yield from _stale_reads(module.graph)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dta_compile.passes.fusion.piece import Piece
 from dta_compile.passes.program import Program, where
 
 MADE_BY = "made_by"  # a key of `node.meta`: the name of a pass
@@ -20,21 +21,19 @@ def listing(program: Program) -> str:
 
 def graphs(program: Program) -> dict[str, fx.Graph]:
     """The graphs that a program has so far, by name; those of generated code are named as they are called."""
-    joint = program.joint
+    stages = program.stages
     modules = {
         "lowered": program.module,
         "chunk": program.chunk,
         "prologue": program.prologue,
         "epilogue": program.epilogue,
         "row_epilogue": program.row_epilogue,
-        "cache_only": joint and joint.cache_only,
-        "forward_only": joint and joint.forward_only,
-        "forward": joint and joint.forward,
-        "backward": joint and joint.backward,
     }
+    for number, kind in enumerate(stages.kinds if stages else ()):
+        modules |= {f"{name} {number}": module for name, module in kind.graphs.items()}
     found = {name: module.graph for name, module in modules.items() if isinstance(module, fx.GraphModule)}
-    if joint is not None and joint.generated is not None:
-        found |= {piece.__name__: piece.body.graph for pieces in joint.generated.pieces.values() for piece in pieces}
+    called = (node.target for graph in list(found.values()) for node in graph.nodes)
+    found |= {piece.__name__: piece.body.graph for piece in called if isinstance(piece, Piece)}
     return found
 
 

@@ -37,6 +37,7 @@ from dta_compile.passes.fusion.native import TreeAttention
 from dta_compile.passes.fusion.piece import NO_CODES, Codes, Piece, outlined
 from dta_compile.passes.fusion.source import AnySource, Source
 from dta_compile.passes.fusion.worker import reason
+from dta_compile.passes.stage_graphs import GRAPHS
 from dta_compile.passes.symbols import hint
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 # code is generated; what is kept grows as what generated code saves. To be measured on CUDA.
 WORTHWHILE = {"cuda": 0, "cpu": 2**28}
 AnyPiece = Piece | TreeAttention
-GRAPHS = ("cache_only", "forward_only", "forward", "backward")
 
 logger = logging.getLogger("dta_compile")
 
@@ -207,7 +207,7 @@ def _made(key: str, source: AnySource) -> AnyCode:
     return inductor.load(compiled)
 
 
-@contract(reads=["mixers"], rewrites=["codegen", "joint"], may_be_skipped=True)
+@contract(reads=["mixers"], rewrites=["codegen", "stages"], may_be_skipped=True)
 def codegen(program: Program) -> None:
     """Set `program.codegen` to what is done, "eager" or "inductor", and rewrite the executable graphs."""
     beside = program.codegen == "auto"
@@ -215,23 +215,23 @@ def codegen(program: Program) -> None:
         program.codegen = choice(program)
     if program.codegen == "eager":
         return
-    joint, known = program.joint, dict[Source, Piece]()
+    stages, known = program.stages, dict[Source, Piece]()
     native = [TreeAttention()] if any(TreeAttention.takes(layer, device_of(layer)) for layer in program.mixers) else []
-    modules: dict[str, fx.GraphModule] = {name: getattr(joint, name) for name in GRAPHS if getattr(joint, name)}
-    for module in dict.fromkeys(modules.values()):
-        module.graph = outlined(module.graph, joint.sizes, known)
+    for module in stages.modules:
+        module.graph = outlined(module.graph, stages.sizes, known)
         module.graph.lint()
-    generated = GeneratedCode({name: pieces_of(module) for name, module in modules.items()}, native, beside)
-    program.joint = dataclasses.replace(joint, generated=generated)
+    pieces = {name: pieces_of(kind.graphs[name] for kind in stages.kinds if name in kind.graphs) for name in GRAPHS}
+    pieces["cache_only"] = list(dict.fromkeys([*pieces["cache_only"], *pieces["forward_only"]]))  # stages run either
+    program.stages = dataclasses.replace(stages, generated=GeneratedCode(pieces, native, beside))
 
 
 def choice(program: Program) -> str:
     """What "auto" stands for: generated code where it pays, as far as the first batch tells."""
-    layer = program.mixers[0]
+    layer, kept = program.mixers[0], program.stages.kept_bytes
     value: torch.Tensor = layer.node.meta["val"]
     batch, tokens = (hint(value.shape[dim]) or 0 for dim in (layer.mixer.batch_dim, layer.mixer.token_dim))
     least = WORTHWHILE.get(device_of(layer))
-    pays = least is not None and program.joint.saved_bytes_per_token * batch * tokens >= least
+    pays = least is not None and (kept.per_token + kept.per_head_row) * batch * tokens >= least
     return "inductor" if pays else "eager"
 
 
@@ -241,7 +241,7 @@ def device_of(layer: MixerLayer) -> str:
     return value.device.type
 
 
-def pieces_of(module: fx.GraphModule) -> list[Piece]:
-    """The pieces that a graph calls, each once."""
-    targets = (node.target for node in module.graph.nodes)
+def pieces_of(modules: Iterable[fx.GraphModule]) -> list[Piece]:
+    """The pieces that some graphs call, each once."""
+    targets = (node.target for module in modules for node in module.graph.nodes)
     return list(dict.fromkeys(target for target in targets if isinstance(target, Piece)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -18,39 +18,46 @@ from torch import fx
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.operators import KEEP_ORDER_IN_PLACE, VIEWS_OF_ORDER
 from dta_compile.passes.graphs.storage import storages, view_source
-from dta_compile.passes.joint_graphs import JointGraphs
 from dta_compile.passes.program import Program, output_node, writes_in_place
+from dta_compile.passes.stage_graphs import StageGraphs
 
 aten = torch.ops.aten
 
 SMALL = 2**16  # entries of a gradient that may wait for the others: next to nothing beside activations
 
 
-@contract(rewrites=["joint"], may_be_skipped=True)
+@contract(rewrites=["stages"], may_be_skipped=True)
 def host_calls(program: Program) -> None:
-    """Rewrite the executable graphs of `program.joint`."""
-    program.joint = dataclasses.replace(program.joint, transposed=_take_transposed(program.joint))
-    for module in program.joint.modules:
+    """Rewrite the executable graphs of `program.stages`."""
+    stages = program.stages
+    first = {stage.kind: stage for stage in reversed(stages.stages)}  # which reads such values as the others do
+    kinds = [
+        dataclasses.replace(kind, transposed=_take_transposed(kind, stages.whole_reads(first[number])))
+        for number, kind in enumerate(stages.kinds)
+    ]
+    program.stages = dataclasses.replace(stages, kinds=tuple(kinds))
+    for module in program.stages.modules:
         _copy_if_need_be(module.graph)
         _merge_views(module.graph)
         _add_together(module.graph)
         module.recompile()
 
 
-def _take_transposed(joint: JointGraphs) -> frozenset[int]:
+def _take_transposed(kind: StageGraphs, whole: Collection[int]) -> tuple[int, ...]:
     """Inputs whose transposes alone are read are taken so: a parameter is transposed once a call, not per chunk."""
-    graphs = [module.graph for module in joint.modules if module is not joint.backward]
+    graphs = [module.graph for module in kind.modules if module is not kind.backward]
     inputs = [list(graph.find_nodes(op="placeholder"))[1:] for graph in graphs]
-    found = set()
+    found = []
     for i, alike in enumerate(zip(*inputs, strict=True)):
         users = [user for node in alike for user in node.users]
-        if users and all(user.target is aten.t.default and user.args[0].meta["val"].dim() == 2 for user in users):
-            found.add(i)
+        transposes = all(user.target is aten.t.default and user.args[0].meta["val"].dim() == 2 for user in users)
+        if i in whole and users and transposes:
+            found.append(i)
             for user in users:
                 user.args[0].meta["val"] = user.meta["val"]
                 user.replace_all_uses_with(user.args[0])
                 user.graph.erase_node(user)
-    return frozenset(found)
+    return tuple(found)
 
 
 def _copy_if_need_be(graph: fx.Graph) -> None:

@@ -7,6 +7,8 @@ block; anything else is added. The parts of a sum are added one by one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -22,30 +24,36 @@ from dta_compile.passes.program import Program, output_node, writes_in_place
 aten = torch.ops.aten
 
 
-@contract(rewrites=["joint"])
+@contract(rewrites=["stages"])
 def accumulate(program: Program) -> None:
-    """Rewrite `program.joint.backward`: it takes one accumulator per gradient as its last inputs and returns nothing.
+    """Rewrite the backward graphs: they take an accumulator for each gradient of a parameter as their last inputs, and
+    return the other gradients.
 
     Accumulators have the shape of the parameter and `statistics_dtype` of its dtype: sums over chunks in float32.
     """
-    module = program.joint.backward
-    if module is None:
-        return
+    for kind in program.stages.kinds:
+        if kind.backward is not None:
+            _accumulate(kind.backward, [i in kind.parameters for i in kind.gradients])
+
+
+def _accumulate(module: fx.GraphModule, are_parameters: Sequence[bool]) -> None:
     graph, output = module.graph, output_node(module.graph)
-    grads = list(output.args[0])
+    gradients = list(zip(output.args[0], are_parameters, strict=True))
+    added = [gradient for gradient, is_parameter in gradients if is_parameter]
     first_call = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first_call):
-        accumulators = [graph.placeholder(f"accumulator_{i}") for i in range(len(grads))]
-    output.args = ((),)
+        accumulators = [graph.placeholder(f"accumulator_{i}") for i in range(len(added))]
+    output.args = (tuple(gradient for gradient, is_parameter in gradients if not is_parameter),)
     parts = []
-    for grad, accumulator in zip(grads, accumulators, strict=True):
-        value = grad.meta["val"]
+    for gradient, accumulator in zip(added, accumulators, strict=True):
+        value = gradient.meta["val"]
         accumulator.meta["val"] = value.new_empty(value.shape, dtype=statistics_dtype(value.dtype))
-        parts += [(part, accumulator) for part in _summands(grad)]
-    added = _add_in_heads(graph, parts)
+        parts += [(part, accumulator) for part in _summands(gradient)]
+    in_heads = _add_in_heads(graph, parts)
     for part, accumulator in parts:
-        if part not in added:
-            with graph.inserting_before(part.next):
+        if part not in in_heads:
+            # A placeholder is its own gradient where a stage hands one on; accumulators come after all of them.
+            with graph.inserting_before(first_call if part.op == "placeholder" else part.next):
                 _add(graph, accumulator, part)
     graph.eliminate_dead_code(is_impure_node=_acts)
     module.recompile()

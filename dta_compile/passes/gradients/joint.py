@@ -1,14 +1,14 @@
-"""joint: forward and backward graphs of a chunk, from one joint trace.
+"""joint: forward and backward graphs of a chunk, stage by stage.
 
 The chunk graph is differentiated symbolically by tracing `torch.autograd.grad` over fake tensors with a free number of
-chunk tokens and head rows, once for layers that are copies of one another (`joined_traces`). The trace is then cut in
-two (`saved_values`, `partition`).
+chunk tokens and head rows, once for each kind of stage (`stage_traces`). Each trace is then cut in two
+(`saved_values`, `partition`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,16 +19,22 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dta_compile.errors import RefusalError
 from dta_compile.passes.chunk.chunk_inputs import chunk_device, fake_inputs, free_sizes
-from dta_compile.passes.chunk_bytes import ChunkSizes, total
+from dta_compile.passes.chunk_bytes import Bytes, ChunkSizes, total
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.gradients.joined_traces import joined_trace
-from dta_compile.passes.gradients.partition import JointTrace, backward_graph, choose_saved, forward_graph, states_of
+from dta_compile.passes.gradients.partition import (
+    JointTrace,
+    backward_graph,
+    choose_saved,
+    forward_graph,
+    states_of,
+)
 from dta_compile.passes.gradients.simplify import simplify
+from dta_compile.passes.gradients.stage_traces import StageTrace, TracedStage, traced_stages
 from dta_compile.passes.graphs.new_values import write_to_new_values
 from dta_compile.passes.graphs.sizes import sizes_from_inputs
 from dta_compile.passes.graphs.storage import owner
-from dta_compile.passes.joint_graphs import JointGraphs
 from dta_compile.passes.program import Program, output_node, where
+from dta_compile.passes.stage_graphs import ChunkStages, KeptValue, Memory, StageGraphs, StageOfChunk
 from dta_compile.passes.symbols import expression
 from dta_compile.passes.tracing import tracing
 
@@ -37,88 +43,129 @@ aten = torch.ops.aten
 
 @contract(
     reads=["placeholders", "mixers", "chunk", "region_parameters", "constant_inputs", "trunk_inputs", "head_inputs"],
-    fills=["joint"],
+    fills=["stages"],
     rewrites=["training", "frontier"],
 )
 def joint(program: Program) -> None:
-    """Fill `program.joint`."""
+    """Fill `program.stages`."""
     candidates = _differentiable(program) if program.training else []
-    trace = _joint_trace(program, candidates)
+    traced, sizes = _traced_stages(program, candidates)
+    program.stages = stages = _hung_together(program, traced, candidates, sizes)
     program.frontier = [
-        dataclasses.replace(value, differentiable=i in trace.tangents) if i in candidates else value
+        dataclasses.replace(value, differentiable=i in stages.differentiated) if i in candidates else value
         for i, value in enumerate(program.frontier)  # those computed from frozen parameters alone are not
     ]
-    program.training = bool(trace.tangents)
-    if not program.training:
-        cache_only, forward_only = forward_graph(trace, []), forward_graph(trace, trace.outputs)
-        program.joint = JointGraphs(cache_only, forward_only, forward_only, trace.sizes)
-        return
-    saved = choose_saved(trace)
-    backward, backward_inputs = backward_graph(trace, saved)
-    positions = {node: i for i, node in enumerate(saved)}
-    program.joint = JointGraphs(
-        cache_only=forward_graph(trace, []),
-        forward_only=forward_graph(trace, trace.outputs),
-        forward=forward_graph(trace, [*trace.outputs, *saved]),
-        sizes=trace.sizes,
-        backward=backward,
-        backward_inputs=backward_inputs,
-        saved_states=[tuple(positions[state] for state in states_of(node)) for node in trace.mixing],
-        differentiated=list(trace.tangents),
-        grad_parameters=[i for i, grad in enumerate(trace.gradients) if grad is not None],
-        grad_sources=_sources(trace),
-        **_sizes(trace, [trace.primals[i] for i in backward_inputs], saved),
-    )
-
-
-def _sizes(trace: JointTrace, inputs: list[fx.Node], saved: list[fx.Node]) -> dict[str, Any]:
-    """The fields of `JointGraphs` that measure what is kept."""
-    sizes, kept = trace.sizes, [*inputs, *saved]
-    per_chunk, of_head = trace.per_token(), trace.depending_on(trace.head_inputs)
-    memory = dict.fromkeys(owner(node) for node in kept if node in per_chunk)
-    size = total(sizes.bytes(node.meta["val"]) for node in memory)
-    head_dims = [sizes.head_dim(node.meta["val"]) for node in kept]
-    return {
-        "token_bytes": size.per_token,
-        "head_bytes": size.per_head_row,
-        "kv_bytes": total(sizes.bytes(node.meta["val"]) for node in trace.states).per_token,
-        "head_dims": head_dims,
-        "head_rows_separable": not any(
-            dim is None and node in of_head for node, dim in zip(kept, head_dims, strict=True)
-        ),
-    }
+    program.training = bool(stages.differentiated)
 
 
 def _differentiable(program: Program) -> list[int]:
     return [i for i, value in enumerate(program.frontier) if value.differentiable and not value.is_cache]
 
 
-def _sources(trace: JointTrace) -> list[set[int]]:
-    """For each gradient, which tangents it depends on."""
-    dependent = {i: trace.depending_on([tangent]) for i, tangent in trace.tangents.items()}
-    return [{i for i, nodes in dependent.items() if grad in nodes} for grad in trace.gradients if grad is not None]
-
-
-def _joint_trace(program: Program, candidates: list[int]) -> JointTrace:
-    """The joint graph, differentiating those of the `candidates` that depend on trained parameters at all."""
-    module, sizes, differentiated = _trace(program, candidates)
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    count = len(placeholders) - len(candidates)
-    primals, tangents = placeholders[:count], dict(zip(candidates, placeholders[count:], strict=True))
-    results = list(output_node(module.graph).args[0])
-    return JointTrace(
-        module=module,
+def _hung_together(
+    program: Program, traced: Sequence[TracedStage], candidates: Sequence[int], sizes: ChunkSizes
+) -> ChunkStages:
+    """The stages with their slots; of those candidates that depend on trained parameters the gradients are taken."""
+    graph = program.chunk.graph
+    slots = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+    inputs, stages = len(slots), list[StageOfChunk]()
+    kinds = {trace: i for i, trace in enumerate(dict.fromkeys(one.trace for one in traced))}
+    taken = set[int]()  # slots whose gradients are taken by a stage
+    for segment, trace in ((one.segment, one.trace) for one in traced):
+        slots |= {node: len(slots) + i for i, node in enumerate(segment.outputs)}
+        reads, writes = ([slots[node] for node in nodes] for nodes in (segment.inputs, segment.outputs))
+        stages.append(StageOfChunk(kinds[trace], tuple(segment.layers), tuple(reads), tuple(writes)))
+        taken |= {writes[i] for i in trace.differentiated}
+    outputs = [slots[node] for node in output_node(graph).args[0]]
+    return ChunkStages(
+        kinds=tuple(_graphs_of(trace, sizes, bool(taken)) for trace in kinds),
+        stages=tuple(stages),
         sizes=sizes,
-        primals=primals,
-        head_inputs=primals[count - len(program.head_inputs) - 1 :],
-        outputs=results[: len(program.frontier)],
-        tangents={i: tangent for i, tangent in tangents.items() if i in differentiated},
-        gradients=results[len(program.frontier) :],
+        inputs=inputs,
+        whole=inputs - len(program.trunk_inputs) - len(program.head_inputs) - 1,
+        outputs=tuple(outputs),
+        differentiated=tuple(i for i in candidates if outputs[i] in taken),
     )
 
 
-def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, ChunkSizes, set[int]]:
-    """The chunk graph with its derivative; also which of `grad_outputs` were differentiated."""
+def _graphs_of(stage: StageTrace, sizes: ChunkSizes, training: bool) -> StageGraphs:
+    """The graphs of a kind of stage; in `training`, states are saved also where nothing has a gradient."""
+    trace = JointTrace(stage, sizes)
+    saved = choose_saved(trace) if training else []
+    memory = _Memory(trace)
+    forward_only = forward_graph(trace, trace.outputs)
+    graphs = StageGraphs(
+        cache_only=forward_graph(trace, []),
+        forward_only=forward_only,
+        forward=forward_only,
+        backward=None,
+        written=tuple(map(memory.of, trace.outputs)),
+        state_bytes=total(sizes.bytes(node.meta["val"]) for node in trace.states).per_token,
+    )
+    return _with_backward(stage, trace, graphs, saved, memory) if training else graphs
+
+
+def _with_backward(
+    stage: StageTrace, trace: JointTrace, graphs: StageGraphs, saved: Sequence[fx.Node], memory: _Memory
+) -> StageGraphs:
+    own = [node for node in saved if node not in trace.outputs]
+    backward, inputs = backward_graph(trace, saved)
+    nodes = [*(trace.primals[i] for i in inputs), *saved]
+    places = [
+        *(("read", i) for i in inputs),
+        *(("saved", own.index(node)) if node in own else ("written", trace.outputs.index(node)) for node in saved),
+    ]
+    kept = [KeptValue(place, *memory.of(node), memory.head_dim(node)) for place, node in zip(places, nodes, strict=True)]
+    position = {node: i for i, node in enumerate(nodes)}
+    gradients = [i for i, gradient in enumerate(trace.gradients) if gradient is not None]
+    of_head = trace.depending_on(node for node, flag in zip(trace.primals, stage.is_of_head, strict=True) if flag)
+    return dataclasses.replace(
+        graphs,
+        forward=forward_graph(trace, [*trace.outputs, *own]),
+        backward=backward if trace.tangents else None,
+        kept=tuple(kept),
+        states=tuple(tuple(position[state] for state in states_of(node)) for node in trace.mixing),
+        differentiated=tuple(trace.tangents),
+        gradients=tuple(gradients),
+        parameters=tuple(i for i in gradients if stage.is_parameter[i]),
+        sources=tuple(_sources(trace)),
+        separable=not any(one.head_dim is None and node in of_head for one, node in zip(kept, nodes, strict=True)),
+    )
+
+
+class _Memory:
+    """The memory of values of a stage."""
+
+    def __init__(self, trace: JointTrace) -> None:
+        self.sizes, self.per_chunk = trace.sizes, trace.per_token()
+        self.known: dict[fx.Node, Memory] = {}
+        for i, node in enumerate(trace.outputs):
+            self.known.setdefault(owner(node), ("written", i))
+        self.known |= {node: ("read", i) for i, node in enumerate(trace.primals)}
+
+    def of(self, node: fx.Node) -> tuple[Memory, Bytes]:
+        """What a value lies in, and the bytes of that, if it belongs to a chunk."""
+        source = owner(node)
+        size = self.sizes.bytes(source.meta["val"]) if node in self.per_chunk else Bytes()
+        return self.known.get(source, ("saved", source.name)), size
+
+    def head_dim(self, node: fx.Node) -> int | None:
+        """The dimension of a value that runs over head rows."""
+        return self.sizes.head_dim(node.meta["val"])
+
+
+def _sources(trace: JointTrace) -> list[frozenset[int]]:
+    """For each gradient, which tangents it depends on."""
+    dependent = {i: trace.depending_on([tangent]) for i, tangent in trace.tangents.items()}
+    return [
+        frozenset(i for i, nodes in dependent.items() if gradient in nodes)
+        for gradient in trace.gradients
+        if gradient is not None
+    ]
+
+
+def _traced_stages(program: Program, grad_outputs: list[int]) -> tuple[list[TracedStage], ChunkSizes]:
+    """The stages of the chunk graph with the traces of their kinds."""
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     tokens, head_rows = free_sizes(shape_env)
@@ -134,8 +181,10 @@ def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, C
             for i in grad_outputs
         }
         with gradients:
-            parameters = len(program.region_parameters)
-            trace, differentiated = joined_trace(program.chunk, primals, tangents, parameters, _functional_trace)
+            parameters, of_head = len(program.region_parameters), len(program.head_inputs) + 1
+            traced = traced_stages(
+                program.chunk, primals, tangents, parameters, of_head, len(program.trunk_inputs), _functional_trace
+            )
     for size in (tokens, head_rows):
         if not expression(size).free_symbols:
             raise RefusalError(
@@ -144,9 +193,7 @@ def _trace(program: Program, grad_outputs: list[int]) -> tuple[fx.GraphModule, C
                 got=f"the traced size {size}",
                 hint="pass options={'fallback': 'dense'}, and please report the model",
             )
-    sizes_from_inputs(trace.graph)  # a value asked for its size would be recomputed in the backward
-    simplify(trace.graph)  # what lies across segments
-    return trace, ChunkSizes(tokens, head_rows), differentiated
+    return traced, ChunkSizes(tokens, head_rows)
 
 
 def _functional_trace(
@@ -156,7 +203,8 @@ def _functional_trace(
     trace = _traced(function, inputs, tangents)
     if not write_to_new_values(trace.graph):  # what some derivatives write is no dataflow
         trace = _traced(torch.func.functionalize(trace, remove="mutations"), inputs, tangents)
-    simplify(trace.graph)  # here, once for all layers that are copies
+    sizes_from_inputs(trace.graph)  # a value asked for its size would be recomputed in the backward
+    simplify(trace.graph)
     return trace
 
 

@@ -1,12 +1,11 @@
-"""partition: a chunk's joint trace cut into forward and backward graphs at the values that the forward saves.
+"""partition: a stage's joint trace cut into forward and backward graphs at the values that the forward saves.
 
 Every operator of a mixer becomes a call on `path`, the runtime's stack, which each graph takes as its first input.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import fx
 from dta_compile.ops.mixer import mixer_of_backward, mixer_of_chunk
 from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.gradients.saved_values import saved_values
+from dta_compile.passes.gradients.stage_traces import StageTrace
 from dta_compile.passes.graph_module import graph_module
 from dta_compile.passes.graphs.nodes import call, descendants, is_item
 from dta_compile.passes.graphs.storage import owner, view_source
@@ -24,25 +24,26 @@ from dta_compile.passes.program import ancestors
 aten = torch.ops.aten
 
 
-@dataclasses.dataclass
 class JointTrace:
-    """The joint graph of a chunk: from chunk inputs and gradients of frontier values to frontier values and gradients.
+    """The joint graph of a kind of stage: from what it reads and gradients of what it writes to what it writes and
+    gradients of what it reads.
 
     Attributes:
-        primals: the chunk graph's inputs.
-        head_inputs: those of them that count head rows.
-        outputs: the frontier values.
-        tangents: gradients of the frontier values that are differentiated, by position.
-        gradients: per parameter; None where it gets none.
+        sizes: of its values, in terms of tokens and head rows.
+        primals: what the stage reads.
+        outputs: what it writes.
+        tangents: gradients of the outputs that are differentiated, by position.
+        gradients: per primal; None where it gets none.
     """
 
-    module: fx.GraphModule
-    sizes: ChunkSizes
-    primals: list[fx.Node]
-    head_inputs: list[fx.Node]
-    outputs: list[fx.Node]
-    tangents: dict[int, fx.Node]
-    gradients: list[fx.Node | None]
+    def __init__(self, trace: StageTrace, sizes: ChunkSizes) -> None:
+        self.module, self.sizes = trace.module, sizes
+        placeholders, results = trace.placeholders, trace.results
+        count = len(trace.is_parameter)
+        self.primals = placeholders[:count]
+        self.tangents = dict(zip(trace.differentiated, placeholders[count:], strict=True))
+        self.outputs: list[fx.Node] = results[: trace.written]
+        self.gradients: list[fx.Node | None] = results[trace.written :]
 
     @property
     def mixing(self) -> list[fx.Node]:
@@ -56,19 +57,22 @@ class JointTrace:
 
     @property
     def backward_results(self) -> list[fx.Node]:
-        """Gradients of parameters, and the calls that leave gradients of states on the path."""
+        """Gradients, and the calls that leave gradients of states on the path."""
         leaving = [node for node in self.module.graph.nodes if mixer_of_backward(node.target)]
         return [*(gradient for gradient in self.gradients if gradient is not None), *leaving]
 
     def per_token(self) -> set[fx.Node]:
         """What depends on the chunk's inputs or their number; the rest is made of parameters alone."""
-        return self.depending_on(
-            node for node in self.primals if any(not isinstance(size, int) for size in node.meta["val"].shape)
-        )
+        return self.depending_on(node for node in self.primals if runs_over_chunk(node))
 
     def depending_on(self, sources: Iterable[fx.Node]) -> set[fx.Node]:
         """`sources` and all that is computed from them."""
         return descendants(self.module.graph, sources)
+
+
+def runs_over_chunk(node: fx.Node) -> bool:
+    """Whether a value has a dimension of tokens or head rows."""
+    return any(not isinstance(size, int) for size in node.meta["val"].shape)
 
 
 def states_of(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -79,7 +83,8 @@ def states_of(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def choose_saved(trace: JointTrace) -> list[fx.Node]:
-    """The values to save: states of all layers, then others. Copies of views may be added to the trace.
+    """The values to save: states of all layers that the stage makes, then others. Copies of views may be added to the
+    trace.
 
     No weights: what depends on parameters alone is cheap to redo, and would be kept once per chunk.
     """
@@ -91,7 +96,7 @@ def choose_saved(trace: JointTrace) -> list[fx.Node]:
         _copied(trace, node) if view_source(node) is not None else node
         for node in saved_values(forward, read, trace.states, trace.sizes)
     ]
-    states = trace.states
+    states = [state for state in trace.states if state.op != "placeholder"]
     boundary = {*trace.primals, *trace.tangents.values(), *states, *kept}
     computed = ancestors(trace.backward_results, stop=boundary.__contains__)
     others = [_as_read(node, computed - boundary) for node in kept if node in computed and node.op != "placeholder"]
@@ -179,15 +184,16 @@ def forward_graph(trace: JointTrace, outputs: Iterable[fx.Node]) -> fx.GraphModu
     return graph_module(trace.module, part.graph)
 
 
-def backward_graph(trace: JointTrace, saved: list[fx.Node]) -> tuple[fx.GraphModule, list[int]]:
-    """From inputs, saved values and tangents to the gradients of parameters; also returns which inputs it takes.
+def backward_graph(trace: JointTrace, saved: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[int]]:
+    """From inputs, saved values and tangents to the gradients of inputs; also returns which inputs it takes.
 
     Every gradient is computed in its turn, and what it reads right before it: a recomputed value does not wait.
     """
     tangents = list(trace.tangents.values())
     boundary = {*trace.primals, *saved, *tangents}
     computed = ancestors(trace.backward_results, stop=boundary.__contains__)
-    inputs = [i for i, node in enumerate(trace.primals) if node in computed]
+    needed = computed.union(trace.states)
+    inputs = [i for i, node in enumerate(trace.primals) if node in needed]
     part = _OnPath(trace.sizes)
     part.add_inputs(trace.primals[i] for i in inputs)
     part.add_inputs(saved, "saved_")
@@ -195,7 +201,7 @@ def backward_graph(trace: JointTrace, saved: list[fx.Node]) -> tuple[fx.GraphMod
     gradients = [node for node in trace.gradients if node is not None]
     in_turn = trace.depending_on(tangents) & computed
     for node in [*_in_order(trace, in_turn), *gradients]:
-        for needed in missing(node, part.copies):
-            part.copied(needed)
+        for one in missing(node, part.copies):
+            part.copied(one)
     part.set_outputs(gradients)
     return graph_module(trace.module, part.graph), inputs

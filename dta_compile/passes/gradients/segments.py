@@ -64,18 +64,21 @@ class Segment:
         return len(self.inputs), tuple(rows), tuple(numbers[node] for node in self.outputs)
 
 
-def segments(graph: fx.Graph, parameters: int) -> list[Segment]:
+def segments(graph: fx.Graph, parameters: int, whole: int) -> list[Segment]:
     """The segments of a chunk graph, in order: one if there is no place to cut.
 
     Args:
         parameters: how many of the inputs are parameters, the first ones.
+        whole: how many of the inputs do not run over tokens or head rows, the first ones.
     """
-    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output") and not _is_repeated(node)]
-    nodes = _with_layers(nodes)
     placeholders = list(graph.find_nodes(op="placeholder"))
+    per_token, returned = descendants(graph, placeholders[whole:]), set(output_node(graph).all_input_nodes)
+    inner = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    repeated = {node for node in inner if node not in returned and (node not in per_token or _is_size(node))}
+    nodes = _with_layers([node for node in inner if node not in repeated])
     cuts = [0, *_cuts(nodes, descendants(graph, placeholders[:parameters])), len(nodes)]
-    returned = set(output_node(graph).all_input_nodes)
-    return [_segment(nodes[start:stop], returned) for start, stop in itertools.pairwise(cuts) if start < stop]
+    parts = [nodes[start:stop] for start, stop in itertools.pairwise(cuts) if start < stop]
+    return [_segment(part, returned, repeated) for part in parts]
 
 
 def _with_layers(nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -93,19 +96,19 @@ def _with_layers(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return sorted(nodes, key=places.__getitem__)
 
 
-def _is_repeated(node: fx.Node) -> bool:
-    """Whether every segment has its own: sizes, and constants of the graph."""
-    if node.op == "get_attr" or node.target is torch.ops.aten.sym_size.int:
+def _is_size(node: fx.Node) -> bool:
+    if node.target is torch.ops.aten.sym_size.int:
         return True
     return getattr(node.target, "__module__", "") == "_operator" and not is_item(node)
 
 
-def _segment(nodes: Sequence[fx.Node], returned: set[fx.Node]) -> Segment:
+def _segment(nodes: Sequence[fx.Node], returned: set[fx.Node], repeated: set[fx.Node]) -> Segment:
+    """With its own of the `repeated` nodes that it reads: sizes, and what is made of weights and constants alone."""
     members = set(nodes)
     order: dict[fx.Node, None] = {}
 
     def needs(node: fx.Node) -> list[fx.Node]:
-        return [arg for arg in node.all_input_nodes if arg in members or _is_repeated(arg)]
+        return [arg for arg in node.all_input_nodes if arg in members or arg in repeated]
 
     for node in nodes:
         order |= dict.fromkeys(missing(node, order, needs))

@@ -17,10 +17,10 @@ from dta_compile.passes.graphs.storage import Storage, last_uses, owner, same_me
 from dta_compile.passes.program import Program, has_tensor, writes_in_place
 
 
-@contract(rewrites=["joint"], may_be_skipped=True)
+@contract(rewrites=["stages"], may_be_skipped=True)
 def in_place(program: Program) -> None:
-    """Rewrite the executable graphs of `program.joint`."""
-    for module in program.joint.modules:
+    """Rewrite the executable graphs of `program.stages`."""
+    for module in program.stages.modules:
         _write_over_dying(module.graph)
         module.recompile()
 

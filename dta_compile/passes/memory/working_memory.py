@@ -29,16 +29,22 @@ from dta_compile.passes.graphs.storage import Storage, last_uses, storages, view
 from dta_compile.passes.program import Program, has_tensor
 
 
-@contract(rewrites=["joint"])
+@contract(rewrites=["stages"])
 def working_memory(program: Program) -> None:
-    """Fill `program.joint.working`."""
-    joint = program.joint
-    working = {
-        name: peaks_of(getattr(joint, name).graph, joint.sizes) for name in ("cache_only", "forward_only", "forward")
-    }
-    if joint.backward is not None:
-        working["backward"] = peaks_of(joint.backward.graph, joint.sizes, frees_inputs=True)
-    program.joint = dataclasses.replace(joint, working=working)
+    """Fill `working` of the kinds of `program.stages`."""
+    sizes, known = program.stages.sizes, dict[tuple[fx.GraphModule, bool], Peaks]()
+
+    def peaks(name: str, module: fx.GraphModule) -> Peaks:
+        key = module, name == "backward"
+        if key not in known:
+            known[key] = peaks_of(module.graph, sizes, frees_inputs=key[1])
+        return known[key]
+
+    kinds = [
+        dataclasses.replace(kind, working={name: peaks(name, module) for name, module in kind.graphs.items()})
+        for kind in program.stages.kinds
+    ]
+    program.stages = dataclasses.replace(program.stages, kinds=tuple(kinds))
 
 
 def peaks_of(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = False) -> Peaks:
@@ -58,7 +64,7 @@ def peaks_of(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = False) -> 
         live |= new
         allocated = allocated.plus(total(new.values()))
         for scratch in _scratch(node, sizes):
-            _add_peak(peaks, allocated.plus(scratch))
+            add_peak(peaks, allocated.plus(scratch))
         for storage in dying.get(node, ()):
             allocated = allocated.minus(live.pop(storage, Bytes()))
     return tuple(peaks)
@@ -113,7 +119,7 @@ def _casts(node: fx.Node, sizes: ChunkSizes) -> Bytes:
     )
 
 
-def _add_peak(peaks: list[Bytes], candidate: Bytes) -> None:
+def add_peak(peaks: list[Bytes], candidate: Bytes) -> None:
     """Keep the functions that no other one exceeds for every chunk."""
     if not any(all(a <= b for a, b in zip(candidate, known, strict=True)) for known in peaks):
         peaks[:] = [known for known in peaks if not all(a <= b for a, b in zip(known, candidate, strict=True))]

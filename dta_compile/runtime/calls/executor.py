@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dta_compile.executable.chunk import ChunkGraphs
 from dta_compile.passes.fusion.piece import NO_CODES, Codes, running
-from dta_compile.passes.joint_graphs import JointGraphs
 from dta_compile.passes.program import FrontierValue
 from dta_compile.plan import Segment, Work, segments
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore
@@ -96,7 +96,7 @@ class Executor:
 
     def __init__(
         self,
-        joint: JointGraphs,
+        joint: ChunkGraphs,
         frontier: Sequence[FrontierValue],
         data: ChunkData,
         rows: BatchRows,
@@ -107,7 +107,7 @@ class Executor:
         self.joint, self.frontier, self.data, self.rows, self.path = joint, list(frontier), data, rows, path
         self.lease, self.codes = lease, codes
         with torch.no_grad():
-            self.parameters = joint.taken(data.parameters)
+            self.transposes = joint.transposes([*data.parameters, *data.constants])
         self.head_rows = rows.position_rows[rows.head_positions]  # [H] tree row of every head row
         self.graphs: dict[Chunk, Graph | None] = {}  # None: skipped
         self.kept: dict[int, SpineStates] = {}  # by the first row of the spine
@@ -165,7 +165,8 @@ class Executor:
         batch_chunk = self._on_batch(chunk, heads=op.out)
         graph = self.joint.run_forward_only if op.out else self.joint.run_cache_only
         self.path.depths = op.states
-        results = self._launch(op, "forward", graph, batch_chunk, self._taken(self._inputs(batch_chunk, None)))
+        arguments = [self.path, *self._inputs(batch_chunk, None), *self.transposes]
+        results = self._launch(op, "forward", graph, batch_chunk, arguments)
         if op.out:
             self.buffers.write(batch_chunk.heads, results)
         if op.kv and chunk.spine is not None:
@@ -181,7 +182,8 @@ class Executor:
         active = None if out else self._active_rows(batch_chunk)
         inputs = self._inputs(batch_chunk, active)
         self.path.depths = op.states
-        results = self._launch(op, "forward", self.joint.run_forward, batch_chunk, self._taken(inputs), active)
+        arguments = [self.path, *inputs, *self.transposes]
+        results = self._launch(op, "forward", self.joint.run_forward, batch_chunk, arguments, active)
         if out:
             self.buffers.write(batch_chunk.heads, results[: len(self.frontier)])
         saved = results[len(self.frontier) :]
@@ -299,11 +301,6 @@ class Executor:
             readers,
             *head,
         ]
-
-    def _taken(self, inputs: list[torch.Tensor]) -> list[Any]:
-        """The arguments of a graph that is no backward."""
-        count = len(self.parameters)  # buffers are no parameters, and may be transposed as well
-        return [self.path, *self.parameters, *self.joint.taken(inputs[count:], count)]
 
     def _launch(
         self,

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dta_compile.executable.chunk import ChunkGraphs
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.passes.joint_graphs import JointGraphs
 from dta_compile.passes.program import FrontierValue
 from dta_compile.runtime.replay.lease import Lease
 from dta_compile.runtime.rows.buffers import AllRows, RowBuffer, Rows, next_to_zero
@@ -75,7 +75,7 @@ def gradient_buffer(kind: type[RowBuffer], value: FrontierValue, head_rows: int,
     return kind(head_rows, value.features, statistics_dtype(value.dtype), device)
 
 
-def accumulators(joint: JointGraphs, parameters: Sequence[torch.Tensor], lease: Lease | None) -> list[torch.Tensor]:
+def accumulators(joint: ChunkGraphs, parameters: Sequence[torch.Tensor], lease: Lease | None) -> list[torch.Tensor]:
     """Zeroed sums for the gradients of the parameters that receive one, in at least float32."""
     if lease is not None:
         return lease.accumulators(parameters, joint.grad_parameters)
@@ -98,7 +98,7 @@ def rows_with_gradient(
 
 
 def finished_gradients(
-    joint: JointGraphs, totals: list[torch.Tensor], parameters: Sequence[torch.Tensor], used: set[int], copy: bool
+    joint: ChunkGraphs, totals: list[torch.Tensor], parameters: Sequence[torch.Tensor], used: set[int], copy: bool
 ) -> list[torch.Tensor | None]:
     """Gradients of all region parameters; None, not zero, where none of the frontier values `used` depends on one.
 

@@ -102,6 +102,10 @@ class PathStack:
         for running, snapshots in zip(self.running.values(), spine.running, strict=True):
             running.put(start, {depth: state for depth, state in snapshots.items() if start < depth <= stop})
 
+    def of_layers(self, layers: Sequence[int]) -> StagePath:
+        """The path for the mixers of a stage."""
+        return StagePath(self, layers)
+
     def write(self, layer: int, *states: torch.Tensor) -> None:
         """Put the spine's part of a chunk's states on the path."""
         self.states[layer].write(self._reach(), states)
@@ -169,6 +173,31 @@ class PathStack:
     def table(self) -> ChunkTable:
         """The chunk's shape on the device."""
         return self.chunk.table(self.device)
+
+
+class StagePath:
+    """A path for a stage, which counts its layers from zero.
+
+    Args:
+        layers: by the stage's own number of a layer, that of the chunk.
+    """
+
+    __slots__ = ("_layers", "_path")
+
+    def __init__(self, path: PathStack, layers: Sequence[int]) -> None:
+        self._path, self._layers = path, layers
+
+    def write(self, layer: int, *states: torch.Tensor) -> None:
+        """See `PathStack.write`."""
+        self._path.write(self._layers[layer], *states)
+
+    def mix(self, layer: int, *arguments: Any) -> torch.Tensor | Tensors:
+        """See `PathStack.mix`."""
+        return self._path.mix(self._layers[layer], *arguments)
+
+    def mix_backward(self, layer: int, grad: torch.Tensor, *arguments: Any) -> torch.Tensor | Tensors:
+        """See `PathStack.mix_backward`."""
+        return self._path.mix_backward(self._layers[layer], grad, *arguments)
 
 
 def _in_dtype_of(operand: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,211 @@
+"""emit: the executable graphs as code, and the stages of a chunk as numbers of slots."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import fx
+
+from dta_compile.executable.chunk import ChunkGraphs, Linear, Stage, StageCode
+from dta_compile.executable.code import Code
+from dta_compile.passes.chunk_bytes import Bytes, Peaks, total
+from dta_compile.passes.contracts import contract
+from dta_compile.passes.memory.working_memory import add_peak
+from dta_compile.passes.program import Program
+from dta_compile.passes.stage_graphs import ChunkStages, Memory, StageGraphs
+
+
+@contract(reads=["stages", "region_parameters"], fills=["joint"])
+def emit(program: Program) -> None:
+    """Fill `program.joint`."""
+    program.joint = _Emitter(program.stages, len(program.region_parameters)).graphs()
+
+
+def _code_of(kind: StageGraphs) -> StageCode:
+    """A kind of stage as code; a graph that has several names is one code."""
+    code = functools.cache(Code.of)
+    backward = None if kind.backward is None else code(kind.backward, boxed=True)
+    return StageCode(code(kind.cache_only), code(kind.forward_only), code(kind.forward), backward)
+
+
+class _Emitter:
+    """Numbers what stages hand to each other."""
+
+    def __init__(self, chunk: ChunkStages, parameters: int) -> None:
+        self.chunk, self.parameters = chunk, parameters
+        stages = list(chunk.of_kinds())
+        self.transposed = sorted({stage.reads[i] for stage, kind in stages for i in kind.transposed})
+        trained = {stage.reads[i] for stage, kind in stages if kind.backward for i in kind.parameters}
+        self.trained = sorted(trained)
+        inputs = {value.place[1] for values in chunk.kept_of_stages for value in values if value.place[0] == "slot"}
+        self.backward_inputs = sorted(slot for slot in inputs if slot < chunk.inputs)
+        crossing = inputs - set(self.backward_inputs)
+        # What is kept, in the order in which the forward has it.
+        places: list[tuple[str, int]] = [("slot", slot) for slot in self.backward_inputs]
+        self.keeps: list[tuple[int, ...]] = []
+        for number, (stage, kind) in enumerate(stages):
+            own = [value.place[1] for value in kind.kept if value.place[0] == "saved"]
+            places += [(f"saved {number}", i) for i in sorted(own)]
+            self.keeps.append(tuple(slot for slot in stage.writes if slot in crossing))
+            places += [("slot", slot) for slot in self.keeps[-1]]
+        self.position = {place: i for i, place in enumerate(places)}
+
+    def graphs(self) -> ChunkGraphs:
+        chunk, kept = self.chunk, self.chunk.kept_bytes
+        values = {value.place: value for values in chunk.kept_of_stages for value in values}
+        first = len(self.backward_inputs)
+        kinds = list(chunk.of_kinds())
+        states = [
+            (layer, tuple(self.position[values_[i].place] - first for i in places))
+            for (stage, kind), values_ in zip(kinds, chunk.kept_of_stages, strict=True)
+            for layer, places in zip(stage.layers, kind.states, strict=False)
+        ]
+        sources = self._sources()
+        return ChunkGraphs(
+            kinds=tuple(map(_code_of, chunk.kinds)),
+            stages=tuple(self._stages()),
+            inputs=chunk.inputs,
+            slots=self._slot(max([chunk.inputs - 1, *(slot for stage in chunk.stages for slot in stage.writes)]) + 1),
+            transposed=tuple(self.transposed),
+            outputs=tuple(map(self._slot, chunk.outputs)),
+            backward_inputs=tuple(self.backward_inputs),
+            saved_states=tuple(places for _, places in sorted(states)),
+            differentiated=chunk.differentiated,
+            grad_parameters=tuple(self.trained),
+            grad_sources=tuple(frozenset(sources[slot]) for slot in self.trained),
+            token_bytes=kept.per_token,
+            head_bytes=kept.per_head_row,
+            kv_bytes=sum(kind.state_bytes for _, kind in kinds),
+            head_dims=tuple(values[place].head_dim for place in self.position),
+            head_rows_separable=all(kind.separable for kind in chunk.kinds),
+            working=self._working(),
+            generated=chunk.generated,
+        )
+
+    def _slot(self, slot: int) -> int:
+        """A slot, those of transposes being between those of inputs and the others."""
+        return slot if slot < self.chunk.inputs else slot + len(self.transposed)
+
+    def _stages(self) -> Iterable[Stage]:
+        chunk = self.chunk
+        stages = list(chunk.of_kinds())
+        reads = [slot for stage in chunk.stages for slot in stage.reads]
+        left = Counter(reads)
+        taken: set[int] = set()  # kept values that a stage before takes
+        last_kept: list[tuple[int, ...]] = []
+        for (_, kind), values in zip(stages, chunk.kept_of_stages, strict=True):
+            positions = [self.position[value.place] for value in values] if kind.backward else []
+            last_kept.append(tuple(dict.fromkeys(one for one in positions if one not in taken)))
+            taken |= set(positions)
+        anchors = self._anchors()
+        for number, (stage, kind) in enumerate(stages):
+            left.subtract(stage.reads)
+            done = {slot for slot in stage.reads if not left[slot] and slot >= chunk.inputs} - set(chunk.outputs)
+            has_backward = kind.backward is not None
+            yield Stage(
+                kind=stage.kind,
+                layers=stage.layers,
+                reads=tuple(
+                    chunk.inputs + self.transposed.index(slot) if i in kind.transposed else self._slot(slot)
+                    for i, slot in enumerate(stage.reads)
+                ),
+                writes=tuple(map(self._slot, stage.writes)),
+                last_reads=tuple(map(self._slot, sorted(done))),
+                keeps=tuple(map(self._slot, self.keeps[number])),
+                kept=tuple(self.position[value.place] for value in chunk.kept_of_stages[number] if has_backward),
+                last_kept=last_kept[number],
+                tangents=tuple(self._slot(stage.writes[i]) for i in kind.differentiated),
+                gradients=tuple(self._slot(stage.reads[i]) for i in kind.gradients if i not in kind.parameters),
+                accumulators=tuple(self.trained.index(stage.reads[i]) for i in kind.parameters),
+                only_states=anchors[number],
+            )
+
+    def _anchors(self) -> list[bool | None]:
+        """By stage, see `Stage.only_states`: a stage runs for its mixers, or for what later ones need of it."""
+        needed: set[int] = set()
+        found: list[bool | None] = []
+        for stage in reversed(self.chunk.stages):
+            is_read = not needed.isdisjoint(stage.writes)
+            runs = is_read or bool(stage.layers)
+            found.append(not is_read if runs else None)
+            needed |= set(stage.reads) if runs else set()
+        return found[::-1]
+
+    def _sources(self) -> dict[int, set[int]]:
+        """By slot, the frontier values that its gradient comes from."""
+        chunk = self.chunk
+        found: dict[int, set[int]] = {}
+        for i in chunk.differentiated:
+            found.setdefault(chunk.outputs[i], set()).add(i)
+        for stage, kind in reversed(list(chunk.of_kinds())):
+            for position, written in zip(kind.gradients, kind.sources, strict=True):
+                for i in written:
+                    found.setdefault(stage.reads[position], set()).update(found.get(stage.writes[i], ()))
+        return found
+
+    def _working(self) -> dict[str, tuple[Linear, ...]]:
+        """The peaks of whole chunks."""
+        peaks = {name: self._forward_peaks(name) for name in ("cache_only", "forward_only", "forward")}
+        if self.chunk.differentiated:
+            peaks["backward"] = self._backward_peaks()
+        return {name: tuple((*map(float, part),) for part in parts) for name, parts in peaks.items()}  # type: ignore[misc]
+
+    def _forward_peaks(self, name: str) -> Peaks:
+        chunk, anchors = self.chunk, self._anchors()
+        left = Counter(slot for stage in chunk.stages for slot in stage.reads)
+        live: dict[Memory, Bytes] = {}
+        peaks: list[Bytes] = [Bytes()]
+        ends = set(chunk.outputs) if name != "cache_only" else set()
+        for number, (stage, kind) in enumerate(chunk.of_kinds()):
+            graph = name
+            if name == "cache_only":
+                if anchors[number] is None:
+                    continue
+                graph = "cache_only" if anchors[number] else "forward_only"
+            before = total(live.values())
+            for peak in kind.working[graph]:
+                add_peak(peaks, before.plus(peak))
+            left.subtract(stage.reads)
+            live |= {memory: size for memory, size in map(chunk.memory_of_slots.__getitem__, stage.writes)}
+            kept = {value.memory: value.bytes for value in chunk.kept_of_stages[number]} if name == "forward" else {}
+            live |= {memory: size for memory, size in kept.items() if memory[0] == "saved"}
+            self._free(live, {slot for slot in (*stage.reads, *stage.writes) if not left[slot]} - ends, name)
+        return tuple(peaks)
+
+    def _free(self, live: dict[Memory, Bytes], slots: set[int], name: str) -> None:
+        kept = {value.memory for values in self.chunk.kept_of_stages for value in values} if name == "forward" else ()
+        for slot in slots:
+            if slot in self.chunk.memory_of_slots and (memory := self.chunk.memory_of_slots[slot][0]) not in kept:
+                live.pop(memory, None)
+
+    def _backward_peaks(self) -> Peaks:
+        chunk = self.chunk
+        stages = list(zip(chunk.of_kinds(), chunk.kept_of_stages, strict=True))
+        held = {value.memory: value.bytes for values in chunk.kept_of_stages for value in values}
+        uses = Counter(memory for (_, kind), values in stages if kind.backward for memory in {v.memory for v in values})
+        tangents = {slot: self._gradient(slot) for slot in (chunk.outputs[i] for i in chunk.differentiated)}
+        peaks: list[Bytes] = [total(held.values()).plus(total(tangents.values()))]
+        for (stage, kind), values in reversed(stages):
+            if kind.backward is None:
+                continue
+            handed = {value.memory: value.bytes for value in values}
+            others = total(held.values()).minus(total(handed.values()))
+            given = {slot: tangents.pop(slot, Bytes()) for slot in (stage.writes[i] for i in kind.differentiated)}
+            del given  # the stage's peak counts it
+            others = others.plus(total(tangents.values()))
+            for peak in kind.working["backward"]:
+                add_peak(peaks, others.plus(peak))
+            for memory in handed:
+                uses[memory] -= 1
+                if not uses[memory]:
+                    held.pop(memory, None)
+            for i in kind.gradients:
+                if i not in kind.parameters:
+                    tangents[stage.reads[i]] = self._gradient(stage.reads[i])
+        return tuple(peaks)
+
+    def _gradient(self, slot: int) -> Bytes:
+        """Bytes of a value's gradient: as many as the value has."""
+        return self.chunk.memory_of_slots[slot][1] if slot in self.chunk.memory_of_slots else Bytes()

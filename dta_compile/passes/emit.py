@@ -153,59 +153,77 @@ class _Emitter:
         return {name: tuple((*map(float, part),) for part in parts) for name, parts in peaks.items()}  # type: ignore[misc]
 
     def _forward_peaks(self, name: str) -> Peaks:
-        chunk, anchors = self.chunk, self._anchors()
+        """Of the forward graph of a name: what each stage allocates beside what those before it left."""
+        chunk, anchors, live = self.chunk, self._anchors(), _Live()
         left = Counter(slot for stage in chunk.stages for slot in stage.reads)
-        live: dict[Memory, Bytes] = {}
+        returned = set() if name == "cache_only" else set(chunk.outputs)
+        kept = {value.memory for values in chunk.kept_of_stages for value in values} if name == "forward" else set()
         peaks: list[Bytes] = [Bytes()]
-        ends = set(chunk.outputs) if name != "cache_only" else set()
         for number, (stage, kind) in enumerate(chunk.of_kinds()):
-            graph = name
-            if name == "cache_only":
-                if anchors[number] is None:
-                    continue
-                graph = "cache_only" if anchors[number] else "forward_only"
-            before = total(live.values())
+            if name == "cache_only" and anchors[number] is None:
+                continue
+            graph = "forward_only" if name == "cache_only" and not anchors[number] else name
             for peak in kind.working[graph]:
-                add_peak(peaks, before.plus(peak))
+                add_peak(peaks, live.total.plus(peak))
             left.subtract(stage.reads)
-            live |= {memory: size for memory, size in map(chunk.memory_of_slots.__getitem__, stage.writes)}
-            kept = {value.memory: value.bytes for value in chunk.kept_of_stages[number]} if name == "forward" else {}
-            live |= {memory: size for memory, size in kept.items() if memory[0] == "saved"}
-            self._free(live, {slot for slot in (*stage.reads, *stage.writes) if not left[slot]} - ends, name)
+            for memory, size in map(chunk.memory_of_slots.__getitem__, stage.writes):
+                live.add(memory, size)
+            for value in chunk.kept_of_stages[number] if name == "forward" else ():
+                if value.memory[0] == "saved":
+                    live.add(value.memory, value.bytes)
+            for slot in {*stage.reads, *stage.writes} - returned:
+                memory = chunk.memory_of_slots.get(slot, (None,))[0]
+                if not left[slot] and memory is not None and memory not in kept:
+                    live.remove(memory)
         return tuple(peaks)
 
-    def _free(self, live: dict[Memory, Bytes], slots: set[int], name: str) -> None:
-        kept = {value.memory for values in self.chunk.kept_of_stages for value in values} if name == "forward" else ()
-        for slot in slots:
-            if slot in self.chunk.memory_of_slots and (memory := self.chunk.memory_of_slots[slot][0]) not in kept:
-                live.pop(memory, None)
-
     def _backward_peaks(self) -> Peaks:
-        chunk = self.chunk
+        """Of the backward: what each stage allocates beside what is kept for those after it, and their gradients."""
+        chunk, held, tangents = self.chunk, _Live(), _Live()
         stages = list(zip(chunk.of_kinds(), chunk.kept_of_stages, strict=True))
-        held = {value.memory: value.bytes for values in chunk.kept_of_stages for value in values}
-        uses = Counter(memory for (_, kind), values in stages if kind.backward for memory in {v.memory for v in values})
-        tangents = {slot: self._gradient(slot) for slot in (chunk.outputs[i] for i in chunk.differentiated)}
-        peaks: list[Bytes] = [total(held.values()).plus(total(tangents.values()))]
-        for (stage, kind), values in reversed(stages):
+        for value in (value for values in chunk.kept_of_stages for value in values):
+            held.add(value.memory, value.bytes)
+        for i in chunk.differentiated:
+            tangents.add(("slot", chunk.outputs[i]), self._gradient(chunk.outputs[i]))
+        memories = [{value.memory for value in values} if kind.backward else set() for (_, kind), values in stages]
+        uses = Counter(memory for found in memories for memory in found)
+        peaks: list[Bytes] = [held.total.plus(tangents.total)]
+        for ((stage, kind), values), found in zip(reversed(stages), reversed(memories), strict=True):
             if kind.backward is None:
                 continue
-            handed = {value.memory: value.bytes for value in values}
-            others = total(held.values()).minus(total(handed.values()))
-            given = {slot: tangents.pop(slot, Bytes()) for slot in (stage.writes[i] for i in kind.differentiated)}
-            del given  # the stage's peak counts it
-            others = others.plus(total(tangents.values()))
+            handed = total({value.memory: value.bytes for value in values}.values())  # which the stage's peak counts
+            for i in kind.differentiated:
+                tangents.remove(("slot", stage.writes[i]))
+            others = held.total.minus(handed).plus(tangents.total)
             for peak in kind.working["backward"]:
                 add_peak(peaks, others.plus(peak))
-            for memory in handed:
-                uses[memory] -= 1
+            uses.subtract(found)
+            for memory in found:
                 if not uses[memory]:
-                    held.pop(memory, None)
+                    held.remove(memory)
             for i in kind.gradients:
                 if i not in kind.parameters:
-                    tangents[stage.reads[i]] = self._gradient(stage.reads[i])
+                    tangents.add(("slot", stage.reads[i]), self._gradient(stage.reads[i]))
         return tuple(peaks)
 
     def _gradient(self, slot: int) -> Bytes:
         """Bytes of a value's gradient: as many as the value has."""
         return self.chunk.memory_of_slots[slot][1] if slot in self.chunk.memory_of_slots else Bytes()
+
+
+class _Live:
+    """Memory that is allocated, and its bytes in all."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[Memory, Bytes] = {}
+        self.total = Bytes()
+
+    def add(self, memory: Memory, size: Bytes) -> None:
+        """Allocate, if it is not there."""
+        if memory not in self.sizes:
+            self.sizes[memory] = size
+            self.total = self.total.plus(size)
+
+    def remove(self, memory: Memory) -> None:
+        """Free, if it is there."""
+        self.total = self.total.minus(self.sizes.pop(memory, Bytes()))

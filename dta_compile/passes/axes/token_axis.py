@@ -7,7 +7,7 @@ the operation and the user's line.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import sympy
 import torch
@@ -60,12 +60,54 @@ def token_axis(program: Program) -> None:
         layouts,
         dependent,
     )
+    known = _Known(program)
     for node in program.graph.nodes:
         if node.op == "output":
             continue
         if _depends_on_parameters(program, node):
             dependent.add(node)
-        values[node] = _interpret(program, node, roots, layouts)
+        values[node] = known.interpret(node, roots, layouts)
+
+
+class _Known:
+    """What was found of an operator holds for its copies in other layers, whose traced values are the same objects."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.found: dict[Hashable, tuple[Layout, list[Layout | None]]] = {}
+
+    def interpret(
+        self, node: fx.Node, roots: dict[fx.Node, frozenset[fx.Node]], layouts: dict[tuple[fx.Node, fx.Node], Layout]
+    ) -> Value:
+        """The value of a node; `roots` and `layouts` of `Program` are added to."""
+        is_known = node.op == "call_function" and node in self.program.parameter_dependent
+        key = self._key(node) if is_known and node not in self.program.other_batches else None
+        if key in self.found:
+            value, adopted = self.found[key]
+            pairs = zip(node.all_input_nodes, adopted, strict=True)
+            layouts.update({(node, arg): layout for arg, layout in pairs if layout is not None})
+            return value
+        result = _interpret(self.program, node, roots, layouts)
+        if key is not None and isinstance(result, Layout):
+            self.found[key] = result, [layouts.get((node, arg)) for arg in node.all_input_nodes]
+        return result
+
+    def _key(self, node: fx.Node) -> Hashable:
+        """The operator, with what rules go by of its arguments and its result."""
+        numbers = {arg: i for i, arg in enumerate(node.all_input_nodes)}
+        facts = [self._facts(arg) for arg in numbers]
+        if None in facts:
+            return None
+        shown = repr(fx.node.map_arg((node.args, node.kwargs), lambda arg: f"%{numbers[arg]}"))
+        return node.target, id(node.meta["val"]), shown, tuple(facts)
+
+    def _facts(self, node: fx.Node) -> Hashable:
+        value = self.program.values[node]
+        if isinstance(value, Mixed) or (isinstance(value, tuple) and any(isinstance(one, Mixed) for one in value)):
+            return None
+        traced = node.meta["val"]
+        same = id(traced) if has_tensor(node) else str(traced)
+        return same, value, node in self.program.parameter_dependent
 
 
 def _find_axes(program: Program) -> None:

@@ -26,18 +26,18 @@ def prefix_key(program: Program) -> None:
     inputs = _chunk_inputs(program, nodes)
     own = [item for item in inputs if any(user in seen_later for user in _users(program, item))]
     head_only = [item for item in inputs if item not in own]
-    per_token = [node for node in nodes if _has_token_axis(program, node)]
+    per_token = {node: None for node in nodes if _has_token_axis(program, node)}
     reads_head_inputs = {user for item in head_only for user in _users(program, item)}
     frontier = {value.node for value in program.frontier}
     trunk = cheapest_cut(
         per_token,
         lambda node: _cost(program, node),
-        first=seen_later & set(per_token),
-        last=reads_head_inputs & set(per_token),
+        first=seen_later & per_token.keys(),
+        last=reads_head_inputs & per_token.keys(),
         leaving=frontier,
     )
     # A weight (a transposed matrix) belongs wherever it is used; here it only has to come before the trunk.
-    program.trunk = trunk | {node for node in nodes if node not in set(per_token)}
+    program.trunk = trunk | {node for node in nodes if node not in per_token}
     program.trunk_inputs = [item for item in inputs if any(user in program.trunk for user in _users(program, item))]
     program.head_inputs = [item for item in inputs if any(user not in program.trunk for user in _users(program, item))]
     program.constant_inputs = _constant_inputs(program, nodes)

@@ -51,10 +51,11 @@ def regions(program: Program) -> None:
     _refuse_dropout(program, live)
     candidates = [node for node in live if _could_run_per_token(program, node)]
     outputs = {node for node in program.outputs if isinstance(node, fx.Node)}
-    others = {node for node in live if node not in set(candidates) and not _is_weight(program, node)} | {None}
+    per_token = set(candidates)
+    others = {node for node in live if node not in per_token and not _is_weight(program, node)} | {None}
     feeds_others = {node for node in candidates if outputs & {node} or any(user in others for user in node.users)}
     forced = before_last_mixer | {node for node in candidates if _uses_weights(program, node)}
-    forced = ancestors(list(forced)) & set(candidates)
+    forced = ancestors(list(forced)) & per_token
     region = cheapest_cut(candidates, lambda node: _cost(program, node), first=forced, last=set(), leaving=feeds_others)
     program.region = region | ancestors(list(region)) & {node for node in live if _is_weight(program, node)}
     caches = cache_outputs(program)

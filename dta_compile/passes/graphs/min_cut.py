@@ -9,7 +9,7 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
-from dta_compile.passes.program import Layout
+from dta_compile.passes.program import Layout, ancestors
 
 
 def cheapest_cut(
@@ -24,25 +24,26 @@ def cheapest_cut(
     The result is closed under inputs (among `nodes`), contains `first` and avoids `last`. A node of it pays `cost` once
     if any user is in the second part or if it is in `leaving`. Of equally cheap cuts the one with fewest nodes wins.
     """
-    nodes = list(nodes)
-    members = set(nodes)
+    members = dict.fromkeys(nodes)
+    given = ancestors(list(first)) & members.keys()  # is in the first part, whatever is chosen
     network = nx.DiGraph()
     network.add_node("source")
     network.add_node("sink")
-    for node in nodes:
-        network.add_edge((node, "in"), (node, "out"), capacity=cost(node))
-        for user in node.users:
-            if user in members:
-                network.add_edge((node, "out"), (user, "in"))
+    for node in members:
+        users = [user for user in node.users if user in members and user not in given]
+        if node in given and not users and node not in leaving and node not in last:
+            continue
+        network.add_edge("source" if node in given else (node, "in"), (node, "out"), capacity=cost(node))
+        for user in users:
+            network.add_edge((node, "out"), (user, "in"))
+            if node not in given:
                 network.add_edge((user, "in"), (node, "in"))
-        if node in first:
-            network.add_edge("source", (node, "in"))
         if node in last:
-            network.add_edge((node, "in"), "sink")
+            network.add_edge("source" if node in given else (node, "in"), "sink")
         if node in leaving:
             network.add_edge((node, "out"), "sink")
     reachable = source_side(network)
-    return {node for node in nodes if (node, "in") in reachable}
+    return given | {node for node in members if (node, "in") in reachable}
 
 
 def source_side(network: nx.DiGraph) -> set[Any]:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dta_compile.ops.mixer import mixer_of_chunk
-from dta_compile.passes.gradients import joined_traces
+from dta_compile.passes.gradients import stage_traces
 from tests.support.tiny import SMALL_CHUNKS, Block, TinyLM, after, assert_same, shared_ids, weighted
 
 
@@ -18,13 +18,13 @@ def _fresh_compiler():
 @pytest.fixture
 def traced(monkeypatch):
     """The traces that are made, a kind of segment each."""
-    found, build = [], joined_traces._Trace.__init__
+    found, build = [], stage_traces.StageTrace.__init__
 
     def note(self, *args):
         build(self, *args)
         found.append(self)
 
-    monkeypatch.setattr(joined_traces._Trace, "__init__", note)
+    monkeypatch.setattr(stage_traces.StageTrace, "__init__", note)
     return found
 
 

@@ -6,8 +6,6 @@ import functools
 from collections import Counter
 from collections.abc import Iterable
 
-from torch import fx
-
 from dta_compile.executable.chunk import ChunkGraphs, Linear, Stage, StageCode
 from dta_compile.executable.code import Code
 from dta_compile.passes.chunk_bytes import Bytes, Peaks, total

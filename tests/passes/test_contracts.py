@@ -57,10 +57,10 @@ def result():
 def program(result):
     """A program whose graphs may be spoiled: what is shallow is copied, graphs are given back as they were."""
     whole = result[0]
-    modules = [whole.module, whole.chunk, whole.joint.forward, whole.joint.backward]
-    before = [copy.deepcopy(module.graph) for module in modules[2:]]
+    modules = whole.stages.modules
+    before = [copy.deepcopy(module.graph) for module in modules]
     yield dataclasses.replace(whole)
-    for module, graph in zip(modules[2:], before, strict=True):
+    for module, graph in zip(modules, before, strict=True):
         module.graph = graph
 
 
@@ -114,6 +114,8 @@ def test_results_are_frozen(result):
     with pytest.raises(dataclasses.FrozenInstanceError):
         program.joint.working = {}
     with pytest.raises(dataclasses.FrozenInstanceError):
+        program.stages.kinds[0].working = {}
+    with pytest.raises(dataclasses.FrozenInstanceError):
         program.frontier[0].uses = ()
 
 
@@ -163,14 +165,16 @@ def spoil_chunk(program):
 
 
 def spoil_joint(program):
-    program.joint = dataclasses.replace(program.joint, backward_inputs=program.joint.backward_inputs[1:])
+    kinds = [dataclasses.replace(kind, kept=kind.kept[1:]) for kind in program.stages.kinds]
+    program.stages = dataclasses.replace(program.stages, kinds=tuple(kinds))
 
 
 def spoil_memory(program):
-    graph = program.joint.forward.graph
-    read_twice = next(n for n in graph.nodes if n.op == "call_function" and len(n.users) > 1 and "val" in n.meta)
-    with graph.inserting_after(read_twice):
-        graph.call_function(aten.mul_.Tensor, (read_twice, 2)).meta = dict(read_twice.meta)
+    graphs = [kind.forward.graph for kind in program.stages.kinds]
+    nodes = [node for graph in graphs for node in graph.nodes]
+    read_twice = next(n for n in nodes if n.op == "call_function" and len(n.users) > 1 and "val" in n.meta)
+    with read_twice.graph.inserting_after(read_twice):
+        read_twice.graph.call_function(aten.mul_.Tensor, (read_twice, 2)).meta = dict(read_twice.meta)
 
 
 def spoil_functional(program):
@@ -246,9 +250,19 @@ def test_a_broken_invariant_is_an_error_that_asks_for_a_report(monkeypatch):
 def test_a_listing_names_the_pass_and_the_users_line(result):
     text = listing(result[0])
     parts = dict(re.findall(r"^# (\w+)\n(.*?)(?=^# |\Z)", text, re.DOTALL | re.MULTILINE))
-    assert {"lowered", "chunk", "prologue", "epilogue", "forward", "backward"} <= parts.keys()
+    assert {"lowered", "chunk", "prologue", "epilogue", "forward_0", "backward_0"} <= parts.keys()
     (gelu,) = (line for line in parts["lowered"].splitlines() if "aten.gelu" in line)
     assert "[lower]" in gelu and "test_contracts.py" in gelu and "F.gelu(x)" in gelu
     assert re.search(r"float64\[s\d+, s\d+, 8\]", gelu)
-    assert any("aten.addmm_" in line and "[accumulate]" in line for line in parts["backward"].splitlines())
-    assert any("path.mix(" in line and "[joint]" in line for line in parts["forward"].splitlines())
+    assert any(
+        "aten.addmm_" in line and "[accumulate]" in line
+        for name, part in parts.items()
+        if "backward" in name
+        for line in part.splitlines()
+    )
+    assert any(
+        "path.mix(" in line and "[joint]" in line
+        for name, part in parts.items()
+        if "forward_" in name
+        for line in part.splitlines()
+    )

@@ -8,7 +8,7 @@ from torch import nn
 import dta_compile
 from dta_compile.errors import OptionError
 from dta_compile.passes import PASSES, accumulate
-from tests.support.chunk_graphs import program_of, targets
+from tests.support.chunk_graphs import Run, nodes_of, program_of, targets
 from tests.support.inside import inside
 
 aten = torch.ops.aten
@@ -98,7 +98,7 @@ def test_labels_are_no_part_of_the_prefix_key(program):
 
 
 def test_no_attention_or_matrix_product_of_the_forward_is_repeated_in_the_backward(program):
-    forward, backward = targets(program.joint.forward), targets(program.joint.backward)
+    forward, backward = targets(nodes_of(program, "forward")), targets(nodes_of(program, "backward"))
     linear_layers = 4 * LAYERS + 1
     assert forward["mix"] == backward["mix_backward"] == LAYERS
     assert forward["mix_backward"] == backward["mix"] == 0
@@ -110,12 +110,12 @@ def test_no_attention_or_matrix_product_of_the_forward_is_repeated_in_the_backwa
 
 def test_no_gradient_of_the_size_of_a_weight_is_materialised(program):
     sizes = {(WIDTH, WIDTH), (WIDTH // 2, WIDTH), (WIDTH, WIDTH // 2), (VOCABULARY, WIDTH), (WIDTH, VOCABULARY)}
-    for node in program.joint.backward.graph.nodes:
+    for node in nodes_of(program, "backward"):
         value = node.meta.get("val")
         allocates = node.op == "call_function" and node.target not in (aten.t.default, aten.addmm_.default)
         if isinstance(value, torch.Tensor) and allocates:
             assert not any(tuple(value.shape) == size for size in sizes), node
-    assert targets(program.joint.backward)["aten.index_add_.default"] == 1
+    assert targets(nodes_of(program, "backward"))["aten.index_add_.default"] == 1
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "autocast"])
@@ -127,25 +127,26 @@ def test_products_of_low_precision_are_added_to_float32_sums_without_a_temporary
     ids, valid = torch.randint(0, VOCABULARY, (4, 11)), torch.ones(4, 11, dtype=torch.bool)
     with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
         compiled(ids, valid).float().pow(2).sum().backward()
-    backward = inside(compiled).only.program.joint.backward
+    backward = nodes_of(inside(compiled).only.program, "backward")
     assert targets(backward)["dta.add_product_.default"] == 4 * LAYERS + 1
-    added = [node.args[0] for node in backward.graph.nodes if node.target is aten.add_.Tensor]
+    added = [node.args[0] for node in backward if node.target is aten.add_.Tensor]
     assert not [node for node in added if node.op == "placeholder"]
 
 
 def test_an_anchor_computes_no_more_than_the_cache_needs(program):
-    cache, forward = targets(program.joint.cache_only), targets(program.joint.forward_only)
+    cache, forward = targets(nodes_of(program, "cache_only")), targets(nodes_of(program, "forward_only"))
     assert cache["mix"] == LAYERS - 1 and cache["write"] == 1
     # The last layer's query and output projections and the head are not computed.
     assert cache["aten.mm.default"] == forward["aten.mm.default"] - 3
 
 
 def test_saved_values_hold_no_weights(program):
-    outputs = list(program.joint.forward.graph.nodes)[-1].args[0]
-    saved = outputs[len(program.frontier) :]
-    assert all(any(not isinstance(size, int) for size in node.meta["val"].shape) for node in saved)
+    for _, kind in program.stages.of_kinds():
+        assert all(value.bytes.per_token or value.bytes.per_head_row for value in kind.kept if value.place[0] != "read")
+    run = Run(program, 5, 3)
     for key, value in program.joint.saved_states:
-        assert saved[key].meta["val"].shape[1] == saved[value].meta["val"].shape[1] == KV_HEADS
+        saved = run.outputs[len(program.frontier) :]
+        assert saved[key].shape[1] == saved[value].shape[1] == KV_HEADS
 
 
 def test_graphs_can_be_dumped(tmp_path, monkeypatch):
@@ -199,5 +200,5 @@ def test_a_tied_weight_gets_its_gradients_one_by_one():
     model = Model(window=99)
     model.head.weight = model.embedding.weight
     program = program_of(lambda ids: model(ids, torch.ones_like(ids, dtype=torch.bool)), VOCABULARY)
-    backward = targets(program.joint.backward)
+    backward = targets(nodes_of(program, "backward"))
     assert backward["aten.embedding_dense_backward.default"] == 0 and backward["aten.index_add_.default"] == 1

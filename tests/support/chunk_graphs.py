@@ -7,14 +7,37 @@ gradients = run.backward(run.kept, run.tangents)
 import collections
 
 import torch
+from torch import fx
 
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.passes.chunk_bytes import Bytes
+from dta_compile.passes.program import output_node
+from dta_compile.runtime.path.stack import StagePath
 from tests.support.inside import inside
 
 
-def targets(module):
-    return collections.Counter(str(node.target) for node in module.graph.nodes if node.op.startswith("call"))
+def nodes_of(program, name):
+    """The nodes of a graph of the whole chunk, stage by stage: those of a kind as often as there are stages of it."""
+    found, anchors = [], [stage.only_states for stage in program.joint.stages]
+    stages = list(zip(program.stages.of_kinds(), anchors, strict=True))
+    for (_, kind), only_states in reversed(stages) if name == "backward" else stages:
+        graph = name
+        if name == "cache_only":
+            graph = None if only_states is None else "cache_only" if only_states else "forward_only"
+        if graph in kind.graphs:
+            found += kind.graphs[graph].graph.nodes
+    return found
+
+
+def targets(found):
+    """How often operators are called, by the nodes of a graph or its module."""
+    nodes = found.graph.nodes if isinstance(found, fx.GraphModule) else found
+    return collections.Counter(str(node.target) for node in nodes if node.op.startswith("call"))
+
+
+def saved_by(program):
+    """Per stage, the nodes that its forward saves."""
+    return [output_node(kind.forward.graph).args[0][len(stage.writes) :] for stage, kind in program.stages.of_kinds()]
 
 
 def program_of(model, vocabulary):
@@ -37,6 +60,9 @@ class LinearPath:
     def __init__(self):
         self.on_backward = lambda layer: None
 
+    def of_layers(self, layers):
+        return StagePath(self, layers)
+
     def write(self, layer, key, value):
         pass
 
@@ -52,10 +78,21 @@ class LinearPath:
         return tuple(grads)
 
 
-def example(node, joint, tokens, head_rows):
+def inputs_of(program):
+    """For each input of a chunk, a node of a stage that reads it, and whether it is transposed there."""
+    found = {}
+    for stage, kind in program.stages.of_kinds():
+        nodes = list(kind.forward.graph.find_nodes(op="placeholder"))[1:]
+        for i, (slot, node) in enumerate(zip(stage.reads, nodes, strict=True)):
+            if slot < program.stages.inputs and (slot not in found or i not in kind.transposed):
+                found[slot] = node, i in kind.transposed
+    return [found[slot] for slot in range(program.stages.inputs)]
+
+
+def example(node, sizes, tokens, head_rows):
     """A random value for a graph's input."""
     value = node.meta["val"]
-    at = dict(zip(joint.sizes.symbols, (tokens, head_rows), strict=True))
+    at = dict(zip(sizes.symbols, (tokens, head_rows), strict=True))
     shape = [size if isinstance(size, int) else int(size.node.expr.subs(at)) for size in value.shape]
     if value.is_floating_point():
         return torch.randn(shape, dtype=value.dtype) / 8
@@ -66,23 +103,19 @@ class Run:
     """A chunk's forward on random inputs: what it kept, and how to run its backward."""
 
     def __init__(self, program, tokens, head_rows, path=None):
-        self.joint, self.path = program.joint, path or LinearPath()
-        forward, backward = (
-            list(g.graph.find_nodes(op="placeholder")) for g in (self.joint.forward, self.joint.backward)
-        )
+        self.joint, self.path, sizes = program.joint, path or LinearPath(), program.stages.sizes
         torch.manual_seed(0)
-        self.inputs = [example(node, self.joint, tokens, head_rows) for node in forward[1:]]
-        self.inputs = self.joint.taken(self.inputs)  # as they were before
-        self.outputs = self.joint.forward(self.path, *self.joint.taken(self.inputs))
-        self.kept = [self.inputs[i] for i in self.joint.backward_inputs] + list(self.outputs[len(program.frontier) :])
-        others = backward[1 + len(self.kept) :]
-        self.tangents = [
-            example(node, self.joint, tokens, head_rows) for node in others[: len(self.joint.differentiated)]
-        ]
+        values = [(example(node, sizes, tokens, head_rows), t) for node, t in inputs_of(program)]
+        self.inputs = [value.t() if transposed else value for value, transposed in values]
+        self.outputs = self.joint.run_forward(self.path, *self.arguments())
+        self.kept = [self.inputs[i] for i in self.joint.backward_inputs] + self.outputs[len(program.frontier) :]
+        self.tangents = [torch.randn_like(self.outputs[i]) / 8 for i in self.joint.differentiated]
         self.parameters = [self.inputs[i] for i in self.joint.grad_parameters]
+        self.kept_whole = sum(i < program.stages.whole for i in self.joint.backward_inputs)
 
-        whole = len(self.inputs) - len(program.trunk_inputs) - 1 - len(program.head_inputs)
-        self.kept_whole = sum(i < whole for i in self.joint.backward_inputs)  # parameters and constants come first
+    def arguments(self):
+        """What graphs but the backward take after the path."""
+        return [*self.inputs, *self.joint.transposes(self.inputs)]
 
     def kept_bytes(self, *others):
         """Of memory that belongs to the chunk alone."""
@@ -94,7 +127,7 @@ class Run:
 
     def backward(self, kept, tangents):
         gradients = self.gradients()
-        self.joint.boxed_backward([self.path, *kept, *tangents, *gradients])
+        self.joint.run_backward([self.path, *kept, *tangents, *gradients])
         return gradients
 
     def hand_over(self):
@@ -104,10 +137,10 @@ class Run:
         return arguments
 
 
-def operators(module):
+def operators(nodes):
     """As `targets`, whether an operator works in place or not."""
     counts = collections.Counter()
-    for name, count in targets(module).items():
+    for name, count in targets(nodes).items():
         counts[name.replace("_.", ".")] += count
     return counts
 
@@ -118,9 +151,9 @@ def allocations(program, name, tokens, head_rows):
     with torch.profiler.profile(profile_memory=True) as profiler:
         run = Run(program, tokens, head_rows)
         if name == "backward":
-            graph, held, arguments = joint.boxed_backward, run.kept_bytes(*run.tangents), [run.hand_over()]
+            graph, held, arguments = joint.run_backward, run.kept_bytes(*run.tangents), [run.hand_over()]
         else:
-            graph, held, arguments = getattr(joint, name), 0, [run.path, *joint.taken(run.inputs)]
+            graph, held, arguments = getattr(joint, f"run_{name}"), 0, [run.path, *run.arguments()]
         torch.empty(marker, dtype=torch.uint8)
         results = graph(*arguments)
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -130,5 +163,5 @@ def allocations(program, name, tokens, head_rows):
 
 
 def peak(working, tokens, head_rows):
-    """Bytes at the peak that `JointGraphs.working` predicts of a graph, for a chunk of so many tokens and head rows."""
+    """Bytes at the peak that `ChunkGraphs.working` predicts of a graph, for a chunk of so many tokens and head rows."""
     return max((Bytes(*part).at(tokens, head_rows) for part in working), default=0.0)

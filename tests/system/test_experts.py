@@ -8,6 +8,7 @@ import transformers
 import dta_compile
 from dta_compile.errors import RefusalError
 from dta_compile.ops.experts import EXPERT_PRODUCTS, EXPERT_PRODUCTS_
+from tests.support.chunk_graphs import nodes_of
 from tests.support.families import TOY, V
 from tests.support.helpers import (
     FLOAT32_ISLANDS,
@@ -84,7 +85,7 @@ def test_models(name, batch, loss):
     function = compiled(model)
     assert_equal(measure(function, model, batch, loss), expected, FLOAT32_ISLANDS)
     # Gradients are added to those experts that were hit: no operator has a result of the size of all experts.
-    operators = [node.target for node in inside(function).newest.program.joint.backward.graph.nodes]
+    operators = [node.target for node in nodes_of(inside(function).newest.program, "backward")]
     assert EXPERT_PRODUCTS_ in operators and EXPERT_PRODUCTS not in operators
 
 
@@ -237,7 +238,7 @@ def test_experts_that_are_frozen_get_no_gradient(batch, loss):
     model = frozen(build(num_hidden_layers=1))
     function = compiled(model)
     assert_equal(measure(function, model, batch, loss), expected, FLOAT32_ISLANDS)
-    operators = {node.target for node in inside(function).newest.program.joint.backward.graph.nodes}
+    operators = {node.target for node in nodes_of(inside(function).newest.program, "backward")}
     assert not operators & {EXPERT_PRODUCTS, EXPERT_PRODUCTS_}
 
 
@@ -260,7 +261,7 @@ def test_adapters_of_experts(dtype, batch, loss):
     assert_equal(found, expected, FLOAT32_ISLANDS if dtype is torch.float64 else 1e-4)
     # No weight is made of base and adapter: no gradient is as large as one.
     large = model.base_model.model.model.layers[0].mlp.experts.get_base_layer().down_proj.numel()
-    for node in inside(function).newest.program.joint.backward.graph.nodes:
+    for node in nodes_of(inside(function).newest.program, "backward"):
         value = node.meta.get("val")
         if node.op == "call_function" and isinstance(value, torch.Tensor) and value.dim() == 3:
             assert not all(isinstance(size, int) for size in value.shape) or value.numel() < large

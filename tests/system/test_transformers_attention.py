@@ -60,8 +60,7 @@ def packed(model, _):
 
 def sizes_of(program):
     """The tensors that prologue and chunk graphs make."""
-    joint = program.joint
-    graphs = [program.prologue, joint.forward, joint.backward, joint.cache_only, joint.forward_only]
+    graphs = [program.prologue, *program.stages.modules]
     for graph in graphs:
         for node in graph.graph.nodes:
             values = node.meta.get("val")

@@ -30,7 +30,7 @@ def graphs(program: Program) -> dict[str, fx.Graph]:
         "row_epilogue": program.row_epilogue,
     }
     for number, kind in enumerate(stages.kinds if stages else ()):
-        modules |= {f"{name} {number}": module for name, module in kind.graphs.items()}
+        modules |= {f"{name}_{number}": module for name, module in kind.graphs.items()}
     found = {name: module.graph for name, module in modules.items() if isinstance(module, fx.GraphModule)}
     called = (node.target for graph in list(found.values()) for node in graph.nodes)
     found |= {piece.__name__: piece.body.graph for piece in called if isinstance(piece, Piece)}

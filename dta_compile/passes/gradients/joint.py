@@ -115,7 +115,9 @@ def _with_backward(
         *(("read", i) for i in inputs),
         *(("saved", own.index(node)) if node in own else ("written", trace.outputs.index(node)) for node in saved),
     ]
-    kept = [KeptValue(place, *memory.of(node), memory.head_dim(node)) for place, node in zip(places, nodes, strict=True)]
+    kept = [
+        KeptValue(place, *memory.of(node), memory.head_dim(node)) for place, node in zip(places, nodes, strict=True)
+    ]
     position = {node: i for i, node in enumerate(nodes)}
     gradients = [i for i, gradient in enumerate(trace.gradients) if gradient is not None]
     of_head = trace.depending_on(node for node, flag in zip(trace.primals, stage.is_of_head, strict=True) if flag)

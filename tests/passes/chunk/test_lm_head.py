@@ -13,7 +13,7 @@ from dta_compile.ops.lm_head import by_kernels
 from dta_compile.ops.lm_head import operators as head_operators
 from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_
 from dta_compile.passes.memory.working_memory import working_memory
-from tests.support.chunk_graphs import Run, allocations, peak
+from tests.support.chunk_graphs import Run, allocations, nodes_of, peak
 from tests.support.helpers import (
     EXACT,
     FLOAT32_ISLANDS,
@@ -79,7 +79,7 @@ def compare(model, spelling, *, outputs=1, tolerance=EXACT, batch=BATCH, logits=
 
 def heads_of(program):
     """The fused heads of a program's forward."""
-    return program.joint.forward.graph.find_nodes(op="call_function", target=LINEAR_LOG_PROB)
+    return [node for node in nodes_of(program, "forward") if node.target is LINEAR_LOG_PROB]
 
 
 def assert_no_logits(program, heads=1, vocabulary=VOCABULARY):
@@ -339,11 +339,11 @@ class Transposed(nn.Module):
 def test_heads(build):
     program = compare(build(), both, outputs=2)
     if build is frozen_head:
-        (head,) = program.joint.backward.graph.find_nodes(op="call_function", target=LINEAR_LOG_PROB_BACKWARD)
+        (head,) = [node for node in nodes_of(program, "backward") if node.target is LINEAR_LOG_PROB_BACKWARD]
         assert head.args[-1] == [True, False, False]
         return
     assert_no_logits(program)
-    (head,) = program.joint.backward.graph.find_nodes(op="call_function", target=LINEAR_LOG_PROB_BACKWARD_)
+    (head,) = [node for node in nodes_of(program, "backward") if node.target is LINEAR_LOG_PROB_BACKWARD_]
     *_, wants_hidden, weight, bias = head.args
     assert wants_hidden == (build is not frozen_trunk)
     assert (weight is None) == (build is frozen_weight) and (bias is None) == (build is tied)
@@ -376,7 +376,7 @@ class Summed(nn.Module):
 def test_a_weight_that_is_computed(head):
     program = compare(Headed(head()), both, outputs=2)
     assert len(heads_of(program)) == 1
-    assert program.joint.backward.graph.find_nodes(op="call_function", target=LINEAR_LOG_PROB_BACKWARD)
+    assert [node for node in nodes_of(program, "backward") if node.target is LINEAR_LOG_PROB_BACKWARD]
 
 
 class WithTemperature(TinyLM):
@@ -444,7 +444,7 @@ def test_scoring(model):
         for mine, theirs in zip(compiled(*arguments), function(*arguments), strict=True):
             torch.testing.assert_close(mine[BATCH.valid], theirs[BATCH.valid], rtol=1e-9, atol=1e-12)
     program = inside(compiled).newest.program
-    assert len(heads_of(program)) == 1 and program.joint.backward is None
+    assert len(heads_of(program)) == 1 and not program.joint.differentiated
 
 
 @pytest.mark.slow
@@ -537,7 +537,7 @@ def test_the_working_memory_is_what_a_profiler_counts(large, monkeypatch, name, 
         monkeypatch.setattr(head_operators, limit, 128)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the interpreter allocates, where a GPU does not
     working_memory(large)
-    assert all(large.joint.working.values()) and large.joint.boxed_backward  # not while the profiler counts
+    assert all(large.joint.working.values()) and large.joint.run_backward  # not while the profiler counts
     sizes, held = allocations(large, name, tokens, head_rows)
     measured = held + max(itertools.accumulate(sizes, initial=0))
     assert peak(large.joint.working[name], tokens, head_rows) == pytest.approx(measured, rel=0.15)

@@ -26,6 +26,7 @@ from dta_compile.passes.fusion import inductor, kept
 from dta_compile.passes.fusion.clusters import clusters
 from dta_compile.passes.fusion.piece import NO_CODES, Piece, outlined
 from dta_compile.passes.fusion.source import Input, Source, size_symbols
+from tests.support.chunk_graphs import nodes_of
 from tests.support.helpers import (
     FLOAT32_ISLANDS,
     assert_equal,
@@ -389,8 +390,13 @@ def test_pieces_return_what_products_read(monkeypatch):
     monkeypatch.setattr(CODEGEN, "generate", no_code)
     compiled = compiled_with(TinyLM())
     compiled(shared_ids()).sum().backward()
-    for module in (program_of(compiled).joint.forward, program_of(compiled).joint.backward):
-        items = [item for node in module.graph.nodes if isinstance(node.target, Piece) for item in node.users]
+    for name in ("forward", "backward"):
+        items = [
+            item
+            for node in nodes_of(program_of(compiled), name)
+            if isinstance(node.target, Piece)
+            for item in node.users
+        ]
         assert {aten.addmm.default, aten.mm.default} & {user.target for item in items for user in item.users}
         assert not [item for item in items if {user.target for user in item.users} == {aten.view.default}]
 

@@ -10,10 +10,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.fusion.host_calls import host_calls
 from dta_compile.passes.graphs.storage import view_source
-from dta_compile.passes.joint_graphs import JointGraphs
 from dta_compile.passes.memory.in_place import in_place
 from dta_compile.passes.memory.working_memory import peaks_of
-from tests.support.chunk_graphs import program_of, targets
+from dta_compile.passes.stage_graphs import ChunkStages, StageGraphs, StageOfChunk
+from tests.support.chunk_graphs import Run, nodes_of, program_of, targets
 from tests.support.families import build
 
 aten = torch.ops.aten
@@ -28,7 +28,10 @@ def toy():
 
 def run(module, *passes):
     """Passes over a program with one graph, which all executable graphs are."""
-    program = types.SimpleNamespace(joint=JointGraphs(module, module, module, ChunkSizes(1009, 1013)))
+    kind, count = StageGraphs(module, module, module, None), len(module.graph.find_nodes(op="placeholder")) - 1
+    stage = StageOfChunk(0, (), tuple(range(count)), ())
+    stages = ChunkStages((kind,), (stage,), ChunkSizes(1009, 1013), count, count, (), ())
+    program = types.SimpleNamespace(stages=stages)
     for step in passes:
         step.run(program)
     module.graph.lint()
@@ -45,21 +48,29 @@ def is_view(node):
 
 @pytest.mark.parametrize("name", ["cache_only", "forward_only", "forward", "backward"])
 def test_no_view_is_taken_twice_or_of_a_view_in_the_same_order(toy, name):
+    assert any(map(is_view, nodes_of(toy, name)))
+    for kind in toy.stages.kinds:
+        if name in kind.graphs:
+            check_views(kind.graphs[name].graph)
+
+
+def check_views(graph):
     reshapes = {aten.view.default, aten._unsafe_view.default}
-    views = [node for node in getattr(toy.joint, name).graph.nodes if is_view(node)]
-    assert len({(node.target, node.args, str(node.kwargs)) for node in views}) == len(views) > 0
+    views = [node for node in graph.nodes if is_view(node)]
+    assert len({(node.target, node.args, str(node.kwargs)) for node in views}) == len(views)
     assert not [node for node in views if node.target in reshapes and node.args[0].target in reshapes]
 
 
 def test_gradients_of_norms_are_added_in_one_call(toy):
-    assert targets(toy.joint.backward)["aten._foreach_add_.List"] == 1
-    additions = toy.joint.backward.graph.find_nodes(op="call_function", target=aten.add_.Tensor)
-    assert not [node for node in additions if node.args[0].op == "placeholder"]
+    assert targets(nodes_of(toy, "backward"))["aten._foreach_add_.List"] >= 2  # a layer each
+    additions = [node for node in nodes_of(toy, "backward") if node.target is aten.add_.Tensor]
+    alone = [node for node in additions if node.args[0].op == "placeholder"]
+    assert len(alone) < 4  # of the final norm, and of halves of a layer that have no other one
 
 
 def test_what_attention_returns_is_copied_only_where_it_lies_otherwise(toy):
-    assert targets(toy.joint.forward)["aten.contiguous.default"] == 2  # a layer each
-    assert not targets(toy.joint.forward)["aten.clone.default"]
+    assert targets(nodes_of(toy, "forward"))["aten.contiguous.default"] == 2  # a layer each
+    assert not targets(nodes_of(toy, "forward"))["aten.clone.default"]
 
 
 def test_a_view_back_to_the_same_shape_is_the_value_itself():
@@ -152,16 +163,12 @@ def test_a_total_with_two_addends_is_once_in_a_call():
 
 
 def test_weights_are_transposed_once_a_call(toy):
-    forward = [module for module in toy.joint.modules if module is not toy.joint.backward]
     assert len(toy.joint.transposed) >= 14  # seven of each layer
-    for module in forward:
-        inputs = list(module.graph.find_nodes(op="placeholder"))[1:]
-        assert not [i for i in toy.joint.transposed for user in inputs[i].users if user.target is aten.t.default]
-        widths = [tuple(inputs[i].meta["val"].shape) for i in sorted(toy.joint.transposed)]
-        values = [torch.empty(shape).t() for shape in widths]
-    given = [torch.empty(0)] * (max(toy.joint.transposed) + 1)
-    for i, value in zip(sorted(toy.joint.transposed), values, strict=True):
-        given[i] = value
-    taken = toy.joint.taken(given)
-    assert [tuple(taken[i].shape) for i in sorted(toy.joint.transposed)] == widths
-    assert all(taken[i] is given[i] for i in range(len(given)) if i not in toy.joint.transposed)
+    for kind in toy.stages.kinds:
+        for name in ("cache_only", "forward_only", "forward"):
+            inputs = list(kind.graphs[name].graph.find_nodes(op="placeholder"))[1:]
+            assert not [i for i in kind.transposed for user in inputs[i].users if user.target is aten.t.default]
+    run = Run(toy, 5, 3)
+    views = toy.joint.transposes(run.inputs)
+    assert [view.data_ptr() for view in views] == [run.inputs[i].data_ptr() for i in toy.joint.transposed]
+    assert [view.shape for view in views] == [run.inputs[i].shape[::-1] for i in toy.joint.transposed]

@@ -13,7 +13,7 @@ from torch import nn
 
 from dta_compile.passes import joint
 from dta_compile.passes.gradients import saved_values
-from tests.support.chunk_graphs import Run, allocations, operators, peak, program_of, targets
+from tests.support.chunk_graphs import Run, allocations, nodes_of, operators, peak, program_of, targets
 
 aten = torch.ops.aten
 WIDTH, VOCABULARY, HEADS = 16, 37, 4
@@ -38,12 +38,12 @@ def toy(request):
 
 
 def test_the_forward_computes_nothing_that_only_derivatives_need(toy):
-    more = operators(toy.joint.forward) - operators(toy.joint.forward_only)
+    more = operators(nodes_of(toy, "forward")) - operators(nodes_of(toy, "forward_only"))
     assert set(more) <= {str(operator.getitem)}, "every saved value is on the way to the outputs"
 
 
 def test_cheap_operators_alone_are_repeated(toy):
-    forward, backward = targets(toy.joint.forward), targets(toy.joint.backward)
+    forward, backward = targets(nodes_of(toy, "forward")), targets(nodes_of(toy, "backward"))
     assert forward["aten._log_softmax.default"] == 1
     assert not any(name.startswith(("aten._log_softmax.", "aten.addmm.", "mix.")) for name in backward)
     products = forward["aten.mm.default"] + forward["aten.addmm.default"]
@@ -52,7 +52,7 @@ def test_cheap_operators_alone_are_repeated(toy):
 
 
 def test_a_recomputed_value_is_made_right_before_it_is_read(toy):
-    order = [node.target for node in toy.joint.backward.graph.nodes]
+    order = [node.target for node in nodes_of(toy, "backward")]
     repeated = aten.silu.default if aten.silu.default in order else aten.native_layer_norm.default
     assert order.index(repeated) < order.index("mix_backward") < len(order) - order[::-1].index(repeated)
 
@@ -61,10 +61,10 @@ def test_less_is_kept_than_all_that_the_backward_reads(toy, monkeypatch):
     everything = dataclasses.replace(toy, filled=toy.filled - joint.fills)
     monkeypatch.setattr(saved_values, "TOUCHED_PER_SAVED", 0)
     joint(everything)
-    ours, all_bytes = toy.joint, everything.joint
-    assert ours.token_bytes < 0.7 * all_bytes.token_bytes
-    assert ours.kv_bytes == all_bytes.kv_bytes
-    assert ours.saved_bytes_per_token == ours.token_bytes + ours.head_bytes
+    ours, all_bytes = toy.stages.kept_bytes, everything.stages.kept_bytes
+    assert ours.per_token < 0.7 * all_bytes.per_token
+    assert [kind.state_bytes for kind in toy.stages.kinds] == [kind.state_bytes for kind in everything.stages.kinds]
+    assert toy.joint.saved_bytes_per_token == ours.per_token + ours.per_head_row
 
 
 @pytest.mark.parametrize(("tokens", "head_rows"), [(8, 3), (5, 11)])
@@ -98,7 +98,7 @@ def test_saved_values_are_freed_after_their_last_use(toy):
     assert logprobs().shape == (1, 5, 96)
     run.path.on_backward = lambda layer: alive.setdefault(layer, logprobs() is not None)
     arguments = run.hand_over()
-    toy.joint.boxed_backward(arguments)
+    toy.joint.run_backward(arguments)
     assert arguments == [] and not any(alive.values())
 
 
@@ -106,7 +106,9 @@ def test_saved_values_are_freed_after_their_last_use(toy):
 @pytest.mark.parametrize(("tokens", "head_rows"), [(300, 20), (150, 300)])
 def test_the_working_memory_is_what_a_profiler_counts(toy, name, tokens, head_rows):
     joint = toy.joint
-    assert all(joint.working.values()) and joint.boxed_backward  # not while the profiler counts
+    assert (
+        all(joint.working.values()) and joint.run_backward and getattr(joint, f"run_{name}")
+    )  # not while the profiler counts
     sizes, held = allocations(toy, name, tokens, head_rows)
     expected = held + max(itertools.accumulate(sizes, initial=0))
     assert peak(joint.working[name], tokens, head_rows) == pytest.approx(expected, rel=0.15)

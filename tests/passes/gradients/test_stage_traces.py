@@ -72,7 +72,7 @@ def test_first_and_last_layers_are_traced_with_the_others(traced, block):
     for layer in model.blocks:
         layer.__class__ = block
     check(model)
-    mixers = [sum(mixer_of_chunk(node.target) is not None for node in trace.forward) for trace in traced]
+    mixers = [sum(mixer_of_chunk(node.target) is not None for node in trace.module.graph.nodes) for trace in traced]
     assert sum(mixers) == (1 if block is Block else 2)
 
 

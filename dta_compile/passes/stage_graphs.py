@@ -55,8 +55,8 @@ class StageGraphs:
         state_bytes: what its mixers keep on the path, per token.
         separable: the backward may be run for some of the head rows.
         transposed: positions of what is read that the graphs but the backward take transposed, as products read it.
-        working: per graph, the bytes that it allocates at its peak. The backward's includes the values that it is handed
-            and frees.
+        working: per graph, the bytes that it allocates at its peak. The backward's includes the values that it is
+            handed and frees.
     """
 
     cache_only: fx.GraphModule

@@ -391,12 +391,8 @@ def test_pieces_return_what_products_read(monkeypatch):
     compiled = compiled_with(TinyLM())
     compiled(shared_ids()).sum().backward()
     for name in ("forward", "backward"):
-        items = [
-            item
-            for node in nodes_of(program_of(compiled), name)
-            if isinstance(node.target, Piece)
-            for item in node.users
-        ]
+        called = [node for node in nodes_of(program_of(compiled), name) if isinstance(node.target, Piece)]
+        items = [item for node in called for item in node.users]
         assert {aten.addmm.default, aten.mm.default} & {user.target for item in items for user in item.users}
         assert not [item for item in items if {user.target for user in item.users} == {aten.view.default}]
 

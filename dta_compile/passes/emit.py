@@ -170,7 +170,7 @@ class _Emitter:
                 if value.memory[0] == "saved":
                     live.add(value.memory, value.bytes)
             for slot in {*stage.reads, *stage.writes} - returned:
-                memory = chunk.memory_of_slots.get(slot, (None,))[0]
+                memory = chunk.memory_of_slots[slot][0] if slot in chunk.memory_of_slots else None
                 if not left[slot] and memory is not None and memory not in kept:
                     live.remove(memory)
         return tuple(peaks)

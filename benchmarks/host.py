@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import dta_compile
 from benchmarks.model import flops
 from benchmarks.ours import compile_logprobs
-from dta_compile.passes.fusion.piece import Piece
+from dta_compile.executable.pieces import Piece
 from dta_compile.plan.summary import MeasuredRun
 from dta_compile.runtime.attention import providers
 from dta_compile.runtime.attention.interface import Operands, Tensors

@@ -170,9 +170,9 @@ class _Emitter:
                 if value.memory[0] == "saved":
                     live.add(value.memory, value.bytes)
             for slot in {*stage.reads, *stage.writes} - returned:
-                memory = chunk.memory_of_slots[slot][0] if slot in chunk.memory_of_slots else None
-                if not left[slot] and memory is not None and memory not in kept:
-                    live.remove(memory)
+                found = chunk.memory_of_slots.get(slot)
+                if not left[slot] and found is not None and found[0] not in kept:
+                    live.remove(found[0])
         return tuple(peaks)
 
     def _backward_peaks(self) -> Peaks:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from torch import fx
 
 from dta_compile.executable.chunk import Generated
+from dta_compile.executable.pieces import Piece
 from dta_compile.passes.chunk_bytes import Bytes, ChunkSizes, Peaks
 
 __all__ = ["ChunkStages", "KeptValue", "Memory", "StageGraphs", "StageOfChunk"]
@@ -106,6 +107,7 @@ class ChunkStages:
         outputs: slots of the frontier values.
         differentiated: positions of the frontier values whose gradients the backward takes.
         generated: the code that graphs call, if any is generated for them.
+        bodies: of the pieces that graphs call.
     """
 
     kinds: tuple[StageGraphs, ...]
@@ -116,6 +118,7 @@ class ChunkStages:
     outputs: tuple[int, ...]
     differentiated: tuple[int, ...]
     generated: Generated | None = None
+    bodies: Mapping[Piece, fx.GraphModule] = dataclasses.field(default_factory=dict)
 
     @property
     def modules(self) -> list[fx.GraphModule]:

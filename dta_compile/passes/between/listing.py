@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.passes.fusion.piece import Piece
 from dta_compile.passes.program import Program, where
 
 MADE_BY = "made_by"  # a key of `node.meta`: the name of a pass
@@ -32,8 +31,7 @@ def graphs(program: Program) -> dict[str, fx.Graph]:
     for number, kind in enumerate(stages.kinds if stages else ()):
         modules |= {f"{name}_{number}": module for name, module in kind.graphs.items()}
     found = {name: module.graph for name, module in modules.items() if isinstance(module, fx.GraphModule)}
-    called = (node.target for graph in list(found.values()) for node in graph.nodes)
-    found |= {piece.__name__: piece.body.graph for piece in called if isinstance(piece, Piece)}
+    found |= {piece.__name__: body.graph for piece, body in stages.bodies.items()} if stages else {}
     return found
 
 

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from dta_compile.executable.native import TreeAttention
+from dta_compile.executable.pieces import running_library
 from dta_compile.ops.attention import by_tokens, empty_by_tokens
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.tree_attention import kernel
 from dta_compile.ops.tree_attention.kernel import Keys, States
-from dta_compile.passes.fusion.native import TreeAttention
-from dta_compile.passes.fusion.piece import running_library
 from dta_compile.runtime.attention.cpu_parts import Part, parts_of
 from dta_compile.runtime.attention.interface import Operands, Tensors
 from dta_compile.runtime.attention.merge import merge_with

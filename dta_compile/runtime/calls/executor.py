@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from dta_compile.executable.chunk import ChunkGraphs
-from dta_compile.passes.fusion.piece import NO_CODES, Codes, running
+from dta_compile.executable.pieces import NO_CODES, Codes, running
 from dta_compile.passes.program import FrontierValue
 from dta_compile.plan import Segment, Work, segments
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore

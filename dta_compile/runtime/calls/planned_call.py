@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dta_compile.executable.pieces import NO_CODES, Codes
 from dta_compile.integrations.fully_shard import bytes_of_running
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.passes.fusion.piece import NO_CODES, Codes
 from dta_compile.passes.program import ChunkInput
 from dta_compile.plan import Footprint, Limits, Plan, make_plan, peak_bytes
 from dta_compile.plan.schedule import Anchor, Backward, Forward

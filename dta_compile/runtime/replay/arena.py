@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from dta_compile.executable.pieces import NO_CODES, Codes
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.passes.fusion.piece import NO_CODES, Codes
 from dta_compile.runtime.path.interface import AnyRuntime
 from dta_compile.runtime.replay.graphs import GraphTable
 from dta_compile.runtime.replay.stack import ReplayStack

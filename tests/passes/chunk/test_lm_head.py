@@ -84,12 +84,11 @@ def heads_of(program):
 
 def assert_no_logits(program, heads=1, vocabulary=VOCABULARY):
     """The graphs hold the operators, nothing of the size of logits, and no gradient of the size of the weight."""
-    joint = program.joint
-    backward = [node.target for node in joint.backward.graph.nodes]
+    backward = [node.target for node in nodes_of(program, "backward")]
     assert len(heads_of(program)) == backward.count(LINEAR_LOG_PROB_BACKWARD_) == heads
     assert LINEAR_LOG_PROB_BACKWARD not in backward
-    for module in (joint.forward_only, joint.forward, joint.backward):
-        for node in module.graph.nodes:
+    for name in ("forward_only", "forward", "backward"):
+        for node in nodes_of(program, name):
             shape = getattr(node.meta.get("val"), "shape", ())
             if node.op == "call_function" and any(isinstance(size, int) and size == vocabulary for size in shape):
                 assert node.target is aten.t.default, f"{node} of shape {tuple(shape)}"
@@ -537,7 +536,7 @@ def test_the_working_memory_is_what_a_profiler_counts(large, monkeypatch, name, 
         monkeypatch.setattr(head_operators, limit, 128)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the interpreter allocates, where a GPU does not
     working_memory(large)
-    assert all(large.joint.working.values()) and large.joint.run_backward  # not while the profiler counts
+    assert all(large.joint.working.values()) and getattr(large.joint, f"run_{name}")  # not while the profiler counts
     sizes, held = allocations(large, name, tokens, head_rows)
     measured = held + max(itertools.accumulate(sizes, initial=0))
     assert peak(large.joint.working[name], tokens, head_rows) == pytest.approx(measured, rel=0.15)

@@ -22,10 +22,10 @@ from torch._inductor import metrics
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dta_compile
-from dta_compile.passes.fusion import inductor, kept
+from dta_compile.codegen import inductor, kept
+from dta_compile.executable.pieces import NO_CODES, Piece, outlined
+from dta_compile.executable.source import Input, Source, size_symbols
 from dta_compile.passes.fusion.clusters import clusters
-from dta_compile.passes.fusion.piece import NO_CODES, Piece, outlined
-from dta_compile.passes.fusion.source import Input, Source, size_symbols
 from tests.support.chunk_graphs import nodes_of
 from tests.support.helpers import (
     FLOAT32_ISLANDS,
@@ -41,7 +41,8 @@ from tests.support.inside import inside
 from tests.support.tiny import SMALL_CHUNKS, TinyLM, after, assert_same, gradients, shared_ids, weighted
 
 aten = torch.ops.aten
-CODEGEN = sys.modules["dta_compile.passes.fusion.codegen"]
+CODEGEN = sys.modules["dta_compile.codegen.generated"]
+PASS = sys.modules["dta_compile.passes.fusion.codegen"]
 INDUCTOR = {**SMALL_CHUNKS, "codegen": "inductor"}
 
 needs_compiler = pytest.mark.skipif(
@@ -250,7 +251,7 @@ def error(actual, expected):
 @needs_compiler
 def test_code_is_generated_beside_the_steps_and_found_from_then_on(trained, monkeypatch):
     _, before = trained  # has left the kernels on disk, which this test does not wait for
-    monkeypatch.setitem(CODEGEN.WORTHWHILE, "cpu", 0)
+    monkeypatch.setitem(PASS.WORTHWHILE, "cpu", 0)
     ids, model, end = shared_ids(), TinyLM(), time.monotonic() + 120
     expected = after(model, lambda: step(tail(model), ids))
 
@@ -372,7 +373,7 @@ def test_on_a_cpu_aten_is_the_default_for_batches_that_keep_little(monkeypatch):
     kept = program_of(compiled).joint.saved_bytes_per_token * shared_ids().numel()
     for least, expected in ((kept + 1, "eager"), (kept, "inductor")):
         torch._dynamo.reset()
-        monkeypatch.setitem(CODEGEN.WORTHWHILE, "cpu", least)
+        monkeypatch.setitem(PASS.WORTHWHILE, "cpu", least)
         monkeypatch.setattr(CODEGEN.GeneratedCode, "prepare", lambda *_, **__: NO_CODES)
         compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
         compiled(shared_ids())

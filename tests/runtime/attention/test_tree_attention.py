@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dta_compile.codegen import inductor
+from dta_compile.executable.native import TreeAttention
+from dta_compile.executable.pieces import running
+from dta_compile.executable.source import CppSource
 from dta_compile.ops.tree_attention import kernel
-from dta_compile.passes.fusion import inductor
-from dta_compile.passes.fusion.native import TreeAttention
-from dta_compile.passes.fusion.piece import running
-from dta_compile.passes.fusion.source import CppSource
 from dta_compile.plan import Segment
 from dta_compile.runtime.attention.cpu import FlashCPU
 from dta_compile.runtime.path.chunk_shape import ChunkShape

@@ -24,7 +24,7 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import sympy
@@ -40,8 +40,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
-from dta_compile.passes.fusion import wrapper
-from dta_compile.passes.fusion.source import AnySource, CppSource, Input, Source, size_symbols
+from dta_compile.codegen import wrapper
+from dta_compile.executable.pieces import AnyCode, Code, Run
+from dta_compile.executable.source import AnySource, CppSource, Input, Source, size_symbols
 from dta_compile.passes.graphs.nodes import call, is_pointwise
 from dta_compile.passes.graphs.operators import KEEP_ORDER_IN_PLACE
 from dta_compile.passes.program import output_node
@@ -50,22 +51,6 @@ from dta_compile.passes.symbols import expression, free_symbols
 TYPICAL_SIZES = (2039, 1021)  # what the code is tuned for; primes, so that none of their divisors is taken for granted
 ALIGNMENT = 16  # bytes; of what Triton's kernels assume to be aligned
 _PATCHING = threading.Lock()  # one thread at a time changes a class of inductor, and changes it back
-
-Run = Callable[[list[Any]], Sequence[torch.Tensor]]
-
-
-class Code(NamedTuple):
-    """Generated code, ready to be run.
-
-    Attributes:
-        run: from a list of sizes and tensors, which it empties, to new tensors.
-        serves: whether it may be run for these sizes.
-        strides: of its tensors, for these sizes.
-    """
-
-    run: Run
-    serves: Callable[..., bool]
-    strides: Callable[..., tuple[tuple[int, ...], ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +79,6 @@ class CompiledLibrary(NamedTuple):
     path: str
 
 
-AnyCode = Code | ctypes.CDLL
 AnyCompiled = Compiled | CompiledLibrary
 
 

@@ -23,17 +23,17 @@ from collections.abc import Mapping
 
 import torch
 
-from dta_compile.passes.fusion import inductor
-from dta_compile.passes.fusion.source import AnySource
-from dta_compile.passes.fusion.worker import Job, Result
+from dta_compile.codegen import inductor
+from dta_compile.codegen.worker import Job, Result
+from dta_compile.executable.source import AnySource
 
 # Of Python; then the id of this process. What it writes to its errors is to say why it ended.
-COMMAND = ("-W", "ignore", "-m", "dta_compile.passes.fusion.worker")
+COMMAND = ("-W", "ignore", "-m", "dta_compile.codegen.worker")
 PRIORITY = 10  # below that of the steps: these wait for memory and for Python, and leave a core to it meanwhile
 LONGEST_SILENCE = 900.0  # seconds without a result, after which the process is given up: a piece takes 1 to 15
 
 
-class Beside:
+class BackgroundCompile:
     """A process that generates code for some sources; raises `OSError` where it cannot be started.
 
     Attributes:
@@ -42,7 +42,7 @@ class Beside:
         failure: why the process ended before its job did; empty: it did not.
     """
 
-    _latest: weakref.ref[Beside] | None = None  # of this process: they take turns
+    _latest: weakref.ref[BackgroundCompile] | None = None  # of this process: they take turns
 
     def __init__(self, sources: Mapping[str, AnySource]) -> None:
         self.missing, self.results, self.failure = dict(sources), list[Result](), ""
@@ -56,7 +56,7 @@ class Beside:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
         self._end = weakref.finalize(self, _ended, self._process, self._folder, os.getpid())
-        Beside._latest = weakref.ref(self)
+        BackgroundCompile._latest = weakref.ref(self)
 
     @classmethod
     def is_busy(cls) -> bool:

@@ -14,8 +14,8 @@ import pickle
 import secrets
 from collections.abc import Iterable
 
-from dta_compile.passes.fusion.inductor import AnyCode, AnyCompiled, environment, folder, generator, load
-from dta_compile.passes.fusion.source import AnySource
+from dta_compile.codegen.inductor import AnyCode, AnyCompiled, environment, folder, generator, load
+from dta_compile.executable.source import AnySource
 
 logger = logging.getLogger("dta_compile")
 

@@ -1,26 +1,23 @@
-"""Pieces: clusters of a graph as functions of their own, which run as generated code where they have any."""
+"""Clusters of a graph as calls of pieces."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
 import itertools
 import operator
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+import re
+import types
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
+from dta_compile.executable.pieces import Piece
+from dta_compile.executable.source import Input, Module, Source, size_symbols
 from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.fusion.clusters import clusters, is_view, readers, sources
-from dta_compile.passes.fusion.inductor import AnyCode, Code
-from dta_compile.passes.fusion.native import TreeAttention
-from dta_compile.passes.fusion.source import Source
 from dta_compile.passes.graph_module import graph_module
 from dta_compile.passes.graphs.operators import KEEP_ORDER_IN_PLACE
 from dta_compile.passes.graphs.sizes import SizeNodes, is_polynomial
@@ -28,86 +25,11 @@ from dta_compile.passes.graphs.subgraph import Subgraph, missing
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import expression, free_symbols
 
-
-class Piece:
-    """A function of sizes, then tensors, to a tuple of new tensors.
-
-    It runs as the code that is `running` for it. Generated code is made for certain strides and for sizes of two or
-    more (1 is special in all of torch, and 0 leaves nothing to run); inputs that lie in memory otherwise are copied,
-    other sizes run the body's operators.
-
-    Attributes:
-        body: the operators.
-        source: the same for inductor.
-    """
-
-    def __init__(self, name: str, body: fx.GraphModule, source: Source) -> None:
-        self.__name__ = name  # in printed graphs
-        self.body, self.source, self.sizes = body, source, source.sizes
-        self.latest: tuple[Code, tuple[int, ...], list[tuple[int, ...]] | None] | None = None
-
-    def __call__(self, *arguments: Any) -> Sequence[torch.Tensor]:
-        sizes, tensors = arguments[: self.sizes], arguments[self.sizes :]
-        code, latest = _running.codes.get(self), self.latest
-        found = [tensor.stride() for tensor in tensors]
-        if latest is not None and latest[0] is code and latest[1] == sizes and latest[2] == found:
-            return latest[0].run(list(arguments))
-        if not isinstance(code, Code) or (strides := self._strides(code, sizes)) is None:
-            return self.body.forward(*arguments)
-        alike = [_laid_out(tensor, wanted) for tensor, wanted in zip(tensors, strides, strict=True)]
-        if all(map(operator.is_, alike, tensors)):
-            self.latest = code, sizes, found  # strides of single entries may differ, which is nothing
-        return code.run([*sizes, *alike])
-
-    def _strides(self, code: Code, sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-        """Of the tensors that the code takes; None: it does not serve these sizes. All layers of a chunk ask alike."""
-        latest = self.latest  # in one go: other threads may run the piece
-        if latest is None or latest[0] is not code or latest[1] != sizes:
-            found = list(code.strides(*sizes)) if code.serves(*sizes) else None
-            self.latest = latest = code, sizes, found
-        return latest[2]
+Known = dict[Source, tuple[Piece, fx.GraphModule]]
+"""Pieces, and their bodies."""
 
 
-Codes = Mapping[Piece | TreeAttention, AnyCode]  # what there is; the others run as operators of torch
-NO_CODES: Codes = MappingProxyType({})
-
-
-class _Running(threading.local):
-    """What the pieces that this thread calls run as: two calls at one time may have begun with other code."""
-
-    codes: Codes = NO_CODES
-
-
-_running = _Running()
-
-
-@contextlib.contextmanager
-def running(codes: Codes) -> Iterator[None]:
-    """Run pieces as this code."""
-    before, _running.codes = _running.codes, codes
-    try:
-        yield
-    finally:
-        _running.codes = before
-
-
-def running_library(functions: TreeAttention) -> ctypes.CDLL | None:
-    """These functions compiled, if what this thread runs has them."""
-    found = _running.codes.get(functions)
-    return found if isinstance(found, ctypes.CDLL) else None
-
-
-def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The tensor with these strides: itself, unless it lies in memory in another way than its traced value."""
-    found = tensor.stride()
-    if found == strides:
-        return tensor
-    if all(size == 1 or a == b for size, a, b in zip(tensor.shape, found, strides, strict=True)):
-        return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def outlined(graph: fx.Graph, sizes: ChunkSizes, known: dict[Source, Piece]) -> fx.Graph:
+def outlined(graph: fx.Graph, sizes: ChunkSizes, known: Known) -> fx.Graph:
     """The graph with its clusters as calls of pieces: those in `known` if they are the same, else new ones."""
     return _Outliner(graph, sizes, known).build()
 
@@ -130,7 +52,7 @@ class _Cluster:
 class _Outliner(Subgraph):
     """Copies a graph in its order; a cluster is called, and a view is made, right before it is first needed."""
 
-    def __init__(self, graph: fx.Graph, sizes: ChunkSizes, known: dict[Source, Piece]) -> None:
+    def __init__(self, graph: fx.Graph, sizes: ChunkSizes, known: Known) -> None:
         super().__init__()
         self.old, self.symbols, self.known = graph, sizes.symbols, known
         self.readers = readers(graph)
@@ -205,10 +127,10 @@ class _Outliner(Subgraph):
         body = _body(cluster.nodes, sizes, cluster.inputs, outputs)
         symbols = [expression(node.meta["val"]) for node in sizes]
         values = [node.meta["val"] for node in cluster.inputs]
-        source = Source.of(body, symbols, values)
+        source = source_of(body, symbols, values)
         if source not in self.known:
-            self.known[source] = Piece(f"piece_{len(self.known)}", graph_module({}, body), source)
-        return self.known[source]
+            self.known[source] = Piece(f"piece_{len(self.known)}", source), graph_module({}, body)
+        return self.known[source][0]
 
 
 def _inputs(cluster: list[fx.Node]) -> list[fx.Node]:
@@ -256,3 +178,27 @@ def _body(cluster: list[fx.Node], sizes: list[fx.Node], inputs: list[fx.Node], o
         copy(node)
     body.output(tuple(map(copy, outputs)))
     return body
+
+
+def source_of(body: fx.Graph, symbols: Sequence[sympy.Symbol], values: Sequence[torch.Tensor]) -> Source:
+    """Of a graph whose placeholders are sizes, named by `symbols` in the shapes of `values`, then tensors."""
+    code = body.python_code("self")
+    used = set(re.findall(r"\w+", code.src))
+    names = ((name, value) for name, value in sorted(code.globals.items()) if name in used)
+    renamed = dict(zip(symbols, size_symbols(len(symbols)), strict=True))
+    return Source(
+        code.src,
+        tuple(
+            (name, Module(value.__name__) if isinstance(value, types.ModuleType) else value) for name, value in names
+        ),
+        len(symbols),
+        tuple(_input(value, renamed) for value in values),
+    )
+
+
+def _input(value: torch.Tensor, renamed: dict[sympy.Symbol, sympy.Symbol]) -> Input:
+    shape, strides = (
+        tuple(size if isinstance(size, int) else expression(size).subs(renamed) for size in sizes)
+        for sizes in (value.shape, value.stride())
+    )
+    return Input(value.dtype, value.device, shape, strides)

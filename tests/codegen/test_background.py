@@ -16,19 +16,20 @@ import torch
 from torch._inductor import config as inductor_config
 
 import dta_compile
-from dta_compile.passes.fusion import beside
-from dta_compile.passes.fusion.inductor import Code, generate, load
-from dta_compile.passes.fusion.piece import NO_CODES, Piece, running
-from dta_compile.passes.fusion.source import CppSource, Input, Source
-from dta_compile.passes.fusion.worker import Result
-from dta_compile.passes.fusion.wrapper import kernels, needed
+from dta_compile.codegen import background
+from dta_compile.codegen.inductor import Code, generate, load
+from dta_compile.codegen.worker import Result
+from dta_compile.codegen.wrapper import kernels, needed
+from dta_compile.executable.pieces import NO_CODES, Piece, running
+from dta_compile.executable.source import CppSource, Input, Source
 from dta_compile.runtime import engine
 from dta_compile.runtime.replay import lease
 from tests.support.inside import inside
 from tests.support.replay import Recorder
 from tests.support.tiny import SMALL_CHUNKS, TinyLM, after, assert_same, gradients, shared_ids, weighted
 
-CODEGEN = sys.modules["dta_compile.passes.fusion.codegen"]
+CODEGEN = sys.modules["dta_compile.codegen.generated"]
+PASS = sys.modules["dta_compile.passes.fusion.codegen"]
 ROOT = str(pathlib.Path(__file__).parents[3])
 needs_posix = pytest.mark.skipif(os.name != "posix", reason="processes of POSIX")
 
@@ -78,8 +79,8 @@ class Pretended:
 def pretended(monkeypatch):
     torch._dynamo.reset()
     CODEGEN._warn.cache_clear()
-    monkeypatch.setitem(CODEGEN.WORTHWHILE, "cpu", 0)
-    monkeypatch.setattr(CODEGEN, "Beside", Pretended)
+    monkeypatch.setitem(PASS.WORTHWHILE, "cpu", 0)
+    monkeypatch.setattr(CODEGEN, "BackgroundCompile", Pretended)
     monkeypatch.setattr(CODEGEN.kept, "find", lambda key: getattr(Pretended.latest, "codes", {}).get(key))
     monkeypatch.setattr(Pretended, "latest", None)
     monkeypatch.setattr(Pretended, "runs", 0)
@@ -265,8 +266,8 @@ def test_who_may_not_wait_has_all_code_at_once(pretended, monkeypatch):
 def run_instead(monkeypatch, tmp_path):
     """Processes run this text."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(beside.tempfile, "tempdir", str(tmp_path))
-    return lambda text: monkeypatch.setattr(beside, "COMMAND", ("-c", textwrap.dedent(text)))
+    monkeypatch.setattr(background.tempfile, "tempdir", str(tmp_path))
+    return lambda text: monkeypatch.setattr(background, "COMMAND", ("-c", textwrap.dedent(text)))
 
 
 def is_alive(process):
@@ -296,7 +297,7 @@ def test_a_process_that_crashes_says_why(run_instead, tmp_path):
         raise SystemExit("MemoryError: so little")
         """
     )
-    job = beside.Beside({"a": no_source(), "b": no_source()})
+    job = background.BackgroundCompile({"a": no_source(), "b": no_source()})
     wait_until(job.poll)
     assert job.results == [Result("a", 1.5, "")] and list(job.missing) == ["b"]
     assert job.failure == "the process beside the steps ended (1): MemoryError: so little"
@@ -308,7 +309,7 @@ def test_a_process_that_crashes_says_why(run_instead, tmp_path):
 )
 def test_results_that_cannot_be_read_are_no_error(text, run_instead, tmp_path):
     run_instead(text)
-    job = beside.Beside({"a": no_source()})
+    job = background.BackgroundCompile({"a": no_source()})
     wait_until(job.poll)
     assert job.failure and list(job.missing) == ["a"] and not list(tmp_path.glob("dta-codegen-*"))
 
@@ -316,27 +317,27 @@ def test_results_that_cannot_be_read_are_no_error(text, run_instead, tmp_path):
 @needs_posix
 def test_a_process_that_hangs_is_ended(run_instead, monkeypatch, tmp_path):
     run_instead("import time; time.sleep(100)")
-    monkeypatch.setattr(beside, "LONGEST_SILENCE", 0.2)
-    job = beside.Beside({"a": no_source()})
-    assert beside.Beside.is_busy()
+    monkeypatch.setattr(background, "LONGEST_SILENCE", 0.2)
+    job = background.BackgroundCompile({"a": no_source()})
+    assert background.BackgroundCompile.is_busy()
     wait_until(job.poll)
     assert job.failure == "no code within 0 s" and not is_alive(job._process.pid)
-    assert not beside.Beside.is_busy() and not list(tmp_path.glob("dta-codegen-*"))
+    assert not background.BackgroundCompile.is_busy() and not list(tmp_path.glob("dta-codegen-*"))
 
 
 @needs_posix
 def test_a_process_leaves_the_processor_to_the_steps(run_instead):
     run_instead("import time; time.sleep(100)")
-    job = beside.Beside({"a": no_source()})
+    job = background.BackgroundCompile({"a": no_source()})
     process = job._process.pid
-    assert os.getpriority(os.PRIO_PROCESS, process) == os.getpriority(os.PRIO_PROCESS, 0) + beside.PRIORITY
+    assert os.getpriority(os.PRIO_PROCESS, process) == os.getpriority(os.PRIO_PROCESS, 0) + background.PRIORITY
     assert os.getsid(process) == os.getsid(0)  # Linux shares the processor among sessions first
 
 
 @needs_posix
 def test_a_process_ends_with_the_last_reference_to_its_job(run_instead, tmp_path):
     run_instead("import time; time.sleep(100)")
-    job = beside.Beside({"a": no_source()})
+    job = background.BackgroundCompile({"a": no_source()})
     process, gone = job._process.pid, weakref.ref(job)
     del job
     gc.collect()
@@ -345,16 +346,16 @@ def test_a_process_ends_with_the_last_reference_to_its_job(run_instead, tmp_path
 
 ENDS_MIDWAY = """
 import sys, time
-from dta_compile.passes.fusion import beside
-from dta_compile.passes.fusion.source import Source
-job = beside.Beside({"a": Source("", (), 0, ())})
+from dta_compile.codegen import background
+from dta_compile.executable.source import Source
+job = background.BackgroundCompile({"a": Source("", (), 0, ())})
 print(job._process.pid, job._folder, flush=True)
 if sys.argv[1] == "kill":
     time.sleep(100)
 """
 WATCHES = """
 import sys
-from dta_compile.passes.fusion.worker import _end_with
+from dta_compile.codegen.worker import _end_with
 open("ready", "w")
 _end_with(int(sys.argv[1]))
 """
@@ -365,9 +366,8 @@ _end_with(int(sys.argv[1]))
 def test_no_process_outlives_the_one_that_it_works_for(way, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     variables = {**os.environ, "PYTHONPATH": ROOT, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    text = (
-        ENDS_MIDWAY if way == "exit" else ENDS_MIDWAY.replace("job =", f"beside.COMMAND = ('-c', {WATCHES!r})\njob =")
-    )
+    started = f"background.COMMAND = ('-c', {WATCHES!r})\njob ="
+    text = ENDS_MIDWAY if way == "exit" else ENDS_MIDWAY.replace("job =", started)
     parent = subprocess.Popen([sys.executable, "-c", text, way], env=variables, stdout=subprocess.PIPE, text=True)
     process, folder = parent.stdout.readline().split()
     if way == "kill":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from dta_compile.executable.source import CppSource
 from dta_compile.ops.tree_attention import kernel
-from dta_compile.passes.fusion.source import CppSource
 from dta_compile.passes.mixer_layers import AttentionLayer, MixerLayer
 
 

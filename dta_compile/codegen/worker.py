@@ -1,6 +1,6 @@
 """worker: a process that generates code beside the steps of another one, and ends with it.
 
-`python -m dta_compile.passes.fusion.worker PARENT` runs in a folder with the file `job`; see `beside`. It keeps what
+`python -m dta_compile.codegen.worker PARENT` runs in a folder with the file `job`; see `beside`. It keeps what
 it generates where its parent finds it (`kept`), and writes a line for every piece into the file `results`.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dta_compile.passes.fusion.source import AnySource, Source
+from dta_compile.executable.source import AnySource, Source
 
 POLL_SECONDS = 0.5  # between two looks at whether the parent is there
 
@@ -55,7 +55,7 @@ def main(parent: int) -> None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     job: Job = pickle.loads(pathlib.Path("job").read_bytes())
 
-    from dta_compile.passes.fusion.inductor import apply
+    from dta_compile.codegen.inductor import apply
 
     apply(job.settings)
     for source in job.sources.values():
@@ -71,7 +71,7 @@ def main(parent: int) -> None:
 
 def _generated(key: str, source: AnySource, threads: int) -> str:
     """Generate and keep code, unless a worker of another process did; why it failed, or nothing."""
-    from dta_compile.passes.fusion import inductor, kept
+    from dta_compile.codegen import inductor, kept
 
     try:
         if kept.find(key) is None:

@@ -1,0 +1,177 @@
+"""The code that there is for the pieces of a program, generated in its calls or in the background."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from dta_compile.codegen import inductor, kept
+from dta_compile.codegen.background import BackgroundCompile
+from dta_compile.codegen.inductor import generate
+from dta_compile.codegen.worker import reason
+from dta_compile.executable.native import TreeAttention
+from dta_compile.executable.pieces import NO_CODES, AnyCode, Codes, Piece
+from dta_compile.executable.source import AnySource
+
+AnyPiece = Piece | TreeAttention
+
+logger = logging.getLogger("dta_compile")
+
+
+@dataclasses.dataclass
+class GeneratedCode:
+    """The pieces of a program, and the code that there is for them; `str` of it is the report.
+
+    Attributes:
+        pieces: by the graph that calls them.
+        native: what is compiled besides for mixers, which every graph calls.
+        beside: generate code beside the steps; else a call waits for what it needs.
+        codes: what calls that begin now run; another mapping whenever there is more.
+        swaps: how often code that was generated beside the steps took the place of ATen.
+        found: how many pieces there was code for on disk.
+        seconds: spent on generating, here or beside the steps.
+        failures: why pieces run as ATen operators, a piece each.
+    """
+
+    pieces: dict[str, list[Piece]]
+    native: Sequence[TreeAttention] = ()
+    beside: bool = False
+    codes: Codes = dataclasses.field(default_factory=lambda: NO_CODES)
+    swaps: int = 0
+    found: int = 0
+    seconds: float = 0.0
+    failures: list[str] = dataclasses.field(default_factory=list)
+    _tried: set[AnyPiece] = dataclasses.field(default_factory=set)
+    _pending: dict[str, AnyPiece] = dataclasses.field(default_factory=dict)  # by key, to be generated beside the steps
+    _job: BackgroundCompile | None = None
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it was before any call."""
+        return GeneratedCode, (self.pieces, self.native, self.beside)
+
+    @property
+    def compiled(self) -> int:
+        """How many pieces there is code for."""
+        return len(self.codes)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether calls that begin now run generated code."""
+        return not self.beside or bool(self.codes)
+
+    def prepare(self, graphs: Iterable[str], wait: bool = False) -> Codes:
+        """The code that a call of these graphs runs which begins now.
+
+        Args:
+            wait: generate what is missing before the call, as for ranks that must run the same code.
+        """
+        with self._lock:
+            asked = dict.fromkeys(piece for graph in graphs for piece in (*self.pieces.get(graph, ()), *self.native))
+            self._find([piece for piece in asked if piece not in self._tried])
+            if not self.beside or wait:
+                self._generate_now()
+            elif self._pending:
+                self._generate_beside()
+            return self.codes
+
+    def _find(self, pieces: list[AnyPiece]) -> None:
+        """Take what is on disk; the other pieces are pending, unless nothing could compile them."""
+        if not pieces:
+            return
+        self._tried.update(pieces)
+        started, codes = time.perf_counter(), dict[AnyPiece, AnyCode]()
+        for key, piece in zip(kept.keys(piece.source for piece in pieces), pieces, strict=True):
+            if inductor.is_cached() and (code := kept.find(key)) is not None:
+                codes[piece] = code
+            elif missing := inductor.why_no_compiler(piece.source.devices):
+                self._fail(missing)
+            else:
+                self._pending[key] = piece
+        self.found += len(codes)
+        self._add(codes)
+        self.seconds += time.perf_counter() - started
+
+    def _generate_now(self) -> None:
+        codes, started, self._job = dict[AnyPiece, AnyCode](), time.perf_counter(), None
+        for key, piece in self._pending.items():
+            try:
+                codes[piece] = _made(key, piece.source)
+            except Exception as error:
+                self._fail(reason(error))
+        self._pending.clear()
+        self._add(codes)
+        self.seconds += time.perf_counter() - started
+
+    def _generate_beside(self) -> None:
+        """Start a process for the pending pieces, or take what it made once it has ended."""
+        if self._job is None:
+            if not BackgroundCompile.is_busy():
+                try:
+                    self._job = BackgroundCompile({key: piece.source for key, piece in self._pending.items()})
+                except Exception as error:
+                    self._give_up(f"no process beside the steps: {reason(error)}", list(self._pending))
+            return
+        if not self._job.poll():
+            return
+        job, self._job, codes = self._job, None, dict[AnyPiece, AnyCode]()
+        self.seconds += sum(result.seconds for result in job.results)
+        for result in job.results:
+            piece = self._pending.pop(result.key)
+            code = None if result.error else kept.find(result.key)
+            if code is None:
+                self._fail(result.error or "the code that was generated is gone")
+            else:
+                codes[piece] = code
+        self._give_up(job.failure, list(job.missing))
+        self.swaps += bool(codes)
+        self._add(codes)
+
+    def _add(self, codes: Codes) -> None:
+        if codes:
+            self.codes = MappingProxyType({**self.codes, **codes})
+
+    def _give_up(self, why: str, keys: Iterable[str]) -> None:
+        for key in keys:
+            del self._pending[key]
+            self._fail(why)
+
+    def _fail(self, why: str) -> None:
+        # Its operators run one by one, as without this pass; a reason that all pieces share is given once.
+        if why not in self.failures:
+            _warn(why)
+        self.failures.append(why)
+
+    def __str__(self) -> str:
+        found = f", {self.found} of them from its cache" if self.found else ""
+        failed = f"; {len(self.failures)} failed and run as ATen operators" if self.failures else ""
+        if failed and len(set(self.failures)) == 1:
+            failed += f" ({self.failures[0]})"
+        if not self.beside:
+            return f"inductor: {self.compiled} pieces compiled once each, {self.seconds:.1f} s{found}{failed}"
+        done = self._job.results if self._job is not None else []
+        seconds = self.seconds + sum(result.seconds for result in done)
+        text = f"inductor: {self.compiled} of {self.compiled + len(self._pending) + len(self.failures)} pieces in use"
+        text += f" ({len(self._pending) - len(done)} being generated)" if self._pending else ""
+        return f"{text}{found}, {seconds:.1f} s{' beside the steps' if done or self.swaps else ''}{failed}"
+
+
+@functools.cache
+def _warn(why: str) -> None:
+    logger.warning("dta: code could not be generated or compiled, so part of the model runs as ATen operators: %s", why)
+
+
+def _made(key: str, source: AnySource) -> AnyCode:
+    """Code that is generated in this process, and kept for others if that works."""
+    compiled = generate(source)
+    try:
+        kept.keep(key, compiled)
+    except (OSError, TypeError) as error:
+        logger.info("dta: generated code is not kept: %s", error)
+    return inductor.load(compiled)

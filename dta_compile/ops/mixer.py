@@ -83,6 +83,10 @@ class Mixer:
     segments: int | None = None
     scratch: Callable[[Sequence[torch.Tensor]], tuple[float, float]] | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By its name: another process has registered it, too."""
+        return mixer_named, (self.name,)
+
     @property
     def batch_dim(self) -> int:
         """Which dimension of an operand counts sequences."""
@@ -131,6 +135,11 @@ def register_mixer(mixer: Mixer) -> Mixer:
     """Let graphs that call a mixer run over a tree; `runtime.calls.mixers.RUNTIMES` says how it is computed there."""
     MIXERS[mixer.call] = mixer
     return mixer
+
+
+def mixer_named(name: str) -> Mixer:
+    """The mixer with a name."""
+    return next(mixer for mixer in MIXERS.values() if mixer.name == name)
 
 
 def mixer_of_chunk(target: object) -> Mixer | None:

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
+from dta_compile.executable.code import Code
 from dta_compile.passes.chunk_bytes import ChunkSizes, Peaks
-from dta_compile.passes.direct_calls import direct
 from dta_compile.passes.graph_module import graph_module
 
 Run = Callable[..., Sequence[torch.Tensor]]
@@ -82,6 +82,13 @@ class JointGraphs:
     transposed: frozenset[int] = frozenset()
     working: dict[str, Peaks] = dataclasses.field(default_factory=dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """With code in the place of graphs."""
+        state: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name in ("cache_only", "forward_only", "forward"):
+            state[name] = _code(state[name])
+        return {**state, "sizes": None, "backward": self.backward and _code(self.backward, boxed=True)}
+
     @property
     def modules(self) -> list[fx.GraphModule]:
         """The executable graphs, each once."""
@@ -100,22 +107,22 @@ class JointGraphs:
     @functools.cached_property
     def run_cache_only(self) -> Run:
         """`cache_only`, to be run."""
-        return direct(self.cache_only)
+        return _code(self.cache_only).function
 
     @functools.cached_property
     def run_forward_only(self) -> Run:
         """`forward_only`, to be run."""
-        return direct(self.forward_only)
+        return _code(self.forward_only).function
 
     @functools.cached_property
     def run_forward(self) -> Run:
         """`forward`, to be run."""
-        return direct(self.forward)
+        return _code(self.forward).function
 
     @functools.cached_property
     def run_backward(self) -> Run:
         """`boxed_backward`, to be run."""
-        return direct(self.boxed_backward)
+        return _code(self.backward, boxed=True).function
 
     @functools.cached_property
     def boxed_backward(self) -> fx.GraphModule:
@@ -132,6 +139,10 @@ class JointGraphs:
         return [
             value if dim is None else _select(value, dim, rows) for value, dim in zip(kept, self.head_dims, strict=True)
         ]
+
+
+def _code(graph: Any, boxed: bool = False) -> Code:
+    return graph if isinstance(graph, Code) else Code.of(graph, boxed)
 
 
 def _select(value: torch.Tensor, dim: int, rows: torch.Tensor) -> torch.Tensor:

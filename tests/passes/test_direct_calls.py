@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dta_compile.passes.direct_calls import BINDINGS, direct
+from dta_compile.executable.code import BINDINGS, Code
 
 aten = torch.ops.aten
 A, B, ROWS = torch.linspace(1, 2, 12).view(3, 4), torch.linspace(-1, 3, 12).view(3, 4), torch.tensor([2, 0, 2])
@@ -79,7 +79,7 @@ def test_a_graph_runs_as_its_module_does():
         return both.t().contiguous().view(-1)[2:].clamp(min=0.1), (both.sum(0), [a + 1])
 
     module = traced(function, A, B)
-    wanted, got = module(A, B), direct(module)(A, B)
+    wanted, got = module(A, B), Code.of(module).function(A, B)
     assert torch.equal(wanted[0], got[0]) and torch.equal(wanted[1][0], got[1][0]) and torch.equal(got[1][1][0], A + 1)
 
 
@@ -91,14 +91,14 @@ def test_attributes_and_other_callables_stay():
     root = torch.nn.Module()
     root.table = torch.tensor(3.0)
     module = fx.GraphModule(root, graph)
-    run = direct(module)
+    run = Code.of(module).function
     del module, root
     gc.collect()
     assert run(torch.tensor(2.0)) == 6
 
 
 def test_errors_show_the_line_of_the_graph():
-    run = direct(traced(lambda a, b: a.mm(b), A, B.T.contiguous()))
+    run = Code.of(traced(lambda a, b: a.mm(b), A, B.T.contiguous())).function
     try:
         run(A, A)
     except RuntimeError as error:

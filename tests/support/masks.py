@@ -43,7 +43,7 @@ class Traced:
         """Compare the derived class with the mask itself."""
         leaves = sorted(self.mask.leaves, key=lambda node: node.name)
         *values, actual = graph_of(self.program, [], [*leaves, self.mask.mask])(*self.args)
-        dense, sizes = dict(zip(leaves, values, strict=True)), Sizes(self.program)
+        dense, sizes = dict(zip(leaves, values, strict=True)), Sizes(self.program.input_symbols)
         self._check_term(dense, sizes, actual)
         found = read_masks(self.program, dense, lambda expr: sizes.value(expr, self.args), self.shape)
         allowed = actual if actual.dtype is torch.bool else actual == 0

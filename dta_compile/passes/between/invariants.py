@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from dta_compile.executable.layouts import Layout
 from dta_compile.ops.attention import Masking
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.between.listing import graphs
 from dta_compile.passes.contracts import ContractError, Pass
 from dta_compile.passes.graphs.storage import owner, storages, view_source
-from dta_compile.passes.program import Layout, Mixed, Program, has_tensor, output_node, writes_in_place
+from dta_compile.passes.program import Mixed, Program, has_tensor, output_node, writes_in_place
 
 __all__ = ["INVARIANTS", "Invariant", "Snapshot", "check"]
 

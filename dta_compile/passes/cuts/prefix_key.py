@@ -9,10 +9,11 @@ from __future__ import annotations
 from torch import fx
 
 from dta_compile.errors import RefusalError
+from dta_compile.executable.layouts import Layout
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.min_cut import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.graphs.nodes import is_uniform
-from dta_compile.passes.program import ChunkInput, Layout, Program, ancestors, where
+from dta_compile.passes.program import ChunkInput, Program, ancestors, where
 
 
 @contract(

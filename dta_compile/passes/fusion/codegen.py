@@ -230,9 +230,13 @@ def choice(program: Program) -> str:
     layer = program.mixers[0]
     value: torch.Tensor = layer.node.meta["val"]
     batch, tokens = (hint(value.shape[dim]) or 0 for dim in (layer.mixer.batch_dim, layer.mixer.token_dim))
-    least = WORTHWHILE.get(device_of(layer))
-    pays = least is not None and program.joint.saved_bytes_per_token * batch * tokens >= least
-    return "inductor" if pays else "eager"
+    return choice_for(device_of(layer), program.joint.saved_bytes_per_token * batch * tokens)
+
+
+def choice_for(device: str, kept: float) -> str:
+    """The same, by what a first batch without sharing keeps for the backward."""
+    least = WORTHWHILE.get(device)
+    return "inductor" if least is not None and kept >= least else "eager"
 
 
 def device_of(layer: MixerLayer) -> str:

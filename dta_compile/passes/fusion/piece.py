@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.executable.code import Code as OwnCode
 from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.fusion.clusters import clusters, is_view, readers, sources
 from dta_compile.passes.fusion.inductor import AnyCode, Code
@@ -53,11 +54,20 @@ class Piece:
         if latest is not None and latest[0] is code and latest[1] == sizes and latest[2] == found:
             return latest[0].run(list(arguments))
         if not isinstance(code, Code) or (strides := self._strides(code, sizes)) is None:
-            return self.body.forward(*arguments)
+            return self._operators(*arguments)
         alike = [_laid_out(tensor, wanted) for tensor, wanted in zip(tensors, strides, strict=True)]
         if all(map(operator.is_, alike, tensors)):
             self.latest = code, sizes, found  # strides of single entries may differ, which is nothing
         return code.run([*sizes, *alike])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With code in the place of the graph, and without what belongs to a process."""
+        body = self.body if isinstance(self.body, OwnCode) else OwnCode.of(self.body)
+        return {**self.__dict__, "body": body, "latest": None}
+
+    def _operators(self, *arguments: Any) -> Sequence[torch.Tensor]:
+        run: Any = self.body.function if isinstance(self.body, OwnCode) else self.body.forward
+        return run(*arguments)
 
     def _strides(self, code: Code, sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
         """Of the tensors that the code takes; None: it does not serve these sizes. All layers of a chunk ask alike."""

@@ -9,7 +9,7 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
-from dta_compile.passes.program import Layout
+from dta_compile.executable.layouts import Layout
 
 
 def cheapest_cut(

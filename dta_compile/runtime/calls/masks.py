@@ -15,11 +15,12 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RuntimeContractError
+from dta_compile.executable.executable import Executable
 from dta_compile.passes.masks.proof import FORBIDDEN, Mask
 from dta_compile.passes.masks.ranges import BOUND, LONGEST_ROW
 from dta_compile.passes.masks.tables import Facts, Table, read_table
 from dta_compile.passes.mixer_layers import AttentionLayer, AttentionMask, MaskClass, MixerLayer, RecurrentLayer
-from dta_compile.passes.program import Program, ancestors, has_tensor
+from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.terms import Entry, Evaluation, Term, shown, subterms
 from dta_compile.runtime.path.chunk_shape import Limit
 
@@ -66,7 +67,7 @@ def _limit(one: MaskClass) -> Limit | None:
 
 
 def read_masks(
-    program: Program,
+    program: Executable,
     dense: Mapping[fx.Node, torch.Tensor],
     number: Callable[[sympy.Expr], int | float],
     shape: tuple[int, int],
@@ -158,7 +159,7 @@ class _Sequences:
 class _Reader:
     def __init__(
         self,
-        program: Program,
+        program: Executable,
         dense: Mapping[fx.Node, torch.Tensor],
         number: Callable[[sympy.Expr], int | float],
         shape: tuple[int, int],
@@ -352,7 +353,7 @@ class _Reader:
     def _inputs(self, term: Term) -> str:
         """The call's inputs that a term is made of."""
         found = ancestors([one.node for one in subterms(term) if isinstance(one, Entry)])
-        names = [node.meta["source"] for node in self.program.placeholders if node in found and has_tensor(node)]
+        names = sorted(node.meta["source"] for node in found if node.op == "placeholder" and has_tensor(node))
         return "input " + ", ".join(names) if names else ""
 
 

@@ -1,0 +1,129 @@
+"""Code: a graph as the text of a Python function, whose calls go straight to torch's own bindings.
+
+A call of `torch.ops.aten.mul.Tensor` looks four names up, enters a Python frame, and boxes its arguments by the
+operator's schema; `torch.mul` is the same operator behind a parser that was generated for it, at about half of the
+host's time. Chunks call a thousand operators, and a GPU waits for the host if that is slow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import itertools
+import linecache
+import re
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import _BoxedCodeGen
+
+__all__ = ["BINDINGS", "Code"]
+
+aten = torch.ops.aten
+_CALL = re.compile(r"\btorch\.ops\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)\(")
+_VIEW = re.compile(r"\btorch\.ops\.aten\.view\.default\((\w+), \[([\w, -]+)\]\)")
+_numbers = itertools.count()
+
+# By overload, what calls it for the same positional and keyword arguments.
+BINDINGS: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: torch.add,
+    aten.add_.Tensor: torch.Tensor.add_,
+    aten.addmm_.default: torch.Tensor.addmm_,
+    aten.bmm.default: torch.bmm,
+    aten.cat.default: torch.cat,
+    aten.contiguous.default: torch.Tensor.contiguous,
+    aten.div.Tensor: torch.div,
+    aten.div_.Scalar: torch.Tensor.div_,
+    aten.div_.Tensor: torch.Tensor.div_,
+    aten.embedding.default: torch.embedding,
+    aten.exp.default: torch.exp,
+    aten.expand.default: torch.Tensor.expand,
+    aten.index_select.default: torch.index_select,
+    aten.mean.dim: torch.mean,
+    aten.mm.default: torch.mm,
+    aten.mul.Scalar: torch.mul,
+    aten.mul.Tensor: torch.mul,
+    aten.mul_.Scalar: torch.Tensor.mul_,
+    aten.mul_.Tensor: torch.Tensor.mul_,
+    aten.neg.default: torch.neg,
+    aten.neg_.default: torch.Tensor.neg_,
+    aten.permute.default: torch.permute,
+    aten.pow.Tensor_Scalar: torch.pow,
+    aten.rsqrt.default: torch.rsqrt,
+    aten.sigmoid.default: torch.sigmoid,
+    aten.silu.default: torch._C._nn.silu,
+    aten.sub.Tensor: torch.sub,
+    aten.sum.dim_IntList: torch.sum,
+    aten.t.default: torch.t,
+    aten.transpose.int: torch.transpose,
+    aten.unsqueeze.default: torch.unsqueeze,
+    aten.view.default: torch.Tensor.view,
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Code:
+    """A function as text, compiled when it is first asked for.
+
+    Attributes:
+        text: of a function `forward(self, ...)`.
+        modules: names that the text uses, of modules.
+        names: names that the text uses, of anything else.
+        attributes: of `self`: constant tensors, and calls of autograd functions.
+    """
+
+    text: str
+    modules: Mapping[str, str]
+    names: Mapping[str, Any]
+    attributes: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, module: fx.GraphModule, boxed: bool = False) -> Code:
+        """Of the graph of a module, whose hooks do not run.
+
+        Args:
+            boxed: the function takes a list, which it empties: arguments are freed after their last use.
+        """
+        graph = module.graph
+        if boxed:
+            graph = fx.Graph()
+            graph.output(graph.graph_copy(module.graph, {}))
+            graph.set_codegen(_BoxedCodeGen())
+        code = graph.python_code("self")
+        used = set(re.findall(r"\w+", code.src))
+        given = {name: value for name, value in code.globals.items() if name in used}
+        constants = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
+        return cls(
+            code.src,
+            {name: value.__name__ for name, value in given.items() if isinstance(value, types.ModuleType)},
+            {name: value for name, value in given.items() if not isinstance(value, types.ModuleType)},
+            {name: getattr(module, name) for name in sorted(constants)},
+        )
+
+    @functools.cached_property
+    def function(self) -> Callable[..., Any]:
+        """The function of the graph's inputs."""
+        names: dict[str, Any] = dict(self.names)
+        names |= {name: importlib.import_module(module) for name, module in self.modules.items()}
+
+        def name(match: re.Match[str]) -> str:
+            namespace, operator, overload = match.groups()
+            target = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+            bound = f"_{namespace}_{operator}_{overload}"
+            names[bound] = BINDINGS.get(target, target)
+            return f"{bound}("
+
+        source = _CALL.sub(name, _VIEW.sub(r"\1.view(\2)", self.text))  # sizes are read faster than a list of them
+        file = f"<dta graph {next(_numbers)}>"
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
+        exec(compile(source, file, "exec"), names)  # what FX itself does with the code of a graph
+        run: Callable[..., Any] = names["forward"].__get__(types.SimpleNamespace(**self.attributes))
+        return run
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was compiled."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

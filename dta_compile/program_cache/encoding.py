@@ -26,10 +26,8 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
 
-from dta_compile.ops.mixer import MIXERS, Mixer
 from dta_compile.passes import Program
 from dta_compile.passes.chunk.chunk_inputs import free_sizes
-from dta_compile.passes.contracts import View
 from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.graph_module import graph_module
 from dta_compile.passes.symbols import expression, free_symbols
@@ -115,10 +113,6 @@ class Builder:
         """What torch calls so: pickle would look for it in whatever is imported."""
         return getattr(torch, name)
 
-    def mixer(self, call: Any) -> Mixer:
-        """The mixer with this operator."""
-        return MIXERS[call]
-
     def constant(self, name: str) -> Any:
         """A tensor of the captured graph."""
         return attribute(self.captured, name)
@@ -126,10 +120,6 @@ class Builder:
     def mapping(self, items: dict[Any, Any]) -> types.MappingProxyType[Any, Any]:
         """One that cannot be changed."""
         return types.MappingProxyType(items)
-
-    def view(self, program: Program) -> View:
-        """Of a program whose passes have run."""
-        return View(program, None)
 
     def size(self, mode: int, kind: Any, expr: sympy.Basic) -> Any:
         """A symbolic number."""
@@ -245,12 +235,6 @@ class _Pickler(pickle.Pickler):
             raise NotEncoded(f"{operator}")
         return Builder.operator, (namespace, name, operator._overloadname)
 
-    def _mixer(self, mixer: Mixer) -> Any:
-        return Builder.mixer, (mixer.call,)
-
-    def _view(self, view: View) -> Any:
-        return Builder.view, (object.__getattribute__(view, "_program"),)
-
     def _mapping(self, mapping: types.MappingProxyType[Any, Any]) -> Any:
         return Builder.mapping, (dict(mapping),)
 
@@ -290,8 +274,6 @@ class _Pickler(pickle.Pickler):
         ((torch.dtype, torch.layout, torch.memory_format), _constant_of_torch),
         (fx.Graph, _graph),
         (fx.GraphModule, _module),
-        (Mixer, _mixer),
-        (View, _view),
         (types.MappingProxyType, _mapping),
         (Program, _program),
         ((types.FunctionType, *C_FUNCTIONS), _function),

@@ -87,7 +87,8 @@ class Call:
 
     def read_masks(self) -> ReadMasks:
         """The masks of the call; raises as `masks.read_masks` does."""
-        return read_masks(self.program, self.dense, self._number, (self.batch, self.tokens))
+        dense = {node.name: value for node, value in self.dense.items()}
+        return read_masks(self.program.mixers, dense, self._number, (self.batch, self.tokens))
 
     def codes(self, item: ChunkInput) -> Integers:
         """`[B, S]` codes of a value that is a part of a key."""

@@ -289,7 +289,8 @@ def _bytes(call: PlannedCall, new: Sizes) -> int:
             count = int(np.prod([number(size) for size in value.shape]))
             total += 2 * count * value.dtype.itemsize
     for layer in program.attention:
-        batch, heads, tokens, _ = (number(size) for size in layer.node.meta["val"].shape)
+        shape = program.mixer_nodes[layer.index].meta["val"].shape
+        batch, heads, tokens, _ = (number(size) for size in shape)
         total += 2 * batch * heads * tokens * tokens * layer.dtype.itemsize
     trained = [call.args[spec.index] for spec in program.inputs if spec.requires_grad] if program.training else []
     return total + sum(p.numel() * (2 * p.dtype.itemsize + statistics_dtype(p.dtype).itemsize) for p in trained)

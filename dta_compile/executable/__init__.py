@@ -1,0 +1,1 @@
+"""What compiling hands over to running: frozen plain data, which pickles as it is."""

@@ -12,9 +12,11 @@ import numpy as np
 
 from dta_compile.errors import PlanError, RefusalError
 from dta_compile.executable.executable import ChunkInput, Executable, FrontierValue
-from dta_compile.passes.mixer_layers import AttentionLayer, AttentionMask, MaskClass
+from dta_compile.executable.layers import AttentionLayer
+from dta_compile.executable.masks import MaskProgram
 from dta_compile.plan import Plan
 from dta_compile.program_cache.cache import FOUND
+from dta_compile.proofs.mask_class import MaskClass
 from dta_compile.runtime.calls.planned_call import PlannedCall, plan_call
 from dta_compile.runtime.interception import Intercepted
 
@@ -146,7 +148,7 @@ def _token_ids(call: PlannedCall) -> list[Any] | None:
     return max(found, key=lambda one: one[0])[1] if found else None
 
 
-def _attention(executable: Executable, masks: Sequence[MaskClass | AttentionMask]) -> tuple[str, ...]:
+def _attention(executable: Executable, masks: Sequence[MaskClass | MaskProgram]) -> tuple[str, ...]:
     kinds = collections.Counter(
         f"{mask}{_read_at_every_call(layer)}; {layer.kv_heads} KV heads of {layer.key_dim}, "
         f"{str(layer.dtype).removeprefix('torch.')}"
@@ -166,7 +168,7 @@ def _read_at_every_call(layer: AttentionLayer) -> str:
         return ""
     tensors = (*mask.scalars, *mask.tables, *mask.items.values())
     numbers = [str(number) for number in mask.numbers if not number.free_symbols <= mask.items.keys()]
-    read = sorted({*numbers, *(node.meta.get("source") or node.name for node in tensors)})
+    read = sorted({*numbers, *map(str, tensors)})
     return f" (with {', '.join(read)} of this call)"
 
 

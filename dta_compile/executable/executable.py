@@ -14,6 +14,7 @@ import sympy
 import torch
 
 from dta_compile.executable.code import Code
+from dta_compile.executable.layers import AttentionLayer, MixerLayer, RecurrentLayer
 from dta_compile.executable.layouts import Frame, Input, Layout
 
 Shape = tuple[sympy.Expr, ...]
@@ -168,7 +169,7 @@ class Executable:
         batch, tokens: sequences, and the tokens of each.
         prologue: from the inputs to the dense slots.
         mixers: the layers that mix tokens, in order.
-        mask_slots: what masks read, by leaf: a dense slot.
+        mask_slots: the dense slot of what masks read, by the name of the leaf.
         frontier: what leaves the token region.
         trunk_inputs, head_inputs, constant_inputs: what chunks read of dense values, in their order.
         trunk_keys, head_keys: what makes two prefixes, and two uses of a token, the same.
@@ -194,8 +195,8 @@ class Executable:
     batch: sympy.Expr | None
     tokens: sympy.Expr | None
     prologue: Code
-    mixers: tuple[Any, ...]
-    mask_slots: Mapping[Any, int]
+    mixers: tuple[MixerLayer, ...]
+    mask_slots: Mapping[str, int]
     frontier: tuple[FrontierValue, ...]
     trunk_inputs: tuple[ChunkInput, ...]
     head_inputs: tuple[ChunkInput, ...]
@@ -215,14 +216,14 @@ class Executable:
     seconds: Mapping[str, float]
 
     @property
-    def attention(self) -> list[Any]:
+    def attention(self) -> list[AttentionLayer]:
         """Those of the mixer layers that are attention."""
-        return [layer for layer in self.mixers if hasattr(layer, "softcap")]
+        return [layer for layer in self.mixers if isinstance(layer, AttentionLayer)]
 
     @property
-    def recurrent(self) -> list[Any]:
+    def recurrent(self) -> list[RecurrentLayer]:
         """Those of the mixer layers that have a running state."""
-        return [layer for layer in self.mixers if hasattr(layer, "running")]
+        return [layer for layer in self.mixers if isinstance(layer, RecurrentLayer)]
 
     @property
     def further(self) -> list[Executable]:

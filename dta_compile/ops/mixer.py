@@ -84,8 +84,7 @@ class Mixer:
     scratch: Callable[[Sequence[torch.Tensor]], tuple[float, float]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By its name: another process has registered it, too."""
-        return mixer_named, (self.name,)
+        return _registered, (str(self.call),)
 
     @property
     def batch_dim(self) -> int:
@@ -137,9 +136,9 @@ def register_mixer(mixer: Mixer) -> Mixer:
     return mixer
 
 
-def mixer_named(name: str) -> Mixer:
-    """The mixer with a name."""
-    return next(mixer for mixer in MIXERS.values() if mixer.name == name)
+def _registered(call: str) -> Mixer:
+    """The mixer whose `call` has this name."""
+    return next(mixer for operator, mixer in MIXERS.items() if str(operator) == call)
 
 
 def mixer_of_chunk(target: object) -> Mixer | None:

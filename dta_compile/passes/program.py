@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
+from dta_compile.executable.layers import AttentionLayer, MixerLayer, RecurrentLayer
 from dta_compile.executable.layouts import Frame, Input, Layout
 from dta_compile.passes.joint_graphs import JointGraphs
-from dta_compile.passes.mixer_layers import AttentionLayer, MixerLayer, RecurrentLayer
 from dta_compile.passes.symbols import symbol_sources
 
 TORCH_FOLDER = str(pathlib.Path(torch.__file__).parent)
@@ -107,6 +107,7 @@ class Program:
     other_batches: Set[fx.Node] = frozenset()  # leads to attention over other sizes only
     # mixers
     mixers: Sequence[MixerLayer] = ()  # in order; a layer's index is its place here
+    mixer_nodes: Sequence[fx.Node] = ()  # their calls
     # regions
     region: Set[fx.Node] = frozenset()
     frontier: Sequence[FrontierValue] = ()

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 @contract(
     reads=[
-        *("inputs", "placeholders", "batch", "tokens", "input_layouts", "mixers"),
+        *("inputs", "placeholders", "batch", "tokens", "input_layouts", "mixers", "mixer_nodes"),
         *("region", "frontier", "trunk", "trunk_inputs", "head_inputs"),
     ],
     fills=["chunk", "region_parameters"],
@@ -48,7 +48,7 @@ class _Builder:
         self.copies: dict[fx.Node, fx.Node] = {}  # parameters, constants and region nodes
         self.placed: dict[tuple[fx.Node, Layout, bool], fx.Node] = {}  # chunk inputs, for trunk (False) and head (True)
         self.gathered: dict[fx.Node, fx.Node] = {}  # trunk values at head rows
-        self.layers = {layer.node: layer for layer in program.mixers}
+        self.layers = dict(zip(program.mixer_nodes, program.mixers, strict=True))
 
     def build(self) -> fx.Graph:
         program = self.program

@@ -34,7 +34,7 @@ def other_batches(program: Program) -> None:
     if len(left) > len(others):
         raise RefusalError(
             "what follows attention would compute it again for all sequences",
-            where=where(program.mixers[-1].node),
+            where=program.mixers[-1].where,
             expected="outputs that are computed from values of tokens",
             got=f"{len(left)} {MIXERS[left[0].target].name} calls after the token region",
             hint="please report the model",

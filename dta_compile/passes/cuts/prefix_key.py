@@ -17,13 +17,13 @@ from dta_compile.passes.program import ChunkInput, Program, ancestors, where
 
 
 @contract(
-    reads=["module", "values", "input_layouts", "parameter_dependent", "roots", "mixers", "region", "frontier"],
+    reads=["module", "values", "input_layouts", "parameter_dependent", "roots", "mixer_nodes", "region", "frontier"],
     fills=["trunk", "trunk_inputs", "head_inputs", "constant_inputs", "trunk_keys", "head_keys"],
 )
 def prefix_key(program: Program) -> None:
     """Fill `program.trunk`, the chunk inputs of trunk and head, and the prologue values that key them."""
     nodes = [node for node in program.graph.nodes if node in program.region]
-    seen_later = ancestors([layer.node for layer in program.mixers])
+    seen_later = ancestors(list(program.mixer_nodes))
     inputs = _chunk_inputs(program, nodes)
     own = [item for item in inputs if any(user in seen_later for user in _users(program, item))]
     head_only = [item for item in inputs if item not in own]

@@ -42,7 +42,6 @@ from dta_compile.passes.symbols import hint
 if TYPE_CHECKING:
     from torch import fx
 
-    from dta_compile.passes.mixer_layers import MixerLayer
     from dta_compile.passes.program import Program
 
 # "auto": by device type, the bytes that the chunks of a first batch without sharing keep for the backward from which on
@@ -207,7 +206,7 @@ def _made(key: str, source: AnySource) -> AnyCode:
     return inductor.load(compiled)
 
 
-@contract(reads=["mixers"], rewrites=["codegen", "joint"], may_be_skipped=True)
+@contract(reads=["mixers", "mixer_nodes"], rewrites=["codegen", "joint"], may_be_skipped=True)
 def codegen(program: Program) -> None:
     """Set `program.codegen` to what is done, "eager" or "inductor", and rewrite the executable graphs."""
     beside = program.codegen == "auto"
@@ -216,7 +215,7 @@ def codegen(program: Program) -> None:
     if program.codegen == "eager":
         return
     joint, known = program.joint, dict[Source, Piece]()
-    native = [TreeAttention()] if any(TreeAttention.takes(layer, device_of(layer)) for layer in program.mixers) else []
+    native = [TreeAttention()] if any(TreeAttention.takes(one, device_of(program)) for one in program.mixers) else []
     modules: dict[str, fx.GraphModule] = {name: getattr(joint, name) for name in GRAPHS if getattr(joint, name)}
     for module in dict.fromkeys(modules.values()):
         module.graph = outlined(module.graph, joint.sizes, known)
@@ -227,10 +226,9 @@ def codegen(program: Program) -> None:
 
 def choice(program: Program) -> str:
     """What "auto" stands for: generated code where it pays, as far as the first batch tells."""
-    layer = program.mixers[0]
-    value: torch.Tensor = layer.node.meta["val"]
-    batch, tokens = (hint(value.shape[dim]) or 0 for dim in (layer.mixer.batch_dim, layer.mixer.token_dim))
-    return choice_for(device_of(layer), program.joint.saved_bytes_per_token * batch * tokens)
+    mixer, value = program.mixers[0].mixer, program.mixer_nodes[0].meta["val"]
+    batch, tokens = (hint(value.shape[dim]) or 0 for dim in (mixer.batch_dim, mixer.token_dim))
+    return choice_for(device_of(program), program.joint.saved_bytes_per_token * batch * tokens)
 
 
 def choice_for(device: str, kept: float) -> str:
@@ -239,9 +237,9 @@ def choice_for(device: str, kept: float) -> str:
     return "inductor" if least is not None and kept >= least else "eager"
 
 
-def device_of(layer: MixerLayer) -> str:
-    """The type of the device that a layer was traced on."""
-    value: torch.Tensor = layer.node.meta["val"]
+def device_of(program: Program) -> str:
+    """The type of the device that the layers were traced on."""
+    value: torch.Tensor = program.mixer_nodes[0].meta["val"]
     return value.device.type
 
 

@@ -151,6 +151,6 @@ def _bytes(program: Program) -> dict[Shape, int]:
         if is_tensor(node) and node.op != "placeholder":
             found[sizes(node)] += 2 * node.meta["val"].dtype.itemsize
     for layer in program.attention:
-        batch, heads, tokens, _ = sizes(layer.node)
+        batch, heads, tokens, _ = sizes(program.mixer_nodes[layer.index])
         found[batch, heads, tokens, tokens] += 2 * layer.dtype.itemsize
     return dict(found)

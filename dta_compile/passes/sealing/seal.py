@@ -25,6 +25,7 @@ from dta_compile.executable.executable import (
 from dta_compile.passes import program as found
 from dta_compile.passes.chunk.chunk_inputs import chunk_device
 from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
+from dta_compile.passes.masks.leaves import leaves_of_masks
 from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor, where
 from dta_compile.passes.sealing.comparison import choices, comparison
 from dta_compile.passes.symbols import expression, free_symbols, sizes, symbolic
@@ -33,7 +34,6 @@ from dta_compile.passes.symbols import expression, free_symbols, sizes, symbolic
 def seal(program: Program) -> Executable:
     """The executable of a program that all passes have run on."""
     slots = {node: slot for slot, node in enumerate(program.prologue_nodes)}
-    leaves = {leaf for layer in program.mixers for leaf in layer.leaves}
 
     def chunk_inputs(items: Iterable[found.ChunkInput]) -> tuple[ChunkInput, ...]:
         return tuple(_chunk_input(program, item, slots[item.node]) for item in items)
@@ -49,7 +49,7 @@ def seal(program: Program) -> Executable:
         tokens=program.tokens,
         prologue=Code.of(program.prologue),
         mixers=tuple(program.mixers),
-        mask_slots={leaf: slots[leaf] for leaf in sorted(leaves, key=lambda leaf: leaf.name)},
+        mask_slots={node.name: slots[node] for node in leaves_of_masks(program)},
         frontier=tuple(_frontier_value(value, slots) for value in program.frontier),
         trunk_inputs=chunk_inputs(program.trunk_inputs),
         head_inputs=chunk_inputs(program.head_inputs),

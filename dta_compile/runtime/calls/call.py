@@ -87,8 +87,8 @@ class Call:
 
     def read_masks(self) -> ReadMasks:
         """The masks of the call; raises as `masks.read_masks` does."""
-        leaves = {leaf: self.dense[slot] for leaf, slot in self.executable.mask_slots.items()}
-        return read_masks(self.executable, leaves, self._number, (self.batch, self.tokens))
+        leaves = {name: self.dense[slot] for name, slot in self.executable.mask_slots.items()}
+        return read_masks(self.executable.mixers, leaves, self._number, (self.batch, self.tokens))
 
     def codes(self, item: ChunkInput) -> Integers:
         """`[B, S]` codes of a value that is a part of a key."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from dta_compile.executable.executable import Executable
+from dta_compile.executable.layers import AttentionLayer, MixerLayer
 from dta_compile.ops.attention import ATTENTION_MIXERS
 from dta_compile.ops.recurrences.operators import RECURRENCES
-from dta_compile.passes.mixer_layers import AttentionLayer, MixerLayer
 from dta_compile.runtime.attention.interface import Provider
 from dta_compile.runtime.attention.layer import AttentionRuntime, provider_of
 from dta_compile.runtime.calls.masks import ReadMasks

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import z3
 
-from dta_compile.passes.masks.arithmetic import COMPARISONS, arithmetic, compared
-from dta_compile.passes.masks.cases import (
+from dta_compile.proofs.arithmetic import COMPARISONS, arithmetic, compared
+from dta_compile.proofs.cases import (
     Cases,
     Untranslatable,
     Value,
@@ -30,9 +30,10 @@ from dta_compile.passes.masks.cases import (
     is_number,
     merged,
 )
-from dta_compile.passes.masks.formulas import Formulas, values_of
-from dta_compile.passes.masks.ranges import BOUND, held_by, within
-from dta_compile.passes.terms import RANKED, Apply, Const, Number, Term, is_undefined
+from dta_compile.proofs.formulas import Formulas, values_of
+from dta_compile.proofs.mask_class import BOUND
+from dta_compile.proofs.ranges import held_by, within
+from dta_compile.proofs.terms import RANKED, Apply, Const, Number, Term, is_undefined
 
 MOST_CASES = 64
 

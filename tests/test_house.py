@@ -102,6 +102,26 @@ def test_folders_do_not_import_each_other():
     assert not cycle(HOUSE.rooms)
 
 
+# What a folder knows nothing of: compiling ends in `executable/`, and running begins there.
+UNKNOWN = {
+    "executable": {"passes", "capture", "runtime", "program_cache"},
+    "proofs": {"passes", "capture", "runtime", "program_cache", "executable"},
+    "runtime": {"passes", "capture", "program_cache"},
+}
+# What generated code needs while it runs is still with the passes that make it.
+REMAINING = {
+    "runtime": {"passes.fusion.native", "passes.fusion.piece", "passes.joint_graphs"},
+}
+
+
+def test_the_runtime_knows_nothing_of_compiling():
+    for folder, unknown in UNKNOWN.items():
+        inside = [name for name in HOUSE.files if name.split(".")[1:2] == [folder]]
+        assert inside, folder
+        imported = {module.removeprefix("dta_compile.") for name in inside for module in HOUSE.needs[name]}
+        assert {one for one in imported if one.split(".")[0] in unknown} == REMAINING.get(folder, set()), folder
+
+
 def test_plans_and_rollouts_need_no_torch():
     found = HOUSE.reached("plan", "rollouts")
     assert len(found) > 20

@@ -16,7 +16,6 @@ FORMAT = b"dta_compile program 2\n"
 MOST_BYTES = 2**28  # of all files; those that were not read for longest are removed
 SUFFIX = ".program"
 ABANDONED = 3600.0  # seconds after which a file that a process was writing is nobody's
-
 HASH = 32  # bytes of a SHA-256
 
 logger = logging.getLogger("dta_compile")

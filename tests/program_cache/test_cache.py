@@ -198,10 +198,9 @@ def test_pieces_of_generated_code_are_kept(compiled, monkeypatch):
     assert_bits(step(second, model, IDS), expected)
     assert was_found(second)
     assert sources == pieces and pieces
-    graphs = inside(second).newest.program.joint
-    assert {*graphs.generated.pieces["forward"]} == {
-        node.target for node in graphs.forward.graph.nodes if node.target in graphs.generated.pieces["forward"]
-    }
+    joint = inside(second).newest.executable.joint
+    kept = {*joint.generated.pieces["forward"]}
+    assert kept and kept == {one for one in joint.forward.names.values() if one in kept}
 
 
 # Misses

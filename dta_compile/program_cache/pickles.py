@@ -37,7 +37,6 @@ MODULES = (
 NAMES = {
     "builtins": ("complex", "frozenset", "set", "slice", "range", "min", "max", "abs", "int", "float", "bool", "round"),
     "collections": ("OrderedDict",),
-    "pathlib": ("PosixPath",),
     "torch": ("Size", "device"),
 }
 

@@ -16,7 +16,7 @@ import torch
 
 from dta_compile.program_cache.description import C_FUNCTIONS, MOST_BYTES, NAMESPACES, is_known_function
 
-# Modules, with those in them, whose classes and functions may be read.
+# Modules, with those in them, whose classes may be read; and functions, but for sympy's, some of which evaluate text.
 MODULES = (
     "dta_compile.executable",
     "dta_compile.ops",
@@ -93,8 +93,9 @@ class _Pickler(pickle.Pickler):
     @staticmethod
     def _tensor(value: torch.Tensor) -> Any:
         is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-        if not is_plain or value.is_meta or value.nbytes > MOST_BYTES:
-            raise NotKept(f"a tensor of type {type(value).__name__}, {value.nbytes} bytes")
+        is_expanded = any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True))
+        if not is_plain or is_expanded or value.is_meta or value.nbytes > MOST_BYTES:
+            raise NotKept(f"a tensor of type {type(value).__name__} of {tuple(value.shape)}")
         entries = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
         data = entries.numpy().tobytes()
         return tensor_of, (data, value.dtype, tuple(value.shape), value.stride(), value.device)
@@ -138,9 +139,10 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == __name__ and name in ("operator_named", "of_torch", "tensor_of"):
             return globals()[name]
-        if not _may_be_read(module, name):
+        found = super().find_class(module, name) if _may_be_read(module, name) else None
+        if found is None or (module.startswith("sympy") and not isinstance(found, type)):
             raise NotKept(f"{module}.{name}")
-        return super().find_class(module, name)
+        return found
 
 
 def _may_be_read(module: str, name: str) -> bool:

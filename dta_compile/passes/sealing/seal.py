@@ -43,7 +43,7 @@ def seal(program: Program) -> Executable:
         codegen=program.codegen,
         device=chunk_device(program).type,
         inputs=tuple(program.inputs),
-        values=tuple(spec(node.meta["val"]) for node in program.placeholders),
+        values=_values(program),
         symbols=program.input_symbols,
         batch=program.batch,
         tokens=program.tokens,
@@ -68,6 +68,13 @@ def seal(program: Program) -> Executable:
         chunk_digest=hashlib.sha256(program.chunk.code.encode()).hexdigest(),
         seconds=dict(program.timings),
     )
+
+
+def _values(program: Program) -> tuple[TensorSpec | NumberSpec | None, ...]:
+    """Of the inputs; one object for all that are alike, as those of layers are."""
+    known: dict[Any, Any] = {}
+    specs = (spec(node.meta["val"]) for node in program.placeholders)
+    return tuple(known.setdefault(one, one) for one in specs)
 
 
 def spec(value: Any) -> TensorSpec | NumberSpec | None:

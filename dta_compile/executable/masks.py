@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import textwrap
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ class MaskProgram:
         """The error for a mask of no supported class; where `DTA_DEBUG` says so, the query is written to a file."""
         error = refusal(self.where, str(unproven), HINT, self.term)
         if folder := os.environ.get("DTA_DEBUG"):
-            _write(pathlib.Path(folder), f"{error}\n{unproven.query}")
+            _write(pathlib.Path(folder), textwrap.indent(str(error), "; ") + "\n" + unproven.query)
         return error
 
     def __getstate__(self) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class _Proof:
         self.allowed = self._allowed(term)
         self.compared = [logic.atoms[term] for term, tokens in logic.tokens.items() if {"query", "key"} <= tokens]
         # A token is real if it may attend to itself.
-        self.diagonal = self.terms.with_index(term, "query", "key")
+        self.diagonal: Term = self.terms.with_index(term, "query", "key")
         self.valid_key = self._allowed(self.diagonal)
         self.valid_query = self._allowed(self.terms.with_index(term, "key", "query"))
 

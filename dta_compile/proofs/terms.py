@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -157,6 +157,9 @@ def _text(term: Term, text: Callable[..., str]) -> str:
     return f"{term.name}({', '.join([*map(text, term.args), *(f'{k}={v}' for k, v in term.kwargs)])})"
 
 
+T = TypeVar("T", bound=Term)
+
+
 class Terms:
     """Makes terms: equal ones, also of `known`, are the same object, operators of constants are carried out."""
 
@@ -243,8 +246,9 @@ class Terms:
 
         return replaced(term)
 
-    def _made(self, term: Any) -> Any:
-        return self._known.setdefault(_identity(term), term)
+    def _made(self, term: T) -> T:
+        known: T = self._known.setdefault(_identity(term), term)
+        return known
 
 
 def is_undefined(op: Any, number: bool | int | float, dtype: torch.dtype) -> bool:

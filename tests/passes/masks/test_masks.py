@@ -712,7 +712,8 @@ def test_the_question_of_a_refused_proof_is_written_to_the_debug_folder(name, tm
     with pytest.raises(error):
         calls(make_mask, [inputs])[0].check()
     (written,) = (tmp_path / "new").glob("mask_*.smt2")
-    assert re.search(message, text := written.read_text())
+    text = written.read_text()
+    assert re.search(message, text)
     solver = z3.Solver()
     solver.from_string(text)
     assert solver.check() == z3.sat

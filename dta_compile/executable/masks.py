@@ -7,7 +7,7 @@ import itertools
 import os
 import pathlib
 import textwrap
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -39,13 +39,13 @@ class MaskProgram:
     """
 
     constant: MaskClass | None
-    leaves: Set[Leaf]
+    leaves: frozenset[Leaf]
     where: str = ""
     term: Term | None = None
     sizes: Mapping[str, sympy.Expr] = dataclasses.field(default_factory=dict)
     numbers: tuple[sympy.Expr, ...] = ()
-    scalars: Set[Leaf] = frozenset()
-    tables: Set[Leaf] = frozenset()
+    scalars: frozenset[Leaf] = frozenset()
+    tables: frozenset[Leaf] = frozenset()
     items: Mapping[sympy.Symbol, Leaf] = dataclasses.field(default_factory=dict)
     fixed: Mapping[Leaf, Table] = dataclasses.field(default_factory=dict)
     _classes: dict[object, MaskClass] = dataclasses.field(default_factory=dict, init=False, repr=False)

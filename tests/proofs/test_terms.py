@@ -31,7 +31,7 @@ def test_masks_pickle_however_deep_their_terms_are(depth):
     for step in range(depth):
         chain = terms.apply(aten.add.Tensor, chain, number) if step % 2 else terms.apply(aten.mul.Scalar, chain, 2)
     valid = terms.apply(aten.ne.Scalar, chain, 0)
-    found = pickle.loads(pickle.dumps(MaskProgram(MaskClass(valid=valid, segments=(number,)), {leaf})))
+    found = pickle.loads(pickle.dumps(MaskProgram(MaskClass(valid=valid, segments=(number,)), frozenset([leaf]))))
     assert found.leaves == {leaf} and [one.inputs for one in found.leaves] == [leaf.inputs]
     parts = in_order(found.constant.valid)
     assert [type(part) for part in parts] == [type(part) for part in in_order(valid)]

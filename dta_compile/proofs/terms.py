@@ -262,23 +262,13 @@ def is_undefined(op: Any, number: bool | int | float, dtype: torch.dtype) -> boo
 
 def _identity(term: Term) -> tuple[Any, ...]:
     """Equal for equal terms, given that what they are made of is the same object where it is equal."""
-    match term:
-        case Const():
-            return Const, repr(term.value), term.dtype, term.is_scalar
-        case Index():
-            return Index, term.name
-        case Number():
-            return Number, term.expr
-        case Entry():
-            return Entry, term.leaf, term.index
-        case Apply():
-            kwargs = ((name, _key(value)) for name, value in term.kwargs)
-            return Apply, term.op, tuple(map(_key, term.args)), tuple(kwargs)
-    raise TypeError(term)
+    return type(term), *map(_key, vars(term).values())
 
 
 def _key(arg: Any) -> Any:
-    return arg if isinstance(arg, Term) else (type(arg), repr(arg))
+    if isinstance(arg, tuple):
+        return tuple(map(_key, arg))
+    return (type(arg), repr(arg)) if isinstance(arg, (int, float)) else arg
 
 
 def _tried(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

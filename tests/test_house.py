@@ -128,6 +128,12 @@ def test_plans_and_rollouts_need_no_torch():
     assert not [name for name in found if any(module.split(".")[0] == "torch" for module, _ in HOUSE.imported[name])]
 
 
+def test_what_is_compiled_needs_nothing_of_its_compilation():
+    found = HOUSE.reached("proofs", "executable")
+    assert len(found) > 10
+    assert not [name for name in found if name.split(".")[1] in ("passes", "capture", "runtime")]
+
+
 def test_folders_can_be_taken_in_at_one_look():
     sizes = collections.Counter(path.parent for path in HOUSE.files.values())
     assert not {str(folder): size for folder, size in sizes.items() if size > MOST_FILES}

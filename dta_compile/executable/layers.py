@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Set
 
 import torch
 
@@ -36,7 +35,7 @@ class MixerLayer:
     where: str
 
     @property
-    def leaves(self) -> Set[Leaf]:
+    def leaves(self) -> frozenset[Leaf]:
         """Tensors that have to be known of a call to tell which tokens are padding and where sequences begin."""
         return frozenset()
 
@@ -71,7 +70,7 @@ class RecurrentLayer(MixerLayer):
     padding: frozenset[tuple[Leaf, Leaf]]
 
     @property
-    def leaves(self) -> Set[Leaf]:
+    def leaves(self) -> frozenset[Leaf]:
         """See `MixerLayer.leaves`."""
         return self.silencers | (self.mask.leaves if self.mask else frozenset())
 
@@ -87,7 +86,7 @@ class AttentionLayer(MixerLayer):
     softcap: float = 0.0
 
     @property
-    def leaves(self) -> Set[Leaf]:
+    def leaves(self) -> frozenset[Leaf]:
         """See `MixerLayer.leaves`."""
         return self.mask.leaves if self.mask else frozenset()
 

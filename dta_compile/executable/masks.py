@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 import os
 import pathlib
-from collections.abc import Mapping, Set
+import textwrap
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -38,13 +39,13 @@ class MaskProgram:
     """
 
     constant: MaskClass | None
-    leaves: Set[Leaf]
+    leaves: frozenset[Leaf]
     where: str = ""
     term: Term | None = None
     sizes: Mapping[str, sympy.Expr] = dataclasses.field(default_factory=dict)
     numbers: tuple[sympy.Expr, ...] = ()
-    scalars: Set[Leaf] = frozenset()
-    tables: Set[Leaf] = frozenset()
+    scalars: frozenset[Leaf] = frozenset()
+    tables: frozenset[Leaf] = frozenset()
     items: Mapping[sympy.Symbol, Leaf] = dataclasses.field(default_factory=dict)
     fixed: Mapping[Leaf, Table] = dataclasses.field(default_factory=dict)
     _classes: dict[object, MaskClass] = dataclasses.field(default_factory=dict, init=False, repr=False)
@@ -68,7 +69,10 @@ class MaskProgram:
         """The error for a mask of no supported class; where `DTA_DEBUG` says so, the query is written to a file."""
         error = refusal(self.where, str(unproven), HINT, self.term)
         if folder := os.environ.get("DTA_DEBUG"):
-            _write(pathlib.Path(folder), f"{error}\n{unproven.query}")
+            paths = (pathlib.Path(folder) / f"mask_{number:03d}.smt2" for number in itertools.count())
+            path = next(path for path in paths if not path.exists())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.indent(str(error), "; ") + "\n" + unproven.query)
         return error
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,15 +95,3 @@ def refusal(where: str, got: str, hint: str, term: Term | None = None) -> Refusa
         got=got if term is None else f"{got}\n  mask: {shown(term)}",
         hint=hint,
     )
-
-
-def _write(folder: pathlib.Path, text: str) -> None:
-    """To `mask_000.smt2` for the first mask that is refused, and so on."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count():
-        try:
-            with open(folder / f"mask_{number:03d}.smt2", "x") as file:
-                file.write(text)
-            return
-        except FileExistsError:
-            continue

@@ -100,15 +100,11 @@ class Formulas(abc.ABC):
         finally:
             self.solver.pop()
 
-    @property
-    def question(self) -> Sequence[z3.BoolRef]:
-        """The axioms, and with them the last claim that did not follow; together they have, or may have, a model."""
-        return [*self.axioms, *self._open]
-
-    @property
-    def axioms(self) -> Sequence[z3.BoolRef]:
-        """What is known of sizes and values."""
-        return list(self.solver.assertions())
+    def dump(self) -> str:
+        """The last question that ended without a proof, in SMT-LIB."""
+        asked = z3.Solver()
+        asked.add(*self.solver.assertions(), *self._open)
+        return str(asked.to_smt2())
 
     def constant(self, term: Term) -> float | None:
         """The number that a term always is, whatever inputs are; None if there is none, or none that can be shown."""

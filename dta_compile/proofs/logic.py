@@ -194,9 +194,10 @@ class Logic(Formulas):
         if not any(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise Untranslatable(term)
         try:
-            return term.op(*tensors, **dict(term.kwargs)).item()
+            found: bool | int | float = term.op(*tensors, **dict(term.kwargs)).item()
         except RuntimeError as error:
             raise Untranslatable(term, str(error)) from error
+        return found
 
     def _check_bias(self, term: Apply, numbers: list[Any]) -> None:
         """A bias that is "at most -1e4" stays so if what is not positive is added, or if it is raised to such."""

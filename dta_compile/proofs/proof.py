@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -48,20 +48,12 @@ class Unproven(Exception):
     """A mask is of no supported class, as far as can be shown; says why.
 
     Attributes:
-        query: what z3 was asked last, in SMT-LIB; a model of it is a counterexample.
+        query: what z3 was asked last without a proof, in SMT-LIB; a model of it is a counterexample.
     """
 
     def __init__(self, reason: str, query: str) -> None:
         super().__init__(reason)
         self.query = query
-
-
-class _Failure(Exception):
-    """A mask is of no supported class; `formulas` have the counterexamples for models."""
-
-    def __init__(self, reason: str, formulas: Sequence[z3.BoolRef]) -> None:
-        super().__init__(reason)
-        self.formulas = formulas
 
 
 def classify(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> MaskClass:
@@ -82,23 +74,16 @@ def classify(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> MaskC
             logic = Logic(Terms(in_order(term)), sizes, facts, float_role, integer_role)
             try:
                 return _Proof(term, logic).classify()
-            except _Failure as error:
+            except Unproven as error:
                 refused, is_decided = refused or error, True
             except Untranslatable as error:
                 is_bias = term.dtype.is_floating_point
                 kind = "an additive bias with values other than 0 and -inf" if is_bias else "a mask"
-                refused = refused or _Failure(f"{kind} that cannot be decided: {error}", logic.axioms)
+                refused = refused or Unproven(f"{kind} that cannot be decided: {error}", logic.dump())
             except z3.Z3Exception as error:
-                refused = refused or _Failure(f"a mask that cannot be decided in time ({error})", logic.question)
-        assert refused is not None
-        raise Unproven(str(refused), dump(refused.formulas))
-
-
-def dump(formulas: Sequence[z3.BoolRef]) -> str:
-    """Formulas in SMT-LIB."""
-    solver = z3.Solver()
-    solver.add(*formulas)
-    return str(solver.to_smt2())
+                refused = refused or Unproven(f"a mask that cannot be decided in time ({error})", logic.dump())
+    assert refused is not None
+    raise refused
 
 
 class _Proof:
@@ -110,12 +95,12 @@ class _Proof:
         self.allowed = self._allowed(term)
         self.compared = [logic.atoms[term] for term, tokens in logic.tokens.items() if {"query", "key"} <= tokens]
         # A token is real if it may attend to itself.
-        self.diagonal = self.terms.with_index(term, "query", "key")
+        self.diagonal: Term = self.terms.with_index(term, "query", "key")
         self.valid_key = self._allowed(self.diagonal)
         self.valid_query = self._allowed(self.terms.with_index(term, "key", "query"))
 
     def _allowed(self, term: Term) -> z3.BoolRef:
-        """Where the mask allows; raises `_Failure` if it does anything but allow and forbid."""
+        """Where the mask allows; raises `Unproven` if it does anything but allow and forbid."""
         value = self.logic.value(term)
         if term.dtype is torch.bool:
             return self.logic.boolean(term)
@@ -142,7 +127,7 @@ class _Proof:
         )
 
     def _most_permissive(self) -> MaskClass:
-        """The class of the mask, of roles that make it one and its window or chunks alone. Raises `_Failure`.
+        """The class of the mask, of roles that make it one and its window or chunks alone. Raises `Unproven`.
 
         Positions that are wrongly taken to grow make everything but a token itself another segment: of several such
         classes the one with the widest window or chunks is right for more inputs.
@@ -151,7 +136,7 @@ class _Proof:
         for roles in self._roles():
             try:
                 one = self._with_roles(roles)
-            except _Failure as error:
+            except Unproven as error:
                 failure = failure or error
                 continue
             if not roles.positions:
@@ -193,7 +178,7 @@ class _Proof:
             )
 
     def _with_roles(self, roles: Roles) -> MaskClass:
-        """The class of the mask if values have these roles, and its window or chunks. Raises `_Failure`."""
+        """The class of the mask if values have these roles, and its window or chunks. Raises `Unproven`."""
         distance = self.query - self.key
         both_real = [self.valid_query, self.valid_key]
         same = [self._difference(atom, z3.BoolRef) for atom in roles.segments]
@@ -264,9 +249,9 @@ class _Proof:
         small = found and self.logic.counterexample(claim, *given, self.query < SMALL, self.key < SMALL)
         return small or found
 
-    def _failure(self, reason: str) -> _Failure:
+    def _failure(self, reason: str) -> Unproven:
         """What the question asked last has shown."""
-        return _Failure(reason, self.logic.question)
+        return Unproven(reason, self.logic.dump())
 
     def _pair(self, example: z3.ModelRef) -> str:
         return f"query {self._number(example, self.query)} and key {self._number(example, self.key)}, say"

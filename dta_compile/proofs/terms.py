@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -157,6 +157,9 @@ def _text(term: Term, text: Callable[..., str]) -> str:
     return f"{term.name}({', '.join([*map(text, term.args), *(f'{k}={v}' for k, v in term.kwargs)])})"
 
 
+T = TypeVar("T", bound=Term)
+
+
 class Terms:
     """Makes terms: equal ones, also of `known`, are the same object, operators of constants are carried out."""
 
@@ -243,8 +246,9 @@ class Terms:
 
         return replaced(term)
 
-    def _made(self, term: Any) -> Any:
-        return self._known.setdefault(_identity(term), term)
+    def _made(self, term: T) -> T:
+        known: T = self._known.setdefault(_identity(term), term)
+        return known
 
 
 def is_undefined(op: Any, number: bool | int | float, dtype: torch.dtype) -> bool:
@@ -258,23 +262,13 @@ def is_undefined(op: Any, number: bool | int | float, dtype: torch.dtype) -> boo
 
 def _identity(term: Term) -> tuple[Any, ...]:
     """Equal for equal terms, given that what they are made of is the same object where it is equal."""
-    match term:
-        case Const():
-            return Const, repr(term.value), term.dtype, term.is_scalar
-        case Index():
-            return Index, term.name
-        case Number():
-            return Number, term.expr
-        case Entry():
-            return Entry, term.leaf, term.index
-        case Apply():
-            kwargs = ((name, _key(value)) for name, value in term.kwargs)
-            return Apply, term.op, tuple(map(_key, term.args)), tuple(kwargs)
-    raise TypeError(term)
+    return type(term), *map(_key, vars(term).values())
 
 
 def _key(arg: Any) -> Any:
-    return arg if isinstance(arg, Term) else (type(arg), repr(arg))
+    if isinstance(arg, tuple):
+        return tuple(map(_key, arg))
+    return (type(arg), repr(arg)) if isinstance(arg, (int, float)) else arg
 
 
 def _tried(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

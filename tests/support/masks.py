@@ -9,6 +9,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import pickle
 from typing import Any
 
 import torch
@@ -43,6 +45,13 @@ class Traced:
     @property
     def mask(self) -> MaskProgram:
         return self.program.attention[0].mask
+
+    def pickled(self) -> Traced:
+        """The same with a mask from another process."""
+        stream = io.BytesIO()
+        _PlainPickler(stream).dump(self.program.mixers)
+        program = dataclasses.replace(self.program, mixers=pickle.loads(stream.getvalue()))
+        return dataclasses.replace(self, program=program)
 
     def check(self) -> ReadMasks:
         """Compare the derived class with the mask itself."""
@@ -81,6 +90,16 @@ class Traced:
         actual = actual[(None,) * (4 - actual.dim())][:, 0]
         assert value.dtype == actual.dtype
         assert torch.equal(*torch.broadcast_tensors(value, actual))
+
+
+class _PlainPickler(pickle.Pickler):
+    """Takes nothing of the passes, nor what belongs to a trace."""
+
+    def reducer_override(self, value: Any) -> Any:
+        assert not isinstance(value, (fx.Node, fx.Graph, torch.nn.Module, torch.Tensor, Program, torch.SymInt)), value
+        module = value.__module__ if isinstance(value, type) else ""
+        assert not module.startswith(("dta_compile.passes", "dta_compile.capture")), value
+        return NotImplemented
 
 
 def trace(make_mask: Any, ids: torch.Tensor, *inputs: Any) -> list[Traced]:

@@ -33,9 +33,9 @@ def declared_mask(program: Program, call: fx.Node, segments: fx.Node | None, win
     row = terms.const(0) if shape[0] == 1 else terms.index("row")
     number = terms.entry(leaf, (row, terms.index("key")))
     if number.dtype is torch.bool:
-        return MaskProgram(MaskClass(window=window or None, valid=number), {leaf})
+        return MaskProgram(MaskClass(window=window or None, valid=number), frozenset([leaf]))
     valid = terms.apply(aten.ne.Scalar, number, 0)
-    return MaskProgram(MaskClass(window=window or None, valid=valid, segments=(number,)), {leaf})
+    return MaskProgram(MaskClass(window=window or None, valid=valid, segments=(number,)), frozenset([leaf]))
 
 
 def _refusal(call: fx.Node, got: str) -> RefusalError:

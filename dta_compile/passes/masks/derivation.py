@@ -78,13 +78,13 @@ class _Derivation:
         items = self._items(free_symbols((*numbers, *self.sizes.values())))
         return MaskProgram(
             constant=None,
-            leaves={entry.leaf for entry in entries} - constants | set(items.values()),
+            leaves=frozenset({entry.leaf for entry in entries} - constants | set(items.values())),
             where=where(self.mask),
             term=self.term,
             sizes=self.sizes,
             numbers=numbers,
-            scalars={entry.leaf for entry in entries if not entry.index},
-            tables=pairs - constants,
+            scalars=frozenset(entry.leaf for entry in entries if not entry.index),
+            tables=frozenset(pairs - constants),
             items=items,
             fixed={leaf: table for leaf, values in contents.items() if (table := read_table(values)) is not None},
         )

@@ -12,7 +12,7 @@ def leaf_of(program: Program, node: fx.Node) -> Leaf:
     """The leaf that a tensor of the lowered graph is."""
     sources = ancestors([node])
     inputs = [(place, one) for place, one in enumerate(program.placeholders) if one in sources and has_tensor(one)]
-    texts = tuple((place, one.meta["source"]) for place, one in inputs)
+    texts = tuple((place, one.meta.get("source") or one.name) for place, one in inputs)
     return Leaf(node.name, node.meta["val"].dtype, node.meta.get("source", ""), texts)
 
 

@@ -249,7 +249,7 @@ def generated_code_serves_all_sizes(device: torch.device) -> Check:
         return Check(None, "needs a GPU: C++ sums otherwise from 4,096 numbers on")
     trial = Trial(device, torch.bfloat16, codegen="inductor")
     trial.ours(tree_batch(0, 40))
-    generated = [engine.program.joint.generated for engine in records.of(trial.function).engines]
+    generated = [engine.executable.joint.generated for engine in records.of(trial.function).engines]
     pieces = {piece: code for one in generated for piece, code in one.codes.items()}
     served = {size: sum(code.serves(*[size] * piece.source.sizes) for piece, code in pieces.items()) for size in SERVED}
     failed = sum(len(one.failures) for one in generated)

@@ -74,8 +74,8 @@ def finish_generating(function: LogProbs) -> None:
     """Generate now what is being generated beside the steps: the first step of several pays, and no other is disturbed.
     Nothing is done for functions of other backends."""
     for engine in records.of(function).engines:
-        if engine.program.joint.generated is not None:
-            engine.program.joint.generated.prepare((), wait=True)
+        if engine.executable.joint.generated is not None:
+            engine.executable.joint.generated.prepare((), wait=True)
 
 
 def replan(function: LogProbs, **options: Any) -> None:

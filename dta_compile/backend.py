@@ -13,12 +13,13 @@ from torch import fx
 
 from dta_compile import records
 from dta_compile.capture import dynamo, graph_breaks
-from dta_compile.capture.as_captured import as_captured
 from dta_compile.capture.classify import Captured, Kind, classify
 from dta_compile.capture.convolutions import with_our_convolutions
 from dta_compile.capture.flash_attention import with_our_attention
 from dta_compile.capture.recurrences import refuse_final_states
 from dta_compile.errors import DTAError, OptionError, RefusalError
+from dta_compile.executable.as_captured import as_captured
+from dta_compile.executable.executable import Executable
 from dta_compile.explanation import capture_report
 from dta_compile.integrations.fully_shard import keeping
 from dta_compile.options import Options
@@ -26,6 +27,7 @@ from dta_compile.passes import GraphWithoutAttention, Program, run_passes
 from dta_compile.passes.contracts import ContractError
 from dta_compile.passes.lowering.selected_rows import SelectionRefusal
 from dta_compile.passes.program import AmbiguousAxes
+from dta_compile.passes.sealing.seal import seal
 from dta_compile.passes.symbols import selects_rows
 from dta_compile.program_cache.cache import FOUND, analysed
 from dta_compile.runtime.calls.ranks import Ranks
@@ -73,19 +75,19 @@ def dta(
         return _refused(graph.refusal, graph.module, parsed)
     try:
         started = time.perf_counter()
-        program = _analyse(graph, parsed)
+        executable, captured = _compiled(graph, parsed)
         ranks = Ranks(graph.local.group if graph.local else None)
         seconds = time.perf_counter() - started
-        if FOUND in program.timings:
-            seconds = sum(program.timings.values())  # the self-check may take as long as where the passes ran
-        engine = Engine(program, parsed, seconds, ranks)
+        if FOUND in executable.seconds:
+            seconds = sum(executable.seconds.values())  # the self-check may take as long as where the passes ran
+        engine = Engine(executable, captured, parsed, seconds, ranks)
     except GraphWithoutAttention as plain:
         return _plain(graph.module, plain.log)
     except ContractError as broken:
         return _refused(_bug(broken), graph.module, parsed)
     except RefusalError as refusal:
         return _refused(refusal, graph.module, parsed)
-    trace_artifact("dta_capture", lambda: capture_report(program))
+    trace_artifact("dta_capture", lambda: capture_report(executable))
     if engine.rest is not None:
         record.log_once(SEVERAL_BATCHES)
     record.engines.append(engine)
@@ -103,7 +105,8 @@ def _bug(broken: ContractError) -> RefusalError:
     )
 
 
-def _analyse(graph: Captured, options: Options) -> Program:
+def _compiled(graph: Captured, options: Options) -> tuple[Executable, fx.GraphModule]:
+    """What is run over a tree, and the graph that it is compared with."""
     program: Program | None = None
     try:
         with _autograd_of_our_own():
@@ -112,8 +115,8 @@ def _analyse(graph: Captured, options: Options) -> Program:
             module = with_our_convolutions(with_our_attention(captured))
             program = Program(module, graph.training, options.codegen, graph.own_symbols)
             if graph.local:  # groups of ranks are this process's own
-                return run_passes(program, skip=options.skip_passes)
-            return analysed(program, options)
+                return seal(run_passes(program, skip=options.skip_passes)), module
+            return analysed(program, options), module
     except SelectionRefusal:
         raise
     except (RefusalError, GraphWithoutAttention):

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from dta_compile.errors import PlanError, RefusalError
-from dta_compile.passes.cuts.other_batches import programs_of
-from dta_compile.passes.mixer_layers import AttentionLayer, AttentionMask, MaskClass
-from dta_compile.passes.program import ChunkInput, FrontierValue, Program, has_tensor
+from dta_compile.executable.executable import ChunkInput, Executable, FrontierValue
+from dta_compile.executable.layers import AttentionLayer
+from dta_compile.executable.masks import MaskProgram
 from dta_compile.plan import Plan
 from dta_compile.program_cache.cache import FOUND
+from dta_compile.proofs.mask_class import MaskClass
 from dta_compile.runtime.calls.planned_call import PlannedCall, plan_call
 from dta_compile.runtime.interception import Intercepted
 
@@ -67,55 +68,63 @@ def explain_refusal(error: RefusalError) -> Explanation:
 
 def explain_engine(engine: Intercepted, args: Sequence[Any]) -> Explanation:
     """The report of a call that runs over a tree: its prologue and plan are run, its token region is not."""
-    program = engine.program
-    mode = "transparent" if program.training else "score"
-    call = plan_call(engine.begin(args), mode, [not value.is_cache for value in program.frontier])
-    regions = _regions(program)
-    attention = _attention(program, call.masks.classes)
-    prefix_key = tuple(_input(program, item) for item in program.trunk_keys)
-    frontier = tuple(_frontier(value, call.batch * call.tokens) for value in program.frontier)
+    executable = engine.executable
+    mode = "transparent" if executable.training else "score"
+    call = plan_call(engine.begin(args), mode, [not value.is_cache for value in executable.frontier])
+    regions = dict(executable.regions)
+    attention = _attention(executable, call.masks.classes)
+    prefix_key = tuple(map(_input, executable.trunk_keys))
+    frontier = tuple(_frontier(value, call.batch * call.tokens) for value in executable.frontier)
     sections = {
         "regions": [f"{name}: {count} operators" for name, count in regions.items()],
         "attention": list(attention),
-        "other mixers": _other_mixers(program),
+        "other mixers": _other_mixers(executable),
         "prefix key": list(prefix_key),
-        "head inputs": [_input(program, item) for item in program.head_inputs],
+        "head inputs": [*map(_input, executable.head_inputs)],
         "frontier": list(frontier),
-        "activations": [f"{program.joint.saved_bytes_per_token:,.0f} bytes per kept token"] if program.training else [],
+        "activations": [f"{executable.joint.saved_bytes_per_token:,.0f} bytes per kept token"]
+        if executable.training
+        else [],
         "batches of other sizes, each with a tree of its own": [
             line
-            for rest in programs_of(program)[1:]
+            for rest in executable.further
             for line in _attention(rest, [layer.mask or MaskClass() for layer in rest.attention])
         ],
     }
-    if FOUND in program.timings:
-        sections["passes"] = [_found(program)]
+    if FOUND in executable.seconds:
+        sections["passes"] = [_found(executable)]
     text = f"{_listed(sections)}\n{call.plan}"
     plan = dataclasses.replace(call.plan, sequences=_token_ids(call))
     return Explanation(text, None, plan, regions, attention, prefix_key, frontier)
 
 
-def capture_report(program: Program) -> str:
+def capture_report(executable: Executable) -> str:
     """What the passes made of a captured graph, before any call: regions, mixers, prefix key, frontier."""
-    masks = [layer.mask or MaskClass() for layer in program.attention]
+    masks = [layer.mask or MaskClass() for layer in executable.attention]
     sections = {
-        "regions": [f"{name}: {count} operators" for name, count in _regions(program).items()],
-        "attention": list(_attention(program, masks)),
-        "other mixers": _other_mixers(program),
-        "prefix key": [_input(program, item) for item in program.trunk_keys],
-        "head inputs": [_input(program, item) for item in program.head_inputs],
-        "frontier": [_frontier(value) for value in program.frontier],
-        "activations": [f"{program.joint.saved_bytes_per_token:,.0f} bytes per kept token"] if program.training else [],
+        "regions": [f"{name}: {count} operators" for name, count in executable.regions.items()],
+        "attention": list(_attention(executable, masks)),
+        "other mixers": _other_mixers(executable),
+        "prefix key": [*map(_input, executable.trunk_keys)],
+        "head inputs": [*map(_input, executable.head_inputs)],
+        "frontier": [_frontier(value) for value in executable.frontier],
+        "activations": [f"{executable.joint.saved_bytes_per_token:,.0f} bytes per kept token"]
+        if executable.training
+        else [],
     }
-    if FOUND in program.timings:
-        sections["passes"] = [_found(program)]
+    if FOUND in executable.seconds:
+        sections["passes"] = [_found(executable)]
     return _listed(sections)
 
 
-def _found(program: Program) -> str:
-    """Of a program that another process has analysed."""
-    seconds = sum(time for name, time in program.timings.items() if name != FOUND)
-    return f"{FOUND}, {program.timings[FOUND]:.2f} s in the place of {seconds:.2f} s"
+def _activations(executable: Executable) -> list[str]:
+    return [f"{executable.joint.saved_bytes_per_token:,.0f} bytes per kept token"] if executable.training else []
+
+
+def _found(executable: Executable) -> str:
+    """Of what another process has compiled."""
+    seconds = sum(time for name, time in executable.seconds.items() if name != FOUND)
+    return f"{FOUND}, {executable.seconds[FOUND]:.2f} s in the place of {seconds:.2f} s"
 
 
 def _listed(sections: Mapping[str, Sequence[str]]) -> str:
@@ -123,24 +132,13 @@ def _listed(sections: Mapping[str, Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _regions(program: Program) -> dict[str, int]:
-    operators = [node for node in program.graph.nodes if node.op not in ("placeholder", "output") and has_tensor(node)]
-    dense = [node for node in operators if node not in program.parameter_dependent]
-    return {
-        "prologue": len(dense),
-        "trunk": len(program.trunk),
-        "head": len(program.region) - len(program.trunk),
-        "epilogue": len(operators) - len(dense) - len(program.region),
-    }
-
-
 def _token_ids(call: PlannedCall) -> list[Any] | None:
     """The ids of every sequence; None if the call is given no integer for each token but its position."""
     tokens, found = call.rows.tokens, []
-    for item in call.program.trunk_keys:
-        dense = call.dense[item.node]
+    for item in call.executable.trunk_keys:
+        dense = call.dense[item.slot]
         one_a_token = dense.numel() == call.batch * call.tokens
-        if item.node not in call.program.placeholders or dense.is_floating_point() or not one_a_token:
+        if not item.is_input or dense.is_floating_point() or not one_a_token:
             continue
         values = call.codes(item).reshape(-1)[tokens.places]
         runs = [values[begin : begin + len(key)] for begin, key in zip(tokens.begins, tokens.keys, strict=True)]
@@ -150,17 +148,17 @@ def _token_ids(call: PlannedCall) -> list[Any] | None:
     return max(found, key=lambda one: one[0])[1] if found else None
 
 
-def _attention(program: Program, masks: Sequence[MaskClass | AttentionMask]) -> tuple[str, ...]:
+def _attention(executable: Executable, masks: Sequence[MaskClass | MaskProgram]) -> tuple[str, ...]:
     kinds = collections.Counter(
         f"{mask}{_read_at_every_call(layer)}; {layer.kv_heads} KV heads of {layer.key_dim}, "
         f"{str(layer.dtype).removeprefix('torch.')}"
-        for layer, mask in zip(program.attention, masks, strict=True)
+        for layer, mask in zip(executable.attention, masks, strict=True)
     )
     return tuple(f"{count} layers: {kind}" for kind, count in kinds.items())
 
 
-def _other_mixers(program: Program) -> list[str]:
-    others = (layer.mixer.name for layer in program.mixers if not isinstance(layer, AttentionLayer))
+def _other_mixers(executable: Executable) -> list[str]:
+    others = (layer.mixer.name for layer in executable.mixers if not isinstance(layer, AttentionLayer))
     return [f"{count} layers: {name}" for name, count in collections.Counter(others).items()]
 
 
@@ -170,16 +168,12 @@ def _read_at_every_call(layer: AttentionLayer) -> str:
         return ""
     tensors = (*mask.scalars, *mask.tables, *mask.items.values())
     numbers = [str(number) for number in mask.numbers if not number.free_symbols <= mask.items.keys()]
-    read = sorted({*numbers, *(node.meta.get("source") or node.name for node in tensors)})
+    read = sorted({*numbers, *map(str, tensors)})
     return f" (with {', '.join(read)} of this call)"
 
 
-def _input(program: Program, item: ChunkInput) -> str:
-    if item.node in program.placeholders:
-        name = program.inputs[program.placeholders.index(item.node)].name
-    else:
-        name = f"{item.node.name} = {item.node.target}"
-    return f"{name} {item.layout}"
+def _input(item: ChunkInput) -> str:
+    return f"{item.name} {item.layout}"
 
 
 def _frontier(value: FrontierValue, positions: int | None = None) -> str:
@@ -189,4 +183,4 @@ def _frontier(value: FrontierValue, positions: int | None = None) -> str:
     kind = "KV cache" if value.is_cache else "differentiable" if value.differentiable else "no gradient"
     shape = "x".join(map(str, value.features)) or "scalar"
     dense = f", {size * positions:,} bytes dense" if positions is not None else f", {size:,} bytes a token"
-    return f"{value.node.name}: {shape} per token{dense}, {kind}"
+    return f"{value.name}: {shape} per token{dense}, {kind}"

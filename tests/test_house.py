@@ -102,10 +102,32 @@ def test_folders_do_not_import_each_other():
     assert not cycle(HOUSE.rooms)
 
 
+# What a folder knows nothing of: compiling ends in `executable/`, and running begins there.
+UNKNOWN = {
+    "executable": {"passes", "capture", "runtime", "program_cache"},
+    "proofs": {"passes", "capture", "runtime", "program_cache", "executable"},
+    "runtime": {"passes", "capture", "program_cache"},
+}
+
+
+def test_the_runtime_knows_nothing_of_compiling():
+    for folder, unknown in UNKNOWN.items():
+        inside = [name for name in HOUSE.files if name.split(".")[1:2] == [folder]]
+        assert inside, folder
+        imported = {module.removeprefix("dta_compile.") for name in inside for module in HOUSE.needs[name]}
+        assert not {one for one in imported if one.split(".")[0] in unknown}, folder
+
+
 def test_plans_and_rollouts_need_no_torch():
     found = HOUSE.reached("plan", "rollouts")
     assert len(found) > 20
     assert not [name for name in found if any(module.split(".")[0] == "torch" for module, _ in HOUSE.imported[name])]
+
+
+def test_what_is_compiled_needs_nothing_of_its_compilation():
+    found = HOUSE.reached("proofs", "executable")
+    assert len(found) > 10
+    assert not [name for name in found if name.split(".")[1] in ("passes", "capture", "runtime")]
 
 
 def test_folders_can_be_taken_in_at_one_look():

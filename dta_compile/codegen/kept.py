@@ -5,17 +5,16 @@ Inductor's own look-up traces and lowers a function before it knows its name the
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
-import os
 import pickle
-import secrets
 from collections.abc import Iterable
 
-from dta_compile.codegen.inductor import AnyCode, AnyCompiled, environment, folder, generator, load
+from dta_compile.codegen.inductor import AnyCompiled, environment, folder, generator, load
+from dta_compile.executable.pieces import AnyCode
 from dta_compile.executable.source import AnySource
+from dta_compile.files import read_own, write_whole
 
 logger = logging.getLogger("dta_compile")
 
@@ -30,7 +29,7 @@ def keys(sources: Iterable[AnySource]) -> list[str]:
 def find(key: str) -> AnyCode | None:
     """The code that is kept under a name, loaded; None: there is none, or its files are gone."""
     try:
-        return load(pickle.loads((folder() / "dta" / key).read_bytes()))
+        return load(pickle.loads(read_own(folder() / "dta" / key)))
     except FileNotFoundError:
         return None
     except Exception as error:  # of another release, half of a file, or what it names: generated again
@@ -39,14 +38,7 @@ def find(key: str) -> AnyCode | None:
 
 
 def keep(key: str, compiled: AnyCompiled) -> None:
-    """Write a file as a whole, so that readers meet no half of it; raises `OSError`."""
+    """Keep code for other processes; raises `OSError`."""
     path = folder() / "dta" / key
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
-    try:
-        written.write_bytes(pickle.dumps(compiled))
-        os.replace(written, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            written.unlink()
-        raise
+    write_whole(path, pickle.dumps(compiled))

@@ -73,13 +73,13 @@ class Code:
         text: of a function `forward(self, ...)`.
         modules: names that the text uses, of modules.
         names: names that the text uses, of anything else.
-        attributes: of `self`: constant tensors.
+        attributes: of `self`: constant tensors, and calls of autograd functions.
     """
 
     text: str
     modules: Mapping[str, str]
     names: Mapping[str, Any]
-    attributes: Mapping[str, torch.Tensor]
+    attributes: Mapping[str, Any]
 
     @classmethod
     def of(cls, module: fx.GraphModule, boxed: bool = False) -> Code:
@@ -96,7 +96,7 @@ class Code:
         code = graph.python_code("self")
         used = set(re.findall(r"\w+", code.src))
         given = {name: value for name, value in code.globals.items() if name in used}
-        constants = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+        constants = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
         return cls(
             code.src,
             {name: value.__name__ for name, value in given.items() if isinstance(value, types.ModuleType)},

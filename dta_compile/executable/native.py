@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from dta_compile.executable.layers import AttentionLayer, MixerLayer
 from dta_compile.executable.source import CppSource
 from dta_compile.ops.tree_attention import kernel
-from dta_compile.passes.mixer_layers import AttentionLayer, MixerLayer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,6 +83,9 @@ class Mixer:
     segments: int | None = None
     scratch: Callable[[Sequence[torch.Tensor]], tuple[float, float]] | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _registered, (str(self.call),)
+
     @property
     def batch_dim(self) -> int:
         """Which dimension of an operand counts sequences."""
@@ -131,6 +134,11 @@ def register_mixer(mixer: Mixer) -> Mixer:
     """Let graphs that call a mixer run over a tree; `runtime.calls.mixers.RUNTIMES` says how it is computed there."""
     MIXERS[mixer.call] = mixer
     return mixer
+
+
+def _registered(call: str) -> Mixer:
+    """The mixer whose `call` has this name."""
+    return next(mixer for operator, mixer in MIXERS.items() if str(operator) == call)
 
 
 def mixer_of_chunk(target: object) -> Mixer | None:

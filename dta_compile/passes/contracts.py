@@ -68,7 +68,6 @@ class Pass:
             raise ContractError(f"{self.name} fills what is filled already: {', '.join(sorted(twice))}")
         view = View(program, self)
         self.run(cast(Program, view))
-        view.open()
         for name in self.writes:
             setattr(program, name, frozen(getattr(program, name)))
         program.filled |= self.fills
@@ -86,20 +85,14 @@ def contract(
 
 
 class View:
-    """A program as one pass may see it; after `open`, as it is, for what the pass made and still refers to it."""
+    """A program as one pass may see it."""
 
     __slots__ = ("_pass", "_program", "_readable")
 
-    def __init__(self, program: Program, step: Pass | None) -> None:
-        """`step`: the pass; None: all passes have run."""
+    def __init__(self, program: Program, step: Pass) -> None:
         object.__setattr__(self, "_program", program)
         object.__setattr__(self, "_pass", step)
-        object.__setattr__(self, "_readable", FIELDS if step is None else step.reads | step.writes)
-
-    def open(self) -> None:
-        """Show everything from now on; nothing can be written any more."""
-        object.__setattr__(self, "_readable", FIELDS)
-        object.__setattr__(self, "_pass", None)
+        object.__setattr__(self, "_readable", step.reads | step.writes)
 
     def __getattr__(self, name: str) -> Any:
         if name in self._readable:
@@ -112,9 +105,8 @@ class View:
         return member.__get__(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._pass is None or name not in self._pass.writes:
-            who = "after its pass has run" if self._pass is None else f"by {self._pass.name}, who does not declare it"
-            raise ContractError(f"{name!r} is written {who}")
+        if name not in self._pass.writes:
+            raise ContractError(f"{name!r} is written by {self._pass.name}, who does not declare it")
         setattr(self._program, name, value)
 
 

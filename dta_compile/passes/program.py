@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -15,76 +14,13 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.executable.chunk import ChunkGraphs
-from dta_compile.passes.mixer_layers import AttentionLayer, MixerLayer, RecurrentLayer
+from dta_compile.executable.layers import AttentionLayer, MixerLayer, RecurrentLayer
+from dta_compile.executable.layouts import Frame, Input, Layout
 from dta_compile.passes.stage_graphs import ChunkStages
 from dta_compile.passes.symbols import symbol_sources
 
 TORCH_FOLDER = str(pathlib.Path(torch.__file__).parent)
 OUR_FOLDER = str(pathlib.Path(__file__).parents[1])
-
-
-class Axis(enum.Enum):
-    """What a tensor dimension counts: sequences of the batch, tokens of a sequence, or both flattened: all tokens of a
-    sequence and then the next, or a token of all sequences and then the next."""
-
-    BATCH = "B"
-    TOKEN = "T"
-    ROWS = "BT"
-    TOKEN_ROWS = "TB"
-
-    @property
-    def is_over_tokens(self) -> bool:
-        """Whether neighbours along the axis are tokens, of one sequence or of several."""
-        return self is not Axis.BATCH
-
-    @property
-    def is_over_sequences(self) -> bool:
-        """Whether the axis runs over sequences, alone or with their tokens."""
-        return self is not Axis.TOKEN
-
-
-@dataclasses.dataclass(frozen=True)
-class Frame:
-    """The token positions a token axis covers: `[start, start + length)`; start None means not known yet."""
-
-    start: sympy.Expr | None
-    length: sympy.Expr
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """The axes of one tensor, a dimension each (None: a feature dimension), and the frame of its token axis."""
-
-    dims: tuple[Axis | None, ...]
-    frame: Frame | None = None
-
-    @property
-    def token_dim(self) -> int | None:
-        """The dimension that runs over tokens (also of several sequences), or None."""
-        return next((i for i, axis in enumerate(self.dims) if axis is not None and axis.is_over_tokens), None)
-
-    @property
-    def row_dim(self) -> int | None:
-        """The dimension that runs over a chunk's rows: that of tokens, or of sequences in a value without tokens."""
-        return self.batch_dim if self.token_dim is None else self.token_dim
-
-    @property
-    def batch_dim(self) -> int | None:
-        """The dimension that runs over sequences alone, or None."""
-        return self.dims.index(Axis.BATCH) if Axis.BATCH in self.dims else None
-
-    @property
-    def is_over_sequences(self) -> bool:
-        """Whether a dimension runs over sequences (also over their tokens)."""
-        return any(axis is not None and axis.is_over_sequences for axis in self.dims)
-
-    @property
-    def labelled(self) -> bool:
-        """Whether any dimension runs over sequences or tokens."""
-        return any(axis is not None for axis in self.dims)
-
-    def __str__(self) -> str:
-        return "[" + ", ".join("-" if axis is None else axis.value for axis in self.dims) + "]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,25 +32,6 @@ class Mixed:
 
 
 Value = Layout | Mixed | tuple["Layout | Mixed", ...] | None
-
-
-class InputKind(enum.Enum):
-    """Where a graph input comes from and whether gradients flow to it."""
-
-    PARAMETER = "parameter"  # trained or frozen, without batch or token axis
-    DATA = "data"  # everything else that carries no gradient
-    DIFFERENTIABLE_DATA = "differentiable data"  # has a batch or token axis and requires grad
-    SIZE = "size"  # a SymInt or a plain number
-
-
-@dataclasses.dataclass(frozen=True)
-class Input:
-    """One positional input of the captured graph."""
-
-    index: int
-    name: str
-    kind: InputKind
-    requires_grad: bool
 
 
 @dataclasses.dataclass
@@ -191,6 +108,7 @@ class Program:
     other_batches: Set[fx.Node] = frozenset()  # leads to attention over other sizes only
     # mixers
     mixers: Sequence[MixerLayer] = ()  # in order; a layer's index is its place here
+    mixer_nodes: Sequence[fx.Node] = ()  # their calls
     # regions
     region: Set[fx.Node] = frozenset()
     frontier: Sequence[FrontierValue] = ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import sympy
 import torch
@@ -12,16 +11,10 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
-def fake_mode_of(captured: fx.GraphModule) -> Any | None:
-    """The mode that the inputs of a captured graph are fake tensors of."""
-    values = (node.meta.get("example_value") for node in captured.graph.nodes if node.op == "placeholder")
-    return next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
-
-
 def shape_env_of(captured: fx.GraphModule) -> ShapeEnv | None:
     """What Dynamo knows of the sizes of a captured graph."""
-    mode = fake_mode_of(captured)
-    return None if mode is None else mode.shape_env
+    values = (node.meta.get("example_value") for node in captured.graph.nodes if node.op == "placeholder")
+    return next((value.fake_mode.shape_env for value in values if hasattr(value, "fake_mode")), None)
 
 
 def known_of_sizes(env: ShapeEnv) -> list[str]:
@@ -61,16 +54,11 @@ class Assumptions:
 
 
 class Recorder:
-    """Of the guards that are made from now on.
-
-    Attributes:
-        symbols: those that Dynamo's trace has made; another process knows no others.
-    """
+    """Of the guards that are made from now on."""
 
     def __init__(self, env: ShapeEnv) -> None:
         self.env, self.before = env, len(env.guards)
         self.later = env.num_deferred_runtime_asserts
-        self.symbols = set(env.var_to_range)
 
     def assumptions(self) -> Assumptions:
         """What was added; raises `ValueError` if it is of numbers that depend on data, which no guard is about."""
@@ -78,6 +66,11 @@ class Recorder:
             raise ValueError("checks of numbers that depend on data")
         guards = tuple(guard.expr for guard in self.env.guards[self.before :])
         return Assumptions(guards, tuple(known_of_sizes(self.env)))
+
+
+def first_size(env: ShapeEnv, size: sympy.Expr | None) -> int:
+    """What a size is in the first call; 0 if that is not known, 1 if there is no such size."""
+    return 1 if size is None else torch.SymInt(SymNode(size, env, int, None)).node.hint or 0
 
 
 def _truth(env: ShapeEnv, guard: sympy.Basic) -> torch.SymBool:

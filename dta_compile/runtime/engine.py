@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
-from dta_compile.capture.as_captured import as_captured
 from dta_compile.errors import RefusalError
+from dta_compile.executable.as_captured import as_captured
+from dta_compile.executable.executable import Executable
 from dta_compile.options import Options
-from dta_compile.passes import Program
 from dta_compile.plan import MeasuredRun, Plan
 from dta_compile.runtime import interception
 from dta_compile.runtime.calls.call import Call, CallContext
@@ -40,11 +41,18 @@ class Engine:
     replays are for: see `replay`."""
 
     def __init__(
-        self, program: Program, options: Options, compile_seconds: float = 0.0, ranks: Ranks | None = None
+        self,
+        executable: Executable,
+        captured: fx.GraphModule,
+        options: Options,
+        compile_seconds: float = 0.0,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.program, self.options, self.compile_seconds = program, options, compile_seconds
+        """`captured`: the graph that the executable was made of, to compare calls with and to run densely."""
+        self.executable, self.captured = executable, captured
+        self.options, self.compile_seconds = options, compile_seconds
         self.ranks = ranks or Ranks()
-        self.sizes = Sizes(program)
+        self.sizes = Sizes(executable.symbols)
         self.last_plan: Plan | None = None
         self.checked = False
         self.is_reported = True  # in logs and traces
@@ -54,17 +62,17 @@ class Engine:
         self.replays = ReplayCache() if options.cuda_graphs and not self.ranks.several else None
         self._calibrations: dict[bool, Calibration] = {}  # with generated code, and without
         self._checked_swaps = 0  # of ATen for generated code, that the self-check has seen
-        # Of further batches; what is checked is the whole program.
-        self.rest = None
-        if program.rest is not None:
-            self.rest = Engine(program.rest, dataclasses.replace(options, verify="off"), ranks=ranks)
+        # Of further batches; what is checked is the whole call.
+        self.rest: Engine | None = None
+        if executable.rest is not None:
+            self.rest = Engine(executable.rest, captured, dataclasses.replace(options, verify="off"), ranks=ranks)
 
     def calibration(self, device: torch.device, generated: bool = False) -> Calibration:
         """What runs of this model have taken so far, with generated code or without."""
         if generated not in self._calibrations:
             chosen = "" if self.options.attention == "auto" else self.options.attention
             prior = self.calibration(device).cost_model() if generated else None
-            loaded = Calibration.load(self.program, device, self.options, chosen, generated, prior)
+            loaded = Calibration.load(self.executable, device, self.options, chosen, generated, prior)
             self._calibrations[generated] = loaded
         return self._calibrations[generated]
 
@@ -79,13 +87,13 @@ class Engine:
             if self.options.fallback != "dense":
                 raise
             logger.warning("dta: running densely, as fallback='dense' says: %s", refusal)
-            return tuple(as_captured(self.program.captured)(*args))
+            return tuple(as_captured(self.captured)(*args))
 
     def _checked_run(self, args: Sequence[Any]) -> tuple[Any, ...]:
         verify = self.options.verify
         if verify == "always" or (verify == "first" and not self.checked):
             self.checked = True
-            outputs, verdict = verified(self.program, self.run, args)
+            outputs, verdict = verified(self.captured, self.run, args)
             assert self.last_plan is not None
             self.last_plan.estimates.self_check = verdict
             return outputs
@@ -93,9 +101,9 @@ class Engine:
 
     def run(self, args: Sequence[Any], cache_now: bool = True) -> Run:
         """A call under ordinary autograd; a KV cache among its outputs is computed now, or when it is read."""
-        mode = "transparent" if self.program.training and torch.is_grad_enabled() else "score"
+        mode = "transparent" if self.executable.training and torch.is_grad_enabled() else "score"
         call = self.planned(args, mode, cache_now)
-        parameters = [args[spec.index] for spec in self.program.region_parameters]
+        parameters = [args[spec.index] for spec in self.executable.region_parameters]
         with no_autocast():
             frontier = TreeFunction.apply(call, *parameters)
         if not all(call.wanted):
@@ -108,16 +116,16 @@ class Engine:
 
     def planned(self, args: Sequence[Any], mode: str, with_cache: bool = True) -> PlannedCall:
         """A call with its prologue run and its plan; before the first one goes on, the program is checked."""
-        wanted = [with_cache or not value.is_cache for value in self.program.frontier]
+        wanted = [with_cache or not value.is_cache for value in self.executable.frontier]
         with no_autocast():
             call = plan_call(self.begin(args), mode, wanted)
             self.last_plan = call.plan
         self._trace(call.plan)
         if call.rows.tree.num_rows and self._is_check_due(mode):
             self.checked = True
-            self.verdict = self_check(call, self.run_small, self.compile_seconds)
+            self.verdict = self_check(call, self.captured, self.run_small, self.compile_seconds)
         elif call.rows.tree.num_rows and self._is_swap_unchecked(call, mode):
-            again = self_check(call, self.run_small, 0.0, "at the first call with generated code")
+            again = self_check(call, self.captured, self.run_small, 0.0, "at the first call with generated code")
             skipped = again.startswith("skipped")
             self.verdict = f"{self.verdict}; with generated code {again}" if skipped else again
         call.plan.estimates.self_check = self.verdict
@@ -137,7 +145,7 @@ class Engine:
 
     def _is_swap_unchecked(self, call: PlannedCall, mode: str) -> bool:
         """Whether a call is the first one that runs code which was generated since the self-check."""
-        generated = self.program.joint.generated
+        generated = self.executable.joint.generated
         if generated is None or self.options.verify != "auto" or mode == "streaming":
             return False
         _ = call.generated_code  # those that are ready are taken now
@@ -156,7 +164,7 @@ class Engine:
             cuda_graphs=False,
             cache_dir="off",
         )
-        engine = Engine(self.program, options)
+        engine = Engine(self.executable, self.captured, options)
         engine.is_reported = False
         return engine.run(args)
 
@@ -189,12 +197,12 @@ class Engine:
         """A call with its prologue run."""
         self.collect_times()
         with torch.no_grad():
-            values = self.program.prologue(*args)
-        return Call.begin(self._context(), args, dict(zip(self.program.prologue_nodes, values, strict=True)))
+            dense = self.executable.prologue.function(*args)
+        return Call.begin(self._context(), args, dense)
 
     def _context(self) -> CallContext:
         return CallContext(
-            self.program,
+            self.executable,
             self.options,
             self.sizes,
             self.replays,
@@ -217,10 +225,12 @@ class Engine:
             return self.epilogue(call.args, call.dense, frontier)
 
     def epilogue(
-        self, args: Sequence[Any], dense: Mapping[Any, torch.Tensor], frontier: Sequence[torch.Tensor]
+        self, args: Sequence[Any], dense: Sequence[torch.Tensor], frontier: Sequence[torch.Tensor]
     ) -> tuple[Any, ...]:
         """The outputs of the call from its dense frontier values, under ordinary autograd."""
         if self.rest is not None:
             return self.rest.run([*args, *frontier]).outputs
-        received = [dense[node] for node in self.program.epilogue_dense_inputs]
-        return self.program.epilogue(*args, *frontier, *received)
+        assert self.executable.epilogue is not None
+        received = [dense[slot] for slot in self.executable.epilogue_slots]
+        outputs: tuple[Any, ...] = self.executable.epilogue.function(*args, *frontier, *received)
+        return outputs

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from dta_compile.passes.program import Program
+from dta_compile.executable.executable import Executable
 from dta_compile.runtime.calls.call import Call
 from dta_compile.runtime.calls.planned_call import PlannedCall
 
@@ -15,13 +15,13 @@ from dta_compile.runtime.calls.planned_call import PlannedCall
 class Intercepted(Protocol):
     """An engine, as far as its call may be replaced."""
 
-    program: Program
+    executable: Executable
 
     def begin(self, args: Sequence[Any]) -> Call:
         """A call with its prologue run."""
 
     def planned(self, args: Sequence[Any], mode: str) -> PlannedCall:
-        """A call with its prologue run and its plan, in a program that was checked."""
+        """A call with its prologue run and its plan, in an executable that was checked."""
 
 
 # Returns what the engine is to return instead of the call's outputs, or None: nothing, the engine runs as always.

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.passes.program import FrontierValue
+from dta_compile.executable.executable import FrontierValue
 from dta_compile.runtime.calls.planned_call import PlannedCall, plan_call
 from dta_compile.runtime.transparent import forward_half, gradient_of_cache, no_autocast
 
@@ -26,7 +26,7 @@ class ReturnedCache:
 
     def __init__(self, call: PlannedCall) -> None:
         self.call: PlannedCall | None = call
-        read = [value for value in (*call.args, *call.dense.values()) if isinstance(value, torch.Tensor)]
+        read = [value for value in (*call.args, *call.dense) if isinstance(value, torch.Tensor)]
         self.state = [(value, _state(value)) for value in read]
         self.values: list[torch.Tensor | None] | None = None
 
@@ -37,8 +37,8 @@ class ReturnedCache:
     def tensor(self, index: int) -> OnDemand:
         """A tensor in the place of a frontier value."""
         assert self.call is not None
-        value = self.call.program.frontier[index]
-        sizes = [int(self.call.context.sizes.number(size, self.call.args)) for size in value.node.meta["val"].shape]
+        value = self.call.executable.frontier[index]
+        sizes = self.call.context.sizes.shape(value.shape, self.call.args)
         return OnDemand(self, index, value, sizes, self.call.device)
 
     def value(self, index: int) -> torch.Tensor:
@@ -59,7 +59,7 @@ class ReturnedCache:
                 got="one after the backward" if call is None else "others, changed in place or freed",
                 hint="read past_key_values before, or call the model under torch.no_grad() for a KV cache",
             )
-        wanted = [value.is_cache for value in call.program.frontier]
+        wanted = [value.is_cache for value in call.executable.frontier]
         with _disable_current_modes(), torch.no_grad(), no_autocast():
             again = plan_call(call, "score", wanted)
             executor, rows, _ = forward_half(again)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dta_compile.errors import RefusalError
+from dta_compile.executable.executable import TensorSpec
 
 
 class StandIn(torch.Tensor):
@@ -77,8 +78,8 @@ class StandIns:
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref[StandIn]] = {}
 
-    def make(self, position: int, value: torch.Tensor, shape: Sequence[int], where: str) -> StandIn:
-        """The one for an output with this fake value."""
+    def make(self, position: int, value: TensorSpec, shape: Sequence[int], where: str) -> StandIn:
+        """The one for an output like this."""
         made = StandIn(shape, value.dtype, value.device, where)
         self._known[position] = weakref.ref(made)
         return made

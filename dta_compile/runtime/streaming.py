@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from dta_compile.errors import RefusalError, RuntimeContractError
+from dta_compile.executable.executable import NoRowEpilogue, NumberSpec, Output, RowEpilogue, TensorSpec
 from dta_compile.integrations.fully_shard import held
-from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
-from dta_compile.passes.program import Mixed, Program, has_tensor, where
 from dta_compile.runtime.calls.executor import Executor
 from dta_compile.runtime.calls.planned_call import PlannedCall
 from dta_compile.runtime.calls.schedule_buffers import (
@@ -113,11 +111,11 @@ class Stream:
 
     def begin(self, engine: Intercepted, args: Sequence[Any]) -> tuple[Any, ...] | None:
         """The outputs of the graph: real ones where they exist for the whole batch, else stand-ins."""
-        program = engine.program
-        if not program.training:
+        executable = engine.executable
+        if not executable.training:
             return None  # its outputs exist for the whole batch
-        if isinstance(program.row_epilogue, Mixed):
-            raise _mixes_sequences(program.row_epilogue)
+        if isinstance(executable.row_epilogue, NoRowEpilogue):
+            raise _mixes_sequences(executable.row_epilogue)
         call = engine.planned(args, "streaming")
         if call.plan.segments is not None:
             self.why_whole = "rows are packed, and the loss of a row needs all of its sequences at one time"
@@ -126,23 +124,22 @@ class Stream:
             self.why_whole = "ranks of a tensor-parallel group run the model together, in an order set beforehand"
             return None
         self.call = call
-        return tuple(self._output(i, node) for i, node in enumerate(program.outputs))
+        return tuple(self._output(i, output) for i, output in enumerate(executable.outputs))
 
-    def _output(self, position: int, node: Any) -> Any:
+    def _output(self, position: int, output: Output) -> Any:
         call = self.call
         assert call is not None
-        program, sizes = call.program, call.context.sizes
-        if not isinstance(node, fx.Node):
-            return node
-        if node.op == "placeholder":
-            return call.args[program.placeholders.index(node)]
-        value = node.meta["val"]
-        if not has_tensor(node):
-            return sizes.number(value, call.args)
-        if node not in program.parameter_dependent:
-            return call.dense[node]
-        shape = [sizes.number(size, call.args) for size in value.shape]
-        return self.stand_ins.make(position, value, shape, where(node))
+        if output.input is not None:
+            return call.args[output.input]
+        if output.slot is not None:
+            return call.dense[output.slot]
+        match output.value:
+            case NumberSpec() as number:
+                return call.context.sizes.number(number, call.args)
+            case TensorSpec() as tensor:
+                shape = call.context.sizes.shape(tensor.shape, call.args)
+                return self.stand_ins.make(position, tensor, shape, output.where)
+        return output.value
 
     def sources(self, returned: Sequence[torch.Tensor]) -> list[int | torch.Tensor]:
         """For every returned tensor which output of the graph it is, or the tensor itself if it exists."""
@@ -168,12 +165,11 @@ class Stream:
                 got=f"{len(stored)} stored in an attribute, a list or a global variable",
                 hint="return the value, and store what you need of it in loss_fn",
             )
-        caches = {value.node for value in self.call.program.frontier if value.is_cache}
-        outputs = self.call.program.outputs
-        if lost := [i for i in self.in_return_value - set(sources) if outputs[i] not in caches]:
+        outputs = self.call.executable.outputs
+        if lost := [i for i in self.in_return_value - set(sources) if not outputs[i].is_cache]:
             raise RefusalError(
                 "the compiled function returns tensors in an object that loss_fn cannot be given the rows of",
-                where=where(outputs[lost[0]]),
+                where=outputs[lost[0]].where,
                 expected="tensors in tuples, lists, mappings or dataclasses",
                 got=f"{len(lost)} in objects of other classes",
                 hint="return the tensors themselves",
@@ -183,11 +179,11 @@ class Stream:
         """Run the schedule and add the gradients to the parameters."""
         call = self.call
         assert call is not None
-        program = call.program
+        executable = call.executable
         loss_fn = _under_current_autocast(loss_fn)
         with no_autocast():
             executor = call.executor()
-            parameters = [call.args[spec.index] for spec in program.region_parameters]
+            parameters = [call.args[spec.index] for spec in executable.region_parameters]
             executor.path.allocate_gradients()
             totals = accumulators(executor.joint, parameters, executor.lease)
             buffers = _buffers(call, executor)
@@ -207,12 +203,12 @@ class Stream:
         return [rows.losses[row] for row in range(call.batch)]
 
 
-def _mixes_sequences(mixed: Mixed) -> RefusalError:
+def _mixes_sequences(why: NoRowEpilogue) -> RefusalError:
     return RefusalError(
         "the compiled function mixes sequences, so its outputs do not exist one sequence at a time",
-        where=where(mixed.node),
+        where=why.where,
         expected="outputs with the batch axis in front, each row computed from its own sequence",
-        got=mixed.reason,
+        got=why.reason,
         hint="compile the part up to per-token values, and put the loss of one sequence in loss_fn",
     )
 
@@ -233,7 +229,7 @@ def _under_current_autocast(function: Callable[..., torch.Tensor]) -> Callable[.
 
 def _buffers(call: PlannedCall, executor: Executor) -> ScheduleBuffers:
     """Buffers for the rows of the current path."""
-    frontier, heads, device = call.program.frontier, len(executor.head_rows), executor.path.device
+    frontier, heads, device = call.executable.frontier, len(executor.head_rows), executor.path.device
     differentiated = executor.joint.differentiated
     gradients = [
         gradient_buffer(PathRows, value, heads, device) if i in differentiated else None
@@ -258,11 +254,12 @@ class _Rows:
         self.used: set[int] = set()  # frontier values that a loss sends gradients to
         self.gradients = RowGradients()  # that the epilogue and the loss send elsewhere: to parameters, for one
         self.at_padding: dict[int, list[torch.Tensor]] = {}  # by frontier value: which entries there have gradients
-        program = call.program
-        self.inputs = [
-            (arg, _row_dim(program, node)) for arg, node in zip(call.args, program.placeholders, strict=True)
-        ]
-        self.dense = [(call.dense[node], _row_dim(program, node)) for node in program.epilogue_dense_inputs]
+        epilogue = call.executable.row_epilogue
+        assert isinstance(epilogue, RowEpilogue)
+        received = [call.dense[slot] for slot in call.executable.epilogue_slots]
+        self.epilogue = epilogue.code.function
+        self.inputs = list(zip(call.args, epilogue.input_dims, strict=True))
+        self.dense = list(zip(received, epilogue.dense_dims, strict=True))
 
     def attach(self, sequences: tuple[int, ...]) -> bool:
         for row in sequences:
@@ -290,13 +287,13 @@ class _Rows:
                 self._add(i, grad, row)
 
     def _leaf(self, index: int, row: int) -> torch.Tensor:
-        value, buffer = self.call.program.frontier[index], self.buffers.outputs[index]
+        value, buffer = self.call.executable.frontier[index], self.buffers.outputs[index]
         assert buffer is not None, "a streaming step computes all frontier values"
         dense = self.call.layout.expand_row(index, buffer, row)
         return dense.requires_grad_(self.buffers.gradients[index] is not None or value.is_cache)
 
     def _add(self, index: int, grad: torch.Tensor, row: int) -> None:
-        value, buffer = self.call.program.frontier[index], self.buffers.gradients[index]
+        value, buffer = self.call.executable.frontier[index], self.buffers.gradients[index]
         if buffer is None:
             raise gradient_of_cache(value)
         at_padding = self.call.layout.add_row_gradient(index, buffer, grad, row)
@@ -309,13 +306,8 @@ class _Rows:
         inputs, dense = ([_cut(value, dim, row, batch) for value, dim in each] for each in (self.inputs, self.dense))
         # The same memory, but no leaves to autograd: loss_fn may write to its outputs in place.
         frontier = [aten._unsafe_view(leaf, leaf.shape) for leaf in leaves]
-        epilogue = self.call.program.row_epilogue
-        assert isinstance(epilogue, fx.GraphModule)
-        return epilogue(batch, *inputs, *frontier, *dense)
-
-
-def _row_dim(program: Program, node: fx.Node) -> int | None:
-    return row_dim(row_layout(program, node)) if has_tensor(node) else None
+        outputs: Sequence[Any] = self.epilogue(batch, *inputs, *frontier, *dense)
+        return outputs
 
 
 def _cut(value: Any, dim: int | None, row: int, batch: int) -> Any:

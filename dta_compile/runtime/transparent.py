@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.passes.program import FrontierValue
+from dta_compile.executable.executable import FrontierValue
 from dta_compile.plan import Op
 from dta_compile.runtime.calls.executor import Executor
 from dta_compile.runtime.calls.planned_call import PlannedCall
@@ -57,7 +57,7 @@ class TreeFunction(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *(
                 out
-                for out, value in zip(outputs, call.program.frontier, strict=True)
+                for out, value in zip(outputs, call.executable.frontier, strict=True)
                 if out is not None and not value.differentiable
             )
         )
@@ -81,7 +81,7 @@ class TreeFunction(torch.autograd.Function):
                 hint="call torch.autograd.grad in a loop, with retain_graph=True",
             )
         call: PlannedCall = ctx.call
-        parameters = _unchanged(ctx)[: len(call.program.region_parameters)]
+        parameters = _unchanged(ctx)[: len(call.executable.region_parameters)]
         begun = [(ctx.executor, ctx.backward_half)] if ctx.executor is not None else []
         ctx.executor = ctx.backward_half = None  # the kept graphs serve one backward; another one recomputes
         if not begun:
@@ -146,7 +146,7 @@ def forward_half(call: PlannedCall) -> tuple[Executor, list[RowBuffer | None], S
     """Run a schedule up to its attach op; the executor, rows of frontier values, and what is left of the ops."""
     executor, training = call.executor(), call.plan.schedule.mode != "score"
     heads, device = len(executor.head_rows), executor.path.device
-    outputs = output_buffers(AllRows, call.program.frontier, call.wanted, heads, device, training)
+    outputs = output_buffers(AllRows, call.executable.frontier, call.wanted, heads, device, training)
     left = executor.run(call.plan.schedule.ops, ScheduleBuffers(outputs), on_attach=lambda sequences: False)
     return executor, outputs, left
 
@@ -175,7 +175,7 @@ def row_gradients(
 ) -> list[RowBuffer | None]:
     """Dense gradients of the frontier, summed onto head rows."""
     found: list[RowBuffer | None] = []
-    for i, (value, grad) in enumerate(zip(call.program.frontier, grads, strict=True)):
+    for i, (value, grad) in enumerate(zip(call.executable.frontier, grads, strict=True)):
         if value.is_cache and grad is not None:
             raise gradient_of_cache(value)
         buffer = None
@@ -191,6 +191,6 @@ def gradient_of_cache(value: FrontierValue) -> RuntimeContractError:
     return RuntimeContractError(
         "a gradient reached the returned KV cache",
         expected="a loss that does not use past_key_values",
-        got=f"a gradient for {value.node.name}",
+        got=f"a gradient for {value.name}",
         hint="pass use_cache=False",
     )

@@ -77,7 +77,7 @@ def test_passes_run_in_their_listed_order(program):
 def test_masks_are_classified_and_gone(program):
     classes = [layer.mask.constant for layer in program.attention]
     assert all(one.window == 5 and one.valid is not None for one in classes)
-    assert all(layer.node.args[3] is None for layer in program.attention)
+    assert all(node.args[3] is None for node in program.mixer_nodes)
     assert not any("tril" in str(t) or "logical_and" in str(t) for t in targets(program.chunk))
 
 

@@ -6,6 +6,8 @@ What another process does is done here by compiling anew; one test has another p
 import concurrent.futures
 import logging
 import os
+import pathlib
+import pickle
 import subprocess
 import sys
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import dta_compile
-from dta_compile.program_cache import cache, description, files
+from dta_compile.program_cache import cache, description, files, pickles
 from tests.support.inside import inside
 from tests.support.tiny import (
     PACKED_IDS,
@@ -80,7 +82,7 @@ def compiled(tmp_path):
 
 
 def was_found(compiled):
-    return cache.FOUND in inside(compiled).newest.program.timings
+    return cache.FOUND in inside(compiled).newest.executable.seconds
 
 
 def step(compiled, model, *args, real=None):
@@ -198,10 +200,9 @@ def test_pieces_of_generated_code_are_kept(compiled, monkeypatch):
     assert_bits(step(second, model, IDS), expected)
     assert was_found(second)
     assert sources == pieces and pieces
-    graphs = inside(second).newest.program.joint
-    assert {*graphs.generated.pieces["forward"]} == {
-        node.target for node in graphs.forward.graph.nodes if node.target in graphs.generated.pieces["forward"]
-    }
+    joint = inside(second).newest.executable.joint
+    kept = {*joint.generated.pieces["forward"]}
+    assert kept and kept == {one for one in joint.forward.names.values() if one in kept}
 
 
 # Misses
@@ -364,23 +365,28 @@ def test_a_file_that_cannot_be_used_is_written_anew(compiled, programs):
     again = compiled(model)
     assert_bits(step(again, model, IDS), expected)
     assert not was_found(again)
-    entry = files.ProgramFile(programs, "")
-    entry.path = path
-    text, assumed, program = entry.read()
-    entry.write([text, assumed, program[: len(program) // 2]])
+    entry = entry_of(path)
+    kept = entry.read()
+    entry.write(kept[: len(kept) // 2])
     again = compiled(model)
     assert_bits(step(again, model, IDS), expected)
     assert not was_found(again)
     assert the_file(programs).stat().st_size == pytest.approx(len(whole), rel=0.01)
 
 
+def entry_of(path):
+    """The entry whose file this is."""
+    entry, start = files.ProgramFile(path.parent, ""), len(files.FORMAT) + files.HASH
+    entry.path, entry.described = path, path.read_bytes()[start : start + files.HASH]
+    return entry
+
+
 def test_files_are_compared_as_a_whole(compiled, programs, monkeypatch):
     """No name is trusted to be of one description, and no torn file is taken for a whole one."""
     model = SmallLM()
     compiled(model)(IDS)
-    entry = files.ProgramFile(programs, "")
-    entry.path = the_file(programs)
-    text, assumed, program = entry.read()
+    entry = entry_of(the_file(programs))
+    kept, described = entry.read(), entry.described
     whole = entry.path.read_bytes()
 
     def passes(*args, **kwargs):
@@ -403,11 +409,29 @@ def test_files_are_compared_as_a_whole(compiled, programs, monkeypatch):
         entry.path.write_bytes(torn)
         assert not is_used()
         assert not entry.path.exists()
-    for parts in ([text + b" ", assumed, program], [text]):
-        entry.write(parts)
+    for other, data in ((described[::-1], kept), (described, b""), (described, pickles.to_bytes("text"))):
+        entry.described = other
+        entry.write(data)
         assert not is_used()
-    entry.write([text, assumed, program])
+        assert not entry.path.exists()
+    entry.described = described
+    entry.write(kept)
     assert is_used()
+
+
+def test_only_known_classes_are_read(tmp_path):
+    for value in (pathlib.Path(tmp_path), subprocess.Popen, os.system, logging.getLogger("x")):
+        with pytest.raises(pickles.NotKept):
+            pickles.from_bytes(pickle.dumps(value))
+
+
+def test_constants_are_kept_by_value():
+    table = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3).t()
+    for value in (table, torch.empty(0), torch.tensor(3), torch.tensor([1 + 2j]).conj()):
+        again = pickles.from_bytes(pickles.to_bytes(value))
+        assert torch.equal(again, value) and (again.dtype, again.stride()) == (value.dtype, value.stride())
+    with pytest.raises(pickles.NotKept):
+        pickles.to_bytes(torch.empty(2**23))
 
 
 def test_folders_that_others_may_write_to_are_not_used(tmp_path, monkeypatch, caplog):
@@ -425,8 +449,8 @@ def test_folders_that_others_may_write_to_are_not_used(tmp_path, monkeypatch, ca
 
 def test_files_that_others_may_have_written_are_not_read(tmp_path):
     entry = files.ProgramFile(files.open_folder(tmp_path), "text")
-    entry.write([b"part"])
-    assert entry.read() == [b"part"]
+    entry.write(b"part")
+    assert entry.read() == b"part"
     assert entry.path.stat().st_mode & 0o777 == 0o600
     entry.path.chmod(0o620)
     with pytest.raises(ValueError, match="others"):
@@ -438,7 +462,7 @@ def test_there_need_not_be_a_folder(compiled, tmp_path, caplog):
     assert files.open_folder(tmp_path / "file") is None
     assert files.ProgramFile(tmp_path / "nowhere", "text").read() is None
     with pytest.raises(OSError):
-        files.ProgramFile(tmp_path / "nowhere", "text").write([b""])
+        files.ProgramFile(tmp_path / "nowhere", "text").write(b"")
 
 
 def test_those_that_were_not_read_for_longest_make_room(tmp_path, monkeypatch):
@@ -449,19 +473,19 @@ def test_those_that_were_not_read_for_longest_make_room(tmp_path, monkeypatch):
     os.utime(abandoned, (0, 0))
     monkeypatch.setattr(files, "MOST_BYTES", 4500)
     for i, entry in enumerate(entries[:4]):
-        entry.write([b"x" * 900])
+        entry.write(b"x" * 900)
         os.utime(entry.path, (10_000 + i, 10_000 + i))
     entries[0].touch()
-    entries[4].write([b"x" * 900])
+    entries[4].write(b"x" * 900)
     assert [entry.path.exists() for entry in entries] == [True, False, True, True, True]
     assert not abandoned.exists()
     with pytest.raises(OSError, match="too many"):
-        entries[0].write([b"x" * 4000])
+        entries[0].write(b"x" * 4000)
 
 
 def test_several_may_write_and_read_at_once(tmp_path):
     folder = files.open_folder(tmp_path)
-    parts = [[bytes([i]) * 200_000] * 2 for i in range(4)]
+    parts = [bytes([i]) * 400_000 for i in range(4)]
     files.ProgramFile(folder, "text").write(parts[0])
 
     def work(number):

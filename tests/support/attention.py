@@ -10,8 +10,8 @@ import dataclasses
 import torch
 from hypothesis import strategies as st
 
+from dta_compile.executable.layers import AttentionLayer, StateSpec
 from dta_compile.ops.attention import ATTENTION_MIXER, SINK_ATTENTION_MIXER
-from dta_compile.passes.mixer_layers import AttentionLayer, StateSpec
 from dta_compile.plan import Segment
 from dta_compile.runtime.attention.layer import AttentionRuntime
 from dta_compile.runtime.path.chunk_shape import ChunkShape, Limit
@@ -107,7 +107,7 @@ def ancestry(case: Case) -> torch.Tensor:
 def attention_layer(kv_heads, key_dim, value_dim, dtype=torch.float64, with_sinks=False):
     """An attention layer of no graph."""
     states = tuple(StateSpec((1, kv_heads, 1, width), 2, dtype) for width in (key_dim, value_dim))
-    return AttentionLayer(0, None, SINK_ATTENTION_MIXER if with_sinks else ATTENTION_MIXER, states, "", None)
+    return AttentionLayer(0, SINK_ATTENTION_MIXER if with_sinks else ATTENTION_MIXER, states, "", None)
 
 
 def random(*sizes, dtype=torch.float64, seed=0):

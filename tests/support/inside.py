@@ -1,6 +1,7 @@
-"""The one way by which tests get behind a compiled callable: to its engines, their programs, options and stacks.
+"""The one way by which tests get behind a compiled callable: to its engines, executables, options and stacks.
 
-    program = inside(compiled).newest.program  # what the passes made of the graph; a chunk's graphs are program.joint
+    executable = inside(compiled).newest.executable  # what runs
+    program = inside(compiled).newest.program  # what the passes made it of; a chunk's graphs are program.joint
     inside(compiled).use(Options(chunk_size=3))  # for the next calls, with nothing compiled again
 
 What a user may know of a call is in `dta_compile.last_plan` and `dta_compile.explain`; tests of that use these.
@@ -9,14 +10,31 @@ What a user may know of a call is in `dta_compile.last_plan` and `dta_compile.ex
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from dta_compile import records
+from dta_compile import backend, records
+from dta_compile.executable.executable import Executable
 from dta_compile.options import Options
+from dta_compile.passes import Program
+from dta_compile.passes.sealing.seal import seal
+from dta_compile.program_cache import cache
 from dta_compile.runtime.engine import Engine
 from dta_compile.runtime.path.stack import PathStack
 from dta_compile.runtime.replay.lease import ReplayCache
+
+PROGRAMS: weakref.WeakKeyDictionary[Executable, Program] = weakref.WeakKeyDictionary()
+
+
+def _sealed(program: Program) -> Executable:
+    """Remember what an executable was made of, for as long as there is the executable."""
+    made = seal(program)
+    PROGRAMS[made] = program
+    return made
+
+
+backend.seal = cache.seal = _sealed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,4 +82,8 @@ class Inside:
 
 def inside(compiled: Any) -> Inside:
     """Get behind what `torch.compile(..., backend="dta")` returned, or a module after `.compile(backend="dta")`."""
-    return Inside(tuple(records.of(compiled).engines))
+    engines = tuple(records.of(compiled).engines)
+    for engine in engines:
+        if engine.executable in PROGRAMS:  # and not from a file
+            engine.program = PROGRAMS[engine.executable]
+    return Inside(engines)

@@ -9,20 +9,26 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import pickle
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
 
 from dta_compile.capture import dynamo
 from dta_compile.errors import DTAError
+from dta_compile.executable.masks import MaskProgram
+from dta_compile.ops.attention import Masking
+from dta_compile.passes.axes.mixer_calls import mixer_calls
 from dta_compile.passes.axes.token_axis import token_axis
 from dta_compile.passes.cuts.dense_graphs import graph_of
 from dta_compile.passes.lowering.lower import lower
+from dta_compile.passes.masks.leaves import leaves_of_masks
 from dta_compile.passes.masks.mixers import mixers
-from dta_compile.passes.masks.proof import Mask
 from dta_compile.passes.program import Program
-from dta_compile.passes.terms import Evaluation
+from dta_compile.proofs.terms import Evaluation
 from dta_compile.runtime.calls.masks import ReadMasks, number_of_call, read_masks
 from dta_compile.runtime.calls.sizes import Sizes
 
@@ -34,18 +40,27 @@ class Traced:
     program: Program
     args: tuple[Any, ...]
     shape: tuple[int, int]
+    made: fx.Node
 
     @property
-    def mask(self) -> Mask:
+    def mask(self) -> MaskProgram:
         return self.program.attention[0].mask
+
+    def pickled(self) -> Traced:
+        """The same with a mask from another process."""
+        stream = io.BytesIO()
+        _PlainPickler(stream).dump(self.program.mixers)
+        program = dataclasses.replace(self.program, mixers=pickle.loads(stream.getvalue()))
+        return dataclasses.replace(self, program=program)
 
     def check(self) -> ReadMasks:
         """Compare the derived class with the mask itself."""
-        leaves = sorted(self.mask.leaves, key=lambda node: node.name)
-        *values, actual = graph_of(self.program, [], [*leaves, self.mask.mask])(*self.args)
-        dense, sizes = dict(zip(leaves, values, strict=True)), Sizes(self.program)
+        leaves = leaves_of_masks(self.program)
+        *values, actual = graph_of(self.program, [], [*leaves, self.made])(*self.args)
+        dense = {node.name: value for node, value in zip(leaves, values, strict=True)}
+        sizes = Sizes(self.program.input_symbols)
         self._check_term(dense, sizes, actual)
-        found = read_masks(self.program, dense, lambda expr: sizes.value(expr, self.args), self.shape)
+        found = read_masks(self.program.mixers, dense, lambda expr: sizes.value(expr, self.args), self.shape)
         allowed = actual if actual.dtype is torch.bool else actual == 0
         batch, tokens = self.shape
         allowed = allowed[(None,) * (4 - allowed.dim())].expand(batch, 1, tokens, tokens)[:, 0]
@@ -77,6 +92,16 @@ class Traced:
         assert torch.equal(*torch.broadcast_tensors(value, actual))
 
 
+class _PlainPickler(pickle.Pickler):
+    """Takes nothing of the passes, nor what belongs to a trace."""
+
+    def reducer_override(self, value: Any) -> Any:
+        assert not isinstance(value, (fx.Node, fx.Graph, torch.nn.Module, torch.Tensor, Program, torch.SymInt)), value
+        module = value.__module__ if isinstance(value, type) else ""
+        assert not module.startswith(("dta_compile.passes", "dta_compile.capture")), value
+        return NotImplemented
+
+
 def trace(make_mask: Any, ids: torch.Tensor, *inputs: Any) -> list[Traced]:
     """The call of attention over `ids` `[B, S]` with the mask that `make_mask(ids, *inputs)` makes; see `calls`."""
     return calls(make_mask, [(ids, *inputs)])
@@ -95,13 +120,15 @@ def calls(make_mask: Any, inputs: list[tuple[Any, ...]]) -> list[Traced]:
         dynamo.trace_again_with_symbolic_sizes(module.graph)
         program = Program(module, training=False)
         try:
-            for step in (lower, token_axis, mixers):
+            lower(program)
+            made = Masking(*mixer_calls(program.graph)[0].args[3:]).mask
+            for step in (token_axis, mixers):
                 step(program)
         except DTAError as error:
             errors.append(error)
 
         def run(*args: Any) -> Any:
-            found.append(Traced(program, args, (0, 0)))
+            found.append(Traced(program, args, (0, 0), made))
             return module.forward(*args)
 
         return run

@@ -9,8 +9,8 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.executable.layouts import Axis, Frame, Layout
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES
-from dta_compile.passes.program import Axis, Frame, Layout
 from dta_compile.passes.symbols import hint, sizes
 
 aten = torch.ops.aten

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from dta_compile.executable.layouts import InputKind
 from dta_compile.passes.axes.layouts import argument, is_tensor
-from dta_compile.passes.program import InputKind, Program, has_tensor
+from dta_compile.passes.program import Program, has_tensor
 from dta_compile.passes.symbols import free_symbols, sizes
 
 aten = torch.ops.aten

@@ -8,6 +8,7 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.executable.layouts import Axis, Frame, Layout
 from dta_compile.passes.axes.layouts import (
     Arguments,
     MixesTokens,
@@ -17,7 +18,6 @@ from dta_compile.passes.axes.layouts import (
     require_feature,
     unify_frames,
 )
-from dta_compile.passes.program import Axis, Frame, Layout
 from dta_compile.passes.symbols import expression, sizes
 
 aten = torch.ops.aten

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import OptionError
+from dta_compile.executable.layouts import Axis, Layout
 from dta_compile.ops.collectives import ALONG_THE_LAST, EMBEDDING_PART, ENTRY_BY_ENTRY
 from dta_compile.ops.experts import EXPERT_LINEAR, EXPERT_SUM
 from dta_compile.ops.mixer import BATCH, MIXERS, TOKENS
@@ -37,7 +38,6 @@ from dta_compile.passes.graphs.operators import (
     SQUEEZES,
     is_tagged_pointwise,
 )
-from dta_compile.passes.program import Axis, Layout
 from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from dta_compile.executable.layers import AttentionLayer
+from dta_compile.executable.layouts import Layout
 from dta_compile.ops.attention import Masking
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.between.listing import graphs
 from dta_compile.passes.contracts import ContractError, Pass
 from dta_compile.passes.graphs.storage import owner, storages, view_source
-from dta_compile.passes.program import Layout, Mixed, Program, has_tensor, output_node, writes_in_place
+from dta_compile.passes.program import Mixed, Program, has_tensor, output_node, writes_in_place
 
 __all__ = ["INVARIANTS", "Invariant", "Snapshot", "check"]
 
@@ -118,19 +120,20 @@ def _interpreted(program: Program) -> Iterator[object]:
             yield f"{node.name}: {value} of {result.dim()} dimensions"
 
 
-@_rule("every mixer of this batch is a layer, and has no mask", "module", "mixers", "other_batches")
+@_rule("every mixer of this batch is a layer, and has no mask", "module", "mixers", "mixer_nodes", "other_batches")
 def _layers(program: Program) -> Iterator[object]:
     calls = [node for node in program.graph.nodes if node.target in MIXERS and node not in program.other_batches]
-    if calls != [layer.node for layer in program.mixers]:
+    if calls != list(program.mixer_nodes) or len(calls) != len(program.mixers):
         yield f"{len(calls)} calls, {len(program.mixers)} layers"
     yield from (f"layer {layer.index} in place {i}" for i, layer in enumerate(program.mixers) if layer.index != i)
-    for layer in program.attention:
-        masking = Masking(*layer.node.args[len(layer.mixer.operands) :])
-        if masking != Masking.causal(masking.scale, masking.softcap):
-            yield layer.node.format_node()
-    for recurrent in program.recurrent:
-        if recurrent.mixer.segments is not None and recurrent.node.args[recurrent.mixer.segments] is not None:
-            yield recurrent.node.format_node()
+    for layer, node in zip(program.mixers, program.mixer_nodes, strict=True):
+        if isinstance(layer, AttentionLayer):
+            masking = Masking(*node.args[len(layer.mixer.operands) :])
+            has_mask = masking != Masking.causal(masking.scale, masking.softcap)
+        else:
+            has_mask = layer.mixer.segments is not None and node.args[layer.mixer.segments] is not None
+        if has_mask:
+            yield node.format_node()
 
 
 @_rule("the token region reads itself, inputs, and what does not depend on parameters", "module", "region")
@@ -143,17 +146,17 @@ def _closed_region(program: Program) -> Iterator[object]:
 
 @_rule("all mixers lie in the token region, and frontier values leave it token by token", "region", "frontier")
 def _frontier(program: Program) -> Iterator[object]:
-    yield from (f"{layer.node.name} is outside" for layer in program.mixers if layer.node not in program.region)
+    yield from (f"{node.name} is outside" for node in program.mixer_nodes if node not in program.region)
     for value in program.frontier:
         if value.node not in program.region or isinstance(program.values[value.node], Mixed):
             yield value.node.name
 
 
-@_rule("the trunk has all mixers, and reads nothing of the head", "trunk", "region", "mixers")
+@_rule("the trunk has all mixers, and reads nothing of the head", "trunk", "region", "mixer_nodes")
 def _closed_trunk(program: Program) -> Iterator[object]:
-    for layer in program.mixers:
-        if layer.node not in program.trunk and any(user in program.trunk for user in layer.node.users):
-            yield f"{layer.node.name} is in the head"
+    for node in program.mixer_nodes:
+        if node not in program.trunk and any(user in program.trunk for user in node.users):
+            yield f"{node.name} is in the head"
     for node in program.trunk:
         yield from (
             f"{node.name} reads {arg.name}"

@@ -14,12 +14,13 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
+from dta_compile.executable.layouts import Axis, InputKind, Layout
 from dta_compile.ops.mixer import has_several_results
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graph_module import graph_module
 from dta_compile.passes.graphs.nodes import is_uniform
 from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, SQUEEZES, TAKE_A_SHAPE
-from dta_compile.passes.program import Axis, ChunkInput, InputKind, Layout, Program, has_tensor, where
+from dta_compile.passes.program import ChunkInput, Program, has_tensor, where
 from dta_compile.passes.symbols import free_symbols, sizes, symbolic
 
 aten = torch.ops.aten
@@ -27,7 +28,7 @@ aten = torch.ops.aten
 
 @contract(
     reads=[
-        *("inputs", "placeholders", "batch", "tokens", "input_layouts", "mixers"),
+        *("inputs", "placeholders", "batch", "tokens", "input_layouts", "mixers", "mixer_nodes"),
         *("region", "frontier", "trunk", "trunk_inputs", "head_inputs"),
     ],
     fills=["chunk", "region_parameters"],
@@ -47,7 +48,7 @@ class _Builder:
         self.copies: dict[fx.Node, fx.Node] = {}  # parameters, constants and region nodes
         self.placed: dict[tuple[fx.Node, Layout, bool], fx.Node] = {}  # chunk inputs, for trunk (False) and head (True)
         self.gathered: dict[fx.Node, fx.Node] = {}  # trunk values at head rows
-        self.layers = {layer.node: layer for layer in program.mixers}
+        self.layers = dict(zip(program.mixer_nodes, program.mixers, strict=True))
 
     def build(self) -> fx.Graph:
         program = self.program

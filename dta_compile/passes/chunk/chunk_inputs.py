@@ -59,4 +59,4 @@ def _feature_sizes(item: ChunkInput) -> tuple[int, ...]:
 
 def chunk_device(program: Program) -> torch.device:
     """Where the chunk graph runs."""
-    return program.mixers[0].node.meta["val"].device
+    return program.mixer_nodes[0].meta["val"].device

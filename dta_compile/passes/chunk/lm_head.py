@@ -36,7 +36,7 @@ LEAST_VOCABULARY = 2**15
     reads=[
         "training",
         "placeholders",
-        "mixers",
+        "mixer_nodes",
         "region_parameters",
         "constant_inputs",
         "trunk_inputs",

@@ -16,6 +16,7 @@ from dta_compile.passes.cuts.row_epilogue import row_epilogue
 from dta_compile.passes.graph_module import graph_module
 from dta_compile.passes.graphs.subgraph import Subgraph
 from dta_compile.passes.lowering.draws import place_draws
+from dta_compile.passes.masks.leaves import leaves_of_masks
 from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor
 
 
@@ -77,8 +78,7 @@ def _chunks_need(program: Program) -> list[fx.Node]:
     nodes: dict[fx.Node, None] = dict.fromkeys(item.node for item in chunk_inputs)
     nodes.update(dict.fromkeys(program.constant_inputs))
     nodes.update(dict.fromkeys(condition.node for condition in program.conditions))
-    for layer in program.mixers:
-        nodes.update(dict.fromkeys(sorted(layer.leaves, key=lambda leaf: leaf.name)))
+    nodes.update(dict.fromkeys(leaves_of_masks(program)))
     return list(nodes)
 
 

@@ -8,12 +8,13 @@ a prefix tree of its own, whose epilogue may again be one. Ordinary autograd joi
 from __future__ import annotations
 
 from dta_compile.errors import RefusalError
+from dta_compile.executable.layouts import Input, InputKind
 from dta_compile.ops.draw_capture import is_random
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.mixer_calls import mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.cuts.dense_graphs import graph_of, prologue_nodes
-from dta_compile.passes.program import Input, InputKind, Program, where
+from dta_compile.passes.program import Program, where
 
 
 @contract(
@@ -33,7 +34,7 @@ def other_batches(program: Program) -> None:
     if len(left) > len(others):
         raise RefusalError(
             "what follows attention would compute it again for all sequences",
-            where=where(program.mixers[-1].node),
+            where=program.mixers[-1].where,
             expected="outputs that are computed from values of tokens",
             got=f"{len(left)} {MIXERS[left[0].target].name} calls after the token region",
             hint="please report the model",

@@ -9,20 +9,21 @@ from __future__ import annotations
 from torch import fx
 
 from dta_compile.errors import RefusalError
+from dta_compile.executable.layouts import Layout
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.min_cut import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.graphs.nodes import is_uniform
-from dta_compile.passes.program import ChunkInput, Layout, Program, ancestors, where
+from dta_compile.passes.program import ChunkInput, Program, ancestors, where
 
 
 @contract(
-    reads=["module", "values", "input_layouts", "parameter_dependent", "roots", "mixers", "region", "frontier"],
+    reads=["module", "values", "input_layouts", "parameter_dependent", "roots", "mixer_nodes", "region", "frontier"],
     fills=["trunk", "trunk_inputs", "head_inputs", "constant_inputs", "trunk_keys", "head_keys"],
 )
 def prefix_key(program: Program) -> None:
     """Fill `program.trunk`, the chunk inputs of trunk and head, and the prologue values that key them."""
     nodes = [node for node in program.graph.nodes if node in program.region]
-    seen_later = ancestors([layer.node for layer in program.mixers])
+    seen_later = ancestors(list(program.mixer_nodes))
     inputs = _chunk_inputs(program, nodes)
     own = [item for item in inputs if any(user in seen_later for user in _users(program, item))]
     head_only = [item for item in inputs if item not in own]

@@ -11,39 +11,31 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
+from dta_compile.executable.layouts import Layout
 from dta_compile.passes.axes.layouts import memory_order
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.min_cut import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.graphs.nodes import may_have_gradient
 from dta_compile.passes.graphs.operators import DROPOUTS
+from dta_compile.passes.masks.leaves import leaves_of_masks
 from dta_compile.passes.masks.mixers import cache_outputs, mixing_refusal
-from dta_compile.passes.program import (
-    FrontierValue,
-    Layout,
-    Mixed,
-    Program,
-    Use,
-    ancestors,
-    has_tensor,
-    where,
-)
+from dta_compile.passes.program import FrontierValue, Mixed, Program, Use, ancestors, has_tensor, where
 from dta_compile.passes.symbols import expression
 
 aten = torch.ops.aten
 
 
 @contract(
-    reads=["training", "batch", "values", "parameter_dependent", "mixers", "draws"],
+    reads=["training", "batch", "values", "parameter_dependent", "mixers", "mixer_nodes", "draws"],
     fills=["region", "frontier"],
     rewrites=["module"],
 )
 def regions(program: Program) -> None:
     """Fill `program.region` and `program.frontier`."""
-    of_masks = {node for layer in program.mixers for node in layer.leaves}
-    kept = of_masks | set(program.draws)
+    kept = {*leaves_of_masks(program), *program.draws}
     program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in kept)
     live = [node for node in program.graph.nodes if node in program.parameter_dependent and node.op != "placeholder"]
-    before_last_mixer = ancestors([layer.node for layer in program.mixers]) & set(live)
+    before_last_mixer = ancestors(list(program.mixer_nodes)) & set(live)
     for node in program.graph.nodes:
         value = program.values.get(node)
         if node in before_last_mixer and isinstance(value, Mixed):
@@ -100,7 +92,7 @@ def _is_handed_over(program: Program, node: fx.Node) -> bool:
     if not isinstance(value, Layout) or value.is_over_sequences:
         return True
     sources = ancestors([node])
-    if any(layer.node in sources for layer in program.mixers):
+    if not sources.isdisjoint(program.mixer_nodes):
         return True
     data = [source for source in sources if source.op == "placeholder" and has_tensor(source)]
     return program.batch is None and any(_has_axes(program, source) for source in data)

@@ -16,12 +16,13 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.executable.layouts import Axis, Layout
 from dta_compile.passes.axes.shape_rules import reshape_groups
 from dta_compile.passes.axes.token_axis import apply_rule, axis_of_size, layout_by_shape
 from dta_compile.passes.graph_module import graph_module
 from dta_compile.passes.graphs.operators import TAKE_A_SHAPE
 from dta_compile.passes.graphs.subgraph import Subgraph
-from dta_compile.passes.program import Axis, Layout, Mixed, Program, Value, has_tensor
+from dta_compile.passes.program import Mixed, Program, Value, has_tensor
 from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten

@@ -35,7 +35,6 @@ from dta_compile.passes.symbols import hint
 if TYPE_CHECKING:
     from torch import fx
 
-    from dta_compile.passes.mixer_layers import MixerLayer
     from dta_compile.passes.program import Program
 
 # "auto": by device type, the bytes that the chunks of a first batch without sharing keep for the backward from which on
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 WORTHWHILE = {"cuda": 0, "cpu": 2**28}
 
 
-@contract(reads=["mixers"], rewrites=["codegen", "stages"], may_be_skipped=True)
+@contract(reads=["mixers", "mixer_nodes"], rewrites=["codegen", "stages"], may_be_skipped=True)
 def codegen(program: Program) -> None:
     """Set `program.codegen` to what is done, "eager" or "inductor", and rewrite the executable graphs."""
     beside = program.codegen == "auto"
@@ -52,7 +51,7 @@ def codegen(program: Program) -> None:
     if program.codegen == "eager":
         return
     stages, known = program.stages, Known()
-    native = [TreeAttention()] if any(TreeAttention.takes(layer, device_of(layer)) for layer in program.mixers) else []
+    native = [TreeAttention()] if any(TreeAttention.takes(one, device_of(program)) for one in program.mixers) else []
     for module in stages.modules:
         module.graph = outlined(module.graph, stages.sizes, known)
         module.graph.lint()
@@ -65,17 +64,21 @@ def codegen(program: Program) -> None:
 
 def choice(program: Program) -> str:
     """What "auto" stands for: generated code where it pays, as far as the first batch tells."""
-    layer, kept = program.mixers[0], program.stages.kept_bytes
-    value: torch.Tensor = layer.node.meta["val"]
-    batch, tokens = (hint(value.shape[dim]) or 0 for dim in (layer.mixer.batch_dim, layer.mixer.token_dim))
-    least = WORTHWHILE.get(device_of(layer))
-    pays = least is not None and (kept.per_token + kept.per_head_row) * batch * tokens >= least
-    return "inductor" if pays else "eager"
+    mixer, value = program.mixers[0].mixer, program.mixer_nodes[0].meta["val"]
+    kept = program.stages.kept_bytes
+    batch, tokens = (hint(value.shape[dim]) or 0 for dim in (mixer.batch_dim, mixer.token_dim))
+    return choice_for(device_of(program), (kept.per_token + kept.per_head_row) * batch * tokens)
 
 
-def device_of(layer: MixerLayer) -> str:
-    """The type of the device that a layer was traced on."""
-    value: torch.Tensor = layer.node.meta["val"]
+def choice_for(device: str, kept: float) -> str:
+    """The same, by what a first batch without sharing keeps for the backward."""
+    least = WORTHWHILE.get(device)
+    return "inductor" if least is not None and kept >= least else "eager"
+
+
+def device_of(program: Program) -> str:
+    """The type of the device that the layers were traced on."""
+    value: torch.Tensor = program.mixer_nodes[0].meta["val"]
     return value.device.type
 
 

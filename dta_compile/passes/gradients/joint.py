@@ -42,7 +42,15 @@ aten = torch.ops.aten
 
 
 @contract(
-    reads=["placeholders", "mixers", "chunk", "region_parameters", "constant_inputs", "trunk_inputs", "head_inputs"],
+    reads=[
+        "placeholders",
+        "mixer_nodes",
+        "chunk",
+        "region_parameters",
+        "constant_inputs",
+        "trunk_inputs",
+        "head_inputs",
+    ],
     fills=["stages"],
     rewrites=["training", "frontier"],
 )

@@ -9,7 +9,8 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
-from dta_compile.passes.program import Layout, ancestors
+from dta_compile.executable.layouts import Layout
+from dta_compile.passes.program import ancestors
 
 
 def cheapest_cut(

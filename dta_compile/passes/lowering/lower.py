@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from dta_compile.errors import RefusalError
+from dta_compile.executable.layouts import Input, InputKind
 from dta_compile.ops import autograd_function
 from dta_compile.ops.collectives import SAME_ON_RANKS
 from dta_compile.ops.draw_capture import DrawCapture
@@ -46,7 +47,7 @@ from dta_compile.passes.lowering.places.kept_places import keep_places
 from dta_compile.passes.lowering.places.row_products import batch_row_products
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls
 from dta_compile.passes.lowering.selected_rows import spread_selected_rows
-from dta_compile.passes.program import Input, InputKind, Program, output_node, where
+from dta_compile.passes.program import Program, output_node, where
 from dta_compile.passes.tracing import tracing
 
 aten = torch.ops.aten

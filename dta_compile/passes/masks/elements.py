@@ -18,10 +18,11 @@ from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.axes.shape_rules import reshape_groups, transpose_order
 from dta_compile.passes.graphs.operators import COPIES, EXCHANGES, FILLS, RANGES, RESHAPES, SQUEEZES, UNTAGGED_POINTWISE
 from dta_compile.passes.masks.entries import Entries, Indices
-from dta_compile.passes.masks.ranges import LONGEST_ROW, held_by
 from dta_compile.passes.program import Program
 from dta_compile.passes.symbols import sizes
-from dta_compile.passes.terms import Term, Terms
+from dta_compile.proofs.mask_class import LONGEST_ROW
+from dta_compile.proofs.ranges import held_by
+from dta_compile.proofs.terms import Term, Terms
 
 aten = torch.ops.aten
 

@@ -14,9 +14,10 @@ import torch
 from torch import fx
 
 from dta_compile.passes.graphs.nodes import First, filled_with, is_pointwise
+from dta_compile.passes.masks.leaves import leaf_of
 from dta_compile.passes.program import Program
 from dta_compile.passes.symbols import expression, sizes, symbolic
-from dta_compile.passes.terms import Const, Index, Term, Terms
+from dta_compile.proofs.terms import Const, Index, Leaf, Term, Terms
 
 aten = torch.ops.aten
 
@@ -33,6 +34,7 @@ class Entries:
         terms: where terms are made.
 
     Attributes:
+        leaves: the nodes of those that terms have.
         rules: by operator, the name of the method that gives an entry of its result; None: it has no rule there.
     """
 
@@ -42,6 +44,7 @@ class Entries:
         self.program, self.terms = program, terms
         self._known: dict[tuple[fx.Node, Indices], Term] = {}
         self._first = First(program.draws)
+        self.leaves: dict[Leaf, fx.Node] = {}
 
     def entry(self, node: fx.Node, index: Indices) -> Term:
         """The entry of a node's tensor at an index; along dimensions of size 1 the index is taken for 0."""
@@ -51,9 +54,14 @@ class Entries:
             rule = self._rule(node)
             found = rule(node, index) if rule is not None else None
             if found is None:
-                found = self.terms.entry(self._first.like(node), index)
+                found = self.terms.entry(self._leaf(self._first.like(node)), index)
             self._known[key] = self._like(found, node.meta["val"])
         return self._known[key]
+
+    def _leaf(self, node: fx.Node) -> Leaf:
+        leaf = leaf_of(self.program, node)
+        self.leaves[leaf] = node
+        return leaf
 
     def _like(self, term: Term, value: torch.Tensor) -> Term:
         """A term as promotion of types sees an entry of the tensor: of its dtype, and with or without dimensions."""

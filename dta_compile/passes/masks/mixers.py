@@ -8,6 +8,14 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
+from dta_compile.executable.layers import (
+    AttentionLayer,
+    MixerLayer,
+    RecurrentLayer,
+    RunningSpec,
+    StateSpec,
+)
+from dta_compile.executable.masks import MaskProgram
 from dta_compile.ops.attention import ATTENTION_MIXERS, Masking
 from dta_compile.ops.draw_capture import is_random
 from dta_compile.ops.mixer import MIXERS, Mixer
@@ -17,17 +25,10 @@ from dta_compile.passes.axes.token_axis import own_mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import First, is_float
 from dta_compile.passes.graphs.operators import CASTS, RESHAPES
-from dta_compile.passes.masks.proof import Mask
+from dta_compile.passes.masks.declared import declared_mask
+from dta_compile.passes.masks.derivation import mask_program
+from dta_compile.passes.masks.leaves import leaf_of
 from dta_compile.passes.masks.silent import Silencers, padding_mask_of
-from dta_compile.passes.masks.stated import stated_mask
-from dta_compile.passes.mixer_layers import (
-    AttentionLayer,
-    AttentionMask,
-    MixerLayer,
-    RecurrentLayer,
-    RunningSpec,
-    StateSpec,
-)
 from dta_compile.passes.program import Mixed, Program, ancestors, where
 from dta_compile.passes.symbols import sizes
 
@@ -40,21 +41,22 @@ COUNTS = (aten.cumsum.default, aten.sum.dim_IntList, aten.sum.default, aten.binc
 
 @contract(
     reads=["placeholders", "inputs", "draws", "batch", "tokens", "other_batches"],
-    fills=["mixers"],
+    fills=["mixers", "mixer_nodes"],
     rewrites=["module", "values", "parameter_dependent"],
 )
 def mixers(program: Program) -> None:
-    """Fill `program.mixers`; calls lose their mask, which is now a `Mask`, and those of attention get true KV heads."""
-    masks, first, silencers = dict[Any, AttentionMask](), First(program.draws), Silencers(program)
+    """Fill `program.mixers` and `.mixer_nodes`; calls lose their mask, those of attention get true KV heads."""
+    masks, first, silent = dict[Any, MaskProgram](), First(program.draws), Silencers(program)
     layers: list[MixerLayer] = []
-    for index, node in enumerate(own_mixer_calls(program)):
+    program.mixer_nodes = own_mixer_calls(program)
+    for index, node in enumerate(program.mixer_nodes):
         _require_token_wise(program, node)
         mixer = MIXERS[node.target]
         if mixer.running_state is not None:
-            layers.append(_recurrent(program, index, node, masks, first, silencers))
+            layers.append(_recurrent(program, index, node, masks, first, silent))
             continue
         if mixer not in ATTENTION_MIXERS:
-            layers.append(MixerLayer(index, node, mixer, _states(mixer, node), where(node)))
+            layers.append(MixerLayer(index, mixer, _states(mixer, node), where(node)))
             continue
         query, key, value, *others = mixer.operands_of(node.args)
         masking = Masking(*node.args[len(mixer.operands) :])
@@ -64,7 +66,7 @@ def mixers(program: Program) -> None:
         causal = Masking.causal(masking.scale, masking.softcap)
         node.args = (query, *_with_true_heads(program, key, value), *others, *causal)
         states = _states(mixer, node)
-        layers.append(AttentionLayer(index, node, mixer, states, where(node), mask, masking.softcap))
+        layers.append(AttentionLayer(index, mixer, states, where(node), mask, masking.softcap))
     program.mixers = layers
 
 
@@ -72,23 +74,25 @@ def _recurrent(
     program: Program,
     index: int,
     node: fx.Node,
-    masks: dict[Any, AttentionMask],
+    masks: dict[Any, MaskProgram],
     first: First,
-    silencers: Silencers,
+    silent: Silencers,
 ) -> RecurrentLayer:
     mixer, mask = MIXERS[node.target], None
     assert mixer.running_state is not None
     if mixer.segments is not None and node.args[mixer.segments] is not None:
         segments = first.like(node.args[mixer.segments])
         if (segments, 0) not in masks:
-            masks[segments, 0] = stated_mask(program, node, segments, 0)
+            masks[segments, 0] = declared_mask(program, node, segments, 0)
         mask = masks[segments, 0]
         node.args = (*node.args[: mixer.segments], None, *node.args[mixer.segments + 1 :])
     shape, dtype = mixer.running_state([operand.meta["val"] for operand in mixer.operands_of(node.args)])
     running = RunningSpec(tuple(int(size) for size in shape), dtype)
-    silent = silencers.of_call(node)
-    padding = frozenset((found, one) for one in silent if (found := padding_mask_of(one)) is not None)
-    return RecurrentLayer(index, node, mixer, _states(mixer, node), where(node), running, mask, silent, padding)
+    leaves = {one: leaf_of(program, one) for one in silent.of_call(node)}
+    given = ((padding_mask_of(one), leaf) for one, leaf in leaves.items())
+    padding = frozenset((leaf_of(program, one), leaf) for one, leaf in given if one is not None)
+    silencers = frozenset(leaves.values())
+    return RecurrentLayer(index, mixer, _states(mixer, node), where(node), running, mask, silencers, padding)
 
 
 def cache_outputs(program: Program) -> set[fx.Node]:
@@ -196,8 +200,8 @@ def _leads_to_softmax(node: fx.Node, steps: int = 12) -> bool:
     return False
 
 
-def _mask(program: Program, node: fx.Node, masking: Masking, masks: dict[Any, AttentionMask]) -> AttentionMask | None:
-    stated = masking.segments is not None or masking.window
+def _mask(program: Program, node: fx.Node, masking: Masking, masks: dict[Any, MaskProgram]) -> MaskProgram | None:
+    is_declared = masking.segments is not None or masking.window
     if masking.mask is None and not masking.is_causal:
         raise RefusalError(
             "this attention is bidirectional: it has no mask and is_causal=False",
@@ -206,17 +210,17 @@ def _mask(program: Program, node: fx.Node, masking: Masking, masks: dict[Any, At
             got="every token attends to every other",
             hint="prefix sharing needs causal attention; compile the causal model only",
         )
-    if masking.mask is not None and (masking.is_causal or stated):
+    if masking.mask is not None and (masking.is_causal or is_declared):
         both = "is_causal=True" if masking.is_causal else "segments or a window"
         raise RefusalError(f"attention has both a mask and {both}", where=where(node), expected="one of the two")
     key = masking.mask if masking.mask is not None else (masking.segments, masking.window)
-    if masking.mask is None and not stated:
+    if masking.mask is None and not is_declared:
         return None
     if key not in masks:
         if masking.mask is not None:
-            masks[key] = Mask(program, masking.mask)
+            masks[key] = mask_program(program, masking.mask)
         else:
-            masks[key] = stated_mask(program, node, masking.segments, masking.window)
+            masks[key] = declared_mask(program, node, masking.segments, masking.window)
     return masks[key]
 
 

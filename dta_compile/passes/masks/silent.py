@@ -13,9 +13,10 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.executable.layouts import Axis, Frame, Layout
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.graphs.operators import QUOTIENTS, SAME_ENTRIES, ZERO_OF_ZERO
-from dta_compile.passes.program import Axis, Frame, Layout, Program
+from dta_compile.passes.program import Program
 from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten

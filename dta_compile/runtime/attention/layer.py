@@ -7,8 +7,8 @@ from collections.abc import Hashable
 
 import torch
 
+from dta_compile.executable.layers import AttentionLayer
 from dta_compile.ops.attention import by_tokens
-from dta_compile.passes.mixer_layers import AttentionLayer
 from dta_compile.runtime.attention.interface import Operands, Provider
 from dta_compile.runtime.attention.providers import provider_for
 from dta_compile.runtime.path.chunk_shape import Limit

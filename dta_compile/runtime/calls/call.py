@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 import torch
-from torch import fx
 
+from dta_compile.executable.executable import ChunkInput, Executable
+from dta_compile.executable.layouts import Frame
 from dta_compile.options import Options
-from dta_compile.passes.program import ChunkInput, Frame, Program
 from dta_compile.plan import Plan
 from dta_compile.runtime.calls.masks import ReadMasks, read_masks
 from dta_compile.runtime.calls.ranks import Ranks
@@ -29,7 +29,7 @@ class CallContext:
     """What an engine gives each of its calls.
 
     Attributes:
-        program, options: what was compiled, and how it is to run.
+        executable, options: what was compiled, and how it is to run.
         sizes: numbers for the program's size symbols.
         replays: CUDA graphs of its chunks, if there are to be any.
         calibration: what runs on a device have taken so far, with generated code or without.
@@ -38,7 +38,7 @@ class CallContext:
         ranks: those that run the call together.
     """
 
-    program: Program
+    executable: Executable
     options: Options
     sizes: Sizes
     replays: ReplayCache | None
@@ -54,32 +54,32 @@ class Call:
 
     Attributes:
         args: the inputs of the captured graph.
-        dense: what the prologue returned, by node.
+        dense: what the prologue returned, by dense slot.
         batch, tokens: its sequences, and the tokens of each.
         device: of the parameters.
     """
 
     context: CallContext
     args: Sequence[Any]
-    dense: Mapping[fx.Node, torch.Tensor]
+    dense: Sequence[torch.Tensor]
     batch: int
     tokens: int
     device: torch.device
 
     @classmethod
-    def begin(cls, context: CallContext, args: Sequence[Any], dense: Mapping[fx.Node, torch.Tensor]) -> Call:
+    def begin(cls, context: CallContext, args: Sequence[Any], dense: Sequence[torch.Tensor]) -> Call:
         """A call with these inputs and dense values."""
-        program, sizes = context.program, context.sizes
-        device = next((args[spec.index].device for spec in program.region_parameters), torch.device("cpu"))
+        executable, sizes = context.executable, context.sizes
+        device = next((args[spec.index].device for spec in executable.region_parameters), torch.device("cpu"))
         if device.type == "cpu":
             keep_freed_pages()
-        batch, tokens = (sizes.evaluate(size, args) for size in (program.batch, program.tokens))
+        batch, tokens = (sizes.evaluate(size, args) for size in (executable.batch, executable.tokens))
         return cls(context, args, dense, batch, tokens, device)
 
     @property
-    def program(self) -> Program:
+    def executable(self) -> Executable:
         """What was compiled."""
-        return self.context.program
+        return self.context.executable
 
     def window(self, frame: Frame | None) -> tuple[int, int]:
         """`(start, length)` of a frame."""
@@ -87,22 +87,23 @@ class Call:
 
     def read_masks(self) -> ReadMasks:
         """The masks of the call; raises as `masks.read_masks` does."""
-        return read_masks(self.program, self.dense, self._number, (self.batch, self.tokens))
+        leaves = {name: self.dense[slot] for name, slot in self.executable.mask_slots.items()}
+        return read_masks(self.executable.mixers, leaves, self._number, (self.batch, self.tokens))
 
     def codes(self, item: ChunkInput) -> Integers:
         """`[B, S]` codes of a value that is a part of a key."""
-        return key_codes(item, self.dense[item.node], self.batch, self.tokens, self.window(item.layout.frame))
+        return key_codes(item, self.dense[item.slot], self.batch, self.tokens, self.window(item.layout.frame))
 
     def used(self) -> list[Booleans]:
         """`[B, S]` tokens at which each frontier value is used."""
-        frontier = self.program.frontier
+        frontier = self.executable.frontier
         return [used_tokens(value, self.dense, self.batch, self.tokens, self.window) for value in frontier]
 
     def reread(self) -> list[torch.Tensor]:
         """Dense values, inputs of the call among them, that chunks may read again in the backward."""
-        program = self.program
-        nodes = [item.node for item in (*program.trunk_inputs, *program.head_inputs)]
-        values = [self.dense[node] for node in dict.fromkeys([*nodes, *program.constant_inputs])]
+        executable = self.executable
+        slots = [item.slot for item in (*executable.trunk_inputs, *executable.head_inputs)]
+        values = [self.dense[slot] for slot in dict.fromkeys([*slots, *executable.constant_inputs])]
         return [value for value in values if not value.is_inference()]  # those have no version
 
     def _number(self, expr: sympy.Expr) -> int | float:

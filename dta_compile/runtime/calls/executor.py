@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from dta_compile.executable.chunk import ChunkGraphs
+from dta_compile.executable.executable import FrontierValue
 from dta_compile.executable.pieces import NO_CODES, Codes, running
-from dta_compile.passes.program import FrontierValue
 from dta_compile.plan import Segment, Work, segments
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore
 from dta_compile.plan.simulate import attention_pairs

@@ -6,21 +6,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import sympy
 import torch
-from torch import fx
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.passes.masks.proof import FORBIDDEN, Mask
-from dta_compile.passes.masks.ranges import BOUND, LONGEST_ROW
-from dta_compile.passes.masks.tables import Facts, Table, read_table
-from dta_compile.passes.mixer_layers import AttentionLayer, AttentionMask, MaskClass, MixerLayer, RecurrentLayer
-from dta_compile.passes.program import Program, ancestors, has_tensor
-from dta_compile.passes.terms import Entry, Evaluation, Term, shown, subterms
+from dta_compile.executable.layers import AttentionLayer, MixerLayer, RecurrentLayer
+from dta_compile.executable.masks import MaskProgram
+from dta_compile.proofs.mask_class import BOUND, FORBIDDEN, LONGEST_ROW, MaskClass
+from dta_compile.proofs.tables import Facts, Table, read_table
+from dta_compile.proofs.terms import Entry, Evaluation, Leaf, Term, shown, subterms
 from dta_compile.runtime.path.chunk_shape import Limit
 
 Booleans = npt.NDArray[np.bool_]
@@ -50,7 +48,7 @@ class ReadMasks:
         return [_limit(one) for one in self.classes]
 
 
-def _mask(layer: MixerLayer) -> AttentionMask | None:
+def _mask(layer: MixerLayer) -> MaskProgram | None:
     return layer.mask if isinstance(layer, (AttentionLayer, RecurrentLayer)) else None
 
 
@@ -66,19 +64,23 @@ def _limit(one: MaskClass) -> Limit | None:
 
 
 def read_masks(
-    program: Program,
-    dense: Mapping[fx.Node, torch.Tensor],
+    layers: Sequence[MixerLayer],
+    dense: Mapping[str, torch.Tensor],
     number: Callable[[sympy.Expr], int | float],
     shape: tuple[int, int],
 ) -> ReadMasks:
-    """Read the masks of a call of `shape` rows and tokens, from dense values and the values of size expressions.
+    """Read the masks of a call of `shape` rows and tokens.
+
+    Args:
+        dense: values of the leaves of layers, by name.
+        number: gives the value of a size expression.
 
     Raises:
         RefusalError: a mask is of no supported class with the numbers and tables of this call.
         RuntimeContractError: the inputs are not what the proof of a mask takes for granted.
     """
-    masks = dict.fromkeys(_mask(layer) for layer in program.mixers if not _goes_by_others(layer))
-    reader = _Reader(program, dense, number, shape)
+    masks = dict.fromkeys(_mask(layer) for layer in layers if not _goes_by_others(layer))
+    reader = _Reader(layers, dense, number, shape)
     classes = {mask: reader.class_of(mask) for mask in masks}
     distinct = list(dict.fromkeys(classes.values()))
     valid = reader.valid_of(distinct) if distinct else reader.unpadded()
@@ -96,22 +98,23 @@ def read_masks(
             starts.reshape(-1)[sequences.places.cpu().numpy()] = sequences.begins.cpu().numpy()
     if any(one.window for one in distinct):
         _require_contiguous(on_host, starts, "a sliding window counts padding")
-    if program.recurrent:
+    if reader.recurrent:
         _require_contiguous(on_host, starts, "a recurrence runs over it")
         reader.require_silence(valid)
-    return ReadMasks(on_host, starts, [classes[layer.mask] for layer in program.attention])
+    spans = [classes[layer.mask] for layer in layers if isinstance(layer, AttentionLayer)]
+    return ReadMasks(on_host, starts, spans)
 
 
 def number_of_call(
     number: Callable[[sympy.Expr], int | float],
-    dense: Mapping[fx.Node, torch.Tensor],
-    items: Mapping[sympy.Symbol, fx.Node],
+    dense: Mapping[str, torch.Tensor],
+    items: Mapping[sympy.Symbol, Leaf],
     expr: sympy.Expr,
 ) -> int | float:
     """The value of an expression some of whose symbols are read from tensors; `number` knows the others."""
     if expr in items:
-        return dense[items[expr]].item()
-    read = {symbol: dense[items[symbol]].item() for symbol in expr.free_symbols & items.keys()}
+        return dense[items[expr].name].item()
+    read = {symbol: dense[items[symbol].name].item() for symbol in expr.free_symbols & items.keys()}
     return number(expr.subs(read))
 
 
@@ -158,20 +161,21 @@ class _Sequences:
 class _Reader:
     def __init__(
         self,
-        program: Program,
-        dense: Mapping[fx.Node, torch.Tensor],
+        layers: Sequence[MixerLayer],
+        dense: Mapping[str, torch.Tensor],
         number: Callable[[sympy.Expr], int | float],
         shape: tuple[int, int],
     ) -> None:
-        self.program, self.dense, self.shape = program, dense, shape
-        self.masks = [mask for layer in program.mixers if (mask := _mask(layer)) is not None]
-        items = {symbol: node for mask in self.masks for symbol, node in mask.items.items()}
+        self.layers, self.dense, self.shape = layers, dense, shape
+        self.recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
+        masks = [mask for layer in layers if (mask := _mask(layer)) is not None]
+        items = {symbol: leaf for mask in masks for symbol, leaf in mask.items.items()}
         self.number = functools.partial(number_of_call, number, dense, items)
 
     @functools.cached_property
     def _evaluate(self) -> Evaluation:
         batch, tokens = self.shape
-        read = (self.dense[node] for layer in self.program.mixers for node in layer.leaves)
+        read = (self.dense[leaf.name] for layer in self.layers for leaf in layer.leaves)
         device = next((value.device for value in read if value.dim()), torch.device("cpu"))
         rows, keys = (torch.arange(size, device=device) for size in (batch, tokens))
         return Evaluation(self.dense, self.number, {"row": rows[:, None], "key": keys[None]})
@@ -181,12 +185,9 @@ class _Reader:
         with torch.no_grad():
             return torch.as_tensor(self._evaluate(term)).expand(self.shape)
 
-    def class_of(self, mask: AttentionMask | None) -> MaskClass:
+    def class_of(self, mask: MaskProgram | None) -> MaskClass:
         if mask is None:
             return MaskClass()
-        if not isinstance(mask, Mask):
-            assert mask.constant is not None, "a mask that is stated is the same for every call"
-            return mask.constant
         for size in mask.sizes.values():
             if (found := self.number(size)) > LONGEST_ROW:
                 raise _too_large(found)
@@ -194,8 +195,8 @@ class _Reader:
             return mask.constant
         expressions = [*mask.numbers, *mask.sizes.values()]
         numbers = {symbol: self.number(symbol) for expr in expressions for symbol in expr.free_symbols}
-        scalars = {node: self.dense[node].item() for node in mask.scalars}
-        tables = {node: table for node in mask.tables if (table := _table(self.dense[node])) is not None}
+        scalars = {leaf: self.dense[leaf.name].item() for leaf in mask.scalars}
+        tables = {leaf: table for leaf in mask.tables if (table := _table(self.dense[leaf.name])) is not None}
         return mask.classify(Facts(numbers, scalars, {**mask.fixed, **tables}))
 
     def valid_of(self, classes: list[MaskClass]) -> torch.Tensor:
@@ -215,16 +216,16 @@ class _Reader:
 
     def unpadded(self) -> torch.Tensor:
         """`[B, S]` tokens that the padding masks leave which silence every recurrence; all, if there are none."""
-        layers = self.program.recurrent
-        common = frozenset.intersection(*(frozenset(given for given, _ in layer.padding) for layer in layers))
-        return ~self._zero_at([mask for given, mask in layers[0].padding if given in common])
+        every = (frozenset(given for given, _ in layer.padding) for layer in self.recurrent)
+        common = frozenset.intersection(*every)
+        return ~self._zero_at([mask for given, mask in self.recurrent[0].padding if given in common])
 
     def require_silence(self, valid: torch.Tensor) -> None:
         """Raise unless recurrences read zeros in the padding before a sequence."""
         leading = ~valid & (valid.cumsum(1) == 0) & valid.any(1, keepdim=True)
         if not bool(leading.any()):
             return
-        for layer in {layer.silencers: layer for layer in self.program.recurrent}.values():
+        for layer in {layer.silencers: layer for layer in self.recurrent}.values():
             heard = leading & ~self._zero_at(layer.silencers)
             if bool(heard.any()):
                 row, column = (int(number) for number in heard.nonzero()[0])
@@ -236,13 +237,12 @@ class _Reader:
                     hint="pad on the right, or pass the attention_mask that tells padding",
                 )
 
-    def _zero_at(self, masks: Collection[fx.Node]) -> torch.Tensor:
+    def _zero_at(self, masks: Collection[Leaf]) -> torch.Tensor:
         """`[B, S]` where one of some masks, one number a token each, is zero."""
         batch, tokens = self.shape
         found = torch.zeros((1, 1), dtype=torch.bool, device=self._evaluate.indices["row"].device)
-        for node in masks:
-            value = self.dense[node]
-            found = found | (value.reshape(-1, tokens) == 0)
+        for leaf in masks:
+            found = found | (self.dense[leaf.name].reshape(-1, tokens) == 0)
         return found.expand(batch, tokens)
 
     def sequences_of(self, classes: list[MaskClass], rows: _Sequences) -> _Sequences:
@@ -351,9 +351,8 @@ class _Reader:
 
     def _inputs(self, term: Term) -> str:
         """The call's inputs that a term is made of."""
-        found = ancestors([one.node for one in subterms(term) if isinstance(one, Entry)])
-        names = [node.meta["source"] for node in self.program.placeholders if node in found and has_tensor(node)]
-        return "input " + ", ".join(names) if names else ""
+        found = {given for one in subterms(term) if isinstance(one, Entry) for given in one.leaf.inputs}
+        return "input " + ", ".join(name for _, name in sorted(found)) if found else ""
 
 
 def _padding(term: Term | None) -> str:

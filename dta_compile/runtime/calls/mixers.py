@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from dta_compile.executable.executable import Executable
+from dta_compile.executable.layers import AttentionLayer, MixerLayer
 from dta_compile.ops.attention import ATTENTION_MIXERS
 from dta_compile.ops.recurrences.operators import RECURRENCES
-from dta_compile.passes.mixer_layers import AttentionLayer, MixerLayer
-from dta_compile.passes.program import Program
 from dta_compile.runtime.attention.interface import Provider
 from dta_compile.runtime.attention.layer import AttentionRuntime, provider_of
 from dta_compile.runtime.calls.masks import ReadMasks
@@ -58,12 +58,12 @@ RUNTIMES: dict[str, Make] = {  # by the name of the mixer
 }
 
 
-def runtimes_of(program: Program, masks: ReadMasks, device: torch.device, attention: str) -> list[AnyRuntime]:
-    """The layers of a program, for one call.
+def runtimes_of(executable: Executable, masks: ReadMasks, device: torch.device, attention: str) -> list[AnyRuntime]:
+    """The mixer layers, for one call.
 
     Raises:
         OptionError: the provider of attention that was chosen cannot run here.
     """
-    limits = {layer.index: one for layer, one in zip(program.attention, masks.limits, strict=True)}
+    limits = {layer.index: one for layer, one in zip(executable.attention, masks.limits, strict=True)}
     context = LayerContext(device, attention, limits)
-    return [RUNTIMES[layer.mixer.name](layer, context) for layer in program.mixers]
+    return [RUNTIMES[layer.mixer.name](layer, context) for layer in executable.mixers]

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from dta_compile.executable.executable import ChunkInput
 from dta_compile.executable.pieces import NO_CODES, Codes
 from dta_compile.integrations.fully_shard import bytes_of_running
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.passes.program import ChunkInput
 from dta_compile.plan import Footprint, Limits, Plan, make_plan, peak_bytes
 from dta_compile.plan.schedule import Anchor, Backward, Forward
 from dta_compile.plan.tree.prefix_tree import PrefixTree
@@ -59,7 +59,7 @@ class PlannedCall(Call):
     @property
     def restarts(self) -> bool:
         """Whether states start anew with sequences of packed rows that the captured program itself runs through."""
-        return self.masks.starts is not None and any(layer.mask is None for layer in self.program.recurrent)
+        return self.masks.starts is not None and any(layer.mask is None for layer in self.executable.recurrent)
 
     def keeping_nothing(self) -> PlannedCall:
         """The call with a plan for another backward: the kept graphs are gone, so every chunk is recomputed."""
@@ -82,7 +82,7 @@ class PlannedCall(Call):
     @functools.cached_property
     def generated_code(self) -> Codes:
         """The generated code that it runs: what there is when it is first asked for, compiled now if none may wait."""
-        generated = self.program.joint.generated
+        generated = self.executable.joint.generated
         if generated is None:
             return NO_CODES
         # Ranks that run a call together would round apart if they ran different code.
@@ -91,32 +91,32 @@ class PlannedCall(Call):
     def executor(self) -> Executor:
         """An executor with a fresh stack."""
         codes = self.generated_code
-        if self.program.joint.generated is not None:
-            self.plan.estimates.codegen = str(self.program.joint.generated)
-        layers, capacity = self.program.mixers, self.plan.simulation.peak_stack_tokens
+        if self.executable.joint.generated is not None:
+            self.plan.estimates.codegen = str(self.executable.joint.generated)
+        layers, capacity = self.executable.mixers, self.plan.simulation.peak_stack_tokens
         attention, cache = self.context.options.attention, self.context.replays
-        runtimes = runtimes_of(self.program, self.masks, self.device, attention)
+        runtimes = runtimes_of(self.executable, self.masks, self.device, attention)
         data, lease = self._chunk_data(), None
         if cache is not None and cache.pays(self.device, _runs(self.plan)):
             lease = cache.lease(layers, runtimes, capacity, self.device, attention, data.parameters, codes)
         path = lease.path if lease else PathStack(layers, runtimes, capacity, self.device)
-        executor = Executor(self.program.joint, self.program.frontier, data, self.rows, path, lease, codes)
+        executor = Executor(self.executable.joint, self.executable.frontier, data, self.rows, path, lease, codes)
         if lease:
             weakref.finalize(executor, lease.arena.release)  # whatever way the call ends
         return executor
 
     def _chunk_data(self) -> ChunkData:
-        program, rows = self.program, self.rows
+        executable, rows = self.executable, self.rows
         trunk = [
-            gathered(item, self.dense[item.node], rows, rows.row_positions, self.window(item.layout.frame))
-            for item in program.trunk_inputs
+            gathered(item, self.dense[item.slot], rows, rows.row_positions, self.window(item.layout.frame))
+            for item in executable.trunk_inputs
         ]
         head = [
-            gathered(item, self.dense[item.node], rows, rows.head_positions, self.window(item.layout.frame))
-            for item in program.head_inputs
+            gathered(item, self.dense[item.slot], rows, rows.head_positions, self.window(item.layout.frame))
+            for item in executable.head_inputs
         ]
-        parameters = [self.args[spec.index].detach() for spec in program.region_parameters]
-        return ChunkData(parameters, [self.dense[node] for node in program.constant_inputs], trunk, head)
+        parameters = [self.args[spec.index].detach() for spec in executable.region_parameters]
+        return ChunkData(parameters, [self.dense[slot] for slot in executable.constant_inputs], trunk, head)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ class _Read:
 
 def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     """Read the masks of a call, build its tree and rows, and choose a schedule for the frontier values `wanted`."""
-    program, ranks = call.program, call.context.ranks
+    executable, ranks = call.executable, call.context.ranks
 
     def read_with_limits() -> tuple[_Read, Limits]:
         read = _read(call, wanted)
@@ -149,7 +149,9 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     plan.estimates.gathered_bytes = gathered
     plan.estimates.peak_bytes = gathered + max(_peak_bytes(call, rows, plan, wanted), in_flight)
     needed = [one if is_wanted else None for one, is_wanted in zip(read.used, wanted, strict=True)]
-    layout = BatchLayout.of(program.frontier, rows, needed, call.window, call.device, by_sequence=mode == "streaming")
+    layout = BatchLayout.of(
+        executable.frontier, rows, needed, call.window, call.device, by_sequence=mode == "streaming"
+    )
     known = call.context, call.args, call.dense, call.batch, call.tokens, call.device
     planned = PlannedCall(*known, masks=masks, layout=layout, plan=plan, wanted=wanted)
     if planned.restarts:
@@ -158,17 +160,17 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
 
 
 def _read(call: Call, wanted: Sequence[bool]) -> _Read:
-    program, masks = call.program, call.read_masks()
+    executable, masks = call.executable, call.read_masks()
     used = [one if is_wanted else np.zeros_like(one) for one, is_wanted in zip(call.used(), wanted, strict=True)]
     # Tables that have an entry for each column of the batch: rows without padding agree on them; of other sequences,
     # numbers are compared by value, and rows of a wide table by the column they are in.
     is_even = masks.starts is None and bool(masks.valid.all())
-    tables = [item for item in program.trunk_keys if not item.layout.is_over_sequences]
-    wide = [item for item in tables if not _is_one_number(call.dense[item.node])]
+    tables = [item for item in executable.trunk_keys if not item.layout.is_over_sequences]
+    wide = [item for item in tables if not _is_one_number(call.dense[item.slot])]
     left_out = tables if is_even else wide
-    keys = [item for item in program.trunk_keys if item not in left_out]
+    keys = [item for item in executable.trunk_keys if item not in left_out]
     trunk_keys = [call.codes(item) for item in keys]
-    head_keys = [call.codes(item) for item in program.head_keys]
+    head_keys = [call.codes(item) for item in executable.head_keys]
     by_column = bool(wide) and not is_even
     tokens = BatchTokens.read(masks.valid, masks.starts, trunk_keys, by_column)
     tree = PrefixTree.build(tokens.keys)
@@ -191,7 +193,7 @@ def _split(
 
     Not known of sequences that must agree on columns as well.
     """
-    names = [item.node.meta.get("source") or item.node.name for item in keys]
+    names = [item.source for item in keys]
     suspects = [name for name, item in zip(names, keys, strict=True) if None in item.layout.dims]
     if not suspects or by_column:
         return None
@@ -201,7 +203,7 @@ def _split(
 
 def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
     """What the planner needs to know of this model, machine and batch."""
-    joint, budget = call.program.joint, call.context.options.memory_budget
+    joint, budget = call.executable.joint, call.context.options.memory_budget
     if budget is None:
         budget = default_budget(call.device, _gradient_bytes(call))
     return Limits(
@@ -214,12 +216,12 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
 
 
 def _runs_generated(call: Call) -> bool:
-    generated = call.program.joint.generated
+    generated = call.executable.joint.generated
     return generated is not None and generated.is_used
 
 
 def _footprint(call: Call) -> Footprint:
-    joint, recurrent = call.program.joint, call.program.recurrent
+    joint, recurrent = call.executable.joint, call.executable.recurrent
     # A model whose only recurrences have states without entries still goes by them.
     state = max(sum(layer.running.bytes for layer in recurrent), 1) if recurrent else 0
     return Footprint(joint.token_bytes, joint.head_bytes, joint.kv_bytes, joint.working, state)
@@ -227,7 +229,7 @@ def _footprint(call: Call) -> Footprint:
 
 def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, wanted: Sequence[bool]) -> float:
     """Most bytes that a call and its backward allocate at one time, besides what was gathered from other ranks."""
-    joint, frontier = call.program.joint, list(compress(call.program.frontier, wanted))
+    joint, frontier = call.executable.joint, list(compress(call.executable.frontier, wanted))
     first, second = peak_bytes(rows.tree, plan.schedule, _footprint(call), rows.head_starts)
     stack = joint.kv_bytes * plan.simulation.peak_stack_tokens
     heads = len(rows.head_positions)
@@ -237,7 +239,7 @@ def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, wanted: Sequence[bool])
         for value in frontier
     )
     forward = stack + stored + first
-    if not call.program.training or plan.schedule.mode == "score":
+    if not call.executable.training or plan.schedule.mode == "score":
         return max(forward, stored + dense)
     # The values, the gradients that come for them, and these summed onto rows; KV has gradients too.
     return max(forward, 2 * stack + 2 * dense + stored + _gradient_bytes(call) + second)
@@ -245,10 +247,10 @@ def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, wanted: Sequence[bool])
 
 def _gradient_bytes(call: Call) -> int:
     """Bytes that the gradients of parameters are summed in."""
-    if not call.program.training:
+    if not call.executable.training:
         return 0
-    parameters = [call.args[spec.index] for spec in call.program.region_parameters]
-    trained = (parameters[i] for i in call.program.joint.grad_parameters)
+    parameters = [call.args[spec.index] for spec in call.executable.region_parameters]
+    trained = (parameters[i] for i in call.executable.joint.grad_parameters)
     return sum(one.numel() * statistics_dtype(one.dtype).itemsize for one in trained)
 
 

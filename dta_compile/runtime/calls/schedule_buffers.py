@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from dta_compile.executable.chunk import ChunkGraphs
+from dta_compile.executable.executable import FrontierValue
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.passes.program import FrontierValue
 from dta_compile.runtime.replay.lease import Lease
 from dta_compile.runtime.rows.buffers import AllRows, RowBuffer, Rows, next_to_zero
 

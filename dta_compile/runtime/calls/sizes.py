@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
-import torch
 
-from dta_compile.passes.program import Frame, Program
-from dta_compile.passes.symbols import symbolic
+from dta_compile.executable.executable import NumberSpec
+from dta_compile.executable.layouts import Frame
 
 __all__ = ["Sizes"]
 
@@ -17,18 +16,21 @@ __all__ = ["Sizes"]
 class Sizes:
     """Numbers for the size symbols of one call."""
 
-    def __init__(self, program: Program) -> None:
-        self._sources = program.input_symbols
+    def __init__(self, symbols: Mapping[sympy.Symbol, tuple[int, int | None]]) -> None:
+        """`symbols`: where inputs give each, see `Executable.symbols`."""
+        self._sources = symbols
 
     def evaluate(self, expr: sympy.Expr | None, args: Sequence[object]) -> int:
         """The value of a size expression for the call's inputs; None counts as 1."""
         return 1 if expr is None else int(self.value(expr, args))
 
-    def number(self, value: Any, args: Sequence[object]) -> Any:
-        """A symbolic number as the number that it is for the call's inputs; anything else as it is."""
-        if (expr := symbolic(value)) is None:
-            return value
-        return bool(self._substituted(expr, args)) if isinstance(value, torch.SymBool) else self.value(expr, args)
+    def number(self, spec: NumberSpec, args: Sequence[object]) -> int | float | bool:
+        """The number for the call's inputs."""
+        return bool(self._substituted(spec.expr, args)) if spec.is_bool else self.value(spec.expr, args)
+
+    def shape(self, shape: Sequence[sympy.Expr], args: Sequence[object]) -> list[int]:
+        """The sizes for the call's inputs."""
+        return [int(self.value(size, args)) for size in shape]
 
     def value(self, expr: sympy.Expr, args: Sequence[object]) -> int | float:
         """The value of an expression of sizes and numbers, a `float` if it is no integer."""

@@ -17,7 +17,6 @@ The first call that has runs of a kind is not recorded: it allocates and warms u
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -26,7 +25,6 @@ import math
 import pathlib
 import platform
 import re
-import secrets
 import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -35,8 +33,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dta_compile.executable.executable import Executable, TensorSpec
+from dta_compile.files import write_whole
 from dta_compile.options import Options
-from dta_compile.passes.program import Program
 from dta_compile.plan import CostModel, Rates, Work
 
 logger = logging.getLogger("dta_compile")
@@ -139,7 +138,7 @@ class Calibration:
     @classmethod
     def load(
         cls,
-        program: Program,
+        executable: Executable,
         device: torch.device,
         options: Options,
         attention: str = "",
@@ -157,7 +156,7 @@ class Calibration:
         prior = prior or (CostModel.of_gpu() if device.type == "cuda" else CostModel())
         if folder is None:
             return cls(prior=prior)
-        path = folder / file_name(program, device, attention, generated)
+        path = folder / file_name(executable, device, attention, generated)
         try:
             return cls.from_json(path.read_text(), path, prior)
         except (FileNotFoundError, NotADirectoryError):
@@ -234,19 +233,15 @@ class Calibration:
         return made
 
     def save(self) -> None:
-        """Write the file as a whole, so that readers and other writers meet no half of it; failing is no error."""
+        """Write the file; failing is no error."""
         if self.path is None:
             return
-        written = self.path.with_suffix(f".{secrets.token_hex(4)}.tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            written.write_text(self.to_json())
-            written.replace(self.path)
+            write_whole(self.path, self.to_json().encode())
         except OSError as error:
             logger.info("dta: the calibration is not kept: %s", error)
             self.path = None
-            with contextlib.suppress(OSError):
-                written.unlink()
 
 
 def fit(history: RunHistory) -> Fit:
@@ -348,19 +343,17 @@ def _sample(row: Any) -> Sample:
     return Sample(int(call), int(runs), work, float(seconds))
 
 
-def file_name(program: Program, device: torch.device, attention: str = "", generated: bool = False) -> str:
+def file_name(executable: Executable, device: torch.device, attention: str = "", generated: bool = False) -> str:
     """Readable parts, then a hash of everything that a run's time depends on besides its work."""
-    values = [program.placeholders[spec.index].meta["val"] for spec in program.region_parameters]
-    dtypes = "-".join(sorted({str(value.dtype).removeprefix("torch.") for value in values})) or "no-parameters"
+    read = [(executable.values[spec.index], spec.requires_grad) for spec in executable.region_parameters]
+    known = [(value, trained) for value, trained in read if isinstance(value, TensorSpec)]
+    dtypes = "-".join(sorted({str(value.dtype).removeprefix("torch.") for value, _ in known})) or "no-parameters"
     threads = f"{torch.get_num_threads()}-threads" if device.type == "cpu" else ""
-    parameters = [
-        (tuple(value.shape), str(value.dtype), spec.requires_grad)
-        for value, spec in zip(values, program.region_parameters, strict=True)
-    ]
-    layers = [(x.mixer.name, x.states) for x in program.mixers]
-    masks = [str(x.mask) for x in program.attention]
+    parameters = [(value.shape, str(value.dtype), trained) for value, trained in known]
+    layers = [(x.mixer.name, x.states) for x in executable.mixers]
+    masks = [str(x.mask) for x in executable.attention]
     made_by = (torch.__version__, "inductor" if generated else "eager")
-    hashed = (made_by, program.training, threads, attention, parameters, layers, masks, program.chunk.code)
+    hashed = (made_by, executable.training, threads, attention, parameters, layers, masks, executable.chunk_digest)
     digest = hashlib.sha256(repr(hashed).encode()).hexdigest()[:12]
     words = [device_name(device), threads, dtypes, digest]
     return "-".join(re.sub(r"[^a-z0-9]+", "-", word.lower()).strip("-") for word in words if word) + ".json"

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import torch
 
+from dta_compile.executable.layers import RunningSpec
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.passes.mixer_layers import RunningSpec
 
 Snapshots = Mapping[int, torch.Tensor]
 """States by depth: that at depth d is of the first d tokens."""

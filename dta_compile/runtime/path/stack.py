@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from dta_compile.passes.mixer_layers import MixerLayer, RecurrentLayer
+from dta_compile.executable.layers import MixerLayer, RecurrentLayer
 from dta_compile.runtime.path.chunk_shape import ChunkShape, ChunkTable
 from dta_compile.runtime.path.interface import (
     AnyRuntime,

@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from dta_compile.executable.layers import StateSpec
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.passes.mixer_layers import StateSpec
 from dta_compile.runtime.path.interface import Tensors
 
 

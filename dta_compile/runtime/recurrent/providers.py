@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from dta_compile.executable.layers import MixerLayer
 from dta_compile.ops.recurrences.operators import RECURRENCES, Recurrence
-from dta_compile.passes.mixer_layers import MixerLayer
 from dta_compile.plan.tree.segments import Segment
 from dta_compile.runtime.path.chunk_shape import ChunkShape
 from dta_compile.runtime.path.interface import RecurrentInputs, RecurrentRuntime, Tensors

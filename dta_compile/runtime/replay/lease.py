@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from dta_compile.executable.layers import MixerLayer
 from dta_compile.executable.pieces import NO_CODES, Codes
-from dta_compile.passes.mixer_layers import MixerLayer
 from dta_compile.plan import ReplayCounts
 from dta_compile.runtime.path.interface import AnyRuntime
 from dta_compile.runtime.replay.arena import Arena

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dta_compile.passes.mixer_layers import MixerLayer
+from dta_compile.executable.layers import MixerLayer
 from dta_compile.runtime.path.chunk_shape import ChunkTable
 from dta_compile.runtime.path.interface import AnyRuntime
 from dta_compile.runtime.path.stack import PathStack

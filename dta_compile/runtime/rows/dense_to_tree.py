@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import fx
 
-from dta_compile.passes.program import Axis, ChunkInput, FrontierValue, Layout
+from dta_compile.executable.executable import ChunkInput, FrontierValue
+from dta_compile.executable.layouts import Axis, Layout
 from dta_compile.plan.tree.codes import codes_of
 from dta_compile.runtime.rows.batch_rows import BatchRows, Booleans, Integers
 from dta_compile.runtime.rows.buffers import Gathered
@@ -49,7 +49,7 @@ def key_codes(item: ChunkInput, value: torch.Tensor, batch: int, tokens: int, wi
 
 def used_tokens(
     value: FrontierValue,
-    dense: Mapping[fx.Node, torch.Tensor],
+    dense: Sequence[torch.Tensor],
     batch: int,
     tokens: int,
     window: Callable[[Any], tuple[int, int]],
@@ -61,7 +61,7 @@ def used_tokens(
         part = np.zeros((batch, tokens), bool)
         part[:, start : start + length] = True
         for one in use.conditions:
-            entries = to_numpy(entries_first(dense[one.node] != 0, one.layout).reshape(-1))
+            entries = to_numpy(entries_first(dense[one.slot] != 0, one.layout).reshape(-1))
             part &= over_batch(one.layout, entries, batch, tokens, window(one.layout.frame)) == one.holds
         used |= part
     return used

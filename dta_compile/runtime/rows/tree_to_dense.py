@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.passes.program import Axis, Frame, FrontierValue
+from dta_compile.executable.executable import FrontierValue
+from dta_compile.executable.layouts import Axis, Frame
 from dta_compile.runtime.rows.batch_rows import BatchRows, Booleans
 from dta_compile.runtime.rows.buffers import RowBuffer
 from dta_compile.runtime.rows.upload import upload
@@ -128,7 +129,7 @@ class BatchLayout:
         if bool(used.any()):
             raise RuntimeContractError(
                 "the loss uses outputs at padding positions, which the prefix tree does not compute",
-                where=f"frontier value {self.frontier[index].node.name}",
+                where=f"frontier value {self.frontier[index].name}",
                 expected="zero gradients wherever the attention mask is 0",
                 got=f"{int(used.sum())} of {len(used)} padding positions with a gradient",
                 hint="mask the loss there (labels: -100), or let the attention mask cover these positions",

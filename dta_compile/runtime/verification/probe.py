@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from dta_compile.errors import VerificationError
-from dta_compile.passes.axes.layouts import is_tensor
-from dta_compile.passes.program import Program, ancestors, where
-from dta_compile.passes.symbols import free_symbols, sizes
+from dta_compile.executable.executable import Executable
 from dta_compile.runtime.calls.planned_call import Run
 from dta_compile.runtime.verification.values import (
     compare_exactly,
@@ -33,8 +30,9 @@ NOISE = 3.0  # times what rounding of frontier values does that outputs and grad
 class Probe:
     """Which entries of a run's outputs are defined, and how much of them is rounding."""
 
-    def __init__(self, program: Program, run: Run) -> None:
-        self.program, self.run, self.dtype = program, run, precision(program, run.call.device)
+    def __init__(self, run: Run) -> None:
+        self.outputs, self.run = run.call.executable.outputs, run
+        self.dtype = precision(run.call.executable, run.call.device)
         self.tolerance = TOLERANCES.get(self.dtype, 5e-2)
         self.rounding = min(ROUNDING * torch.finfo(self.dtype).eps, self.tolerance)
         self.generator = torch.Generator(run.call.device).manual_seed(1)
@@ -47,7 +45,6 @@ class Probe:
             self.padded = self._outputs([*map(self._padded, run.frontier, self.padding)])
             self.plausible = self._outputs([*map(self._plausible, run.frontier, self.padding)])
         self.masks: dict[int, torch.Tensor] = {}
-        self.choices = set() if self.dtype in (torch.float64, torch.float32) else _choices(program)
 
     def _outputs(self, frontier: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         with torch.no_grad():
@@ -92,10 +89,8 @@ class Probe:
 
     def require_no_padding(self, index: int) -> None:
         """Refuse an output without a token axis that padding changes: no gradient need ever tell of a metric's use."""
-        node, mine = self.program.outputs[index], self.run.outputs[index]
-        if not (self.has_padding and isinstance(mine, torch.Tensor) and isinstance(node, fx.Node)):
-            return
-        if self._is_over_tokens(node):
+        output, mine = self.outputs[index], self.run.outputs[index]
+        if not self.has_padding or not isinstance(mine, torch.Tensor) or output.is_over_tokens:
             return
         mine, other = real_parts(mine.detach()), real_parts(self.plausible[index])
         changed = (
@@ -103,33 +98,28 @@ class Probe:
         )
         if bool((changed & mine.isfinite() & other.isfinite()).any()):
             raise VerificationError(
-                f"output {index} ({node}) depends on padding, which the prefix tree does not compute",
-                where=where(node),
+                f"output {index} ({output.name}) depends on padding, which the prefix tree does not compute",
+                where=output.where,
                 expected="values of real tokens, masked before they are counted",
                 got="another value with other numbers at padding",
                 hint="multiply by the mask before the mean, or masked_fill before the maximum; "
                 "options={'verify': 'off'} accepts it as it is",
             )
 
-    def _is_over_tokens(self, node: fx.Node) -> bool:
-        """Whether an output has a dimension whose size depends on the number of tokens."""
-        assert self.program.tokens is not None
-        return not self.program.tokens.free_symbols.isdisjoint(free_symbols(sizes(node)))
-
     def compare_output(self, index: int, theirs: Any, rounding: float = 0.0) -> float | None:
         """The largest relative difference of an output; None if it cannot be compared.
 
         `rounding`: a difference that is none, in addition to what rounding of frontier values makes.
         """
-        mine, node = self.run.outputs[index], self.program.outputs[index]
-        what = f"output {index} ({node})"
+        mine, output = self.run.outputs[index], self.outputs[index]
+        what = f"output {index} ({output.name})"
         if not isinstance(theirs, torch.Tensor) or not isinstance(mine, torch.Tensor):
             require(isinstance(mine, torch.Tensor) == isinstance(theirs, torch.Tensor), what, type(theirs), type(mine))
             require(mine == theirs, what, theirs, mine)
             return None
         require(mine.shape == theirs.shape, what, list(theirs.shape), list(mine.shape))
         require(mine.dtype == theirs.dtype, what, theirs.dtype, mine.dtype)
-        if isinstance(node, fx.Node) and self.choices and self.choices & ancestors([node]):
+        if output.follows_choice and self.dtype not in (torch.float64, torch.float32):
             return None
         mine, theirs, rounded = real_parts(mine.detach()), real_parts(theirs.detach()), real_parts(self.rounded[index])
         mask = self.masks[index] = self._defined(index, mine, theirs)
@@ -148,19 +138,18 @@ class Probe:
             return everywhere
         others = [real_parts(outputs[index]) for outputs in (self.padded, self.plausible)]
         same = (others[0] == mine) & (others[1] == mine)
-        node = self.program.outputs[index]
         if not mine.is_floating_point():
             return same
         # Of many entries at padding some come near to what they were by chance, and a token's never change. What is
         # summed over tokens may change by rounding.
-        if not (isinstance(node, fx.Node) and self._is_over_tokens(node)):
+        if not self.outputs[index].is_over_tokens:
             same |= (others[0] - mine).abs() <= self.tolerance * largest_entry(theirs)
         return same & theirs.isfinite()
 
     def is_differentiable(self, index: int, out: Any) -> bool:
         """Whether gradients may be taken of an output."""
-        caches = {value.node for value in self.program.frontier if value.is_cache}
-        return _is_rounded(out) and self.program.outputs[index] not in caches
+        is_rounded = bool(out.is_floating_point() or out.is_complex())
+        return is_rounded and not self.outputs[index].is_cache
 
     def cotangent(self, index: int, theirs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Random numbers where the output is defined and finite."""
@@ -199,27 +188,9 @@ def gradients_of(
     return torch.autograd.grad([outputs[i] for i in kept], inputs, seeds, retain_graph=keep, allow_unused=True)
 
 
-def precision(program: Program, device: torch.device) -> torch.dtype:
+def precision(executable: Executable, device: torch.device) -> torch.dtype:
     """The least precise dtype that values which depend on parameters are computed in."""
-    values = [node.meta["val"] for node in program.parameter_dependent if is_tensor(node)]
-    numbers = (value.dtype for value in values if _is_rounded(value))
-    dtypes = {dtype.to_real() for dtype in numbers} or {torch.float64}
-    least = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    least = executable.comparison.precision
     if least is torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         return torch.float16  # as many bits as TF32 has
     return least
-
-
-def _choices(program: Program) -> set[fx.Node]:
-    """Where the program chooses (an expert, a token) by values that are rounded: another choice is no error."""
-    found = set()
-    for node in program.parameter_dependent:
-        values = node.meta.get("val")
-        results = values if isinstance(values, (tuple, list)) else [values]
-        if any(isinstance(value, torch.Tensor) and not _is_rounded(value) for value in results):
-            found.add(node)
-    return found
-
-
-def _is_rounded(value: torch.Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import fx
 
-from dta_compile.capture.as_captured import as_captured
 from dta_compile.errors import VerificationError
-from dta_compile.passes.program import Program
+from dta_compile.executable.as_captured import as_captured
 from dta_compile.runtime.verification.probe import NOISE, gradients_of
 from dta_compile.runtime.verification.values import largest_entry, real_parts
 
@@ -23,9 +23,9 @@ Compared = TypeVar("Compared")
 LAST_PLACES = 1  # that a weight is changed by, about
 
 
-def captured(program: Program, args: Sequence[Any]) -> tuple[Any, ...]:
+def run_captured(captured: fx.GraphModule, args: Sequence[Any]) -> tuple[Any, ...]:
     """The outputs of the captured program as it is."""
-    return tuple(as_captured(program.captured)(*args))
+    return tuple(as_captured(captured)(*args))
 
 
 def takes_gradient(arg: Any) -> bool:
@@ -51,8 +51,8 @@ class Rounded:
         args: the inputs of the run that changes are measured from.
     """
 
-    def __init__(self, program: Program, args: Sequence[Any]) -> None:
-        self._program, self._args = program, args
+    def __init__(self, captured: fx.GraphModule, args: Sequence[Any]) -> None:
+        self._captured, self._args = captured, args
         self._change_of_gradients: float | None = None
 
     @functools.cached_property
@@ -61,7 +61,7 @@ class Rounded:
 
     @functools.cached_property
     def _outputs(self) -> tuple[Any, ...]:
-        return captured(self._program, self._inputs)
+        return run_captured(self._captured, self._inputs)
 
     def change_of_output(self, index: int, plain: Any, mask: torch.Tensor | None) -> float:
         """The largest change of an output from what it was, where `mask` holds."""

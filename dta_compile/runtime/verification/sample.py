@@ -9,32 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import sympy
 import torch
-from torch import fx
 
+from dta_compile.executable.executable import NumberSpec, TensorSpec
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.passes.axes.layouts import is_tensor
-from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS
-from dta_compile.passes.program import Program
-from dta_compile.passes.symbols import expression, free_symbols, sizes
 from dta_compile.plan import PrefixTree
 from dta_compile.runtime.calls.planned_call import PlannedCall
 from dta_compile.runtime.rows.batch_rows import Integers
-
-aten = torch.ops.aten
 
 MOST_ROWS = 4
 LEAST_TOKENS = 256  # that are always few enough; of a larger call, a share of what its tree runs
 SHARE = 20
 LEAST_COLUMNS = 16
 WHOLE = 4  # times so many tokens if the sizes cannot be cut further
-
-KNOWN_LIBRARIES = ("aten", "prims", "dta")
 
 Sizes = Mapping[sympy.Symbol, int]
 
@@ -61,10 +54,10 @@ def sample(call: PlannedCall) -> Sample:
     """
     values = call.context.sizes.values(call.args)
     limit = max(LEAST_TOKENS, call.rows.tree.num_rows // SHARE)
-    allowed, fixed = _Guards(call.program), _indexed_by_data(call.program)
+    fixed = call.executable.comparison.indexed_by_data
     for (rows, columns), together in itertools.product(_candidates(call, limit, fixed), (False, True)):
         new = _resized(call, values, rows, columns, fixed if together else values.keys())
-        if new is None or not allowed(new):
+        if new is None or not _is_allowed(call, new):
             continue
         return Sample(_cut(call, values, new, rows, columns), rows, columns, _bytes(call, new))
     raise NotSampled("its inputs cannot be cut to a few tokens, and whole rows would take too long")
@@ -72,8 +65,8 @@ def sample(call: PlannedCall) -> Sample:
 
 def _candidates(call: PlannedCall, limit: int, fixed: Collection[sympy.Basic]) -> Iterator[tuple[int, int]]:
     """Numbers of rows and columns, the most wanted first."""
-    batch, tokens = _free_symbol(call.program.batch), _free_symbol(call.program.tokens)
-    whole_rows = batch is None or batch in fixed or batch != call.program.batch
+    batch, tokens = _free_symbol(call.executable.batch), _free_symbol(call.executable.tokens)
+    whole_rows = batch is None or batch in fixed or batch != call.executable.batch
     some = range(min(2, call.batch), min(MOST_ROWS, call.batch) + 1)
     numbers = [call.batch] if whole_rows else [*some, *([call.batch] if call.batch > MOST_ROWS else [])]
     for rows in numbers:
@@ -97,8 +90,8 @@ def _resized(
 
     Inputs may have symbols of their own for these sizes: those that are equal change too, unless they are `fixed`.
     """
-    new, program = dict(values), call.program
-    for expr, size, wanted in ((program.batch, call.batch, rows), (program.tokens, call.tokens, columns)):
+    new, executable = dict(values), call.executable
+    for expr, size, wanted in ((executable.batch, call.batch, rows), (executable.tokens, call.tokens, columns)):
         if size != wanted:
             symbol = _free_symbol(expr)
             assert symbol is not None
@@ -114,82 +107,11 @@ def _evaluate(expr: Any, values: Sizes) -> Any:
     return expr.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()})
 
 
-class _Guards:
-    """What the trace assumed of its sizes."""
-
-    def __init__(self, program: Program) -> None:
-        sizes = [size for node in program.placeholders for size in _symbolic(node)]
-        env = sizes[0].node.shape_env if sizes else None
-        self.guards = [env.replace(guard.expr) for guard in env.guards] if env else []
-        self.ranges = dict(env.var_to_range) if env else {}
-
-    def __call__(self, values: Sizes) -> bool:
-        least = all(self.ranges[symbol].lower <= value for symbol, value in values.items() if symbol in self.ranges)
-        return least and not any(_evaluate(guard, values) == sympy.false for guard in self.guards)
-
-
-def _symbolic(node: fx.Node) -> Iterator[torch.SymInt]:
-    value = node.meta["val"]
-    for size in value.shape if isinstance(value, torch.Tensor) else [value]:
-        if isinstance(size, torch.SymInt):
-            yield size
-
-
-def _indexed_by_data(program: Program) -> set[sympy.Basic]:
-    """Symbols in the sizes of axes that are read or written by an index which is computed from inputs."""
-    computed: set[fx.Node] = set()  # from tensors that the call is given
-    found: set[sympy.Basic] = set()
-    for node in program.graph.nodes:
-        if (is_tensor(node) and node.op == "placeholder") or any(arg in computed for arg in node.all_input_nodes):
-            computed.add(node)
-        if node.op in ("call_function", "call_module"):
-            found |= free_symbols(_indexed_sizes(node, computed, program))
-    return found
-
-
-def _indexed_sizes(node: fx.Node, computed: set[fx.Node], program: Program) -> Iterator[sympy.Expr]:
-    """Sizes that an operator's indices must stay below."""
-    packet, args = getattr(node.target, "overloadpacket", None), node.args
-    shape = sizes(args[0]) if args and is_tensor(args[0]) else ()
-    if packet in INDEX_ONE_AXIS and shape:
-        if args[2] in computed:
-            yield shape[args[1]]
-    elif packet in INDEX_EVERY_AXIS:
-        yield from (size for size, index in zip(shape, args[1], strict=False) if index in computed)
-    elif not any(arg in computed for arg in node.all_input_nodes):
-        return
-    elif packet in INDEX_ENTRIES:
-        yield from shape
-    elif packet is aten.embedding:
-        yield shape[0]
-    elif packet in (aten.nll_loss_forward, aten.nll_loss2d_forward):
-        yield shape[min(1, len(shape) - 1)]
-    elif _may_do_anything(node):
-        yield from (size for size in (program.batch, program.tokens) if size is not None)
-
-
-def indices_from_values(program: Program) -> bool:
-    """Whether values are turned into whole numbers that something is indexed by: others may be out of bounds."""
-    rounded: set[fx.Node] = set()
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype is not torch.bool:
-            casts = node.target is aten._to_copy.default and node.args[0].meta["val"].is_floating_point()
-            if (casts and node in program.parameter_dependent) or any(arg in rounded for arg in node.all_input_nodes):
-                rounded.add(node)
-        if node.op == "call_function" and any(True for _ in _indexed_sizes(node, rounded, program)):
-            return True
-    return False
-
-
-def _may_do_anything(node: fx.Node) -> bool:
-    """An assertion about data, or an operator of others that takes integers: perhaps indices."""
-    if "_assert" in str(node.target):
-        return True
-    if node.op == "call_function" and getattr(node.target, "namespace", "aten") in KNOWN_LIBRARIES:
-        return False
-    values = [arg.meta["val"] for arg in node.all_input_nodes if is_tensor(arg)]
-    return not all(value.is_floating_point() or value.is_complex() for value in values)
+def _is_allowed(call: PlannedCall, values: Sizes) -> bool:
+    """Whether sizes are such as the trace assumed."""
+    assumed = call.executable.comparison
+    least = all(assumed.least[symbol] <= value for symbol, value in values.items() if symbol in assumed.least)
+    return least and not any(_evaluate(guard, values) == sympy.false for guard in assumed.guards)
 
 
 def _cut(call: PlannedCall, old: Sizes, new: Sizes, rows: int, columns: int) -> list[Any]:
@@ -197,20 +119,26 @@ def _cut(call: PlannedCall, old: Sizes, new: Sizes, rows: int, columns: int) -> 
     chosen, where = _rows_and_columns(call, rows, columns)
     changed = {symbol for symbol, value in new.items() if value != old[symbol]}
     return [
-        _cut_input(call, arg, node, changed, new, chosen, where)
-        for arg, node in zip(call.args, call.program.placeholders, strict=True)
+        _cut_input(call, arg, value, changed, new, chosen, where)
+        for arg, value in zip(call.args, call.executable.values, strict=True)
     ]
 
 
 def _cut_input(
-    call: PlannedCall, arg: Any, node: fx.Node, changed: set[Any], new: Sizes, rows: list[int], columns: Integers
+    call: PlannedCall,
+    arg: Any,
+    value: TensorSpec | NumberSpec | None,
+    changed: set[Any],
+    new: Sizes,
+    rows: list[int],
+    columns: Integers,
 ) -> Any:
-    value, batch = node.meta["val"], call.program.batch
-    if not isinstance(value, torch.Tensor):
-        expr = expression(value) if isinstance(value, torch.SymInt) else sympy.S.Zero
-        return int(_evaluate(expr, new)) if expr.free_symbols & changed else arg
+    batch = call.executable.batch
+    if not isinstance(value, TensorSpec):
+        is_changed = value is not None and value.expr.free_symbols & changed
+        return int(_evaluate(value.expr, new)) if value is not None and is_changed else arg
     result = arg.detach()
-    for dim, size in enumerate(sizes(node)):
+    for dim, size in enumerate(value.shape):
         if not size.free_symbols & changed:
             continue
         length = int(_evaluate(size, new))
@@ -273,23 +201,10 @@ def _forking(tree: PrefixTree) -> int:
 
 def _bytes(call: PlannedCall, new: Sizes) -> int:
     """At most what both programs hold at one time: all intermediate values, and gradients of all parameters."""
-    program = call.program
-    known: dict[sympy.Expr, int] = {}
-
-    def number(size: Any) -> int:
-        expr = expression(size)
-        if expr not in known:
-            known[expr] = int(_evaluate(expr, new)) if expr.free_symbols <= new.keys() else 1
-        return known[expr]
-
+    executable = call.executable
     total = 0
-    for node in program.parameter_dependent:
-        if is_tensor(node) and node.op != "placeholder":
-            value = node.meta["val"]
-            count = int(np.prod([number(size) for size in value.shape]))
-            total += 2 * count * value.dtype.itemsize
-    for layer in program.attention:
-        batch, heads, tokens, _ = (number(size) for size in layer.node.meta["val"].shape)
-        total += 2 * batch * heads * tokens * tokens * layer.dtype.itemsize
-    trained = [call.args[spec.index] for spec in program.inputs if spec.requires_grad] if program.training else []
+    for shape, bytes_of_one in executable.comparison.bytes.items():
+        known = (int(_evaluate(size, new)) for size in shape if size.free_symbols <= new.keys())
+        total += math.prod(known) * bytes_of_one
+    trained = [call.args[spec.index] for spec in executable.inputs if spec.requires_grad] if executable.training else []
     return total + sum(p.numel() * (2 * p.dtype.itemsize + statistics_dtype(p.dtype).itemsize) for p in trained)

@@ -20,17 +20,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from dta_compile.errors import DTAError, VerificationError
-from dta_compile.ops.collectives import COLLECTIVES
-from dta_compile.ops.draw_capture import is_random
-from dta_compile.passes.cuts.other_batches import programs_of
-from dta_compile.passes.program import Program
+from dta_compile.executable.executable import Executable
 from dta_compile.runtime.calls.planned_call import PlannedCall, Run
 from dta_compile.runtime.measure.budget import default_budget
 from dta_compile.runtime.verification.probe import NOISE, Probe, gradients_of
-from dta_compile.runtime.verification.rounded import Rounded, but_for_rounding, captured, takes_gradient
-from dta_compile.runtime.verification.sample import NotSampled, indices_from_values, sample
+from dta_compile.runtime.verification.rounded import Rounded, but_for_rounding, run_captured, takes_gradient
+from dta_compile.runtime.verification.sample import NotSampled, sample
 from dta_compile.runtime.verification.values import compare_values, largest_entry, real_parts
 
 RunSmall = Callable[[int, Sequence[Any]], Run]  # of a number of columns and the inputs of a small call
@@ -53,7 +51,9 @@ class Verdict:
         return ", ".join(f"{name} not comparable" if x is None else f"{name} within {x:.1g}" for name, x in parts)
 
 
-def verified(program: Program, run: Callable[[Sequence[Any]], Run], args: Sequence[Any]) -> tuple[tuple[Any, ...], str]:
+def verified(
+    captured: fx.GraphModule, run: Callable[[Sequence[Any]], Run], args: Sequence[Any]
+) -> tuple[tuple[Any, ...], str]:
     """The outputs of a call that `run` runs, compared with the reference as their gradients are; and the verdict.
 
     Raises:
@@ -67,12 +67,18 @@ def verified(program: Program, run: Callable[[Sequence[Any]], Run], args: Sequen
     else:
         with _undisturbed(ran.call.device):
             detached = _detached(args)
-            expected = captured(program, detached)
-            verdict = f"the whole call: {compare(program, ran, viewed, expected, detached)}"
+            expected = run_captured(captured, detached)
+            verdict = f"the whole call: {compare(captured, ran, viewed, expected, detached)}"
     return ran.outputs, verdict
 
 
-def self_check(call: PlannedCall, run_small: RunSmall, compile_seconds: float, when: str = "at the first call") -> str:
+def self_check(
+    call: PlannedCall,
+    captured: fx.GraphModule,
+    run_small: RunSmall,
+    compile_seconds: float,
+    when: str = "at the first call",
+) -> str:
     """Compare a few rows of a planned call, as a small call of its own; returns the verdict, or why there is none.
 
     Whatever else fails is left to the call itself. `when` is said in the verdict.
@@ -82,7 +88,7 @@ def self_check(call: PlannedCall, run_small: RunSmall, compile_seconds: float, w
     """
     try:
         with _undisturbed(call.device):
-            return _self_check(call, run_small, compile_seconds, when)
+            return _self_check(call, captured, run_small, compile_seconds, when)
     except VerificationError:
         raise
     except (NotSampled, DTAError) as reason:
@@ -91,11 +97,13 @@ def self_check(call: PlannedCall, run_small: RunSmall, compile_seconds: float, w
         return f"skipped: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:150]}"
 
 
-def _self_check(call: PlannedCall, run_small: RunSmall, compile_seconds: float, when: str) -> str:
-    program = call.program
-    if program.joint.generated is not None:  # the call itself needs it, too
-        graphs = ["forward", "backward"] if _trains(program) else ["forward_only"]
-        program.joint.generated.prepare(graphs, wait=call.context.ranks.several)
+def _self_check(
+    call: PlannedCall, captured: fx.GraphModule, run_small: RunSmall, compile_seconds: float, when: str
+) -> str:
+    generated = call.executable.joint.generated
+    if generated is not None:  # the call itself needs it, too
+        graphs = ["forward", "backward"] if _trains(call.executable) else ["forward_only"]
+        generated.prepare(graphs, wait=call.context.ranks.several)
     started = time.perf_counter()
     if reason := _not_comparable(call):
         raise NotSampled(reason)
@@ -104,22 +112,24 @@ def _self_check(call: PlannedCall, run_small: RunSmall, compile_seconds: float, 
         raise NotSampled(f"{small.bytes / 2**20:,.0f} MiB for {small.rows} rows of {small.columns} tokens are not free")
     theirs, mine = _detached(small.args), _detached(small.args)
     scale = call.rows.tree.num_rows / (small.rows * small.columns)
-    expected = _captured_in_time(call, theirs, compile_seconds, scale)
+    expected = _captured_in_time(call, captured, theirs, compile_seconds, scale)
     run = run_small(small.columns, mine)
-    verdict = compare(program, run, mine, expected, theirs)
+    verdict = compare(captured, run, mine, expected, theirs)
     seconds = time.perf_counter() - started
     return f"{small.rows} rows of {small.columns} tokens {when}: {verdict}; {seconds:.2g} s"
 
 
-def _captured_in_time(call: PlannedCall, args: Sequence[Any], compile_seconds: float, scale: float) -> tuple[Any, ...]:
+def _captured_in_time(
+    call: PlannedCall, captured: fx.GraphModule, args: Sequence[Any], compile_seconds: float, scale: float
+) -> tuple[Any, ...]:
     """The captured program's outputs; raises `NotSampled` if the rest would take longer than it may.
 
     `scale`: how many times as many tokens the whole call has.
     """
-    trains = _trains(call.program)
+    trains = _trains(call.executable)
     for _attempt in range(2):  # the first run may have loaded kernels
         begun = time.perf_counter()
-        outputs = captured(call.program, args)
+        outputs = run_captured(captured, args)
         if call.device.type == "cuda":
             torch.cuda.synchronize(call.device)
         seconds = time.perf_counter() - begun
@@ -129,8 +139,8 @@ def _captured_in_time(call: PlannedCall, args: Sequence[Any], compile_seconds: f
     raise NotSampled(f"it would take {PASSES[trains] * seconds:.1f} s of a call of about {whole:.1f} s")
 
 
-def _trains(program: Program) -> bool:
-    return program.training and torch.is_grad_enabled()
+def _trains(executable: Executable) -> bool:
+    return executable.training and torch.is_grad_enabled()
 
 
 def _detached(args: Sequence[Any]) -> list[Any]:
@@ -153,39 +163,30 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 def _not_comparable(call: PlannedCall) -> str:
     """Why a call may differ from one of the captured program; "": it may not."""
-    program = call.program
     if call.restarts:
         return "the program's recurrences run on from one sequence of a packed row into the next"
-    for node in program.graph.nodes:
-        if is_random(node.target):
-            return f"{node.target} draws random numbers"
-        if node.target in COLLECTIVES or "c10d" in str(getattr(node.target, "namespace", "")):
-            return f"{node.target} waits for other ranks"
-    further = programs_of(program)[1:]
-    if any(layer.mask is not None for one in further for layer in one.attention):
-        return "it runs the model on batches of several sizes, with masks of their own"
-    return "it indexes by rounded values" if indices_from_values(program) else ""
+    return call.executable.comparison.incomparable
 
 
 def compare(
-    program: Program, run: Run, inputs: Sequence[Any], expected: Sequence[Any], their_inputs: Sequence[Any]
+    captured: fx.GraphModule, run: Run, inputs: Sequence[Any], expected: Sequence[Any], their_inputs: Sequence[Any]
 ) -> Verdict:
     """Compare the outputs of a run, and their gradients for `inputs`, with those of the captured program.
 
     Raises:
         VerificationError: naming what differs.
     """
-    probe, rounded = Probe(program, run), Rounded(program, their_inputs)
+    executable, probe, rounded = run.call.executable, Probe(run), Rounded(captured, their_inputs)
     for i in range(len(expected)):
         probe.require_no_padding(i)
     compared = [_compare_output(probe, rounded, i, theirs) for i, theirs in enumerate(expected)]
     outputs = max((x for x in compared if x is not None), default=None)
     kept = [i for i, out in enumerate(run.outputs) if compared[i] is not None and probe.is_differentiable(i, out)]
-    if not kept or not _trains(program):
-        return Verdict(outputs, None, _trains(program))
+    if not kept or not _trains(executable):
+        return Verdict(outputs, None, _trains(executable))
     generator = torch.Generator(run.call.device).manual_seed(0)
     cotangents = {i: probe.cotangent(i, expected[i], generator) for i in kept}
-    gradients = _compare_gradients(program, probe, rounded, run.outputs, inputs, expected, their_inputs, cotangents)
+    gradients = _compare_gradients(probe, rounded, run.outputs, inputs, expected, their_inputs, cotangents)
     return Verdict(outputs, gradients, trains=True)
 
 
@@ -197,7 +198,6 @@ def _compare_output(probe: Probe, rounded: Rounded, index: int, theirs: Any) -> 
 
 
 def _compare_gradients(
-    program: Program,
     probe: Probe,
     rounded: Rounded,
     outputs: Sequence[Any],
@@ -213,6 +213,7 @@ def _compare_gradients(
     if not all(bool(grad.isfinite().all()) for grad in theirs if grad is not None) or conditioning > 0.5:
         return None
     mine = gradients_of(outputs, [inputs[i] for i in trained], cotangents, keep=True)
+    inputs_of = probe.run.call.executable.inputs
     largest = max((largest_entry(grad) for grad in theirs if grad is not None), default=0.0)
     share = probe.rounding + NOISE * conditioning
 
@@ -226,6 +227,6 @@ def _compare_gradients(
         known = one if one is not None else other
         if known is not None:
             one, other = (real_parts(torch.zeros_like(known) if grad is None else grad) for grad in (one, other))
-            what = f"the gradient of {program.inputs[i].name}"
+            what = f"the gradient of {inputs_of[i].name}"
             found.append(but_for_rounding(functools.partial(compare_gradient, what, one, other), change))
     return max(found)

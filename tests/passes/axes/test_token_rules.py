@@ -22,10 +22,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dta_compile.executable.layouts import Axis, Frame, Layout
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule
 from dta_compile.passes.axes.token_rules import TOKEN_RULES, rule_for
 from dta_compile.passes.graphs.operators import TAKE_A_SHAPE
-from dta_compile.passes.program import Axis, Frame, Layout
 
 pytest.importorskip("expecttest", reason="torch's own samples need it")
 from torch.testing._internal.common_methods_invocations import op_db

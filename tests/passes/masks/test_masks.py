@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import z3
 
 from dta_compile.errors import RefusalError, RuntimeContractError
 from tests.support.masks import calls
@@ -394,9 +395,12 @@ def reach(found):
 @pytest.mark.parametrize("name", CLASSES)
 def test_masks_that_are_understood(name):
     make_mask, inputs, text, reaches = CLASSES[name]
-    found = [traced.check() for traced in calls(make_mask, inputs)]
+    traced = calls(make_mask, inputs)
+    found = [one.check() for one in traced]
     assert [reach(one) for one in found] == reaches
     assert all(re.search(text, str(one.classes[0])) for one in found)
+    again = [one.pickled().check() for one in traced]
+    assert [str(one.classes[0]) for one in again] == [str(one.classes[0]) for one in found]
 
 
 WRITES = {
@@ -698,3 +702,18 @@ def test_masks_that_are_refused(name):
     with pytest.raises(error) as caught:
         calls(make_mask, [inputs])[0].check()
     assert re.search(message, str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize("name", ["blocks", "a window for each row", "no window", "a small bias"])
+def test_the_question_of_a_refused_proof_is_written_to_the_debug_folder(name, tmp_path, monkeypatch):
+    """Also if a call refuses, as it does where there is no window; a model of the question is a counterexample."""
+    make_mask, inputs, error, message = REFUSED[name]
+    monkeypatch.setenv("DTA_DEBUG", str(tmp_path / "new"))
+    with pytest.raises(error):
+        calls(make_mask, [inputs])[0].check()
+    (written,) = (tmp_path / "new").glob("mask_*.smt2")
+    text = written.read_text()
+    assert re.search(message, text)
+    solver = z3.Solver()
+    solver.from_string(text)
+    assert solver.check() == z3.sat

@@ -13,6 +13,7 @@ import torch
 
 import dta_compile
 from dta_compile.errors import OptionError
+from dta_compile.executable.executable import TensorSpec
 from dta_compile.options import Options
 from dta_compile.plan import CostModel, Rates, Work
 from dta_compile.runtime.measure import calibration
@@ -225,17 +226,16 @@ def test_how_much_faster_runs_became_is_measured_on_runs_of_the_same_size():
 # The file
 
 
-def program(code="def forward(self, x): ...", training=True, shape=(4, 4), dtype=torch.float32):
-    """As much of a captured program as names its file."""
-    node = types.SimpleNamespace(meta={"val": torch.empty(shape, dtype=dtype, device="meta")})
+def executable(digest="1234", training=True, shape=(4, 4), dtype=torch.float32):
+    """As much of an executable as names its file."""
     spec = types.SimpleNamespace(index=0, requires_grad=training)
     return types.SimpleNamespace(
-        placeholders=[node],
+        values=[TensorSpec(shape, dtype, torch.device("meta"))],
         region_parameters=[spec],
         mixers=[attention_layer(1, 4, 4, dtype)],
         attention=[attention_layer(1, 4, 4, dtype)],
         training=training,
-        chunk=types.SimpleNamespace(code=code),
+        chunk_digest=digest,
     )
 
 
@@ -243,7 +243,7 @@ CPU = torch.device("cpu")
 
 
 def load(folder, **keywords) -> Calibration:
-    return Calibration.load(program(**keywords), CPU, Options(cache_dir=str(folder)))
+    return Calibration.load(executable(**keywords), CPU, Options(cache_dir=str(folder)))
 
 
 @pytest.fixture
@@ -328,7 +328,7 @@ def test_a_file_with_a_bad_sample_is_ignored(row):
 def test_off_reads_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    learner = Calibration.load(program(), CPU, Options(cache_dir="off"))
+    learner = Calibration.load(executable(), CPU, Options(cache_dir="off"))
     record(learner, varied)
     assert learner.cost_model().source.startswith("calibrated on")
     assert list(tmp_path.iterdir()) == []
@@ -371,18 +371,18 @@ def test_the_folder_is_the_option_the_variable_or_the_cache_of_the_user(monkeypa
 
 def test_everything_that_times_depend_on_has_its_own_file(monkeypatch):
     others = [
-        {"code": "other"},
+        {"digest": "5678"},
         {"training": False},
         {"shape": (4, 8)},
         {"dtype": torch.bfloat16},
     ]
-    names = {file_name(program(**keywords), CPU) for keywords in [{}, *others]}
-    names.add(file_name(program(), CPU, attention="other"))
-    names.add(file_name(program(), CPU, generated=True))
+    names = {file_name(executable(**keywords), CPU) for keywords in [{}, *others]}
+    names.add(file_name(executable(), CPU, attention="other"))
+    names.add(file_name(executable(), CPU, generated=True))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 61)
-    names.add(file_name(program(), CPU))
+    names.add(file_name(executable(), CPU))
     assert len(names) == len(others) + 4
-    assert file_name(program(), CPU) == file_name(program(), CPU)
+    assert file_name(executable(), CPU) == file_name(executable(), CPU)
     assert any("61-threads-float32" in name for name in names)
     assert all(name == os.path.basename(name).lower() and " " not in name for name in names)
 

@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.executable.layouts import Axis, Frame, Layout
 from dta_compile.ops.draw_capture import is_random
 from dta_compile.ops.experts import EXPERT_LINEAR
 from dta_compile.ops.mixer import MIXERS
@@ -33,7 +34,6 @@ from dta_compile.passes.graphs.operators import (
     TRANSPOSITIONS,
     is_tagged_pointwise,
 )
-from dta_compile.passes.program import Axis, Frame, Layout
 from dta_compile.passes.symbols import depends_on_data, expression, sizes
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ from typing import Any
 
 import z3
 
-from dta_compile.passes.terms import Term, shown
+from dta_compile.proofs.terms import Term, shown
 
 
 class Untranslatable(Exception):

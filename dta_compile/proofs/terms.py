@@ -7,12 +7,12 @@ made by one `Terms`, which gives equal terms the same object, so that they are c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import sympy
 import torch
-from torch import fx
 
 aten = torch.ops.aten
 
@@ -25,6 +25,25 @@ PREFIX = {"bitwise_not": "~", "logical_not": "~", "neg": "-"}
 OF_ITSELF = {"eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt": False}
 RANKED = aten.view.default  # one number as a tensor with or without dimensions
 LONGEST = 400  # characters of a printed term
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A tensor that entries are taken of as they are.
+
+    Attributes:
+        name: of the value in the lowered graph.
+        source: the text of the input that it is; "": it is computed.
+        inputs: the call's tensors that it is computed from: the place of each among the inputs, and its text.
+    """
+
+    name: str
+    dtype: torch.dtype
+    source: str = ""
+    inputs: tuple[tuple[int, str], ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return self.source or self.name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,7 +86,7 @@ class Number(Term):
 class Entry(Term):
     """The entry at `index` of a tensor that is taken as it is."""
 
-    node: fx.Node
+    leaf: Leaf
     index: tuple[Term, ...]
 
 
@@ -88,6 +107,12 @@ class Apply(Term):
     def operands(self) -> tuple[Term, ...]:
         """The arguments that are terms."""
         return tuple(arg for arg in self.args if isinstance(arg, Term))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "op": str(self.op)}  # operators do not pickle
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, op=functools.reduce(getattr, state["op"].split("."), torch.ops))
 
 
 def _name(op: Any) -> str:
@@ -118,8 +143,7 @@ def _text(term: Term, text: Callable[..., str]) -> str:
     if isinstance(term, Number):
         return str(term.expr)
     if isinstance(term, Entry):
-        name = term.node.meta.get("source") or term.node.name
-        return f"{name}[{', '.join(map(text, term.index))}]" if term.index else name
+        return f"{term.leaf}[{', '.join(map(text, term.index))}]" if term.index else str(term.leaf)
     assert isinstance(term, Apply)
     parts = [text(arg, True) for arg in term.args]
     if term.name in INFIX and len(parts) == 2 and not term.kwargs:
@@ -133,32 +157,33 @@ def _text(term: Term, text: Callable[..., str]) -> str:
     return f"{term.name}({', '.join([*map(text, term.args), *(f'{k}={v}' for k, v in term.kwargs)])})"
 
 
-class Terms:
-    """Makes terms: equal ones are the same object, operators of constants are carried out."""
+T = TypeVar("T", bound=Term)
 
-    def __init__(self) -> None:
-        self._known: dict[Any, Any] = {}
+
+class Terms:
+    """Makes terms: equal ones, also of `known`, are the same object, operators of constants are carried out."""
+
+    def __init__(self, known: Iterable[Term] = ()) -> None:
+        self._known: dict[Any, Any] = {_identity(term): term for term in known}
 
     def const(self, value: bool | int | float, dtype: torch.dtype = torch.int64, is_scalar: bool = False) -> Const:
         """A number; `is_scalar`: it has no say in type promotion."""
-        key = (Const, repr(value), dtype, is_scalar)
-        return self._make(key, lambda: Const(dtype, is_scalar, frozenset(), value))
+        return self._made(Const(dtype, is_scalar, frozenset(), value))
 
     def index(self, name: str) -> Index:
         """An index of an entry: "row", "query", "key" ..."""
-        return self._make((Index, name), lambda: Index(torch.int64, False, frozenset([name]), name))
+        return self._made(Index(torch.int64, False, frozenset([name]), name))
 
     def number(self, expr: sympy.Expr, dtype: torch.dtype = torch.int64) -> Const | Number:
         """A number of the call: a size, or an argument."""
         if isinstance(expr, sympy.Integer):
             return self.const(int(expr), is_scalar=True)
-        return self._make((Number, expr), lambda: Number(dtype, True, frozenset(), expr))
+        return self._made(Number(dtype, True, frozenset(), expr))
 
-    def entry(self, node: fx.Node, index: tuple[Term, ...]) -> Entry:
+    def entry(self, leaf: Leaf, index: tuple[Term, ...]) -> Entry:
         """One entry of a tensor that is not looked into."""
         indices = frozenset().union(*(term.indices for term in index))
-        dtype = node.meta["val"].dtype
-        return self._make((Entry, node, index), lambda: Entry(dtype, not index, indices, node, index))
+        return self._made(Entry(leaf.dtype, not index, indices, leaf, index))
 
     def apply(self, op: Any, *args: Any, result: torch.dtype | None = None, **kwargs: Any) -> Term:
         """`op(*args, **kwargs)`; `result`: its dtype, asked of torch if it is not given."""
@@ -176,8 +201,7 @@ class Terms:
         items = tuple(sorted(kwargs.items()))
         is_scalar = not args[1] if op is RANKED else all(arg.is_scalar for arg in operands)
         indices = frozenset().union(*(arg.indices for arg in operands))
-        key = (Apply, op, tuple(map(_key, args)), tuple((name, _key(value)) for name, value in items))
-        return self._make(key, lambda: Apply(result, is_scalar, indices, op, args, items))
+        return self._made(Apply(result, is_scalar, indices, op, args, items))
 
     def _simplified(self, op: Any, args: tuple[Any, ...], result: torch.dtype | None) -> Term | None:
         """What is known of an operator of two operands whatever they are: of an integer and itself, True, or 0."""
@@ -215,17 +239,16 @@ class Terms:
 
         def rebuilt(term: Term) -> Term:
             if isinstance(term, Entry):
-                return self.entry(term.node, tuple(map(replaced, term.index)))
+                return self.entry(term.leaf, tuple(map(replaced, term.index)))
             if isinstance(term, Apply):
                 return self.apply(term.op, *map(replaced, term.args), result=term.dtype, **dict(term.kwargs))
             return self.index(other)
 
         return replaced(term)
 
-    def _make(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+    def _made(self, term: T) -> T:
+        known: T = self._known.setdefault(_identity(term), term)
+        return known
 
 
 def is_undefined(op: Any, number: bool | int | float, dtype: torch.dtype) -> bool:
@@ -237,8 +260,15 @@ def is_undefined(op: Any, number: bool | int | float, dtype: torch.dtype) -> boo
     return not known.min <= number <= known.max
 
 
+def _identity(term: Term) -> tuple[Any, ...]:
+    """Equal for equal terms, given that what they are made of is the same object where it is equal."""
+    return type(term), *map(_key, vars(term).values())
+
+
 def _key(arg: Any) -> Any:
-    return arg if isinstance(arg, Term) else (type(arg), repr(arg))
+    if isinstance(arg, tuple):
+        return tuple(map(_key, arg))
+    return (type(arg), repr(arg)) if isinstance(arg, (int, float)) else arg
 
 
 def _tried(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -266,21 +296,36 @@ def subterms(term: Term) -> Iterator[Term]:
         if one not in seen:
             seen.add(one)
             yield one
-            pending.extend(one.index if isinstance(one, Entry) else one.operands if isinstance(one, Apply) else ())
+            pending.extend(_parts(one))
+
+
+def in_order(*terms: Term) -> tuple[Term, ...]:
+    """Terms and all that they are made of, each once and after what it is made of itself."""
+    found, pending = dict[Term, None](), list(terms)
+    while pending:
+        missing = [part for part in _parts(pending[-1]) if part not in found]
+        pending += missing
+        if not missing:
+            found[pending.pop()] = None
+    return tuple(found)
+
+
+def _parts(term: Term) -> tuple[Term, ...]:
+    return term.index if isinstance(term, Entry) else term.operands if isinstance(term, Apply) else ()
 
 
 class Evaluation:
     """Values of terms for one call, `[B, S]` or what broadcasts to it.
 
     Args:
-        dense: values of the tensors that terms take entries of.
+        dense: values of the tensors that terms take entries of, by the name of the leaf.
         number: gives the value of a size expression.
         indices: by name the values of index variables, say `[B, 1]` rows and `[1, S]` keys.
     """
 
     def __init__(
         self,
-        dense: Mapping[fx.Node, torch.Tensor],
+        dense: Mapping[str, torch.Tensor],
         number: Callable[[sympy.Expr], int | float],
         indices: Mapping[str, torch.Tensor],
     ) -> None:
@@ -302,7 +347,7 @@ class Evaluation:
             number = self.number(term.expr)
             return float(number) if term.dtype.is_floating_point else number
         if isinstance(term, Entry):
-            value = self.dense[term.node]
+            value = self.dense[term.leaf.name]
             return value[tuple(map(self, term.index))] if term.index else value
         if isinstance(term, Apply):
             return term.op(*map(self, term.args), **dict(term.kwargs))

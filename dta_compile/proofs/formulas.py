@@ -9,17 +9,18 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 import z3
 
-from dta_compile.passes.masks.cases import Cases, Untranslatable, Value, boolean, case, chain, exact_int, merged
-from dta_compile.passes.masks.ranges import LONGEST_ROW, Ranges
-from dta_compile.passes.masks.tables import Facts
-from dta_compile.passes.terms import Apply, Const, Entry, Index, Number, Term, Terms, subterms
+from dta_compile.proofs.cases import Cases, Untranslatable, Value, boolean, case, chain, exact_int, merged
+from dta_compile.proofs.mask_class import LONGEST_ROW
+from dta_compile.proofs.ranges import Ranges
+from dta_compile.proofs.tables import Facts, Table
+from dta_compile.proofs.terms import Apply, Const, Entry, Index, Number, Term, Terms, subterms
 
 FEW = 3  # numbers that are told apart one by one
 TIMEOUT = 2000  # milliseconds of one question
@@ -74,6 +75,7 @@ class Formulas(abc.ABC):
         self._values: dict[Term, Value] = {}
         self._numbers: dict[sympy.Expr, Any] = {}
         self._biased: set[Term] = set()
+        self._open: tuple[z3.BoolRef, ...] = ()
         for size in self.sizes.values():
             self.ranges.learn(f"number {size}", (1, LONGEST_ROW))
             self.solver.add(self.number(size) >= 1, self.number(size) <= LONGEST_ROW)
@@ -90,11 +92,19 @@ class Formulas(abc.ABC):
         try:
             self.solver.add(*hypotheses, z3.Not(claim))
             answer = self.solver.check()
+            if answer != z3.unsat:
+                self._open = (*hypotheses, z3.Not(claim))
             if answer == z3.unknown:
                 raise z3.Z3Exception(self.solver.reason_unknown())
             return self.solver.model() if answer == z3.sat else None
         finally:
             self.solver.pop()
+
+    def dump(self) -> str:
+        """The last question that ended without a proof, in SMT-LIB."""
+        asked = z3.Solver()
+        asked.add(*self.solver.assertions(), *self._open)
+        return str(asked.to_smt2())
 
     def constant(self, term: Term) -> float | None:
         """The number that a term always is, whatever inputs are; None if there is none, or none that can be shown."""
@@ -187,17 +197,17 @@ class Formulas(abc.ABC):
         return self._applied(term)
 
     def _entry(self, term: Entry) -> Value:
-        if not term.index and term.node in self.facts.scalars:
-            number = self.facts.scalars[term.node]
+        if not term.index and term.leaf in self.facts.scalars:
+            number = self.facts.scalars[term.leaf]
             return z3.BoolVal(number) if isinstance(number, bool) else case(number)
-        table = self.facts.tables.get(term.node)
+        table = self.facts.tables.get(term.leaf)
         if table is None:
             raise Untranslatable(term)
         index = [self.integer(at) for at in term.index]
         for at, size in zip(index, table.shape, strict=True):
             if not self.proves(z3.And(at >= 0, at < size)):
                 raise Untranslatable(term, "it may read beyond the table")
-        found = merged(table.cases(index))
+        found = merged(_numbers_of(table, index))
         return boolean(found) if term.dtype is torch.bool else found
 
     def _is_of_one_token(self, term: Term) -> bool:
@@ -212,7 +222,7 @@ class Formulas(abc.ABC):
         """Whether a term depends on more than indices and numbers."""
         if isinstance(term, Apply):
             return any(map(self.reads_inputs, term.operands))
-        return isinstance(term, Entry) and term.node not in self.facts.scalars
+        return isinstance(term, Entry) and term.leaf not in self.facts.scalars
 
     def _atomic(self, term: Term) -> Value:
         """A term of one token as a function of it that may be anything, within the term's dtype."""
@@ -246,7 +256,7 @@ class Formulas(abc.ABC):
     def _assume(self, role: str, term: Term) -> None:
         """Take a term of one token for something that every call can check; single numbers are read instead."""
         entries = [part for part in subterms(term) if isinstance(part, Entry)]
-        unread = any(not part.index and part.node not in self.facts.scalars for part in entries)
+        unread = any(not part.index and part.leaf not in self.facts.scalars for part in entries)
         if unread or not self.reads_inputs(term):
             raise Untranslatable(term)
         self.assumed[role][term] = None
@@ -266,6 +276,16 @@ class Formulas(abc.ABC):
     @abc.abstractmethod
     def _applied(self, term: Apply) -> Value:
         """The formula of an operator."""
+
+
+def _numbers_of(table: Table, index: Sequence[z3.ArithRef]) -> list[tuple[Any, z3.BoolRef]]:
+    """The numbers that a table may have at an index within it, and where it has them."""
+    at = index[-2] - index[-1] if table.is_square else index[-1]
+    ends = (*table.starts[1:], None)
+    return [
+        (number, z3.And(at >= start, z3.BoolVal(True) if end is None else at < end))
+        for number, start, end in zip(table.numbers, table.starts, ends, strict=True)
+    ]
 
 
 _OF_NUMBERS: dict[str, Callable[[Any, Any], Any]] = {

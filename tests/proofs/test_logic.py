@@ -7,9 +7,9 @@ import sympy
 import torch
 import z3
 
-from dta_compile.passes.masks.cases import Cases, Untranslatable
-from dta_compile.passes.masks.logic import Logic
-from dta_compile.passes.terms import Evaluation, Term, Terms, shown
+from dta_compile.proofs.cases import Cases, Untranslatable
+from dta_compile.proofs.logic import Logic
+from dta_compile.proofs.terms import Evaluation, Term, Terms, shown
 
 aten = torch.ops.aten
 INTEGERS = [torch.int64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]

@@ -7,9 +7,6 @@ from collections.abc import Callable
 import torch
 import z3
 
-LONGEST_ROW = 2**24  # tokens; exact in float32
-BOUND = 2**31  # integers of inputs that are computed with are less, of either sign; checked at every call
-
 Range = tuple[int, int]  # both included
 
 # Floating-point numbers hold all integers up to these, of either sign.

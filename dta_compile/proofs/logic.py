@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import z3
 
-from dta_compile.passes.masks.arithmetic import COMPARISONS, arithmetic, compared
-from dta_compile.passes.masks.cases import (
+from dta_compile.proofs.arithmetic import COMPARISONS, arithmetic, compared
+from dta_compile.proofs.cases import (
     Cases,
     Untranslatable,
     Value,
@@ -30,9 +30,10 @@ from dta_compile.passes.masks.cases import (
     is_number,
     merged,
 )
-from dta_compile.passes.masks.formulas import Formulas, values_of
-from dta_compile.passes.masks.ranges import BOUND, held_by, within
-from dta_compile.passes.terms import RANKED, Apply, Const, Number, Term, is_undefined
+from dta_compile.proofs.formulas import Formulas, values_of
+from dta_compile.proofs.mask_class import BOUND
+from dta_compile.proofs.ranges import held_by, within
+from dta_compile.proofs.terms import RANKED, Apply, Const, Number, Term, is_undefined
 
 MOST_CASES = 64
 
@@ -193,9 +194,10 @@ class Logic(Formulas):
         if not any(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise Untranslatable(term)
         try:
-            return term.op(*tensors, **dict(term.kwargs)).item()
+            found: bool | int | float = term.op(*tensors, **dict(term.kwargs)).item()
         except RuntimeError as error:
             raise Untranslatable(term, str(error)) from error
+        return found
 
     def _check_bias(self, term: Apply, numbers: list[Any]) -> None:
         """A bias that is "at most -1e4" stays so if what is not positive is added, or if it is raised to such."""

@@ -20,7 +20,8 @@ def as_captured(module: fx.GraphModule) -> Callable[..., Any]:
             for node in part.graph.find_nodes(op="call_function", target=TAG_ACTIVATION_CHECKPOINT):
                 node.target = _checkpointed
                 part.recompile()
-    return module.forward
+    run: Callable[..., Any] = module.forward
+    return run
 
 
 def _checkpointed(region: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
 import torch
-import z3
-from torch import fx
+
+from dta_compile.proofs.terms import Leaf
 
 MOST_RUNS = 64
 
@@ -29,15 +29,6 @@ class Table:
     is_square: bool
     starts: tuple[int, ...]
     numbers: tuple[bool | int | float, ...]
-
-    def cases(self, index: Sequence[z3.ArithRef]) -> list[tuple[Any, z3.BoolRef]]:
-        """The numbers that the table may have at an index within it, and where it has them."""
-        at = index[-2] - index[-1] if self.is_square else index[-1]
-        ends = (*self.starts[1:], None)
-        return [
-            (number, z3.And(at >= start, z3.BoolVal(True) if end is None else at < end))
-            for number, start, end in zip(self.numbers, self.starts, ends, strict=True)
-        ]
 
 
 def read_table(values: torch.Tensor) -> Table | None:
@@ -72,14 +63,11 @@ class Facts:
     """
 
     numbers: Mapping[sympy.Expr, int | float] = dataclasses.field(default_factory=dict)
-    scalars: Mapping[fx.Node, bool | int | float] = dataclasses.field(default_factory=dict)
-    tables: Mapping[fx.Node, Table] = dataclasses.field(default_factory=dict)
+    scalars: Mapping[Leaf, bool | int | float] = dataclasses.field(default_factory=dict)
+    tables: Mapping[Leaf, Table] = dataclasses.field(default_factory=dict)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for equal facts."""
-        return tuple(tuple(sorted((str(k), repr(v)) for k, v in each.items())) for each in self._all)
-
-    @property
-    def _all(self) -> tuple[Mapping[Any, Any], ...]:
-        return self.numbers, self.scalars, self.tables
+        every: tuple[Mapping[Any, Any], ...] = (self.numbers, self.scalars, self.tables)
+        return tuple(tuple(sorted((repr(k), repr(v)) for k, v in each.items())) for each in every)

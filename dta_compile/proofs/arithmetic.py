@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import z3
 
-from dta_compile.passes.masks.cases import Untranslatable, exact_int, formula
-from dta_compile.passes.terms import Apply
+from dta_compile.proofs.cases import Untranslatable, exact_int, formula
+from dta_compile.proofs.terms import Apply
 
 Proves = Callable[[z3.BoolRef], bool]
 

@@ -1,0 +1,1 @@
+"""The end of compiling: a program as the plain data that the runtime takes."""

@@ -1,0 +1,147 @@
+"""What is kept as bytes, and back: a pickle of plain data, in which nothing belongs to a process.
+
+Operators, mixers and functions are there by name, tensors by value. Only classes and functions of a closed list of
+modules are read; what else is met (functions of others, graphs, values of a trace) is not kept.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import types
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from dta_compile.program_cache.description import C_FUNCTIONS, MOST_BYTES, NAMESPACES, is_known_function
+
+# Modules, with those in them, whose classes may be read; and functions, but for sympy's, some of which evaluate text.
+MODULES = (
+    "dta_compile.codegen.generated",
+    "dta_compile.executable",
+    "dta_compile.ops",
+    "dta_compile.proofs",
+    "dta_compile.program_cache.assumptions",
+    "sympy.core",
+    "sympy.functions",
+    "sympy.logic",
+    "sympy.sets",
+    "torch.utils._sympy",
+    "_operator",
+    "operator",
+    "math",
+)
+NAMES = {
+    "builtins": ("complex", "frozenset", "set", "slice", "range", "min", "max", "abs", "int", "float", "bool", "round"),
+    "collections": ("OrderedDict",),
+    "torch": ("Size", "device"),
+}
+
+
+class NotKept(Exception):
+    """Part of what is to be kept means nothing in another process."""
+
+
+def to_bytes(value: Any) -> bytes:
+    """Raises an exception of any kind if it cannot be kept."""
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5).dump(value)
+    return stream.getvalue()
+
+
+def from_bytes(data: bytes) -> Any:
+    """What `to_bytes` was given; raises an exception of any kind for other bytes."""
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+def operator_named(namespace: str, name: str, overload: str) -> Any:
+    """An operator of torch or ours."""
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def of_torch(name: str) -> Any:
+    """What torch calls so: pickle would look for it in whatever is imported."""
+    return getattr(torch, name)
+
+
+def tensor_of(
+    data: bytes, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
+    """A constant, from its entries in order."""
+    entries = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(entries.reshape(shape))
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        """Called for everything but Python's own containers, numbers and texts."""
+        for kind, reduce in self.REDUCERS:
+            if isinstance(value, kind):
+                return reduce(value)
+        return NotImplemented
+
+    @staticmethod
+    def _operator(operator: torch._ops.OpOverload) -> Any:
+        namespace, _, name = operator._schema.name.partition("::")
+        if namespace not in NAMESPACES:
+            raise NotKept(f"{operator}")
+        return operator_named, (namespace, name, operator._overloadname)
+
+    @staticmethod
+    def _tensor(value: torch.Tensor) -> Any:
+        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+        is_expanded = any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True))
+        if not is_plain or is_expanded or value.is_meta or value.nbytes > MOST_BYTES:
+            raise NotKept(f"a tensor of type {type(value).__name__} of {tuple(value.shape)}")
+        entries = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+        data = entries.numpy().tobytes()
+        return tensor_of, (data, value.dtype, tuple(value.shape), value.stride(), value.device)
+
+    @staticmethod
+    def _constant_of_torch(value: Any) -> Any:
+        return of_torch, (str(value).removeprefix("torch."),)
+
+    @staticmethod
+    def _mapping(mapping: types.MappingProxyType[Any, Any]) -> Any:
+        return dict, (dict(mapping),)
+
+    @staticmethod
+    def _function(function: Any) -> Any:
+        if not is_known_function(function):
+            raise NotKept(f"a call of {function}")
+        name: str = function.__name__
+        return (of_torch, (name,)) if getattr(torch, name, None) is function else NotImplemented
+
+    @staticmethod
+    def _class(kind: type) -> Any:
+        if not _may_be_read(kind.__module__, kind.__qualname__):
+            raise NotKept(f"{kind}")
+        return NotImplemented
+
+    # What is met most often comes first.
+    REDUCERS: ClassVar[tuple[tuple[Any, Callable[[Any], Any]], ...]] = ()
+
+
+_Pickler.REDUCERS = (
+    (torch._ops.OpOverload, _Pickler._operator),
+    (torch.Tensor, _Pickler._tensor),
+    ((torch.dtype, torch.layout, torch.memory_format), _Pickler._constant_of_torch),
+    (types.MappingProxyType, _Pickler._mapping),
+    ((types.FunctionType, *C_FUNCTIONS), _Pickler._function),
+    (type, _Pickler._class),
+)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__ and name in ("operator_named", "of_torch", "tensor_of"):
+            return globals()[name]
+        found = super().find_class(module, name) if _may_be_read(module, name) else None
+        if found is None or (module.startswith("sympy") and not isinstance(found, type)):
+            raise NotKept(f"{module}.{name}")
+        return found
+
+
+def _may_be_read(module: str, name: str) -> bool:
+    return name in NAMES.get(module, ()) or any(module == one or module.startswith(f"{one}.") for one in MODULES)

@@ -1,6 +1,7 @@
 """Memory: what a plan predicts is what a step allocates, and budgets are kept."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -101,11 +102,11 @@ def test_a_budget_bounds_what_is_kept():
     assert kept[0].peak_live_tokens <= 200 < kept[1].peak_live_tokens < kept[-1].peak_live_tokens
 
 
-def replace_graphs(monkeypatch, program, **functions):
-    """Let a program run other functions in place of some of its graphs."""
-    joint = copy.copy(program.joint)
+def replace_graphs(monkeypatch, engine, **functions):
+    """Let an engine run other functions in place of some of its graphs."""
+    joint = copy.copy(engine.executable.joint)
     vars(joint).update(functions)
-    monkeypatch.setattr(program, "joint", joint)
+    monkeypatch.setattr(engine, "executable", dataclasses.replace(engine.executable, joint=joint))
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
@@ -117,9 +118,9 @@ def test_a_call_that_runs_out_of_memory_recomputes_once(fails_in, caplog, monkey
     ids = torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)
     compiled(ids).sum().backward()
     expected = after(model, lambda: model(ids).pow(2).sum().backward())
-    program = inside(compiled).newest.program
+    engine = inside(compiled).newest
     name = f"run_{fails_in}"
-    run, calls = getattr(program.joint, name), []
+    run, calls = getattr(engine.executable.joint, name), []
 
     def fail_once(*args):
         calls.append(1)
@@ -127,7 +128,7 @@ def test_a_call_that_runs_out_of_memory_recomputes_once(fails_in, caplog, monkey
             raise torch.OutOfMemoryError("no more of it")
         return run(*args)
 
-    replace_graphs(monkeypatch, program, **{name: fail_once})
+    replace_graphs(monkeypatch, engine, **{name: fail_once})
     with caplog.at_level("WARNING", "dta_compile"):
         actual = after(model, lambda: compiled(ids).pow(2).sum().backward())
     assert_same(actual, expected)
@@ -141,12 +142,12 @@ def test_a_call_that_keeps_nothing_and_runs_out_of_memory_fails(monkeypatch):
     model, ids = TinyLM(), torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)
     compiled = torch.compile(model, backend="dta", options={"memory_budget": 0})
     compiled(ids).sum().backward()
-    program = inside(compiled).newest.program
+    engine = inside(compiled).newest
 
     def fail(*args):
         raise torch.OutOfMemoryError("no more of it")
 
-    replace_graphs(monkeypatch, program, run_forward_only=fail, run_forward=fail)
+    replace_graphs(monkeypatch, engine, run_forward_only=fail, run_forward=fail)
     with pytest.raises(torch.OutOfMemoryError, match="no more of it"):
         compiled(ids).sum().backward()
     monkeypatch.undo()

@@ -22,10 +22,12 @@ from dta_compile.executable.executable import (
     TensorSpec,
     Use,
 )
-from dta_compile.passes import program as found
 from dta_compile.passes.chunk.chunk_inputs import chunk_device
 from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
 from dta_compile.passes.masks.leaves import leaves_of_masks
+from dta_compile.passes.program import ChunkInput as LoweredInput
+from dta_compile.passes.program import Condition as LoweredCondition
+from dta_compile.passes.program import FrontierValue as LoweredValue
 from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor, where
 from dta_compile.passes.sealing.comparison import choices, comparison
 from dta_compile.passes.symbols import expression, free_symbols, sizes, symbolic
@@ -35,7 +37,7 @@ def seal(program: Program) -> Executable:
     """The executable of a program that all passes have run on."""
     slots = {node: slot for slot, node in enumerate(program.prologue_nodes)}
 
-    def chunk_inputs(items: Iterable[found.ChunkInput]) -> tuple[ChunkInput, ...]:
+    def chunk_inputs(items: Iterable[LoweredInput]) -> tuple[ChunkInput, ...]:
         return tuple(_chunk_input(program, item, slots[item.node]) for item in items)
 
     return Executable(
@@ -86,16 +88,16 @@ def spec(value: Any) -> TensorSpec | NumberSpec | None:
     return None
 
 
-def _chunk_input(program: Program, item: found.ChunkInput, slot: int) -> ChunkInput:
+def _chunk_input(program: Program, item: LoweredInput, slot: int) -> ChunkInput:
     node = item.node
     is_input = node.op == "placeholder"
     name = program.inputs[program.placeholders.index(node)].name if is_input else f"{node.name} = {node.target}"
     return ChunkInput(slot, item.layout, name, node.meta.get("source") or node.name, is_input)
 
 
-def _frontier_value(value: found.FrontierValue, slots: Mapping[fx.Node, int]) -> FrontierValue:
+def _frontier_value(value: LoweredValue, slots: Mapping[fx.Node, int]) -> FrontierValue:
     uses = [
-        Use(use.frame, tuple(Condition(slots[one.node], one.layout, one.holds) for one in use.conditions))
+        Use(use.frame, tuple(Condition(slots[c.node], c.layout, c.holds) for c in _in_order(use.conditions)))
         for use in value.uses
     ]
     return FrontierValue(
@@ -109,6 +111,10 @@ def _frontier_value(value: found.FrontierValue, slots: Mapping[fx.Node, int]) ->
         value.is_cache,
         tuple(uses),
     )
+
+
+def _in_order(conditions: Iterable[LoweredCondition]) -> list[LoweredCondition]:
+    return sorted(conditions, key=lambda condition: (condition.node.name, condition.holds))
 
 
 def _row_epilogue(program: Program) -> RowEpilogue | NoRowEpilogue | None:

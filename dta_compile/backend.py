@@ -21,11 +21,12 @@ from dta_compile.capture.recurrences import refuse_final_states
 from dta_compile.errors import DTAError, OptionError, RefusalError
 from dta_compile.explanation import capture_report
 from dta_compile.integrations.fully_shard import keeping
+from dta_compile.ops.refusal import refused_calls
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
 from dta_compile.passes.contracts import ContractError
 from dta_compile.passes.lowering.selected_rows import SelectionRefusal
-from dta_compile.passes.program import AmbiguousAxes
+from dta_compile.passes.program import AmbiguousAxes, where
 from dta_compile.passes.symbols import selects_rows
 from dta_compile.program_cache.cache import FOUND, analysed
 from dta_compile.runtime.calls.ranks import Ranks
@@ -63,6 +64,8 @@ def dta(
         parsed = Options.parse(options)
     except OptionError as error:
         return Refused(error)
+    if calls := refused_calls(module):  # also if what is refused may run densely: that would be wrong as well
+        return Refused(_refusal_by(calls[0]))
     graph = classify(module)
     record = records.current()
     record.note_graph(graph)
@@ -91,6 +94,11 @@ def dta(
     record.engines.append(engine)
     run = records.recorded(engine)
     return keeping(graph.local.calling(run) if graph.local else run)
+
+
+def _refusal_by(call: fx.Node) -> RefusalError:
+    _, what, expected, got, hint = map(str, call.args)
+    return RefusalError(what, where=where(call), expected=expected, got=got, hint=hint)
 
 
 def _bug(broken: ContractError) -> RefusalError:

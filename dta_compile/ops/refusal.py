@@ -1,0 +1,35 @@
+"""The operator that stands in a graph for what a function of ours does not compute.
+
+A traced function cannot raise: Dynamo would end the graph there and run the rest of it. So the function puts the
+operator in the way of a value that all results depend on. The backend raises its error for the graph; wherever it runs
+(in eager mode, by another backend) it raises itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from dta_compile.errors import RefusalError
+from dta_compile.ops.library import LIBRARY
+
+__all__ = ["REFUSED", "refused_calls"]
+
+LIBRARY.define("refused(Tensor value, str what, str expected, str got, str hint) -> Tensor")
+REFUSED = torch.ops.dta.refused.default
+
+
+@torch.library.impl("dta::refused", "CompositeExplicitAutograd", lib=LIBRARY)
+def _refused(value: torch.Tensor, what: str, expected: str, got: str, hint: str) -> torch.Tensor:
+    raise RefusalError(what, expected=expected, got=got, hint=hint)
+
+
+@torch.library.register_fake("dta::refused", lib=LIBRARY)
+def _refused_fake(value: torch.Tensor, what: str, expected: str, got: str, hint: str) -> torch.Tensor:
+    return torch.empty_like(value)
+
+
+def refused_calls(module: fx.GraphModule) -> list[fx.Node]:
+    """Return the nodes that call the operator, also inside of checkpoints."""
+    parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
+    return [node for part in parts for node in part.graph.find_nodes(op="call_function", target=REFUSED)]

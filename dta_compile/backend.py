@@ -21,7 +21,7 @@ from dta_compile.capture.recurrences import refuse_final_states
 from dta_compile.errors import DTAError, OptionError, RefusalError
 from dta_compile.explanation import capture_report
 from dta_compile.integrations.fully_shard import keeping
-from dta_compile.ops.refusal import refused_calls
+from dta_compile.ops.library import refused_calls
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
 from dta_compile.passes.contracts import ContractError

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dta_compile.ops.refusal import REFUSED
+from dta_compile.ops.library import REFUSED
 
 __all__ = ["WITHOUT_MEANING", "refuse_unknown"]
 

@@ -20,7 +20,7 @@ from dta_compile.integrations.keywords import EAGER, refuse_unknown
 from dta_compile.ops.attention import Masking
 from dta_compile.ops.causal_attention import call, segments_by_ends
 from dta_compile.ops.dtypes import autocast
-from dta_compile.ops.refusal import REFUSED
+from dta_compile.ops.library import REFUSED
 
 __all__ = ["NAME", "CausalMask", "attention_forward", "mask_of_layers"]
 

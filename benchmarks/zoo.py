@@ -16,6 +16,7 @@ import collections
 import dataclasses
 import logging
 import pathlib
+import re
 import sys
 import warnings
 from typing import Any
@@ -33,10 +34,12 @@ from tests.support.helpers import errors, make_batch, measure, random_loss, refe
 
 VOCABULARY = 96
 EXPERTS = 8
+LENGTH = max(map(len, rollouts(VOCABULARY)))
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 SIZES = {
     ("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim", "input_embedding_size"): 64,
     ("vocab_size",): VOCABULARY,
-    ("num_hidden_layers", "n_layer", "n_layers", "num_layers"): 2,
+    LAYERS: 2,
     ("num_attention_heads", "n_head", "n_heads", "num_heads"): 4,
     ("num_key_value_heads", "n_head_kv", "num_kv_heads"): 2,
     ("head_dim", "v_head_dim", "kv_channels"): 16,
@@ -53,13 +56,27 @@ SIZES = {
     ("q_lora_rank", "kv_lora_rank", "pad_token_id"): 16,
     ("qk_rope_head_dim", "qk_nope_head_dim"): 8,
     ("max_position_embeddings", "n_positions", "max_seq_len"): 128,
-    ("sliding_window", "attention_window"): 5,
+    ("sliding_window", "sliding_window_size", "attention_window", "attention_window_size", "window_size"): 5,
+    ("keep_window_size", "local_attention", "local_attention_window_len", "attention_chunk_size"): 5,
+    ("index_topk", "index_block_size"): 4,
+    ("index_topk_blocks", "index_n_heads", "no_rope_layer_interval", "attn_layer_period"): 2,
+    ("index_head_dim",): 16,
+    ("attn_layer_offset",): 1,
 }
+# What bounds the tokens that a token reads, by how its name is spelled: shorter than a sequence, or it shows nothing.
+SPANS = re.compile("window(_size|_len)?$|attention_chunk|local_attention|index_(topk|block)")
+# Settings of a layer each: every kind that a model has by default has to be there.
+PER_LAYER = ("indexer_types", "layer_types", "layers_block_type", "mlp_layer_types")
+# Kinds of layers that a type has in its checkpoints, and not by default.
+KINDS = {"minimax_m3_vl_text": ("full_attention", "minimax_m3_sparse")}
+EXPERT_COUNTS, CHOSEN = (
+    next(names for names in SIZES if name in names) for name in ("num_experts", "num_experts_per_tok")
+)
 WITHOUT_GROUPS = ("n_group", "topk_group")  # left alone where the model does not route within groups by default
 
 
 def toy_config(model_type: str) -> Any:
-    """A configuration of two layers and 64 features, without dropout."""
+    """A configuration of two layers, or one of each kind, and 64 features, without dropout; see `idle`."""
     cls = transformers.CONFIG_MAPPING[model_type]
     default = cls()
     if hasattr(default, "text_config"):
@@ -81,12 +98,44 @@ def toy_config(model_type: str) -> Any:
             values.pop(name, None)
     if {"head_dim", "qk_rope_head_dim"} <= values.keys() and default.head_dim == default.qk_rope_head_dim:
         values["head_dim"] = values["qk_rope_head_dim"]
-    kinds = list(dict.fromkeys(vars(default).get("layer_types") or ()))
+    rates = getattr(default, "compress_rates", None)
+    if rates:
+        values["compress_rates"] = dict(zip(rates, range(2, 9), strict=False))
+    kinds = list(dict.fromkeys(KINDS.get(model_type) or vars(default).get("layer_types") or ()))
+    pattern = vars(default).get("block_types") or ()
+    layers = max(2, len(kinds), len(pattern))
+    values |= {name: layers for name in LAYERS if name in values}
     if kinds:
-        values["layer_types"] = (kinds * 2)[:2]
-    if "sparse" in (getattr(default, "mlp_layer_types", None) or ()):
-        values["mlp_layer_types"] = ["dense", "sparse"] if "dense" in default.mlp_layer_types else ["sparse", "sparse"]
+        values["layer_types"] = (kinds * 2)[:layers]
+    for name in ("mlp_layer_types", "indexer_types"):
+        kinds = list(dict.fromkeys(vars(default).get(name) or ()))
+        if kinds:
+            values[name] = (kinds + kinds[-1:] * layers)[:layers]
     return cls(**values)
+
+
+def idle(config: Any, length: int = LENGTH) -> list[str]:
+    """Return the settings by which a toy model shows nothing of a mechanism of its type, for sequences of a length.
+
+    A span that no sequence exceeds, a kind of layer that the type has by default and the toy has not, or experts that
+    are all chosen.
+    """
+    default = type(config)()
+    found = []
+    for name, value in vars(config).items():
+        if SPANS.search(name) and isinstance(value, int) and not isinstance(value, bool) and value >= length:
+            found.append(f"{name}={value} for {length} tokens")
+    blocks = getattr(config, "index_topk_blocks", None)
+    if blocks is not None and blocks * config.index_block_size >= length:
+        found.append(f"index_topk_blocks={blocks} of {config.index_block_size} for {length} tokens")
+    for name in PER_LAYER:
+        kinds, own = (set(getattr(one, name, None) or ()) for one in (default, config))
+        found += [f"no layer of {name} {kind}" for kind in sorted(map(str, kinds - own))]
+    counts, chosen = ([getattr(config, name, None) for name in names] for names in (EXPERT_COUNTS, CHOSEN))
+    counts, chosen = ([n for n in numbers if isinstance(n, int)] for numbers in (counts, chosen))
+    if counts and chosen and min(chosen) >= max(counts):
+        found.append(f"all of {max(counts)} experts are chosen")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +200,8 @@ def _try_with(model_type: str, implementation: str, eager: str) -> Verdict:
     if hasattr(config, "router_aux_loss_coef"):
         of_loss = _with_auxiliary_loss(compiled, model, exact, batch, loss)
     word = "exact" if records.of(compiled).plan else "captured"
-    remark = ", ".join([implementation, *_features(model)])
+    not_shown = [f"not shown: {what}" for what in idle(config)]
+    remark = ", ".join([implementation, *_features(model), *not_shown])
     return verdict(word, f"{out:.1e}", f"{max(found.values()):.1e}", of_loss, remark=remark)
 
 
@@ -200,8 +250,8 @@ def _line(error: Exception) -> str:
 
 PAGE = """# Causal language models of transformers {transformers}
 
-`python benchmarks/zoo.py --write benchmarks/MODELS.md` made this page: every type at toy size (two layers, 64 features)
-with random weights in float64, {what}.
+`python benchmarks/zoo.py --write benchmarks/MODELS.md` made this page: every type at toy size (two layers,
+or one of each kind, 64 features) with random weights in float64, {what}.
 
 - **exact**: outputs and the gradients of all parameters of a batch with shared prefixes, against one sequence at a time
   in eager mode: largest error over largest entry. "With its loss": gradients with the model's own load-balancing loss

@@ -22,11 +22,12 @@ from dta_compile.executable.as_captured import as_captured
 from dta_compile.executable.executable import Executable
 from dta_compile.explanation import capture_report
 from dta_compile.integrations.fully_shard import keeping
+from dta_compile.ops.library import refused_calls
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
 from dta_compile.passes.contracts import ContractError
 from dta_compile.passes.lowering.selected_rows import SelectionRefusal
-from dta_compile.passes.program import AmbiguousAxes
+from dta_compile.passes.program import AmbiguousAxes, where
 from dta_compile.passes.sealing.seal import seal
 from dta_compile.passes.symbols import selects_rows
 from dta_compile.program_cache.cache import FOUND, analysed
@@ -65,6 +66,8 @@ def dta(
         parsed = Options.parse(options)
     except OptionError as error:
         return Refused(error)
+    if calls := refused_calls(module):  # also if what is refused may run densely: that would be wrong as well
+        return Refused(_refusal_by(calls[0]))
     graph = classify(module)
     record = records.current()
     record.note_graph(graph)
@@ -93,6 +96,11 @@ def dta(
     record.engines.append(engine)
     run = records.recorded(engine)
     return keeping(graph.local.calling(run) if graph.local else run)
+
+
+def _refusal_by(call: fx.Node) -> RefusalError:
+    _, what, expected, got, hint = map(str, call.args)
+    return RefusalError(what, where=where(call), expected=expected, got=got, hint=hint)
 
 
 def _bug(broken: ContractError) -> RefusalError:

@@ -118,7 +118,9 @@ def _our_arguments(node: fx.Node) -> tuple[Any, ...]:
 def _require_nothing_else(node: fx.Node, call: _Call) -> None:
     """Only arguments that are understood, and numbers that are the same for all calls."""
     for name, value in call.others.items():
-        if name not in WITHOUT_MEANING and (isinstance(value, fx.Node) or value):
+        left_out = inspect.signature(node.target).parameters[name].default
+        is_default = not isinstance(value, fx.Node) and (value is None or value == left_out)
+        if name not in WITHOUT_MEANING and not is_default:
             raise _refusal(
                 node, f"{name} is not supported", f"{name} left as it is", f"{name}={value}", HINTS.get(name)
             )

@@ -24,6 +24,7 @@ from torch import fx
 from dta_compile import registration
 from dta_compile.capture.flash_attention import copy_of
 from dta_compile.errors import RefusalError
+from dta_compile.integrations.keywords import refuse_unknown
 from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.ops.causal_attention import segments_by_ends
 from dta_compile.ops.dtypes import autocast
@@ -226,6 +227,8 @@ HANDS_OVER = ("output_final_state", "return_final_states", "return_last_state")
 WITHOUT_MEANING = frozenset(  # for what is computed
     ("chunk_indices", "chunk_size", "cu_seqlens_cpu", "seq_lens_cpu", "use_associative_scan", "use_mambapy")
 )
+OF_ATTENTION = ("cu_seq_lens_q", "position_ids")  # what models pass on to all layers alike
+NO_HINT = "leave them out, or call the model without the backend"
 _QKV = ("q", "k", "v", "query", "key", "value", "g", "scale", "cu_seqlens", "output_final_state")
 _DELTA_RULE = _meaning(_delta_rule, *_QKV, "beta", "use_qk_l2norm_in_kernel")
 _CHUNK_SCAN = ("x", "hidden_states", "dt", "A", "B", "C", "D", "z", "dt_bias", "dt_softplus", "dt_limit")
@@ -289,8 +292,9 @@ def _traced(original: types.FunctionType, own: Callable[..., Any], meaning: Mean
     parameters = inspect.signature(original).parameters.values()
     names = tuple(one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD)
     defaults = {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
-    # transformers passes on what a function has a name for; others may take more than they name.
+    # transformers' functions take more than they read; those of packages may read more than they name.
     takes_others = not original.__module__.startswith("transformers")
+    known = {*names, *meaning.understood, *OF_ATTENTION}
 
     def is_understood(given: Given) -> bool:
         for name in given:
@@ -304,6 +308,8 @@ def _traced(original: types.FunctionType, own: Callable[..., Any], meaning: Mean
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         if _take(given, *HANDS_OVER) and not torch.is_grad_enabled():
             return own(*(STATE_CONTINUES(args[0]), *args[1:]), **kwargs) if args else NotImplemented
+        if not takes_others:
+            given[names[0]] = refuse_unknown(given[names[0]], original.__name__, given, known, NO_HINT)
         return meaning.compute(given) if is_understood(given) else NotImplemented
 
     return traced

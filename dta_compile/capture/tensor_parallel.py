@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -159,15 +159,11 @@ class _Localiser:
     def _from_local(self, node: fx.Node) -> _Part:
         names = ("local_tensor", "device_mesh", "placements")
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        for name in ("run_check", "grad_placements"):
-            if given.get(name):
-                self._refuse(node, f"DTensor.from_local with {name}", f"{name}={given[name]}")
+        self._require_known(node, "DTensor.from_local", given, (*names, "shape", "stride"))
         return self._placed(node, self._plain(given["local_tensor"]))
 
     def _redistributed(self, node: fx.Node) -> _Part:
-        for name in ("forward_dtype", "backward_dtype"):
-            if node.kwargs.get(name) is not None:
-                self._refuse(node, f"DTensor.redistribute with {name}", f"{name}={node.kwargs[name]}")
+        self._require_known(node, "DTensor.redistribute", node.kwargs, ("device_mesh", "placements", "async_op"))
         source, target = self.parts[node.args[0]], self._placed(node, self.parts[node.args[0]].node)
         last = node.meta["example_value"].dim() - 1
         if (source.kind, source.dim) == (target.kind, target.dim):
@@ -186,6 +182,7 @@ class _Localiser:
         part = self.parts[node.args[0]]
         if part.bias is not None:
             self._refuse(node, "a sum over ranks is read before it is summed", "a bias that is yet to be added")
+        self._require_known(node, "DTensor.to_local", node.kwargs, ("grad_placements",))
         chosen = node.kwargs.get("grad_placements", node.args[1] if len(node.args) > 1 else None)
         if chosen is None:
             return part.node
@@ -336,6 +333,12 @@ class _Localiser:
         return isinstance(node.meta.get("example_value"), (torch.Tensor, torch.SymInt, torch.SymFloat, int, float))
 
     # ---- Refusals
+
+    def _require_known(self, node: fx.Node, function: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+        """Sizes and placements are those of DTensor's own result; waiting has no meaning in a graph."""
+        for name, value in given.items():
+            if name not in known and value is not None and value is not False:
+                self._refuse(node, f"{function} with {name}", f"{name}={value}")
 
     def _whole(self, node: fx.Node) -> torch.Tensor:
         value: torch.Tensor = node.meta["example_value"]

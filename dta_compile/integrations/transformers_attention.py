@@ -16,13 +16,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from dta_compile.errors import OptionError
+from dta_compile.integrations.keywords import EAGER, refuse_unknown
 from dta_compile.ops.attention import Masking
 from dta_compile.ops.causal_attention import call, segments_by_ends
 from dta_compile.ops.dtypes import autocast
+from dta_compile.ops.library import REFUSED
 
 __all__ = ["NAME", "CausalMask", "attention_forward", "mask_of_layers"]
 
 NAME = "dta"
+FUNCTION = 'attn_implementation="dta"'
 
 
 class CausalMask(NamedTuple):
@@ -132,6 +135,7 @@ def attention_forward(
     s_aux: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a layer: query `[B, Hq, S, D]`, key `[B, Hkv, K, D]` and value `[B, Hkv, K, Dv]`.
@@ -142,20 +146,26 @@ def attention_forward(
         cu_seq_lens_q: `[n + 1]` where the sequences of a packed row begin and end, as transformers' collators give it.
         position_ids: `[B, S]`, which start anew with every sequence of a packed row. Like the ends, they count where
             the mask says nothing of sequences and padding: some models tell their masks of neither.
+        sliding_window: of the layer. As for "eager", the mask has it; another one than the mask's is refused.
 
     Returns:
         `[B, S, Hq, Dv]`, and None.
 
     Raises:
+        RefusalError: an argument that is not known, or that says something else than the mask does.
         OptionError: dropout together with what torch's attention does not have.
     """
+    query = refuse_unknown(query, FUNCTION, kwargs, _OF_TORCH)
     if isinstance(attention_mask, CausalMask):
         (segments, window, is_told), mask, causal = attention_mask, None, True
     else:
         segments, window, is_told, mask = None, None, attention_mask is not None, attention_mask
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if causal and segments is None and not is_told and query.shape[2] == key.shape[2]:
-        segments = _segments_of_row(query, cu_seq_lens_q, position_ids)
+    is_square = query.shape[2] == key.shape[2]
+    ends = None if is_told else cu_seq_lens_q
+    query = _refuse_contradictions(query, attention_mask, is_square, causal, is_causal, window, sliding_window, ends)
+    if causal and segments is None and not is_told and is_square:
+        segments = _segments_of_row(query, ends, position_ids)
     is_special = softcap is not None or s_aux is not None
     for name in _OF_TORCH:
         if kwargs.get(name) is not None:
@@ -184,6 +194,34 @@ def attention_forward(
     masking = Masking(mask, causal, segments, window or 0, scale, float(softcap or 0))
     out = call(query, key, value, s_aux, masking)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_contradictions(
+    query: torch.Tensor,
+    attention_mask: CausalMask | torch.Tensor | None,
+    is_square: bool,
+    causal: bool,
+    is_causal: bool | None,
+    window: int | None,
+    sliding_window: int | None,
+    ends: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the query, or refuse arguments that say something else than the mask, whichever is meant.
+
+    Some models put keys beside those of the tokens (DeepSeek-V4's compressed ones), and extend tensors of masks only.
+    """
+    is_ours = isinstance(attention_mask, CausalMask)
+    has_window = is_ours or (attention_mask is None and causal and is_square)
+    for is_wrong, argument, against in (
+        (is_ours and is_causal is False, "is_causal=False", "with a causal mask"),
+        (is_ours and not is_square, "key", "of other tokens with a mask that has none of them"),
+        (has_window and sliding_window not in (None, window), "sliding_window", "that is not the window of the mask"),
+        (ends is not None and not (causal and is_square), "cu_seq_lens_q", "without causal attention over itself"),
+    ):
+        if is_wrong:
+            what = f"{FUNCTION} is handed {argument} {against}"
+            query = REFUSED(query, what, "arguments that agree", argument, EAGER)
+    return query
 
 
 # What torch's attention function knows of and our operator does not.

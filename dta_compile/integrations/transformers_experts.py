@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 
 from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.ops.experts import expert_linear, expert_sum
+
+logger = logging.getLogger("dta_compile")
 
 __all__ = [
     "NAME",
@@ -170,6 +173,13 @@ def get_interface(self: ExpertsInterface, experts_implementation: str, default: 
     return _chosen(self, experts_implementation, default)
 
 
-ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-if _chosen is not None:
+# All that a class of experts can declare; with more, it may compute something else than `experts_forward`.
+UNDERSTOOD = {"experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate"}
+UNDERSTOOD |= {"has_post_expert_norm"}
+_beyond = inspect.signature(moe.use_experts_implementation).parameters.keys() - UNDERSTOOD
+if _beyond:
+    logger.warning("dta: transformers' experts run as they are, as they may declare what is not known: %s", _beyond)
+else:
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+if _chosen is not None and not _beyond:
     ExpertsInterface.get_interface = functools.wraps(_chosen)(get_interface)

@@ -17,10 +17,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations import flash_attention, hub_kernels
 
 from dta_compile.integrations import transformers_attention
+from dta_compile.integrations.keywords import refuse_unknown
 from dta_compile.integrations.tracing import traces_for_this_backend
 from dta_compile.integrations.transformers_attention import CausalMask
 from dta_compile.ops.causal_attention import segments_by_ends
 
+ENDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+OF_BATCH = {"position_ids", "cache", "block_table"}  # which `_is_over_itself` looks at
 _attention, _mask = flash_attention.flash_attention_forward, AttentionMaskInterface._global_mapping["flash_attention_2"]
 
 
@@ -70,6 +73,7 @@ def flash_attention_forward(
             **kwargs,
         )
         return found
+    query = refuse_unknown(query, "flash attention", kwargs, ENDS | OF_BATCH)
     dtype = flash_attention.get_target_dtype(query.transpose(1, 2), module)
     if dtype is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -92,8 +96,7 @@ def _is_over_itself(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor |
 
 
 def _has_ends(kwargs: dict[str, Any]) -> bool:
-    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    return all(kwargs.get(name) is not None for name in names)
+    return all(kwargs.get(name) is not None for name in ENDS)
 
 
 def _segments(query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -1,14 +1,39 @@
-"""The library `dta` of operators, and the one that lowering leaves in a graph for gradients that stop."""
+"""The library `dta` of operators, and two that stand in graphs: gradients that stop, and a call that is refused."""
 
 from __future__ import annotations
 
 import torch
+from torch import fx
+
+from dta_compile.errors import RefusalError
 
 LIBRARY = torch.library.Library("dta", "DEF")
 LIBRARY.define("stop_gradient(Tensor value) -> Tensor")
 STOP_GRADIENT = torch.ops.dta.stop_gradient.default
 
+# What a function of ours does not compute. A traced function cannot raise: Dynamo would end the graph there and run the
+# rest of it. So the operator is put in the way of a value that all results depend on: the backend raises its error for
+# the graph, and wherever it runs (in eager mode, by another backend) it raises itself.
+LIBRARY.define("refused(Tensor value, str what, str expected, str got, str hint) -> Tensor")
+REFUSED = torch.ops.dta.refused.default
+
 
 @torch.library.register_fake("dta::stop_gradient", lib=LIBRARY)
 def _stop_gradient_fake(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+@torch.library.impl("dta::refused", "CompositeExplicitAutograd", lib=LIBRARY)
+def _refused(value: torch.Tensor, what: str, expected: str, got: str, hint: str) -> torch.Tensor:
+    raise RefusalError(what, expected=expected, got=got, hint=hint)
+
+
+@torch.library.register_fake("dta::refused", lib=LIBRARY)
+def _refused_fake(value: torch.Tensor, what: str, expected: str, got: str, hint: str) -> torch.Tensor:
+    return torch.empty_like(value)
+
+
+def refused_calls(module: fx.GraphModule) -> list[fx.Node]:
+    """Return the nodes that call `REFUSED`, also inside of checkpoints."""
+    parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
+    return [node for part in parts for node in part.graph.find_nodes(op="call_function", target=REFUSED)]

@@ -472,6 +472,23 @@ class Attention {
     });
   }
 
+  // Weights and gradients of scores, from scores and gradients of weights; zero where nothing is read, also in a row
+  // that has NaN elsewhere.
+  template <bool MASKED>
+  void weigh(const Tile& tile, int64_t rows, Buffers& on) const {
+    const T none = -std::numeric_limits<T>::infinity();
+    for (int64_t row = 0; row < rows; row++) {
+      T *const weights = on.scores + row * tile.keys, *const of_scores = on.of_scores + row * tile.keys;
+      const T logsumexp = on.top[row], delta = on.total[row];
+#pragma omp simd
+      for (int64_t i = 0; i < tile.keys; i++) {
+        const bool read = !MASKED || weights[i] != none;
+        weights[i] = read ? exponential(weights[i] - logsumexp) : 0;
+        of_scores[i] = read ? weights[i] * (of_scores[i] - delta) : 0;
+      }
+    }
+  }
+
   void backward(const Block& block, int64_t head, const States& grads, Buffers& on) const {
     T *const logsumexps = on.top, *const deltas = on.total;
     const int64_t rows = pack(block, head, on, [&](int64_t row, int64_t one, int64_t token) {
@@ -486,22 +503,15 @@ class Attention {
       logsumexps[row] = *call_.logsumexp.row<T>(one, token);
     });
     const bool own_finite = are_finite({on.query, width_}, rows) && are_finite({on.grad, width_}, rows);
-    const T none = -std::numeric_limits<T>::infinity();
     for (size_t number = block.begin; number < block.end; number++) {
       const Tile& tile = plan_.tiles[number];
       const Rows key = gathered(tile, head, on.keys, keys), value = gathered(tile, head, on.values, values);
       score(block, tile, key, rows, on);
       gemm(false, true, rows, tile.keys, width_, {on.grad, width_}, value, false, {on.of_scores, tile.keys});
-      for (int64_t row = 0; row < rows; row++) {
-        T *const weights = on.scores + row * tile.keys, *const of_scores = on.of_scores + row * tile.keys;
-        const T logsumexp = logsumexps[row], delta = deltas[row];
-#pragma omp simd
-        for (int64_t i = 0; i < tile.keys; i++) {
-          const bool read = weights[i] != none;  // other numbers of a row may be NaN
-          weights[i] = read ? exponential(weights[i] - logsumexp) : 0;
-          of_scores[i] = read ? weights[i] * (of_scores[i] - delta) : 0;
-        }
-      }
+      if (tile.masked)
+        weigh<true>(tile, rows, on);
+      else
+        weigh<false>(tile, rows, on);
       if (tile.masked && !(own_finite && are_finite(key, tile.keys))) {
         if (number == block.begin) std::fill_n(on.sum, rows * width_, T(0));
         add_gradients(tile, head, grads, key, rows, on);

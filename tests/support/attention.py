@@ -204,21 +204,21 @@ class Run:
 
 # Forks in the middle and at the end of a spine, a branch that has branches, and one that hangs from the stack.
 FORKED = ChunkShape.of(
-    11,
-    30,
+    3,
+    8,
     [
-        Segment(0, 30, 62, 11, -1),
-        Segment(30, 38, 55, 41, 0),
-        Segment(38, 50, 50, 49, 1),
-        Segment(50, 55, 55, 45, 1),
-        Segment(55, 62, 62, 29, 0),
-        Segment(62, 70, 70, 11, -1),
+        Segment(0, 8, 20, 3, -1),
+        Segment(8, 12, 17, 11, 0),
+        Segment(12, 15, 15, 15, 1),
+        Segment(15, 17, 17, 13, 1),
+        Segment(17, 20, 20, 10, 0),
+        Segment(20, 23, 23, 3, -1),
     ],
 )
 UNREAD = [  # what is not finite, of which token of `FORKED`, and a limit
-    *((operand, token, {}) for operand in ("query", "key", "value", "grad") for token in (20, 40, 65)),
-    *((operand, 33, limit) for operand in ("query", "key", "value", "grad") for limit in ({"window": 6}, {"chunk": 8})),
-    ("above", 7, {"window": 6}),
+    *((operand, token, {}) for operand in ("query", "key", "value", "grad") for token in (7, 11, 21)),
+    *((operand, 9, limit) for operand in ("query", "key", "value", "grad") for limit in ({"window": 3}, {"chunk": 4})),
+    ("above", 1, {"window": 3}),
 ]
 
 

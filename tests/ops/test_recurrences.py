@@ -386,7 +386,10 @@ def test_what_a_token_does_not_read_leaves_no_trace(recurrence, bad, value):
         constants = (0.5,) * len(recurrence.numbers)
         out, kept = recurrence.forward(given, constants, initial, RUNS)
         grads, _ = recurrence.backward(out_grad, torch.ones_like(kept), given, constants, initial, RUNS)
-        return [out, *(one for one, operand in zip(grads, recurrence.operands, strict=True) if operand.has_tokens)], kept
+        return [
+            out,
+            *(one for one, operand in zip(grads, recurrence.operands, strict=True) if operand.has_tokens),
+        ], kept
 
     expected, expected_kept = results(None)
     for number in range(len(expected)):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.ops.unread import product_of_read
+from dta_compile.ops.products import product_of_read
 
 __all__ = ["attend", "attend_backward"]
 

@@ -370,26 +370,25 @@ def test_what_a_token_does_not_read_leaves_no_trace(recurrence, bad, value):
         if above >= 0:
             reads[token] |= reads[above]
 
+    def of_tokens(values):
+        return [one for one, operand in zip(values, recurrence.operands, strict=True) if operand.has_tokens]
+
     def results(number):
         torch.manual_seed(0)
-        given = []
-        for operand, sizes in zip(recurrence.operands, SIZES[recurrence.name], strict=True):
-            drawn = torch.rand((RUNS.tokens, *sizes) if operand.has_tokens else sizes, dtype=torch.float64)
-            given.append(-drawn if operand.name in ("decay", "matrix") else drawn)
-        out_grad = torch.rand((RUNS.tokens, *SIZES[recurrence.name][recurrence.like]), dtype=torch.float64)
+        sizes = SIZES[recurrence.name]
+        given = [
+            torch.rand((RUNS.tokens, *size) if operand.has_tokens else size, dtype=torch.float64)
+            * (-1 if operand.name in ("decay", "matrix") else 1)
+            for operand, size in zip(recurrence.operands, sizes, strict=True)
+        ]
+        out_grad = torch.rand((RUNS.tokens, *sizes[recurrence.like]), dtype=torch.float64)
         if number is not None:
-            [*(one for one, operand in zip(given, recurrence.operands, strict=True) if operand.has_tokens), out_grad][
-                number
-            ][bad] = value
-        with_batch = (one[None] if operand.has_tokens else one for one, operand in zip(given, recurrence.operands))
-        initial = recurrence.initial(tuple(with_batch)) + 0.1
-        constants = (0.5,) * len(recurrence.numbers)
+            [*of_tokens(given), out_grad][number][bad] = value
+        shape, _ = recurrence.state(given)
+        initial, constants = torch.full(shape, 0.1, dtype=torch.float64), (0.5,) * len(recurrence.numbers)
         out, kept = recurrence.forward(given, constants, initial, RUNS)
         grads, _ = recurrence.backward(out_grad, torch.ones_like(kept), given, constants, initial, RUNS)
-        return [
-            out,
-            *(one for one, operand in zip(grads, recurrence.operands, strict=True) if operand.has_tokens),
-        ], kept
+        return [out, *of_tokens(grads)], kept
 
     expected, expected_kept = results(None)
     for number in range(len(expected)):

@@ -1,4 +1,4 @@
-"""A NaN or an infinity of one sequence stays in it: other rows, and what earlier tokens give, are those of eager mode."""
+"""A NaN or an infinity of one sequence stays in it: other rows and earlier tokens are as in eager mode."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ import torch
 
 from dta_compile.ops.attention import by_tokens, empty_by_tokens
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.ops.products import are_bounded, product_of_read
 from dta_compile.ops.tree_attention import kernel
 from dta_compile.ops.tree_attention.kernel import Keys, States
-from dta_compile.ops.unread import are_bounded, product_of_read
 from dta_compile.passes.fusion.native import TreeAttention
 from dta_compile.passes.fusion.piece import running_library
 from dta_compile.runtime.attention.cpu_parts import Part, parts_of
@@ -177,7 +177,7 @@ def _flash_backward(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tens
 def _plain(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, x: Operands, part: Part
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_flash`, by plain math, a few queries at a time: torch's kernels lack soft caps, and see keys under a mask."""
+    """As `_flash`, by plain math, a few queries at a time: torch's kernels lack soft caps, and read masked keys."""
     dtype, groups = statistics_dtype(query.dtype), query.shape[1] // key.shape[1]
     out = query.new_empty(query.shape, dtype=dtype)
     logsumexp = query.new_empty(query.shape[:-1], dtype=dtype)

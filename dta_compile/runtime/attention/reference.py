@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dta_compile.ops.unread import product_of_read
+from dta_compile.ops.products import product_of_read
 from dta_compile.runtime.attention.interface import Operands, Tensors
 
 __all__ = ["Reference"]
@@ -86,7 +86,7 @@ def grads_of_read(
     grad: torch.Tensor,
     read: torch.Tensor,
 ) -> Tensors:
-    """Gradients of queries, keys and values; those of scores and weights `[..., q, k]` are zero where nothing is read."""
+    """Gradients of queries, keys and values, from `[..., q, k]` weights and gradients of scores, zero if not read."""
     return (
         product_of_read(grad_scores, key, read),
         product_of_read(grad_scores.mT, query, read.mT),

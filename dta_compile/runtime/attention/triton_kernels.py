@@ -7,8 +7,8 @@ only what is not above `_first_key`, see `Limit`. `table` holds start, ends, dep
 `ChunkTable`. What every query of a block reads whole is met without masks: most of the work, and masks cost more than
 the arithmetic around them. Scores are counted in powers of two.
 
-Products of blocks multiply what is not read by zero, and 0 * NaN is NaN. So a program whose result is not finite computes
-it again key by key, or query by query, where only what is read is added.
+Products of blocks multiply what is not read by zero, and 0 * NaN is NaN. So a program whose result is not finite
+computes it again, key by key or query by query, of what is read alone.
 """
 
 import triton
@@ -475,7 +475,7 @@ def stack_keys_kernel(
             q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
             KEY_WIDTH, VALUE_WIDTH, False, True, LIMITED, CHUNKED, CAPPED, PRECISION, QUERIES,
         )  # fmt: skip
-    if LIMITED:  # else every query reads the whole stack
+    if LIMITED:  # noqa: SIM102 (static); else every query reads the whole stack
         if _has_others(key_acc, inside) or _has_others(value_acc, inside):
             key_acc = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
             value_acc = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)

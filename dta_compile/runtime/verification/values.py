@@ -33,7 +33,7 @@ def are_finite(values: Iterable[Any]) -> bool:
 
 
 def comparable(mine: torch.Tensor, theirs: torch.Tensor, all_finite: bool) -> torch.Tensor:
-    """Which numbers are compared, bool: all, unless the captured program has some that are not finite (`all_finite`)."""
+    """Which numbers are compared, bool: all, or those that are finite in both, if not `all_finite` of the program."""
     return torch.ones_like(mine, dtype=torch.bool) if all_finite else mine.isfinite() & theirs.isfinite()
 
 

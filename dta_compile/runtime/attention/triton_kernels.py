@@ -220,6 +220,9 @@ def forward_kernel(
             top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
 
     if _has_others(acc, exists):
+        q = _rows(
+            query, q_head, q_row, head, rows, exists, KEY_DIM, KEY_WIDTH
+        )  # read again: no register waits for this
         top = tl.full([QUERIES], -float("inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         acc = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
@@ -332,6 +335,8 @@ def queries_kernel(
         acc = _add_to_queries(acc, q, do, k, v, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
 
     if _has_others(acc, exists):
+        q = _rows(query, q_head, q_row, head, rows, exists, KEY_DIM, KEY_WIDTH)
+        do = _rows(grad, g_head, g_row, head, rows, exists, VALUE_DIM, VALUE_WIDTH)
         acc = tl.zeros([QUERIES, KEY_WIDTH], tl.float32)
         for number in range(start):
             columns = number + tl.arange(0, 1)
@@ -477,6 +482,8 @@ def stack_keys_kernel(
         )  # fmt: skip
     if LIMITED:  # noqa: SIM102 (static); else every query reads the whole stack
         if _has_others(key_acc, inside) or _has_others(value_acc, inside):
+            k = _rows(prefix_key, pk_head, pk_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
+            v = _rows(prefix_value, pv_head, pv_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
             key_acc = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
             value_acc = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
             for member in range(GROUPS):

@@ -69,15 +69,17 @@ def _largest(dtype: torch.dtype) -> float:
 
 
 def product_of_read(weights: torch.Tensor, values: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-    """`weights @ values` over those rows of values that are read; NaN where one of these is not finite.
+    """`weights @ values` over those rows of values that are read. Waits for no device.
+
+    A result is NaN where one of these rows is not finite, in the columns in which some row is not.
 
     Args:
         weights: `[..., m, k]`, zero where nothing is read.
         values: `[..., k, n]`.
         read: bool, broadcast to weights.
     """
-    finite = values.isfinite()
-    if values.device.type == "cpu" and bool(finite.all()):
-        return weights @ values
-    found = weights @ values.masked_fill(~finite, 0)
-    return found.masked_fill_(read.to(weights.dtype) @ (~finite).to(weights.dtype) > 0, torch.nan)
+    others = values.isfinite().logical_not_()
+    reads_others = read.to(weights.dtype) @ others.any(-1, keepdim=True).to(weights.dtype) > 0
+    return (weights @ values.masked_fill(others, 0)).masked_fill_(
+        reads_others & others.any(-2, keepdim=True), torch.nan
+    )

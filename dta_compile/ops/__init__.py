@@ -1,7 +1,6 @@
 """Operators of our own, which passes and runtime speak of: loaded together, so before whatever names one."""
 
 from dta_compile.ops import (
-    add_product,
     attention,
     autograd_function,
     collectives,
@@ -9,10 +8,10 @@ from dta_compile.ops import (
     library,
     lm_head,
     mixer,
+    products,
 )
 
 __all__ = [
-    "add_product",
     "attention",
     "autograd_function",
     "collectives",
@@ -20,4 +19,5 @@ __all__ = [
     "library",
     "lm_head",
     "mixer",
+    "products",
 ]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.ops.products import product_of_read
 
 __all__ = ["attend", "attend_backward"]
 
@@ -36,6 +37,18 @@ class _Block(NamedTuple):
     def keys(self, tensor: torch.Tensor) -> torch.Tensor:
         """`[..., S, D]` cut to the block's keys."""
         return tensor[..., self.low : self.high, :]
+
+    def read(self, pairs: torch.Tensor) -> torch.Tensor:
+        """`[..., q, k]` with zeros where nothing is attended to."""
+        return pairs if self.allowed is None else pairs.masked_fill(~self.allowed, 0)
+
+    def product(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """`weights [..., q, k] @ values`, of which what is not attended to leaves no trace."""
+        return weights @ values if self.allowed is None else product_of_read(weights, values, self.allowed)
+
+    def transposed_product(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The same with the transposed weights, over queries."""
+        return weights.mT @ values if self.allowed is None else product_of_read(weights.mT, values, self.allowed.mT)
 
 
 class _Scores(NamedTuple):
@@ -127,7 +140,7 @@ class _Attention:
             logsumexp = torch.logaddexp(logsumexp, self.sinks)
         base = logsumexp.masked_fill(logsumexp == float("-inf"), 0)
         of_sinks = None if self.sinks is None else (self.sinks - base).exp()
-        return _Scores((found - base[..., None]).exp(), of_sinks, slope)
+        return _Scores(block.read((found - base[..., None]).exp()), of_sinks, slope)
 
 
 def attend(
@@ -142,7 +155,7 @@ def attend(
     call = _Attention(query, key, value, sinks, *masking)  # type: ignore[arg-type]
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     for block in call.blocks():
-        part = call.scores(block).weights @ block.keys(call.value).to(call.dtype)
+        part = block.product(call.scores(block).weights, block.keys(call.value).to(call.dtype))
         block.queries(out).copy_(part.flatten(1, 2))
     return out
 
@@ -162,16 +175,18 @@ def attend_backward(
     of_sinks = query.new_zeros(0 if sinks is None else sinks.shape, dtype=call.dtype)
     for block in call.blocks():
         found, own = call.scores(block), call.grouped(block.queries(grad)).to(call.dtype)
-        block.keys(of_value).add_((found.weights.mT @ own).sum(2))
-        of_weights = own @ block.keys(call.value).to(call.dtype).mT
+        block.keys(of_value).add_(block.transposed_product(found.weights, own).sum(2))
+        of_weights = block.read(own @ block.keys(call.value).to(call.dtype).mT)
         delta = (found.weights * of_weights).sum(-1)
         of_scores = found.weights * (of_weights - delta[..., None]) * call.scale
         if found.slope is not None:
             of_scores = of_scores * found.slope
+        of_scores = block.read(of_scores)
         if found.of_sinks is not None:
             of_sinks -= (found.of_sinks * delta).sum((0, 3)).flatten()
-        block.queries(of_query).copy_((of_scores @ block.keys(call.key).to(call.dtype)).flatten(1, 2))
-        block.keys(of_key).add_((of_scores.mT @ block.queries(call.query).to(call.dtype)).sum(2))
+        key, query = block.keys(call.key).to(call.dtype), block.queries(call.query).to(call.dtype)
+        block.queries(of_query).copy_(block.product(of_scores, key).flatten(1, 2))
+        block.keys(of_key).add_(block.transposed_product(of_scores, query).sum(2))
     sink_dtype = query.dtype if sinks is None else sinks.dtype
     return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks.to(sink_dtype)
 

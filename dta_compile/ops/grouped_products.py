@@ -11,8 +11,8 @@ from itertools import pairwise
 
 import torch
 
-from dta_compile.ops.add_product import add_product
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.ops.products import add_product
 from dta_compile.ops.triton_use import is_interpreted, runs_kernels
 
 __all__ = ["add", "linear", "weighted_sum"]

@@ -2,7 +2,7 @@
 
 import torch
 
-from dta_compile.ops.add_product import ADD_PRODUCT
+from dta_compile.ops.products import ADD_PRODUCT
 
 
 def test_wide_sums_of_products():

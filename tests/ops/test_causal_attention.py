@@ -132,3 +132,26 @@ def test_bad_settings_are_refused(settings, message):
 def test_heads_that_do_not_fit_are_refused(kv_heads):
     with pytest.raises(OptionError, match="sizes of query, key and value do not fit"):
         dta_compile.attention(*operands(kv_heads=kv_heads), window=2)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("operand", ["query", "key", "value", "grad"])
+@pytest.mark.parametrize("settings", [{}, {"window": 2}, {"softcap": 0.5}])
+def test_what_is_not_attended_to_leaves_no_trace(settings, operand, value):
+    """Of the third token in packed rows of four and three: the tokens before it and those of the other sequence."""
+
+    def results(bad):
+        given = dict(zip(("query", "key", "value"), operands(), strict=True))
+        leaves = [*given.values(), torch.randn(4, dtype=torch.float64).requires_grad_()]
+        grad = torch.ones((2, 4, 7, 5), dtype=torch.float64)
+        if bad is not None:
+            (grad if operand == "grad" else given[operand].detach())[:, :, 2] = bad
+        segments = torch.tensor([[1] * 4 + [2] * 3] * 2)
+        out = dta_compile.attention(*given.values(), segments=segments, sinks=leaves[3], **settings)
+        return out, *torch.autograd.grad(out, leaves[:3], grad)
+
+    # Of the output and the query's gradient those before are apart as well, which keys are read by.
+    for found, expected, before in zip(results(value), results(None), (2, 2, 0, 0), strict=True):
+        for apart in (slice(0, before), slice(4, 7)):
+            assert found[:, :, apart].isfinite().all()
+            torch.testing.assert_close(found[:, :, apart], expected[:, :, apart], rtol=1e-12, atol=1e-12)

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from dta_compile.ops.recurrences import linear_attention, selective_scan, short_convolution
 from dta_compile.ops.recurrences.blocks import Blocks, choose_size
+from dta_compile.ops.recurrences.operators import RECURRENCES
+from dta_compile.ops.recurrences.runs import Runs
 from dta_compile.ops.recurrences.short_convolution import Ancestors
+from dta_compile.plan import Segment
 from tests.support.forests import draw_forest, segment
 
 HEADS, KEYS, VALUES = 2, 3, 5
@@ -343,3 +346,59 @@ def test_many_siblings_are_a_step():
 def test_sizes_of_blocks(lengths, size):
     firsts = [0, *itertools.accumulate(lengths)]
     assert choose_size([segment(first, tokens, []) for first, tokens in zip(firsts, lengths, strict=False)]) == size
+
+
+# A run of 70 tokens, what hangs from inside of its blocks, and a run of its own; states are kept inside of a block.
+FOREST = ((0, 70, 0, -1), (70, 80, 40, 0), (80, 83, 45, 1), (83, 90, 20, 0), (90, 99, 0, -1))
+RUNS = Runs(tuple(Segment(first, last, last, depth, parent) for first, last, depth, parent in FOREST), kept=(30, 70))
+SIZES = {
+    "short_convolution": [(5,), (5, 4)],
+    "gated_delta_rule": [(2, 3), (2, 3), (4, 5), (4,), (4,)],
+    "linear_attention": [(2, 3), (2, 3), (4, 5), (4, 3)],
+    "selective_scan": [(5,), (5,), (5, 3), (3,), (3,)],
+}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [10, 42, 75, 98])
+@pytest.mark.parametrize("recurrence", RECURRENCES.values(), ids=lambda recurrence: recurrence.name)
+def test_what_a_token_does_not_read_leaves_no_trace(recurrence, bad, value):
+    """A number of one token that is not finite: of an operand, then of its output's gradient."""
+    before = list(tokens_before(RUNS.segments))
+    reads = torch.eye(RUNS.tokens, dtype=torch.bool)
+    for token, above in enumerate(before):
+        if above >= 0:
+            reads[token] |= reads[above]
+
+    def of_tokens(values):
+        return [one for one, operand in zip(values, recurrence.operands, strict=True) if operand.has_tokens]
+
+    def results(number):
+        torch.manual_seed(0)
+        sizes = SIZES[recurrence.name]
+        given = [
+            torch.rand((RUNS.tokens, *size) if operand.has_tokens else size, dtype=torch.float64)
+            * (-1 if operand.name in ("decay", "matrix") else 1)
+            for operand, size in zip(recurrence.operands, sizes, strict=True)
+        ]
+        out_grad = torch.rand((RUNS.tokens, *sizes[recurrence.like]), dtype=torch.float64)
+        if number is not None:
+            [*of_tokens(given), out_grad][number][bad] = value
+        shape, _ = recurrence.state(given)
+        initial, constants = torch.full(shape, 0.1, dtype=torch.float64), (0.5,) * len(recurrence.numbers)
+        out, kept = recurrence.forward(given, constants, initial, RUNS)
+        grads, _ = recurrence.backward(out_grad, torch.ones_like(kept), given, constants, initial, RUNS)
+        return [out, *of_tokens(grads)], kept
+
+    expected, expected_kept = results(None)
+    for number in range(len(expected)):
+        found, kept = results(number)
+        of_grad = number == len(expected) - 1
+        changed = torch.arange(RUNS.tokens) == bad if of_grad else reads[:, bad]
+        changed_grads = reads[changed].any(0)
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            apart = ~changed_grads if index else torch.ones_like(changed) if of_grad else ~changed
+            torch.testing.assert_close(one[apart], other[apart], rtol=1e-9, atol=1e-9)
+        for one, other, after in zip(kept, expected_kept, RUNS.kept, strict=True):
+            if of_grad or bad >= after:
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)

@@ -6,6 +6,7 @@ Run(Case(shape, window=3), Reference).check()
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from hypothesis import strategies as st
@@ -117,7 +118,8 @@ def random(*sizes, dtype=torch.float64, seed=0):
 class Run:
     """One chunk through a `PathStack`, and what the dense oracle (float64, autograd) says about it."""
 
-    def __init__(self, case: Case, provider, spare: int = 2) -> None:
+    def __init__(self, case: Case, provider, spare: int = 2, change=lambda run: None) -> None:
+        """`change`: is called with the run once it has its operands, before anything is computed."""
         self.case, shape, dtype = case, case.shape, case.dtype
         tokens, heads = shape.tokens, case.kv_heads * case.groups
         capacity = shape.start + tokens + spare
@@ -144,6 +146,7 @@ class Run:
         self.sinks = (random(heads, dtype=dtype, seed=9),) if case.with_sinks else ()
         self.given = (self.query, self.key, self.value, *self.sinks)
         self.scoring = case.scale, case.softcap
+        change(self)
         path.chunk = shape
         self.out, self.logsumexp = path.mix(0, *self.given, *self.scoring)
         path.allocate_gradients()
@@ -197,3 +200,56 @@ class Run:
             assert torch.equal(buffer, before), "the spine, and nothing else, goes onto the stack"
         for buffer in self.path.states[0].gradients:
             assert not buffer[:, :, start:].any(), "what waited for the spine is taken"
+
+
+# Forks in the middle and at the end of a spine, a branch that has branches, and one that hangs from the stack.
+FORKED = ChunkShape.of(
+    3,
+    8,
+    [
+        Segment(0, 8, 20, 3, -1),
+        Segment(8, 12, 17, 11, 0),
+        Segment(12, 15, 15, 15, 1),
+        Segment(15, 17, 17, 13, 1),
+        Segment(17, 20, 20, 10, 0),
+        Segment(20, 23, 23, 3, -1),
+    ],
+)
+UNREAD = [  # what is not finite, of which token of `FORKED`, and a limit
+    *((operand, token, {}) for operand in ("query", "key", "value", "grad") for token in (7, 11, 21)),
+    *((operand, 9, limit) for operand in ("query", "key", "value", "grad") for limit in ({"window": 3}, {"chunk": 4})),
+    ("above", 1, {"window": 3}),
+]
+
+
+def check_unread(run, operand: str, token: int, value: float, tolerance: float = TIGHT) -> None:
+    """A value that is not finite leaves no trace in what does not depend on it, and one in the token's own results.
+
+    Args:
+        run: makes a `Run` of `FORKED`, given `change`.
+        operand: of the token; "above": key and value of the stack at depth `token`.
+    """
+
+    def change(one: Run) -> None:
+        if operand == "above":
+            for buffer in one.path.states[0].buffers:
+                buffer[:, :, token] = value
+        else:
+            getattr(one, operand)[:, :, token] = value
+
+    plain, changed = run(), run(change=change)
+    reads, start = ancestry(plain.case), plain.case.shape.start
+    is_read = operand in ("key", "value", "above")
+    rows = reads[:, token + (0 if operand == "above" else start)] if is_read else torch.zeros(len(reads)).bool()
+    if not is_read:
+        rows[token] = True
+    keys = reads[rows].any(0)
+    forward = torch.zeros_like(rows) if operand == "grad" else rows
+    for found, expected, apart in zip(
+        changed.results()[:5], plain.results()[:5], (forward, forward, rows, keys, keys), strict=True
+    ):
+        assert found[:, :, ~apart].isfinite().all()
+        torch.testing.assert_close(found[:, :, ~apart], expected[:, :, ~apart], rtol=tolerance, atol=tolerance * 10)
+    if math.isnan(value):
+        own = changed.grads[0] if operand == "grad" else changed.out
+        assert not own[:, :, rows].isfinite().any()

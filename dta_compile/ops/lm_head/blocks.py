@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dta_compile.ops.add_product import add_product
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import LIBRARY
 from dta_compile.ops.lm_head import by_kernels
 from dta_compile.ops.lm_head.operators import Backward, Forward, Head, Results, block_columns
+from dta_compile.ops.products import add_product
 
 
 class _Blocks(Head):

@@ -25,6 +25,7 @@ import torch
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import LIBRARY
 from dta_compile.ops.mixer import BATCH, TOKENS, Mixer, Operand, register_mixer
+from dta_compile.ops.products import are_bounded
 from dta_compile.ops.recurrences import linear_attention, selective_scan, short_convolution
 from dta_compile.ops.recurrences.blocks import Blocks, choose_size
 from dta_compile.ops.recurrences.runs import Runs
@@ -203,12 +204,22 @@ def _blocks(runs: Runs, most: int) -> Blocks:
     return runs.derive((Blocks, most), make)
 
 
+def _blocks_apart(runs: Runs, most: int, of_tokens: Tensors, of_kept: Tensors = ()) -> Blocks:
+    """As `_blocks`. Within a block, masks multiply what a token does not read by zero, and 0 * NaN is NaN: on a CPU,
+    where all may be looked at, tokens whose numbers are not bounded are in blocks of their own."""
+    if of_tokens[0].device.type != "cpu" or are_bounded(*of_tokens, *of_kept):
+        return _blocks(runs, most)
+    others = [number for number in range(runs.tokens) if not are_bounded(*(one[number] for one in of_tokens))]
+    parts = runs.apart(others)
+    return Blocks(parts.segments, parts.kept, min(choose_size(parts.segments), most))
+
+
 def _linear_attention(
     operands: Tensors, numbers: tuple[float, ...], initial: torch.Tensor, runs: Runs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     query, key, value, decay, *betas = operands
     beta = betas[0] if betas else None
-    blocks = _blocks(runs, linear_attention.longest_block(key, beta))
+    blocks = _blocks_apart(runs, linear_attention.longest_block(key, beta), operands)
     return linear_attention.forward(query, key, value, decay, beta, numbers[0], initial, blocks)
 
 
@@ -222,7 +233,7 @@ def _linear_attention_backward(
 ) -> tuple[Tensors, torch.Tensor]:
     query, key, value, decay, *betas = operands
     beta = betas[0] if betas else None
-    blocks = _blocks(runs, linear_attention.longest_block(key, beta))
+    blocks = _blocks_apart(runs, linear_attention.longest_block(key, beta), (*operands, grad), (of_kept,))
     *grads, of_state = linear_attention.backward(
         grad, of_kept, query, key, value, decay, beta, numbers[0], initial, blocks
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -44,6 +45,31 @@ class Runs:
             self.derived[key] = make()
         made: Made = self.derived[key]
         return made
+
+    def apart(self, tokens: Sequence[int]) -> Runs:
+        """The same tokens in runs that end at every fork, before the kept states, and around some tokens.
+
+        A block of such a run has no token that another one, which does not read it, is computed with.
+
+        Args:
+            tokens: ascending; each becomes a run of its own.
+        """
+        cuts = {0, *(token + after for token in tokens for after in (0, 1)), *self.kept}
+        for part in self.segments:
+            above = self.segments[part.parent] if part.parent >= 0 else None
+            cuts |= {part.first, part.last, *([] if above is None else [above.first + part.depth - above.depth])}
+        bounds = [*sorted(cut for cut in cuts if cut < self.tokens), self.tokens]
+        found: list[Segment] = []
+        for part in self.segments:
+            parent = -1
+            if part.parent >= 0:
+                above = self.segments[part.parent]
+                parent = bisect.bisect_right(bounds, above.first + part.depth - above.depth - 1) - 1
+            while len(found) + 1 < len(bounds) and bounds[len(found)] < part.last:
+                first, last = bounds[len(found)], bounds[len(found) + 1]
+                found.append(Segment(first, last, part.end, part.depth + first - part.first, parent))
+                parent = len(found) - 1
+        return Runs(tuple(found), self.kept)
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int]) -> Runs:

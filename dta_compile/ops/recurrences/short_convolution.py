@@ -112,11 +112,12 @@ def backward(
             grad = grad.index_fill(0, others, 0)
         for number in range(count):
             of_rows[number : number + tokens].addcmul_(grad, taps[number])
-            of_taps[number] = (grad * rows[number : number + tokens]).sum(0)
+            product = grad * rows[number : number + tokens]
             if len(others):
                 which = above[count - 1 - number]
-                of_taps[number] += (own * rows.index_select(0, which)).sum(0)
+                product.index_copy_(0, others, own * rows.index_select(0, which))
                 of_rows.index_add_(0, which, own * taps[number])
+            of_taps[number] = product.sum(0)
         if ancestors.kept:
             of_rows.index_add_(0, kept.flatten(), grad_kept.to(dtype).flatten(0, 1))
         return of_rows[count:], of_taps.t(), of_rows[:count]

@@ -190,6 +190,14 @@ inline double exponential(double x) {
 }
 
 template <class T>
+inline bool is_finite(const T* numbers, int64_t count) {
+  int others = 0;
+#pragma omp simd reduction(| : others)
+  for (int64_t i = 0; i < count; i++) others |= !(std::abs(numbers[i]) <= std::numeric_limits<T>::max());
+  return !others;
+}
+
+template <class T>
 class Attention {
  public:
   explicit Attention(const Call& call)
@@ -298,6 +306,12 @@ class Attention {
     return rows(run.in_prefix ? states.prefix_value : states.value, run, head);
   }
 
+  bool are_finite(const Rows& rows, int64_t count) const {
+    bool all = true;
+    for (int64_t row = 0; row < count && all; row++) all = is_finite(rows.data + row * rows.stride, width_);
+    return all;
+  }
+
   bool is_one_run(const Tile& tile) const { return tile.end - tile.begin == 1; }
 
   // The rows of a tile, read where they lie or copied next to each other.
@@ -330,6 +344,37 @@ class Attention {
 
   void add(T* to, const T* added) const {
     for (int64_t i = 0; i < width_; i++) to[i] += added[i];
+  }
+
+  // Add a multiple; one by zero is nothing, whatever is multiplied.
+  void add(T* to, T factor, const T* added) const {
+    if (factor == 0) return;
+#pragma omp simd
+    for (int64_t i = 0; i < width_; i++) to[i] += factor * added[i];
+  }
+
+  // The products of a tile pair by pair: in a product of matrices, what is not read is multiplied by zero, and
+  // 0 * NaN is NaN.
+  void add_values(const Tile& tile, const Rows& value, int64_t rows, Buffers& on) const {
+    for (int64_t row = 0; row < rows; row++)
+      for (int64_t i = 0; i < tile.keys; i++)
+        add(on.sum + row * width_, on.scores[row * tile.keys + i], value.data + i * value.stride);
+  }
+
+  void add_gradients(const Tile& tile, int64_t head, const States& grads, const Rows& key, int64_t rows,
+                     Buffers& on) const {
+    int64_t column = 0;
+    for (size_t number = tile.begin; number < tile.end; number++) {
+      const Run& run = plan_.runs[number];
+      const Rows of_key = keys(grads, run, head), of_value = values(grads, run, head);
+      for (int64_t i = 0; i < run.count; i++, column++)
+        for (int64_t row = 0; row < rows; row++) {
+          const T weight = on.scores[row * tile.keys + column], of_score = on.of_scores[row * tile.keys + column];
+          add(of_value.data + i * of_value.stride, weight, on.grad + row * width_);
+          add(of_key.data + i * of_key.stride, of_score, on.query + row * width_);
+          add(on.sum + row * width_, of_score, key.data + column * key.stride);
+        }
+    }
   }
 
   // result = left right, or its sum with what is there: `[m, k]` times `[k, n]`, either transposed if so said.
@@ -412,14 +457,36 @@ class Attention {
         on.top[row] = top;
         for (int64_t i = 0; i < width_ && adds; i++) on.sum[row * width_ + i] *= share;
       }
-      gemm(false, false, rows, width_, tile.keys, {on.scores, tile.keys}, gathered(tile, head, on.values, values),
-           adds, {on.sum, width_});
+      const Rows value = gathered(tile, head, on.values, values);
+      if (tile.masked && !are_finite(value, tile.keys)) {
+        if (!adds) std::fill_n(on.sum, rows * width_, T(0));
+        add_values(tile, value, rows, on);
+      } else {
+        gemm(false, false, rows, width_, tile.keys, {on.scores, tile.keys}, value, adds, {on.sum, width_});
+      }
     }
     unpack(block, head, [&](int64_t row, int64_t one, int64_t token) {
       T* const out = call_.out.row<T>(one, token);
       for (int64_t i = 0; i < width_; i++) out[i] = on.sum[row * width_ + i] / on.total[row];
       *call_.logsumexp.row<T>(one, token) = on.top[row] + std::log(on.total[row]);
     });
+  }
+
+  // Weights and gradients of scores, from scores and gradients of weights; zero where nothing is read, also in a row
+  // that has NaN elsewhere.
+  template <bool MASKED>
+  void weigh(const Tile& tile, int64_t rows, Buffers& on) const {
+    const T none = -std::numeric_limits<T>::infinity();
+    for (int64_t row = 0; row < rows; row++) {
+      T *const weights = on.scores + row * tile.keys, *const of_scores = on.of_scores + row * tile.keys;
+      const T logsumexp = on.top[row], delta = on.total[row];
+#pragma omp simd
+      for (int64_t i = 0; i < tile.keys; i++) {
+        const bool read = !MASKED || weights[i] != none;
+        weights[i] = read ? exponential(weights[i] - logsumexp) : 0;
+        of_scores[i] = read ? weights[i] * (of_scores[i] - delta) : 0;
+      }
+    }
   }
 
   void backward(const Block& block, int64_t head, const States& grads, Buffers& on) const {
@@ -435,19 +502,20 @@ class Attention {
       deltas[row] = delta;
       logsumexps[row] = *call_.logsumexp.row<T>(one, token);
     });
+    const bool own_finite = are_finite({on.query, width_}, rows) && are_finite({on.grad, width_}, rows);
     for (size_t number = block.begin; number < block.end; number++) {
       const Tile& tile = plan_.tiles[number];
       const Rows key = gathered(tile, head, on.keys, keys), value = gathered(tile, head, on.values, values);
       score(block, tile, key, rows, on);
       gemm(false, true, rows, tile.keys, width_, {on.grad, width_}, value, false, {on.of_scores, tile.keys});
-      for (int64_t row = 0; row < rows; row++) {
-        T *const weights = on.scores + row * tile.keys, *const of_scores = on.of_scores + row * tile.keys;
-        const T logsumexp = logsumexps[row], delta = deltas[row];
-#pragma omp simd
-        for (int64_t i = 0; i < tile.keys; i++) {
-          weights[i] = exponential(weights[i] - logsumexp);
-          of_scores[i] = weights[i] * (of_scores[i] - delta);
-        }
+      if (tile.masked)
+        weigh<true>(tile, rows, on);
+      else
+        weigh<false>(tile, rows, on);
+      if (tile.masked && !(own_finite && are_finite(key, tile.keys))) {
+        if (number == block.begin) std::fill_n(on.sum, rows * width_, T(0));
+        add_gradients(tile, head, grads, key, rows, on);
+        continue;
       }
       add_product(tile, head, grads, on.of_values, values, on.scores, on.grad, rows);
       add_product(tile, head, grads, on.of_keys, keys, on.of_scores, on.query, rows);

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from dta_compile.ops.add_product import ADD_PRODUCT
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.experts import EXPERT_PRODUCTS, EXPERT_PRODUCTS_
 from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD_, Backward, Wanted
+from dta_compile.ops.products import ADD_PRODUCT
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import call, is_item, swaps
 from dta_compile.passes.graphs.operators import TRANSPOSITIONS

@@ -16,11 +16,11 @@ import torch
 from torch import fx
 
 from dta_compile.ops import experts
-from dta_compile.ops.add_product import ADD_PRODUCT
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.experts import EXPERT_PRODUCTS_, EXPERT_SUM
 from dta_compile.ops.lm_head import by_kernels
 from dta_compile.ops.lm_head import operators as head_operators
+from dta_compile.ops.products import ADD_PRODUCT
 from dta_compile.passes.chunk_bytes import Bytes, ChunkSizes, Peaks, total
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import is_item

@@ -17,12 +17,13 @@ from dta_compile.executable.native import TreeAttention
 from dta_compile.executable.pieces import running_library
 from dta_compile.ops.attention import by_tokens, empty_by_tokens
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.ops.products import are_bounded, product_of_read
 from dta_compile.ops.tree_attention import kernel
 from dta_compile.ops.tree_attention.kernel import Keys, States
 from dta_compile.runtime.attention.cpu_parts import Part, parts_of
 from dta_compile.runtime.attention.interface import Operands, Tensors
 from dta_compile.runtime.attention.merge import merge_with
-from dta_compile.runtime.attention.reference import capped, repeat_heads, sum_groups
+from dta_compile.runtime.attention.reference import capped, grads_of_read, repeat_heads, sum_groups, weights_of
 
 __all__ = ["FlashCPU"]
 
@@ -45,7 +46,7 @@ class FlashCPU:
         if (library := _library(x)) is not None:
             return kernel.forward(library, x.query, _states(x), _keys(x), x.scale)
         x, dtype = _with_dense_rows(x), statistics_dtype(x.query.dtype)
-        first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype)
+        first, *others = parts = _parts(x, x.query)
         _, heads, tokens, _ = x.query.shape
         if (first.first, first.last) == (0, tokens):
             out, logsumexp = _flash(x, first)
@@ -71,7 +72,7 @@ class FlashCPU:
             of_prefix = prefix_key_grad, prefix_value_grad
             return kernel.backward(library, grad, out, logsumexp, x.query, _states(x), _keys(x), x.scale, of_prefix)
         x, dtype, start = _with_dense_rows(x), statistics_dtype(x.query.dtype), x.chunk.start
-        first, *others = parts = parts_of(x.chunk, x.limit, x.query.dtype)
+        first, *others = parts = _parts(x, x.query, grad, out)
         tokens = x.query.shape[2]
         if (first.first, first.last, first.spans) == (0, tokens, ((start, start + tokens),)):
             grads = (grad.to(dtype) for grad in _flash_backward(grad, out, logsumexp, x, first))
@@ -121,14 +122,25 @@ def _keys(x: Operands) -> Keys:
     return keys
 
 
+def _parts(x: Operands, *of_queries: torch.Tensor) -> list[Part]:
+    """The parts of a chunk. Torch's kernels multiply what a part's mask leaves out by zero, and 0 * NaN is NaN: where
+    not all numbers are bounded, plain math computes parts that have a mask."""
+    parts, limit, start = parts_of(x.chunk, x.limit, x.query.dtype), x.chunk.cut_by(x.limit), x.chunk.start
+    lowest = start if limit is None else max(int(limit.first(np.array(start))), 0)  # of the stack, under a mask
+    above = [] if lowest == start else [x.prefix_key[:, :, lowest:], x.prefix_value[:, :, lowest:]]
+    if are_bounded(*of_queries, x.key, x.value, *above):
+        return parts
+    return [part._replace(plain=not part.full) for part in parts]
+
+
 def _flash(x: Operands, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of one part, of `[1, Hkv, g * q]` queries where every query reads every key.
 
     So the queries of a group are rows over the same keys: larger products.
     """
     query, key, value = _rows(x.query, part), *_keys_and_values(x, part)
-    if x.softcap:
-        return _capped(query, key, value, x, part)
+    if x.softcap or part.plain:
+        return _plain(query, key, value, x, part)
     if part.full:
         query = query.reshape(1, key.shape[1], -1, query.shape[3])
     out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -148,8 +160,8 @@ def _flash_backward(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tens
     groups = heads // kv_heads
     spread = next((s for s in range(1, groups) if groups % s == 0 and s * kv_heads >= threads), groups)
     grad, query, out, logsumexp = (_rows(t, part) for t in (grad, x.query, out, logsumexp))
-    if x.softcap:
-        return _capped_backward(grad, query, out, logsumexp, key, value, x, part)
+    if x.softcap or part.plain:
+        return _plain_backward(grad, query, out, logsumexp, key, value, x, part)
     if part.full:
         grad, query, out = (t.reshape(1, kv_heads * spread, -1, width) for t in (grad, query, out))
         logsumexp = logsumexp.reshape(1, kv_heads * spread, -1)
@@ -162,22 +174,23 @@ def _flash_backward(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tens
     return grads if spread == 1 else (grads[0].flatten(0, 1)[None], grads[1].sum(1)[None], grads[2].sum(1)[None])
 
 
-def _capped(
+def _plain(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, x: Operands, part: Part
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_flash`, with a soft cap, which torch's kernels lack: plain math, a few queries at a time."""
+    """As `_flash`, by plain math, a few queries at a time: torch's kernels lack soft caps, and read masked keys."""
     dtype, groups = statistics_dtype(query.dtype), query.shape[1] // key.shape[1]
     out = query.new_empty(query.shape, dtype=dtype)
     logsumexp = query.new_empty(query.shape[:-1], dtype=dtype)
     key, value = (repeat_heads(tensor.to(dtype), groups) for tensor in (key, value))
     for first, last in _pieces(query, key):
-        scores, _ = _capped_scores(query[:, :, first:last].to(dtype), key, x, part, first)
+        scores, _, read = _scores(query[:, :, first:last].to(dtype), key, x, part, first)
         logsumexp[:, :, first:last] = scores.logsumexp(-1)
-        out[:, :, first:last] = (scores - logsumexp[:, :, first:last, None]).exp() @ value
+        weights = weights_of(scores, logsumexp[:, :, first:last], read)
+        out[:, :, first:last] = product_of_read(weights, value, read)
     return out, logsumexp
 
 
-def _capped_backward(
+def _plain_backward(
     grad: torch.Tensor,
     query: torch.Tensor,
     out: torch.Tensor,
@@ -193,12 +206,14 @@ def _capped_backward(
     of_key, of_value = torch.zeros_like(key), torch.zeros_like(value)
     for first, last in _pieces(query, key):
         own, of_own, result = (tensor[:, :, first:last].to(dtype) for tensor in (query, grad, out))
-        scores, slope = _capped_scores(own, key, x, part, first)
-        weights = (scores - logsumexp[:, :, first:last, None]).exp()
+        scores, slope, read = _scores(own, key, x, part, first)
+        weights = weights_of(scores, logsumexp[:, :, first:last], read)
         of_scores = weights * (of_own @ value.mT - (of_own * result).sum(-1, keepdim=True)) * slope
-        of_query[:, :, first:last] = of_scores @ key
-        of_key += of_scores.mT @ own
-        of_value += weights.mT @ of_own
+        of_scores = of_scores.masked_fill_(~read, 0)
+        grads = grads_of_read(of_scores, weights, own, key, of_own, read)
+        of_query[:, :, first:last] = grads[0]
+        of_key += grads[1]
+        of_value += grads[2]
     return of_query, sum_groups(of_key, groups), sum_groups(of_value, groups)
 
 
@@ -209,17 +224,18 @@ def _pieces(query: torch.Tensor, key: torch.Tensor) -> Iterator[tuple[int, int]]
         yield first, min(first + rows, query.shape[2])
 
 
-def _capped_scores(
+def _scores(
     query: torch.Tensor, key: torch.Tensor, x: Operands, part: Part, first: int
-) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Scores of a part's queries from `first` on, and their derivative by the products of queries and keys."""
+) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor]:
+    """Scores of a part's queries from `first` on, their derivative by the products of queries and keys, and which keys
+    each of them reads."""
     scores, slope = capped(query @ key.mT, x.scale, x.softcap)
+    read = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu")
     if part.causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(first + 1)
-        scores = scores.masked_fill_(later, float("-inf"))
+        read.tril_(first)
     elif part.mask is not None:
-        scores += part.mask[first : first + query.shape[2]].to(scores.dtype)
-    return scores, slope
+        read = part.mask[first : first + query.shape[2]] == 0
+    return scores.masked_fill_(~read, float("-inf")), slope, read
 
 
 def _rows(tensor: torch.Tensor, part: Part) -> torch.Tensor:

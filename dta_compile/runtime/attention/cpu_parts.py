@@ -45,6 +45,7 @@ class Part(NamedTuple):
         fresh: the first part of these queries; the others are merged into it.
         fresh_keys: the first part of these keys, to whose gradients those of the others are added. All keys of a
             chunk have such a part, or, under a limit, none has.
+        plain: computed by plain math, in which keys that are not read leave no trace.
     """
 
     first: int
@@ -54,6 +55,7 @@ class Part(NamedTuple):
     mask: torch.Tensor | None = None
     fresh: bool = False
     fresh_keys: bool = False
+    plain: bool = False
 
     @property
     def full(self) -> bool:

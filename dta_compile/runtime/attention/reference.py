@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dta_compile.ops.products import product_of_read
 from dta_compile.runtime.attention.interface import Operands, Tensors
 
 __all__ = ["Reference"]
@@ -17,8 +18,9 @@ class Reference:
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Provider.forward`."""
         scores, value, _ = self._scores_and_values(x)
-        logsumexp = scores.logsumexp(-1)
-        return ((scores - logsumexp[..., None]).exp() @ value).to(x.query.dtype), logsumexp
+        logsumexp, read = scores.logsumexp(-1), self._allowed(x)
+        weights = weights_of(scores, logsumexp, read)
+        return product_of_read(weights, value, read).to(x.query.dtype), logsumexp
 
     def backward(
         self,
@@ -31,16 +33,17 @@ class Reference:
     ) -> Tensors:
         """See `Provider.backward`."""
         scores, value, slope = self._scores_and_values(x)
-        grad, out = grad.to(value.dtype), out.to(value.dtype)
-        weights = (scores - logsumexp[..., None]).exp()
-        grad_scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * slope
-        prefix, groups = x.prefix_key.shape[2], self._groups(x)
+        grad, out, query = (tensor.to(value.dtype) for tensor in (grad, out, x.query))
+        prefix, groups, read = x.prefix_key.shape[2], self._groups(x), self._allowed(x)
         key = self._wide(x, x.prefix_key, x.key)
-        grad_key = sum_groups(grad_scores.mT @ x.query.to(value.dtype), groups)
-        grad_value = sum_groups(weights.mT @ grad, groups)
+        weights = weights_of(scores, logsumexp, read)
+        grad_scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * slope
+        grad_scores = grad_scores.masked_fill(~read, 0)
+        grad_query, grad_key, grad_value = grads_of_read(grad_scores, weights, query, key, grad, read)
+        grad_key, grad_value = sum_groups(grad_key, groups), sum_groups(grad_value, groups)
         prefix_key_grad += grad_key[:, :, :prefix]
         prefix_value_grad += grad_value[:, :, :prefix]
-        return (grad_scores @ key).to(x.query.dtype), grad_key[:, :, prefix:], grad_value[:, :, prefix:]
+        return grad_query.to(x.query.dtype), grad_key[:, :, prefix:], grad_value[:, :, prefix:]
 
     def _groups(self, x: Operands) -> int:
         return x.query.shape[1] // x.key.shape[1]
@@ -68,6 +71,27 @@ class Reference:
             first = x.limit.first(table.depths)[:, None]
             prefix, own = prefix & (above >= first), own & (table.depths >= first)
         return torch.cat([prefix, own], 1)
+
+
+def weights_of(scores: torch.Tensor, logsumexp: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+    """Attention weights; zero where nothing is read, also in a row whose log-sum-exp is NaN."""
+    return (scores - logsumexp[..., None]).exp().masked_fill(~read, 0)
+
+
+def grads_of_read(
+    grad_scores: torch.Tensor,
+    weights: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    grad: torch.Tensor,
+    read: torch.Tensor,
+) -> Tensors:
+    """Gradients of queries, keys and values, from `[..., q, k]` weights and gradients of scores, zero if not read."""
+    return (
+        product_of_read(grad_scores, key, read),
+        product_of_read(grad_scores.mT, query, read.mT),
+        product_of_read(weights.mT, grad, read.mT),
+    )
 
 
 def capped(products: torch.Tensor, scale: float, softcap: float) -> tuple[torch.Tensor, torch.Tensor | float]:

@@ -6,6 +6,9 @@ Token i of the chunk reads the first `start` entries of the stack, and its token
 only what is not above `_first_key`, see `Limit`. `table` holds start, ends, depths and lists of blocks, see
 `ChunkTable`. What every query of a block reads whole is met without masks: most of the work, and masks cost more than
 the arithmetic around them. Scores are counted in powers of two.
+
+Products of blocks multiply what is not read by zero, and 0 * NaN is NaN. So a program whose result is not finite
+computes it again, key by key or query by query, of what is read alone.
 """
 
 import triton
@@ -90,6 +93,15 @@ def _reads(table, tokens, rows, columns, inside, first_key, LIMITED: tl.constexp
 
 
 @triton.jit
+def _reads_stack(rows, columns, first_key, LIMITED: tl.constexpr):
+    """`[rows, columns]` which of the stack's entries are read, of those that exist."""
+    allowed = (columns >= 0)[None, :] & (rows >= 0)[:, None]
+    if LIMITED:
+        allowed = columns[None, :] >= first_key[:, None]
+    return allowed
+
+
+@triton.jit
 def _tanh(x):
     """`(1 - e) / (1 + e)` of `e = exp(-2 |x|)`; near zero, where that loses digits, a series."""
     size = tl.abs(x)
@@ -102,9 +114,36 @@ def _tanh(x):
 
 
 @triton.jit
+def _has_others(values, exists):
+    """Whether a number of the rows that exist is not finite."""
+    others = (tl.abs(values) < float("inf")) == 0
+    return tl.max(tl.max((others & exists[:, None]).to(tl.int32), 1), 0) > 0
+
+
+@triton.jit
+def _products(rows, columns, PRECISION: tl.constexpr):
+    """`rows @ columns.T`."""
+    if columns.shape[0] == 1:
+        found = tl.sum(rows.to(tl.float32) * columns.to(tl.float32), 1)[:, None]
+    else:
+        found = tl.dot(rows, tl.trans(columns), input_precision=PRECISION)
+    return found
+
+
+@triton.jit
+def _weighted(weights, values, allowed, PRECISION: tl.constexpr):
+    """`weights @ values`, with a single row of values where it is allowed."""
+    if values.shape[0] == 1:
+        found = tl.where(allowed, weights * values.to(tl.float32), 0.0)
+    else:
+        found = tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+    return found
+
+
+@triton.jit
 def _attend(q, k, v, allowed, scale, softcap, top, total, out, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
     """One step of the online softmax; `top` is the running maximum of the scores. `allowed` None: everything is."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores = _products(q, k, PRECISION)
     if CAPPED:
         scores = _tanh(scores * (scale / softcap))
         scale = softcap
@@ -118,7 +157,7 @@ def _attend(q, k, v, allowed, scale, softcap, top, total, out, CAPPED: tl.conste
     weights = tl.exp2(scores * (scale * LOG2E) - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(weights, 1)
-    out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+    out = out * shrink[:, None] + _weighted(weights, v, allowed, PRECISION)
     return new_top, total, out
 
 
@@ -161,9 +200,7 @@ def forward_kernel(
         inside = columns < last
         k = _rows(prefix_key, pk_head, pk_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
         v = _rows(prefix_value, pv_head, pv_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
-        allowed = inside[None, :] & (rows >= 0)[:, None]
-        if LIMITED:
-            allowed = allowed & (columns[None, :] >= first_key[:, None])
+        allowed = inside[None, :] & _reads_stack(rows, columns, first_key, LIMITED)
         top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
 
     if split == splits - 1:
@@ -181,6 +218,27 @@ def forward_kernel(
             v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
             allowed = _reads(table, tokens, rows, columns, inside, first_key, LIMITED)
             top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
+
+    if _has_others(acc, exists):
+        q = _rows(
+            query, q_head, q_row, head, rows, exists, KEY_DIM, KEY_WIDTH
+        )  # read again: no register waits for this
+        top = tl.full([QUERIES], -float("inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        acc = tl.zeros([QUERIES, VALUE_WIDTH], tl.float32)
+        for number in range(first, last):
+            columns = number + tl.arange(0, 1)
+            k = _rows(prefix_key, pk_head, pk_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)
+            v = _rows(prefix_value, pv_head, pv_row, kv_head, columns, None, VALUE_DIM, VALUE_WIDTH)
+            allowed = _reads_stack(rows, columns, first_key, LIMITED)
+            top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
+        if split == splits - 1:
+            for number in range(tokens):
+                columns = number + tl.arange(0, 1)
+                k = _rows(key, k_head, k_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)
+                v = _rows(value, v_head, v_row, kv_head, columns, None, VALUE_DIM, VALUE_WIDTH)
+                allowed = _reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED)
+                top, total, acc = _attend(q, k, v, allowed, scale, softcap, top, total, acc, CAPPED, PRECISION)
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     out += split.to(tl.int64) * tokens * o_row  # parts follow one another, tokens outermost
@@ -212,10 +270,10 @@ def _add_to_queries(
     acc, q, do, k, v, allowed, scale, softcap, statistics, delta, CAPPED: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """The gradient of a block of queries, over `scale`, with what a block of keys adds to it."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    grad_weights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    scores = _products(q, k, PRECISION)
+    grad_weights = _products(do, v, PRECISION)
     _, grads = _weights(scores, grad_weights, allowed, scale, softcap, statistics[:, None], delta[:, None], CAPPED)
-    return acc + tl.dot(grads.to(k.dtype), k, input_precision=PRECISION)
+    return acc + _weighted(grads, k, allowed, PRECISION)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -258,9 +316,7 @@ def queries_kernel(
         inside = columns < start
         k = _rows(prefix_key, pk_head, pk_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
         v = _rows(prefix_value, pv_head, pv_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
-        allowed = inside[None, :] & (rows >= 0)[:, None]
-        if LIMITED:
-            allowed = allowed & (columns[None, :] >= first_key[:, None])
+        allowed = inside[None, :] & _reads_stack(rows, columns, first_key, LIMITED)
         acc = _add_to_queries(acc, q, do, k, v, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
 
     listed, whole, count = _listed(table, tokens, block, QUERIES, KEYS, LIMITED)
@@ -277,6 +333,23 @@ def queries_kernel(
         v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
         allowed = _reads(table, tokens, rows, columns, inside, first_key, LIMITED)
         acc = _add_to_queries(acc, q, do, k, v, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
+
+    if _has_others(acc, exists):
+        q = _rows(query, q_head, q_row, head, rows, exists, KEY_DIM, KEY_WIDTH)
+        do = _rows(grad, g_head, g_row, head, rows, exists, VALUE_DIM, VALUE_WIDTH)
+        acc = tl.zeros([QUERIES, KEY_WIDTH], tl.float32)
+        for number in range(start):
+            columns = number + tl.arange(0, 1)
+            k = _rows(prefix_key, pk_head, pk_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)
+            v = _rows(prefix_value, pv_head, pv_row, kv_head, columns, None, VALUE_DIM, VALUE_WIDTH)
+            allowed = _reads_stack(rows, columns, first_key, LIMITED)
+            acc = _add_to_queries(acc, q, do, k, v, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
+        for number in range(tokens):
+            columns = number + tl.arange(0, 1)
+            k = _rows(key, k_head, k_row, kv_head, columns, None, KEY_DIM, KEY_WIDTH)
+            v = _rows(value, v_head, v_row, kv_head, columns, None, VALUE_DIM, VALUE_WIDTH)
+            allowed = _reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED)
+            acc = _add_to_queries(acc, q, do, k, v, allowed, scale, softcap, statistics, own_delta, CAPPED, PRECISION)
     _store(grad_query, gq_head, gq_row, head, rows, exists, acc * scale, KEY_DIM, KEY_WIDTH)
 
 
@@ -315,13 +388,13 @@ def _add_to_keys(
                 allowed = tl.trans(_reads(table, tokens, rows, columns, columns < tokens, first_key, LIMITED))
             else:
                 allowed = columns[:, None] >= first_key[None, :]
-        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        grad_weights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        scores = _products(k, q, PRECISION)
+        grad_weights = _products(v, do, PRECISION)
         weights, grads = _weights(
             scores, grad_weights, allowed, scale, softcap, statistics[None, :], own_delta[None, :], CAPPED
         )
-        value_acc += tl.dot(weights.to(do.dtype), do, input_precision=PRECISION)
-        key_acc += tl.dot(grads.to(q.dtype), q, input_precision=PRECISION)
+        value_acc += _weighted(weights, do, allowed, PRECISION)
+        key_acc += _weighted(grads, q, allowed, PRECISION)
     return key_acc, value_acc
 
 
@@ -365,6 +438,16 @@ def own_keys_kernel(
                 q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
                 KEY_WIDTH, VALUE_WIDTH, True, True, LIMITED, CHUNKED, CAPPED, PRECISION, QUERIES,
             )  # fmt: skip
+    if _has_others(key_acc, inside) or _has_others(value_acc, inside):
+        key_acc = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
+        value_acc = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
+        for member in range(GROUPS):
+            head = kv_head * GROUPS + member
+            key_acc, value_acc = _add_to_keys(
+                key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, first, last,
+                q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
+                KEY_WIDTH, VALUE_WIDTH, True, True, LIMITED, CHUNKED, CAPPED, PRECISION, 1,
+            )  # fmt: skip
     _store(grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc * scale, KEY_DIM, KEY_WIDTH)
     _store(grad_value, gv_head, gv_row, kv_head, columns, inside, value_acc, VALUE_DIM, VALUE_WIDTH)
 
@@ -397,5 +480,18 @@ def stack_keys_kernel(
             q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
             KEY_WIDTH, VALUE_WIDTH, False, True, LIMITED, CHUNKED, CAPPED, PRECISION, QUERIES,
         )  # fmt: skip
+    if LIMITED:  # noqa: SIM102 (static); else every query reads the whole stack
+        if _has_others(key_acc, inside) or _has_others(value_acc, inside):
+            k = _rows(prefix_key, pk_head, pk_row, kv_head, columns, inside, KEY_DIM, KEY_WIDTH)
+            v = _rows(prefix_value, pv_head, pv_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
+            key_acc = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
+            value_acc = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
+            for member in range(GROUPS):
+                head = kv_head * GROUPS + member
+                key_acc, value_acc = _add_to_keys(
+                    key_acc, value_acc, k, v, query, grad, logsumexp, delta, table, columns, 0, tokens,
+                    q_head, q_row, g_head, g_row, head, tokens, scale, limit, softcap, KEY_DIM, VALUE_DIM,
+                    KEY_WIDTH, VALUE_WIDTH, False, True, LIMITED, CHUNKED, CAPPED, PRECISION, 1,
+                )  # fmt: skip
     _add(grad_key, gk_head, gk_row, kv_head, columns, inside, key_acc * scale, KEY_DIM, KEY_WIDTH)
     _add(grad_value, gv_head, gv_row, kv_head, columns, inside, value_acc, VALUE_DIM, VALUE_WIDTH)

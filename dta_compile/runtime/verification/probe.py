@@ -11,6 +11,7 @@ from dta_compile.errors import VerificationError
 from dta_compile.executable.executable import Executable
 from dta_compile.runtime.calls.planned_call import Run
 from dta_compile.runtime.verification.values import (
+    comparable,
     compare_exactly,
     compare_values,
     largest_entry,
@@ -28,9 +29,14 @@ NOISE = 3.0  # times what rounding of frontier values does that outputs and grad
 
 
 class Probe:
-    """Which entries of a run's outputs are defined, and how much of them is rounding."""
+    """Which entries of a run's outputs are defined, and how much of them is rounding.
 
-    def __init__(self, run: Run) -> None:
+    Args:
+        all_finite: the captured program's outputs are.
+    """
+
+    def __init__(self, run: Run, all_finite: bool = True) -> None:
+        self.all_finite = all_finite
         self.outputs, self.run = run.call.executable.outputs, run
         self.dtype = precision(run.call.executable, run.call.device)
         self.tolerance = TOLERANCES.get(self.dtype, 5e-2)
@@ -124,6 +130,8 @@ class Probe:
         mine, theirs, rounded = real_parts(mine.detach()), real_parts(theirs.detach()), real_parts(self.rounded[index])
         mask = self.masks[index] = self._defined(index, mine, theirs)
         if not mine.is_floating_point():
+            if not self.all_finite:  # an index of a largest number says nothing where that may be NaN
+                return None
             return compare_exactly(what, mine, theirs, mask & (rounded == mine), self.dtype)
         if not bool(mask.any()):
             return None
@@ -133,9 +141,9 @@ class Probe:
 
     def _defined(self, index: int, mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
         """Entries that do not depend on padding, bool."""
-        everywhere = torch.ones_like(mine, dtype=torch.bool)
+        compared = comparable(mine, theirs, self.all_finite)
         if not self.has_padding:
-            return everywhere
+            return compared
         others = [real_parts(outputs[index]) for outputs in (self.padded, self.plausible)]
         same = (others[0] == mine) & (others[1] == mine)
         if not mine.is_floating_point():
@@ -144,7 +152,7 @@ class Probe:
         # summed over tokens may change by rounding.
         if not self.outputs[index].is_over_tokens:
             same |= (others[0] - mine).abs() <= self.tolerance * largest_entry(theirs)
-        return same & theirs.isfinite()
+        return same & theirs.isfinite() & compared
 
     def is_differentiable(self, index: int, out: Any) -> bool:
         """Whether gradients may be taken of an output."""

@@ -8,6 +8,8 @@ difference of equal sums is nothing but rounding. So the epilogue is run once mo
 there is padding, twice on others there, which shows what outputs depend on it: such entries of tokens are not compared,
 and an output of whole sequences, a metric say, is refused. Where there is a difference all the same, the captured
 program itself is run on rounded weights: what that changes is rounding, too, as in the divergence of two equal models.
+Where its numbers are not all finite, what is finite in both is compared, and nobody is blamed for the rest: kernels
+differ in how far a NaN reaches.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ from dta_compile.runtime.measure.budget import default_budget
 from dta_compile.runtime.verification.probe import NOISE, Probe, gradients_of
 from dta_compile.runtime.verification.rounded import Rounded, but_for_rounding, run_captured, takes_gradient
 from dta_compile.runtime.verification.sample import NotSampled, sample
-from dta_compile.runtime.verification.values import compare_values, largest_entry, real_parts
+from dta_compile.runtime.verification.values import (
+    are_finite,
+    comparable,
+    compare_values,
+    largest_entry,
+    real_parts,
+)
 
 RunSmall = Callable[[int, Sequence[Any]], Run]  # of a number of columns and the inputs of a small call
 
@@ -176,7 +184,8 @@ def compare(
     Raises:
         VerificationError: naming what differs.
     """
-    executable, probe, rounded = run.call.executable, Probe(run), Rounded(captured, their_inputs)
+    executable, probe = run.call.executable, Probe(run, are_finite(expected))
+    rounded = Rounded(captured, their_inputs)
     for i in range(len(expected)):
         probe.require_no_padding(i)
     compared = [_compare_output(probe, rounded, i, theirs) for i, theirs in enumerate(expected)]
@@ -206,27 +215,29 @@ def _compare_gradients(
     their_inputs: Sequence[Any],
     cotangents: dict[int, torch.Tensor],
 ) -> float | None:
-    """The largest relative difference; None if the captured program's own are not finite, or are only rounding."""
+    """The largest relative difference; None if nothing is finite in both, or all is only rounding."""
     trained = [i for i, arg in enumerate(their_inputs) if takes_gradient(arg)]
     theirs = gradients_of(expected, [their_inputs[i] for i in trained], cotangents)
     conditioning = probe.conditioning(cotangents)
-    if not all(bool(grad.isfinite().all()) for grad in theirs if grad is not None) or conditioning > 0.5:
+    if conditioning > 0.5:
         return None
     mine = gradients_of(outputs, [inputs[i] for i in trained], cotangents, keep=True)
     inputs_of = probe.run.call.executable.inputs
     largest = max((largest_entry(grad) for grad in theirs if grad is not None), default=0.0)
     share = probe.rounding + NOISE * conditioning
 
-    def compare_gradient(what: str, one: torch.Tensor, other: torch.Tensor, more: float) -> float:
-        everywhere = torch.ones_like(one, dtype=torch.bool)
-        return compare_values(what, one, other, everywhere, probe.tolerance, max(share * largest, more))
+    def compare_gradient(what: str, one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor, more: float) -> float:
+        return compare_values(what, one, other, mask, probe.tolerance, max(share * largest, more))
 
     change = functools.partial(rounded.change_of_gradients, trained, theirs, cotangents)
-    found = [0.0]
+    all_finite = are_finite(theirs)
+    found = [0.0] if all_finite else []
     for i, one, other in zip(trained, mine, theirs, strict=True):
         known = one if one is not None else other
         if known is not None:
             one, other = (real_parts(torch.zeros_like(known) if grad is None else grad) for grad in (one, other))
+            mask = comparable(one, other, all_finite)
             what = f"the gradient of {inputs_of[i].name}"
-            found.append(but_for_rounding(functools.partial(compare_gradient, what, one, other), change))
-    return max(found)
+            if bool(mask.any()) or all_finite:
+                found.append(but_for_rounding(functools.partial(compare_gradient, what, one, other, mask), change))
+    return max(found, default=None)

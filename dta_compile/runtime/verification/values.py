@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,6 +25,16 @@ def largest_entry(value: torch.Tensor) -> float:
     if not value.numel():
         return 0.0
     return float(torch.nan_to_num(value.detach(), nan=0.0, posinf=0.0, neginf=0.0).abs().max())
+
+
+def are_finite(values: Iterable[Any]) -> bool:
+    """Whether all numbers of all tensors are finite."""
+    return all(bool(value.isfinite().all()) for value in values if isinstance(value, torch.Tensor))
+
+
+def comparable(mine: torch.Tensor, theirs: torch.Tensor, all_finite: bool) -> torch.Tensor:
+    """Which numbers are compared, bool: all, or those that are finite in both, if not `all_finite` of the program."""
+    return torch.ones_like(mine, dtype=torch.bool) if all_finite else mine.isfinite() & theirs.isfinite()
 
 
 def compare_exactly(

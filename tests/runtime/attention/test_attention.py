@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from unittest import mock
 
@@ -15,7 +16,7 @@ from dta_compile.runtime.attention import cpu, cpu_parts
 from dta_compile.runtime.attention.cpu import FlashCPU
 from dta_compile.runtime.attention.reference import Reference
 from dta_compile.runtime.path.chunk_shape import ChunkShape
-from tests.support.attention import TIGHT, Case, Run, ancestry, cases, shapes
+from tests.support.attention import FORKED, TIGHT, UNREAD, Case, Run, ancestry, cases, check_unread, shapes
 
 PROVIDERS = [Reference, FlashCPU]
 TINY = {
@@ -97,6 +98,17 @@ def test_branches_that_are_small_share_a_call_and_long_ones_do_not():
     assert count(8, 8, 8) == [(0, 24, False)]
     assert count(*[8] * 12) == [(0, 48, False), (48, 96, False)]
     assert count(100, 8, 8, 100) == [(0, 100, True), (100, 116, False), (116, 216, True)]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e200])
+@pytest.mark.parametrize(("operand", "token", "limit"), UNREAD)
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_what_is_not_read_leaves_no_trace(provider, softcap, operand, token, limit, value):
+    case = Case(FORKED, groups=2, softcap=softcap, with_sinks=True, **limit)
+    for cuts in (TINY, {}):
+        with mock.patch.dict(vars(cpu_parts), cuts):
+            check_unread(functools.partial(Run, case, provider), operand, token, value)
 
 
 def test_slices_of_a_schedule():

@@ -20,7 +20,7 @@ from dta_compile.ops.tree_attention import kernel
 from dta_compile.plan import Segment
 from dta_compile.runtime.attention.cpu import FlashCPU
 from dta_compile.runtime.path.chunk_shape import ChunkShape
-from tests.support.attention import Case, Run, cases, shapes
+from tests.support.attention import FORKED, UNREAD, Case, Run, cases, check_unread, shapes
 
 TINY = {"ROWS": 6, "FEWEST": 1, "KEYS": 5, "SHORT": 3}  # blocks, tiles and copies in few tokens
 
@@ -36,12 +36,12 @@ def library(tiny: bool) -> ctypes.CDLL:
     return found
 
 
-def run(case: Case, tiny: bool = False) -> Run:
+def run(case: Case, tiny: bool = False, **settings) -> Run:
     with (
         running({TreeAttention(): library(tiny)}),
         mock.patch("dta_compile.runtime.attention.cpu.parts_of", side_effect=AssertionError("by torch's kernels")),
     ):
-        return Run(case, FlashCPU)
+        return Run(case, FlashCPU, **settings)
 
 
 @settings(max_examples=150, deadline=None)
@@ -140,6 +140,16 @@ def test_what_is_not_finite_is_seen(value):
         out, _ = case.path.mix(0, case.query, key, case.value, *case.scoring)
     assert out[:, :, :3].isfinite().all()
     assert out[:, :, 3:].isnan().all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e200])
+@pytest.mark.parametrize(("operand", "token", "limit"), UNREAD)
+@pytest.mark.parametrize("tiny", [False, True])
+def test_what_is_not_read_leaves_no_trace(tiny, operand, token, limit, value):
+    case = Case(FORKED, groups=2, with_sinks=True, **limit)
+    for threads in (1, 16):
+        with mock.patch.object(torch, "get_num_threads", lambda threads=threads: threads):
+            check_unread(functools.partial(run, case, tiny), operand, token, value)
 
 
 def test_no_memory_is_an_error():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from dta_compile.plan import Segment
 from dta_compile.runtime.attention import triton as attention_triton
 from dta_compile.runtime.attention.reference import Reference
 from dta_compile.runtime.path.chunk_shape import ChunkShape
-from tests.support.attention import Case, Run, cases, shapes
+from tests.support.attention import FORKED, Case, Run, cases, check_unread, shapes
 
 
 def interpreter_runs() -> bool:
@@ -112,6 +113,15 @@ def test_triton_kernels_compile_for_hopper(tmp_path):
 
 def triton():
     return attention_triton.TritonAttention()
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, which the interpreter computes with
+@pytest.mark.parametrize(("operand", "token", "limit"), [("value", 7, {}), ("key", 9, {"window": 3}), ("grad", 11, {})])
+def test_what_is_not_read_leaves_no_trace(operand, token, limit):
+    value = float("inf") if operand == "value" else float("nan")
+    case = Case(FORKED, kv_heads=1, dtype=torch.float32, **limit)
+    check_unread(functools.partial(Run, case, triton), operand, token, value, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("provider", [Reference, triton])

@@ -1,6 +1,9 @@
-"""`dta::add_product_(total, left, right)`: `total += left @ right`, where the total is float32 and the factors are not.
+"""Matrix products that are added to a sum, and products over what is read alone.
 
+`dta::add_product_(total, left, right)` is `total += left @ right`, where the total is float32 and the factors are not.
 On a GPU the product is added as it is made: no temporary of the size of the total, and no rounding before the sum.
+
+A weight of zero does not hide what is not read: 0 * NaN is NaN. `product_of_read` does.
 """
 
 from __future__ import annotations
@@ -53,3 +56,30 @@ def _fake(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
 
 
 LIBRARY.impl("add_product_", add_product, "CompositeExplicitAutograd")
+
+
+def are_bounded(*tensors: torch.Tensor) -> bool:
+    """Whether all numbers are finite, and products of any two vectors of them, too. Waits for the device."""
+    return all(float(torch.linalg.vector_norm(tensor)) < _largest(tensor.dtype) for tensor in tensors)
+
+
+def _largest(dtype: torch.dtype) -> float:
+    """A norm up to which products are finite by the Cauchy-Schwarz inequality, with room for a scale."""
+    return float(torch.finfo(dtype).max) ** 0.5 / 16
+
+
+def product_of_read(weights: torch.Tensor, values: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+    """`weights @ values` over those rows of values that are read. Waits for no device.
+
+    A result is NaN where one of these rows is not finite, in the columns in which some row is not.
+
+    Args:
+        weights: `[..., m, k]`, zero where nothing is read.
+        values: `[..., k, n]`.
+        read: bool, broadcast to weights.
+    """
+    others = values.isfinite().logical_not_()
+    reads_others = read.to(weights.dtype) @ others.any(-1, keepdim=True).to(weights.dtype) > 0
+    return (weights @ values.masked_fill(others, 0)).masked_fill_(
+        reads_others & others.any(-2, keepdim=True), torch.nan
+    )

@@ -79,7 +79,8 @@ def product_of_read(weights: torch.Tensor, values: torch.Tensor, read: torch.Ten
         read: bool, broadcast to weights.
     """
     others = values.isfinite().logical_not_()
-    reads_others = read.to(weights.dtype) @ others.any(-1, keepdim=True).to(weights.dtype) > 0
+    counts = others.any(-1).to(weights.dtype)[..., None, :] @ read.mT.to(weights.dtype)  # [..., 1, m]
+    reads_others = counts.mT > 0
     return (weights @ values.masked_fill(others, 0)).masked_fill_(
         reads_others & others.any(-2, keepdim=True), torch.nan
     )

@@ -78,8 +78,8 @@ def product_of_read(weights: torch.Tensor, values: torch.Tensor, read: torch.Ten
         values: `[..., k, n]`.
         read: bool, broadcast to weights.
     """
-    others = values.isfinite().logical_not_()
-    reads_others = read.to(weights.dtype) @ others.any(-1, keepdim=True).to(weights.dtype) > 0
-    return (weights @ values.masked_fill(others, 0)).masked_fill_(
-        reads_others & others.any(-2, keepdim=True), torch.nan
-    )
+    nothing = values * 0  # NaN where a value is not finite
+    others = nothing.sum(-1).isnan()[..., None, :].to(weights.dtype)
+    reads_others = (others @ read.mT.to(weights.dtype)).mT > 0
+    found = weights @ values.nan_to_num(0, 0, 0)
+    return found.masked_fill_(reads_others & nothing.sum(-2, keepdim=True).isnan(), torch.nan)

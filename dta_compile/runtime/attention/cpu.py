@@ -185,7 +185,7 @@ def _plain(
     for first, last in _pieces(query, key):
         scores, _, read = _scores(query[:, :, first:last].to(dtype), key, x, part, first)
         logsumexp[:, :, first:last] = scores.logsumexp(-1)
-        weights = weights_of(scores, logsumexp[:, :, first:last], read)
+        weights = weights_of(scores, logsumexp[:, :, first:last])
         out[:, :, first:last] = product_of_read(weights, value, read)
     return out, logsumexp
 
@@ -207,7 +207,7 @@ def _plain_backward(
     for first, last in _pieces(query, key):
         own, of_own, result = (tensor[:, :, first:last].to(dtype) for tensor in (query, grad, out))
         scores, slope, read = _scores(own, key, x, part, first)
-        weights = weights_of(scores, logsumexp[:, :, first:last], read)
+        weights = weights_of(scores, logsumexp[:, :, first:last])
         of_scores = weights * (of_own @ value.mT - (of_own * result).sum(-1, keepdim=True)) * slope
         of_scores = of_scores.masked_fill_(~read, 0)
         grads = grads_of_read(of_scores, weights, own, key, of_own, read)

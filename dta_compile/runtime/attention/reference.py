@@ -19,7 +19,7 @@ class Reference:
         """See `Provider.forward`."""
         scores, value, _ = self._scores_and_values(x)
         logsumexp, read = scores.logsumexp(-1), self._allowed(x)
-        weights = weights_of(scores, logsumexp, read)
+        weights = weights_of(scores, logsumexp)
         return product_of_read(weights, value, read).to(x.query.dtype), logsumexp
 
     def backward(
@@ -36,9 +36,9 @@ class Reference:
         grad, out, query = (tensor.to(value.dtype) for tensor in (grad, out, x.query))
         prefix, groups, read = x.prefix_key.shape[2], self._groups(x), self._allowed(x)
         key = self._wide(x, x.prefix_key, x.key)
-        weights = weights_of(scores, logsumexp, read)
+        weights = weights_of(scores, logsumexp)
         grad_scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * slope
-        grad_scores = grad_scores.masked_fill(~read, 0)
+        grad_scores = grad_scores.masked_fill_(~read, 0)
         grad_query, grad_key, grad_value = grads_of_read(grad_scores, weights, query, key, grad, read)
         grad_key, grad_value = sum_groups(grad_key, groups), sum_groups(grad_value, groups)
         prefix_key_grad += grad_key[:, :, :prefix]
@@ -73,9 +73,10 @@ class Reference:
         return torch.cat([prefix, own], 1)
 
 
-def weights_of(scores: torch.Tensor, logsumexp: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-    """Attention weights; zero where nothing is read, also in a row whose log-sum-exp is NaN."""
-    return (scores - logsumexp[..., None]).exp().masked_fill(~read, 0)
+def weights_of(scores: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tensor:
+    """Attention weights, zero where scores are -inf; a row whose log-sum-exp is NaN has a score of NaN."""
+    base = torch.where(logsumexp > float("-inf"), logsumexp, 0)
+    return (scores - base[..., None]).exp_()
 
 
 def grads_of_read(

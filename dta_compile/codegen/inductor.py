@@ -43,10 +43,6 @@ from torch.utils._sympy.printers import PythonPrinter
 from dta_compile.codegen import wrapper
 from dta_compile.executable.pieces import AnyCode, Code, Run
 from dta_compile.executable.source import AnySource, CppSource, Input, Source, size_symbols
-from dta_compile.passes.graphs.nodes import call, is_pointwise
-from dta_compile.passes.graphs.operators import KEEP_ORDER_IN_PLACE
-from dta_compile.passes.program import output_node
-from dta_compile.passes.symbols import expression, free_symbols
 
 TYPICAL_SIZES = (2039, 1021)  # what the code is tuned for; primes, so that none of their divisors is taken for granted
 ALIGNMENT = 16  # bytes; of what Triton's kernels assume to be aligned
@@ -87,6 +83,8 @@ def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
 
     Raises whatever inductor raises: no compiler, an operator that it cannot lower.
     """
+    from dta_compile.passes.symbols import expression  # the passes import what is generated for them
+
     if isinstance(source, CppSource):
         from torch._inductor.codecache import CppCodeCache
 
@@ -169,7 +167,7 @@ def _sums_for_any_size(env: ShapeEnv) -> Iterator[None]:
         def decide_once(kernel: Any, reduction_type: str, dtype: torch.dtype, *others: Any, **options: Any) -> bool:
             ours = V.graph.sizevars.shape_env is env  # or somebody else's, in another thread
             if ours and reduction_type == "sum" and dtype == torch.float:
-                return bool(free_symbols(kernel.call_ranges[kernel.reduction_depth :]))
+                return any(size.free_symbols for size in kernel.call_ranges[kernel.reduction_depth :])
             return bool(decide(kernel, reduction_type, dtype, *others, **options))
 
         CppKernel.need_use_acc_helper = decide_once  # type: ignore[method-assign, assignment]
@@ -352,7 +350,7 @@ def _decomposed(source: Source, arguments: list[Any]) -> fx.GraphModule:
 
     module = make_fx(source.function(), decomposition_table=select_decomp_table())(*arguments)
     module.graph.eliminate_dead_code()
-    output = output_node(module.graph)
+    output = next(iter(reversed(module.graph.nodes)))
     _write_views(output)
     module.recompile()
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
@@ -362,6 +360,9 @@ def _decomposed(source: Source, arguments: list[Any]) -> fx.GraphModule:
 def _write_views(output: fx.Node) -> None:
     """Results that are views of values which nothing keeps are written as such: a copy of one is no pass over memory,
     but says in which shape; views made by the wrapper take the host as long as allocating does."""
+    from dta_compile.passes.graphs.nodes import call, is_pointwise
+    from dta_compile.passes.graphs.operators import KEEP_ORDER_IN_PLACE
+
     for value in output.all_input_nodes:
         if value.target in KEEP_ORDER_IN_PLACE and is_pointwise(value.args[0]):
             with output.graph.inserting_before(output):

@@ -42,7 +42,6 @@ from dta_compile.passes.cuts.head_rows import head_rows
 from dta_compile.passes.cuts.other_batches import other_batches
 from dta_compile.passes.cuts.prefix_key import prefix_key
 from dta_compile.passes.cuts.regions import regions
-from dta_compile.passes.emit import emit
 from dta_compile.passes.fusion.codegen import codegen
 from dta_compile.passes.fusion.host_calls import host_calls
 from dta_compile.passes.gradients.accumulate import accumulate
@@ -52,6 +51,7 @@ from dta_compile.passes.masks.mixers import mixers
 from dta_compile.passes.memory.in_place import in_place
 from dta_compile.passes.memory.working_memory import working_memory
 from dta_compile.passes.program import GraphWithoutAttention, Program
+from dta_compile.passes.sealing.emit import emit
 
 __all__ = ["PASSES", "GraphWithoutAttention", "Program", "register_token_rule", "run_passes"]
 

@@ -23,9 +23,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import dta_compile
 from dta_compile.codegen import inductor, kept
-from dta_compile.executable.pieces import NO_CODES, Piece, outlined
+from dta_compile.executable.pieces import NO_CODES, Piece
 from dta_compile.executable.source import Input, Source, size_symbols
 from dta_compile.passes.fusion.clusters import clusters
+from dta_compile.passes.fusion.outline import outlined
 from tests.support.chunk_graphs import nodes_of
 from tests.support.helpers import (
     FLOAT32_ISLANDS,
@@ -111,7 +112,7 @@ def assert_trains_alike(model, compiled, ids, outputs=slice(None)):
 def test_outputs_and_gradients_are_those_of_eager(trained):
     model, compiled = trained
     assert_trains_alike(model, compiled, shared_ids(batch=6, tokens=12))
-    assert generated(compiled).compiled > 8 and not generated(compiled).failures
+    assert generated(compiled).compiled > 4 and not generated(compiled).failures
     assert f"inductor: {generated(compiled).compiled} pieces compiled once each" in str(dta_compile.last_plan(compiled))
 
 
@@ -360,7 +361,7 @@ def test_a_piece_that_cannot_be_compiled_leaves_the_others_alone(caplog, monkeyp
         assert_trains_alike(model, compiled, shared_ids())
     (line,) = [record.getMessage() for record in caplog.records if record.name == "dta_compile"]
     assert line.endswith("NotImplementedError: silu_backward is not lowered")
-    assert len(generated(compiled).failures) == 1 and generated(compiled).compiled > 8
+    assert len(generated(compiled).failures) == 1 and generated(compiled).compiled > 4
 
 
 def test_on_a_cpu_aten_is_the_default_for_batches_that_keep_little(monkeypatch):

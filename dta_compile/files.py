@@ -58,11 +58,15 @@ def open_regular(path: pathlib.Path) -> IO[bytes]:
     Raises:
         OSError: it cannot be read, or is a pipe or device, which might never end.
     """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | NONBLOCK))
+    file = open(path, "rb", opener=_not_waiting)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return file
+
+
+def _not_waiting(name: str, flags: int) -> int:
+    return os.open(name, flags | NONBLOCK)
 
 
 def read_text(source: str | os.PathLike[str] | IO[bytes], most: int = MOST_BYTES) -> str:
@@ -81,7 +85,7 @@ def read_text(source: str | os.PathLike[str] | IO[bytes], most: int = MOST_BYTES
         if b"\0" in piece:  # never in text; devices may send nothing else, for ever
             raise UnicodeError("a NUL byte")
         if most < 0:
-            raise OSError(errno.EFBIG, "too large", str(source.name))
+            raise OSError(errno.EFBIG, "too large", str(getattr(source, "name", "input")))
         pieces.append(piece)
     return b"".join(pieces).decode("utf-8-sig")
 

@@ -259,9 +259,7 @@ def _damaged(path: str | PathLike[str], expected: str, got: str) -> PlanError:
     return PlanError("not a rollout file", where=str(path), expected=expected, got=got)
 
 
-def _decode_leaves(
-    data: dict[str, NDArray[Any]], dense: bool, path: str | PathLike[str]
-) -> list[NDArray[np.int32]]:
+def _decode_leaves(data: dict[str, NDArray[Any]], dense: bool, path: str | PathLike[str]) -> list[NDArray[np.int32]]:
     suffixes = np.searchsorted(data["dense_vocab"], data["suffix_tokens"]) if dense else data["suffix_tokens"]
     suffixes, offsets = suffixes.astype(np.int32), data["suffix_offsets"]
     leaves: list[NDArray[np.int32]] = []

@@ -16,6 +16,14 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 TAKEN = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
 
 
+# Sizes of a configuration and the largest that is taken, several times those of any model.
+MOST = {
+    "num_hidden_layers": 512,
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", *EXPERTS, *TAKEN), 2**14),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"), 2**24),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
     """Sizes of a model.
@@ -59,10 +67,15 @@ def model_shape(config: str) -> ModelShape:
     if config.endswith(".json") and not Path(config).exists():  # a name of the hub takes its time to be missing
         raise OptionError("there is no such configuration", got=config)
     try:
-        path = str(Path(config).parent) if Path(config).is_file() and Path(config).name == "config.json" else config
-        read = transformers.AutoConfig.from_pretrained(path)
+        path = Path(config)
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise OSError("neither a file nor a folder")
+        folder = str(path.parent) if path.is_file() and path.name == "config.json" else config
+        read = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        _check(read.get_text_config())
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(read)
+            model = transformers.AutoModelForCausalLM.from_config(read, trust_remote_code=False)
+        return _shape(model, read.get_text_config(), config)
     except Exception as error:  # of transformers, huggingface_hub and whatever a model's own code raises
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise OptionError(
@@ -70,7 +83,14 @@ def model_shape(config: str) -> ModelShape:
             expected="a config.json of transformers, its folder, or a name of the hub",
             got=f"{config!r}: {first}",
         ) from error
-    return _shape(model, read.get_text_config(), config)
+
+
+def _check(config: Any) -> None:
+    """Sizes that a model can have: one with others would be built for hours."""
+    for key, most in MOST.items():
+        value = getattr(config, key, None)
+        if value is not None and (type(value) is not int or not 1 <= value <= most):
+            raise ValueError(f"{key} must be an integer from 1 to {most}, not {value!r}")
 
 
 def _shape(model: Any, config: Any, source: str) -> ModelShape:

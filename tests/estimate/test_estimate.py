@@ -102,7 +102,7 @@ def test_the_command_says_what_its_times_rest_on(config, tmp_path, capsys):
     ("arguments", "part"),
     [
         (["CONFIG", "--device", "h1000"], "did you mean 'h100'"),
-        (["CONFIG", "--tflops", "-1"], "above 0"),
+        (["CONFIG", "--tflops", "-1"], "--tflops"),
         (["CONFIG", "--calibration", "CONFIG"], "not a calibration"),
         (["missing.json"], "missing.json"),
         ([str(bundled("airline_tiny.json"))], "causal language model"),

@@ -102,8 +102,8 @@ def _read(path: str) -> dict[str, Any]:
         given = json.loads(stdin_text() if path == "-" else read_text(path))
     except (ValueError, RecursionError) as error:
         raise OptionError("not a JSON file", where=path, got=str(error)) from error
-    known = isinstance(given, dict) and set(given) <= {"gpus", "unit", "systems"}
-    if not known or not isinstance(given.get("systems", {}), dict):
+    is_known = isinstance(given, dict) and set(given) <= {"gpus", "unit", "systems"}
+    if not isinstance(given, dict) or not is_known or not isinstance(given.get("systems", {}), dict):
         expected = '{"gpus": N, "unit": "tokens/s", "systems": {NAME: {...}}}'
         raise OptionError("not a file of figures", where=path, expected=expected)
     return given

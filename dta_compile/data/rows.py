@@ -216,7 +216,7 @@ def _beside(row: dict[str, Any], key: str, tokens: int, where: str) -> Any:
 
 
 def _spans(value: Any, tokens: int, where: str) -> tuple[tuple[int, int], ...]:
-    pairs = value if isinstance(value, list) else [None]
+    pairs: list[Any] = value if isinstance(value, list) else [None]
     if not all(isinstance(one, list) and len(one) == 2 and _ascends([0, *one, tokens]) for one in pairs):
         raise _bad("spans do not fit the tokens", where, f"pairs [start, stop] within [0, {tokens}]", value)
     return tuple((start, stop) for start, stop in pairs)

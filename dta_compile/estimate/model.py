@@ -16,11 +16,13 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 TAKEN = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
 
 
-# Sizes of a configuration and the largest that is taken, several times those of any model.
-MOST = {
-    "num_hidden_layers": 512,
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", *EXPERTS, *TAKEN), 2**14),
-    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"), 2**24),
+# Sizes of a configuration: the least and the most that is taken, several times that of any model.
+SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), (1, 512)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 2**14)),
+    **dict.fromkeys((*EXPERTS, *TAKEN), (0, 2**14)),
+    **dict.fromkeys(("hidden_size", "vocab_size"), (1, 2**24)),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), (0, 2**24)),
 }
 
 
@@ -71,8 +73,8 @@ def model_shape(config: str) -> ModelShape:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise OSError("neither a file nor a folder")
         folder = str(path.parent) if path.is_file() and path.name == "config.json" else config
+        _check(transformers.PretrainedConfig.get_config_dict(folder)[0])
         read = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        _check(read.get_text_config())
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(read, trust_remote_code=False)
         return _shape(model, read.get_text_config(), config)
@@ -86,11 +88,13 @@ def model_shape(config: str) -> ModelShape:
 
 
 def _check(config: Any) -> None:
-    """Sizes that a model can have: one with others would be built for hours."""
-    for key, most in MOST.items():
-        value = getattr(config, key, None)
-        if value is not None and (type(value) is not int or not 1 <= value <= most):
-            raise ValueError(f"{key} must be an integer from 1 to {most}, not {value!r}")
+    """Sizes that a model can have: one with others would be built for hours, or its configuration."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        least, most = SIZES.get(key, (None, None))
+        if least is None or value is None:
+            _check(value)
+        elif type(value) is not int or not least <= value <= most:
+            raise ValueError(f"{key} must be an integer from {least} to {most}, not {value!r}")
 
 
 def _shape(model: Any, config: Any, source: str) -> ModelShape:

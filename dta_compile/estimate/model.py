@@ -90,8 +90,8 @@ def model_shape(config: str) -> ModelShape:
 def _check(config: Any) -> None:
     """Sizes that a model can have: one with others would be built for hours, or its configuration."""
     for key, value in config.items() if isinstance(config, dict) else ():
-        least, most = SIZES.get(key, (None, None))
-        if least is None or value is None:
+        least, most = SIZES.get(key, (0, 0))
+        if value is None or not most:
             _check(value)
         elif type(value) is not int or not least <= value <= most:
             raise ValueError(f"{key} must be an integer from {least} to {most}, not {value!r}")

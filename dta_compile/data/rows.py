@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -229,9 +230,13 @@ def _ascends(values: list[Any]) -> bool:
 def _routes(value: Any, tokens: int, where: str) -> Any:
     try:
         routes = np.array(value)
+        entries = value
+        for _ in routes.shape[1:]:
+            entries = itertools.chain.from_iterable(entries)
+        is_whole = set(map(type, entries)) <= {int} and (not routes.size or routes.dtype.kind == "i")  # true is no 1
     except Exception:  # numpy's, and of lists in lists without end
-        routes = None
-    if not isinstance(value, list) or routes is None or len(routes) != tokens or (tokens and routes.dtype.kind != "i"):
+        routes, is_whole = None, False
+    if not isinstance(value, list) or routes is None or not is_whole or len(routes) != tokens:
         raise PlanError(
             "routes are not integers of one shape for every token",
             where=where,

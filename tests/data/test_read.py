@@ -242,6 +242,8 @@ def test_an_empty_file_has_no_sequences_and_an_empty_folder_is_refused(tmp_path)
         ('{"tokens": [1, 2], "spans": [[0, 1.5]]}', "spans do not fit"),
         ('{"tokens": [1, 2], "spans": "all"}', "spans do not fit"),
         ('{"tokens": [1, 2], "loss_mask": ["1", "0"]}', "loss_mask does not fit"),
+        ('{"tokens": [1, 2], "routes": [[0], [true]]}', "routes are not integers of one shape"),
+        ('{"tokens": [1, 2], "routes": [[0], [9223372036854775808]]}', "routes are not integers of one shape"),
         ('{"tokens": [1, 2], "routes": [[0]]}', "routes are not integers of one shape"),
         ('{"input_ids": [1, 2], "attention_mask": [1, NaN]}', "attention_mask does not fit"),
         ('{"prompt_ids": [1], "completion_ids": [2], "completion_mask": [1, 0, 1]}', "completion_mask does not fit"),

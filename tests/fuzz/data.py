@@ -230,7 +230,8 @@ def _rectangular(value: Any, size: int) -> bool:
         array = np.array(value)
     except Exception:
         return False
-    return isinstance(value, list) and len(value) == size and (array.dtype.kind == "i" or not array.size)
+    is_whole = (array.dtype.kind == "i" or not array.size) and "e" not in str(value)  # neither true nor false
+    return is_whole and isinstance(value, list) and len(value) == size
 
 
 def of_lines(case: Case) -> None:

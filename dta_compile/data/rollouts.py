@@ -159,7 +159,10 @@ def _read(path: str | PathLike[str]) -> dict[str, NDArray[Any]]:
 
 def _checked(archive: zipfile.ZipFile, path: str | PathLike[str]) -> dict[str, NDArray[Any]]:
     names = {f"{name}.npy": name for name in (*ARRAYS, "routes")}
-    headers = {names[one]: _header(archive, one) for one in archive.namelist() if one in names}
+    unknown = [one for one in archive.namelist() if one not in names]
+    if unknown:  # an array whose name is damaged would be left out otherwise
+        raise _damaged(path, "arrays " + ", ".join([*ARRAYS, "and perhaps routes"]), f"{unknown[0]!r}")
+    headers = {names[one]: _header(archive, one) for one in archive.namelist()}
     _check_headers(headers, path)
     found: dict[str, NDArray[Any]] = {}
     for name, column in ARRAYS.items():

@@ -112,9 +112,10 @@ def test_other_files_are_named_in_the_error(tmp_path):
     with pytest.raises(PlanError, match=r"text\.npz"):
         load_rollouts(text)
     other = tmp_path / "other.npz"
-    np.savez(other, tokens=np.arange(3))
-    with pytest.raises(PlanError, match="suffix_tokens"):
-        load_rollouts(other)
+    for arrays in ({"tokens": np.arange(3)}, {**np.load(bundled()), "rout\x00s": np.arange(3)}, {}):
+        np.savez(other, **arrays)
+        with pytest.raises(PlanError, match="suffix_tokens"):
+            load_rollouts(other)
 
 
 DAMAGES = {

@@ -280,7 +280,7 @@ def of_archive(case: Case) -> None:
         case.note = f"{name} of dtype {dtype}"
     case.meant, case.knows = archive_meaning(arrays), True
     data = io.BytesIO()
-    (np.savez_compressed if case.draw.random() < 0.5 else np.savez)(data, **arrays, allow_pickle=True)  # type: ignore
+    (np.savez_compressed if case.draw.random() < 0.5 else np.savez)(data, **arrays)  # type: ignore
     content = data.getvalue()
     if way == "bytes":
         content, case.note = flipped(case, content), "bytes"

@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "codegen": ("auto", "eager", "inductor"),
 }
 CHUNK_TOKENS = 2048
+MOST_CHUNK_TOKENS, MOST_BYTES = 2**40, 2**62  # beyond any machine's, and within what 64 bits can be multiplied to
 SKIPPABLE_PASSES = ("head_rows", "lm_head", "codegen", "host_calls", "in_place")
 
 
@@ -70,9 +71,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None:
-            self._set("chunk_size", _integer("chunk_size", self.chunk_size, least=1))
+            self._set("chunk_size", _integer("chunk_size", self.chunk_size, 1, MOST_CHUNK_TOKENS))
         if self.memory_budget is not None:
-            self._set("memory_budget", _integer("memory_budget", self.memory_budget, least=0))
+            self._set("memory_budget", _integer("memory_budget", self.memory_budget, 0, MOST_BYTES))
         for key, choices in CHOICES.items():
             _check_choice(key, getattr(self, key), choices)
         self._set("cuda_graphs", _bool("cuda_graphs", self.cuda_graphs))
@@ -126,10 +127,11 @@ def _is_bool(value: object) -> bool:
     return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
 
 
-def _integer(key: str, value: object, least: int) -> int:
+def _integer(key: str, value: object, least: int, most: int) -> int:
     number = as_integer(value)
-    if number is None or number < least:
-        raise OptionError(f"bad value for option {key!r}", expected=f"an integer >= {least}", got=repr(value))
+    if number is None or not least <= number <= most:
+        expected = f"an integer >= {least}" + (f" and <= {most}" if number is not None and number > most else "")
+        raise OptionError(f"bad value for option {key!r}", expected=expected, got=repr(value)[:80])
     return number
 
 

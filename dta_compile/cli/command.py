@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -14,42 +15,69 @@ from typing import Any
 
 from rich.console import Console
 
+from dta_compile.cli.arguments import Parser, whole
 from dta_compile.cli.compare import add_compare, compare, print_totals, totals
 from dta_compile.cli.estimate_command import add_estimate
+from dta_compile.cli.output import message, visible, write
 from dta_compile.cli.render import as_dot, as_json, levels, tree_view
 from dta_compile.cli.sources import add_source, read_options, read_source, routes_of
 from dta_compile.cli.split_command import add_split
 from dta_compile.cli.why_command import add_why
 from dta_compile.data import Recorded, Recording
-from dta_compile.errors import DTAError, PlanError
-from dta_compile.options import CHOICES, Options
+from dta_compile.errors import DTAError, OptionError, PlanError
+from dta_compile.options import CHOICES, MOST_CHUNK_TOKENS, Options
 from dta_compile.plan import Plan, plan
 from dta_compile.plan.schedule import MODES
 
 # Segments and levels of the tree, and operations of the schedule, that are printed without --full.
 MOST_NODES, MOST_LEVELS, MOST_OPS = 40, 10, 40
+UNFORESEEN = "the input cannot be used, or there is an error in dta"
+MOST_STEPS = 2**20  # of the demo
 LABEL_WIDTH = 120  # columns for the longest label of a segment
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; 0 on success, 2 for input or options that cannot be used, which are named on standard error."""
-    arguments = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files need not be text
+            stream.reconfigure(errors="backslashreplace")
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code: int = arguments.run(arguments)
-        sys.stdout.flush()
-        return code
+        return _run(words)
     except BrokenPipeError:  # the reader of our output (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except DTAError as error:
-        print(f"dta: {error}", file=sys.stderr)
+        refused = error
     except OSError as error:
-        print(f"dta: {error.filename or 'input'}: {error.strerror or error}", file=sys.stderr)
+        name, reason = error.filename or "", error.strerror or str(error)
+        refused = DTAError("a file cannot be read or written", where=os.fsdecode(name), got=reason)
+    except Exception as error:  # the last net: what reads a file says by itself what is wrong with it
+        if os.environ.get("DTA_DEBUG"):
+            raise
+        refused = DTAError(
+            UNFORESEEN,
+            where="dta " + " ".join(words),
+            got=f"{type(error).__name__}: {error}",
+            hint="if nothing is wrong with the files that are named there, report it; with DTA_DEBUG=<folder> in the "
+            "environment, the traceback is shown",
+        )
+    print(f"dta: {message(str(refused))}", file=sys.stderr)
     return 2
 
 
+def _run(words: list[str]) -> int:
+    bad = next((word for word in words if "\0" in word), None)
+    if bad is not None:
+        raise OptionError("a NUL character in the command line", got=repr(bad))
+    arguments = _parser().parse_args(words)
+    code: int = arguments.run(arguments)
+    sys.stdout.flush()
+    return code
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dta", description="Train causal language models over prefix trees.")
+    parser = Parser(prog="dta", description="Train causal language models over prefix trees.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_plan(commands.add_parser("plan", help="plan a batch of token sequences and print what would be run"))
     add_why(commands.add_parser("why", help="where prefixes could be shared and are not, and why"))
@@ -70,8 +98,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{key}", default=getattr(defaults, key), help=f"{choices} (default: %(default)s)")
     parser.add_argument("--mode", choices=MODES, default="transparent", help="how it is driven (default: %(default)s)")
     parser.add_argument("--memory-budget", type=int, metavar="BYTES", help="of activations kept (default: all of them)")
-    parser.add_argument("--bytes-per-token", type=int, help="activations of one token, for a --memory-budget above 0")
-    parser.add_argument("--kv-bytes-per-token", type=int, default=0, help="keys and values of one token, all layers")
+    parser.add_argument(
+        "--bytes-per-token", type=whole(0), help="activations of one token, for a --memory-budget above 0"
+    )
+    parser.add_argument(
+        "--kv-bytes-per-token", type=whole(0), default=0, help="keys and values of one token, all layers"
+    )
     add_compare(parser)
     parser.add_argument("--leaf-only", action="store_true", help="leave out sequences that are prefixes of others")
     parser.add_argument("--schedule", action="store_true", help="print the operations too")
@@ -84,18 +116,19 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_demo)
     parser.description = "GRPO on bundled real rollouts: the same optimiser steps by eager and by dta, side by side."
-    parser.add_argument("--turns", type=int, default=3, help="assistant turns per trajectory (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="optimiser steps (default: %(default)s)")
-    parser.add_argument("--chunk-size", type=int, default=2048, help="default: %(default)s")
-    parser.add_argument("--micro-batch", type=int, default=1, help="rows per eager call (default: %(default)s)")
+    parser.add_argument(
+        "--turns", type=whole(1, MOST_STEPS), default=3, help="assistant turns per trajectory (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=whole(1, MOST_STEPS), default=3, help="optimiser steps (default: %(default)s)")
+    parser.add_argument("--chunk-size", type=whole(1, MOST_CHUNK_TOKENS), default=2048, help="default: %(default)s")
+    parser.add_argument(
+        "--micro-batch", type=whole(1, MOST_STEPS), default=1, help="rows per eager call (default: %(default)s)"
+    )
     parser.add_argument("--backend", default="dta", help="backend to compare with eager (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+    parser.add_argument("--threads", type=whole(1, MOST_STEPS // 1024), help="CPU threads (default: torch's)")
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    for name in ("turns", "steps", "micro_batch"):
-        if getattr(arguments, name) < 1:
-            raise PlanError(f"bad value for --{name.replace('_', '-')}", expected="1 or more")
     try:
         from dta_compile.cli import demo
     except ImportError as error:
@@ -113,7 +146,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     made = _made(recording.sequences, arguments)
     for target, render in ((arguments.json, as_json), (arguments.dot, as_dot)):
         if target:
-            _write(target, render(made))
+            write(target, render(made))
     if arguments.html:
         made.to_html(arguments.html, title=_name(arguments.file), **_known(recording))
     if not (arguments.json or arguments.dot or arguments.html):
@@ -146,7 +179,7 @@ def _plan_batches(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             print_totals([f"{arguments.rows} rows a batch"], [found], console)
     if arguments.json:
-        _write(arguments.json, text)
+        write(arguments.json, text)
     return 0
 
 
@@ -165,14 +198,7 @@ def _known(recording: Recording) -> dict[str, Any]:
 
 
 def _name(path: str) -> str:
-    return "standard input" if path == "-" else Path(path).name
-
-
-def _write(target: str, text: str) -> None:
-    if target == "-":
-        sys.stdout.write(text)
-    else:
-        Path(target).write_text(text, encoding="utf-8")
+    return "standard input" if path == "-" else visible(Path(path).name)
 
 
 def _print(made: Plan, arguments: argparse.Namespace) -> None:

@@ -10,10 +10,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from dta_compile.cli.arguments import MOST, whole
+from dta_compile.cli.output import visible
 from dta_compile.cli.sources import read_options, read_source, routes_of
 from dta_compile.data import Recorded
+from dta_compile.data.recorded import TURNS
 from dta_compile.errors import OptionError
 from dta_compile.plan import Plan, PrefixTree
 from dta_compile.plan.tree.split_prefixes import with_routes
@@ -77,7 +81,7 @@ class Totals:
 def add_compare(parser: argparse.ArgumentParser) -> None:
     """Declare how sequences become batches, and what is compared."""
     batches = parser.add_argument_group("batches")
-    batches.add_argument("--rows", type=int, metavar="N", help="sequences of a batch (default: all in one)")
+    batches.add_argument("--rows", type=whole(1), metavar="N", help="sequences of a batch (default: all in one)")
     batches.add_argument(
         "--arrange",
         choices=ARRANGEMENTS,
@@ -123,7 +127,7 @@ def compare(arguments: argparse.Namespace, make_plan: MakePlan, console: Console
     other = _changed(arguments)
     found = [totals(one, make_plan) for one in (arguments, other)]
     if not arguments.json:
-        print_totals(["as given", " ".join(arguments.compare)], found, console)
+        print_totals(["as given", escape(visible(" ".join(arguments.compare)))], found, console)
     return f"[{','.join(one.to_json() for one in found)}]\n"
 
 
@@ -168,13 +172,15 @@ def _changed(arguments: argparse.Namespace) -> argparse.Namespace:
             setattr(other, name, parse(value))
         except ValueError as error:
             raise OptionError("bad value for --compare", expected=f"{key}=NUMBER", got=repr(given)) from error
-    if other.arrange not in ARRANGEMENTS:
-        raise OptionError("bad value for --compare", expected=f"arrange={', '.join(ARRANGEMENTS)}", got=other.arrange)
+    for key, choices in (("arrange", ARRANGEMENTS), ("turns", TURNS)):
+        if getattr(other, key) not in choices:
+            expected = f"{key}={', '.join(choices)}"
+            raise OptionError("bad value for --compare", expected=expected, got=getattr(other, key))
     return other
 
 
 def _batches(sequences: list[Recorded], rows: int | None, arrange: str) -> list[list[Recorded]]:
-    if rows is not None and rows < 1:
+    if rows is not None and not 1 <= rows <= MOST:
         raise OptionError("bad value for --rows", expected="1 or more", got=str(rows))
     order = list(range(len(sequences)))
     if arrange == "shuffled":

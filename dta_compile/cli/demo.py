@@ -22,6 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import dta_compile
 from dta_compile.data import Rollout, bundled, load_rollouts, pad_batch, vocab_size
+from dta_compile.errors import OptionError
 
 # (input_ids, attention_mask, labels), each [B, S] -> log-probs of the labels and entropies, each [B, S] float32.
 TokenValues = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -260,7 +261,14 @@ def report(result: Result, settings: Settings, console: Console) -> None:
 
 
 def main(settings: Settings, console: Console) -> int:
-    """Run and report; 1 if the two ways disagree, else 0."""
+    """Run and report; 1 if the two ways disagree, else 0.
+
+    Raises:
+        OptionError: torch has no such backend.
+    """
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if settings.backend not in known:
+        raise OptionError("no such backend", expected=", ".join(known), got=repr(settings.backend))
     result = run(settings, console)
     report(result, settings, console)
     agree = result.gradient_difference < 1e-2 and abs(result.eager_loss - result.compiled_loss) < 1e-4

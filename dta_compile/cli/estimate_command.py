@@ -5,20 +5,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from dta_compile.cli.arguments import real
+from dta_compile.cli.output import visible, write
 from dta_compile.cli.sources import add_source, read_options, read_source
 from dta_compile.errors import OptionError
 from dta_compile.estimate import DEVICES, Device, Estimate, Prediction, device_named, estimate, model_shape
+from dta_compile.files import read_text
 from dta_compile.options import Options
 from dta_compile.plan import CostModel
 
 __all__ = ["add_estimate"]
 
+FIGURE = real(1e-6, 1e9)  # of devices: TFLOP/s, TB/s, GB
 WIDTH = 100  # columns of the table, also where the terminal has fewer
 NOTES = """\
 Ranges: steps measured on an H100 took 0.80 to 1.02 of what is predicted, memory 0.87 to 1.12; a device that was
@@ -39,9 +41,9 @@ def add_estimate(parser: argparse.ArgumentParser) -> None:
     )
     add_source(parser)
     parser.add_argument("--device", default="h100", help=f"{', '.join(DEVICES)} (default: %(default)s)")
-    parser.add_argument("--tflops", type=float, help="its peak in 16 bits, in place of the data sheet's")
-    parser.add_argument("--bandwidth", type=float, metavar="TB/S", help="of its memory")
-    parser.add_argument("--memory", type=float, metavar="GB", help="that it has")
+    parser.add_argument("--tflops", type=FIGURE, help="its peak in 16 bits, in place of the data sheet's")
+    parser.add_argument("--bandwidth", type=FIGURE, metavar="TB/S", help="of its memory")
+    parser.add_argument("--memory", type=FIGURE, metavar="GB", help="that it has")
     parser.add_argument("--calibration", metavar="FILE", help="measured rates, as compiled calls keep them (cache_dir)")
     parser.add_argument("--chunk-size", type=int, help="default: as the cost model chooses")
     parser.add_argument("--memory-budget", type=int, metavar="BYTES", help="default: half of what is free")
@@ -63,22 +65,23 @@ def _run(arguments: argparse.Namespace) -> int:
     found = estimate(sequences, shape, device, options, cost)
     if arguments.json:
         text = json.dumps(_as_json(found) | {"model": dataclasses.asdict(shape)}, indent=1) + "\n"
-        if arguments.json == "-":
-            sys.stdout.write(text)
-        else:
-            Path(arguments.json).write_text(text, encoding="utf-8")
+        write(arguments.json, text)
         return 0
     console = Console(highlight=False)
-    console.print(f"{shape.name}: {shape.parameters / 1e9:.2f}B parameters, {shape.layers} layers", soft_wrap=True)
+    console.print(
+        f"{visible(shape.name)}: {shape.parameters / 1e9:.2f}B parameters, {shape.layers} layers",
+        soft_wrap=True,
+        markup=False,
+    )
     _print(found, device, console)
     return 0
 
 
 def _calibrated(path: str) -> CostModel:
-    from dta_compile.runtime.measure.calibration import Calibration
+    from dta_compile.runtime.measure.calibration import MOST_BYTES, Calibration
 
     try:
-        return Calibration.from_json(Path(path).read_text(encoding="utf-8"), prior=CostModel.of_gpu()).cost_model()
+        return Calibration.from_json(read_text(path, MOST_BYTES), prior=CostModel.of_gpu()).cost_model()
     except ValueError as error:
         raise OptionError("not a calibration", expected="a file of the cache folder", got=f"{path}: {error}") from error
 
@@ -103,7 +106,7 @@ def _print(found: Estimate, device: Device, console: Console) -> None:
         f"{found.head_rows:,} rows of the head",
         soft_wrap=True,
     )
-    console.print(f"times by {found.source}", soft_wrap=True, markup=False)
+    console.print(f"times by {visible(found.source)}", soft_wrap=True, markup=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("", "seconds", "range", "times", "peak GB", "forwarded twice", "chunks"):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)

@@ -59,7 +59,7 @@ def read_options(arguments: argparse.Namespace) -> ReadOptions:
             raise OptionError("bad value for --template-value", expected="KEY=VALUE", got=repr(given))
         try:
             values[key] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             values[key] = value
     return ReadOptions(
         arguments.tokenizer, arguments.chat_template, values, arguments.turns, arguments.loss, arguments.split

@@ -10,7 +10,6 @@ ask again, until the best split is one that has been measured.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -20,6 +19,8 @@ from dta_compile.options import as_integer
 
 __all__ = ["Cell", "Split", "Sweep", "System", "capacity", "sweep"]
 
+MOST_GPUS = 16_384  # a line is printed for each
+LEAST, MOST = 1e-30, 1e30  # of throughputs in any unit
 Split = tuple[int, int]  # (rollout GPUs, training GPUs), written 5/3
 
 
@@ -50,9 +51,10 @@ class System:
 
     def _check(self, what: str, gpus: int, throughput: float) -> None:
         count = as_integer(gpus)
-        if count is None or count < 1:
-            raise OptionError("bad number of GPUs", where=f"{self.name}, {what}", expected="1 or more of each side")
-        if not 0 < throughput < math.inf:
+        if count is None or not 1 <= count <= MOST_GPUS:
+            expected = f"1 or more of each side, at most {MOST_GPUS}"
+            raise OptionError("bad number of GPUs", where=f"{self.name}, {what}", expected=expected)
+        if not LEAST <= throughput <= MOST:
             expected = "a positive, finite number"
             raise OptionError("bad throughput", where=f"{self.name}, {what}", expected=expected, got=str(throughput))
 
@@ -108,6 +110,8 @@ def sweep(system: System, gpus: int) -> Sweep:
     count = as_integer(gpus)
     if count is None or count < 2:
         raise OptionError("too few GPUs to split", expected="an integer >= 2", got=repr(gpus))
+    if count > MOST_GPUS:
+        raise OptionError("too many GPUs to list all splits", expected=f"at most {MOST_GPUS}", got=repr(gpus)[:80])
     gpus = count
     for split in system.measured:
         if sum(split) != gpus:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dta_compile.cli.split import Cell, Split, Sweep, System, sweep
+from dta_compile.cli.arguments import whole
+from dta_compile.cli.output import visible, write
+from dta_compile.cli.split import MOST_GPUS, Cell, Split, Sweep, System, sweep
+from dta_compile.data.tables import stdin_text
 from dta_compile.errors import DTAError, OptionError
+from dta_compile.files import read_text, write_output
 
 __all__ = ["add_split"]
 
@@ -39,7 +43,7 @@ def add_split(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = _EXAMPLE
     parser.add_argument("file", metavar="FILE", nargs="?", help="JSON with the figures (- for standard input)")
-    parser.add_argument("--gpus", type=int, metavar="N", help="to divide; default: as FILE says")
+    parser.add_argument("--gpus", type=whole(2, MOST_GPUS), metavar="N", help="to divide; default: as FILE says")
     parser.add_argument("--unit", help="of all throughputs (default: tokens/s)")
     figures = parser.add_argument_group("figures", "of the system that was named last")
     figures.add_argument("--system", action=_NewSystem, metavar="NAME", help="the figures that follow are its own")
@@ -73,32 +77,35 @@ def _run(arguments: argparse.Namespace) -> int:
     systems = [_from_json(name, figures) for name, figures in given.get("systems", {}).items()]
     systems += [_from_arguments(name, figures) for name, figures in arguments.systems]
     gpus = given.get("gpus") if arguments.gpus is None else arguments.gpus
-    if not isinstance(gpus, int):
+    if type(gpus) is not int:
         raise OptionError("no number of GPUs", expected='--gpus N, or "gpus": N in FILE', got=repr(gpus))
     if not systems:
         raise OptionError("no figures", expected="--train and --roll, or FILE", hint="dta split --help has an example")
     names = [system.name for system in systems]
     if len(set(names)) < len(names):
         raise OptionError("two systems have one name", expected="distinct names", got=", ".join(names))
-    unit = str(arguments.unit or given.get("unit", "tokens/s"))
+    unit = arguments.unit or given.get("unit", "tokens/s")
+    if not isinstance(unit, str):
+        raise OptionError("a unit is a text", expected='"unit": "tokens/s"', got=repr(unit))
     sweeps = [sweep(system, gpus) for system in systems]
     if arguments.plot:
         _plot(sweeps, gpus, unit, Path(arguments.plot))
     if arguments.json:
-        _write(arguments.json, json.dumps(_as_json(sweeps, gpus, unit), indent=1) + "\n")
+        write(arguments.json, json.dumps(_as_json(sweeps, gpus, unit), indent=1) + "\n")
     else:
         _print(sweeps, gpus, unit)
     return 0
 
 
 def _read(path: str) -> dict[str, Any]:
-    text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8", errors="replace")
     try:
-        given = json.loads(text)
-    except ValueError as error:
+        given = json.loads(stdin_text() if path == "-" else read_text(path))
+    except (ValueError, RecursionError) as error:
         raise OptionError("not a JSON file", where=path, got=str(error)) from error
-    if not isinstance(given, dict) or not isinstance(given.get("systems", {}), dict):
-        raise OptionError("not a file of figures", where=path, expected='{"gpus": N, "systems": {NAME: {...}}}')
+    is_known = isinstance(given, dict) and set(given) <= {"gpus", "unit", "systems"}
+    if not isinstance(given, dict) or not is_known or not isinstance(given.get("systems", {}), dict):
+        expected = '{"gpus": N, "unit": "tokens/s", "systems": {NAME: {...}}}'
+        raise OptionError("not a file of figures", where=path, expected=expected)
     return given
 
 
@@ -109,6 +116,9 @@ def _from_json(name: str, figures: Any) -> System:
     given = {}
     for key, value in figures.items():
         by_count = value if isinstance(value, dict) else {"1": value}
+        bad = next((one for one in by_count.values() if type(one) not in (int, float)), None)
+        if bad is not None:
+            raise OptionError("bad figure", where=f"{name}, {key}", expected="a number", got=repr(bad))
         given[key] = [f"{count}={throughput}" for count, throughput in by_count.items()]
     return _from_arguments(name, given)
 
@@ -152,18 +162,11 @@ def _as_json(sweeps: list[Sweep], gpus: int, unit: str) -> dict[str, Any]:
     return {"gpus": gpus, "unit": unit, "systems": systems}
 
 
-def _write(target: str, text: str) -> None:
-    if target == "-":
-        sys.stdout.write(text)
-    else:
-        Path(target).write_text(text, encoding="utf-8")
-
-
 def _print(sweeps: list[Sweep], gpus: int, unit: str) -> None:
-    table = Table(title=escape(f"{gpus} GPUs, {unit}"), title_justify="left", box=None, pad_edge=False)
+    table = Table(title=escape(visible(f"{gpus} GPUs, {unit}")), title_justify="left", box=None, pad_edge=False)
     table.add_column("rollout/training")
     for made in sweeps:
-        table.add_column(escape(made.system.name), justify="right")
+        table.add_column(escape(visible(made.system.name)), justify="right")
         table.add_column("limited by")
     for row in zip(*(made.cells for made in sweeps), strict=True):
         values = [text for made, cell in zip(sweeps, row, strict=True) for text in _texts(cell, cell is made.best)]
@@ -175,7 +178,7 @@ def _print(sweeps: list[Sweep], gpus: int, unit: str) -> None:
     for made in sweeps:
         ratio = f", {made.best.throughput / slowest:.2f}x" if len(sweeps) > 1 else ""
         text = f"{made.system.name}: best {made.best.split} with {made.best.throughput:,.4g} {unit}{ratio}"
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(visible(text), markup=False, soft_wrap=True)
 
 
 def _texts(cell: Cell, best: bool) -> tuple[str, str]:
@@ -211,6 +214,8 @@ def _plot(sweeps: list[Sweep], gpus: int, unit: str, target: Path) -> None:
     axes.set_ylabel(unit)
     axes.legend()
     try:
-        figure.savefig(target, dpi=110)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, dpi=110, format=target.suffix[1:] or "png")
+        write_output(target, drawn.getvalue())
     except ValueError as error:  # a suffix that no format has
         raise OptionError("cannot draw to this file", where=str(target), got=str(error)) from error

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dta_compile.cli.arguments import whole
+from dta_compile.cli.output import visible, write
 from dta_compile.cli.sources import add_source, read_options, read_source
 from dta_compile.divergence import CauseOfLoss, Losses, Place, find_losses
 
@@ -30,7 +30,7 @@ def add_why(parser: argparse.ArgumentParser) -> None:
         "around the first token that differs, and what would be gained without each cause."
     )
     add_source(parser)
-    parser.add_argument("--examples", type=int, default=1, metavar="N", help="places shown of each cause, up to 3")
+    parser.add_argument("--examples", type=whole(0), default=1, metavar="N", help="places shown of each cause, up to 3")
     parser.add_argument("--json", metavar="OUT", help="write it as JSON to OUT (- for stdout) and print nothing")
 
 
@@ -39,9 +39,9 @@ def _run(arguments: argparse.Namespace) -> int:
     tokenizer = recording.tokenizer
     losses = find_losses(recording.sequences, tokenizer.decode if tokenizer else None)
     if arguments.json:
-        _write(arguments.json, json.dumps(as_json(losses), indent=1) + "\n")
+        write(arguments.json, json.dumps(as_json(losses), indent=1) + "\n")
     else:
-        _print(losses, recording.kind, max(arguments.examples, 0), Console(highlight=False))
+        _print(losses, recording.kind, arguments.examples, Console(highlight=False))
     return 0
 
 
@@ -51,13 +51,6 @@ def as_json(losses: Losses) -> dict[str, object]:
     for given, one in zip(fields["causes"], losses.causes, strict=True):
         given["compression"] = one.compression
     return {**fields, "compression": losses.compression}
-
-
-def _write(target: str, text: str) -> None:
-    if target == "-":
-        sys.stdout.write(text)
-    else:
-        Path(target).write_text(text, encoding="utf-8")
 
 
 def _print(losses: Losses, kind: str, examples: int, console: Console) -> None:
@@ -112,17 +105,12 @@ def _print_place(place: Place, console: Console) -> None:
         markup=False,
         soft_wrap=True,
     )
-    before, after = _visible(place.before)[-CONTEXT:], _visible(place.after)[:CONTEXT]
+    before, after = visible(place.before)[-CONTEXT:], visible(place.after)[:CONTEXT]
     for name, side, style in ((place.reference, place.left, "red"), (place.sequence, place.right, "green")):
-        text = f"[{style}]{escape(_short(_visible(side)))}[/]" if side else "[dim](nothing)[/]"
+        text = f"[{style}]{escape(_short(visible(side)))}[/]" if side else "[dim](nothing)[/]"
         console.print(
             f"    s{name:<6} [dim]{escape(before)}[/]|{text}|[dim]{escape(after)}[/]", soft_wrap=True, emoji=False
         )
-
-
-def _visible(text: str) -> str:
-    """Text on one line: breaks and control characters as their escapes."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def _short(text: str) -> str:

@@ -146,7 +146,7 @@ def _message(value: Any) -> Message | None:
     if "role" not in found and "from" in found:
         role = str(found.pop("from"))
         found = {"role": ROLES.get(role, role), "content": found.pop("value", ""), **found}
-    if "role" not in found:
+    if not isinstance(found.get("role"), str):
         return None
     parts = found.get("content")
     if isinstance(parts, list) and all(isinstance(one, dict) and one.get("type") == "text" for one in parts):
@@ -175,5 +175,5 @@ def _tool_call(call: Any) -> Any:
 def _from_json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

@@ -12,6 +12,7 @@ from dta_compile.data.rows import RowReader
 from dta_compile.data.tables import Row, is_saved_dataset, json_rows, parquet_rows, saved_rows, sorted_files
 from dta_compile.data.tokenizer import Tokenizer, load_tokenizer
 from dta_compile.errors import PlanError
+from dta_compile.files import open_regular
 
 __all__ = ["Recording", "read"]
 
@@ -89,7 +90,7 @@ def _rows(path: str, options: ReadOptions) -> Iterator[Row]:
 
 
 def _begins(path: str) -> bytes:
-    with open(path, "rb") as file:
+    with open_regular(Path(path)) as file:
         return file.read(4)
 
 

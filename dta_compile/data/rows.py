@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -31,6 +33,7 @@ TEXT_PAIRS = (("prompt", "completion"), ("input", "output"), ("prompt", "respons
 LOSS_MASKS = ("loss_mask", "completion_mask", "response_mask", "assistant_masks", "assistant_mask")
 TRAJECTORIES = ("trajectory", "trajectory_id", "traj", "conversation_id", "request_id")
 REWARDS = ("reward", "score", "rewards")
+MOST_ID, FINITE = 2**63, sys.float_info.max  # token ids are below; other numbers within
 IGNORED_LABEL = -100  # of torch's cross-entropy: no loss here
 
 EXPECTED = (
@@ -80,7 +83,7 @@ class RowReader:
             if all(row.get(key) is not None for key in pair):
                 return f"rows of {pair[0]} and {pair[1]}", self._of_pair(row, pair, where, number)
         if isinstance(row.get("text"), str):
-            return "texts", [Recorded(self._tokenizer(where).encode(row["text"]), **_facts(row))]
+            return "texts", [Recorded(self._tokenizer(where).encode(row["text"]), **_facts(row, where))]
         raise _bad("a row without anything to read", where, EXPECTED, row)
 
     def _of_pair(self, row: dict[str, Any], pair: tuple[str, str], where: str, number: int) -> Iterable[Recorded]:
@@ -88,7 +91,7 @@ class RowReader:
         if isinstance(prompt, str) and isinstance(completion, str):
             tokenizer = self._tokenizer(where)
             ids, rest = tokenizer.encode(prompt), tokenizer.encode(completion)
-            return [Recorded(ids + rest, spans=((len(ids), len(ids) + len(rest)),), **_facts(row))]
+            return [Recorded(ids + rest, spans=((len(ids), len(ids) + len(rest)),), **_facts(row, where))]
         before, after = conversation(prompt, where), conversation(completion, where, role="assistant")
         whole = dataclasses.replace(self.options, turns="whole")  # a completion of several turns is one sample
         return self._of_messages(row, [*before, *after], len(before), where, number, whole)
@@ -106,7 +109,7 @@ class RowReader:
         tokenizer, options = self._tokenizer(where), options or self.options
         own = row.get("chat_template_kwargs")
         values = {**(own if isinstance(own, dict) else {}), **options.template_values}
-        tools, facts = row.get("tools"), _facts(row)
+        tools, facts = row.get("tools"), _facts(row, where)
         facts.setdefault("trajectory", number)
         for one in samples(tokenizer, messages, tools, values, options, first, where):
             yield dataclasses.replace(one, **facts, name=f"talk {facts['trajectory']} · turn {one.turn}")
@@ -125,10 +128,10 @@ class RowReader:
 
 def _of_tokens(row: dict[str, Any], key: str, where: str) -> Recorded:
     """Ids with routes, masks and labels beside them; padding that an attention mask names is left out."""
-    tokens, facts = _ids(row[key], where), _facts(row)
-    routes = None if row.get("routes") is None else _routes(row["routes"], where)
+    tokens, facts = _ids(row[key], where), _facts(row, where)
+    routes = None if row.get("routes") is None else _routes(row["routes"], len(tokens), where)
     spans = None
-    if isinstance(row.get("spans"), list):
+    if row.get("spans") is not None:
         spans = _spans(row["spans"], len(tokens), where)
     elif (name := _first(row, LOSS_MASKS)) is not None:
         spans = spans_of_mask(_beside(row, name, len(tokens), where) > 0)
@@ -147,23 +150,42 @@ def _of_token_pair(row: dict[str, Any], pair: tuple[str, str], where: str) -> Re
     before, after = (_ids(row[key], where) for key in pair)
     spans: tuple[tuple[int, int], ...] = ((len(before), len(before) + len(after)),)
     name = _first(row, LOSS_MASKS)
-    if name is not None and _is_list(row[name]) and len(row[name]) == len(after):
-        spans = tuple((len(before) + a, len(before) + b) for a, b in spans_of_mask(np.asarray(row[name]) > 0))
-    return Recorded([*before, *after], spans=spans, **_facts(row))
+    if name is not None:
+        both = len(before) + len(after)
+        whole = isinstance(row[name], list) and len(row[name]) == both
+        mask = np.zeros(both, bool)
+        mask[0 if whole else len(before) :] = _beside(row, name, both if whole else len(after), where) > 0
+        spans = spans_of_mask(mask)
+    return Recorded([*before, *after], spans=spans, **_facts(row, where))
 
 
-def _facts(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Trajectory, turn and reward, as far as a row says them."""
+def _facts(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Trajectory, turn and reward, as far as a row says them. Rewards of every token are none of the trajectory."""
     facts: dict[str, Any] = {}
     name = _first(row, TRAJECTORIES)
-    if name is not None and isinstance(row[name], (int, str)):
-        facts["trajectory"] = row[name]
-    if type(row.get("turn")) is int:
-        facts["turn"] = row["turn"]
-    reward = next((row[key] for key in REWARDS if type(row.get(key)) in (int, float)), None)
+    if name is not None:
+        facts["trajectory"] = row[name] if isinstance(row[name], str) else _integer(row, name, where)
+    if row.get("turn") is not None:
+        facts["turn"] = _integer(row, "turn", where)
+    reward = next((key for key in REWARDS if row.get(key) is not None and not _is_list(row[key])), None)
     if reward is not None:
-        facts["reward"] = float(reward)
+        facts["reward"] = _number(row, reward, where)
     return facts
+
+
+def _number(row: Mapping[str, Any], key: str, where: str) -> float:
+    value = row[key]
+    if type(value) not in (int, float) or not -FINITE <= value <= FINITE:
+        raise _bad(f"{key} is no finite number", where, "a number, or null where it is not known", value)
+    return float(value)
+
+
+def _integer(row: Mapping[str, Any], key: str, where: str) -> int:
+    """A number of something; tables in which some are missing have floats."""
+    value = row[key]
+    if type(value) not in (int, float) or not -MOST_ID <= value < MOST_ID or value != int(value):
+        raise _bad(f"{key} is no integer", where, "an integer of 64 bits, or null where it is not known", value)
+    return int(value)
 
 
 def _first(row: Mapping[str, Any], keys: Iterable[str]) -> str | None:
@@ -180,7 +202,7 @@ def _is_messages(value: Any) -> bool:
 
 def _ids(value: Any, where: str) -> Any:
     # JSON's true and false are ints to Python, but no token ids.
-    if isinstance(value, list) and all(type(token) is int for token in value):
+    if isinstance(value, list) and all(type(token) is int and 0 <= token < MOST_ID for token in value):
         return value
     raise _bad("a line is not a list of token ids", where, EXPECTED, value)
 
@@ -188,31 +210,38 @@ def _ids(value: Any, where: str) -> Any:
 def _beside(row: dict[str, Any], key: str, tokens: int, where: str) -> Any:
     """A list of numbers, one for each token."""
     value = row[key]
-    if not isinstance(value, list) or len(value) != tokens or not all(type(one) in (int, bool, float) for one in value):
+    is_list = isinstance(value, list) and len(value) == tokens
+    if not is_list or not all(type(one) in (int, bool, float) and -FINITE <= one <= FINITE for one in value):
         raise _bad(f"{key} does not fit the tokens", where, f"{tokens} numbers, one for each token", value)
-    return np.asarray(value)
+    return np.asarray(value, np.float64)
 
 
-def _spans(value: list[Any], tokens: int, where: str) -> tuple[tuple[int, int], ...]:
-    try:
-        spans = tuple((int(start), int(stop)) for start, stop in value)
-    except (TypeError, ValueError):
-        spans = ((-1, 0),)
-    if any(not 0 <= start <= stop <= tokens for start, stop in spans):
+def _spans(value: Any, tokens: int, where: str) -> tuple[tuple[int, int], ...]:
+    pairs: list[Any] = value if isinstance(value, list) else [None]
+    if not all(isinstance(one, list) and len(one) == 2 and _ascends([0, *one, tokens]) for one in pairs):
         raise _bad("spans do not fit the tokens", where, f"pairs [start, stop] within [0, {tokens}]", value)
-    return spans
+    return tuple((start, stop) for start, stop in pairs)
 
 
-def _routes(value: Any, where: str) -> Any:
+def _ascends(values: list[Any]) -> bool:
+    return all(type(one) is int for one in values) and values == sorted(values)
+
+
+def _routes(value: Any, tokens: int, where: str) -> Any:
     try:
         routes = np.array(value)
-    except ValueError:
-        routes = None
-    if not isinstance(value, list) or routes is None or (routes.size and routes.dtype.kind != "i"):
+        entries = value
+        for _ in routes.shape[1:]:
+            entries = itertools.chain.from_iterable(entries)
+        is_whole = set(map(type, entries)) <= {int} and (not routes.size or routes.dtype.kind == "i")  # true is no 1
+    except Exception:  # numpy's, and of lists in lists without end
+        routes, is_whole = None, False
+    if not isinstance(value, list) or routes is None or not is_whole or len(routes) != tokens:
         raise PlanError(
             "routes are not integers of one shape for every token",
             where=where,
-            expected='"routes": an entry for every token, such as the experts of every layer [[0, 5], [3, 1]]',
+            expected=f'"routes": an entry for each of {tokens} tokens, such as experts by layer [[0, 5], [3, 1]]',
+            got=_shown(value),
         )
     return routes
 
@@ -222,5 +251,8 @@ def _bad(what: str, where: str, expected: str, value: Any) -> PlanError:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        text = f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

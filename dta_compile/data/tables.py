@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dta_compile.data.packages import optional
-from dta_compile.errors import OptionError, PlanError
+from dta_compile.errors import DTAError, OptionError, PlanError
+from dta_compile.files import read_text
 
-__all__ = ["Row", "is_saved_dataset", "json_rows", "parquet_rows", "saved_rows", "sorted_files"]
+__all__ = ["Row", "is_saved_dataset", "json_rows", "parquet_rows", "saved_rows", "sorted_files", "stdin_text"]
 
 Row = tuple[str, Any]
 """Where it is (file and line or row), and its value."""
@@ -31,8 +33,8 @@ def json_rows(path: str) -> Iterator[Row]:
     """
     name = "standard input" if path == "-" else path
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
+        text = stdin_text() if path == "-" else read_text(path)
+    except UnicodeError as error:
         raise PlanError(
             "neither text nor a kind of file that is known",
             where=name,
@@ -45,6 +47,23 @@ def json_rows(path: str) -> Iterator[Row]:
     for number, line in enumerate(text.split("\n"), start=1):  # never at other separators, which strings may have
         if line.strip():
             yield f"{name}, line {number}", _parsed(line, f"{name}, line {number}")
+
+
+def stdin_text() -> str:
+    """All of standard input (see `read_text`)."""
+    stream = getattr(sys.stdin, "buffer", None)
+    return sys.stdin.read() if stream is None else read_text(stream)
+
+
+@contextlib.contextmanager
+def _reading(what: str, path: str) -> Iterator[None]:
+    """Whatever a package raises over a damaged file, as one error that names it; they raise nearly anything."""
+    try:
+        yield
+    except (DTAError, FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:
+        raise PlanError(what, where=path, got=f"{type(error).__name__}: {error}") from error
 
 
 def _whole(text: str) -> list[Any] | None:
@@ -79,15 +98,12 @@ def parquet_rows(path: str) -> Iterator[Row]:
         PlanError: it is no parquet file.
     """
     parquet = optional("pyarrow.parquet", "reading parquet files", "pyarrow")
-    arrow = optional("pyarrow", "reading parquet files")
     number = 0
-    try:
+    with _reading("not a parquet file that can be read", path):
         for batch in parquet.ParquetFile(path).iter_batches(PARQUET_BATCH):
             for row in batch.to_pylist():
                 yield f"{path}, row {number}", row
                 number += 1
-    except arrow.ArrowException as error:
-        raise PlanError("not a parquet file that can be read", where=path, got=str(error)) from error
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -104,10 +120,8 @@ def saved_rows(path: str, split: str | None = None) -> Iterator[Row]:
         PlanError: the folder cannot be read.
     """
     datasets = optional("datasets", "reading a folder of save_to_disk")
-    try:
+    with _reading("not a dataset that can be read", path):
         found = datasets.load_from_disk(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise PlanError("not a dataset that can be read", where=path, got=str(error)) from error
     if isinstance(found, datasets.DatasetDict):
         names = list(found)
         if (split or (names[0] if len(names) == 1 else None)) not in names:
@@ -115,11 +129,12 @@ def saved_rows(path: str, split: str | None = None) -> Iterator[Row]:
                 "a folder of several splits", expected=f"--split with one of {', '.join(names)}", got=repr(split)
             )
         found = found[split or names[0]]
-    for number, row in enumerate(found):
-        yield f"{path}, row {number}", row
+    with _reading("not a dataset that can be read", path):
+        for number, row in enumerate(found):
+            yield f"{path}, row {number}", row
 
 
 def sorted_files(folder: Path) -> list[Path]:
     """The files of a folder that can be read, in the order of the numbers in their names (`2.jsonl`, `10.jsonl`)."""
     files = [one for one in folder.iterdir() if one.suffix in SUFFIXES and one.is_file()]
-    return sorted(files, key=lambda one: [int(w) if w.isdigit() else w for w in re.split(r"(\d+)", one.name)])
+    return sorted(files, key=lambda one: [int(w) if w.isdecimal() else w for w in re.split(r"(\d+)", one.name)])

@@ -9,6 +9,7 @@ from typing import Any
 
 from dta_compile.data.packages import optional
 from dta_compile.errors import OptionError, PlanError
+from dta_compile.files import read_text
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
@@ -30,7 +31,12 @@ class Tokenizer:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a text, without special tokens around it."""
-        return tuple(self.inner(text, add_special_tokens=False)["input_ids"])
+        try:
+            return tuple(self.inner(text, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # of tokenizers: halves of characters, for one
+            raise PlanError(
+                "a text cannot be tokenized", where=self.name, got=f"{type(error).__name__}: {error}"
+            ) from error
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids, special tokens included; ids that are out of its vocabulary by their number."""
@@ -90,14 +96,16 @@ def load_tokenizer(name: str, template: str | None = None) -> Tokenizer:
         OptionError: there is no such tokenizer, or it cannot be read.
     """
     transformers = optional("transformers", "a tokenizer", "transformers")
-    path = Path(name)
     try:
+        path = Path(name)
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise OSError("neither a file nor a folder")
         if path.is_file():
             inner = transformers.PreTrainedTokenizerFast(tokenizer_file=name)
         elif path.is_dir() and not (path / "tokenizer_config.json").exists() and (path / "tokenizer.json").exists():
             inner = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
         else:
-            inner = transformers.AutoTokenizer.from_pretrained(name)
+            inner = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # of transformers, tokenizers, huggingface_hub and its HTTP client
         raise OptionError(
             "the tokenizer cannot be loaded",
@@ -112,6 +120,6 @@ def _template(given: str | None) -> str | None:
     if given is None or "{%" in given or "{{" in given:
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
+        return read_text(given)
+    except UnicodeError as error:
         raise OptionError("a chat template is no text", expected="a file of jinja", got=given) from error

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from os import PathLike
-from pathlib import Path
 
 from dta_compile.distributed.group import Group, GroupLike
+from dta_compile.files import write_output
 from dta_compile.plan import Plan
 from dta_compile.views.traces.chrome import as_chrome_trace
 
@@ -33,4 +33,4 @@ def to_chrome_trace(plan: Plan, path: str | PathLike[str], group: GroupLike = No
     if ranks.rank == 0:
         facts = {f"rank {rank}": one for rank, one in enumerate(scalars)}
         text = as_chrome_trace([process for processes in found for process in processes], facts)
-        Path(path).write_text(text, encoding="utf-8")
+        write_output(path, text)

@@ -16,6 +16,16 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 TAKEN = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
 
 
+# Sizes of a configuration: the least and the most that is taken, several times that of any model.
+SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), (1, 512)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 2**14)),
+    **dict.fromkeys((*EXPERTS, *TAKEN), (0, 2**14)),
+    **dict.fromkeys(("hidden_size", "vocab_size"), (1, 2**24)),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), (0, 2**24)),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
     """Sizes of a model.
@@ -59,10 +69,15 @@ def model_shape(config: str) -> ModelShape:
     if config.endswith(".json") and not Path(config).exists():  # a name of the hub takes its time to be missing
         raise OptionError("there is no such configuration", got=config)
     try:
-        path = str(Path(config).parent) if Path(config).is_file() and Path(config).name == "config.json" else config
-        read = transformers.AutoConfig.from_pretrained(path)
+        path = Path(config)
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise OSError("neither a file nor a folder")
+        folder = str(path.parent) if path.is_file() and path.name == "config.json" else config
+        _check(transformers.PretrainedConfig.get_config_dict(folder)[0])
+        read = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(read)
+            model = transformers.AutoModelForCausalLM.from_config(read, trust_remote_code=False)
+        return _shape(model, read.get_text_config(), config)
     except Exception as error:  # of transformers, huggingface_hub and whatever a model's own code raises
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise OptionError(
@@ -70,7 +85,16 @@ def model_shape(config: str) -> ModelShape:
             expected="a config.json of transformers, its folder, or a name of the hub",
             got=f"{config!r}: {first}",
         ) from error
-    return _shape(model, read.get_text_config(), config)
+
+
+def _check(config: Any) -> None:
+    """Sizes that a model can have: one with others would be built for hours, or its configuration."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        least, most = SIZES.get(key, (0, 0))
+        if value is None or not most:
+            _check(value)
+        elif type(value) is not int or not least <= value <= most:
+            raise ValueError(f"{key} must be an integer from {least} to {most}, not {value!r}")
 
 
 def _shape(model: Any, config: Any, source: str) -> ModelShape:

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from dta_compile.errors import OptionError
-from dta_compile.options import Options
+from dta_compile.files import write_output
+from dta_compile.options import MOST_BYTES, Options
 from dta_compile.plan.cost import Limits, choose
 from dta_compile.plan.peak_memory import Footprint
 from dta_compile.plan.picture import Known, picture
@@ -135,7 +135,7 @@ class Plan:
         known = Known(given, tokenizer, rewards, loss_masks, names)
         facts = {"summary": str(self), "stats": dataclasses.asdict(self.stats), "shared": self.prefix_tree.shared}
         text = picture(self.prefix_tree, self.schedule, self.limits, facts, known, title)
-        Path(path).write_text(text, encoding="utf-8")
+        write_output(path, text)
 
     def scalars(self) -> dict[str, float]:
         """Figures by flat names such as `dta/compression`, for TensorBoard, wandb and the like; numbers only.
@@ -162,7 +162,7 @@ class Plan:
         Raises:
             OSError: the file cannot be written.
         """
-        Path(path).write_text(as_chrome_trace(self.trace_processes(rank), self.scalars()), encoding="utf-8")
+        write_output(path, as_chrome_trace(self.trace_processes(rank), self.scalars()))
 
     def to_speedscope(self, path: str | PathLike[str]) -> None:
         """Write the prefix tree as a flame graph for https://www.speedscope.app: its tokens, and all sequences'.
@@ -170,7 +170,7 @@ class Plan:
         Raises:
             OSError: the file cannot be written.
         """
-        Path(path).write_text(tree_as_speedscope(self.prefix_tree, "dta prefix tree"), encoding="utf-8")
+        write_output(path, tree_as_speedscope(self.prefix_tree, "dta prefix tree"))
 
     def __str__(self) -> str:
         facts = self.stats, self.prefix_tree, self.schedule, self.reason, self.estimates
@@ -245,6 +245,9 @@ def plan(
             expected="bytes_per_token > 0, or a memory_budget of None (keep all) or 0 (keep nothing)",
             got=f"memory_budget={parsed.memory_budget}, bytes_per_token={bytes_per_token}",
         )
+    for name, value in (("bytes_per_token", bytes_per_token or 0), ("kv_bytes_per_token", kv_bytes_per_token)):
+        if not 0 <= value <= MOST_BYTES:
+            raise OptionError(f"bad value for {name}", expected=f"a number from 0 to {MOST_BYTES}", got=str(value)[:80])
     footprint = Footprint(graph_token=bytes_per_token or 1.0, kv_token=kv_bytes_per_token, state=state_bytes)
     limits, split = Limits(parsed.memory_budget, footprint), None
     given = None if isinstance(sequences, PrefixTree) else each(sequences)

@@ -89,6 +89,7 @@ Op = Anchor | Forward | Attach | Backward | Pop | Restore
 _KINDS: dict[str, type[Op]] = {
     kind.__name__.lower(): kind for kind in (Anchor, Forward, Attach, Backward, Pop, Restore)
 }
+MOST_SEQUENCES = 2**24  # of a run of them
 _FLAGS = ("out", "kv")  # words after a chunk, in this order
 _STATES = "states@"  # comes after the flags, before depths
 _HEADER = "# dta schedule strategy={strategy} order={order} mode={mode} chunk_size={chunk_size}"
@@ -226,6 +227,8 @@ def _parse_sequences(number: int, line: str, word: str) -> range:
     if not match:
         raise _syntax_error("not a run of sequences", number, line, "s<first> or s<first>..s<last>", word)
     first, last = int(match[1]), int(match[2] or match[1])
+    if last - first >= MOST_SEQUENCES:
+        raise _syntax_error("a run of too many sequences", number, line, f"at most {MOST_SEQUENCES}", word)
     if last < first:
         raise _syntax_error("a run of sequences is empty", number, line, "s<first>..s<last> with first <= last", word)
     return range(first, last + 1)

@@ -2,9 +2,11 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import networkx as nx
 import pytest
@@ -179,8 +181,8 @@ def test_bad_options_are_refused_with_a_suggestion(lines, capsys):
     assert main(["plan", lines, "--memory-budget", "100"]) == 2
     assert "bytes_per_token" in capsys.readouterr().err
     assert main(["plan", lines, "--memory-budget", "100", "--bytes-per-token", "10"]) == 0
-    with pytest.raises(SystemExit, match="2"):
-        main(["plan", lines, "--mode", "backwards"])
+    assert main(["plan", lines, "--mode", "backwards"]) == 2
+    assert "'backwards'" in capsys.readouterr().err
     assert main(["demo", "--steps", "0"]) == 2
     assert "--steps" in capsys.readouterr().err
 
@@ -200,3 +202,74 @@ def test_plan_does_not_import_torch():
         "assert main(['plan', str(bundled())]) == 0; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_pipes_and_devices_are_not_waited_for(tmp_path, lines, capsys):
+    pipe = str(tmp_path / "pipe")
+    os.mkfifo(pipe)
+    for command in (
+        ["plan", pipe],
+        ["plan", "/dev/zero"],
+        ["split", pipe],
+        ["plan", lines, "--compare", f"file={pipe}"],
+    ):
+        assert main(command) == 2
+        assert "not a regular file" in capsys.readouterr().err
+    with open("/dev/zero", "rb") as endless:
+        done = subprocess.run([sys.executable, "-m", "dta_compile", "plan", "-"], stdin=endless, capture_output=True)
+    assert done.returncode == 2 and b"standard input" in done.stderr
+
+
+def test_numbers_out_of_range_are_refused(lines, capsys):
+    for option, value in (
+        ("--chunk-size", "1" + "0" * 22),
+        ("--memory-budget", "1" + "0" * 22),
+        ("--kv-bytes-per-token", "-1"),
+        ("--rows", "0"),
+    ):
+        assert main(["plan", lines, option, value]) == 2
+        assert option.strip("-").replace("-", "_") in capsys.readouterr().err.replace("-", "_")
+    assert main(["plan", lines, "--compare", "turns=some"]) == 2
+    assert "turns=each, whole" in capsys.readouterr().err
+    assert main(["split", "--gpus", "99999999", "--train", "1", "--roll", "1"]) == 2
+    assert "16384" in capsys.readouterr().err
+    assert main(["plan", "a\0b"]) == 2
+    assert "NUL" in capsys.readouterr().err
+
+
+def test_a_terminal_is_sent_nothing_that_a_file_says(tmp_path, capsys):
+    red = "\x1b[31m"
+    path = tmp_path / f"{red}.jsonl"
+    path.write_text(f'"{red}"')
+    assert main(["plan", str(path)]) == 2
+    assert main(["split", "--gpus", "2", "--system", red, "--unit", red, "--train", "1", "--roll", "1"]) == 0
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err and "\\x1b[31m" in captured.err
+
+
+def test_an_output_is_there_as_a_whole_or_as_it_was(tmp_path, lines, monkeypatch, capsys):
+    out, link = tmp_path / "out.json", tmp_path / "link.json"
+    out.write_text("before")
+    out.chmod(0o640)
+    link.symlink_to(out)
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+        assert main(["plan", lines, "--json", str(link)]) == 2
+    assert out.read_text() == "before" and "no space" in capsys.readouterr().err
+    assert main(["plan", lines, "--json", str(link)]) == 0
+    assert json.loads(out.read_text()) and link.is_symlink() and out.stat().st_mode & 0o777 == 0o640
+    assert main(["plan", lines, "--json", "/dev/null"]) == 0
+    assert {one.name for one in tmp_path.iterdir()} == {"out.json", "link.json", Path(lines).name}
+
+
+def test_whatever_else_goes_wrong_is_one_message(lines, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise OverflowError("too much")
+
+    monkeypatch.setattr("dta_compile.cli.command.read_source", fail)
+    assert main(["plan", lines]) == 2
+    error = capsys.readouterr().err
+    assert "OverflowError: too much" in error and lines in error and "DTA_DEBUG" in error
+    monkeypatch.setenv("DTA_DEBUG", "somewhere")
+    with pytest.raises(OverflowError):
+        main(["plan", lines])

@@ -229,3 +229,49 @@ def test_an_empty_file_has_no_sequences_and_an_empty_folder_is_refused(tmp_path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(PlanError, match="without anything to read"):
         read(str(tmp_path / "folder"))
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ('{"tokens": [1, 2], "reward": 1' + "0" * 400 + "}", "reward is no finite number"),
+        ('{"tokens": [1, 2], "reward": NaN}', "reward is no finite number"),
+        ('{"tokens": [1, 2], "turn": "3"}', "turn is no integer"),
+        ('{"tokens": [1, 2], "trajectory": 0.5}', "trajectory is no integer"),
+        ('{"tokens": [1, 2], "spans": [[0, Infinity]]}', "spans do not fit"),
+        ('{"tokens": [1, 2], "spans": [[0, 1.5]]}', "spans do not fit"),
+        ('{"tokens": [1, 2], "spans": "all"}', "spans do not fit"),
+        ('{"tokens": [1, 2], "loss_mask": ["1", "0"]}', "loss_mask does not fit"),
+        ('{"tokens": [1, 2], "routes": [[0], [true]]}', "routes are not integers of one shape"),
+        ('{"tokens": [1, 2], "routes": [[0], [9223372036854775808]]}', "routes are not integers of one shape"),
+        ('{"tokens": [1, 2], "routes": [[0]]}', "routes are not integers of one shape"),
+        ('{"input_ids": [1, 2], "attention_mask": [1, NaN]}', "attention_mask does not fit"),
+        ('{"prompt_ids": [1], "completion_ids": [2], "completion_mask": [1, 0, 1]}', "completion_mask does not fit"),
+        ('{"prompt_ids": [1], "completion_ids": [2], "completion_mask": ["1"]}', "completion_mask does not fit"),
+        ('{"tokens": [1, -1]}', "not a list of token ids"),
+        ('{"tokens": [9223372036854775808]}', "not a list of token ids"),
+        ('{"tokens": ' + "[" * 100_000 + "]" * 100_000 + "}", "a line is no JSON"),
+    ],
+)
+def test_a_value_that_means_nothing_is_refused_and_not_left_out(row, what, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"[1]\n{row}\n")
+    with pytest.raises(PlanError, match=what) as refused:
+        read(str(path))
+    assert refused.value.where.endswith("line 2")
+
+
+def test_damaged_tables_are_refused_by_name(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+
+    path = tmp_path / "late.parquet"
+    table = pa.table({"tokens": [[1, 2]], "when": pa.array([2**63 - 1], pa.timestamp("us"))})
+    pyarrow.write_table(table, path)
+    with pytest.raises(PlanError, match="not a parquet file"):
+        read(str(path))
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / "dataset_dict.json").write_text("[1]")
+    with pytest.raises(PlanError, match="not a dataset"):
+        read(str(folder))

@@ -1,7 +1,9 @@
 """The rollout format: the bundled file against its own statistics, spans, and padding."""
 
 import dataclasses
+import io
 import json
+import zipfile
 
 import numpy as np
 import pytest
@@ -110,9 +112,66 @@ def test_other_files_are_named_in_the_error(tmp_path):
     with pytest.raises(PlanError, match=r"text\.npz"):
         load_rollouts(text)
     other = tmp_path / "other.npz"
-    np.savez(other, tokens=np.arange(3))
-    with pytest.raises(PlanError, match="suffix_tokens"):
-        load_rollouts(other)
+    for arrays in ({"tokens": np.arange(3)}, {**np.load(bundled()), "rout\x00s": np.arange(3)}, {}):
+        np.savez(other, **arrays)
+        with pytest.raises(PlanError, match="suffix_tokens"):
+            load_rollouts(other)
+
+
+DAMAGES = {
+    "suffix_tokens: integers in": lambda a: a["suffix_tokens"].__setitem__(5, 2**62),
+    "suffix_tokens: 10267 integers": lambda a: a.update(suffix_tokens=a["suffix_tokens"].astype(float)),
+    "suffix_offsets: ascends": lambda a: a["suffix_offsets"].__setitem__(2, 1),
+    "suffix_offsets: integers in": lambda a: a["suffix_offsets"].__setitem__(1, -1),
+    "leaf_lcp: integers in": lambda a: a["leaf_lcp"].__setitem__(3, -1),
+    "leaf_lcp: 0 for the first leaf": lambda a: a["leaf_lcp"].__setitem__(1, 2**40),
+    "lexicographic": lambda a: a["suffix_tokens"].__setitem__(a["suffix_offsets"][1], 0),
+    "length: at most": lambda a: a["length"].__setitem__(0, 2**31),
+    "loss_ptr: ascends": lambda a: a["loss_ptr"].__setitem__(1, 3),
+    "loss_ptr: 41 integers": lambda a: a.update(loss_ptr=a["loss_ptr"][:-1]),
+    "loss_start: at most loss_end": lambda a: a["loss_start"].__setitem__(0, 2**31),
+    "loss_end: at most the length": lambda a: a["loss_end"].__setitem__(0, 2**31),
+    "leaf: one of 33 leaves": lambda a: a["leaf"].__setitem__(0, 33),
+    "leaf: each leaf is a sample": lambda a: a.update(
+        leaf=a["leaf"] * 0, length=a["length"] * 0, loss_start=a["loss_start"] * 0, loss_end=a["loss_end"] * 0
+    ),
+    "dense_vocab: has all": lambda a: a.update(dense_vocab=a["dense_vocab"][:-1]),
+    "reward: finite numbers": lambda a: a["reward"].__setitem__(0, np.nan),
+}
+
+
+@pytest.mark.parametrize("said", DAMAGES)
+def test_damaged_arrays_are_named_and_nothing_is_made_of_the_rest(said, tmp_path):
+    with np.load(bundled()) as archive:
+        arrays = {name: a.astype(np.int64) if a.dtype.kind == "i" else a for name, a in archive.items()}
+    DAMAGES[said](arrays)
+    np.savez(tmp_path / "damaged.npz", **arrays)
+    with pytest.raises(PlanError, match=said) as refused:
+        load_rollouts(tmp_path / "damaged.npz")
+    assert refused.value.where.endswith("damaged.npz") and refused.value.got
+
+
+def test_an_array_that_claims_more_than_the_file_has_is_not_allocated(tmp_path):
+    path, header = tmp_path / "huge.npz", io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": (10**15,)})
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("suffix_tokens.npy", header.getvalue())
+    with pytest.raises(PlanError, match="1000000000000000"):
+        load_rollouts(path)
+
+
+def test_every_byte_of_a_file_counts(tmp_path):
+    content, path = bytearray(bundled().read_bytes()), tmp_path / "flipped.npz"
+    expected = [rollout.tokens.tolist() for rollout in load_rollouts(bundled())]
+    for at in range(4, len(content), len(content) // 40):
+        content[at] ^= 255
+        path.write_bytes(content)
+        content[at] ^= 255
+        try:
+            found = load_rollouts(path)
+        except PlanError:
+            continue
+        assert [rollout.tokens.tolist() for rollout in found] == expected
 
 
 def test_a_file_may_have_routes_of_every_token(tmp_path):

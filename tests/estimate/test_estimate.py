@@ -102,7 +102,7 @@ def test_the_command_says_what_its_times_rest_on(config, tmp_path, capsys):
     ("arguments", "part"),
     [
         (["CONFIG", "--device", "h1000"], "did you mean 'h100'"),
-        (["CONFIG", "--tflops", "-1"], "above 0"),
+        (["CONFIG", "--tflops", "-1"], "--tflops"),
         (["CONFIG", "--calibration", "CONFIG"], "not a calibration"),
         (["missing.json"], "missing.json"),
         ([str(bundled("airline_tiny.json"))], "causal language model"),
@@ -119,3 +119,11 @@ def test_a_device_of_ones_own_needs_all_figures():
     assert device_named("a100", memory=40e9).memory == 40e9
     with pytest.raises(OptionError, match="--tflops, --bandwidth and --memory"):
         device_named("mine", 100)
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 10**11), ("hidden_size", 0), ("vocab_size", "many")])
+def test_a_size_that_no_model_has_is_refused_before_anything_is_built(key, value, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "qwen3", **SIZES, key: value}))
+    assert main(["estimate", str(path), str(bundled())]) == 2
+    assert f"{key} must be an integer" in capsys.readouterr().err

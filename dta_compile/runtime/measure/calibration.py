@@ -34,7 +34,7 @@ import numpy.typing as npt
 import torch
 
 from dta_compile.executable.executable import Executable, TensorSpec
-from dta_compile.files import write_whole
+from dta_compile.files import read_text, write_whole
 from dta_compile.options import Options
 from dta_compile.plan import CostModel, Rates, Work
 
@@ -44,6 +44,9 @@ Floats = npt.NDArray[np.floating[Any]]
 
 FORMAT, VERSION = "dta_compile calibration", 1
 KINDS = ("forward", "backward")
+MOST_BYTES = 2**22  # of a file; it has 1,024 samples at most
+# Of what was measured: whatever is beyond has not been written by us.
+MOST_COUNTED, LEAST_SECONDS, MOST_SECONDS = 2**53, 1e-12, 1e9
 
 CALLS = 9  # samples of one size
 SAMPLES = 512  # of one kind; the least recently seen size is forgotten first
@@ -158,7 +161,7 @@ class Calibration:
             return cls(prior=prior)
         path = folder / file_name(executable, device, attention, generated)
         try:
-            return cls.from_json(path.read_text(), path, prior)
+            return cls.from_json(read_text(path, MOST_BYTES), path, prior)
         except (FileNotFoundError, NotADirectoryError):
             pass
         except (OSError, ValueError) as error:
@@ -221,14 +224,14 @@ class Calibration:
             if (fields["format"], fields["version"]) != (FORMAT, VERSION):
                 raise ValueError(f"format {fields['format']!r}, version {fields['version']!r}")
             made = cls(path, str(fields["identity"]), prior)
-            made.calls = int(fields["calls"])
+            made.calls = _counted(fields["calls"])
             for kind, history in made.histories.items():
-                history.runs = int(fields["runs"][kind])
+                history.runs = _counted(fields["runs"][kind])
                 for row in fields["samples"][kind]:
-                    history.insert(_sample(row))
+                    history.insert(_sample(row, made.calls))
                 if bool(history.runs) != bool(history.sizes):
                     raise ValueError(f"{history.runs} {kind} runs")
-        except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"not a calibration: {type(error).__name__}: {error}") from error
         return made
 
@@ -335,12 +338,19 @@ def _row(sample: Sample) -> list[float]:
     return [sample.call, sample.runs, *map(int, sample.work), float(f"{sample.seconds:.5g}")]
 
 
-def _sample(row: Any) -> Sample:
+def _counted(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= MOST_COUNTED:
+        raise ValueError(f"no count: {str(value)[:80]}")
+    return value
+
+
+def _sample(row: Any, calls: int) -> Sample:
     call, runs, *amounts, seconds = row
-    work = Work._make(map(int, amounts))
-    if min(work) < 0 or min(runs, work.launches) < 1 or not 0 < seconds < math.inf:
-        raise ValueError(f"not a sample: {row}")
-    return Sample(int(call), int(runs), work, float(seconds))
+    work = Work._make(map(_counted, amounts))
+    in_time = type(seconds) in (int, float) and LEAST_SECONDS <= seconds <= MOST_SECONDS
+    if not in_time or _counted(call) > calls or min(_counted(runs), work.launches) < 1:
+        raise ValueError(f"not a sample: {str(row)[:80]}")
+    return Sample(call, runs, work, float(seconds))
 
 
 def file_name(executable: Executable, device: torch.device, attention: str = "", generated: bool = False) -> str:

@@ -295,6 +295,8 @@ def test_it_is_written_after_2_4_8_calls(tmp_path):
         '{"format": "dta_compile calibration", "version": 1}',
         "\x00\x01",
         b"\xff\xfe",
+        "[" * 100_000,
+        '{"format": "dta_compile calibration", "version": 1, "identity": "", "calls": 1' + "0" * 400 + "}",
     ],
 )
 def test_a_file_that_is_none_of_ours_is_ignored_and_replaced(tmp_path, log, text):
@@ -307,10 +309,25 @@ def test_a_file_that_is_none_of_ours_is_ignored_and_replaced(tmp_path, log, text
     assert load(tmp_path).cost_model().source.startswith("calibrated on")
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_not_waited_for_and_replaced(tmp_path, log, make):
+    path = load(tmp_path).path
+    make(path)
+    learner = load(tmp_path)
+    assert len(log.messages) == 1 and "is not used" in log.messages[0]
+    record(learner, varied, calls=3)
+    assert path.is_file() and load(tmp_path).cost_model().source.startswith("calibrated on")
+
+
 @pytest.mark.parametrize(
     "row",
     [
         [1, 1, 1, 1, 5, 15, 5],
+        [1, 1, 1, 1, 10**400, 15, 5, 1.0],
+        [1, 1, 1, 1, 5.5, 15, 5, 1.0],
+        [10**9, 1, 1, 1, 5, 15, 5, 1.0],
+        [1, 1, 1, 1, 5, 15, 5, 1e300],
+        [1, 1, 1, 1, 5, 15, 5, 10**400],
         [1, 1, 1, 1, 5, 15, 5, -1.0],
         [1, 1, 0, 1, 5, 15, 5, 1.0],
         [1, 0, 1, 1, 5, 15, 5, 1.0],

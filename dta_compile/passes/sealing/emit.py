@@ -15,10 +15,10 @@ from dta_compile.passes.program import Program
 from dta_compile.passes.stage_graphs import ChunkStages, Memory, StageGraphs
 
 
-@contract(reads=["stages", "region_parameters"], fills=["joint"])
+@contract(reads=["stages"], fills=["joint"])
 def emit(program: Program) -> None:
     """Fill `program.joint`."""
-    program.joint = _Emitter(program.stages, len(program.region_parameters)).graphs()
+    program.joint = _Emitter(program.stages).graphs()
 
 
 def _code_of(kind: StageGraphs) -> StageCode:
@@ -31,8 +31,8 @@ def _code_of(kind: StageGraphs) -> StageCode:
 class _Emitter:
     """Numbers what stages hand to each other."""
 
-    def __init__(self, chunk: ChunkStages, parameters: int) -> None:
-        self.chunk, self.parameters = chunk, parameters
+    def __init__(self, chunk: ChunkStages) -> None:
+        self.chunk = chunk
         stages = list(chunk.of_kinds())
         self.transposed = sorted({stage.reads[i] for stage, kind in stages for i in kind.transposed})
         trained = {stage.reads[i] for stage, kind in stages if kind.backward for i in kind.parameters}
@@ -56,10 +56,11 @@ class _Emitter:
         first = len(self.backward_inputs)
         kinds = list(chunk.of_kinds())
         states = [
-            (layer, tuple(self.position[values_[i].place] - first for i in places))
-            for (stage, kind), values_ in zip(kinds, chunk.kept_of_stages, strict=True)
-            for layer, places in zip(stage.layers, kind.states, strict=False)
+            (layer, tuple(self.position[kept_values[i].place] - first for i in places))
+            for (stage, kind), kept_values in zip(kinds, chunk.kept_of_stages, strict=True)
+            for layer, places in zip(stage.layers, kind.states, strict=False)  # no states where nothing is trained
         ]
+        assert all(place >= 0 for _, places in states for place in places), "an input of the chunk is a state as it is"
         sources = self._sources()
         return ChunkGraphs(
             kinds=tuple(map(_code_of, chunk.kinds)),

@@ -33,7 +33,7 @@ class Generated(Protocol):
 
     @property
     def pieces(self) -> Mapping[str, Sequence[Any]]:
-        """The parts that code is generated for, by the graph that calls them; see `fusion.piece`."""
+        """The parts that code is generated for, by the graph that calls them; see `executable.pieces`."""
 
     @property
     def is_used(self) -> bool:

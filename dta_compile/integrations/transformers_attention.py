@@ -7,11 +7,12 @@ is left to that. Importing the module registers both functions; `registration` d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -112,7 +113,7 @@ def _unless_one(segments: torch.Tensor | None) -> torch.Tensor | None:
 def _is_understood(mask_function: Callable[..., Any], use_vmap: bool, local_size: int | None, config: Any) -> bool:
     """Whether a mask is composed as `create_causal_mask` and `create_sliding_window_causal_mask` do.
 
-    Functions of the model's own come with `use_vmap`, blocks of both directions as a union.
+    Functions of the model's own come with `use_vmap`, blocks of both directions as a union (see `_naming_unions`).
     """
     if use_vmap or mask_function.__name__ not in (causal_mask_function.__name__, "and_mask"):
         return False
@@ -266,5 +267,26 @@ def _restarts(positions: torch.Tensor) -> torch.Tensor:
     return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1) + 1
 
 
+def _naming_unions(and_masks: Callable[..., Any]) -> Callable[..., Any]:
+    """Transformers' `and_masks`, whose results have another name where a union is a part of them.
+
+    Packed rows with blocks of both directions would look like packed rows: Dynamo lets nobody read a closure.
+    """
+
+    @functools.wraps(and_masks)
+    def and_masks_by_name(*mask_functions: Callable[..., Any]) -> Callable[..., Any]:
+        composed: Callable[..., Any] = and_masks(*mask_functions)
+        if not any(one.__name__ in ("or_mask", "and_mask_of_unions") for one in mask_functions):
+            return composed
+
+        def and_mask_of_unions(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return composed(batch_idx, head_idx, q_idx, kv_idx)
+
+        return and_mask_of_unions
+
+    return and_masks_by_name
+
+
+masking_utils.and_masks = _naming_unions(masking_utils.and_masks)
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, mask_of_layers)

@@ -157,6 +157,27 @@ def test_masks_of_both_directions_and_masks_that_models_read():
             assert as_sdpa(model, input_ids=ids, attention_mask=mask) < 1e-6
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("make", ["create_causal_mask", "create_sliding_window_causal_mask"])
+@pytest.mark.parametrize("begins", [0, 5])
+def test_blocks_of_both_directions_in_packed_rows(make, begins, is_compiled):
+    """Images in packed rows: a union within the rows is no causal mask, in graphs and outside of them."""
+    torch._dynamo.reset()
+    config = transformers.Gemma3TextConfig(**TOY, sliding_window=3)
+    positions = torch.cat([torch.arange(begins), torch.arange(12 - begins)])[None]
+    blocks = torch.tensor([[-1, 0, 0, 0, -1, -1, -1, 1, 1, 1, 1, -1]])
+
+    def mask():
+        given = {"inputs_embeds": torch.zeros(1, 12, 4), "attention_mask": None, "cache": None}
+        return getattr(transformers.masking_utils, make)(config, **given, position_ids=positions, block_sequence_ids=blocks)
+
+    config._attn_implementation = "sdpa"
+    expected = mask()
+    config._attn_implementation = "dta"
+    run = torch.compile(mask, backend="eager", fullgraph=True) if is_compiled else mask
+    assert torch.equal(run(), expected)
+
+
 def test_a_position_bias_stays():
     sizes = {"vocab_size": V, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
     config = transformers.T5Config(**sizes, is_decoder=True, use_cache=False)

@@ -7,13 +7,14 @@ that the prologue returns. Sizes are expressions over symbols, which `Executable
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import sympy
 import torch
 
-from dta_compile.executable.chunk import ChunkGraphs
+from dta_compile.executable.chunk import ChunkGraphs, Part
 from dta_compile.executable.code import Code
 from dta_compile.executable.layers import AttentionLayer, MixerLayer, RecurrentLayer
 from dta_compile.executable.layouts import Frame, Input, Layout
@@ -176,6 +177,7 @@ class Executable:
         trunk_keys, head_keys: what makes two prefixes, and two uses of a token, the same.
         region_parameters: the inputs that chunks read whole.
         joint: the graphs of a chunk.
+        parts: the same in parts: what comes before the first layer that mixes tokens, each such layer, the head.
         epilogue: from the inputs, the dense frontier values and the dense slots `epilogue_slots` to the outputs; None:
             `rest` runs in its place.
         row_epilogue: the same for one row; None: nothing is trained.
@@ -206,6 +208,7 @@ class Executable:
     head_keys: tuple[ChunkInput, ...]
     region_parameters: tuple[Input, ...]
     joint: ChunkGraphs
+    parts: tuple[Part, ...]
     epilogue: Code | None
     epilogue_slots: tuple[int, ...]
     row_epilogue: RowEpilogue | NoRowEpilogue | None
@@ -225,6 +228,12 @@ class Executable:
     def recurrent(self) -> list[RecurrentLayer]:
         """Those of the mixer layers that have a running state."""
         return [layer for layer in self.mixers if isinstance(layer, RecurrentLayer)]
+
+    @functools.cached_property
+    def whole(self) -> Part:
+        """All of a chunk as one part."""
+        frontier = tuple(range(len(self.frontier)))
+        return Part(self.joint, tuple(range(self.joint.inputs)), tuple(range(len(self.mixers))), (), (), frontier)
 
     @property
     def further(self) -> list[Executable]:

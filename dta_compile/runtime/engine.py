@@ -27,7 +27,7 @@ from dta_compile.runtime.measure.profiler import trace_artifact
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.replay.lease import ReplayCache
 from dta_compile.runtime.returned_cache import ReturnedCache
-from dta_compile.runtime.transparent import TreeFunction, no_autocast
+from dta_compile.runtime.transparent import dense_frontier, no_autocast
 from dta_compile.runtime.verification.self_check import self_check, verified
 
 logger = logging.getLogger("dta_compile")
@@ -103,9 +103,8 @@ class Engine:
         """A call under ordinary autograd; a KV cache among its outputs is computed now, or when it is read."""
         mode = "transparent" if self.executable.training and torch.is_grad_enabled() else "score"
         call = self.planned(args, mode, cache_now)
-        parameters = [args[spec.index] for spec in self.executable.region_parameters]
         with no_autocast():
-            frontier = TreeFunction.apply(call, *parameters)
+            frontier = dense_frontier(call)
         if not all(call.wanted):
             cache = ReturnedCache(call)
             node = next((one.grad_fn for one in frontier if one is not None and one.grad_fn is not None), None)

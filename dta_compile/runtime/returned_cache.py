@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.executable import FrontierValue
 from dta_compile.runtime.calls.planned_call import PlannedCall, plan_call
-from dta_compile.runtime.transparent import forward_half, gradient_of_cache, no_autocast
+from dta_compile.runtime.transparent import dense_frontier, gradient_of_cache, no_autocast
 
 __all__ = ["ReturnedCache"]
 
@@ -62,9 +62,7 @@ class ReturnedCache:
         wanted = [value.is_cache for value in call.executable.frontier]
         with _disable_current_modes(), torch.no_grad(), no_autocast():
             again = plan_call(call, "score", wanted)
-            executor, rows, _ = forward_half(again)
-            again.record(executor)
-            return [None if one is None else again.layout.expand(i, one) for i, one in enumerate(rows)]
+            return dense_frontier(again)
 
 
 def _state(value: torch.Tensor) -> tuple[int, int, int]:

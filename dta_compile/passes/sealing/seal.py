@@ -60,6 +60,7 @@ def seal(program: Program) -> Executable:
         head_keys=chunk_inputs(program.head_keys),
         region_parameters=tuple(program.region_parameters),
         joint=program.joint,
+        parts=tuple(program.parts),
         epilogue=Code.of(program.epilogue) if program.rest is None else None,
         epilogue_slots=tuple(slots[node] for node in program.epilogue_dense_inputs),
         row_epilogue=_row_epilogue(program),

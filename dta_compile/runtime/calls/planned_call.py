@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dta_compile.executable.chunk import Part
 from dta_compile.executable.executable import ChunkInput
+from dta_compile.executable.layers import MixerLayer
 from dta_compile.executable.pieces import NO_CODES, Codes
 from dta_compile.integrations.fully_shard import bytes_of_running
 from dta_compile.ops.dtypes import statistics_dtype
@@ -27,8 +29,11 @@ from dta_compile.runtime.calls.executor import ChunkData, Executor
 from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.calls.mixers import runtimes_of
 from dta_compile.runtime.measure.budget import chunk_sizes, default_budget
+from dta_compile.runtime.measure.stopwatch import Stopwatch
+from dta_compile.runtime.path.interface import AnyRuntime
 from dta_compile.runtime.path.stack import PathStack
 from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Booleans, Integers
+from dta_compile.runtime.rows.buffers import Gathered
 from dta_compile.runtime.rows.dense_to_tree import gathered
 from dta_compile.runtime.rows.tree_to_dense import BatchLayout
 
@@ -57,13 +62,26 @@ class PlannedCall(Call):
         return self.layout.rows
 
     @property
+    def by_stages(self) -> bool:
+        """Whether the ops of its schedule run layer by layer."""
+        return self.plan.schedule.sweep == "stages"
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """What the ops of its schedule run, one part after the other: layers, or all of a chunk at once."""
+        return self.executable.parts if self.by_stages else (self.executable.whole,)
+
+    @property
     def restarts(self) -> bool:
         """Whether states start anew with sequences of packed rows that the captured program itself runs through."""
         return self.masks.starts is not None and any(layer.mask is None for layer in self.executable.recurrent)
 
     def keeping_nothing(self) -> PlannedCall:
         """The call with a plan for another backward: the kept graphs are gone, so every chunk is recomputed."""
-        same_rows = dataclasses.replace(self.context.options, strategy=self.plan.schedule.strategy)
+        schedule = self.plan.schedule
+        same_rows = dataclasses.replace(
+            self.context.options, strategy=schedule.strategy, chunk_size=schedule.chunk_size, sweep=schedule.sweep
+        )
         made = make_plan(
             self.rows.tree,
             same_rows,
@@ -77,7 +95,7 @@ class PlannedCall(Call):
     def record(self, executor: Executor) -> None:
         """Note what the chunk runs of the schedule took, in the plan and for the cost model, as soon as they ended."""
         self.plan.estimates.replays = executor.lease.counts if executor.lease else None
-        self.context.note_run(self.plan, executor.stopwatch, self.device)
+        self.context.note_run(self.plan, self.stopwatch, self.device)
 
     @functools.cached_property
     def generated_code(self) -> Codes:
@@ -88,35 +106,68 @@ class PlannedCall(Call):
         # Ranks that run a call together would round apart if they ran different code.
         return generated.prepare(sorted(_graphs(self.plan)), wait=self.context.ranks.several)
 
-    def executor(self) -> Executor:
-        """An executor with a fresh stack."""
+    def executor(self, part: Part | None = None) -> Executor:
+        """An executor with a fresh stack, of a part or all of a chunk's stages."""
+        part = part or self.executable.whole
         codes = self.generated_code
         if self.executable.joint.generated is not None:
             self.plan.estimates.codegen = str(self.executable.joint.generated)
-        layers, capacity = self.executable.mixers, self.plan.simulation.peak_stack_tokens
-        attention, cache = self.context.options.attention, self.context.replays
-        runtimes = runtimes_of(self.executable, self.masks, self.device, attention)
-        data, lease = self._chunk_data(), None
-        if cache is not None and cache.pays(self.device, _runs(self.plan)):
-            lease = cache.lease(layers, runtimes, capacity, self.device, attention, data.parameters, codes)
-        path = lease.path if lease else PathStack(layers, runtimes, capacity, self.device)
-        executor = Executor(self.executable.joint, self.executable.frontier, data, self.rows, path, lease, codes)
+        data, frontier, lease = self._chunk_data(part), [self.executable.frontier[i] for i in part.frontier], None
+        cache, watch = self.context.replays, self.stopwatch
+        if cache is not None and part is self.executable.whole and cache.pays(self.device, _runs(self.plan)):
+            layers, capacity, attention = self._layers(part), self._capacity, self.context.options.attention
+            parameters = data.whole[: len(self.executable.region_parameters)]
+            lease = cache.lease(*layers, capacity, self.device, attention, parameters, codes)
+        path = lease.path if lease else self.path(part)
+        executor = Executor(part, frontier, data, self.rows, path, watch, lease, codes)
         if lease:
             weakref.finalize(executor, lease.arena.release)  # whatever way the call ends
         return executor
 
-    def _chunk_data(self) -> ChunkData:
+    def path(self, part: Part) -> PathStack:
+        """A fresh stack for the layers of a part."""
+        return PathStack(*self._layers(part), self._capacity, self.device)
+
+    def _layers(self, part: Part) -> tuple[list[MixerLayer], list[AnyRuntime]]:
+        return [self.executable.mixers[i] for i in part.layers], [self._runtimes[i] for i in part.layers]
+
+    @property
+    def _capacity(self) -> int:
+        return self.plan.simulation.peak_stack_tokens
+
+    @functools.cached_property
+    def _runtimes(self) -> list[AnyRuntime]:
+        return runtimes_of(self.executable, self.masks, self.device, self.context.options.attention)
+
+    @functools.cached_property
+    def stopwatch(self) -> Stopwatch:
+        """Times what its executors run."""
+        return Stopwatch(self.device, bool(self.generated_code))
+
+    def parameters(self, part: Part) -> list[torch.Tensor]:
+        """What a part reads of the region's parameters: the first of its inputs."""
+        specs = self.executable.region_parameters
+        return [self.args[specs[i].index] for i in part.inputs if i < len(specs)]
+
+    def _chunk_data(self, part: Part) -> ChunkData:
+        """The inputs of a part by what they run over."""
         executable, rows = self.executable, self.rows
-        trunk = [
-            gathered(item, self.dense[item.slot], rows, rows.row_positions, self.window(item.layout.frame))
-            for item in executable.trunk_inputs
-        ]
-        head = [
-            gathered(item, self.dense[item.slot], rows, rows.head_positions, self.window(item.layout.frame))
-            for item in executable.head_inputs
-        ]
-        parameters = [self.args[spec.index].detach() for spec in executable.region_parameters]
-        return ChunkData(parameters, [self.dense[slot] for slot in executable.constant_inputs], trunk, head)
+        first = len(executable.region_parameters)
+        after = first + len(executable.constant_inputs), len(executable.trunk_inputs)
+        readers = sum(after)
+        constants = [executable.constant_inputs[i - first] for i in part.inputs if first <= i < after[0]]
+        trunk = [executable.trunk_inputs[i - after[0]] for i in part.inputs if after[0] <= i < readers]
+        head = [executable.head_inputs[i - readers - 1] for i in part.inputs if i > readers]
+        whole = [*(one.detach() for one in self.parameters(part)), *(self.dense[slot] for slot in constants)]
+        return ChunkData(
+            whole,
+            [self._gathered(item, rows.row_positions) for item in trunk],
+            readers in part.inputs,
+            [self._gathered(item, rows.head_positions) for item in head],
+        )
+
+    def _gathered(self, item: ChunkInput, positions: Integers) -> Gathered:
+        return gathered(item, self.dense[item.slot], self.rows, positions, self.window(item.layout.frame))
 
 
 @dataclasses.dataclass(frozen=True)

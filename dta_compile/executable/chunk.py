@@ -17,7 +17,7 @@ from dta_compile.executable.code import Code
 
 __all__ = ["ChunkGraphs", "Generated", "Part", "Path", "Run", "Stage", "StageCode"]
 
-Run = Callable[..., Sequence[torch.Tensor]]
+Run = Callable[..., Sequence[Any]]
 Linear = tuple[float, float, float]
 
 
@@ -199,8 +199,8 @@ class Part:
     """Consecutive stages of a chunk, all of them or a layer, that a schedule's ops run; see `plan.schedule`.
 
     Attributes:
-        graphs: from those of a chunk's inputs and `reads` to `writes` and then frontier values; parts alike share them.
-        inputs: which of a chunk's inputs it reads, ascending: parameters, constants, the trunk's, head rows, the head's.
+        graphs: from `inputs` and `reads` to `writes`, and then frontier values; parts alike share them.
+        inputs: which of a chunk's inputs it reads, ascending: parameters, constants, the trunk's, the head's.
         layers: the numbers of its mixers' layers, which its graphs count from zero.
         reads, writes: numbers of the values that cross from part to part; of each there is a tensor a chunk.
         frontier: the frontier values that it computes.

@@ -11,6 +11,7 @@ from dta_compile.plan.tree.chunk import Chunk, Slice
 
 __all__ = [
     "MODES",
+    "SWEEPS",
     "Anchor",
     "Attach",
     "Backward",
@@ -18,7 +19,6 @@ __all__ = [
     "Op",
     "Pop",
     "Restore",
-    "SWEEPS",
     "Schedule",
     "format_op",
 ]

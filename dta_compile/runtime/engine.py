@@ -104,13 +104,13 @@ class Engine:
         mode = "transparent" if self.executable.training and torch.is_grad_enabled() else "score"
         call = self.planned(args, mode, cache_now)
         with no_autocast():
-            frontier = dense_frontier(call)
-        if not all(call.wanted):
+            found = dense_frontier(call)
+        frontier = [one for one in found if one is not None]
+        if len(frontier) < len(found):
             cache = ReturnedCache(call)
-            node = next((one.grad_fn for one in frontier if one is not None and one.grad_fn is not None), None)
-            if node is not None:
+            for node in {one.grad_fn for one in frontier if one.grad_fn is not None}:
                 node.register_prehook(lambda _: cache.expire())
-            frontier = [cache.tensor(i) if value is None else value for i, value in enumerate(frontier)]
+            frontier = [cache.tensor(i) if value is None else value for i, value in enumerate(found)]
         return Run(call, frontier, self.outputs_of(call, frontier), functools.partial(self.outputs_of, call))
 
     def planned(self, args: Sequence[Any], mode: str, with_cache: bool = True) -> PlannedCall:

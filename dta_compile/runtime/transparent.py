@@ -103,7 +103,7 @@ class TreeRun:
         begun = [(self.executor, self.backward_half)] if self.executor is not None else []
         self.executor, self.backward_half = None, ()  # the kept graphs serve one backward; another one recomputes
         given = self.by_chunk(received, len(self.part.reads))
-        call = self.call if begun or self.call.by_stages and not self.call.plan.keeps else self.call.keeping_nothing()
+        call = self.call if begun or (self.call.by_stages and not self.call.plan.keeps) else self.call.keeping_nothing()
 
         def run(call: PlannedCall) -> list[torch.Tensor | None]:
             executor, backward_half = begun.pop() if begun else self._again(call, given)

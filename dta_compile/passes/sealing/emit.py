@@ -29,9 +29,7 @@ def emit(program: Program) -> None:
         made = _Emitter(part.stages, codes, tuple(range(first, first + len(part.reads)))).graphs()
         facts = [getattr(made, field.name) for field in dataclasses.fields(made) if field.name != "working"]
         graphs = known.setdefault((*facts, *made.working.items()), made)
-        parts.append(
-            Part(graphs, part.inputs, part.layers, part.reads, part.writes, part.frontier, part.written_bytes)
-        )
+        parts.append(Part(graphs, part.inputs, part.layers, part.reads, part.writes, part.frontier, part.written_bytes))
     program.parts = tuple(parts)
 
 

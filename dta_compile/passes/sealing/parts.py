@@ -93,8 +93,8 @@ def _part(chunk: ChunkStages, first: int, stop: int) -> PartOfChunk:
     )
     memory = dict(chunk.memory_of_slots[slot] for slot in writes)
     written = total(memory.values()).per_token
-    found = inputs, layers, reads, writes, frontier
-    return PartOfChunk(of_part, *map(tuple, found), written)  # type: ignore[arg-type]
+    found = tuple(inputs), tuple(layers), tuple(reads), tuple(writes), tuple(frontier)
+    return PartOfChunk(of_part, *found, written)
 
 
 def _of(local: dict[int, int], slots: Sequence[int]) -> tuple[int, ...]:

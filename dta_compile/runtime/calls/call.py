@@ -9,6 +9,7 @@ from typing import Any
 import sympy
 import torch
 
+from dta_compile.executable.chunk import Part
 from dta_compile.executable.executable import ChunkInput, Executable
 from dta_compile.executable.layouts import Frame
 from dta_compile.options import Options
@@ -80,6 +81,11 @@ class Call:
     def executable(self) -> Executable:
         """What was compiled."""
         return self.context.executable
+
+    def parameters(self, part: Part) -> list[torch.Tensor]:
+        """What a part reads of the region's parameters: the first of its inputs."""
+        specs = self.executable.region_parameters
+        return [self.args[specs[i].index] for i in part.inputs if i < len(specs)]
 
     def window(self, frame: Frame | None) -> tuple[int, int]:
         """`(start, length)` of a frame."""

@@ -16,11 +16,11 @@ import torch
 
 from dta_compile.executable.chunk import Part
 from dta_compile.executable.executable import ChunkInput
-from dta_compile.executable.layers import MixerLayer
+from dta_compile.executable.layers import MixerLayer, RecurrentLayer
 from dta_compile.executable.pieces import NO_CODES, Codes
 from dta_compile.integrations.fully_shard import bytes_of_running
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.plan import Footprint, Limits, Plan, make_plan, peak_bytes
+from dta_compile.plan import Footprint, Limits, PartBytes, Plan, bytes_of_halves, make_plan
 from dta_compile.plan.schedule import Anchor, Backward, Forward
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import SplitPrefixes
@@ -86,7 +86,7 @@ class PlannedCall(Call):
             self.rows.tree,
             same_rows,
             mode="transparent",
-            limits=Limits(budget=0, footprint=_footprint(self)),
+            limits=Limits(budget=0, footprint=self.plan.limits.footprint),
             segments=self.plan.segments,
         )
         made.estimates.self_check = self.plan.estimates.self_check
@@ -144,11 +144,6 @@ class PlannedCall(Call):
         """Times what its executors run."""
         return Stopwatch(self.device, bool(self.generated_code))
 
-    def parameters(self, part: Part) -> list[torch.Tensor]:
-        """What a part reads of the region's parameters: the first of its inputs."""
-        specs = self.executable.region_parameters
-        return [self.args[specs[i].index] for i in part.inputs if i < len(specs)]
-
     def _chunk_data(self, part: Part) -> ChunkData:
         """The inputs of a part by what they run over."""
         executable, rows = self.executable, self.rows
@@ -198,7 +193,7 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     ranks.require_same("the tokens of a batch", *tokens.keys, rows.head_positions, rows.position_rows, plan.schedule)
     gathered, in_flight = bytes_of_running()
     plan.estimates.gathered_bytes = gathered
-    plan.estimates.peak_bytes = gathered + max(_peak_bytes(call, rows, plan, wanted), in_flight)
+    plan.estimates.peak_bytes = gathered + max(_peak_bytes(call, rows, plan, limits, wanted), in_flight)
     needed = [one if is_wanted else None for one, is_wanted in zip(read.used, wanted, strict=True)]
     layout = BatchLayout.of(
         executable.frontier, rows, needed, call.window, call.device, by_sequence=mode == "streaming"
@@ -254,15 +249,19 @@ def _split(
 
 def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
     """What the planner needs to know of this model, machine and batch."""
-    joint, budget = call.executable.joint, call.context.options.memory_budget
-    if budget is None:
-        budget = default_budget(call.device, _gradient_bytes(call))
+    executable, asked_for = call.executable, call.context.options.memory_budget
+    joint, whole = executable.joint, _bytes_of_part(call, executable.whole)
+    budget = default_budget(call.device, int(whole.sums)) if asked_for is None else asked_for
+    known = {part.graphs: _bytes_of_part(call, part) for part in executable.parts}
     return Limits(
         budget if mode == "transparent" else None,
-        _footprint(call),
+        asked_for is not None,
+        whole.footprint,
         call.context.calibration(call.device, _runs_generated(call)).cost_model(),
         rows.head_starts,
         chunk_sizes(budget, joint.token_bytes + joint.head_bytes),
+        whole,
+        tuple(known[part.graphs]._replace(sent=part.written_bytes) for part in executable.parts),
     )
 
 
@@ -271,38 +270,36 @@ def _runs_generated(call: Call) -> bool:
     return generated is not None and generated.is_used
 
 
-def _footprint(call: Call) -> Footprint:
-    joint, recurrent = call.executable.joint, call.executable.recurrent
+def _bytes_of_part(call: Call, part: Part) -> PartBytes:
+    graphs, mixers = part.graphs, [call.executable.mixers[i] for i in part.layers]
+    recurrent = [layer for layer in mixers if isinstance(layer, RecurrentLayer)]
     # A model whose only recurrences have states without entries still goes by them.
     state = max(sum(layer.running.bytes for layer in recurrent), 1) if recurrent else 0
-    return Footprint(joint.token_bytes, joint.head_bytes, joint.kv_bytes, joint.working, state)
+    footprint = Footprint(graphs.token_bytes, graphs.head_bytes, graphs.kv_bytes, graphs.working, state)
+    sums = 0
+    if call.executable.training:
+        parameters = call.parameters(part)
+        trained = (parameters[i] for i in graphs.grad_parameters)
+        sums = sum(one.numel() * statistics_dtype(one.dtype).itemsize for one in trained)
+    return PartBytes(footprint, sums, part.written_bytes)
 
 
-def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, wanted: Sequence[bool]) -> float:
+def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, limits: Limits, wanted: Sequence[bool]) -> float:
     """Most bytes that a call and its backward allocate at one time, besides what was gathered from other ranks."""
-    joint, frontier = call.executable.joint, list(compress(call.executable.frontier, wanted))
-    first, second = peak_bytes(rows.tree, plan.schedule, _footprint(call), rows.head_starts)
-    stack = joint.kv_bytes * plan.simulation.peak_stack_tokens
-    heads = len(rows.head_positions)
+    frontier = list(compress(call.executable.frontier, wanted))
+    parts = limits.parts if plan.schedule.sweep == "stages" else (limits.whole,)
+    stack_tokens, heads = plan.simulation.peak_stack_tokens, len(rows.head_positions)
+    first, second = bytes_of_halves(rows.tree, plan.schedule, parts, stack_tokens, rows.head_starts)
     stored = sum(heads * math.prod(value.features) * value.dtype.itemsize for value in frontier)
     dense = sum(
         call.batch * call.window(value.layout.frame)[1] * math.prod(value.features) * value.dtype.itemsize
         for value in frontier
     )
-    forward = stack + stored + first
+    forward = stored + first
     if not call.executable.training or plan.schedule.mode == "score":
         return max(forward, stored + dense)
-    # The values, the gradients that come for them, and these summed onto rows; KV has gradients too.
-    return max(forward, 2 * stack + 2 * dense + stored + _gradient_bytes(call) + second)
-
-
-def _gradient_bytes(call: Call) -> int:
-    """Bytes that the gradients of parameters are summed in."""
-    if not call.executable.training:
-        return 0
-    parameters = [call.args[spec.index] for spec in call.executable.region_parameters]
-    trained = (parameters[i] for i in call.executable.joint.grad_parameters)
-    return sum(one.numel() * statistics_dtype(one.dtype).itemsize for one in trained)
+    # The values, the gradients that come for them, and these summed onto rows.
+    return max(forward, 2 * dense + stored + second)
 
 
 @dataclasses.dataclass(frozen=True)

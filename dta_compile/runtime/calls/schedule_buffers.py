@@ -1,5 +1,5 @@
-"""What a schedule, or a half of it, reads and writes besides the path: rows of the frontier, sums of gradients, and what
-crosses from one part of a chunk's stages to another."""
+"""What a schedule, or a half of it, reads and writes besides the path: rows of the frontier, sums of gradients, and
+what crosses from one part of a chunk's stages to another."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ class ScheduleBuffers:
     gradients_of_received: dict[Chunk, Sequence[torch.Tensor | None]] = dataclasses.field(default_factory=dict)
     gradients_of_sent: Mapping[Chunk, Sequence[torch.Tensor | None]] = dataclasses.field(default_factory=dict)
 
-    def write(
-        self, chunk: Chunk, heads: Rows, sent: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
-    ) -> None:
+    def write(self, chunk: Chunk, heads: Rows, sent: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """Store the frontier values `[rows, *features]` of some head rows, and make room for their gradients; and what
         the chunk has for later parts."""
         if sent:

@@ -143,7 +143,7 @@ def estimate(
     made: list[tuple[str, Plan]] = []
     for name, budget in ((f"{default / 1e9:.1f} GB kept", default), ("nothing kept", 0), ("all kept", None)):
         sizes = _chunk_sizes(default if budget is None else budget, footprint)
-        made.append((name, make_plan(tree, options, limits=Limits(budget, True, footprint, cost, heads, sizes))))
+        made.append((name, make_plan(tree, options, limits=Limits(budget, footprint, cost, heads, sizes))))
     ours = tuple(_ours(f"dta, {name}", plan, footprint, fixed) for name, plan in made)
     others = tuple(_others(tree, heads, cost, footprint, fixed))
     return Estimate(made[0][1], int(heads[-1]), fixed, ours, others, cost.source, uncertainty)

@@ -155,23 +155,23 @@ class Limits:
 
     Attributes:
         budget: bytes that may be kept from the first to the second phase; None keeps all.
-        is_asked_for: the budget is the user's own, not a share of what is free.
         footprint: bytes per token and chunk, and of running states if the model has any.
         cost: seconds per amount of work.
         head_starts: of the shared tree, see `simulate`; None: one head row per token.
         chunk_sizes: for users who name none, the sizes of chunks to choose from, ascending. Multiples of the 64 tokens
             that recurrences compute in one go.
-        whole, parts: bytes of all layers, and of each part that a sweep of stages runs; no parts: it does not pay.
+        whole, parts: bytes of all layers, and of each part that a sweep of stages runs; no parts: not known.
+        is_asked_for: the budget is the user's own, not a share of what is free.
     """
 
     budget: int | None = None
-    is_asked_for: bool = False
     footprint: Footprint = dataclasses.field(default_factory=Footprint)
     cost: CostModel = dataclasses.field(default_factory=CostModel)
     head_starts: IntArray | None = None
     chunk_sizes: tuple[int, ...] = (CHUNK_TOKENS,)
     whole: PartBytes = dataclasses.field(default_factory=lambda: PartBytes(Footprint()))
     parts: tuple[PartBytes, ...] = ()
+    is_asked_for: bool = False
 
     def unshared(self, shared: PrefixTree, unshared: PrefixTree) -> Limits:
         """The same for the tree without sharing, whose tokens have as many head rows on average."""

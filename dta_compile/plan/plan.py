@@ -249,7 +249,7 @@ def plan(
         if not 0 <= value <= MOST_BYTES:
             raise OptionError(f"bad value for {name}", expected=f"a number from 0 to {MOST_BYTES}", got=str(value)[:80])
     footprint = Footprint(graph_token=bytes_per_token or 1.0, kv_token=kv_bytes_per_token, state=state_bytes)
-    limits, split = Limits(parsed.memory_budget, footprint=footprint), None
+    limits, split = Limits(parsed.memory_budget, footprint), None
     given = None if isinstance(sequences, PrefixTree) else each(sequences)
     tree: Iterable[Any] | PrefixTree = sequences if given is None else given
     if routes is not None:

@@ -17,6 +17,9 @@ from dta_compile.passes.sealing.parts import parts_of
 from dta_compile.passes.stage_graphs import ChunkStages, Memory, StageGraphs
 
 
+SHARED = ("working", "generated")  # fields of `ChunkGraphs`: no key, or the same everywhere
+
+
 @contract(reads=["stages"], fills=["joint", "parts"])
 def emit(program: Program) -> None:
     """Fill `program.joint` and `program.parts`."""
@@ -27,7 +30,7 @@ def emit(program: Program) -> None:
     for part in parts_of(program.stages):
         first = len(part.inputs)
         made = _Emitter(part.stages, codes, tuple(range(first, first + len(part.reads)))).graphs()
-        facts = [getattr(made, field.name) for field in dataclasses.fields(made) if field.name != "working"]
+        facts = [getattr(made, field.name) for field in dataclasses.fields(made) if field.name not in SHARED]
         graphs = known.setdefault((*facts, *made.working.items()), made)
         parts.append(Part(graphs, part.inputs, part.layers, part.reads, part.writes, part.frontier, part.written_bytes))
     program.parts = tuple(parts)

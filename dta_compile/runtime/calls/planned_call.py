@@ -255,13 +255,13 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
     known = {part.graphs: _bytes_of_part(call, part) for part in executable.parts}
     return Limits(
         budget if mode == "transparent" else None,
-        asked_for is not None,
         whole.footprint,
         call.context.calibration(call.device, _runs_generated(call)).cost_model(),
         rows.head_starts,
         chunk_sizes(budget, joint.token_bytes + joint.head_bytes),
         whole,
         tuple(known[part.graphs]._replace(sent=part.written_bytes) for part in executable.parts),
+        asked_for is not None,
     )
 
 

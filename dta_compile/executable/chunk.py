@@ -159,6 +159,12 @@ class ChunkGraphs:
         return [whole[i].t() for i in self.transposed]
 
     @functools.cached_property
+    def differentiated_reads(self) -> frozenset[int]:
+        """Positions of what is `received` that gets a gradient."""
+        taken = {slot for stage in self.stages for slot in stage.gradients}
+        return frozenset(i for i, slot in enumerate(self.received) if slot in taken)
+
+    @functools.cached_property
     def run_cache_only(self) -> Run:
         """An anchor: writes the states of a chunk's spine to the path; returns nothing."""
         stages = [stage for stage in self.stages if stage.only_states is not None]

@@ -88,7 +88,8 @@ class TreeRun:
             executor.leave_path()
         if executor.keeps or not self.call.by_stages:
             self.executor, self.backward_half = executor, left
-        sent = [one for chunk in self.chunks for one in buffers.sent.get(chunk, ())]
+        # Tensors of their own: those that kept graphs have would hold the node of autograd that holds the graphs.
+        sent = [one.detach() for chunk in self.chunks for one in buffers.sent.get(chunk, ())]
         rows: list[RowBuffer | None] = list(buffers.outputs)
         del executor, buffers
         frontier = [
@@ -152,11 +153,18 @@ class TreeRun:
         executor.run(ops, buffers, on_attach=lambda sequences: True)
         of_received = buffers.gradients_of_received
         del buffers
+        if not of_received and self.chunks and any(grad is not None for grad in grads):
+            of_received[self.chunks[0]] = self._zeros(received[self.chunks[0]] if received else ())
         used = {i for i, grad in enumerate(grads[sent:], written) if grad is not None}
         used |= {i for i in range(written) if any(grad is not None for grad in grads[i:sent:written])}
         of_parameters = finished_gradients(joint, totals, parameters, used, copy=lease is not None)
         nothing = [None] * len(self.part.reads)
         return [*(grad for chunk in self.chunks for grad in of_received.get(chunk, nothing)), *of_parameters]
+
+    def _zeros(self, received: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Gradients for parts before, which are as good as none, but say that parameters there have zeros."""
+        taken = self.part.graphs.differentiated_reads
+        return [torch.zeros_like(one) if i in taken else None for i, one in enumerate(received)]
 
 
 class TreeFunction(torch.autograd.Function):

@@ -16,7 +16,6 @@ from dta_compile.passes.program import Program
 from dta_compile.passes.sealing.parts import parts_of
 from dta_compile.passes.stage_graphs import ChunkStages, Memory, StageGraphs
 
-
 SHARED = ("working", "generated")  # fields of `ChunkGraphs`: no key, or the same everywhere
 
 

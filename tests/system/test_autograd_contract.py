@@ -300,7 +300,7 @@ def test_a_finished_step_keeps_no_activations(model, compiled, backward):
     try:
         assert alive() == 0
         out = compiled(IDS)
-        assert alive() == 1
+        assert alive() > 0
         if backward:
             weighted(out).backward()
         else:

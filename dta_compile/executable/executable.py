@@ -180,6 +180,7 @@ class Executable:
         parts: the same in parts: what comes before the first layer that mixes tokens, each such layer, the head.
         epilogue: from the inputs, the dense frontier values and the dense slots `epilogue_slots` to the outputs; None:
             `rest` runs in its place.
+        epilogue_reads: the inputs of the call that it reads.
         row_epilogue: the same for one row; None: nothing is trained.
         outputs: of the call.
         rest: of a function that runs the model on further batches: from the inputs and the dense frontier values.
@@ -211,6 +212,7 @@ class Executable:
     parts: tuple[Part, ...]
     epilogue: Code | None
     epilogue_slots: tuple[int, ...]
+    epilogue_reads: tuple[int, ...]
     row_epilogue: RowEpilogue | NoRowEpilogue | None
     outputs: tuple[Output, ...]
     rest: Executable | None

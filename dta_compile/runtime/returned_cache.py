@@ -52,11 +52,18 @@ class ReturnedCache:
     @torch._dynamo.disable
     def _computed(self) -> list[torch.Tensor | None]:
         call = self.call
-        if call is None or any(_state(value) != state for value, state in self.state):
+        is_sharded = call is not None and call.context.layers is not None  # other ranks would have to gather as well
+        if call is None or is_sharded or any(_state(value) != state for value, state in self.state):
             raise RuntimeContractError(
                 "the returned KV cache is computed when it is read, and it is too late for that",
                 expected="a read before the call's backward, with its parameters and inputs as they were",
-                got="one after the backward" if call is None else "others, changed in place or freed",
+                got=(
+                    "parameters that are gathered from other ranks, layer by layer"
+                    if is_sharded
+                    else "one after the backward"
+                    if call is None
+                    else "others, changed in place or freed"
+                ),
                 hint="read past_key_values before, or call the model under torch.no_grad() for a KV cache",
             )
         wanted = [value.is_cache for value in call.executable.frontier]

@@ -48,14 +48,17 @@ class TreeRun:
 
     Attributes:
         call: that is run; another one once memory did not suffice for what its plan keeps.
+        number: of the part.
         chunks: of the tree, in the order of what crosses from part to part.
         is_first: no part before it goes backward, so that its backward ends that of the call.
         is_last: it ends the forward.
+        used: what crosses from part to part and gradients depend on, as far as a backward has come.
         executor: of the forward half, with what is kept for one backward; another backward recomputes.
     """
 
-    def __init__(self, call: PlannedCall, part: Part, chunks: Sequence[Chunk], is_first: bool, is_last: bool) -> None:
-        self.call, self.part, self.chunks, self.is_first, self.is_last = call, part, chunks, is_first, is_last
+    def __init__(self, call: PlannedCall, number: int, chunks: Sequence[Chunk], is_first: bool, used: set[int]) -> None:
+        self.call, self.number, self.part, self.chunks = call, number, call.parts[number], chunks
+        self.is_first, self.is_last, self.used = is_first, number + 1 == len(call.parts), used
         self.executor: Executor | None = None
         self.backward_half: Sequence[Op] = ()
 
@@ -101,6 +104,8 @@ class TreeRun:
         self, grads: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
         """Run the backward half; gradients of what was received, then of the part's parameters."""
+        if self.call.context.layers is not None:
+            self.call.context.layers.begin_backward(self.number)
         begun = [(self.executor, self.backward_half)] if self.executor is not None else []
         self.executor, self.backward_half = None, ()  # the kept graphs serve one backward; another one recomputes
         given = self.by_chunk(received, len(self.part.reads))
@@ -134,8 +139,13 @@ class TreeRun:
     ) -> list[torch.Tensor | None]:
         if call.by_stages:
             executor.path = call.path(self.part)
-        joint, lease, written = self.part.graphs, executor.lease, len(self.part.writes)
+        part, joint, lease, written = self.part, self.part.graphs, executor.lease, len(self.part.writes)
         sent = written * len(self.chunks)
+        used = {i for i, grad in enumerate(grads[sent:], written) if grad is not None}
+        used |= {i for i, value in enumerate(part.writes) if value in self.used}
+        if not used:
+            return [None] * (self.received + len(parameters))
+        self.used |= {part.reads[i] for i in joint.differentiated_reads}
         gradients, active = row_gradients(call, executor, grads[sent:]), None
         if self.part.frontier:
             active = rows_with_gradient(gradients, len(executor.head_rows), executor.path.device)
@@ -153,26 +163,23 @@ class TreeRun:
         executor.run(ops, buffers, on_attach=lambda sequences: True)
         of_received = buffers.gradients_of_received
         del buffers
-        if not of_received and self.chunks and any(grad is not None for grad in grads):
-            of_received[self.chunks[0]] = self._zeros(received[self.chunks[0]] if received else ())
-        used = {i for i, grad in enumerate(grads[sent:], written) if grad is not None}
-        used |= {i for i in range(written) if any(grad is not None for grad in grads[i:sent:written])}
         of_parameters = finished_gradients(joint, totals, parameters, used, copy=lease is not None)
-        nothing = [None] * len(self.part.reads)
+        nothing = [None] * len(part.reads)
         return [*(grad for chunk in self.chunks for grad in of_received.get(chunk, nothing)), *of_parameters]
-
-    def _zeros(self, received: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Gradients for parts before, which are as good as none, but say that parameters there have zeros."""
-        taken = self.part.graphs.differentiated_reads
-        return [torch.zeros_like(one) if i in taken else None for i, one in enumerate(received)]
 
 
 class TreeFunction(torch.autograd.Function):
     """What a part of a call computes, as a function of what other parts do and of the region's parameters: what crosses
-    to other parts, chunk by chunk, and dense frontier values."""
+    to other parts, chunk by chunk, and dense frontier values.
+
+    First of all a link of no meaning from part to part (None where there is but one): it makes all parts go backward,
+    from the last to the first, however little there is to do: other ranks wait for the groups of each.
+    """
 
     @staticmethod
-    def forward(ctx: Any, run: TreeRun, *tensors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def forward(
+        ctx: Any, run: TreeRun, link: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         """Of what is received, then parameters; returns what is sent, then frontier values, None for those not
         wanted."""
         outputs = run.forward(tensors[: run.received])
@@ -182,10 +189,10 @@ class TreeFunction(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *(out for i, out in enumerate(outputs) if out is not None and not run.is_differentiable(i))
         )
-        return tuple(outputs)
+        return (None if link is None else link.clone(), *outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, link: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run the backward half; returns a gradient, or None, for everything that it is a function of."""
         if torch.is_grad_enabled():
             raise RuntimeContractError(
@@ -204,7 +211,8 @@ class TreeFunction(torch.autograd.Function):
         run: TreeRun = ctx.run
         saved, received = _unchanged(ctx), run.received
         parameters = saved[received : received + len(run.call.parameters(run.part))]
-        return (None, *run.backward(grads, saved[:received], parameters))
+        gradients = run.backward(grads, saved[:received], parameters)
+        return (None, torch.zeros(1) if run.call.by_stages else None, *gradients)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> NoReturn:
@@ -256,19 +264,24 @@ def dense_frontier(call: PlannedCall) -> list[torch.Tensor | None]:
     found: list[torch.Tensor | None] = [None] * len(call.executable.frontier)
     crossing: dict[int, list[torch.Tensor]] = {}  # tensors chunk by chunk
     parts, chunks = call.parts, call.plan.schedule.chunks if call.by_stages else ()
+    link, layers, used = torch.zeros(1) if call.by_stages else None, call.context.layers, set[int]()
     last_read = {value: number for number, part in enumerate(parts) for value in part.reads}
     first = next((number for number, part in enumerate(parts) if part.graphs.differentiated), 0)
     for number, part in enumerate(parts):
-        run = TreeRun(call, part, chunks, number == first, part is parts[-1])
+        run = TreeRun(call, number, chunks, number == first, used)
         received = [crossing[value][i] for i in range(len(chunks)) for value in part.reads]
-        outputs = TreeFunction.apply(run, *received, *call.parameters(part))
+        if layers is not None:
+            layers.begin(number)
+        link, *outputs = TreeFunction.apply(run, link, *received, *call.parameters(part))
+        if layers is not None:
+            layers.end(number)
         call = run.call
         del received
         for value in part.reads:
             if last_read[value] == number:
                 del crossing[value]
         sent = len(part.writes) * len(chunks)
-        crossing |= {value: list(outputs[i : sent : len(part.writes)]) for i, value in enumerate(part.writes)}
+        crossing |= {value: outputs[i : sent : len(part.writes)] for i, value in enumerate(part.writes)}
         for i, output in zip(part.frontier, outputs[sent:], strict=True):
             found[i] = output
     return found

@@ -87,10 +87,10 @@ class Gathered:
         for group in groups_of(modules):
             if _is_out_of_date(group):
                 free(group, "IDLE")
-        self._layers = {state: module for state, module in modules.items() if is_of_a_layer(state)}
-        self.is_complete = not self._layers
-        _gather({state: module for state, module in modules.items() if state not in self._layers})
-        for state, module in self._layers.items():
+        self.layers = {state: module for state, module in modules.items() if is_of_a_layer(state)}
+        self.is_complete = not self.layers
+        _gather({state: module for state, module in modules.items() if state not in self.layers})
+        for state, module in self.layers.items():
             _make_unsharded(state, module)
             show_unsharded(state)
         _alive.add(self)
@@ -100,14 +100,14 @@ class Gathered:
         """Gather all that is not."""
         if not self.is_complete:
             self.is_complete = True
-            _gather(self._layers)
+            _gather(self.layers)
 
     def before_backward(self, _: Any = None) -> None:
         """Called by autograd before it goes through a graph of the call, once for each of its outputs."""
         left = {
             state: module
             for state, module in self.modules.items()
-            if not self.runs_layer_by_layer or state not in self._layers
+            if not self.runs_layer_by_layer or state not in self.layers
         }
         _gather(left)
         for state in left:
@@ -117,7 +117,7 @@ class Gathered:
 
     def leave(self) -> None:
         """The call returns: layers that are not together look like it no more."""
-        for group in groups_of(self._layers):
+        for group in groups_of(self.layers):
             if not group.is_unsharded:
                 for parameter in group.fsdp_params:
                     parameter._setattr_on_modules(parameter.sharded_param)
@@ -170,14 +170,18 @@ def held() -> Iterator[Callable[[], None]]:
 
 
 def bytes_of_running() -> tuple[int, int]:
-    """Bytes on this rank of what the calls now running have gathered: of whole parameters, with their gradients that
-    wait for a reduction; and the most that was in flight on the way there."""
-    sizes, waiting = [0, 0], 0
-    for group in groups_of(state for call in _of_thread.running for state in call.modules):
-        sizes.append(sum(_bytes(parameter._unsharded_param) for parameter in group.fsdp_params))
-        for parameter in group.fsdp_params:
-            waiting += _bytes(parameter.unsharded_accumulated_grad) + _bytes(parameter._unsharded_param.grad)
-    return sum(sizes) + waiting, sum(sorted(sizes)[-2:])
+    """Bytes on this rank of what the calls now running have gathered, layer by layer those of two layers: of whole
+    parameters, with their gradients that wait for a reduction; and the most that is in flight on the way there."""
+    together, by_layer, waiting = [0, 0], [0, 0], 0
+    for call in running():
+        for state in call.modules:
+            for group in groups_of([state]):
+                sizes = by_layer if call.runs_layer_by_layer and state in call.layers else together
+                sizes.append(sum(_bytes(parameter._unsharded_param) for parameter in group.fsdp_params))
+                for parameter in group.fsdp_params:
+                    waiting += _bytes(parameter.unsharded_accumulated_grad) + _bytes(parameter._unsharded_param.grad)
+    largest = sum(sorted(by_layer)[-2:])
+    return sum(together) + largest + waiting, sum(sorted(together + by_layer)[-2:])
 
 
 def _bytes(tensor: torch.Tensor | None) -> int:
@@ -338,7 +342,7 @@ def _before(hook: Hook, state: Any) -> Hook:
 def _complete(state: Any) -> None:
     """A module runs by itself, between graphs of a call: FSDP2 would take what it gathers for it away from them."""
     for call in running():
-        if state in call.modules:
+        if state in call.layers:
             call.complete()
 
 

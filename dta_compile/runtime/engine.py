@@ -107,7 +107,7 @@ class Engine:
     def _layer_groups(self, args: Sequence[Any]) -> LayerGroups | None:
         """What gathers sharded parameters layer by layer, if the call can do with that; else all are gathered now."""
         executable, found = self.executable, None
-        can = self.rest is None and self.options.sweep != "chunks" and not self.ranks.several
+        can = self.rest is None and self.options.sweep == "stages" and not self.ranks.several
         if can and self.options.verify in ("auto", "off") and len(executable.parts) > 1:
             specs = executable.region_parameters
             of_parts = [[args[specs[i].index] for i in part.inputs if i < len(specs)] for part in executable.parts]

@@ -34,15 +34,23 @@ def compiled(model):
     return torch.compile(model, backend="dta")
 
 
-@settings(max_examples=120, **QUICK)
+@settings(max_examples=50, **QUICK)
 @given(case=cases, chosen=options, loss=st.sampled_from(sorted(LOSSES)))
 def test_forward_and_backward(model, compiled, case, chosen, loss):
     check_transparent(model, compiled, case, chosen, loss)
 
 
-@settings(max_examples=80, **QUICK)
-@given(case=cases, chosen=options)
-def test_streaming(model, compiled, case, chosen):
+MANY = {**QUICK, "max_examples": 250, "derandomize": False}
+
+
+@pytest.mark.slow
+@settings(**MANY)
+@given(case=cases, chosen=options, loss=st.sampled_from(sorted(LOSSES)))
+def test_many_batches(model, compiled, case, chosen, loss):
+    check_transparent(model, compiled, case, chosen, loss)
+
+
+def check_streaming(model, compiled, case, chosen):
     weights = weights_like(torch.zeros(*case.ids.shape, 31, dtype=torch.float64))
 
     def loss_of_row(row, logits):
@@ -60,7 +68,20 @@ def test_streaming(model, compiled, case, chosen):
     assert_same(actual, after(model, eager))
 
 
-@settings(max_examples=40, **QUICK)
+@settings(max_examples=30, **QUICK)
+@given(case=cases, chosen=options)
+def test_streaming(model, compiled, case, chosen):
+    check_streaming(model, compiled, case, chosen)
+
+
+@pytest.mark.slow
+@settings(**MANY)
+@given(case=cases, chosen=options)
+def test_many_streaming_steps(model, compiled, case, chosen):
+    check_streaming(model, compiled, case, chosen)
+
+
+@settings(max_examples=20, **QUICK)
 @given(case=cases, chosen=options)
 def test_scoring(model, compiled, case, chosen):
     with torch.no_grad():

@@ -87,7 +87,7 @@ def test_a_batch_of_one_padded_sequence(name):
         assert_equal(actual, reference(model, batch, loss), tolerance)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gpt_neox"])
 def test_no_padding(name):
     tolerance = FAMILIES[name][2]
     model = build(name)

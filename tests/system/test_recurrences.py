@@ -442,14 +442,14 @@ def test_two_models_alternate():
 
 
 def test_checkpointed_layers():
-    one = Compiled("das")
+    one = Compiled("da")
     one.model.checkpoints = True
     check_forks(one, one.with_options(SMALL, FORKS.arguments))
 
 
 def test_frozen_parameters():
     """A frozen first layer, whose states get no gradients; and then nothing but a convolution is trained."""
-    one = Compiled("dcl")
+    one = Compiled("dc")
     for part in (one.model.embedding, one.model.blocks[0]):
         part.requires_grad_(False)
     check_forks(one, one.with_options(SMALL, FORKS.arguments))

@@ -208,8 +208,6 @@ def test_a_model_of_transformers():
     assert not generated(compiled).failures
 
 
-@pytest.mark.slow
-@needs_compiler
 @needs_compiler
 def test_code_is_for_the_default_dtype_of_its_process(monkeypatch):
     x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
@@ -226,6 +224,8 @@ def test_code_is_for_the_default_dtype_of_its_process(monkeypatch):
     assert torch.get_default_dtype() is torch.float32
 
 
+@pytest.mark.slow
+@needs_compiler
 def test_bfloat16_loses_no_more_than_twice_what_aten_does():
     ids, found = shared_ids(8, 20), {}
     exact = TinyLM(layers=1)

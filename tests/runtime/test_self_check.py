@@ -208,7 +208,7 @@ def test_axes_that_are_indexed_by_data_are_not_cut(monkeypatch):
 
 class Bfloat16(TinyLM):
     def __init__(self):
-        super().__init__(layers=2)
+        super().__init__(layers=1)
         self.bfloat16()
 
 

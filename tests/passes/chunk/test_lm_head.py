@@ -545,7 +545,7 @@ def test_logits_of_masked_entries_are_minus_infinity():
 LARGE = 1000
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+@pytest.fixture(scope="module", params=[pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def large(request):
     torch._dynamo.reset()
     config = transformers.Qwen3Config(

@@ -40,8 +40,7 @@ def results(tmp_path_factory):
 
 
 # On two ranks, in one run; all others are on four, or slow.
-QUICK = ("rows come back", "packed rows come back", "a bad batch", "ddp", "fsdp2", "per layer, llama by accelerate")
-QUICK += ("per layer, calls of all kinds",)
+QUICK = ("rows come back", "packed rows come back", "a bad batch", "ddp", "fsdp2", "per layer, calls of all kinds")
 
 
 @pytest.mark.parametrize("scenario", QUICK)

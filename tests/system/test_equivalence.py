@@ -91,8 +91,13 @@ def test_scoring(model, compiled, case, chosen):
         assert_same(torch.where(case.mask[..., None], logits, 0.0), reference(model, case))
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize("strategy", ["packed", "vanilla", "dfs"])
+@pytest.mark.parametrize(
+    ("strategy", "padding"),
+    [
+        *(("packed", "right"), ("packed", "left"), ("vanilla", "right"), ("dfs", "left")),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("vanilla", "left"), ("dfs", "right"))),
+    ],
+)
 @pytest.mark.parametrize("sequences", [chain(40), fan(49), [[2]] * 6, [[], [3], [], [3, 1]], [[i] for i in range(9)]])
 def test_extreme_trees(model, compiled, sequences, strategy, padding):
     for budget in (0, None):

@@ -220,8 +220,10 @@ def straight_through(block, x, q, k, v):
         (counter, "the model writes to"),
         (no_grad_write, "writes to a value with a gradient behind autograd's back"),
         (detached_write, "writes to a value with a gradient behind autograd's back"),
-        (detached_write_with_a_gradient, "writes to a value with a gradient behind autograd's back"),
-        (data_write, "writes to a value with a gradient behind autograd's back"),
+        *(
+            pytest.param(write, "writes to a value with a gradient behind autograd's back", marks=pytest.mark.slow)
+            for write in (detached_write_with_a_gradient, data_write)
+        ),
         (eager_attention, "attn_implementation='sdpa'"),
         (soft_cap, "attn_implementation='sdpa'"),
         (straight_through, "`x + (y - x).detach()` has the value of y and the gradient of x"),
@@ -332,7 +334,13 @@ class OneLayer(nn.Module):
         return self.mix(*split.permute(2, 0, 3, 1, 4))
 
 
-@pytest.mark.parametrize("mix", WRITTEN_OUT.values(), ids=WRITTEN_OUT)
+@pytest.mark.parametrize(
+    "mix",
+    [
+        pytest.param(mix, id=name, marks=[pytest.mark.slow] if name in ("baddbmm", "einsum", "by hand") else [])
+        for name, mix in WRITTEN_OUT.items()
+    ],
+)
 def test_attention_in_any_other_spelling_is_refused(mix):
     torch._dynamo.reset()
     with pytest.raises(RefusalError, match=r"attention is written out|attention through _scaled") as caught:

@@ -217,14 +217,16 @@ def test_a_model_of_transformers():
 
 
 @needs_compiler
-def test_code_is_for_the_default_dtype_of_its_process(monkeypatch):
+def test_code_is_for_the_default_dtype_of_its_process():
     x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
     text = "def forward(self, input_0):\n    return ((input_0 > 0) * 0.1 + input_0,)\n"
     takes = Input(x.dtype, x.device, tuple(x.shape), x.stride())
     narrow = Source(text, (), 0, (takes,))
-    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
-    wide = Source(text, (), 0, (takes,))
-    monkeypatch.undo()
+    torch.set_default_dtype(torch.float64)
+    try:
+        wide = Source(text, (), 0, (takes,))
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert torch.get_default_dtype() is torch.float32 and wide != narrow
     assert len({*kept.keys([narrow, wide])}) == 2
     (result,) = inductor.load(inductor.generate(wide)).run([x])

@@ -711,7 +711,22 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+LIKE_OTHERS = {
+    "chunks of other sizes",
+    "chunks that count padding",
+    "a quotient of nothing",
+    "both beyond 64 bits",
+    "positions beyond 64 bits",
+    "rounded by promotion",
+    "steps of a half",
+    "a far window",
+    "sequences in pieces, by two numbers",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in REFUSED]
+)
 def test_masks_that_are_refused(name):
     make_mask, inputs, error, message = REFUSED[name]
     with pytest.raises(error) as caught:

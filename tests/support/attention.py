@@ -226,11 +226,13 @@ UNREAD = [  # what is not finite, of which token of `FORKED`, and a limit
 
 def unread(*softcaps: float):
     """Parameters `(value, operand, token, limit, softcap)`; slow is what differs from others in several of them."""
+    found = []
     for value, (operand, token, limit), softcap in itertools.product((math.nan, math.inf, 1e200), UNREAD, softcaps):
         changes = (not math.isnan(value)) + (token not in (11, 1)) + bool(softcap)
         marks = [pytest.mark.slow] if changes > 1 else []
         name = f"{value}-{operand}-{token}-{limit or 'all'}-{softcap}"
-        yield pytest.param(value, operand, token, limit, softcap, marks=marks, id=name)
+        found.append(pytest.param(value, operand, token, limit, softcap, marks=marks, id=name))
+    return found
 
 
 def check_unread(run, operand: str, token: int, value: float, tolerance: float = TIGHT) -> None:

@@ -24,13 +24,14 @@ N ?= 200
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo rl test test-all test-verl fuzz fuzz-data lint format bench bench-all d3 docs clean
+.PHONY: help setup demo rl test test-all test-slow test-verl fuzz fuzz-data lint format bench bench-all d3 docs clean
 
 help:
 	@echo "make demo       set up, then train a small model with eager and with dta side by side"
 	@echo "make rl         set up, then train agents by reinforcement learning, dense and dta: 15 minutes on two cores"
 	@echo "make test       set up, then ruff, mypy and the whole test suite"
 	@echo "make test-all   the same with the tests that take long"
+	@echo "make test-slow  set up, then the tests that take long alone"
 	@echo "make test-verl  set up verl apart, then what is tested with it and with its transformers"
 	@echo "make bench      set up, then the speed floors (benchmarks/floors.py)"
 	@echo "make bench-all  set up, then every baseline, with plots; BENCH=\"--suite full\" takes hours"
@@ -67,6 +68,9 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -m "" --durations=10 --numprocesses auto --dist loadfile
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow --durations=10 --numprocesses auto --dist loadfile
 
 test-verl: $(VENV_VERL)/.installed
 	$(VENV_VERL)/bin/python -m pytest --durations=10 --numprocesses auto --dist loadfile $(VERL_TESTS)

@@ -28,10 +28,10 @@ def results(tmp_path_factory):
     """What the worker's scenarios came to, by number of ranks; a run for each number that is asked for."""
 
     @functools.cache
-    def run(ranks):
+    def run(ranks, *names):
         file = tmp_path_factory.mktemp("ranks") / "results.json"
         launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = [sys.executable, "-m", *launch, "-m", "tests.support.distributed_worker", str(file)]
+        command = [sys.executable, "-m", *launch, "-m", "tests.support.distributed_worker", str(file), *names]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(file.read_text())
@@ -39,16 +39,29 @@ def results(tmp_path_factory):
     return run
 
 
+# On two ranks, in one run; all others are on four, or slow.
+QUICK = ("rows come back", "packed rows come back", "a bad batch", "ddp", "fsdp2", "per layer, calls of all kinds")
+
+
+@pytest.mark.parametrize("scenario", QUICK)
+def test_two_ranks_agree_with_one_process(results, scenario):
+    found = results(2, *QUICK)[scenario]
+    assert found == "", found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "ranks"),
     [
-        pytest.param(name, n, marks=[pytest.mark.slow] if n > 2 else [])
+        (name, n)
         for name, (ranks, _) in distributed_worker.SCENARIOS.items()
         for n in ranks
+        if n > 2 or name not in QUICK
     ],
 )
 def test_ranks_agree_with_one_process(results, scenario, ranks):
-    assert results(ranks)[scenario] == "", results(ranks)[scenario]
+    found = results(ranks, *([scenario] if ranks == 2 else []))[scenario]
+    assert found == "", found
 
 
 @pytest.fixture

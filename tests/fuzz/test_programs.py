@@ -12,7 +12,7 @@ from tests.fuzz.grammar import PLAIN
 from tests.fuzz.minimise import minimised
 from tests.fuzz.program import load, verdict
 
-PROGRAMS = 9
+PROGRAMS = 6
 
 
 @pytest.mark.parametrize("number", range(PROGRAMS))

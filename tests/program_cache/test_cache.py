@@ -21,8 +21,8 @@ from tests.support.tiny import (
     PACKED_IDS,
     SEGMENTS,
     SMALL_CHUNKS,
+    BareLM,
     StatedLM,
-    TinyLM,
     after,
     shared_ids,
     weighted,
@@ -33,11 +33,11 @@ MASK = torch.ones(5, 9, dtype=torch.bool)
 MASK[1, 6:] = MASK[3, 8:] = False
 
 
-class SmallLM(TinyLM):
-    """One layer, and what attributes of the model say."""
+class SmallLM(BareLM):
+    """One attention, and what attributes of the model say."""
 
     def __init__(self):
-        super().__init__(layers=1)
+        super().__init__()
         self.scale, self.function = 1.0, torch.tanh
 
     def forward(self, ids, mask=None):
@@ -56,10 +56,7 @@ class OfCodebooks(SmallLM):
     """Ids `[B, S, K]`: the passes make K a constant, under a guard."""
 
     def forward(self, ids, mask=None):
-        x = self.embedding(ids).sum(2)
-        for block in self.blocks:
-            x = block(x, None)
-        return self.head(self.norm(x))
+        return self.head(self.mix(self.embedding(ids).sum(2)))
 
 
 @pytest.fixture(autouse=True)

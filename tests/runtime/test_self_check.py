@@ -8,7 +8,7 @@ import dta_compile
 from dta_compile.errors import VerificationError
 from dta_compile.runtime.verification import sample, self_check
 from tests.support.inside import inside
-from tests.support.tiny import SMALL_CHUNKS, TinyLM, assert_same, log_probs, shared_ids, weighted
+from tests.support.tiny import SMALL_CHUNKS, BareLM, TinyLM, assert_same, log_probs, shared_ids, weighted
 
 
 def dta(function, **options):
@@ -29,7 +29,7 @@ def check_line(compiled):
 def steps():
     """A compiled model whose self-check can be run again and again."""
     torch._dynamo.reset()
-    model = TinyLM(layers=1)
+    model = BareLM()
     compiled = dta(model, **SMALL_CHUNKS)
     compiled(shared_ids(5, 40))
 
@@ -71,7 +71,7 @@ def test_why_nothing_was_compared(steps, monkeypatch, where, name, value, says):
 
 def test_empty_batches_are_no_first_call():
     mask = torch.zeros(3, 8, dtype=torch.bool)
-    masked = dta(TinyLM(layers=1))
+    masked = dta(BareLM())
     masked(shared_ids(3, 8), mask)
     assert check_line(masked) is None and not engine_of(masked).checked
     masked(shared_ids(3, 8), torch.ones_like(mask))
@@ -128,7 +128,7 @@ def test_a_divergence_of_equal_models_is_only_rounding(dtype, monkeypatch):
     """Its gradient is zero but for rounding, as at the first step of a run with a penalty on it; a wrong one is not."""
     from dta_compile.runtime.path.stack import PathStack
 
-    model, reference = TinyLM(layers=1).to(dtype), TinyLM(layers=1).to(dtype).requires_grad_(False)
+    model, reference = BareLM().to(dtype), BareLM().to(dtype).requires_grad_(False)
 
     def divergence(ids):
         mine, theirs = model(ids).log_softmax(-1), reference(ids).log_softmax(-1)
@@ -158,7 +158,7 @@ def test_an_operator_with_a_wrong_rule_is_found():
 
     sums.register_fake(torch.empty_like)
     sums.register_autograd(lambda ctx, grad: grad.flip(1).cumsum(1).flip(1))
-    model = TinyLM(layers=1)
+    model = BareLM()
     dta_compile.register_token_rule(torch.ops.dta_test_self_check.sums.default, pointwise)
     try:
         with pytest.raises(VerificationError, match=r"output 0 .*differs"):
@@ -189,7 +189,7 @@ def test_rows_and_columns_around_a_fork(steps, monkeypatch):
 def test_axes_that_are_indexed_by_data_are_not_cut(monkeypatch):
     """Otherwise indices would be out of bounds, which ends the process on a GPU."""
     monkeypatch.setattr(sample, "LEAST_TOKENS", 32)
-    model = TinyLM(layers=1)
+    model = BareLM()
 
     def last(ids, at):
         return model(ids).gather(1, at[:, None, None].expand(-1, -1, 31))
@@ -208,11 +208,11 @@ def test_axes_that_are_indexed_by_data_are_not_cut(monkeypatch):
 
 class Bfloat16(TinyLM):
     def __init__(self):
-        super().__init__(layers=2)
+        super().__init__(layers=1)
         self.bfloat16()
 
 
-@pytest.mark.parametrize("build", [lambda: TinyLM(layers=1), lambda: TinyLM(layers=1).float(), Bfloat16])
+@pytest.mark.parametrize("build", [lambda: BareLM(), lambda: BareLM().float(), Bfloat16])
 def test_rounding_and_padding_are_no_mismatch(build):
     """Sums that cancel, ties, values at padding, infinities, whole numbers: right programs pass in every precision."""
     model = build()
@@ -242,7 +242,7 @@ def test_rounding_and_padding_are_no_mismatch(build):
 
 
 def test_programs_that_are_not_comparable():
-    model = TinyLM(layers=1)
+    model = BareLM()
     ids = shared_ids()
 
     def noisy(ids):
@@ -258,7 +258,7 @@ def test_programs_that_are_not_comparable():
 
 def test_whole_calls():
     """`first` and `always` compare what they return, and leave gradients and hooks to the user's backward."""
-    model = TinyLM(layers=1)
+    model = BareLM()
     compiled, seen = dta(model, verify="always"), []
     handle = model.head.weight.register_hook(seen.append)
     out = compiled(shared_ids())
@@ -273,7 +273,7 @@ def test_whole_calls():
 
 
 def test_without():
-    compiled = dta(nn.Sequential(TinyLM(layers=1)), verify="off")
+    compiled = dta(nn.Sequential(BareLM()), verify="off")
     compiled(shared_ids())
     assert check_line(compiled) is None
 
@@ -291,7 +291,7 @@ def test_padding_that_comes_near_by_chance_is_not_compared():
 @pytest.mark.parametrize("counts_padding", [True, False])
 def test_a_metric_that_counts_padding_is_refused_though_no_gradient_tells_of_it(counts_padding):
     torch._dynamo.reset()
-    model, ids = TinyLM(layers=1), shared_ids(4, 9)
+    model, ids = BareLM(), shared_ids(4, 9)
     mask = torch.arange(9) < torch.tensor([[9], [6], [9], [7]])
 
     def function(ids, mask):

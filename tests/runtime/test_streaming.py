@@ -8,7 +8,7 @@ from torch import nn
 
 import dta_compile
 from dta_compile.errors import RefusalError, RuntimeContractError
-from tests.support.tiny import SMALL_CHUNKS, TinyLM, after, assert_same, log_probs, shared_ids, weights_like
+from tests.support.tiny import SMALL_CHUNKS, BareLM, after, assert_same, log_probs, shared_ids, weights_like
 
 IDS = shared_ids()
 
@@ -25,7 +25,7 @@ class Policy(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.lm = TinyLM(layers=1)
+        self.lm = BareLM()
         self.scale, self.coefficient = (nn.Parameter(torch.tensor(x, dtype=torch.float64)) for x in (0.7, 1.5))
         self.kept = []
 

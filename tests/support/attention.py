@@ -6,8 +6,10 @@ Run(Case(shape, window=3), Reference).check()
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -220,6 +222,17 @@ UNREAD = [  # what is not finite, of which token of `FORKED`, and a limit
     *((operand, 9, limit) for operand in ("query", "key", "value", "grad") for limit in ({"window": 3}, {"chunk": 4})),
     ("above", 1, {"window": 3}),
 ]
+
+
+def unread(*softcaps: float):
+    """Parameters `(value, operand, token, limit, softcap)`; slow is what differs from others in several of them."""
+    found = []
+    for value, (operand, token, limit), softcap in itertools.product((math.nan, math.inf, 1e200), UNREAD, softcaps):
+        changes = (not math.isnan(value)) + (token not in (11, 1)) + bool(softcap)
+        marks = [pytest.mark.slow] if changes > 1 else []
+        name = f"{value}-{operand}-{token}-{limit or 'all'}-{softcap}"
+        found.append(pytest.param(value, operand, token, limit, softcap, marks=marks, id=name))
+    return found
 
 
 def check_unread(run, operand: str, token: int, value: float, tolerance: float = TIGHT) -> None:

@@ -66,6 +66,27 @@ class TinyLM(nn.Module):
         return self.head(self.hidden(ids, mask))
 
 
+class BareLM(TinyLM):
+    """Attention without weights in place of blocks: half the time to compile, for tests of what is around blocks."""
+
+    def __init__(self, seed: int = 0, width: int = WIDTH) -> None:
+        super().__init__(seed, width, layers=0)
+
+    def hidden(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        positions, pairs = torch.arange(ids.shape[1], device=ids.device), None
+        if mask is not None:
+            positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+            triangle = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
+            pairs = triangle & mask[:, None, None, :]
+        return self.mix(self.embedding(ids) + self.position(positions), pairs)
+
+    def mix(self, x: torch.Tensor, pairs: torch.Tensor | None = None) -> torch.Tensor:
+        """All between embeddings and head."""
+        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(heads, heads, heads, pairs, is_causal=pairs is None)
+        return self.norm(x + y.transpose(1, 2).flatten(2))
+
+
 class StatedLM(TinyLM):
     """Attention by the public function, with all that it has, within segments `[B, T]`."""
 

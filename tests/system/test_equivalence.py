@@ -34,15 +34,23 @@ def compiled(model):
     return torch.compile(model, backend="dta")
 
 
-@settings(max_examples=120, **QUICK)
+@settings(max_examples=50, **QUICK)
 @given(case=cases, chosen=options, loss=st.sampled_from(sorted(LOSSES)))
 def test_forward_and_backward(model, compiled, case, chosen, loss):
     check_transparent(model, compiled, case, chosen, loss)
 
 
-@settings(max_examples=80, **QUICK)
-@given(case=cases, chosen=options)
-def test_streaming(model, compiled, case, chosen):
+MANY = {**QUICK, "max_examples": 250, "derandomize": False}
+
+
+@pytest.mark.slow
+@settings(**MANY)
+@given(case=cases, chosen=options, loss=st.sampled_from(sorted(LOSSES)))
+def test_many_batches(model, compiled, case, chosen, loss):
+    check_transparent(model, compiled, case, chosen, loss)
+
+
+def check_streaming(model, compiled, case, chosen):
     weights = weights_like(torch.zeros(*case.ids.shape, 31, dtype=torch.float64))
 
     def loss_of_row(row, logits):
@@ -60,7 +68,20 @@ def test_streaming(model, compiled, case, chosen):
     assert_same(actual, after(model, eager))
 
 
-@settings(max_examples=40, **QUICK)
+@settings(max_examples=30, **QUICK)
+@given(case=cases, chosen=options)
+def test_streaming(model, compiled, case, chosen):
+    check_streaming(model, compiled, case, chosen)
+
+
+@pytest.mark.slow
+@settings(**MANY)
+@given(case=cases, chosen=options)
+def test_many_streaming_steps(model, compiled, case, chosen):
+    check_streaming(model, compiled, case, chosen)
+
+
+@settings(max_examples=20, **QUICK)
 @given(case=cases, chosen=options)
 def test_scoring(model, compiled, case, chosen):
     with torch.no_grad():
@@ -70,8 +91,13 @@ def test_scoring(model, compiled, case, chosen):
         assert_same(torch.where(case.mask[..., None], logits, 0.0), reference(model, case))
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize("strategy", ["packed", "vanilla", "dfs"])
+@pytest.mark.parametrize(
+    ("strategy", "padding"),
+    [
+        *(("packed", "right"), ("packed", "left"), ("vanilla", "right"), ("dfs", "left")),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("vanilla", "left"), ("dfs", "right"))),
+    ],
+)
 @pytest.mark.parametrize("sequences", [chain(40), fan(49), [[2]] * 6, [[], [3], [], [3, 1]], [[i] for i in range(9)]])
 def test_extreme_trees(model, compiled, sequences, strategy, padding):
     for budget in (0, None):

@@ -13,7 +13,7 @@ from tests.support.tiny import (
     SMALL_CHUNKS,
     VOCABULARY,
     WIDTH,
-    TinyLM,
+    BareLM,
     after,
     assert_same,
     log_probs,
@@ -34,13 +34,13 @@ REWARDS = ADVANTAGES[:, 0].clone()
 CLASS_WEIGHTS = weights_like(torch.zeros(VOCABULARY, dtype=torch.float64)).abs()
 
 
-class WithValues(TinyLM):
+class WithValues(BareLM):
     """A policy with a value head, and a frozen reference model inside."""
 
     def __init__(self):
-        super().__init__(layers=1)
+        super().__init__()
         self.value = nn.Linear(WIDTH, 1).double()
-        self.frozen = TinyLM(seed=9, layers=1).requires_grad_(False)
+        self.frozen = BareLM(seed=9).requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +84,20 @@ CROSS_ENTROPY = {
 }
 
 
+def test_cross_entropy(model):
+    def losses(ids):
+        logits = model(ids, MASK)
+        return torch.stack([loss(logits) * number for number, loss in enumerate(CROSS_ENTROPY.values(), 1)])
+
+    _, numbers = check(model, losses, IDS)
+    assert numbers <= 2 * len(CROSS_ENTROPY) < VOCABULARY  # `[B, S, V]` logits never leave the tree
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CROSS_ENTROPY)
-def test_cross_entropy(model, name):
+def test_cross_entropy_alone(model, name):
     _, numbers = check(model, lambda ids: CROSS_ENTROPY[name](model(ids, MASK)), IDS)
-    assert numbers <= 2  # `[B, S, V]` logits never leave the tree
+    assert numbers <= 2
 
 
 def test_labels_do_not_split_prefixes(model):
@@ -136,7 +146,7 @@ LOSSES_OF_LOG_PROBS = {
 }
 
 
-INSIDE = ("sequence level (GSPO)", "contrastive over the batch", "softmax over rows", "one token of one row")
+INSIDE = ("sequence level (GSPO)", "contrastive over the batch", "one token of one row")
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +155,7 @@ def compiled_log_probs(model):
 
 
 @pytest.mark.parametrize("name", LOSSES_OF_LOG_PROBS)
-def test_any_loss_of_log_probs_outside_and_inside(model, compiled_log_probs, name):
+def test_any_loss_of_log_probs_outside(model, compiled_log_probs, name):
     real = MASK[:, 1:].double()
 
     def step(forward):
@@ -155,8 +165,14 @@ def test_any_loss_of_log_probs_outside_and_inside(model, compiled_log_probs, nam
 
     expected = after(model, lambda: step(lambda ids: per_token(model, ids)))
     assert_same(after(model, lambda: step(compiled_log_probs)), expected)
-    if name in INSIDE:
-        check(model, lambda ids: LOSSES_OF_LOG_PROBS[name](*per_token(model, ids), real), IDS)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in INSIDE else pytest.param(name, marks=pytest.mark.slow) for name in LOSSES_OF_LOG_PROBS]
+)
+def test_any_loss_of_log_probs_inside(model, name):
+    real = MASK[:, 1:].double()
+    check(model, lambda ids: LOSSES_OF_LOG_PROBS[name](*per_token(model, ids), real), IDS)
 
 
 def policy_and_reference(model, ids):
@@ -185,7 +201,10 @@ def one_model_twice(model, ids):
     return ((log_probs(model(ids), ids) - old).exp() * ADVANTAGES).mean()
 
 
-@pytest.mark.parametrize("function", [policy_and_reference, full_kl, reference_by_detach, one_model_twice])
+@pytest.mark.parametrize(
+    "function",
+    [policy_and_reference, full_kl, one_model_twice, pytest.param(reference_by_detach, marks=pytest.mark.slow)],
+)
 def test_two_forward_passes_over_the_same_ids(model, function):
     plan, numbers = check(model, lambda ids: function(model, ids), IDS)
     assert numbers <= 3 or function is full_kl  # its sum runs over tokens and vocabulary at once
@@ -227,7 +246,12 @@ SLICES = {
 }
 
 
-@pytest.mark.parametrize("name", SLICES)
+LIKE_THE_LAST = ("from k", "one before the last", "completion of a prompt")  # a window of tokens, in other words
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_THE_LAST else name for name in SLICES]
+)
 def test_slices_of_the_tokens(model, name):
     def loss(ids):
         picked = SLICES[name](model, ids)
@@ -251,7 +275,7 @@ def test_regularisers_and_learned_loss_weights(model):
 
     def loss(ids):
         log = log_probs(model(ids), ids)
-        penalty = sum(parameter.pow(2).sum() for parameter in model.blocks.parameters())
+        penalty = sum(parameter.pow(2).sum() for parameter in model.norm.parameters())
         return (balance.softmax(0) * torch.stack([-log.mean(), penalty])).sum()
 
     check(model, loss, IDS)

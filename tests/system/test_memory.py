@@ -5,7 +5,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import dta_compile
+from dta_compile.options import Options
 from dta_compile.runtime.calls.executor import Executor
+from tests.support.inside import inside
 from tests.support.tiny import TinyLM, after, assert_same
 
 TREES = {"fan": (200, 16, 40), "branches": (150, 4, 200), "nothing shared": (0, 12, 150)}  # prefix, rows, suffix
@@ -58,10 +60,11 @@ def training_step(model, options):
 
 @pytest.mark.parametrize("strategy", ["packed", pytest.param("dfs", marks=pytest.mark.slow)])
 def test_the_predicted_peak_is_the_measured_one(strategy):
+    torch._dynamo.reset()
+    options = {"strategy": strategy, "chunk_size": 256}
+    compiled, step = training_step(long_context_model(), options)
     for budget in BUDGETS:
-        torch._dynamo.reset()
-        options = {"strategy": strategy, "memory_budget": budget, "chunk_size": 256}
-        compiled, step = training_step(long_context_model(), options)
+        inside(compiled).use(Options(**options, memory_budget=budget))
         for tree in TREES.values():
             ids = batch(*tree)
             step(ids)

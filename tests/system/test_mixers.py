@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -89,7 +90,7 @@ class Compiled:
         return inside(self.function).engines[0].program
 
 
-@pytest.fixture(scope="module", params=["t", "at", "tat"])
+@pytest.fixture(scope="module", params=["tat", *(pytest.param(kinds, marks=pytest.mark.slow) for kinds in ("t", "at"))])
 def compiled(request):
     return Compiled(request.param)
 
@@ -106,21 +107,29 @@ options = st.builds(
 )
 
 
-@settings(max_examples=25, **QUICK)
+@settings(max_examples=20, **QUICK)
 @given(case=cases, chosen=options, loss=losses)
 def test_any_batch(compiled, case, chosen, loss):
     compiled.check(case, chosen, loss)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, 5, 10_000])
-@pytest.mark.parametrize("budget", [0, None])
-@pytest.mark.parametrize("strategy", ["packed", "vanilla", "dfs"])
-def test_forks_and_chains(compiled, chunk_size, budget, strategy):
+OFTEN = {("packed", 0, 1), ("packed", 0, 3), ("packed", None, 3), ("packed", None, 10_000)}
+OFTEN |= {("vanilla", 0, 3), ("vanilla", None, 10_000), ("dfs", 0, 10_000), ("dfs", None, 3)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "budget", "chunk_size"),
+    [
+        one if one in OFTEN else pytest.param(*one, marks=pytest.mark.slow)
+        for one in itertools.product(("packed", "vanilla", "dfs"), (0, None), (1, 2, 3, 5, 10_000))
+    ],
+)
+def test_forks_and_chains(compiled, strategy, budget, chunk_size):
     for sequences in (fan(20), chain(12), [[1, 2, 3, 4]] * 4):
         compiled.check(make_case(sequences, "none"), Options(chunk_size, strategy, memory_budget=budget))
 
 
-@settings(max_examples=15, **QUICK)
+@settings(max_examples=10, **QUICK)
 @given(case=cases, chosen=options)
 def test_streaming(compiled, case, chosen):
     def loss_of_row(row, logits):
@@ -174,7 +183,7 @@ def test_layers_are_told_apart(compiled):
 
 def test_explaining_names_the_mixer():
     torch._dynamo.reset()
-    text = dta_compile.explain(MixedLM("tat"), torch.zeros(3, 5, dtype=torch.int64)).text
+    text = dta_compile.explain(MixedLM("tt"), torch.zeros(3, 5, dtype=torch.int64)).text
     assert "\nother mixers\n  2 layers: toy\n" in text
 
 

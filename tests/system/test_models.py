@@ -87,7 +87,7 @@ def test_a_batch_of_one_padded_sequence(name):
         assert_equal(actual, reference(model, batch, loss), tolerance)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gpt_neox"])
 def test_no_padding(name):
     tolerance = FAMILIES[name][2]
     model = build(name)
@@ -283,7 +283,12 @@ OPERATORS = {
 }
 
 
-@pytest.mark.parametrize("group", OPERATORS)
+ONE_BY_ONE = ("products", "reductions", "pointwise")  # their rules are tried on samples; in the others they meet
+
+
+@pytest.mark.parametrize(
+    "group", [pytest.param(group, marks=pytest.mark.slow) if group in ONE_BY_ONE else group for group in OPERATORS]
+)
 def test_hand_written_module(group):
     model = HandWritten(OPERATORS[group]).double()
     sequences = [s for s in rollouts(V, seed=5, length=12) if len(s) > 6]

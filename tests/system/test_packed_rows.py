@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import dta_compile
 from tests.support.families import FAMILIES, V, build
 from tests.support.helpers import assert_equal, make_batch, measure, random_loss, reference, rollouts
-from tests.support.tiny import SMALL_CHUNKS, TinyLM, after, assert_same, weighted
+from tests.support.tiny import SMALL_CHUNKS, BareLM, after, assert_same, weighted
 
 ROLLOUTS = rollouts(V)
 
@@ -80,11 +80,11 @@ def test_models(name):
     assert (statistics[1].sequences, statistics[1].tokens) == (plan.stats.sequences + extra, plan.stats.tokens + extra)
 
 
-class Packed(TinyLM):
+class Packed(BareLM):
     """Attention within segments `[B, T]`; segment 0 is padding if it `pads`. Positions are counted in each segment."""
 
     def __init__(self, window=None, pads=True):
-        super().__init__(layers=1)
+        super().__init__()
         self.window, self.pads = window, pads
 
     def hidden(self, ids, segments):
@@ -96,10 +96,7 @@ class Packed(TinyLM):
             mask = mask & (index[:, None] - index < self.window)
         if self.pads:
             mask = mask & (segments != 0)[:, None]
-        x = self.embedding(ids) + self.position(positions)
-        for block in self.blocks:
-            x = block(x, mask[:, None])
-        return self.norm(x)
+        return self.mix(self.embedding(ids) + self.position(positions), mask[:, None])
 
 
 def check(model, compiled, rows, tail=0):

@@ -25,7 +25,7 @@ from tests.support.helpers import (
 )
 from tests.support.recurrent import FAMILIES, V, build, no_float32_islands
 
-QUICK = ("qwen3_next", "mamba2", "lfm2")
+QUICK = ("qwen3_next", "mamba2")
 ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 ROUNDING = 5e-6  # of what is as exact in eager mode

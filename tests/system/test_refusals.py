@@ -38,11 +38,19 @@ class Block(nn.Module):
         return x + self.mlp(y)
 
 
+class Plain(nn.Module):
+    """Attention without weights, for there to be one behind what is refused."""
+
+    def forward(self, x):
+        heads = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        return x + F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
+
+
 class Model(nn.Module):
     def __init__(self, change=lambda *_: None):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(change), Block(lambda *_: None)])
+        self.blocks = nn.ModuleList([Block(change), Plain()])
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, ids):
@@ -212,8 +220,10 @@ def straight_through(block, x, q, k, v):
         (counter, "the model writes to"),
         (no_grad_write, "writes to a value with a gradient behind autograd's back"),
         (detached_write, "writes to a value with a gradient behind autograd's back"),
-        (detached_write_with_a_gradient, "writes to a value with a gradient behind autograd's back"),
-        (data_write, "writes to a value with a gradient behind autograd's back"),
+        *(
+            pytest.param(write, "writes to a value with a gradient behind autograd's back", marks=pytest.mark.slow)
+            for write in (detached_write_with_a_gradient, data_write)
+        ),
         (eager_attention, "attn_implementation='sdpa'"),
         (soft_cap, "attn_implementation='sdpa'"),
         (straight_through, "`x + (y - x).detach()` has the value of y and the gradient of x"),
@@ -324,7 +334,13 @@ class OneLayer(nn.Module):
         return self.mix(*split.permute(2, 0, 3, 1, 4))
 
 
-@pytest.mark.parametrize("mix", WRITTEN_OUT.values(), ids=WRITTEN_OUT)
+@pytest.mark.parametrize(
+    "mix",
+    [
+        pytest.param(mix, id=name, marks=[pytest.mark.slow] if name in ("baddbmm", "einsum", "by hand") else [])
+        for name, mix in WRITTEN_OUT.items()
+    ],
+)
 def test_attention_in_any_other_spelling_is_refused(mix):
     torch._dynamo.reset()
     with pytest.raises(RefusalError, match=r"attention is written out|attention through _scaled") as caught:

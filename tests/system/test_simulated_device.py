@@ -37,9 +37,12 @@ def check_gradients(device, model, expected):
         device.put(parameter).grad = None
 
 
-@pytest.mark.parametrize("options", [{}, {"memory_budget": 0}, {"strategy": "vanilla"}, {"strategy": "dfs"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"memory_budget": 0}, {"strategy": "dfs"}, pytest.param({"strategy": "vanilla"}, marks=pytest.mark.slow)],
+)
 def test_a_step_on_the_device(options):
-    model = TinyLM()
+    model = TinyLM(layers=1)
     expected = expected_of(model)
     with simulated() as device:
         compiled = torch.compile(model, backend="dta", options={"chunk_size": 5, "attention": "reference", **options})
@@ -54,7 +57,7 @@ def test_a_step_on_the_device(options):
 
 
 def test_a_streaming_step_on_the_device():
-    model = TinyLM()
+    model = TinyLM(layers=1)
     _, expected = expected_of(model)
     with simulated() as device:
         compiled = torch.compile(model, backend="dta", options={"chunk_size": 5, "attention": "reference"})
@@ -69,7 +72,7 @@ def test_a_streaming_step_on_the_device():
 
 
 def test_scoring_on_the_device():
-    model = TinyLM()
+    model = TinyLM(layers=1)
     with simulated() as device, torch.no_grad():
         out = torch.compile(model, backend="dta", options={"attention": "reference"})(IDS, MASK)
     torch.testing.assert_close(out.host[MASK], model(IDS, MASK)[MASK].detach(), rtol=1e-9, atol=1e-12)

@@ -6,14 +6,14 @@ import torch.nn.functional as F
 
 import dta_compile
 from dta_compile.errors import RefusalError
-from tests.support.tiny import VOCABULARY, WIDTH, TinyLM, after, assert_same, log_probs, shared_ids, weighted
+from tests.support.tiny import VOCABULARY, WIDTH, BareLM, after, assert_same, log_probs, shared_ids, weighted
 
 OPTIONS = {"chunk_size": 3, "codegen": "eager"}
 
 
 @pytest.fixture
 def model():
-    return TinyLM(layers=1)
+    return BareLM()
 
 
 def compiled_function(function, **options):
@@ -34,13 +34,11 @@ def assert_equals_eager(function, compiled, model, *args):
 
 
 def run_from_embeddings(model, x):
-    for block in model.blocks:
-        x = block(x, None)
-    return model.head(model.norm(x))
+    return model.head(model.mix(x))
 
 
 def test_chosen_and_rejected_of_different_lengths_with_a_reference_model(model):
-    frozen = TinyLM(seed=3, layers=1).requires_grad_(False)
+    frozen = BareLM(seed=3).requires_grad_(False)
 
     def preference(chosen, rejected):
         chosen_log_prob = log_probs(model(chosen), chosen).sum(-1)
@@ -123,7 +121,7 @@ def test_weights_that_were_computed_outside_also_as_wide_as_the_batch_is_long(mo
     compiled = compiled_function(with_weights)
     for batch in ((16, 16), (5, 9)):
         ids = shared_ids(*batch)
-        assert_equals_eager(with_weights, compiled, model, ids, lambda: model.blocks[0].query.weight[:, :5] * 2, merged)
+        assert_equals_eager(with_weights, compiled, model, ids, lambda: model.head.weight[:WIDTH, :5] * 2, merged)
 
 
 @pytest.mark.slow

@@ -11,7 +11,17 @@ from torch.utils.checkpoint import checkpoint
 from dta_compile.errors import RefusalError
 from tests.support.helpers import EXACT, Batch, assert_equal, make_batch, measure, random_loss, reference
 from tests.support.inside import inside
-from tests.support.tiny import SMALL_CHUNKS, VOCABULARY, WIDTH, TinyLM, after, assert_same, log_probs, shared_ids
+from tests.support.tiny import (
+    SMALL_CHUNKS,
+    VOCABULARY,
+    WIDTH,
+    BareLM,
+    TinyLM,
+    after,
+    assert_same,
+    log_probs,
+    shared_ids,
+)
 
 EXPERTS, HIDDEN = 3, 6
 
@@ -221,8 +231,8 @@ class Shared(Mixtral):
 class Model(TinyLM):
     """`TinyLM` with a mixture behind each block."""
 
-    def __init__(self, mixture, **arguments):
-        super().__init__()
+    def __init__(self, mixture, layers=1, **arguments):
+        super().__init__(layers=layers)
         self.mixtures = nn.ModuleList([mixture(**arguments) for _ in self.blocks])
         self.double()
 
@@ -265,7 +275,7 @@ def one_by_one(every, fast):
 
 @pytest.mark.parametrize("mixture", one_by_one(WAYS, (DeepSeek, TokensOfSequences)))
 def test_written_as(mixture):
-    assert_exact(Model(mixture))
+    assert_exact(Model(mixture, layers=2 if mixture is DeepSeek else 1))
 
 
 @pytest.mark.parametrize("kind", one_by_one(["norm", "unsafe"], ["unsafe"]))
@@ -445,7 +455,7 @@ STEPS = [mean_of_selected, selected_by_model, of_some_sequences, in_python]
 @pytest.mark.parametrize("step", one_by_one(STEPS, [mean_of_selected, in_python]))
 def test_selections_outside_of_the_model(step):
     torch._dynamo.reset()
-    model, ids = TinyLM(), shared_ids()
+    model, ids = BareLM(), shared_ids()
     compiled = torch.compile(lambda ids: step(model, ids), backend="dta", options=SMALL_CHUNKS)
 
     def run(step):

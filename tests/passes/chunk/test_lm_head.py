@@ -27,7 +27,7 @@ from tests.support.helpers import (
     rollouts,
 )
 from tests.support.inside import inside
-from tests.support.tiny import VOCABULARY, WIDTH, TinyLM
+from tests.support.tiny import VOCABULARY, WIDTH, BareLM
 
 PASS = importlib.import_module("dta_compile.passes.chunk.lm_head")
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def small_vocabularies(monkeypatch):
 
 @pytest.fixture
 def model():
-    return TinyLM(layers=1)
+    return BareLM()
 
 
 def labelled_batch(vocabulary=VOCABULARY):
@@ -199,7 +199,36 @@ SEVERAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("spelling", [*SPELLINGS, *SEVERAL], ids=lambda function: function.__name__)
+# The reading of logits is one for all that follows from them: a spelling that it does not know leaves all of them.
+TOGETHER = {
+    "log-probs": ([*SPELLINGS[:7], z_loss, several_labels], 1),
+    "entropies": ([entropy, entropy_of_softmax, entropy_by_logsumexp, entropy_normalised, both], 1),
+    "scaled": ([temperature, multiplied, temperature_tensor, temperature_of_the_token, two_temperatures], 5),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_spellings_side_by_side(model, name):
+    spellings, heads = TOGETHER[name]
+
+    def side_by_side(logits, labels):
+        found = [spelling(logits, labels) for spelling in spellings]
+        return tuple(value for one in found for value in (one if isinstance(one, tuple) else (one,)))
+
+    outputs = sum(SEVERAL.get(spelling, 1) for spelling in spellings)
+    program = compare(model, side_by_side, outputs=outputs)
+    assert_no_logits(program, heads)
+    assert any(node.args[5] for node in heads_of(program)) == (name != "log-probs")
+
+
+ALONE = {log_softmax, two_temperatures, entropy_without_gradient}
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [one if one in ALONE else pytest.param(one, marks=pytest.mark.slow) for one in (*SPELLINGS, *SEVERAL)],
+    ids=lambda function: function.__name__,
+)
 def test_spellings(model, spelling):
     program = compare(model, spelling, outputs=SEVERAL.get(spelling, 1))
     assert_no_logits(program, heads=2 if spelling is two_temperatures else 1)
@@ -217,7 +246,7 @@ def only_log_prob_in_float32(logits, labels):
 
 @pytest.mark.parametrize("spelling", [in_float32, only_log_prob_in_float32])
 def test_float32_logits_of_a_float64_model(spelling):
-    model = TinyLM(layers=1, width=8)  # narrow, for the cut between trunk and head is where least crosses
+    model = BareLM(width=8)  # narrow, for the cut between trunk and head is where least crosses
     assert_no_logits(compare(model, spelling, outputs=2, tolerance=FLOAT32_ISLANDS))
 
 
@@ -241,12 +270,20 @@ def two_selections(logits, labels):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call")
-@pytest.mark.parametrize("spelling", [in_float32, both, temperature, only_log_prob_in_float32, two_selections])
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        in_float32,
+        both,
+        two_selections,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (temperature, only_log_prob_in_float32)),
+    ],
+)
 @pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_bfloat16_rounds_no_worse_than_eager(spelling, autocast, request):
     if spelling is two_selections:
         request.getfixturevalue("trl_imported")
-    model, batch = TinyLM(layers=1), BATCH
+    model, batch = BareLM(), BATCH
     model = model.to(torch.float32 if autocast else torch.bfloat16)
 
     def function(ids, mask, labels):
@@ -270,7 +307,7 @@ class Headed(nn.Module):
 
     def __init__(self, head):
         super().__init__()
-        self.trunk, self.head = TinyLM(layers=1), head
+        self.trunk, self.head = BareLM(), head
         del self.trunk.head
 
     def forward(self, ids, mask):
@@ -284,19 +321,19 @@ def tied():
 
 
 def frozen_head():
-    model = TinyLM(layers=1)
+    model = BareLM()
     model.head.requires_grad_(False)
     return model
 
 
 def frozen_weight():
-    model = TinyLM(layers=1)
+    model = BareLM()
     model.head.weight.requires_grad_(False)
     return model
 
 
 def frozen_trunk():
-    model = TinyLM(layers=1).requires_grad_(False)
+    model = BareLM().requires_grad_(False)
     model.head.requires_grad_(True)
     return model
 
@@ -306,7 +343,7 @@ class TiedTransposed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.trunk = TinyLM(layers=1)
+        self.trunk = BareLM()
         del self.trunk.head
         self.weight = nn.Parameter(self.trunk.embedding.weight.detach().t().clone())
         del self.trunk.embedding
@@ -379,11 +416,11 @@ def test_a_weight_that_is_computed(head):
     assert [node for node in nodes_of(program, "backward") if node.target is LINEAR_LOG_PROB_BACKWARD]
 
 
-class WithTemperature(TinyLM):
+class WithTemperature(BareLM):
     """A temperature that is trained."""
 
     def __init__(self):
-        super().__init__(layers=1)
+        super().__init__()
         self.temperature = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
 
     def forward(self, ids, mask=None):
@@ -391,30 +428,35 @@ class WithTemperature(TinyLM):
 
 
 LEFT_ALONE = {
-    "greedy token": (TinyLM, lambda z, y: (log_softmax(z, y), z.argmax(-1).double())),
-    "largest logits": (TinyLM, lambda z, y: (log_softmax(z, y), z.topk(2, -1).values[..., 1])),
-    "soft cap": (TinyLM, lambda z, y: both((z / 30).tanh() * 30, y)),
-    "smoothing": (TinyLM, lambda z, y: -log_softmax(z, y) - 0.1 * z.log_softmax(-1).mean(-1)),
-    "second moment": (TinyLM, lambda z, y: (z.log_softmax(-1).exp() * z.log_softmax(-1).pow(2)).sum(-1)),
-    "collision": (TinyLM, lambda z, y: z.softmax(-1).pow(2).sum(-1)),
-    "one factor detached": (TinyLM, lambda z, y: (z.softmax(-1) * z.log_softmax(-1).detach()).sum(-1)),
-    "two temperatures in one": (TinyLM, lambda z, y: ((z / 2).softmax(-1) * z.log_softmax(-1)).sum(-1)),
-    "a part of the vocabulary": (TinyLM, lambda z, y: log_softmax(z[..., :20], y % 20)),
-    "a bias per entry after scaling": (TinyLM, lambda z, y: log_softmax(z / 2 + torch.arange(VOCABULARY) / 9, y)),
-    "a weight per entry": (TinyLM, lambda z, y: log_softmax(z * torch.linspace(0.5, 1, VOCABULARY).double(), y)),
+    "greedy token": (BareLM, lambda z, y: (log_softmax(z, y), z.argmax(-1).double())),
+    "largest logits": (BareLM, lambda z, y: (log_softmax(z, y), z.topk(2, -1).values[..., 1])),
+    "soft cap": (BareLM, lambda z, y: both((z / 30).tanh() * 30, y)),
+    "smoothing": (BareLM, lambda z, y: -log_softmax(z, y) - 0.1 * z.log_softmax(-1).mean(-1)),
+    "second moment": (BareLM, lambda z, y: (z.log_softmax(-1).exp() * z.log_softmax(-1).pow(2)).sum(-1)),
+    "collision": (BareLM, lambda z, y: z.softmax(-1).pow(2).sum(-1)),
+    "one factor detached": (BareLM, lambda z, y: (z.softmax(-1) * z.log_softmax(-1).detach()).sum(-1)),
+    "two temperatures in one": (BareLM, lambda z, y: ((z / 2).softmax(-1) * z.log_softmax(-1)).sum(-1)),
+    "a part of the vocabulary": (BareLM, lambda z, y: log_softmax(z[..., :20], y % 20)),
+    "a bias per entry after scaling": (BareLM, lambda z, y: log_softmax(z / 2 + torch.arange(VOCABULARY) / 9, y)),
+    "a weight per entry": (BareLM, lambda z, y: log_softmax(z * torch.linspace(0.5, 1, VOCABULARY).double(), y)),
     "a trained temperature": (WithTemperature, lambda z, y: log_softmax(z, y)),
-    "labels from the logits": (TinyLM, lambda z, y: log_softmax(z, (y + (z.logsumexp(-1) > 3.5)) % VOCABULARY)),
-    "another normaliser": (TinyLM, lambda z, y: gathered(z - (z / 2).logsumexp(-1, keepdim=True), y)),
-    "a scaled normaliser": (TinyLM, lambda z, y: gathered(z - 2 * z.logsumexp(-1, keepdim=True), y)),
+    "labels from the logits": (BareLM, lambda z, y: log_softmax(z, (y + (z.logsumexp(-1) > 3.5)) % VOCABULARY)),
+    "another normaliser": (BareLM, lambda z, y: gathered(z - (z / 2).logsumexp(-1, keepdim=True), y)),
+    "a scaled normaliser": (BareLM, lambda z, y: gathered(z - 2 * z.logsumexp(-1, keepdim=True), y)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LEFT_ALONE)
+ANOTHER_READER = ("greedy token", "largest logits", "soft cap", "a part of the vocabulary", "smoothing")
+QUICK = LEFT_ALONE.keys() - {*ANOTHER_READER[1:], "second moment"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LEFT_ALONE]
+)
 def test_other_uses_of_the_logits_are_left_alone(name):
     build, spelling = LEFT_ALONE[name]
-    model = build(layers=1) if build is TinyLM else build()
     two = name in ("greedy token", "largest logits", "soft cap")
-    assert not heads_of(compare(model, spelling, outputs=2 if two else 1))
+    assert not heads_of(compare(build(), spelling, outputs=2 if two else 1))
 
 
 def test_small_vocabularies_are_left_alone(model, monkeypatch):
@@ -470,21 +512,21 @@ def test_the_labels_loss_of_transformers(monkeypatch):
     assert_no_logits(inside(compiled).newest.program)
 
 
-@pytest.mark.parametrize("rows", [[], [2], [4, 0, 3]])
-def test_the_backward_of_some_head_rows_is_that_of_all_with_zero_gradients_elsewhere(model, rows):
+def test_the_backward_of_some_head_rows_is_that_of_all_with_zero_gradients_elsewhere(model):
     program = compare(model, both, outputs=2)
-    run, rows = Run(program, 7, 5), torch.tensor(rows, dtype=torch.int64)
+    run = Run(program, 7, 5)
     assert program.joint.head_rows_separable
-    some = run.backward(program.joint.of_head_rows(run.kept, rows), [tangent[rows] for tangent in run.tangents])
-    masked = [torch.zeros_like(tangent).index_copy(0, rows, tangent[rows]) for tangent in run.tangents]
-    for mine, expected in zip(some, run.backward(run.kept, masked), strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
+    for rows in (torch.tensor(one, dtype=torch.int64) for one in ([], [2], [4, 0, 3])):
+        some = run.backward(program.joint.of_head_rows(run.kept, rows), [tangent[rows] for tangent in run.tangents])
+        masked = [torch.zeros_like(tangent).index_copy(0, rows, tangent[rows]) for tangent in run.tangents]
+        for mine, expected in zip(some, run.backward(run.kept, masked), strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_logits_of_masked_entries_are_minus_infinity():
-    class Masked(TinyLM):
+    class Masked(BareLM):
         def __init__(self):
-            super().__init__(layers=1)
+            super().__init__()
             self.head = nn.Linear(WIDTH, VOCABULARY, bias=False).double()
             self.register_buffer("allowed", torch.zeros(VOCABULARY, dtype=torch.float64))
             self.allowed[:20] = -torch.inf
@@ -503,7 +545,7 @@ def test_logits_of_masked_entries_are_minus_infinity():
 LARGE = 1000
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+@pytest.fixture(scope="module", params=[pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def large(request):
     torch._dynamo.reset()
     config = transformers.Qwen3Config(

@@ -73,6 +73,14 @@ def generated(compiled):
     return program_of(compiled).joint.generated
 
 
+def has_code_for_all_pieces(compiled, but=0):
+    """Whether forward and backward call pieces, and all of them and of what mixers run have code, `but` some."""
+    graphs = [nodes_of(program_of(compiled), name) for name in ("forward", "backward")]
+    called = [{node.target for node in nodes if isinstance(node.target, Piece)} for nodes in graphs]
+    wanted, codes = set.union(*called, generated(compiled).native), generated(compiled).codes.keys()
+    return all(called) and codes <= wanted and len(codes) == len(wanted) - but
+
+
 # Results
 
 
@@ -112,7 +120,7 @@ def assert_trains_alike(model, compiled, ids, outputs=slice(None)):
 def test_outputs_and_gradients_are_those_of_eager(trained):
     model, compiled = trained
     assert_trains_alike(model, compiled, shared_ids(batch=6, tokens=12))
-    assert generated(compiled).compiled > 4 and not generated(compiled).failures
+    assert has_code_for_all_pieces(compiled) and not generated(compiled).failures
     assert f"inductor: {generated(compiled).compiled} pieces compiled once each" in str(dta_compile.last_plan(compiled))
 
 
@@ -208,17 +216,17 @@ def test_a_model_of_transformers():
     assert not generated(compiled).failures
 
 
-@pytest.mark.slow
 @needs_compiler
-@needs_compiler
-def test_code_is_for_the_default_dtype_of_its_process(monkeypatch):
+def test_code_is_for_the_default_dtype_of_its_process():
     x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
     text = "def forward(self, input_0):\n    return ((input_0 > 0) * 0.1 + input_0,)\n"
     takes = Input(x.dtype, x.device, tuple(x.shape), x.stride())
     narrow = Source(text, (), 0, (takes,))
-    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
-    wide = Source(text, (), 0, (takes,))
-    monkeypatch.undo()
+    torch.set_default_dtype(torch.float64)
+    try:
+        wide = Source(text, (), 0, (takes,))
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert torch.get_default_dtype() is torch.float32 and wide != narrow
     assert len({*kept.keys([narrow, wide])}) == 2
     (result,) = inductor.load(inductor.generate(wide)).run([x])
@@ -226,6 +234,8 @@ def test_code_is_for_the_default_dtype_of_its_process(monkeypatch):
     assert torch.get_default_dtype() is torch.float32
 
 
+@pytest.mark.slow
+@needs_compiler
 def test_bfloat16_loses_no_more_than_twice_what_aten_does():
     ids, found = shared_ids(8, 20), {}
     exact = TinyLM(layers=1)
@@ -361,7 +371,7 @@ def test_a_piece_that_cannot_be_compiled_leaves_the_others_alone(caplog, monkeyp
         assert_trains_alike(model, compiled, shared_ids())
     (line,) = [record.getMessage() for record in caplog.records if record.name == "dta_compile"]
     assert line.endswith("NotImplementedError: silu_backward is not lowered")
-    assert len(generated(compiled).failures) == 1 and generated(compiled).compiled > 4
+    assert len(generated(compiled).failures) == 1 and has_code_for_all_pieces(compiled, but=1)
 
 
 def test_on_a_cpu_aten_is_the_default_for_batches_that_keep_little(monkeypatch):

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import dta_compile
 from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.ops.lm_head import operators as head_operators
-from tests.support.tiny import SMALL_CHUNKS, VOCABULARY, TinyLM, after, assert_same, shared_ids, weighted
+from tests.support.tiny import SMALL_CHUNKS, VOCABULARY, BareLM, Block, after, assert_same, shared_ids, weighted
 
 IDS = shared_ids()
 
@@ -22,7 +22,7 @@ def fresh():
 
 @pytest.fixture
 def model():
-    return TinyLM(layers=1)
+    return BareLM()
 
 
 def compiled(function):
@@ -117,6 +117,8 @@ def _(x):
 
 
 def test_gradient_modes_views_writes_and_regions(model):
+    before = Block(16).double()
+
     def in_region(x):
         with torch.no_grad():
             largest, _ = x.max(-1, keepdim=True)
@@ -130,7 +132,7 @@ def test_gradient_modes_views_writes_and_regions(model):
             least, _ = logits.min(-1)
             with torch.enable_grad():
                 largest, _ = logits.max(-1)
-            block = model.blocks[0](model.embedding(ids), None).sum(-1)
+            block = before(model.embedding(ids), None).sum(-1)
             of_function, _, index = Scaled.apply(hidden)
             sine, _ = sin_cos(hidden)
             inside, _ = checkpoint(in_region, hidden, use_reentrant=False).max(-1)

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dta_compile
 from dta_compile.errors import RefusalError
-from tests.support.tiny import SMALL_CHUNKS, TinyLM, after, assert_same, shared_ids, weighted
+from tests.support.tiny import SMALL_CHUNKS, BareLM, after, assert_same, shared_ids, weighted
 
 IDS = shared_ids()
 
@@ -15,7 +15,7 @@ IDS = shared_ids()
 @pytest.fixture
 def model():
     torch._dynamo.reset()
-    return TinyLM(layers=1)
+    return BareLM()
 
 
 def compiled(function, **options):
@@ -73,7 +73,7 @@ def noisy_embeddings(model, ids):
     """Rows with noise of their own share nothing, and say so."""
     x = model.embedding(ids)
     x = x + torch.randn(x.shape, dtype=x.dtype)
-    return [model.head(model.blocks[0](x, None)).logsumexp(-1)]
+    return [model.head(model.mix(x)).logsumexp(-1)]
 
 
 @pytest.mark.parametrize("function", [before_and_after, noisy_embeddings])

@@ -16,7 +16,7 @@ from dta_compile.runtime.attention import cpu, cpu_parts
 from dta_compile.runtime.attention.cpu import FlashCPU
 from dta_compile.runtime.attention.reference import Reference
 from dta_compile.runtime.path.chunk_shape import ChunkShape
-from tests.support.attention import FORKED, TIGHT, UNREAD, Case, Run, ancestry, cases, check_unread, shapes
+from tests.support.attention import FORKED, TIGHT, Case, Run, ancestry, cases, check_unread, shapes, unread
 
 PROVIDERS = [Reference, FlashCPU]
 TINY = {
@@ -100,9 +100,7 @@ def test_branches_that_are_small_share_a_call_and_long_ones_do_not():
     assert count(100, 8, 8, 100) == [(0, 100, True), (100, 116, False), (116, 216, True)]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e200])
-@pytest.mark.parametrize(("operand", "token", "limit"), UNREAD)
-@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize(("value", "operand", "token", "limit", "softcap"), unread(0.0, 1.5))
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_what_is_not_read_leaves_no_trace(provider, softcap, operand, token, limit, value):
     case = Case(FORKED, groups=2, softcap=softcap, with_sinks=True, **limit)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from dta_compile.errors import OptionError
-from dta_compile.runtime.attention import triton, varlen
+from dta_compile.runtime.attention import triton
 from dta_compile.runtime.attention.cpu import FlashCPU
 from dta_compile.runtime.attention.interface import Provider
 from dta_compile.runtime.attention.reference import Reference
@@ -53,7 +53,5 @@ Make = Callable[[torch.Tensor, torch.Tensor, float], Provider | str]
 PROVIDERS: dict[str, Make] = {
     "cpu": _flash_cpu,
     "triton": triton.make,
-    "flash_attn": varlen.make_flash_attn,
-    "varlen": varlen.make_varlen,
     "reference": _reference,
 }

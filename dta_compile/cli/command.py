@@ -21,7 +21,7 @@ from dta_compile.cli.estimate_command import add_estimate
 from dta_compile.cli.output import message, visible, write
 from dta_compile.cli.render import as_dot, as_json, levels, tree_view
 from dta_compile.cli.sources import add_source, read_options, read_source, routes_of
-from dta_compile.cli.split_command import add_split
+from dta_compile.cli.split import add_split
 from dta_compile.cli.why_command import add_why
 from dta_compile.data import Recorded, Recording
 from dta_compile.errors import DTAError, OptionError, PlanError

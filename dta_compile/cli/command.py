@@ -15,10 +15,9 @@ from typing import Any
 
 from rich.console import Console
 
-from dta_compile.cli.arguments import Parser, whole
+from dta_compile.cli.arguments import Parser, message, visible, whole, write
 from dta_compile.cli.compare import add_compare, compare, print_totals, totals
 from dta_compile.cli.estimate_command import add_estimate
-from dta_compile.cli.output import message, visible, write
 from dta_compile.cli.render import as_dot, as_json, levels, tree_view
 from dta_compile.cli.sources import add_source, read_options, read_source, routes_of
 from dta_compile.cli.split import add_split

@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dta_compile.cli.arguments import MOST, whole
-from dta_compile.cli.output import visible
+from dta_compile.cli.arguments import MOST, visible, whole
 from dta_compile.cli.sources import read_options, read_source, routes_of
 from dta_compile.data import Recorded
 from dta_compile.data.recorded import TURNS

@@ -9,8 +9,7 @@ import json
 from rich.console import Console
 from rich.table import Table
 
-from dta_compile.cli.arguments import real
-from dta_compile.cli.output import visible, write
+from dta_compile.cli.arguments import real, visible, write
 from dta_compile.cli.sources import add_source, read_options, read_source
 from dta_compile.errors import OptionError
 from dta_compile.estimate import DEVICES, Device, Estimate, Prediction, device_named, estimate, model_shape

@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dta_compile.cli.arguments import whole
-from dta_compile.cli.output import visible, write
+from dta_compile.cli.arguments import visible, whole, write
 from dta_compile.errors import OptionError
 from dta_compile.options import as_integer
 

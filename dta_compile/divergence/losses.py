@@ -10,9 +10,8 @@ import numpy as np
 
 from dta_compile.data import Recorded
 from dta_compile.divergence.align import Hunk
-from dta_compile.divergence.batch import Batch, Decode, Ints
 from dta_compile.divergence.causes import ADVICE, REMOVED, THINKING
-from dta_compile.divergence.compare import AROUND, compare_all
+from dta_compile.divergence.compare import AROUND, Batch, Decode, Ints, compare_all
 from dta_compile.divergence.rewrite import Comparison, rewrite_all
 from dta_compile.plan import PrefixTree
 

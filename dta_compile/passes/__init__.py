@@ -48,8 +48,7 @@ from dta_compile.passes.gradients.accumulate import accumulate
 from dta_compile.passes.gradients.joint import joint
 from dta_compile.passes.lowering.lower import lower
 from dta_compile.passes.masks.mixers import mixers
-from dta_compile.passes.memory.in_place import in_place
-from dta_compile.passes.memory.working_memory import working_memory
+from dta_compile.passes.memory.working_memory import in_place, working_memory
 from dta_compile.passes.program import GraphWithoutAttention, Program
 from dta_compile.passes.sealing.emit import emit
 

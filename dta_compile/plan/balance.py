@@ -10,11 +10,10 @@ import numpy as np
 
 from dta_compile.errors import PlanError
 from dta_compile.options import CHUNK_TOKENS, as_integer
-from dta_compile.plan.division.contiguous import contiguous_groups
 from dta_compile.plan.division.dealing import deals
 from dta_compile.plan.division.exchange import Groups, exchange
 from dta_compile.plan.division.items import Items
-from dta_compile.plan.division.run_costs import RunCosts
+from dta_compile.plan.division.run_costs import RunCosts, contiguous_groups
 from dta_compile.plan.division.whole_chunks import TreeSeconds, exchange_whole_chunks
 from dta_compile.plan.tree.lexicographic import IntArray, LexicographicOrder, lexicographic_order
 from dta_compile.plan.tree.prefix_tree import PrefixTree

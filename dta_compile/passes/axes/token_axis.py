@@ -16,8 +16,7 @@ from torch import fx
 from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Axis, Frame, InputKind, Layout
 from dta_compile.ops.mixer import MIXERS
-from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule
-from dta_compile.passes.axes.mixer_calls import batch_and_tokens, mixer_calls
+from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule, batch_and_tokens, mixer_calls
 from dta_compile.passes.axes.position_tables import index_position_tables
 from dta_compile.passes.axes.token_rules import pointwise, rule_for
 from dta_compile.passes.contracts import contract

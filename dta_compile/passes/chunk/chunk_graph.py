@@ -17,9 +17,9 @@ from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Axis, InputKind, Layout
 from dta_compile.ops.mixer import has_several_results
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graph_module import graph_module
 from dta_compile.passes.graphs.nodes import is_uniform
 from dta_compile.passes.graphs.operators import OF_TWO_TENSORS, SQUEEZES, TAKE_A_SHAPE
+from dta_compile.passes.graphs.subgraph import graph_module
 from dta_compile.passes.program import ChunkInput, Program, has_tensor, where
 from dta_compile.passes.symbols import free_symbols, sizes, symbolic
 

@@ -13,10 +13,9 @@ from torch import fx
 
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.cuts.row_epilogue import row_epilogue
-from dta_compile.passes.graph_module import graph_module
-from dta_compile.passes.graphs.subgraph import Subgraph
+from dta_compile.passes.graphs.subgraph import Subgraph, graph_module
 from dta_compile.passes.lowering.draws import place_draws
-from dta_compile.passes.masks.leaves import leaves_of_masks
+from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor
 
 

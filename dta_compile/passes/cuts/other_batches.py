@@ -11,7 +11,7 @@ from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Input, InputKind
 from dta_compile.ops.draw_capture import is_random
 from dta_compile.ops.mixer import MIXERS
-from dta_compile.passes.axes.mixer_calls import mixer_calls
+from dta_compile.passes.axes.layouts import mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.cuts.dense_graphs import graph_of, prologue_nodes
 from dta_compile.passes.program import Program, where

@@ -19,9 +19,8 @@ from torch import fx
 from dta_compile.executable.layouts import Axis, Layout
 from dta_compile.passes.axes.shape_rules import reshape_groups
 from dta_compile.passes.axes.token_axis import apply_rule, axis_of_size, layout_by_shape
-from dta_compile.passes.graph_module import graph_module
 from dta_compile.passes.graphs.operators import TAKE_A_SHAPE
-from dta_compile.passes.graphs.subgraph import Subgraph
+from dta_compile.passes.graphs.subgraph import Subgraph, graph_module
 from dta_compile.passes.program import Mixed, Program, Value, has_tensor
 from dta_compile.passes.symbols import sizes
 

@@ -27,12 +27,11 @@ from dta_compile.ops.collectives import SAME_ON_RANKS
 from dta_compile.ops.draw_capture import DrawCapture
 from dta_compile.ops.library import STOP_GRADIENT
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.new_values import write_to_new_values
 from dta_compile.passes.graphs.sizes import sizes_from_inputs
+from dta_compile.passes.graphs.storage import write_to_new_values
 from dta_compile.passes.lowering import decompositions, row_loops
 from dta_compile.passes.lowering.attention_capture import capture_attention
 from dta_compile.passes.lowering.draws import drawing
-from dta_compile.passes.lowering.equal_values import merge_equal_values
 from dta_compile.passes.lowering.gradient_flow import (
     CapturedInterpreter,
     Flow,
@@ -45,7 +44,7 @@ from dta_compile.passes.lowering.masked_writes import select_masked_writes
 from dta_compile.passes.lowering.places.flat_places import unflatten_places
 from dta_compile.passes.lowering.places.kept_places import keep_places
 from dta_compile.passes.lowering.places.row_products import batch_row_products
-from dta_compile.passes.lowering.repeated_calls import RepeatedCalls
+from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
 from dta_compile.passes.lowering.selected_rows import spread_selected_rows
 from dta_compile.passes.program import Program, output_node, where
 from dta_compile.passes.tracing import tracing

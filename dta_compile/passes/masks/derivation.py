@@ -11,7 +11,7 @@ from torch import fx
 from dta_compile.errors import RefusalError
 from dta_compile.executable.masks import MaskProgram, refusal
 from dta_compile.passes.masks.elements import Elements
-from dta_compile.passes.masks.leaves import leaf_of
+from dta_compile.passes.masks.entries import leaf_of
 from dta_compile.passes.program import Program, ancestors, where
 from dta_compile.passes.symbols import expression, free_symbols, symbolic
 from dta_compile.proofs.logic import Logic

@@ -24,7 +24,7 @@ from dta_compile.executable.executable import (
 )
 from dta_compile.passes.chunk.chunk_inputs import chunk_device
 from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
-from dta_compile.passes.masks.leaves import leaves_of_masks
+from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import ChunkInput as LoweredInput
 from dta_compile.passes.program import Condition as LoweredCondition
 from dta_compile.passes.program import FrontierValue as LoweredValue

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from dta_compile.executable.native import TreeAttention
-from dta_compile.executable.pieces import running_library
+from dta_compile.executable.pieces import TreeAttention, running_library
 from dta_compile.ops.attention import by_tokens, empty_by_tokens
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.products import are_bounded, product_of_read

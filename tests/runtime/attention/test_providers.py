@@ -7,7 +7,7 @@ import torch
 
 from dta_compile.errors import OptionError
 from dta_compile.runtime.attention.cpu import FlashCPU
-from dta_compile.runtime.attention.providers import PROVIDERS, provider_for
+from dta_compile.runtime.attention.layer import PROVIDERS, provider_for
 from dta_compile.runtime.attention.reference import Reference
 
 

@@ -24,8 +24,6 @@ from dta_compile.ops.mixer import MIXERS, Mixer, Operand
 from dta_compile.passes.program import output_node
 from dta_compile.passes.symbols import depends_on_data, expression, selects_rows
 
-__all__ = ["Captured", "Kind", "classify"]
-
 GENERATION = (
     "a call without gradients reads or returns a KV cache, as generation does: such calls run as captured "
     "(for scoring over the prefix tree, pass use_cache=False)"

@@ -18,8 +18,6 @@ from torch import fx
 from dta_compile.capture.recurrences import causal_convolution
 from dta_compile.passes.symbols import expression
 
-__all__ = ["with_our_convolutions"]
-
 PADS = (F.pad, torch._C._nn.pad)
 ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 

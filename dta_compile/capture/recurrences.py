@@ -31,8 +31,6 @@ from dta_compile.ops.dtypes import autocast
 from dta_compile.ops.library import LIBRARY
 from dta_compile.passes.program import where
 
-__all__ = ["causal_convolution", "hands_over_states", "refuse_final_states"]
-
 Given = dict[str, Any]  # the arguments of a call, by name
 
 LIBRARY.define("final_state(Tensor value, SymInt[] shape) -> Tensor")

@@ -10,8 +10,6 @@ from dta_compile.data.recorded import ReadOptions, Recorded
 from dta_compile.data.tokenizer import Tokenizer
 from dta_compile.errors import PlanError
 
-__all__ = ["conversation", "samples"]
-
 Message = dict[str, Any]
 
 # ShareGPT's words for roles.

@@ -17,8 +17,6 @@ from dta_compile.data.tables import SHOWN, Row
 from dta_compile.data.tokenizer import Tokenizer, load_tokenizer
 from dta_compile.errors import OptionError, PlanError
 
-__all__ = ["RowReader"]
-
 # Keys in the order in which they are looked for; the names that trainers and engines use.
 TOKENS = ("tokens", "input_ids", "token_ids")
 TOKEN_PAIRS = (

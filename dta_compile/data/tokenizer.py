@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dta_compile.data.packages import optional
+from dta_compile.data.tables import optional
 from dta_compile.errors import OptionError, PlanError
 from dta_compile.files import read_text
-
-__all__ = ["Tokenizer", "load_tokenizer"]
 
 CACHED_TEXTS = 1024  # turns of a conversation are rendered again as parts of later ones
 

@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dta_compile.errors import DTAError, OptionError, RuntimeContractError
 
-__all__ = ["Group", "GroupLike"]
-
 GroupLike = dist.ProcessGroup | DeviceMesh | None
 T = TypeVar("T")
 

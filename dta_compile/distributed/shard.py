@@ -14,8 +14,6 @@ from dta_compile.distributed.transfer import IntArray, RowLocations, to_first, t
 from dta_compile.errors import OptionError, RuntimeContractError
 from dta_compile.plan import CostModel, PrefixTree, balance
 
-__all__ = ["Shard", "scatter"]
-
 PADDING = {"labels": -100}  # of the fields that are not padded with zeros; the value that losses ignore
 
 # Of a shard. Few models run without rows, and torch.compile traces sizes of 0 and 1 by themselves, also those of slices

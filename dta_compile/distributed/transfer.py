@@ -10,8 +10,6 @@ import torch
 
 from dta_compile.distributed.group import Group
 
-__all__ = ["RowLocations", "to_first", "transfer"]
-
 IntArray = npt.NDArray[np.int64]
 
 

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["GRAM", "Hunk", "align", "common_run", "gram_hashes"]
-
 Ints = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 

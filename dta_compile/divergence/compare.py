@@ -19,15 +19,13 @@ from dta_compile.divergence.causes import (
     REPLACED,
     THINKING,
     TOOLS,
+    Comparison,
     Difference,
     cause_of_text,
     cause_of_tokens,
     is_about_tools,
 )
-from dta_compile.divergence.rewrite import Comparison
 from dta_compile.plan import PrefixTree
-
-__all__ = ["compare_all"]
 
 AROUND = 24  # tokens of text before and after a difference that are looked at
 LEAST_RUN = 32  # tokens that have to be alike after what is simply other text, and no fewer than that

@@ -6,10 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from dta_compile.data.packages import optional
+from dta_compile.data.tables import optional
 from dta_compile.errors import OptionError
-
-__all__ = ["ModelShape", "model_shape"]
 
 # Names under which configurations have the number of experts, and of those that a token takes.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

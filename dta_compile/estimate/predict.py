@@ -15,8 +15,6 @@ from dta_compile.options import CHUNK_TOKENS, Options
 from dta_compile.plan import CostModel, Footprint, Limits, Plan, PrefixTree, Rates, Work, make_plan, peak_bytes
 from dta_compile.plan.tree.prefix_tree import IntArray
 
-__all__ = ["Estimate", "Prediction", "cost_of", "estimate", "footprint_of", "head_starts_of"]
-
 NUMBER, SUM = 2, 4  # bytes of a 16-bit weight, activation or gradient, and of a sum of gradients in float32
 LAYERS_OF_DEFAULTS = 28  # of the model whose launches `CostModel.of_gpu` has
 # Passes over the outputs of matrix products that norms, rotations, activations and residuals make, forward.

@@ -21,8 +21,6 @@ import torch
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
-__all__ = ["BINDINGS", "Code"]
-
 aten = torch.ops.aten
 _CALL = re.compile(r"\btorch\.ops\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)\(")
 _VIEW = re.compile(r"\btorch\.ops\.aten\.view\.default\((\w+), \[([\w, -]+)\]\)")

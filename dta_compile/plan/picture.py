@@ -21,8 +21,6 @@ from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 from dta_compile.views.page import Column, compressed_size, page
 from dta_compile.views.tokens import decoder, tokens_in
 
-__all__ = ["Known", "picture"]
-
 # Deflated, of all data: as base64 and with the scripts just below 3 MB. Tokens have what the rest leaves of it, or a
 # small part of their own beside more operations and segments than anybody looks at.
 MOST_BYTES, LEAST_SHARE = 2_080_000, 20

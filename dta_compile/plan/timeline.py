@@ -17,8 +17,6 @@ from dta_compile.views.traces.chrome import TICKS, Counter, Event, Process, Trac
 if TYPE_CHECKING:
     from dta_compile.plan.summary import Estimates
 
-__all__ = ["op_name", "processes", "tree_as_speedscope"]
-
 SECOND = 1_000_000 * TICKS
 LONGEST_NAME = 60  # characters of an op's name in a trace; the whole text is among its facts
 

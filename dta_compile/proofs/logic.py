@@ -27,12 +27,13 @@ from dta_compile.proofs.cases import (
     choices,
     exact_int,
     formula,
+    held_by,
     is_number,
     merged,
+    within,
 )
 from dta_compile.proofs.formulas import Formulas, values_of
 from dta_compile.proofs.mask_class import BOUND
-from dta_compile.proofs.ranges import held_by, within
 from dta_compile.proofs.terms import RANKED, Apply, Const, Number, Term, is_undefined
 
 MOST_CASES = 64

@@ -12,8 +12,6 @@ import numpy.typing as npt
 from dta_compile.errors import PlanError
 from dta_compile.views.page import compressed_size
 
-__all__ = ["Tokens", "decoder", "tokens_in"]
-
 Integers = npt.NDArray[np.int64]
 Decode = Callable[[list[int]], str]
 

@@ -18,8 +18,6 @@ import torch.nn.functional as F
 
 from dta_compile.plan.tree.segments import Segment
 
-__all__ = ["Blocks", "Step", "Tables", "choose_size"]
-
 Numbers = npt.NDArray[np.int64]
 
 SIZES = (64, 32, 16)

@@ -32,7 +32,7 @@ from dta_compile.ops.recurrences.pairwise_decay import (
     sum_heads,
     times,
 )
-from dta_compile.ops.recurrences.states import (
+from dta_compile.ops.recurrences.runs import (
     add_at_entries,
     at_entries,
     by_block,
@@ -41,8 +41,6 @@ from dta_compile.ops.recurrences.states import (
     kept_states,
     new_states,
 )
-
-__all__ = ["backward", "forward", "longest_block"]
 
 MOST_STATES = 2**24  # elements of states that are read at once
 

@@ -31,8 +31,6 @@ from dta_compile.ops.recurrences.blocks import Blocks, choose_size
 from dta_compile.ops.recurrences.runs import Runs
 from dta_compile.ops.recurrences.short_convolution import Ancestors
 
-__all__ = ["RECURRENCES", "Recurrence"]
-
 Tensors = tuple[torch.Tensor, ...]
 
 

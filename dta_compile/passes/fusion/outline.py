@@ -27,9 +27,8 @@ from torch import fx
 from dta_compile.executable.pieces import Piece
 from dta_compile.executable.source import Input, Module, Source, size_symbols
 from dta_compile.passes.chunk_bytes import ChunkSizes
-from dta_compile.passes.graphs.nodes import is_item, is_pointwise
+from dta_compile.passes.graphs.nodes import SizeNodes, is_item, is_pointwise, is_polynomial
 from dta_compile.passes.graphs.operators import CONSTRUCTORS, KEEP_ORDER_IN_PLACE, ONE_PASS, REDUCTIONS
-from dta_compile.passes.graphs.sizes import SizeNodes, is_polynomial
 from dta_compile.passes.graphs.storage import view_source
 from dta_compile.passes.graphs.subgraph import Subgraph, graph_module, missing
 from dta_compile.passes.program import ancestors, has_tensor, writes_in_place

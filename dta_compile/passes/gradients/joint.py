@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.chunk.chunk_inputs import chunk_device, fake_inputs, free_sizes
+from dta_compile.passes.chunk.chunk_graph import chunk_device, fake_inputs, free_sizes
 from dta_compile.passes.chunk_bytes import Bytes, ChunkSizes, total
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.gradients.partition import (
@@ -30,7 +30,7 @@ from dta_compile.passes.gradients.partition import (
 )
 from dta_compile.passes.gradients.simplify import simplify
 from dta_compile.passes.gradients.stage_traces import StageTrace, TracedStage, traced_stages
-from dta_compile.passes.graphs.sizes import sizes_from_inputs
+from dta_compile.passes.graphs.nodes import sizes_from_inputs
 from dta_compile.passes.graphs.storage import owner, write_to_new_values
 from dta_compile.passes.program import Program, output_node, where
 from dta_compile.passes.stage_graphs import ChunkStages, KeptValue, Memory, StageGraphs, StageOfChunk

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dta_compile.plan.division.items import Items
+from dta_compile.plan.division.run_costs import Items
 from dta_compile.plan.tree.lexicographic import IntArray
-
-__all__ = ["deals", "differencing"]
 
 _Run = tuple[int, int]  # items `[a, b)`
 

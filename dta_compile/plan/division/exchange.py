@@ -8,10 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from dta_compile.plan.division.items import Items
+from dta_compile.plan.division.run_costs import Items
 from dta_compile.plan.tree.lexicographic import IntArray
-
-__all__ = ["Group", "Groups", "Trade", "exchange"]
 
 _PARTNERS = 4  # of a group in a round: so many of the cheapest groups, and of those that share most with it
 _BLOCKS = 256  # subtrees of a group that are tried in exchange for those of another: all pairs are

@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from dta_compile.errors import PlanError
 
-__all__ = ["BLOCK_TOKENS", "IntArray", "LexicographicOrder", "as_integers", "each", "lexicographic_order"]
-
 IntArray = npt.NDArray[np.int64]
 _Tokens = npt.NDArray[Any]
 

@@ -17,8 +17,6 @@ from dta_compile.runtime.attention.reference import Reference
 from dta_compile.runtime.path.chunk_shape import Limit
 from dta_compile.runtime.path.interface import LayerInputs, Tensors
 
-__all__ = ["AttentionRuntime", "provider_of"]
-
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRuntime:

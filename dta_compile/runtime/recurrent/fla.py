@@ -39,8 +39,6 @@ from dta_compile.runtime.path.interface import RecurrentInputs, Tensors
 from dta_compile.runtime.recurrent.layer import runs_of
 from dta_compile.runtime.rows.upload import upload
 
-__all__ = ["FlaRuntime", "Kernel", "Pieces", "has_kernel", "installed", "kernel_for", "misfit"]
-
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 Numbers = npt.NDArray[np.int64]
 

@@ -12,8 +12,6 @@ from dta_compile.ops.recurrences.runs import Runs
 from dta_compile.runtime.path.chunk_shape import ChunkShape
 from dta_compile.runtime.path.interface import RecurrentInputs, Tensors
 
-__all__ = ["RecurrentLayerRuntime", "runs_of"]
-
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentLayerRuntime:

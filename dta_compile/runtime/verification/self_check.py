@@ -29,15 +29,17 @@ from dta_compile.executable.as_captured import as_captured
 from dta_compile.executable.executable import Executable
 from dta_compile.runtime.calls.planned_call import PlannedCall, Run
 from dta_compile.runtime.measure.budget import default_budget
-from dta_compile.runtime.verification.probe import NOISE, Probe, gradients_of
-from dta_compile.runtime.verification.sample import NotSampled, sample
-from dta_compile.runtime.verification.values import (
+from dta_compile.runtime.verification.probe import (
+    NOISE,
+    Probe,
     are_finite,
     comparable,
     compare_values,
+    gradients_of,
     largest_entry,
     real_parts,
 )
+from dta_compile.runtime.verification.sample import NotSampled, sample
 
 RunSmall = Callable[[int, Sequence[Any]], Run]  # of a number of columns and the inputs of a small call
 

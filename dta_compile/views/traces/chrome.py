@@ -14,8 +14,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["TICKS", "Counter", "Event", "Process", "Track", "as_chrome_trace"]
-
 TICKS = 8  # of a microsecond
 
 Facts = Mapping[str, Any]

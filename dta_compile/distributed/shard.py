@@ -9,8 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from dta_compile.distributed.group import Group, GroupLike
-from dta_compile.distributed.transfer import IntArray, RowLocations, to_first, transfer
+from dta_compile.distributed.group import Group, GroupLike, IntArray, RowLocations, to_first, transfer
 from dta_compile.errors import OptionError, RuntimeContractError
 from dta_compile.plan import CostModel, PrefixTree, balance
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dta_compile.executable.code import CppSource, Source
 from dta_compile.executable.layers import AttentionLayer, MixerLayer
-from dta_compile.executable.source import CppSource, Source
 from dta_compile.ops.tree_attention import kernel
 
 

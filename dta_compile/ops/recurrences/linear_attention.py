@@ -22,7 +22,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dta_compile.ops.recurrences.blocks import Blocks, Step
+from dta_compile.ops.recurrences.blocks import (
+    Blocks,
+    Step,
+    add_at_entries,
+    at_entries,
+    by_block,
+    by_exit,
+    kept_grads,
+    kept_states,
+    new_states,
+)
 from dta_compile.ops.recurrences.pairwise_decay import (
     ByChannel,
     ByHead,
@@ -31,15 +41,6 @@ from dta_compile.ops.recurrences.pairwise_decay import (
     sum_from,
     sum_heads,
     times,
-)
-from dta_compile.ops.recurrences.runs import (
-    add_at_entries,
-    at_entries,
-    by_block,
-    by_exit,
-    kept_grads,
-    kept_states,
-    new_states,
 )
 
 MOST_STATES = 2**24  # elements of states that are read at once

@@ -16,8 +16,8 @@ from itertools import pairwise
 
 import torch
 
-from dta_compile.ops.recurrences.blocks import Blocks
-from dta_compile.ops.recurrences.runs import (
+from dta_compile.ops.recurrences.blocks import (
+    Blocks,
     add_at_entries,
     at_entries,
     by_block,

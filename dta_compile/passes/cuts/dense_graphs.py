@@ -28,11 +28,11 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Axis, Input, InputKind, Layout
-from dta_compile.ops.draw_capture import is_random
+from dta_compile.ops.library import is_random
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import mixer_calls
 from dta_compile.passes.axes.shape_rules import reshape_groups
-from dta_compile.passes.axes.token_axis import apply_rule, axis_of_size, layout_by_shape
+from dta_compile.passes.axes.token_axis import apply_rule, axis_of_size, is_labelled, layout_by_shape
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.operators import TAKE_A_SHAPE
 from dta_compile.passes.graphs.subgraph import Subgraph, graph_module
@@ -230,9 +230,9 @@ def _layouts(program: Program, nodes: Sequence[fx.Node]) -> dict[fx.Node, Value]
 
 def _of_call(program: Program, node: fx.Node, values: dict[fx.Node, Value]) -> Value:
     operands = [values.get(arg) for arg in node.all_input_nodes if has_tensor(arg)]
-    if program.batch is None or not any(_is_mixed(value) or _is_labelled(value) for value in operands):
+    if program.batch is None or not any(isinstance(value, Mixed) or is_labelled(value) for value in operands):
         shaped = _without_tokens(layout_by_shape(program, node))
-        if _is_labelled(shaped):
+        if is_labelled(shaped):
             return Mixed(f"{node.target} gives a weight a batch axis", node)
         return Layout((None,) * node.meta["val"].dim()) if isinstance(shaped, Mixed) else shaped
     if node.target is aten.expand.default and isinstance(layout := values[node.args[0]], Layout):
@@ -294,15 +294,6 @@ def _without_tokens(value: Value) -> Value:
     return value
 
 
-def _is_mixed(value: Value) -> bool:
-    return isinstance(value, Mixed)
-
-
-def _is_labelled(value: Value) -> bool:
-    items = value if isinstance(value, tuple) else (value,)
-    return any(isinstance(item, Layout) and item.labelled for item in items)
-
-
 def _depends_on_batch(program: Program, size: sympy.Expr) -> bool:
     return program.batch is not None and bool(program.batch.free_symbols & size.free_symbols)
 
@@ -316,7 +307,7 @@ def _has_rows(program: Program, node: fx.Node, values: dict[fx.Node, Value]) -> 
 
 
 def _of_rows(node: fx.Node, values: dict[fx.Node, Value]) -> bool:
-    return any(_is_labelled(values.get(arg)) for arg in node.all_input_nodes)
+    return any(is_labelled(values.get(arg)) for arg in node.all_input_nodes)
 
 
 def _counts_rows(node: fx.Node, values: dict[fx.Node, Value]) -> bool:

@@ -24,8 +24,8 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.executable.code import Input, Module, Source, size_symbols
 from dta_compile.executable.pieces import Piece
-from dta_compile.executable.source import Input, Module, Source, size_symbols
 from dta_compile.passes.chunk_bytes import ChunkSizes
 from dta_compile.passes.graphs.nodes import SizeNodes, is_item, is_pointwise, is_polynomial
 from dta_compile.passes.graphs.operators import CONSTRUCTORS, KEEP_ORDER_IN_PLACE, ONE_PASS, REDUCTIONS

@@ -29,13 +29,12 @@ from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Input, InputKind
 from dta_compile.ops import autograd_function
 from dta_compile.ops.collectives import SAME_ON_RANKS
-from dta_compile.ops.draw_capture import DrawCapture, is_random
-from dta_compile.ops.library import STOP_GRADIENT
+from dta_compile.ops.library import STOP_GRADIENT, DrawCapture, is_random
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import descendants, sizes_from_inputs
 from dta_compile.passes.graphs.storage import write_to_new_values
 from dta_compile.passes.lowering import decompositions, row_loops
-from dta_compile.passes.lowering.attention_capture import capture_attention
+from dta_compile.passes.lowering.decompositions import capture_attention
 from dta_compile.passes.lowering.gradient_flow import (
     CapturedInterpreter,
     Flow,

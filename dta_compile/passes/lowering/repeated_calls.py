@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, snapshot_fake, track_tensor
 from torch.utils import _pytree as pytree
 
-from dta_compile.ops.draw_capture import is_random
+from dta_compile.ops.library import is_random
 from dta_compile.passes.graphs.nodes import First, descendants
 from dta_compile.passes.graphs.storage import owner
 from dta_compile.passes.program import has_tensor, output_node, writes_in_place

@@ -17,7 +17,7 @@ from dta_compile.executable.layers import (
 )
 from dta_compile.executable.masks import MaskProgram
 from dta_compile.ops.attention import ATTENTION_MIXERS, Masking
-from dta_compile.ops.draw_capture import is_random
+from dta_compile.ops.library import is_random
 from dta_compile.ops.mixer import MIXERS, Mixer
 from dta_compile.passes.axes.layouts import mixer_calls, through_copies
 from dta_compile.passes.axes.token_axis import own_mixer_calls

@@ -33,7 +33,7 @@ from dta_compile.executable.executable import (
     Use,
 )
 from dta_compile.ops.collectives import COLLECTIVES
-from dta_compile.ops.draw_capture import is_random
+from dta_compile.ops.library import is_random
 from dta_compile.passes.axes.layouts import is_tensor
 from dta_compile.passes.chunk.chunk_graph import chunk_device
 from dta_compile.passes.cuts.dense_graphs import programs_of, row_dim, row_layout

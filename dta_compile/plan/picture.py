@@ -33,7 +33,7 @@ class Known:
 
     Attributes:
         sequences: token ids of every sequence.
-        tokenizer: decodes them, see `dta_compile.views.tokens.decoder`.
+        tokenizer: decodes them, see `dta_compile.views.page.decoder`.
         rewards: a number for every sequence.
         loss_masks: for every sequence the tokens that are trained on: a mask `[n]` of booleans, or half-open ranges.
         names: of every sequence.

@@ -2,13 +2,12 @@
 
 All that the passes may read is in it: operators, arguments and values of the graph with the user's lines, sources of
 inputs, what is known of sizes, constants by value, state of torch, options, versions of the packages that take part.
-First sizes of a call are not: what passes conclude from them is a guard, and guards are made again.
+First sizes of a call are not: what passes conclude from them is a guard, and guards are made again (`assumptions`).
 What has no text of this kind, as a function of somebody else's, whose code might change, raises `NotDescribed`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import hashlib
@@ -30,8 +29,6 @@ import z3
 from torch import fx
 from torch._library.custom_ops import OPDEFS
 from torch.fx.experimental import _config as symbolic_shape_config
-from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -39,6 +36,7 @@ from dta_compile.ops.triton_use import has_triton, is_interpreted
 from dta_compile.passes import Program
 from dta_compile.passes.axes.token_rules import REGISTERED
 from dta_compile.passes.program import OUR_FOLDER, TORCH_FOLDER
+from dta_compile.program_cache.assumptions import known_of_sizes, shape_env_of
 
 NAMESPACES = ("aten", "prims", "prim", "dta")  # of operators that a version of torch, or of this package, defines
 HIGHER_ORDER = ("tag_activation_checkpoint", "invoke_subgraph")  # whose regions the passes take for part of the graph
@@ -257,69 +255,3 @@ def is_known_function(function: Any) -> bool:
     except (ImportError, AttributeError):
         return False
     return found is function
-
-
-def shape_env_of(captured: fx.GraphModule) -> ShapeEnv | None:
-    """What Dynamo knows of the sizes of a captured graph."""
-    values = (node.meta.get("example_value") for node in captured.graph.nodes if node.op == "placeholder")
-    return next((value.fake_mode.shape_env for value in values if hasattr(value, "fake_mode")), None)
-
-
-def known_of_sizes(env: ShapeEnv) -> list[str]:
-    """All that is known of sizes, but for the numbers that they have at the first call."""
-    ranges = sorted((str(symbol), str(found)) for symbol, found in env.var_to_range.items())
-    symbols = sorted({*env.var_to_range, *env.replacements}, key=str)
-    return [
-        *(f"guard {guard.expr}" for guard in env.guards),
-        *(f"range {symbol} {found}" for symbol, found in ranges),
-        *(f"same {symbol} {env.replace(symbol)}" for symbol in symbols),
-        *(
-            f"later {symbol} {[str(one.expr) for one in found]}"
-            for symbol, found in env.deferred_runtime_asserts.items()
-        ),
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Assumptions:
-    """What passes added to the knowledge of sizes.
-
-    Attributes:
-        guards: in order.
-        known: all that is known once they have run.
-    """
-
-    guards: tuple[sympy.Basic, ...]
-    known: tuple[str, ...]
-
-    def hold(self, env: ShapeEnv) -> bool:
-        """Whether the sizes of this first call are such."""
-        return all(_truth(env, guard).node.hint is True for guard in self.guards)
-
-    def assume(self, env: ShapeEnv) -> bool:
-        """Make the guards; whether then the same is known as after the passes."""
-        return all(bool(_truth(env, guard)) for guard in self.guards) and tuple(known_of_sizes(env)) == self.known
-
-
-class Recorder:
-    """Of the guards that are made from now on."""
-
-    def __init__(self, env: ShapeEnv) -> None:
-        self.env, self.before = env, len(env.guards)
-        self.later = env.num_deferred_runtime_asserts
-
-    def assumptions(self) -> Assumptions:
-        """What was added; raises `ValueError` if it is of numbers that depend on data, which no guard is about."""
-        if self.env.num_deferred_runtime_asserts != self.later:
-            raise ValueError("checks of numbers that depend on data")
-        guards = tuple(guard.expr for guard in self.env.guards[self.before :])
-        return Assumptions(guards, tuple(known_of_sizes(self.env)))
-
-
-def first_size(env: ShapeEnv, size: sympy.Expr | None) -> int:
-    """What a size is in the first call; 0 if that is not known, 1 if there is no such size."""
-    return 1 if size is None else torch.SymInt(SymNode(size, env, int, None)).node.hint or 0
-
-
-def _truth(env: ShapeEnv, guard: sympy.Basic) -> torch.SymBool:
-    return torch.SymBool(SymNode(guard, env, bool, None))

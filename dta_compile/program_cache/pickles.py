@@ -22,7 +22,7 @@ MODULES = (
     "dta_compile.executable",
     "dta_compile.ops",
     "dta_compile.proofs",
-    "dta_compile.program_cache.description",
+    "dta_compile.program_cache.assumptions",
     "sympy.core",
     "sympy.functions",
     "sympy.logic",

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dta_compile.data import Recorded
-from dta_compile.divergence.align import Hunk, align, common_run, gram_hashes
 from dta_compile.divergence.causes import (
     IDS,
     INSERTED,
@@ -21,8 +20,12 @@ from dta_compile.divergence.causes import (
     TOOLS,
     Comparison,
     Difference,
+    Hunk,
+    align,
     cause_of_text,
     cause_of_tokens,
+    common_run,
+    gram_hashes,
     is_about_tools,
 )
 from dta_compile.plan import PrefixTree

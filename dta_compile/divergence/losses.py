@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from dta_compile.data import Recorded
-from dta_compile.divergence.align import Hunk
-from dta_compile.divergence.causes import ADVICE, REMOVED, THINKING, Comparison, rewrite_all
+from dta_compile.divergence.causes import ADVICE, REMOVED, THINKING, Comparison, Hunk, rewrite_all
 from dta_compile.divergence.compare import AROUND, Batch, Decode, Ints, compare_all
 from dta_compile.plan import PrefixTree
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from dta_compile.errors import PlanError
 from dta_compile.options import CHUNK_TOKENS, as_integer
-from dta_compile.plan.division.dealing import deals
-from dta_compile.plan.division.exchange import Group, Groups, exchange
+from dta_compile.plan.division.exchange import Group, Groups, deals, exchange
 from dta_compile.plan.division.run_costs import Items, RunCosts, contiguous_groups
 from dta_compile.plan.tree.lexicographic import IntArray, LexicographicOrder, lexicographic_order
 from dta_compile.plan.tree.prefix_tree import PrefixTree

@@ -24,9 +24,8 @@ from dta_compile.passes.axes.token_axis import own_mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import First, is_float
 from dta_compile.passes.graphs.operators import CASTS, RESHAPES
-from dta_compile.passes.masks.derivation import mask_program
+from dta_compile.passes.masks.derivation import Silencers, mask_program, padding_mask_of
 from dta_compile.passes.masks.entries import leaf_of
-from dta_compile.passes.masks.silent import Silencers, padding_mask_of
 from dta_compile.passes.program import Mixed, Program, ancestors, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import MaskClass

@@ -94,7 +94,7 @@ def dta(
         record.log_once(SEVERAL_BATCHES)
     record.engines.append(engine)
     run = records.recorded(engine)
-    return keeping(graph.local.calling(run) if graph.local else run)
+    return keeping(graph.local.calling(run) if graph.local else run, reads_all=False)
 
 
 def _refusal_by(call: fx.Node) -> RefusalError:

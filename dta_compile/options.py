@@ -15,6 +15,7 @@ from dta_compile.errors import OptionError
 CHOICES: dict[str, tuple[str, ...]] = {
     "strategy": ("auto", "packed", "dfs", "vanilla", "dense"),
     "order": ("backward_dfs", "lexicographic", "random"),
+    "sweep": ("auto", "chunks", "stages"),
     "verify": ("auto", "off", "first", "always"),
     "attention": ("auto", "cpu", "triton", "reference"),
     "fallback": ("raise", "dense"),
@@ -38,6 +39,9 @@ class Options:
         strategy: "packed" (chunks filled with whole subtrees and siblings), "dfs" (Algorithms 1 and 3), "vanilla"
             (Algorithm 2), "dense" (no sharing, same runtime), or "auto": the cheapest of them by the cost model.
         order: leaf order of the depth-first walk: "backward_dfs" (Algorithm 1), "lexicographic" or "random".
+        sweep: what runs to the end first: "chunks" (each chunk of the tree through all layers, depth first: activations
+            of a chunk at a time) or "stages" (each layer over all chunks: weights, sums of gradients, keys and values
+            of a layer at a time, and hidden states of all tokens between layers), or "auto": by memory and cost.
         verify: compare calls with the captured program run densely, outputs and gradients: "auto" (of the first call a
             few rows and columns, in at most a tenth of its time; likewise of the first
             with code generated meanwhile), "off", the whole "first" call, or "always".
@@ -61,6 +65,7 @@ class Options:
     chunk_size: int | None = None
     strategy: str = "auto"
     order: str = "backward_dfs"
+    sweep: str = "auto"
     verify: str = "auto"
     memory_budget: int | None = None
     fallback: str = "raise"

@@ -23,9 +23,20 @@ os.environ["DTA_CACHE_DIR"] = tempfile.mkdtemp(prefix="dta_compile_tests_")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined: they then run on a CPU
 
-from dta_compile.program_cache import cache  # noqa: E402 - after the line above
+from dta_compile.options import Options  # noqa: E402 - after the line above
+from dta_compile.program_cache import cache  # noqa: E402
 
 cache.open_folder = lambda folder: None
+
+
+def pytest_addoption(parser):
+    parser.addoption("--sweep", help="run every compiled call that names no sweep with this one: chunks or stages")
+
+
+def pytest_configure(config):
+    if sweep := config.getoption("--sweep"):
+        parse = Options.parse
+        Options.parse = lambda mapping: parse({"sweep": sweep, **(mapping or {})})
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,9 @@ import torch
 
 from dta_compile.executable.code import Code
 
-__all__ = ["ChunkGraphs", "Generated", "Path", "Run", "Stage", "StageCode"]
+__all__ = ["ChunkGraphs", "Generated", "Part", "Path", "Run", "Stage", "StageCode"]
 
-Run = Callable[..., Sequence[torch.Tensor]]
+Run = Callable[..., Sequence[Any]]
 Linear = tuple[float, float, float]
 
 
@@ -100,18 +100,20 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChunkGraphs:
-    """The graphs of a chunk. All take `path`, then the chunk's inputs with the transposes of some (see `transposes`).
+    """The graphs of a chunk, or of a part of its stages. All take `path`, then the inputs with the transposes of some
+    (see `transposes`).
 
     Attributes:
         kinds, stages: what they are made of; stages in order of the forward.
-        inputs: how many inputs a chunk has.
+        inputs: how many inputs there are: those of a chunk, then what a part reads of others.
+        received: of those, the slots of what a part reads of others.
         slots: how many slots.
         transposed: the inputs whose transposes have slots, right after those of the inputs.
         outputs: slots of the frontier values.
         backward_inputs: inputs that are kept for the backward; the first of what is kept, before the saved values.
-        saved_states: for each mixer layer, where its states (key and value) are among the saved values.
+        saved_states: for each mixer layer, where its states (key and value) are among what is kept.
         differentiated: positions of the frontier values whose gradients the backward takes.
-        grad_parameters: positions among the chunk's parameters that receive a gradient.
+        grad_parameters: positions among the inputs of the parameters that receive a gradient.
         grad_sources: for each of `grad_parameters`, which frontier values its gradient comes from.
         token_bytes, head_bytes: what one chunk keeps for its backward, per token and per head row: saved values, and
             the inputs of trunk and head among `backward_inputs`.
@@ -126,6 +128,7 @@ class ChunkGraphs:
     kinds: tuple[StageCode, ...]
     stages: tuple[Stage, ...]
     inputs: int
+    received: tuple[int, ...]
     slots: int
     transposed: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -156,6 +159,12 @@ class ChunkGraphs:
         return [whole[i].t() for i in self.transposed]
 
     @functools.cached_property
+    def differentiated_reads(self) -> frozenset[int]:
+        """Positions of what is `received` that gets a gradient."""
+        taken = {slot for stage in self.stages for slot in stage.gradients}
+        return frozenset(i for i, slot in enumerate(self.received) if slot in taken)
+
+    @functools.cached_property
     def run_cache_only(self) -> Run:
         """An anchor: writes the states of a chunk's spine to the path; returns nothing."""
         stages = [stage for stage in self.stages if stage.only_states is not None]
@@ -180,7 +189,7 @@ class ChunkGraphs:
     def run_backward(self) -> Run:
         """Takes a list of `path`, what is kept (`backward_inputs`, saved values), the gradients of the `differentiated`
         frontier values, and accumulators for `grad_parameters`; empties it, so that values are freed after their last
-        use. Returns nothing."""
+        use. Returns the gradients of what is `received`, None for those that have none."""
         return _Backward(self)
 
     def of_head_rows(self, kept: Sequence[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
@@ -189,6 +198,28 @@ class ChunkGraphs:
         return [
             value if dim is None else _select(value, dim, rows) for value, dim in zip(kept, self.head_dims, strict=True)
         ]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """Consecutive stages of a chunk, all of them or a layer, that a schedule's ops run; see `plan.schedule`.
+
+    Attributes:
+        graphs: from `inputs` and `reads` to `writes`, and then frontier values; parts alike share them.
+        inputs: which of a chunk's inputs it reads, ascending: parameters, constants, the trunk's, the head's.
+        layers: the numbers of its mixers' layers, which its graphs count from zero.
+        reads, writes: numbers of the values that cross from part to part; of each there is a tensor a chunk.
+        frontier: the frontier values that it computes.
+        written_bytes: what it writes, per token.
+    """
+
+    graphs: ChunkGraphs
+    inputs: tuple[int, ...]
+    layers: tuple[int, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    frontier: tuple[int, ...]
+    written_bytes: float = 0.0
 
 
 class _Forward:
@@ -227,10 +258,11 @@ class _Backward:
 
     def __init__(self, chunk: ChunkGraphs) -> None:
         self.kept, self.tangents = len(chunk.head_dims), [chunk.outputs[i] for i in chunk.differentiated]
+        self.received = chunk.received
         backwards = [(stage, chunk.kinds[stage.kind].backward) for stage in reversed(chunk.stages)]
         self.stages = [(stage, code.function) for stage, code in backwards if code is not None]
 
-    def __call__(self, arguments: list[Any]) -> Sequence[torch.Tensor]:
+    def __call__(self, arguments: list[Any]) -> Sequence[torch.Tensor | None]:
         path, kept = arguments[0], arguments[1 : 1 + self.kept]
         first = 1 + self.kept + len(self.tangents)
         gradients: dict[int, torch.Tensor] = {}
@@ -244,7 +276,7 @@ class _Backward:
             for i in stage.last_kept:
                 kept[i] = None
             _add(gradients, stage.gradients, run(handed))
-        return ()
+        return [gradients.pop(slot, None) for slot in self.received]
 
 
 def _add(gradients: dict[int, torch.Tensor], slots: Sequence[int], parts: Sequence[torch.Tensor]) -> None:

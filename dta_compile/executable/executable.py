@@ -7,13 +7,14 @@ that the prologue returns. Sizes are expressions over symbols, which `Executable
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import sympy
 import torch
 
-from dta_compile.executable.chunk import ChunkGraphs
+from dta_compile.executable.chunk import ChunkGraphs, Part
 from dta_compile.executable.code import Code
 from dta_compile.executable.layers import HasMixers, MixerLayer
 from dta_compile.executable.layouts import Frame, Input, Layout
@@ -176,8 +177,10 @@ class Executable(HasMixers):
         trunk_keys, head_keys: what makes two prefixes, and two uses of a token, the same.
         region_parameters: the inputs that chunks read whole.
         joint: the graphs of a chunk.
+        parts: the same in parts: what comes before the first layer that mixes tokens, each such layer, the head.
         epilogue: from the inputs, the dense frontier values and the dense slots `epilogue_slots` to the outputs; None:
             `rest` runs in its place.
+        epilogue_reads: the inputs of the call that it reads.
         row_epilogue: the same for one row; None: nothing is trained.
         outputs: of the call.
         rest: of a function that runs the model on further batches: from the inputs and the dense frontier values.
@@ -206,8 +209,10 @@ class Executable(HasMixers):
     head_keys: tuple[ChunkInput, ...]
     region_parameters: tuple[Input, ...]
     joint: ChunkGraphs
+    parts: tuple[Part, ...]
     epilogue: Code | None
     epilogue_slots: tuple[int, ...]
+    epilogue_reads: tuple[int, ...]
     row_epilogue: RowEpilogue | NoRowEpilogue | None
     outputs: tuple[Output, ...]
     rest: Executable | None
@@ -215,6 +220,12 @@ class Executable(HasMixers):
     regions: Mapping[str, int]
     chunk_digest: str
     seconds: Mapping[str, float]
+
+    @functools.cached_property
+    def whole(self) -> Part:
+        """All of a chunk as one part."""
+        frontier = tuple(range(len(self.frontier)))
+        return Part(self.joint, tuple(range(self.joint.inputs)), tuple(range(len(self.mixers))), (), (), frontier)
 
     @property
     def further(self) -> list[Executable]:

@@ -1,9 +1,10 @@
-"""FSDP2 (`fully_shard`) around and inside of what is compiled: gathered once a call, reduced once a backward.
+"""FSDP2 (`fully_shard`) around and inside of what is compiled.
 
 FSDP2 gathers the parameters of a wrapped module in a hook before its forward, frees them in one after it, and gathers
-them again before its backward. A schedule needs all parameters all the time. So a compiled callable gathers all groups
-that it runs as it is entered, before Dynamo's guards read a parameter; graphs have of the hooks only the casts of mixed
-precision; and when a gradient arrives at a graph's outputs, FSDP2's own `_pre_backward` of every group is called, whose
+them again before its backward. A compiled callable shows Dynamo, as it is entered and before guards read a parameter,
+the parameters as they are when they are together, without memory. Graphs have of the hooks only the casts of mixed
+precision. What runs layer by layer gathers itself (`layer_groups`); whatever else reads parameters gathers all of them
+first, and when a gradient arrives at a graph's outputs, FSDP2's own `_pre_backward` of every group is called, whose
 final callback reduces each once. Outside of such calls the hooks do what they always did.
 
 All that touches private parts of FSDP2 is here. Supported torch: 2.11 to 2.15.
@@ -25,7 +26,18 @@ from torch import nn
 
 from dta_compile.integrations.tracing import traces_for_this_backend
 
-__all__ = ["Sharded", "bytes_of_running", "held", "keeping"]
+__all__ = [
+    "Gathered",
+    "Sharded",
+    "bytes_of_running",
+    "free",
+    "groups_of",
+    "held",
+    "is_of_a_layer",
+    "keeping",
+    "running",
+    "show_unsharded",
+]
 
 logger = logging.getLogger("dta_compile")
 
@@ -58,7 +70,9 @@ class Sharded:
 
 
 class Gathered:
-    """Parameters of FSDP2 modules, together for as long as this exists.
+    """Parameters of FSDP2 modules, together for as long as this exists, once it is `complete`.
+
+    Before, those of layers only look as if: their memory is empty.
 
     The call that gathered them refers to it, and so does its graph for autograd. What has no graph lets go of the
     parameters at the end of the call, a backward in FSDP2's final callback, and outputs without a backward as they are
@@ -66,22 +80,47 @@ class Gathered:
     """
 
     def __init__(self, modules: Modules) -> None:
-        self.modules = modules
+        self.modules, self.runs_layer_by_layer = modules, False
         for state in modules:
             state._lazy_init()
         _recover(modules)
-        for group in _groups(modules):
+        for group in groups_of(modules):
             if _is_out_of_date(group):
-                _free(group, "IDLE")
-        _gather(modules)
+                free(group, "IDLE")
+        self._layers = {state: module for state, module in modules.items() if is_of_a_layer(state)}
+        self.is_complete = not self._layers
+        _gather({state: module for state, module in modules.items() if state not in self._layers})
+        for state, module in self._layers.items():
+            _make_unsharded(state, module)
+            show_unsharded(state)
         _alive.add(self)
         weakref.finalize(self, _let_go, tuple(modules)).atexit = False
 
+    def complete(self) -> None:
+        """Gather all that is not."""
+        if not self.is_complete:
+            self.is_complete = True
+            _gather(self._layers)
+
     def before_backward(self, _: Any = None) -> None:
         """Called by autograd before it goes through a graph of the call, once for each of its outputs."""
-        _gather(self.modules)
-        for state in self.modules:
+        left = {
+            state: module
+            for state, module in self.modules.items()
+            if not self.runs_layer_by_layer or state not in self._layers
+        }
+        _gather(left)
+        for state in left:
             state._pre_backward(None)
+        for state in self.modules:
+            state._register_root_post_backward_final_callback()
+
+    def leave(self) -> None:
+        """The call returns: layers that are not together look like it no more."""
+        for group in groups_of(self._layers):
+            if not group.is_unsharded:
+                for parameter in group.fsdp_params:
+                    parameter._setattr_on_modules(parameter.sharded_param)
 
 
 class _OfThread(threading.local):
@@ -97,10 +136,16 @@ _of_thread = _OfThread()
 _alive: weakref.WeakSet[Gathered] = weakref.WeakSet()
 
 
-def keeping(run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-    """A graph whose outputs keep together, for their backward, what the calls now running have gathered."""
+def keeping(run: Callable[..., Sequence[Any]], reads_all: bool = True) -> Callable[..., Sequence[Any]]:
+    """A graph whose outputs keep together, for their backward, what the calls now running have gathered.
+
+    Args:
+        reads_all: it does not gather what it reads itself.
+    """
 
     def run_and_keep(*args: Any) -> Sequence[Any]:
+        for call in running() if reads_all else ():
+            call.complete()
         outputs = run(*args)
         if _of_thread.running:
             nodes = {output.grad_fn for output in outputs if isinstance(output, torch.Tensor)} - {None}
@@ -128,7 +173,7 @@ def bytes_of_running() -> tuple[int, int]:
     """Bytes on this rank of what the calls now running have gathered: of whole parameters, with their gradients that
     wait for a reduction; and the most that was in flight on the way there."""
     sizes, waiting = [0, 0], 0
-    for group in _groups(state for call in _of_thread.running for state in call.modules):
+    for group in groups_of(state for call in _of_thread.running for state in call.modules):
         sizes.append(sum(_bytes(parameter._unsharded_param) for parameter in group.fsdp_params))
         for parameter in group.fsdp_params:
             waiting += _bytes(parameter.unsharded_accumulated_grad) + _bytes(parameter._unsharded_param.grad)
@@ -143,8 +188,37 @@ def _bytes(tensor: torch.Tensor | None) -> int:
 def _leave() -> None:
     call = _of_thread.running.pop()
     _mark(call, False)
+    call.leave()
     if _of_thread.held is not None:
         _of_thread.held.append(call)
+
+
+def running() -> Sequence[Gathered]:
+    """Of the compiled calls of this thread that have not returned yet, the outermost first."""
+    return _of_thread.running
+
+
+def is_of_a_layer(state: Any) -> bool:
+    """Whether all groups of a state are freed after a forward: they are wanted for a part of it only."""
+    groups = groups_of([state])
+    return bool(groups) and all(group._reshard_after_forward for group in groups)
+
+
+def show_unsharded(state: Any) -> None:
+    """Let modules have the whole parameters, whether there is memory behind them or not."""
+    for group in groups_of([state]):
+        for parameter in group.fsdp_params:
+            parameter._unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
+            parameter._setattr_on_modules(parameter._unsharded_param)
+
+
+def _make_unsharded(state: Any, module: Any) -> None:
+    """Make the whole parameters, which FSDP2 does as it gathers them for the first time."""
+    parameters = [parameter for group in groups_of([state]) for parameter in group.fsdp_params]
+    if not all(hasattr(parameter, "_unsharded_param") for parameter in parameters):
+        _gather({state: module})
+        for group in groups_of([state]):
+            free(group, "FORWARD")
 
 
 def _mark(call: Gathered, is_running: bool) -> None:
@@ -172,12 +246,12 @@ def _reduce(calls: Sequence[Gathered]) -> None:
 def _let_go(states: Sequence[Any]) -> None:
     """Free, as FSDP2 does after a forward, what no other call has gathered and no module is using."""
     others = {state for call in _alive for state in call.modules}
-    for group in _groups(state for state in states if state not in others):
+    for group in groups_of(state for state in states if state not in others):
         if group.is_unsharded and group._training_state.name == "IDLE":
-            _free(group, "FORWARD")
+            free(group, "FORWARD")
 
 
-def _free(group: Any, training_state: str) -> None:
+def free(group: Any, training_state: str) -> None:
     """Free a group as FSDP2 does in a training state; after a forward, it keeps what it was told to keep."""
     with group.use_training_state(type(group._training_state)[training_state]):
         group.reshard()
@@ -206,7 +280,7 @@ def _recover(states: Iterable[Any]) -> None:
             for state in context.all_states:
                 state._training_state = type(state._training_state).IDLE
                 state._comm_ctx.post_forward_order.clear()
-            for group in _groups(context.all_states):
+            for group in groups_of(context.all_states):
                 _start_anew(group)
 
 
@@ -225,12 +299,15 @@ def _contexts(states: Iterable[Any]) -> list[Any]:
     return list({id(state._state_ctx): state._state_ctx for state in states}.values())
 
 
-def _groups(states: Iterable[Any]) -> Iterator[Any]:
+def groups_of(states: Iterable[Any]) -> list[Any]:
+    """The groups of parameters of some states, in order."""
+    found: list[Any] = []
     for state in states:
         if hasattr(state, "_fsdp_param_groups"):
-            yield from state._fsdp_param_groups
+            found += state._fsdp_param_groups
         elif state._fsdp_param_group is not None:  # torch 2.11 has one at most
-            yield state._fsdp_param_group
+            found.append(state._fsdp_param_group)
+    return found
 
 
 def _let_graphs_pass_by(state: Any) -> None:
@@ -251,9 +328,18 @@ def _before(hook: Hook, state: Any) -> Hook:
         # Dynamo guards what it reads of the state: without a call that gathered it, such a graph does not run.
         if torch.compiler.is_compiling() and traces_for_this_backend() and state._dta_gathered:
             return _cast(args, dtype), _cast(kwargs, dtype)
+        if not torch.compiler.is_compiling():
+            _complete(state)
         return hook(module, args, kwargs)
 
     return _standing_in(before_forward)
+
+
+def _complete(state: Any) -> None:
+    """A module runs by itself, between graphs of a call: FSDP2 would take what it gathers for it away from them."""
+    for call in running():
+        if state in call.modules:
+            call.complete()
 
 
 def _after(hook: Hook, state: Any) -> Hook:

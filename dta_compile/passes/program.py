@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.executable.chunk import ChunkGraphs
+from dta_compile.executable.chunk import ChunkGraphs, Part
 from dta_compile.executable.layers import HasMixers, MixerLayer
 from dta_compile.executable.layouts import Frame, Input, Layout
 from dta_compile.passes.stage_graphs import ChunkStages
@@ -134,6 +134,7 @@ class Program(HasMixers):
     stages: ChunkStages = None  # type: ignore[assignment]
     # emit
     joint: ChunkGraphs = None  # type: ignore[assignment]
+    parts: Sequence[Part] = ()
     # Of the runner: seconds by pass, and the fields that have been filled.
     timings: dict[str, float] = dataclasses.field(default_factory=dict)
     filled: Set[str] = frozenset({"captured", "training", "codegen", "own_symbols"})

@@ -104,6 +104,7 @@ class ChunkStages:
         sizes: of values, in terms of tokens and head rows.
         inputs: how many inputs a chunk has, which are the first slots.
         whole: how many of these do not run over tokens or head rows, the first ones: parameters and constants.
+        of_head: the inputs that run over head rows.
         outputs: slots of the frontier values.
         differentiated: positions of the frontier values whose gradients the backward takes.
         generated: the code that graphs call, if any is generated for them.
@@ -115,6 +116,7 @@ class ChunkStages:
     sizes: ChunkSizes
     inputs: int
     whole: int
+    of_head: frozenset[int]
     outputs: tuple[int, ...]
     differentiated: tuple[int, ...]
     generated: Generated | None = None

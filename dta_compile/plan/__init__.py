@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dta_compile.plan.balance import TreeCost, balance
 from dta_compile.plan.cost import CostModel, Limits, Rates, choose, choose_keep
-from dta_compile.plan.peak_memory import Footprint, LiveBytes, bytes_by_op, peak_bytes
+from dta_compile.plan.peak_memory import Footprint, LiveBytes, PartBytes, bytes_by_op, bytes_of_halves, peak_bytes
 from dta_compile.plan.plan import Plan, make_plan, plan
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule
@@ -37,6 +37,7 @@ __all__ = [
     "LiveBytes",
     "MeasuredRun",
     "Op",
+    "PartBytes",
     "Plan",
     "Pop",
     "PrefixTree",
@@ -54,6 +55,7 @@ __all__ = [
     "balance",
     "build_schedule",
     "bytes_by_op",
+    "bytes_of_halves",
     "choose",
     "choose_keep",
     "chunk_tree",

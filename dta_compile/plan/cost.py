@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dta_compile.options import CHUNK_TOKENS, Options
-from dta_compile.plan.peak_memory import Footprint
+from dta_compile.plan.peak_memory import Footprint, PartBytes, bytes_of_halves
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule, rebuilt_slices
-from dta_compile.plan.schedule import Schedule
+from dta_compile.plan.schedule import SWEEPS, Schedule
 from dta_compile.plan.simulate import Simulation, Work, chunk_work, simulate
 from dta_compile.plan.states import with_states
 from dta_compile.plan.tree.chunk import Chunk
@@ -22,6 +22,7 @@ __all__ = ["CostModel", "Limits", "Rates", "choose", "choose_keep"]
 
 CANDIDATES = ("packed", "dfs", "vanilla", "dense")  # the first of equal cost is taken
 _PACKED = Options(strategy="packed")
+STATES_SHARE = 0.1  # of a layer's forward: what makes its states, a norm and products with weights of keys and values
 LEAST_GAIN = 0.03  # of the estimated seconds, for which larger chunks are taken, which need more memory
 
 
@@ -90,7 +91,9 @@ class CostModel:
     def estimate(self, simulation: Simulation) -> float:
         """Seconds that a schedule with these counts takes."""
         s = simulation
-        return self.forward.seconds(s.forward) + self.backward.seconds(s.backward) + self.restore * s.restored_tokens
+        again = STATES_SHARE * self.forward.seconds(s.rebuilt._replace(pairs=0))
+        run = self.forward.seconds(s.forward) + self.backward.seconds(s.backward)
+        return run + again + self.restore * s.restored_tokens
 
 
 def choose_keep(
@@ -113,10 +116,11 @@ def choose_keep(
     if budget <= 0:
         return KEEP_NOTHING
     rebuilt = dict.fromkeys(range(len(chunks.chunks)), 0.0)  # seconds to put spines on the stack again
+    share = STATES_SHARE if options.sweep == "stages" else 1.0
     if options.strategy != "vanilla":  # which rebuilds with graphs that stay
         for index, part in rebuilt_slices(tree, options, chunks):
             work = chunk_work(tree, Chunk(part), head=False)._replace(launches=1)
-            rebuilt[index] += cost.forward_seconds(work) - cost.restore * part.tokens
+            rebuilt[index] += share * cost.forward_seconds(work) - cost.restore * part.tokens
     states = [footprint.state * depths for depths in chunks.starts_below()]
     upgrades: list[tuple[float, int, float, bool]] = []  # seconds saved per byte, chunk, bytes, graph rather than KV
     for index, chunk in enumerate(chunks.chunks):
@@ -156,6 +160,8 @@ class Limits:
         head_starts: of the shared tree, see `simulate`; None: one head row per token.
         chunk_sizes: for users who name none, the sizes of chunks to choose from, ascending. Multiples of the 64 tokens
             that recurrences compute in one go.
+        whole, parts: bytes of all layers, and of each part that a sweep of stages runs; no parts: not known.
+        is_asked_for: the budget is the user's own, not a share of what is free.
     """
 
     budget: int | None = None
@@ -163,6 +169,9 @@ class Limits:
     cost: CostModel = dataclasses.field(default_factory=CostModel)
     head_starts: IntArray | None = None
     chunk_sizes: tuple[int, ...] = (CHUNK_TOKENS,)
+    whole: PartBytes = dataclasses.field(default_factory=lambda: PartBytes(Footprint()))
+    parts: tuple[PartBytes, ...] = ()
+    is_asked_for: bool = False
 
     def unshared(self, shared: PrefixTree, unshared: PrefixTree) -> Limits:
         """The same for the tree without sharing, whose tokens have as many head rows on average."""
@@ -190,6 +199,14 @@ class _Choice:
     def seconds(self) -> float:
         return self.limits.cost.estimate(self.simulation)
 
+    @property
+    def peak(self) -> float:
+        """Bytes, besides outputs."""
+        limits = self.limits
+        parts = limits.parts if self.schedule.sweep == "stages" else (limits.whole,)
+        known = self.simulation.peak_stack_tokens, limits.head_starts
+        return max(bytes_of_halves(self.tree, self.schedule, parts, *known))
+
 
 def choose(
     tree: PrefixTree, options: Options, mode: str, limits: Limits | None = None
@@ -199,8 +216,49 @@ def choose(
     A strategy that must hold graphs of more bytes than the budget (and one chunk) is no candidate. Dense is planned
     only if a lower bound of its cost does not rule it out, since its schedule is as long as the batch without sharing.
     The strategy is chosen with the least size of chunks; larger ones are taken where they are cheaper by 3%.
+
+    Stages are swept where that is cheaper in the same memory: that of the leaner sweep that keeps nothing, and the
+    budget. Where all fits into what is free, there is nothing to choose.
     """
     limits = limits or Limits()
+    if options.sweep != "auto":
+        best, reason = _chosen(tree, options, mode, limits)
+    else:
+        best, reason = _chosen(tree, dataclasses.replace(options, sweep="chunks"), mode, limits)
+        if mode == "transparent" and _may_sweep_stages(best, limits):
+            best, reason = _best_sweep(tree, options, mode, limits)
+    return best.tree, best.schedule, reason
+
+
+def _may_sweep_stages(by_chunks: _Choice, limits: Limits) -> bool:
+    if len(limits.parts) < 2 or limits.budget is None or not by_chunks.tree.num_rows:
+        return False
+    return limits.is_asked_for or by_chunks.simulation.recomputed_tokens > 0
+
+
+def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[_Choice, str]:
+    assert limits.budget is not None
+    nothing, least = dataclasses.replace(limits, budget=0), dict[str, float]()
+    kept_nothing = {}
+    for sweep in SWEEPS:
+        kept_nothing[sweep] = _chosen(tree, dataclasses.replace(options, sweep=sweep), mode, nothing)
+        least[sweep] = kept_nothing[sweep][0].peak
+    allowed = min(least.values()) + limits.budget
+    found = {}
+    for sweep in SWEEPS:
+        left = int(allowed - least[sweep])
+        if left >= 0:
+            known = dataclasses.replace(limits, budget=left)
+            chosen = _chosen(tree, dataclasses.replace(options, sweep=sweep), mode, known)
+            found[sweep] = chosen if left else kept_nothing[sweep]
+    sweep = min(found, key=lambda name: found[name][0].seconds)
+    best, reason = found[sweep]
+    bytes_of_both = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in least.items())
+    return best, f"{reason}; sweeps {sweep}: at least {bytes_of_both}"
+
+
+def _chosen(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[_Choice, str]:
+    """As `choose`, for one sweep."""
     sizes = limits.chunk_sizes if options.chunk_size is None else (options.chunk_size,)
     options = dataclasses.replace(options, chunk_size=sizes[0])
     if options.strategy == "auto":
@@ -218,7 +276,7 @@ def choose(
         if found.seconds < (1 - LEAST_GAIN) * best.seconds:
             reason += f"; chunks of {size:,} {found.seconds / best.seconds:.2f} of {best.schedule.chunk_size:,}"
             best = found
-    return best.tree, best.schedule, reason
+    return best, reason
 
 
 def _cheapest_strategy(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[_Choice, str]:

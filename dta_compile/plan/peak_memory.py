@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Schedule
@@ -12,7 +12,7 @@ from dta_compile.plan.states import LiveStates
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 
-__all__ = ["Footprint", "LiveBytes", "bytes_by_op", "peak_bytes"]
+__all__ = ["Footprint", "LiveBytes", "PartBytes", "bytes_by_op", "bytes_of_halves", "peak_bytes"]
 
 Linear = tuple[float, float, float]
 """Bytes as `a + b * tokens + c * head rows`."""
@@ -68,11 +68,64 @@ def peak_bytes(
     Counts kept graphs and KV, running states wherever they are, gradients of these, and what works while a graph runs;
     not the KV on the stack, accumulators, outputs.
     """
-    peaks, phase = [0.0, 0.0], 0
+    return _halves(tree, schedule, footprint, head_starts)[:2]
+
+
+class PartBytes(NamedTuple):
+    """Bytes that a part of the layers takes, or all of them, in a step.
+
+    Attributes:
+        footprint: of its chunks.
+        sums: that gradients of its parameters are summed in.
+        sent: that it hands to parts after it, per token.
+    """
+
+    footprint: Footprint
+    sums: float = 0.0
+    sent: float = 0.0
+
+
+def bytes_of_halves(
+    tree: PrefixTree,
+    schedule: Schedule,
+    parts: Sequence[PartBytes],
+    stack_tokens: int,
+    head_starts: IntArray | None = None,
+) -> tuple[float, float]:
+    """Most bytes that live in the first half of a schedule, and in the second: as `peak_bytes`, with the stack and its
+    gradients, sums of gradients of parameters, and what parts hand to one another.
+
+    Args:
+        parts: all layers as one for a sweep of chunks.
+        stack_tokens: most tokens on the stack.
+    """
+    known: dict[int, tuple[float, float, float]] = {}  # by footprint: the peaks, and what is left between the halves
+    first = second = held = 0.0
+    for part in parts:
+        footprint, sent = part.footprint, part.sent * tree.num_rows
+        if id(footprint) not in known:
+            known[id(footprint)] = _halves(tree, schedule, footprint, head_starts)
+        forward, backward, left = known[id(footprint)]
+        stack = footprint.kv_token * stack_tokens
+        first = max(first, held + stack + forward + sent)
+        # Of the later parts everything is gone by then; of what it sent there are gradients now.
+        second = max(second, held + 2 * stack + part.sums + backward + 2 * sent)
+        held += sent + (left if len(parts) > 1 else 0.0)
+    return first, second
+
+
+def _halves(
+    tree: PrefixTree, schedule: Schedule, footprint: Footprint, head_starts: IntArray | None
+) -> tuple[float, float, float]:
+    first = second = left = 0.0
+    is_second = False
     for op, live in zip(schedule.ops, bytes_by_op(tree, schedule, footprint, head_starts), strict=True):
-        phase = 1 if isinstance(op, Attach) else phase
-        peaks[phase] = max(peaks[phase], live.peak)
-    return peaks[0], peaks[1]
+        if is_second or isinstance(op, Attach):
+            left = left if is_second else live.kept
+            is_second, second = True, max(second, live.peak)
+        else:
+            first = max(first, live.peak)
+    return first, second, left
 
 
 class LiveBytes(NamedTuple):

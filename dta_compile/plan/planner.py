@@ -57,7 +57,8 @@ def build_schedule(
         PlanError: unknown mode, or a strategy that cannot run on this tree.
     """
     _check(tree, options, mode)
-    walk = _Walk(tree, options, chunks or chunk_tree(tree, options))
+    by_stages = options.sweep == "stages" and mode != "streaming"
+    walk = _Walk(tree, options, chunks or chunk_tree(tree, options), by_stages)
     if mode == "score":
         walk.outputs(KEEP_NOTHING, training=False)
     elif mode == "transparent":
@@ -65,7 +66,8 @@ def build_schedule(
         walk.backwards()
     else:
         walk.streaming()
-    return Schedule(tuple(walk.ops), options.strategy, options.order, mode, options.chunk_tokens)
+    sweep = "stages" if by_stages else "chunks"
+    return Schedule(tuple(walk.ops), options.strategy, options.order, mode, options.chunk_tokens, sweep)
 
 
 def rebuilt_slices(tree: PrefixTree, options: Options, chunks: ChunkTree) -> Iterator[tuple[int, Slice]]:
@@ -89,10 +91,11 @@ class _Walk:
         stored: chunks whose spine's KV is kept.
     """
 
-    def __init__(self, tree: PrefixTree, options: Options, chunks: ChunkTree) -> None:
+    def __init__(self, tree: PrefixTree, options: Options, chunks: ChunkTree, by_stages: bool = False) -> None:
         self.tree, self.options = tree, options
         self.chunks, self.parent, self.block = chunks.chunks, chunks.parent, chunks.block
         self.vanilla = options.strategy == "vanilla"
+        self.by_stages = by_stages
         self.ops: list[Op] = []
         self.stacked: list[int] = []
         self.level = [-1] * len(self.chunks)
@@ -101,10 +104,12 @@ class _Walk:
         self.stored: set[int] = set()
 
     def outputs(self, keep: Keep, training: bool) -> None:
-        """Phase 1: all outputs, every token once; one attach of all sequences. Scoring leaves the stack empty."""
+        """Phase 1: all outputs, every token once; one attach of all sequences. Scoring leaves the stack empty, and so
+        does a sweep of stages: other parts run before the second phase."""
+        first_stays = not self.by_stages
         for index in reversed(range(len(self.chunks))):
             self.pop(self.chunks[index].start)
-            if training and (index == 0 or keep.graphs is None or index in keep.graphs):
+            if training and ((index == 0 and first_stays) or keep.graphs is None or index in keep.graphs):
                 self.forward(index, out=True)
             else:
                 kv = index in keep.kv and self.chunks[index].spine is not None
@@ -112,7 +117,7 @@ class _Walk:
                 self.put(index, self.chunks[index])
                 if kv:
                     self.stored.add(index)
-        if not training:
+        if not training or self.by_stages:
             self.pop(0)
         self.attach(range(len(self.tree.lengths)))
 
@@ -168,6 +173,11 @@ class _Walk:
             parts = list(run)
             if kept:
                 self.ops += [Restore(part) for _, part in parts]
+            elif self.by_stages:  # what these read is there for whole chunks; they run no further than their states
+                for above, _ in parts:
+                    self.ops.append(Anchor(self.chunks[above]))
+                    self.put(above, self.chunks[above])
+                continue
             elif self.vanilla:
                 for above, _ in parts:
                     self.forward(above, out)

@@ -11,6 +11,7 @@ from dta_compile.plan.tree.chunk import Chunk, Slice
 
 __all__ = [
     "MODES",
+    "SWEEPS",
     "Anchor",
     "Attach",
     "Backward",
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 MODES = ("score", "transparent", "streaming")
+SWEEPS = ("chunks", "stages")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +95,10 @@ MOST_SEQUENCES = 2**24  # of a run of them
 _FLAGS = ("out", "kv")  # words after a chunk, in this order
 _STATES = "states@"  # comes after the flags, before depths
 _HEADER = "# dta schedule strategy={strategy} order={order} mode={mode} chunk_size={chunk_size}"
-_HEADER_PATTERN = re.compile(r"# dta schedule strategy=(\S+) order=(\S+) mode=(\S+) chunk_size=([1-9][0-9]{0,17})")
+_BY_STAGES = " sweep=stages"
+_HEADER_PATTERN = re.compile(
+    rf"# dta schedule strategy=(\S+) order=(\S+) mode=(\S+) chunk_size=([1-9][0-9]{{0,17}})({_BY_STAGES})?"
+)
 _SLICE_PATTERN = re.compile(r"s([0-9]{1,18})\[([0-9]{1,18}):([0-9]{1,18})\]")
 _STATES_PATTERN = re.compile(_STATES + r"([0-9]{1,18}(?:,[0-9]{1,18})*)")
 _SEQUENCES_PATTERN = re.compile(r"s([0-9]{1,18})(?:\.\.s([0-9]{1,18}))?")
@@ -108,6 +113,11 @@ class Schedule:
     recurrent mixers cannot be cut out of others, so the stack holds them at some depths, of `(0, depth]`: a chunk that
     starts at a depth above 0 reads the one there, in its forward and in its backward (see `with_states`).
 
+    A schedule that sweeps `stages` is one of a *part* of the model's layers: its ops up to the attach op are
+    run for the first part (embeddings), then for each layer, then for the head; what follows the attach op for each of
+    them in reverse. From part to part go hidden states, which are kept for every chunk of the first half; stack, graphs
+    and sums of gradients are of one part at a time.
+
     Attributes:
         ops: the operations.
         strategy: planner strategy that made it.
@@ -115,6 +125,7 @@ class Schedule:
         mode: "score" (outputs only), "transparent" (all outputs, one attach, then backward) or "streaming" (losses
             attached as their last tokens are reached).
         chunk_size: most tokens of a chunk that is run or restored.
+        sweep: "chunks" (each op runs all layers) or "stages".
     """
 
     ops: tuple[Op, ...]
@@ -122,6 +133,18 @@ class Schedule:
     order: str
     mode: str
     chunk_size: int
+    sweep: str = "chunks"
+
+    @property
+    def halves(self) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+        """The ops up to the first attach op, which belongs to them, and those after it."""
+        middle = next((i + 1 for i, op in enumerate(self.ops) if isinstance(op, Attach)), len(self.ops))
+        return self.ops[:middle], self.ops[middle:]
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The chunks of the first half, in order."""
+        return tuple(op.chunk for op in self.halves[0] if isinstance(op, (Anchor, Forward)))
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -129,7 +152,7 @@ class Schedule:
     def lines(self) -> list[str]:
         """The listing: a header, then line `k` for `ops[k - 1]`."""
         header = _HEADER.format(strategy=self.strategy, order=self.order, mode=self.mode, chunk_size=self.chunk_size)
-        return [header, *map(format_op, self.ops)]
+        return [header + (_BY_STAGES if self.sweep == "stages" else ""), *map(format_op, self.ops)]
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -143,11 +166,11 @@ class Schedule:
         match = _HEADER_PATTERN.fullmatch(header)
         if not match:
             raise _syntax_error("a schedule has no header", number, header, _HEADER, header)
-        strategy, order, mode, chunk_size = match.groups()
+        strategy, order, mode, chunk_size, by_stages = match.groups()
         if mode not in MODES:
             raise _syntax_error("unknown mode", number, header, ", ".join(MODES), mode)
         ops = tuple(_parse_op(number, line) for number, line in lines[1:] if not line.startswith("#"))
-        return cls(ops, strategy, order, mode, int(chunk_size))
+        return cls(ops, strategy, order, mode, int(chunk_size), "stages" if by_stages else "chunks")
 
 
 def format_op(op: Op) -> str:

@@ -52,6 +52,7 @@ class Simulation:
         peak_states: most running states at one time, on the stack and of kept chunks (once if both); one is that of
             all layers at one depth.
         peak_state_gradients: most depths of the stack at which the running state waits with a gradient.
+        rebuilt: in a sweep of stages, work of the anchor ops that compute states alone.
     """
 
     ops: int
@@ -64,11 +65,12 @@ class Simulation:
     peak_stored_tokens: int
     peak_states: int = 0
     peak_state_gradients: int = 0
+    rebuilt: Work = dataclasses.field(default_factory=Work)
 
     @property
     def launches(self) -> int:
         """Chunk runs of both directions."""
-        return self.forward.launches + self.backward.launches
+        return self.forward.launches + self.backward.launches + self.rebuilt.launches
 
 
 def chunk_work(tree: PrefixTree, chunk: Chunk, head_starts: IntArray | None = None, head: bool = True) -> Work:
@@ -87,13 +89,15 @@ def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None 
     Args:
         head_starts: `[R + 1]` the head rows of tree row r are `head_starts[r]` to `head_starts[r + 1]`; None: one each.
     """
-    forward, backward = Work(), Work()
+    forward, backward, rebuilt = Work(), Work(), Work()
     restored, peak = 0, Held(0, 0, 0)
     states = LiveStates(tree, schedule)
     for op, held in zip(schedule.ops, held_tokens(schedule), strict=True):
         states.step(op)
         peak = Held(*map(max, peak, held))
         match op:
+            case Anchor(chunk, False) if schedule.sweep == "stages":
+                rebuilt = rebuilt.plus(chunk_work(tree, chunk, head_starts, head=False))
             case Anchor(chunk, out):
                 forward = forward.plus(chunk_work(tree, chunk, head_starts, out))
             case Forward(chunk):
@@ -113,6 +117,7 @@ def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None 
         peak_stored_tokens=peak.stored,
         peak_states=states.peak,
         peak_state_gradients=states.peak_gradients,
+        rebuilt=rebuilt,
     )
 
 

@@ -43,6 +43,8 @@ class _Replay:
 
     def __init__(self, tree: PrefixTree, schedule: Schedule, has_states: bool) -> None:
         self.tree, self.schedule, self.has_states = tree, schedule, has_states
+        self.by_stages = schedule.sweep == "stages"
+        self.crossed = frozenset(schedule.chunks) if self.by_stages else frozenset()
         self.position = 0  # in schedule.ops
         self.sequence, self.depth = 0, 0  # the stack holds the first `depth` tokens of `sequence`
         self.states: list[int] = []  # ascending depths of the stack at which it holds the running state
@@ -106,6 +108,12 @@ class _Replay:
         for part in chunk.slices:
             self.check_slice(part)
         self.check_size(chunk.tokens)
+        if self.by_stages and self.attached.any() and chunk not in self.crossed:
+            self.fail(
+                "the second half of a sweep of stages runs chunks of the first, whose hidden states are there",
+                ", ".join(map(str, list(self.crossed)[:4])),
+                str(chunk),
+            )
         rows = np.concatenate([self.tree.rows(part.sequence, part.start, part.stop) for part in chunk.slices])
         if chunk.branches:
             self.check_packed(chunk, rows)
@@ -242,6 +250,8 @@ class _Replay:
     def attach(self, sequences: tuple[int, ...]) -> None:
         if self.schedule.mode == "transparent" and (self.attached.any() or self.finished.any()):
             self.fail("transparent mode attaches once, before any backward", "one attach", "another one, or too late")
+        if self.by_stages and self.depth:
+            self.fail("other parts run between the halves of a sweep of stages", "an empty stack", self.stack())
         for sequence in sequences:
             if not 0 <= sequence < len(self.attached):
                 self.fail("sequences are of the batch", f"s0..s{len(self.attached) - 1}", f"s{sequence}")

@@ -14,6 +14,7 @@ from torch import fx
 from dta_compile.errors import RefusalError
 from dta_compile.executable.as_captured import as_captured
 from dta_compile.executable.executable import Executable
+from dta_compile.integrations.layer_groups import LayerGroups, gather_all, layer_groups
 from dta_compile.options import Options
 from dta_compile.plan import MeasuredRun, Plan
 from dta_compile.runtime import interception
@@ -27,7 +28,7 @@ from dta_compile.runtime.measure.profiler import trace_artifact
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.replay.lease import ReplayCache
 from dta_compile.runtime.returned_cache import ReturnedCache
-from dta_compile.runtime.transparent import TreeFunction, no_autocast
+from dta_compile.runtime.transparent import dense_frontier, no_autocast
 from dta_compile.runtime.verification.self_check import self_check, verified
 
 logger = logging.getLogger("dta_compile")
@@ -55,6 +56,7 @@ class Engine:
         self.sizes = Sizes(executable.symbols)
         self.last_plan: Plan | None = None
         self.checked = False
+        self.layers: LayerGroups | None = None  # of the call that is being run
         self.is_reported = True  # in logs and traces
         self.traced = 0  # plans that are in structured traces
         self.verdict: str | None = None  # of the self-check
@@ -78,6 +80,8 @@ class Engine:
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """The outputs of the captured call for its inputs."""
+        if interception.is_active():  # which may read any parameter
+            gather_all()
         replaced = interception.handle(self, args)
         if replaced is not None:
             return replaced
@@ -91,6 +95,7 @@ class Engine:
 
     def _checked_run(self, args: Sequence[Any]) -> tuple[Any, ...]:
         verify = self.options.verify
+        self.layers = self._layer_groups(args)
         if verify == "always" or (verify == "first" and not self.checked):
             self.checked = True
             outputs, verdict = verified(self.captured, self.run, args)
@@ -99,19 +104,31 @@ class Engine:
             return outputs
         return self.run(args, cache_now=False).outputs
 
+    def _layer_groups(self, args: Sequence[Any]) -> LayerGroups | None:
+        """What gathers sharded parameters layer by layer, if the call can do with that; else all are gathered now."""
+        executable, found = self.executable, None
+        can = self.rest is None and self.options.sweep != "chunks" and not self.ranks.several
+        if can and self.options.verify in ("auto", "off") and len(executable.parts) > 1:
+            specs = executable.region_parameters
+            of_parts = [[args[specs[i].index] for i in part.inputs if i < len(specs)] for part in executable.parts]
+            others = [args[i] for i in executable.epilogue_reads if isinstance(args[i], torch.Tensor)]
+            found = layer_groups(of_parts, others)
+        if found is None:
+            gather_all()
+        return found
+
     def run(self, args: Sequence[Any], cache_now: bool = True) -> Run:
         """A call under ordinary autograd; a KV cache among its outputs is computed now, or when it is read."""
         mode = "transparent" if self.executable.training and torch.is_grad_enabled() else "score"
         call = self.planned(args, mode, cache_now)
-        parameters = [args[spec.index] for spec in self.executable.region_parameters]
         with no_autocast():
-            frontier = TreeFunction.apply(call, *parameters)
-        if not all(call.wanted):
+            found = dense_frontier(call)
+        frontier = [one for one in found if one is not None]
+        if len(frontier) < len(found):
             cache = ReturnedCache(call)
-            node = next((one.grad_fn for one in frontier if one is not None and one.grad_fn is not None), None)
-            if node is not None:
+            for node in {one.grad_fn for one in frontier if one.grad_fn is not None}:
                 node.register_prehook(lambda _: cache.expire())
-            frontier = [cache.tensor(i) if value is None else value for i, value in enumerate(frontier)]
+            frontier = [cache.tensor(i) if value is None else value for i, value in enumerate(found)]
         return Run(call, frontier, self.outputs_of(call, frontier), functools.partial(self.outputs_of, call))
 
     def planned(self, args: Sequence[Any], mode: str, with_cache: bool = True) -> PlannedCall:
@@ -121,7 +138,9 @@ class Engine:
             call = plan_call(self.begin(args), mode, wanted)
             self.last_plan = call.plan
         self._trace(call.plan)
-        if call.rows.tree.num_rows and self._is_check_due(mode):
+        if call.context.layers is not None:
+            self.verdict = self.verdict or "skipped: layers are gathered from other ranks one at a time"
+        elif call.rows.tree.num_rows and self._is_check_due(mode):
             self.checked = True
             self.verdict = self_check(call, self.captured, self.run_small, self.compile_seconds)
         elif call.rows.tree.num_rows and self._is_swap_unchecked(call, mode):
@@ -201,15 +220,19 @@ class Engine:
         return Call.begin(self._context(), args, dense)
 
     def _context(self) -> CallContext:
+        options = self.options
+        if self.layers is not None:
+            options = dataclasses.replace(options, sweep="stages")
         return CallContext(
             self.executable,
-            self.options,
+            options,
             self.sizes,
             self.replays,
             self.calibration,
             self._note_run,
             self._note_plan,
             self.ranks,
+            self.layers,
         )
 
     def _note_run(self, plan: Plan, stopwatch: Stopwatch, device: torch.device) -> None:

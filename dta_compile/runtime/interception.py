@@ -40,6 +40,11 @@ def intercept(handler: Handler) -> Iterator[None]:
         _active.handler = None
 
 
+def is_active() -> bool:
+    """Whether somebody asks engines of this thread for something else than their outputs."""
+    return getattr(_active, "handler", None) is not None
+
+
 def handle(engine: Intercepted, args: Sequence[Any]) -> tuple[Any, ...] | None:
     """Called by every engine at its start."""
     handler = getattr(_active, "handler", None)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.executable import FrontierValue
 from dta_compile.runtime.calls.planned_call import PlannedCall, plan_call
-from dta_compile.runtime.transparent import forward_half, gradient_of_cache, no_autocast
+from dta_compile.runtime.transparent import dense_frontier, gradient_of_cache, no_autocast
 
 
 class ReturnedCache:
@@ -50,19 +50,24 @@ class ReturnedCache:
     @torch._dynamo.disable
     def _computed(self) -> list[torch.Tensor | None]:
         call = self.call
-        if call is None or any(_state(value) != state for value, state in self.state):
+        is_sharded = call is not None and call.context.layers is not None  # other ranks would have to gather as well
+        if call is None or is_sharded or any(_state(value) != state for value, state in self.state):
             raise RuntimeContractError(
                 "the returned KV cache is computed when it is read, and it is too late for that",
                 expected="a read before the call's backward, with its parameters and inputs as they were",
-                got="one after the backward" if call is None else "others, changed in place or freed",
+                got=(
+                    "parameters that are gathered from other ranks, layer by layer"
+                    if is_sharded
+                    else "one after the backward"
+                    if call is None
+                    else "others, changed in place or freed"
+                ),
                 hint="read past_key_values before, or call the model under torch.no_grad() for a KV cache",
             )
         wanted = [value.is_cache for value in call.executable.frontier]
         with _disable_current_modes(), torch.no_grad(), no_autocast():
             again = plan_call(call, "score", wanted)
-            executor, rows, _ = forward_half(again)
-            again.record(executor)
-            return [None if one is None else again.layout.expand(i, one) for i, one in enumerate(rows)]
+            return dense_frontier(again)
 
 
 def _state(value: torch.Tensor) -> tuple[int, int, int]:

@@ -183,7 +183,7 @@ class Stream:
         loss_fn = _under_current_autocast(loss_fn)
         with no_autocast():
             executor = call.executor()
-            parameters = [call.args[spec.index] for spec in executable.region_parameters]
+            parameters = call.parameters(executable.whole)
             executor.path.allocate_gradients()
             totals = accumulators(executor.joint, parameters, executor.lease)
             buffers = _buffers(call, executor)

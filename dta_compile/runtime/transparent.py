@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from dta_compile.errors import RuntimeContractError
+from dta_compile.executable.chunk import Part
 from dta_compile.executable.executable import FrontierValue
 from dta_compile.plan import Op
+from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.runtime.calls.executor import Executor
 from dta_compile.runtime.calls.planned_call import PlannedCall
 from dta_compile.runtime.calls.schedule_buffers import (
@@ -41,31 +43,157 @@ def is_batched(value: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_batchedtensor(value) or torch._C._functorch.is_legacy_batchedtensor(value))
 
 
+class TreeRun:
+    """A part of a call's chunks on its way through autograd.
+
+    Attributes:
+        call: that is run; another one once memory did not suffice for what its plan keeps.
+        number: of the part.
+        chunks: of the tree, in the order of what crosses from part to part.
+        is_first: no part before it goes backward, so that its backward ends that of the call.
+        is_last: it ends the forward.
+        used: what crosses from part to part and gradients depend on, as far as a backward has come.
+        executor: of the forward half, with what is kept for one backward; another backward recomputes.
+    """
+
+    def __init__(self, call: PlannedCall, number: int, chunks: Sequence[Chunk], is_first: bool, used: set[int]) -> None:
+        self.call, self.number, self.part, self.chunks = call, number, call.parts[number], chunks
+        self.is_first, self.is_last, self.used = is_first, number + 1 == len(call.parts), used
+        self.executor: Executor | None = None
+        self.backward_half: Sequence[Op] = ()
+
+    def is_differentiable(self, position: int) -> bool:
+        """Whether a result may get a gradient: those of a KV cache do not, which is an error if one comes."""
+        written = len(self.part.writes)
+        sent = written * len(self.chunks)
+        if position < sent:
+            return position % written in self.part.graphs.differentiated
+        return self.call.executable.frontier[self.part.frontier[position - sent]].differentiable
+
+    @property
+    def received(self) -> int:
+        """How many tensors it gets from other parts."""
+        return len(self.part.reads) * len(self.chunks)
+
+    def by_chunk(self, tensors: Sequence[Any], each: int) -> dict[Chunk, Sequence[Any]]:
+        """Tensors chunk by chunk, of which every chunk has so many."""
+        return {chunk: tensors[i * each :][:each] for i, chunk in enumerate(self.chunks)} if each else {}
+
+    def forward(self, received: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Run the forward half of the schedule; what it has for other parts, then dense frontier values."""
+        given = self.by_chunk(received, len(self.part.reads))
+        self.call, (executor, buffers, left) = _or_keeping_nothing(
+            self.call, lambda call: forward_half(call, self.part, given)
+        )
+        if self.is_last and not left:
+            self.call.record(executor)
+        if self.call.by_stages:
+            executor.leave_path()
+        if executor.keeps or not self.call.by_stages:
+            self.executor, self.backward_half = executor, left
+        # Tensors of their own: those that kept graphs have would hold the node of autograd that holds the graphs.
+        sent = [one.detach() for chunk in self.chunks for one in buffers.sent.get(chunk, ())]
+        rows: list[RowBuffer | None] = list(buffers.outputs)
+        del executor, buffers
+        frontier = [
+            None if (one := rows.pop(0)) is None else self.call.layout.expand(i, one) for i in self.part.frontier
+        ]
+        return [*sent, *frontier]
+
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Run the backward half; gradients of what was received, then of the part's parameters."""
+        if self.call.context.layers is not None:
+            self.call.context.layers.begin_backward(self.number)
+        begun = [(self.executor, self.backward_half)] if self.executor is not None else []
+        self.executor, self.backward_half = None, ()  # the kept graphs serve one backward; another one recomputes
+        given = self.by_chunk(received, len(self.part.reads))
+        call = self.call if begun or (self.call.by_stages and not self.call.plan.keeps) else self.call.keeping_nothing()
+
+        def run(call: PlannedCall) -> list[torch.Tensor | None]:
+            executor, backward_half = begun.pop() if begun else self._again(call, given)
+            gradients = self._backpropagate(call, executor, backward_half, grads, given, parameters)
+            if self.is_first:
+                call.record(executor)
+            return gradients
+
+        with no_autocast():
+            return _or_keeping_nothing(call, run)[1]
+
+    def _again(self, call: PlannedCall, given: Mapping[Chunk, Sequence[torch.Tensor]]) -> tuple[Executor, Sequence[Op]]:
+        """An executor for the backward half alone; outputs are there."""
+        if not call.by_stages:
+            executor, _, left = forward_half(call, self.part, given)
+            return executor, left
+        return call.executor(self.part), call.plan.schedule.halves[1]
+
+    def _backpropagate(
+        self,
+        call: PlannedCall,
+        executor: Executor,
+        ops: Sequence[Op],
+        grads: Sequence[torch.Tensor | None],
+        received: Mapping[Chunk, Sequence[torch.Tensor]],
+        parameters: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor | None]:
+        if call.by_stages:
+            executor.path = call.path(self.part)
+        part, joint, lease, written = self.part, self.part.graphs, executor.lease, len(self.part.writes)
+        sent = written * len(self.chunks)
+        used = {i for i, grad in enumerate(grads[sent:], written) if grad is not None}
+        used |= {i for i, value in enumerate(part.writes) if value in self.used}
+        if not used:
+            return [None] * (self.received + len(parameters))
+        self.used |= {part.reads[i] for i in joint.differentiated_reads}
+        gradients, active = row_gradients(call, executor, grads[sent:]), None
+        if self.part.frontier:
+            active = rows_with_gradient(gradients, len(executor.head_rows), executor.path.device)
+            active = call.context.ranks.with_gradient(active, [grad is not None for grad in grads[sent:]])
+        executor.path.allocate_gradients()
+        totals = accumulators(joint, parameters, lease)
+        buffers = ScheduleBuffers(
+            (),
+            gradients,
+            tuple(totals),
+            active,
+            received=received,
+            gradients_of_sent=self.by_chunk(grads[:sent], written),
+        )
+        executor.run(ops, buffers, on_attach=lambda sequences: True)
+        of_received = buffers.gradients_of_received
+        del buffers
+        of_parameters = finished_gradients(joint, totals, parameters, used, copy=lease is not None)
+        nothing = [None] * len(part.reads)
+        return [*(grad for chunk in self.chunks for grad in of_received.get(chunk, nothing)), *of_parameters]
+
+
 class TreeFunction(torch.autograd.Function):
-    """Dense frontier values of a call as a function of the region's parameters."""
+    """What a part of a call computes, as a function of what other parts do and of the region's parameters: what crosses
+    to other parts, chunk by chunk, and dense frontier values.
+
+    First of all a link of no meaning from part to part (None where there is but one): it makes all parts go backward,
+    from the last to the first, however little there is to do: other ranks wait for the groups of each.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: PlannedCall, *parameters: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Run the forward half of the schedule; returns the dense frontier values, None for those not wanted."""
-        call, (executor, rows, backward_half) = _or_keeping_nothing(call, forward_half)
-        if not backward_half:
-            call.record(executor)
-        outputs = tuple(None if (one := rows.pop(0)) is None else call.layout.expand(i, one) for i in range(len(rows)))
-        ctx.call, ctx.executor, ctx.backward_half = call, executor, backward_half
-        ctx.save_for_backward(*parameters, *call.reread())
+    def forward(
+        ctx: Any, run: TreeRun, link: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Of what is received, then parameters; returns what is sent, then frontier values, None for those not
+        wanted."""
+        outputs = run.forward(tensors[: run.received])
+        ctx.run = run
+        ctx.save_for_backward(*tensors, *run.call.reread())
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
-            *(
-                out
-                for out, value in zip(outputs, call.executable.frontier, strict=True)
-                if out is not None and not value.differentiable
-            )
+            *(out for i, out in enumerate(outputs) if out is not None and not run.is_differentiable(i))
         )
-        return outputs
+        return (None if link is None else link.clone(), *outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Run the backward half; returns a gradient, or None, for every parameter."""
+    def backward(ctx: Any, link: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Run the backward half; returns a gradient, or None, for everything that it is a function of."""
         if torch.is_grad_enabled():
             raise RuntimeContractError(
                 "a backward over the prefix tree cannot be differentiated again",
@@ -80,22 +208,11 @@ class TreeFunction(torch.autograd.Function):
                 got="a batch of gradients (is_grads_batched=True, torch.func.vmap, or vectorize=True)",
                 hint="call torch.autograd.grad in a loop, with retain_graph=True",
             )
-        call: PlannedCall = ctx.call
-        parameters = _unchanged(ctx)[: len(call.executable.region_parameters)]
-        begun = [(ctx.executor, ctx.backward_half)] if ctx.executor is not None else []
-        ctx.executor = ctx.backward_half = None  # the kept graphs serve one backward; another one recomputes
-        if not begun:
-            call = call.keeping_nothing()
-
-        def run(call: PlannedCall) -> list[torch.Tensor | None]:
-            executor, backward_half = begun.pop() if begun else forward_half(call)[::2]  # outputs are there
-            gradients = backpropagate(call, executor, backward_half, grads, parameters)
-            call.record(executor)
-            return gradients
-
-        with no_autocast():
-            _, gradients = _or_keeping_nothing(call, run)
-        return (None, *gradients)
+        run: TreeRun = ctx.run
+        saved, received = _unchanged(ctx), run.received
+        parameters = saved[received : received + len(run.call.parameters(run.part))]
+        gradients = run.backward(grads, saved[:received], parameters)
+        return (None, torch.zeros(1) if run.call.by_stages else None, *gradients)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> NoReturn:
@@ -142,46 +259,60 @@ def _or_keeping_nothing(call: PlannedCall, run: Callable[[PlannedCall], Result])
     return call, run(call)
 
 
-def forward_half(call: PlannedCall) -> tuple[Executor, list[RowBuffer | None], Sequence[Op]]:
-    """Run a schedule up to its attach op; the executor, rows of frontier values, and what is left of the ops."""
-    executor, training = call.executor(), call.plan.schedule.mode != "score"
+def dense_frontier(call: PlannedCall) -> list[torch.Tensor | None]:
+    """The dense frontier values of a call, under ordinary autograd; None for those not wanted."""
+    found: list[torch.Tensor | None] = [None] * len(call.executable.frontier)
+    crossing: dict[int, list[torch.Tensor]] = {}  # tensors chunk by chunk
+    parts, chunks = call.parts, call.plan.schedule.chunks if call.by_stages else ()
+    link, layers, used = torch.zeros(1) if call.by_stages else None, call.context.layers, set[int]()
+    last_read = {value: number for number, part in enumerate(parts) for value in part.reads}
+    first = next((number for number, part in enumerate(parts) if part.graphs.differentiated), 0)
+    for number, part in enumerate(parts):
+        run = TreeRun(call, number, chunks, number == first, used)
+        received = [crossing[value][i] for i in range(len(chunks)) for value in part.reads]
+        if layers is not None:
+            layers.begin(number)
+        link, *outputs = TreeFunction.apply(run, link, *received, *call.parameters(part))
+        if layers is not None:
+            layers.end(number)
+        call = run.call
+        del received
+        for value in part.reads:
+            if last_read[value] == number:
+                del crossing[value]
+        sent = len(part.writes) * len(chunks)
+        crossing |= {value: outputs[i : sent : len(part.writes)] for i, value in enumerate(part.writes)}
+        for i, output in zip(part.frontier, outputs[sent:], strict=True):
+            found[i] = output
+    return found
+
+
+def forward_half(
+    call: PlannedCall, part: Part, received: Mapping[Chunk, Sequence[torch.Tensor]]
+) -> tuple[Executor, ScheduleBuffers, Sequence[Op]]:
+    """Run a schedule up to its attach op; the executor, what has been computed, and what is left of the ops."""
+    executor, training = call.executor(part), call.plan.schedule.mode != "score"
     heads, device = len(executor.head_rows), executor.path.device
-    outputs = output_buffers(AllRows, call.executable.frontier, call.wanted, heads, device, training)
-    left = executor.run(call.plan.schedule.ops, ScheduleBuffers(outputs), on_attach=lambda sequences: False)
-    return executor, outputs, left
-
-
-def backpropagate(
-    call: PlannedCall,
-    executor: Executor,
-    ops: Sequence[Op],
-    grads: Sequence[torch.Tensor | None],
-    parameters: Sequence[torch.Tensor],
-) -> list[torch.Tensor | None]:
-    """Run the backward half of a schedule; gradients of all region parameters (None for frozen ones)."""
-    joint, lease = executor.joint, executor.lease
-    gradients = row_gradients(call, executor, grads)
-    active = rows_with_gradient(gradients, len(executor.head_rows), executor.path.device)
-    active = call.context.ranks.with_gradient(active, [grad is not None for grad in grads])
-    executor.path.allocate_gradients()
-    totals = accumulators(joint, parameters, lease)
-    executor.run(ops, ScheduleBuffers((), gradients, tuple(totals), active), on_attach=lambda sequences: True)
-    used = {i for i, grad in enumerate(grads) if grad is not None}
-    return finished_gradients(joint, totals, parameters, used, copy=lease is not None)
+    wanted = [call.wanted[i] for i in part.frontier]
+    outputs = output_buffers(AllRows, executor.frontier, wanted, heads, device, training)
+    buffers = ScheduleBuffers(outputs, received=received)
+    left = executor.run(call.plan.schedule.ops, buffers, on_attach=lambda sequences: False)
+    return executor, buffers, left
 
 
 def row_gradients(
     call: PlannedCall, executor: Executor, grads: Sequence[torch.Tensor | None]
 ) -> list[RowBuffer | None]:
-    """Dense gradients of the frontier, summed onto head rows."""
+    """Dense gradients of the frontier values of a part, summed onto head rows."""
     found: list[RowBuffer | None] = []
-    for i, (value, grad) in enumerate(zip(call.executable.frontier, grads, strict=True)):
+    part, first = executor.part, len(executor.part.writes)
+    for i, (number, value, grad) in enumerate(zip(part.frontier, executor.frontier, grads, strict=True), first):
         if value.is_cache and grad is not None:
             raise gradient_of_cache(value)
         buffer = None
         if i in executor.joint.differentiated and grad is not None:
             buffer = gradient_buffer(AllRows, value, len(executor.head_rows), executor.path.device)
-            call.layout.add_gradient(i, buffer, grad)
+            call.layout.add_gradient(number, buffer, grad)
         found.append(buffer)
     return found
 

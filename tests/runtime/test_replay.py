@@ -77,7 +77,7 @@ def test_any_batch(model, compiled, case, chosen, loss):
 @pytest.mark.parametrize("budget", [0, None])
 @pytest.mark.parametrize("sequences", [chain(30), fan(30), [[], [3], [], [3, 1]]])
 def test_later_steps_are_replayed_and_equal(model, compiled, sequences, strategy, budget):
-    chosen = Options(chunk_size=5, strategy=strategy, memory_budget=budget, attention="reference")
+    chosen = Options(chunk_size=5, strategy=strategy, sweep="chunks", memory_budget=budget, attention="reference")
     for _ in range(3):
         check_transparent(model, compiled, make_case(sequences, "right"), chosen, "weights")
         last = counts(compiled)

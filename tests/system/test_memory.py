@@ -1,14 +1,11 @@
 """Memory: what a plan predicts is what a step allocates, and budgets are kept."""
 
-import copy
-import dataclasses
-
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import dta_compile
-from tests.support.inside import inside
+from dta_compile.runtime.calls.executor import Executor
 from tests.support.tiny import TinyLM, after, assert_same
 
 TREES = {"fan": (200, 16, 40), "branches": (150, 4, 200), "nothing shared": (0, 12, 150)}  # prefix, rows, suffix
@@ -102,11 +99,16 @@ def test_a_budget_bounds_what_is_kept():
     assert kept[0].peak_live_tokens <= 200 < kept[1].peak_live_tokens < kept[-1].peak_live_tokens
 
 
-def replace_graphs(monkeypatch, engine, **functions):
-    """Let an engine run other functions in place of some of its graphs."""
-    joint = copy.copy(engine.executable.joint)
-    vars(joint).update(functions)
-    monkeypatch.setattr(engine, "executable", dataclasses.replace(engine.executable, joint=joint))
+def fail_when(monkeypatch, is_time):
+    """Runs of graphs run out of memory when a function of their kind, "forward" or "backward", says so."""
+    launch = Executor._launch
+
+    def launch_or_fail(self, op, kind, *arguments):
+        if is_time(kind):
+            raise torch.OutOfMemoryError("no more of it")
+        return launch(self, op, kind, *arguments)
+
+    monkeypatch.setattr(Executor, "_launch", launch_or_fail)
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
@@ -118,17 +120,13 @@ def test_a_call_that_runs_out_of_memory_recomputes_once(fails_in, caplog, monkey
     ids = torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)
     compiled(ids).sum().backward()
     expected = after(model, lambda: model(ids).pow(2).sum().backward())
-    engine = inside(compiled).newest
-    name = f"run_{fails_in}"
-    run, calls = getattr(engine.executable.joint, name), []
+    calls = []
 
-    def fail_once(*args):
-        calls.append(1)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("no more of it")
-        return run(*args)
+    def at_second(kind):
+        calls.extend([1] if kind == fails_in else [])
+        return kind == fails_in and len(calls) == 2
 
-    replace_graphs(monkeypatch, engine, **{name: fail_once})
+    fail_when(monkeypatch, at_second)
     with caplog.at_level("WARNING", "dta_compile"):
         actual = after(model, lambda: compiled(ids).pow(2).sum().backward())
     assert_same(actual, expected)
@@ -142,12 +140,7 @@ def test_a_call_that_keeps_nothing_and_runs_out_of_memory_fails(monkeypatch):
     model, ids = TinyLM(), torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)
     compiled = torch.compile(model, backend="dta", options={"memory_budget": 0})
     compiled(ids).sum().backward()
-    engine = inside(compiled).newest
-
-    def fail(*args):
-        raise torch.OutOfMemoryError("no more of it")
-
-    replace_graphs(monkeypatch, engine, run_forward_only=fail, run_forward=fail)
+    fail_when(monkeypatch, lambda kind: kind == "forward")
     with pytest.raises(torch.OutOfMemoryError, match="no more of it"):
         compiled(ids).sum().backward()
     monkeypatch.undo()

@@ -155,7 +155,9 @@ def test_replays(compiled, monkeypatch):
         monkeypatch.setattr(engine, "replays", lease.ReplayCache())
     for budget in (0, None):
         for _ in range(3):
-            compiled.check(make_case(fan(20), "none"), Options(3, memory_budget=budget, attention="reference"))
+            compiled.check(
+                make_case(fan(20), "none"), Options(3, sweep="chunks", memory_budget=budget, attention="reference")
+            )
         counts = dta_compile.last_plan(compiled.function).estimates.replays
         assert counts.replayed and not counts.eager
 

@@ -169,7 +169,8 @@ def test_blocks_of_both_directions_in_packed_rows(make, begins, is_compiled):
 
     def mask():
         given = {"inputs_embeds": torch.zeros(1, 12, 4), "attention_mask": None, "cache": None}
-        return getattr(transformers.masking_utils, make)(config, **given, position_ids=positions, block_sequence_ids=blocks)
+        given |= {"position_ids": positions, "block_sequence_ids": blocks}
+        return getattr(transformers.masking_utils, make)(config, **given)
 
     config._attn_implementation = "sdpa"
     expected = mask()

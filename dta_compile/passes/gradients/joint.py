@@ -84,12 +84,14 @@ def _hung_together(
         stages.append(StageOfChunk(kinds[trace], tuple(segment.layers), tuple(reads), tuple(writes)))
         taken |= {writes[i] for i in trace.differentiated}
     outputs = [slots[node] for node in output_node(graph).args[0]]
+    first_of_head = inputs - len(program.head_inputs) - 1
     return ChunkStages(
         kinds=tuple(_graphs_of(trace, sizes, bool(taken)) for trace in kinds),
         stages=tuple(stages),
         sizes=sizes,
         inputs=inputs,
-        whole=inputs - len(program.trunk_inputs) - len(program.head_inputs) - 1,
+        whole=first_of_head - len(program.trunk_inputs),
+        of_head=frozenset(range(first_of_head, inputs)),
         outputs=tuple(outputs),
         differentiated=tuple(i for i in candidates if outputs[i] in taken),
     )

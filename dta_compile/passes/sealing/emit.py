@@ -1,24 +1,38 @@
-"""emit: the executable graphs as code, and the stages of a chunk as numbers of slots."""
+"""emit: the executable graphs as code, and the stages of a chunk, and of each part of it, as numbers of slots."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
-from dta_compile.executable.chunk import ChunkGraphs, Linear, Stage, StageCode
+from dta_compile.executable.chunk import ChunkGraphs, Linear, Part, Stage, StageCode
 from dta_compile.executable.code import Code
 from dta_compile.passes.chunk_bytes import Bytes, Peaks, total
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.memory.working_memory import add_peak
 from dta_compile.passes.program import Program
+from dta_compile.passes.sealing.parts import parts_of
 from dta_compile.passes.stage_graphs import ChunkStages, Memory, StageGraphs
 
+SHARED = ("working", "generated")  # fields of `ChunkGraphs`: no key, or the same everywhere
 
-@contract(reads=["stages"], fills=["joint"])
+
+@contract(reads=["stages"], fills=["joint", "parts"])
 def emit(program: Program) -> None:
-    """Fill `program.joint`."""
-    program.joint = _Emitter(program.stages).graphs()
+    """Fill `program.joint` and `program.parts`."""
+    codes = tuple(map(_code_of, program.stages.kinds))
+    program.joint = _Emitter(program.stages, codes).graphs()
+    known: dict[Hashable, ChunkGraphs] = {}
+    parts = []
+    for part in parts_of(program.stages):
+        first = len(part.inputs)
+        made = _Emitter(part.stages, codes, tuple(range(first, first + len(part.reads)))).graphs()
+        facts = [getattr(made, field.name) for field in dataclasses.fields(made) if field.name not in SHARED]
+        graphs = known.setdefault((*facts, *made.working.items()), made)
+        parts.append(Part(graphs, part.inputs, part.layers, part.reads, part.writes, part.frontier, part.written_bytes))
+    program.parts = tuple(parts)
 
 
 def _code_of(kind: StageGraphs) -> StageCode:
@@ -31,8 +45,8 @@ def _code_of(kind: StageGraphs) -> StageCode:
 class _Emitter:
     """Numbers what stages hand to each other."""
 
-    def __init__(self, chunk: ChunkStages) -> None:
-        self.chunk = chunk
+    def __init__(self, chunk: ChunkStages, codes: Sequence[StageCode], received: tuple[int, ...] = ()) -> None:
+        self.chunk, self.codes, self.received = chunk, codes, received
         stages = list(chunk.of_kinds())
         self.transposed = sorted({stage.reads[i] for stage, kind in stages for i in kind.transposed})
         trained = {stage.reads[i] for stage, kind in stages if kind.backward for i in kind.parameters}
@@ -53,19 +67,18 @@ class _Emitter:
     def graphs(self) -> ChunkGraphs:
         chunk, kept = self.chunk, self.chunk.kept_bytes
         values = {value.place: value for values in chunk.kept_of_stages for value in values}
-        first = len(self.backward_inputs)
         kinds = list(chunk.of_kinds())
         states = [
-            (layer, tuple(self.position[kept_values[i].place] - first for i in places))
+            (layer, tuple(self.position[kept_values[i].place] for i in places))
             for (stage, kind), kept_values in zip(kinds, chunk.kept_of_stages, strict=True)
             for layer, places in zip(stage.layers, kind.states, strict=False)  # no states where nothing is trained
         ]
-        assert all(place >= 0 for _, places in states for place in places), "an input of the chunk is a state as it is"
         sources = self._sources()
         return ChunkGraphs(
-            kinds=tuple(map(_code_of, chunk.kinds)),
+            kinds=tuple(self.codes),
             stages=tuple(self._stages()),
             inputs=chunk.inputs,
+            received=self.received,
             slots=self._slot(max([chunk.inputs - 1, *(slot for stage in chunk.stages for slot in stage.writes)]) + 1),
             transposed=tuple(self.transposed),
             outputs=tuple(map(self._slot, chunk.outputs)),
@@ -78,7 +91,7 @@ class _Emitter:
             head_bytes=kept.per_head_row,
             kv_bytes=sum(kind.state_bytes for _, kind in kinds),
             head_dims=tuple(values[place].head_dim for place in self.position),
-            head_rows_separable=all(kind.separable for kind in chunk.kinds),
+            head_rows_separable=all(kind.separable for _, kind in kinds),
             working=self._working(),
             generated=chunk.generated,
         )

@@ -73,8 +73,10 @@ def seal(program: Program) -> Executable:
         head_keys=chunk_inputs(program.head_keys),
         region_parameters=tuple(program.region_parameters),
         joint=program.joint,
+        parts=tuple(program.parts),
         epilogue=Code.of(program.epilogue) if program.rest is None else None,
         epilogue_slots=tuple(slots[node] for node in program.epilogue_dense_inputs),
+        epilogue_reads=tuple(i for i, node in enumerate(_own_inputs(program)) if node.users),
         row_epilogue=_row_epilogue(program),
         outputs=_outputs(program, slots),
         rest=None if program.rest is None else seal(program.rest),
@@ -128,6 +130,11 @@ def _frontier_value(value: LoweredValue, slots: Mapping[fx.Node, int]) -> Fronti
 
 def _in_order(conditions: Iterable[LoweredCondition]) -> list[LoweredCondition]:
     return sorted(conditions, key=lambda condition: (condition.node.name, condition.holds))
+
+
+def _own_inputs(program: Program) -> list[fx.Node]:
+    """The inputs of the call, as the epilogue has them."""
+    return list(program.epilogue.graph.find_nodes(op="placeholder"))[: len(program.inputs)]
 
 
 def _row_epilogue(program: Program) -> RowEpilogue | NoRowEpilogue | None:

@@ -9,8 +9,10 @@ from typing import Any
 import sympy
 import torch
 
+from dta_compile.executable.chunk import Part
 from dta_compile.executable.executable import ChunkInput, Executable
 from dta_compile.executable.layouts import Frame
+from dta_compile.integrations.layer_groups import LayerGroups
 from dta_compile.options import Options
 from dta_compile.plan import Plan
 from dta_compile.runtime.calls.masks import ReadMasks, read_masks
@@ -36,6 +38,7 @@ class CallContext:
         note_run: takes the plan, the stopwatch and the device of a schedule that has been run.
         note_plan: takes a plan that the call goes on with in place of its first one.
         ranks: those that run the call together.
+        layers: what gathers parameters of other ranks layer by layer; None: all that are read are there.
     """
 
     executable: Executable
@@ -46,6 +49,7 @@ class CallContext:
     note_run: Callable[[Plan, Stopwatch, torch.device], None]
     note_plan: Callable[[Plan], None]
     ranks: Ranks
+    layers: LayerGroups | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,6 +84,11 @@ class Call:
     def executable(self) -> Executable:
         """What was compiled."""
         return self.context.executable
+
+    def parameters(self, part: Part) -> list[torch.Tensor]:
+        """What a part reads of the region's parameters: the first of its inputs."""
+        specs = self.executable.region_parameters
+        return [self.args[specs[i].index] for i in part.inputs if i < len(specs)]
 
     def window(self, frame: Frame | None) -> tuple[int, int]:
         """`(start, length)` of a frame."""

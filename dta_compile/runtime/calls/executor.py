@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dta_compile.executable.chunk import ChunkGraphs
+from dta_compile.executable.chunk import Part
 from dta_compile.executable.executable import FrontierValue
 from dta_compile.executable.pieces import NO_CODES, Codes, running
 from dta_compile.plan import Segment, Work, segments
@@ -33,11 +33,18 @@ HEAD_SHARE = 0.75  # of a kept graph's head rows with a gradient, from which on 
 
 @dataclasses.dataclass
 class ChunkData:
-    """Everything that a chunk graph reads besides the path."""
+    """Everything that the graphs of a part read besides the path and what other parts write.
 
-    parameters: list[torch.Tensor]
-    constants: list[torch.Tensor]
+    Attributes:
+        whole: parameters, then constants.
+        trunk: by tree row.
+        reads_heads: it reads which token each head row is of.
+        head: by head row.
+    """
+
+    whole: list[torch.Tensor]
     trunk: list[Gathered]
+    reads_heads: bool
     head: list[Gathered]
 
 
@@ -73,22 +80,26 @@ class HeadChoice:
 class Graph:
     """The graph that a `forward` op leaves for its `backward` op: inputs and saved values, in the order of `backward`.
 
-    `active` are the head rows it was run for; None: all.
+    Attributes:
+        active: the head rows it was run for; None: all.
+        written: what it wrote for other parts: shapes, strides and dtypes of the gradients to come.
     """
 
     chunk: BatchChunk
     values: list[torch.Tensor]
     active: HeadChoice | None
+    written: list[torch.Tensor]
 
 
 class Executor:
-    """Runs the operations of a schedule over one batch; `run` may stop at an `attach` op and go on there.
+    """Runs the operations of a schedule over one batch, for a part of a chunk's stages (or all of them); `run` may stop
+    at an `attach` op and go on there.
 
     What a backward phase puts on the stack is put there when the first chunk with a gradient needs it; chunks without
     any incoming gradient are skipped, and their head rows without one are left out.
 
     Attributes:
-        buffers: of the part of the schedule that is being run.
+        buffers: of the half of the schedule that is being run.
         stopwatch: times every run of a graph.
         lease: what replays graphs of small chunks, if anything does; `path` is its stack then.
         codes: the generated code that all of its graphs run, whatever is generated meanwhile.
@@ -96,25 +107,36 @@ class Executor:
 
     def __init__(
         self,
-        joint: ChunkGraphs,
+        part: Part,
         frontier: Sequence[FrontierValue],
         data: ChunkData,
         rows: BatchRows,
         path: PathStack,
+        stopwatch: Stopwatch,
         lease: Lease | None = None,
         codes: Codes = NO_CODES,
     ) -> None:
-        self.joint, self.frontier, self.data, self.rows, self.path = joint, list(frontier), data, rows, path
-        self.lease, self.codes = lease, codes
+        """`frontier`: the values that the part computes."""
+        self.part, self.joint, self.frontier = part, part.graphs, list(frontier)
+        self.data, self.rows, self.path = data, rows, path
+        self.stopwatch, self.lease, self.codes = stopwatch, lease, codes
         with torch.no_grad():
-            self.transposes = joint.transposes([*data.parameters, *data.constants])
+            self.transposes = self.joint.transposes(data.whole)
         self.head_rows = rows.position_rows[rows.head_positions]  # [H] tree row of every head row
         self.graphs: dict[Chunk, Graph | None] = {}  # None: skipped
         self.kept: dict[int, SpineStates] = {}  # by the first row of the spine
         self.spine_of_row = np.full(rows.tree.num_rows, -1)  # first row of the kept spine that covers the row
         self.pending = PendingOps()
         self.buffers = ScheduleBuffers()
-        self.stopwatch = Stopwatch(path.device, bool(codes))
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept of what has run."""
+        return bool(self.graphs or self.kept)
+
+    def leave_path(self) -> None:
+        """Let go of the stack, which is empty; what goes backward is given another one."""
+        self.path = PathStack((), (), 0, self.path.device)
 
     def run(
         self, ops: Sequence[Op], buffers: ScheduleBuffers, on_attach: Callable[[tuple[int, ...]], bool]
@@ -165,31 +187,32 @@ class Executor:
         batch_chunk = self._on_batch(chunk, heads=op.out)
         graph = self.joint.run_forward_only if op.out else self.joint.run_cache_only
         self.path.depths = op.states
-        arguments = [self.path, *self._inputs(batch_chunk, None), *self.transposes]
+        arguments = [self.path, *self._inputs(chunk, batch_chunk, None), *self.transposes]
         results = self._launch(op, "forward", graph, batch_chunk, arguments)
         if op.out:
-            self.buffers.write(batch_chunk.heads, results)
+            self._write(chunk, batch_chunk, results)
         if op.kv and chunk.spine is not None:
             self._keep(chunk.spine, self.path.copy(chunk.spine.start, chunk.spine.stop))
 
     def _forward(self, op: Forward, only_for_backward: bool) -> None:
         chunk, out = op.chunk, op.out
         batch_chunk = self._on_batch(chunk)
-        if only_for_backward and not self._has_gradient(batch_chunk):
+        if only_for_backward and not self._has_gradient(chunk, batch_chunk):
             self.graphs[chunk] = None
             return
         self._complete_stack()
         active = None if out else self._active_rows(batch_chunk)
-        inputs = self._inputs(batch_chunk, active)
+        inputs = self._inputs(chunk, batch_chunk, active)
         self.path.depths = op.states
         arguments = [self.path, *inputs, *self.transposes]
         results = self._launch(op, "forward", self.joint.run_forward, batch_chunk, arguments, active)
         if out:
-            self.buffers.write(batch_chunk.heads, results[: len(self.frontier)])
-        saved = results[len(self.frontier) :]
-        self.graphs[chunk] = Graph(batch_chunk, [*(inputs[i] for i in self.joint.backward_inputs), *saved], active)
+            self._write(chunk, batch_chunk, results)
+        written = len(self.part.writes)
+        values = [*(inputs[i] for i in self.joint.backward_inputs), *results[written + len(self.frontier) :]]
+        self.graphs[chunk] = Graph(batch_chunk, values, active, list(results[:written]))
         if chunk.spine is not None:
-            states = [tuple(saved[i] for i in positions) for positions in self.joint.saved_states]
+            states = [tuple(values[i] for i in positions) for positions in self.joint.saved_states]
             running = self.path.snapshots(chunk.spine.start, chunk.spine.stop)
             self._keep(chunk.spine, SpineStates(chunk.spine.start, states, running))
 
@@ -199,7 +222,7 @@ class Executor:
         if chunk.spine is not None:
             self.pending.cut(chunk.start)  # of its own spine
             self._forget(chunk.spine)
-        if graph is None or not self._has_gradient(graph.chunk):
+        if graph is None or not self._has_gradient(chunk, graph.chunk):
             return
         self._complete_stack()
         batch_chunk, active = graph.chunk, graph.active
@@ -207,21 +230,30 @@ class Executor:
         if active is None:
             active = self._enough_idle(batch_chunk)
             values = values if active is None else self.joint.of_head_rows(values, active.index)
-        tangents = [self._tangent(index, batch_chunk, active) for index in self.joint.differentiated]
+        tangents = self._tangents(chunk, graph, active)
         arguments = [self.path, *values, *tangents, *self.buffers.accumulators]
         del values, tangents  # the backward frees what is in its list as it goes
-        self._launch(op, "backward", self.joint.run_backward, batch_chunk, arguments, active)
+        gradients = self._launch(op, "backward", self.joint.run_backward, batch_chunk, arguments, active)
         self.path.finish()
-        self.buffers.release(batch_chunk.heads)
+        self.buffers.backpropagated(chunk, batch_chunk.heads, gradients)
 
     def _enough_idle(self, batch_chunk: BatchChunk) -> HeadChoice | None:
         """The active head rows of a chunk, if leaving out the others of its graph pays."""
         active = self._active_rows(batch_chunk)
         return None if active is None or active.count > HEAD_SHARE * batch_chunk.heads.count else active
 
-    def _has_gradient(self, batch_chunk: BatchChunk) -> bool:
+    def _write(self, chunk: Chunk, batch_chunk: BatchChunk, results: Sequence[torch.Tensor]) -> None:
+        """Hand on what a chunk's graph returned for other parts, and as frontier values."""
+        written = len(self.part.writes)
+        self.buffers.write(chunk, batch_chunk.heads, results[:written], results[written:][: len(self.frontier)])
+
+    def _has_gradient(self, chunk: Chunk, batch_chunk: BatchChunk) -> bool:
         if batch_chunk.shape.spine and self.path.waits_for(batch_chunk.shape.start):
             return True
+        if any(gradient is not None for gradient in self.buffers.gradients_of_sent.get(chunk, ())):
+            return True
+        if not self.frontier:
+            return False
         active = self.buffers.active
         return batch_chunk.heads.count > 0 and (active is None or bool(active[batch_chunk.heads.numpy].any()))
 
@@ -235,6 +267,18 @@ class Executor:
         found = np.flatnonzero(active)
         size = self.lease.size(len(found)) if self.lease and batch_chunk.replayable and len(found) else len(found)
         return HeadChoice(upload(padded(found, size), self.path.device), len(found))
+
+    def _tangents(self, chunk: Chunk, graph: Graph, active: HeadChoice | None) -> list[torch.Tensor]:
+        """Gradients of what the graph of a chunk returned, in the order of `differentiated`."""
+        of_sent, written = self.buffers.gradients_of_sent.get(chunk, ()), len(self.part.writes)
+        found: list[torch.Tensor] = []
+        for index in self.joint.differentiated:
+            if index >= written:
+                found.append(self._tangent(index - written, graph.chunk, active))
+                continue
+            gradient = of_sent[index] if of_sent else None
+            found.append(torch.zeros_like(graph.written[index]) if gradient is None else gradient)
+        return found
 
     def _tangent(self, index: int, batch_chunk: BatchChunk, active: HeadChoice | None) -> torch.Tensor:
         """Gradients of a frontier value at a chunk's (active) head rows, in the value's dtype; zeros at padding."""
@@ -288,19 +332,14 @@ class Executor:
             replayable=self.lease is not None and self.lease.replays(size, heads_size),
         )
 
-    def _inputs(self, batch_chunk: BatchChunk, active: HeadChoice | None) -> list[torch.Tensor]:
+    def _inputs(self, chunk: Chunk, batch_chunk: BatchChunk, active: HeadChoice | None) -> list[torch.Tensor]:
         data = self.data
-        readers = upload(batch_chunk.readers, self.path.device)
-        head = [item.read(batch_chunk.heads) for item in data.head]
+        head = [upload(batch_chunk.readers, self.path.device)] if data.reads_heads else []
+        head += [item.read(batch_chunk.heads) for item in data.head]
         if active is not None:
-            readers, *head = (value.index_select(0, active.index) for value in (readers, *head))
-        return [
-            *data.parameters,
-            *data.constants,
-            *(item.read(batch_chunk.rows) for item in data.trunk),
-            readers,
-            *head,
-        ]
+            head = [value.index_select(0, active.index) for value in head]
+        trunk = (item.read(batch_chunk.rows) for item in data.trunk)
+        return [*data.whole, *trunk, *head, *self.buffers.received.get(chunk, ())]
 
     def _launch(
         self,

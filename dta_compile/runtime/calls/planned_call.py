@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from dta_compile.executable.chunk import Part
 from dta_compile.executable.executable import ChunkInput
+from dta_compile.executable.layers import MixerLayer, RecurrentLayer
 from dta_compile.executable.pieces import NO_CODES, Codes
 from dta_compile.integrations.fully_shard import bytes_of_running
 from dta_compile.ops.dtypes import statistics_dtype
-from dta_compile.plan import Footprint, Limits, Plan, make_plan, peak_bytes
+from dta_compile.plan import Footprint, Limits, PartBytes, Plan, bytes_of_halves, make_plan
 from dta_compile.plan.schedule import Anchor, Backward, Forward
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import SplitPrefixes
@@ -27,8 +29,11 @@ from dta_compile.runtime.calls.executor import ChunkData, Executor
 from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.calls.mixers import runtimes_of
 from dta_compile.runtime.measure.budget import chunk_sizes, default_budget
+from dta_compile.runtime.measure.stopwatch import Stopwatch
+from dta_compile.runtime.path.interface import AnyRuntime
 from dta_compile.runtime.path.stack import PathStack
 from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Booleans, Integers
+from dta_compile.runtime.rows.buffers import Gathered
 from dta_compile.runtime.rows.dense_to_tree import gathered
 from dta_compile.runtime.rows.tree_to_dense import BatchLayout
 
@@ -57,18 +62,31 @@ class PlannedCall(Call):
         return self.layout.rows
 
     @property
+    def by_stages(self) -> bool:
+        """Whether the ops of its schedule run layer by layer."""
+        return self.plan.schedule.sweep == "stages"
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """What the ops of its schedule run, one part after the other: layers, or all of a chunk at once."""
+        return self.executable.parts if self.by_stages else (self.executable.whole,)
+
+    @property
     def restarts(self) -> bool:
         """Whether states start anew with sequences of packed rows that the captured program itself runs through."""
         return self.masks.starts is not None and any(layer.mask is None for layer in self.executable.recurrent)
 
     def keeping_nothing(self) -> PlannedCall:
         """The call with a plan for another backward: the kept graphs are gone, so every chunk is recomputed."""
-        same_rows = dataclasses.replace(self.context.options, strategy=self.plan.schedule.strategy)
+        schedule = self.plan.schedule
+        same_rows = dataclasses.replace(
+            self.context.options, strategy=schedule.strategy, chunk_size=schedule.chunk_size, sweep=schedule.sweep
+        )
         made = make_plan(
             self.rows.tree,
             same_rows,
             mode="transparent",
-            limits=Limits(budget=0, footprint=_footprint(self)),
+            limits=Limits(budget=0, footprint=self.plan.limits.footprint),
             segments=self.plan.segments,
         )
         made.estimates.self_check = self.plan.estimates.self_check
@@ -77,7 +95,7 @@ class PlannedCall(Call):
     def record(self, executor: Executor) -> None:
         """Note what the chunk runs of the schedule took, in the plan and for the cost model, as soon as they ended."""
         self.plan.estimates.replays = executor.lease.counts if executor.lease else None
-        self.context.note_run(self.plan, executor.stopwatch, self.device)
+        self.context.note_run(self.plan, self.stopwatch, self.device)
 
     @functools.cached_property
     def generated_code(self) -> Codes:
@@ -88,35 +106,63 @@ class PlannedCall(Call):
         # Ranks that run a call together would round apart if they ran different code.
         return generated.prepare(sorted(_graphs(self.plan)), wait=self.context.ranks.several)
 
-    def executor(self) -> Executor:
-        """An executor with a fresh stack."""
+    def executor(self, part: Part | None = None) -> Executor:
+        """An executor with a fresh stack, of a part or all of a chunk's stages."""
+        part = part or self.executable.whole
         codes = self.generated_code
         if self.executable.joint.generated is not None:
             self.plan.estimates.codegen = str(self.executable.joint.generated)
-        layers, capacity = self.executable.mixers, self.plan.simulation.peak_stack_tokens
-        attention, cache = self.context.options.attention, self.context.replays
-        runtimes = runtimes_of(self.executable, self.masks, self.device, attention)
-        data, lease = self._chunk_data(), None
-        if cache is not None and cache.pays(self.device, _runs(self.plan)):
-            lease = cache.lease(layers, runtimes, capacity, self.device, attention, data.parameters, codes)
-        path = lease.path if lease else PathStack(layers, runtimes, capacity, self.device)
-        executor = Executor(self.executable.joint, self.executable.frontier, data, self.rows, path, lease, codes)
+        data, frontier, lease = self._chunk_data(part), [self.executable.frontier[i] for i in part.frontier], None
+        cache, watch = self.context.replays, self.stopwatch
+        if cache is not None and part is self.executable.whole and cache.pays(self.device, _runs(self.plan)):
+            layers, capacity, attention = self._layers(part), self._capacity, self.context.options.attention
+            parameters = data.whole[: len(self.executable.region_parameters)]
+            lease = cache.lease(*layers, capacity, self.device, attention, parameters, codes)
+        path = lease.path if lease else self.path(part)
+        executor = Executor(part, frontier, data, self.rows, path, watch, lease, codes)
         if lease:
             weakref.finalize(executor, lease.arena.release)  # whatever way the call ends
         return executor
 
-    def _chunk_data(self) -> ChunkData:
+    def path(self, part: Part) -> PathStack:
+        """A fresh stack for the layers of a part."""
+        return PathStack(*self._layers(part), self._capacity, self.device)
+
+    def _layers(self, part: Part) -> tuple[list[MixerLayer], list[AnyRuntime]]:
+        return [self.executable.mixers[i] for i in part.layers], [self._runtimes[i] for i in part.layers]
+
+    @property
+    def _capacity(self) -> int:
+        return self.plan.simulation.peak_stack_tokens
+
+    @functools.cached_property
+    def _runtimes(self) -> list[AnyRuntime]:
+        return runtimes_of(self.executable, self.masks, self.device, self.context.options.attention)
+
+    @functools.cached_property
+    def stopwatch(self) -> Stopwatch:
+        """Times what its executors run."""
+        return Stopwatch(self.device, bool(self.generated_code))
+
+    def _chunk_data(self, part: Part) -> ChunkData:
+        """The inputs of a part by what they run over."""
         executable, rows = self.executable, self.rows
-        trunk = [
-            gathered(item, self.dense[item.slot], rows, rows.row_positions, self.window(item.layout.frame))
-            for item in executable.trunk_inputs
-        ]
-        head = [
-            gathered(item, self.dense[item.slot], rows, rows.head_positions, self.window(item.layout.frame))
-            for item in executable.head_inputs
-        ]
-        parameters = [self.args[spec.index].detach() for spec in executable.region_parameters]
-        return ChunkData(parameters, [self.dense[slot] for slot in executable.constant_inputs], trunk, head)
+        first = len(executable.region_parameters)
+        after = first + len(executable.constant_inputs), len(executable.trunk_inputs)
+        readers = sum(after)
+        constants = [executable.constant_inputs[i - first] for i in part.inputs if first <= i < after[0]]
+        trunk = [executable.trunk_inputs[i - after[0]] for i in part.inputs if after[0] <= i < readers]
+        head = [executable.head_inputs[i - readers - 1] for i in part.inputs if i > readers]
+        whole = [*(one.detach() for one in self.parameters(part)), *(self.dense[slot] for slot in constants)]
+        return ChunkData(
+            whole,
+            [self._gathered(item, rows.row_positions) for item in trunk],
+            readers in part.inputs,
+            [self._gathered(item, rows.head_positions) for item in head],
+        )
+
+    def _gathered(self, item: ChunkInput, positions: Integers) -> Gathered:
+        return gathered(item, self.dense[item.slot], self.rows, positions, self.window(item.layout.frame))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +193,7 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     ranks.require_same("the tokens of a batch", *tokens.keys, rows.head_positions, rows.position_rows, plan.schedule)
     gathered, in_flight = bytes_of_running()
     plan.estimates.gathered_bytes = gathered
-    plan.estimates.peak_bytes = gathered + max(_peak_bytes(call, rows, plan, wanted), in_flight)
+    plan.estimates.peak_bytes = gathered + max(_peak_bytes(call, rows, plan, limits, wanted), in_flight)
     needed = [one if is_wanted else None for one, is_wanted in zip(read.used, wanted, strict=True)]
     layout = BatchLayout.of(
         executable.frontier, rows, needed, call.window, call.device, by_sequence=mode == "streaming"
@@ -203,15 +249,19 @@ def _split(
 
 def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
     """What the planner needs to know of this model, machine and batch."""
-    joint, budget = call.executable.joint, call.context.options.memory_budget
-    if budget is None:
-        budget = default_budget(call.device, _gradient_bytes(call))
+    executable, asked_for = call.executable, call.context.options.memory_budget
+    joint, whole = executable.joint, _bytes_of_part(call, executable.whole)
+    budget = default_budget(call.device, int(whole.sums)) if asked_for is None else asked_for
+    known = {part.graphs: _bytes_of_part(call, part) for part in executable.parts}
     return Limits(
         budget if mode == "transparent" else None,
-        _footprint(call),
+        whole.footprint,
         call.context.calibration(call.device, _runs_generated(call)).cost_model(),
         rows.head_starts,
         chunk_sizes(budget, joint.token_bytes + joint.head_bytes),
+        whole,
+        tuple(known[part.graphs]._replace(sent=part.written_bytes) for part in executable.parts),
+        asked_for is not None,
     )
 
 
@@ -220,38 +270,36 @@ def _runs_generated(call: Call) -> bool:
     return generated is not None and generated.is_used
 
 
-def _footprint(call: Call) -> Footprint:
-    joint, recurrent = call.executable.joint, call.executable.recurrent
+def _bytes_of_part(call: Call, part: Part) -> PartBytes:
+    graphs, mixers = part.graphs, [call.executable.mixers[i] for i in part.layers]
+    recurrent = [layer for layer in mixers if isinstance(layer, RecurrentLayer)]
     # A model whose only recurrences have states without entries still goes by them.
     state = max(sum(layer.running.bytes for layer in recurrent), 1) if recurrent else 0
-    return Footprint(joint.token_bytes, joint.head_bytes, joint.kv_bytes, joint.working, state)
+    footprint = Footprint(graphs.token_bytes, graphs.head_bytes, graphs.kv_bytes, graphs.working, state)
+    sums = 0
+    if call.executable.training:
+        parameters = call.parameters(part)
+        trained = (parameters[i] for i in graphs.grad_parameters)
+        sums = sum(one.numel() * statistics_dtype(one.dtype).itemsize for one in trained)
+    return PartBytes(footprint, sums, part.written_bytes)
 
 
-def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, wanted: Sequence[bool]) -> float:
+def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, limits: Limits, wanted: Sequence[bool]) -> float:
     """Most bytes that a call and its backward allocate at one time, besides what was gathered from other ranks."""
-    joint, frontier = call.executable.joint, list(compress(call.executable.frontier, wanted))
-    first, second = peak_bytes(rows.tree, plan.schedule, _footprint(call), rows.head_starts)
-    stack = joint.kv_bytes * plan.simulation.peak_stack_tokens
-    heads = len(rows.head_positions)
+    frontier = list(compress(call.executable.frontier, wanted))
+    parts = limits.parts if plan.schedule.sweep == "stages" else (limits.whole,)
+    stack_tokens, heads = plan.simulation.peak_stack_tokens, len(rows.head_positions)
+    first, second = bytes_of_halves(rows.tree, plan.schedule, parts, stack_tokens, rows.head_starts)
     stored = sum(heads * math.prod(value.features) * value.dtype.itemsize for value in frontier)
     dense = sum(
         call.batch * call.window(value.layout.frame)[1] * math.prod(value.features) * value.dtype.itemsize
         for value in frontier
     )
-    forward = stack + stored + first
+    forward = stored + first
     if not call.executable.training or plan.schedule.mode == "score":
         return max(forward, stored + dense)
-    # The values, the gradients that come for them, and these summed onto rows; KV has gradients too.
-    return max(forward, 2 * stack + 2 * dense + stored + _gradient_bytes(call) + second)
-
-
-def _gradient_bytes(call: Call) -> int:
-    """Bytes that the gradients of parameters are summed in."""
-    if not call.executable.training:
-        return 0
-    parameters = [call.args[spec.index] for spec in call.executable.region_parameters]
-    trained = (parameters[i] for i in call.executable.joint.grad_parameters)
-    return sum(one.numel() * statistics_dtype(one.dtype).itemsize for one in trained)
+    # The values, the gradients that come for them, and these summed onto rows.
+    return max(forward, 2 * dense + stored + second)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""What a schedule, or a half of it, reads and writes besides the path: rows of the frontier, sums of gradients."""
+"""What a schedule, or a half of it, reads and writes besides the path: rows of the frontier, sums of gradients, and
+what crosses from one part of a chunk's stages to another."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ import torch
 from dta_compile.executable.chunk import ChunkGraphs
 from dta_compile.executable.executable import FrontierValue
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.runtime.replay.lease import Lease
 from dta_compile.runtime.rows.buffers import AllRows, RowBuffer, Rows, next_to_zero
 
@@ -27,15 +29,24 @@ class ScheduleBuffers:
         gradients: rows of every frontier value's gradient; None: nothing uses the value, its gradient is zero.
         accumulators: per parameter that receives a gradient, as `accumulators` makes them.
         active: `[H]` head rows with a gradient; None: not known before the ops run.
+        received, sent: what a chunk gets from parts before, and has for those after.
+        gradients_of_received, gradients_of_sent: of those; None: nothing uses the value.
     """
 
     outputs: Sequence[RowBuffer | None] = ()
     gradients: Sequence[RowBuffer | None] = ()
     accumulators: Sequence[torch.Tensor] = ()
     active: npt.NDArray[np.bool_] | None = None
+    received: Mapping[Chunk, Sequence[torch.Tensor]] = dataclasses.field(default_factory=dict)
+    sent: dict[Chunk, Sequence[torch.Tensor]] = dataclasses.field(default_factory=dict)
+    gradients_of_received: dict[Chunk, Sequence[torch.Tensor | None]] = dataclasses.field(default_factory=dict)
+    gradients_of_sent: Mapping[Chunk, Sequence[torch.Tensor | None]] = dataclasses.field(default_factory=dict)
 
-    def write(self, heads: Rows, results: Sequence[torch.Tensor]) -> None:
-        """Store the frontier values `[rows, *features]` of some head rows, and make room for their gradients."""
+    def write(self, chunk: Chunk, heads: Rows, sent: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """Store the frontier values `[rows, *features]` of some head rows, and make room for their gradients; and what
+        the chunk has for later parts."""
+        if sent:
+            self.sent[chunk] = sent
         for output, result in zip(self.outputs, results, strict=True):
             if output is not None:
                 output.acquire(heads)
@@ -44,8 +55,10 @@ class ScheduleBuffers:
             if gradient is not None:
                 gradient.acquire(heads)
 
-    def release(self, heads: Rows) -> None:
-        """Head rows that nothing reads any more."""
+    def backpropagated(self, chunk: Chunk, heads: Rows, gradients: Sequence[torch.Tensor | None]) -> None:
+        """A chunk went backward: gradients of what it received; its head rows are not read any more."""
+        if gradients:
+            self.gradients_of_received[chunk] = gradients
         for buffer in (*self.outputs, *self.gradients):
             if buffer is not None:
                 buffer.release(heads)
@@ -76,7 +89,11 @@ def gradient_buffer(kind: type[RowBuffer], value: FrontierValue, head_rows: int,
 
 
 def accumulators(joint: ChunkGraphs, parameters: Sequence[torch.Tensor], lease: Lease | None) -> list[torch.Tensor]:
-    """Zeroed sums for the gradients of the parameters that receive one, in at least float32."""
+    """Zeroed sums for the gradients of the parameters that receive one, in at least float32.
+
+    Args:
+        joint: graphs whose first inputs are the `parameters`.
+    """
     if lease is not None:
         return lease.accumulators(parameters, joint.grad_parameters)
     return [

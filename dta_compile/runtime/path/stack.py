@@ -58,6 +58,7 @@ class PathStack:
         capacity: int,
         device: torch.device,
     ) -> None:
+        """Of these layers, which it counts from zero."""
         self.chunk = ChunkShape.of(0, 0, ())
         self.depths: tuple[int, ...] = ()
         self.pending = 0
@@ -66,7 +67,9 @@ class PathStack:
         self.states = self.token_states.of_layers
         self._latest: tuple[ChunkShape, int, Reach] | None = None
         self.running = {
-            layer.index: RunningStates(layer.running, device) for layer in layers if isinstance(layer, RecurrentLayer)
+            number: RunningStates(layer.running, device)
+            for number, layer in enumerate(layers)
+            if isinstance(layer, RecurrentLayer)
         }
 
     def allocate_gradients(self) -> None:

@@ -1,0 +1,101 @@
+"""The parts of a chunk: stages that run over all chunks of a tree before those after them do.
+
+A part is what is kept between forward and backward for: its inputs stay, what it computes is computed again. So parts
+are layers: one begins where tokens are mixed, the last one where head rows are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dta_compile.passes.chunk_bytes import total
+from dta_compile.passes.stage_graphs import ChunkStages
+
+__all__ = ["PartOfChunk", "parts_of"]
+
+
+class PartOfChunk(NamedTuple):
+    """Some stages as a chunk of their own.
+
+    Attributes:
+        stages: whose inputs are `inputs` of the chunk's and then what it reads, whose outputs are what it writes and
+            then frontier values; mixers' layers count from zero.
+        inputs: which of the chunk's inputs it reads.
+        layers: the numbers of its mixers' layers in the chunk.
+        reads, writes: slots of the chunk.
+        frontier: positions of the frontier values that it computes.
+        written_bytes: what it writes, per token.
+    """
+
+    stages: ChunkStages
+    inputs: tuple[int, ...]
+    layers: tuple[int, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    frontier: tuple[int, ...]
+    written_bytes: float
+
+
+def parts_of(chunk: ChunkStages) -> list[PartOfChunk]:
+    """The parts of a chunk, in order; one if it is a single stage."""
+    bounds = [*_begins(chunk), len(chunk.stages)]
+    return [_part(chunk, first, stop) for first, stop in itertools.pairwise(bounds)]
+
+
+def _begins(chunk: ChunkStages) -> list[int]:
+    """The stages that parts begin with. What crosses from part to part runs over tokens: a value over head rows
+    stays in its part, as a backward may be for some of the head rows."""
+    stages = chunk.stages
+    begins = {number for number, stage in enumerate(stages) if stage.layers}
+    begins |= {number for number, stage in enumerate(stages) if not chunk.of_head.isdisjoint(stage.reads)}
+    last_read = {slot: number for number, stage in enumerate(stages) for slot in stage.reads}
+    for number, stage in enumerate(stages):
+        for slot in stage.writes:
+            if chunk.memory_of_slots[slot][1].per_head_row:
+                begins -= set(range(number + 1, last_read.get(slot, number) + 1))
+    return sorted(begins | {0})
+
+
+def _part(chunk: ChunkStages, first: int, stop: int) -> PartOfChunk:
+    stages = chunk.stages[first:stop]
+    own = [slot for stage in stages for slot in stage.writes]
+    is_last = stop == len(chunk.stages)
+    read_later = {slot for stage in chunk.stages[stop:] for slot in stage.reads}
+    writes = [slot for slot in own if slot in read_later]
+    frontier = [i for i, slot in enumerate(chunk.outputs) if slot in own or (is_last and slot < chunk.inputs)]
+    outputs = [*writes, *(chunk.outputs[i] for i in frontier)]
+    needed = {slot for stage in stages for slot in stage.reads}.union(outputs).difference(own)
+    inputs = sorted(slot for slot in needed if slot < chunk.inputs)
+    reads = sorted(needed.difference(inputs))
+    local = {slot: i for i, slot in enumerate([*inputs, *reads, *own])}
+    layers = [layer for stage in stages for layer in stage.layers]
+    taken = {stage.writes[i] for stage in stages for i in chunk.kinds[stage.kind].differentiated}
+    differentiated = [i for i, slot in enumerate(writes) if slot in taken]
+    differentiated += [len(writes) + i for i, value in enumerate(frontier) if value in chunk.differentiated]
+    of_part = dataclasses.replace(
+        chunk,
+        stages=tuple(
+            stage._replace(
+                layers=tuple(map(layers.index, stage.layers)),
+                reads=_of(local, stage.reads),
+                writes=_of(local, stage.writes),
+            )
+            for stage in stages
+        ),
+        inputs=len(inputs) + len(reads),
+        whole=sum(slot < chunk.whole for slot in inputs),
+        of_head=frozenset(local[slot] for slot in chunk.of_head.intersection(inputs)),
+        outputs=_of(local, outputs),
+        differentiated=tuple(differentiated),
+    )
+    memory = dict(chunk.memory_of_slots[slot] for slot in writes)
+    written = total(memory.values()).per_token
+    found = tuple(inputs), tuple(layers), tuple(reads), tuple(writes), tuple(frontier)
+    return PartOfChunk(of_part, *found, written)
+
+
+def _of(local: dict[int, int], slots: Sequence[int]) -> tuple[int, ...]:
+    return tuple(local[slot] for slot in slots)

@@ -361,7 +361,6 @@ CHECKS: dict[str, Callable[[torch.device], Check]] = {
     "recurrences: bfloat16 within budget": lambda device: rounds_as_eager(device, torch.bfloat16, small_recurrent()),
     "recurrences: no synchronisation": lambda device: no_synchronisation(device, small_recurrent()),
     "bfloat16 within budget, triton": _bfloat16(attention="triton"),
-    "bfloat16 within budget, varlen": _bfloat16(attention="varlen"),
     "bfloat16 within budget, reference": _bfloat16(attention="reference"),
     "bfloat16 within budget, eager code": _bfloat16(codegen="eager"),
     "bfloat16 within budget, compiled code": _bfloat16(codegen="inductor"),

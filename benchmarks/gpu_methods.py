@@ -304,6 +304,5 @@ ABLATIONS: dict[str, GpuMethod] = {
         _ours("no-graphs", "without CUDA graphs", 1, {"cuda_graphs": False}),
         _ours("eager-code", "chunk graphs run operator by operator", 1.5, {"codegen": "eager"}),
         _ours("triton", "attention by our Triton kernels", 1, {"attention": "triton"}),
-        _ours("varlen", "attention by torch's varlen kernels", 1, {"attention": "varlen"}),
     )
 }

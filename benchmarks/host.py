@@ -41,7 +41,7 @@ from benchmarks.model import flops
 from benchmarks.ours import compile_logprobs
 from dta_compile.executable.pieces import Piece
 from dta_compile.plan.summary import MeasuredRun
-from dta_compile.runtime.attention import providers
+from dta_compile.runtime.attention import layer
 from dta_compile.runtime.attention.interface import Operands, Tensors
 from dta_compile.runtime.calls.executor import Executor
 from dta_compile.runtime.replay import lease
@@ -206,7 +206,7 @@ def _counted() -> Iterator[Operators]:
 def _computing_nothing(replay: bool) -> Iterator[None]:
     """Attention without its work, and replays of graphs without theirs."""
     with (
-        mock.patch.dict(providers.PROVIDERS, {"reference": lambda *_: NoAttention()}),
+        mock.patch.dict(layer.PROVIDERS, {"reference": lambda *_: NoAttention()}),
         mock.patch.object(lease.ReplayCache, "pays", lambda *_: replay),
         mock.patch.object(lease.Recorded, "of", _recorded),
     ):

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dta_compile.plan import CostModel, LexicographicOrder, balance
-from dta_compile.plan.division.dealing import differencing
+from dta_compile.plan.division.exchange import differencing
 
 IntArray = npt.NDArray[np.int64]
 Partition = list[IntArray]  # indices of the sequences of every group

@@ -14,9 +14,8 @@ from torch import fx
 from dta_compile import records
 from dta_compile.capture import dynamo, graph_breaks
 from dta_compile.capture.classify import Captured, Kind, classify
-from dta_compile.capture.convolutions import with_our_convolutions
 from dta_compile.capture.flash_attention import with_our_attention
-from dta_compile.capture.recurrences import refuse_final_states
+from dta_compile.capture.recurrences import refuse_final_states, with_our_convolutions
 from dta_compile.errors import DTAError, OptionError, RefusalError
 from dta_compile.executable.as_captured import as_captured
 from dta_compile.executable.executable import Executable

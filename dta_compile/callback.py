@@ -9,8 +9,6 @@ from dta_compile.api import last_plan
 from dta_compile.errors import OptionError
 from dta_compile.integrations import trainer_callback
 
-__all__ = ["DTACallback"]
-
 
 class DTACallback(trainer_callback.DTACallback):
     __doc__ = f"""{trainer_callback.DTACallback.__doc__}

@@ -2,19 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "DTAError",
-    "MissingPackageError",
-    "OptionError",
-    "PlanError",
-    "RefusalError",
-    "RuntimeContractError",
-    "ScheduleError",
-    "TreeClosedError",
-    "VerificationError",
-    "WaitTimeoutError",
-]
-
 
 class DTAError(Exception):
     """Base class of every error that dta_compile raises on purpose.

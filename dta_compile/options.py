@@ -17,10 +17,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "order": ("backward_dfs", "lexicographic", "random"),
     "sweep": ("auto", "chunks", "stages"),
     "verify": ("auto", "off", "first", "always"),
-    "attention": ("auto", "cpu", "triton", "flash_attn", "varlen", "reference"),
+    "attention": ("auto", "cpu", "triton", "reference"),
     "fallback": ("raise", "dense"),
     "codegen": ("auto", "eager", "inductor"),
 }
+# Choices that there were, and what serves instead.
+REPLACED = dict.fromkeys(("flash_attn", "varlen"), "attention='auto' takes Triton's kernels on a GPU, which are faster")
 CHUNK_TOKENS = 2048
 MOST_CHUNK_TOKENS, MOST_BYTES = 2**40, 2**62  # beyond any machine's, and within what 64 bits can be multiplied to
 SKIPPABLE_PASSES = ("head_rows", "lm_head", "codegen", "host_calls", "in_place")
@@ -47,8 +49,7 @@ class Options:
             None is the default share of the free memory, 0 keeps nothing (the paper's depth-bounded memory).
         fallback: what a refused program does: "raise" its typed error, or run "dense" with a warning.
         attention: how attention is computed: "cpu" (torch's flash kernels for CPUs), "triton" (kernels of our own),
-            "flash_attn" (that package), "varlen" (torch's own FlashAttention), "reference" (plain math), or "auto": the
-            first of them that takes the model.
+            "reference" (plain math), or "auto": the first of them that takes the model.
         cuda_graphs: on a GPU, record small chunks once per size and replay them.
         codegen: what runs the operators between matrix products and attention: "eager" (ATen, one by one), "inductor"
             (code generated once for all batches, before the first call runs), or "auto": inductor on CUDA, and on CPUs
@@ -168,7 +169,7 @@ def _check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
             f"bad value for option {key!r}",
             expected=", ".join(map(repr, choices)),
             got=repr(value),
-            hint=_suggest(str(value), list(choices)),
+            hint=REPLACED.get(str(value)) or _suggest(str(value), list(choices)),
         )
 
 

@@ -76,6 +76,12 @@ def test_a_near_value_is_suggested():
         Options.parse({"order": "lexicografic"})
 
 
+@pytest.mark.parametrize("gone", ["flash_attn", "varlen"])
+def test_a_choice_that_is_gone_says_what_serves_instead(gone):
+    with pytest.raises(OptionError, match=f"(?s)'{gone}'.*attention='auto' takes Triton's kernels"):
+        Options.parse({"attention": gone})
+
+
 def test_zero_keeps_nothing_and_is_not_the_default():
     assert Options.parse({"memory_budget": 0}).memory_budget == 0
 

@@ -31,8 +31,6 @@ from dta_compile.ops.mixer import TOKENS, Mixer
 from dta_compile.passes.program import where
 from dta_compile.passes.symbols import expression
 
-__all__ = ["KEPT", "copy_of", "with_our_attention"]
-
 FUNCTIONS = {  # by the module that defines them: flash-attn 2, flash-attn 3, torch
     "flash_attn.flash_attn_interface": ("flash_attn_func", "flash_attn_varlen_func"),
     "flash_attn_interface": ("flash_attn_func", "flash_attn_varlen_func"),

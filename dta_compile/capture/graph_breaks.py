@@ -12,8 +12,6 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 
 from dta_compile.capture import dynamo
 
-__all__ = ["avoid"]
-
 
 def avoid() -> None:
     """Trace them in graphs of this backend, from now on."""

@@ -28,8 +28,6 @@ from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew,
 from torch._dynamo.variables.invoke_subgraph import InputTag, LiftedCapturedSource
 from torch._guards import Source
 
-__all__ = ["NoRegion", "Traced", "may_be_region"]
-
 IS_ONE = "DUPLICATE_INPUT"  # of two names
 OF_TENSOR = "TENSOR_MATCH"  # not copied: a tensor gets one of its own
 OF_CONSTANT = frozenset({"EQUALS_MATCH", "CONSTANT_MATCH"})

@@ -28,8 +28,6 @@ from dta_compile.errors import RefusalError
 from dta_compile.ops import collectives
 from dta_compile.passes.program import where
 
-__all__ = ["LocalGraph", "is_distributed", "on_own_tensors"]
-
 # What Dynamo makes of `dist.all_reduce`; the namespace is torch's own.
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor

@@ -13,16 +13,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dta_compile.cli.arguments import MOST, whole
-from dta_compile.cli.output import visible
-from dta_compile.cli.sources import read_options, read_source, routes_of
+from dta_compile.cli.arguments import MOST, read_options, read_source, routes_of, visible, whole
 from dta_compile.data import Recorded
 from dta_compile.data.recorded import TURNS
 from dta_compile.errors import OptionError
 from dta_compile.plan import Plan, PrefixTree
 from dta_compile.plan.tree.split_prefixes import with_routes
-
-__all__ = ["ARRANGEMENTS", "Totals", "add_compare", "compare", "print_totals", "totals"]
 
 ARRANGEMENTS = ("file", "shuffled", "length", "prefix")
 SEED = 0  # of the shuffle

@@ -9,16 +9,12 @@ import json
 from rich.console import Console
 from rich.table import Table
 
-from dta_compile.cli.arguments import real
-from dta_compile.cli.output import visible, write
-from dta_compile.cli.sources import add_source, read_options, read_source
+from dta_compile.cli.arguments import add_source, read_options, read_source, real, visible, write
 from dta_compile.errors import OptionError
 from dta_compile.estimate import DEVICES, Device, Estimate, Prediction, device_named, estimate, model_shape
 from dta_compile.files import read_text
 from dta_compile.options import Options
 from dta_compile.plan import CostModel
-
-__all__ = ["add_estimate"]
 
 FIGURE = real(1e-6, 1e9)  # of devices: TFLOP/s, TB/s, GB
 WIDTH = 100  # columns of the table, also where the terminal has fewer

@@ -1,4 +1,4 @@
-"""How many GPUs should generate rollouts and how many should train, from measured throughputs.
+"""The command `dta split`: how many GPUs should generate rollouts and how many train, from measured throughputs.
 
 The pipeline is as fast as its slower side (paper, appendix "Rollout/Training GPU Allocation Sweep"):
 `min(T_train * N_train / N, T_roll * N_roll / N)`, T being what a side would reach with all N GPUs. Sides rarely scale
@@ -9,15 +9,20 @@ ask again, until the best split is one that has been measured.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
+from dta_compile.cli.arguments import visible, whole, write
 from dta_compile.errors import OptionError
 from dta_compile.options import as_integer
-
-__all__ = ["Cell", "Split", "Sweep", "System", "capacity", "sweep"]
 
 MOST_GPUS = 16_384  # a line is printed for each
 LEAST, MOST = 1e-30, 1e30  # of throughputs in any unit
@@ -163,3 +168,121 @@ def _sides(system: System) -> tuple[dict[int, float], dict[int, float]]:
             if capacity(points, gpus) < throughput:
                 points[gpus] = throughput
     return roll, train
+
+
+def add_split(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `dta split`."""
+    parser.set_defaults(run=_run, systems=[])
+    parser.description = (
+        "The split of GPUs between rollout and training that makes an asynchronous pipeline fastest: the throughput "
+        "of the slower side, by figures of each side alone, refined by whatever else has been measured."
+    )
+    parser.epilog = (
+        "Example: dta split --gpus 8 --system tree --train 40.3 --roll 41.1 2=56.8 --measured 5/3=66.7 "
+        "--system dense --train 13.5 --roll 40.8"
+    )
+    parser.add_argument("--gpus", type=whole(2, MOST_GPUS), metavar="N", required=True, help="to divide")
+    parser.add_argument("--unit", default="tokens/s", help="of all throughputs (default: tokens/s)")
+    figures = parser.add_argument_group("figures", "of the system that was named last")
+    figures.add_argument("--system", action=_NewSystem, metavar="NAME", help="the figures that follow are its own")
+    for side in ("train", "roll"):
+        text = f"throughput of {'training' if side == 'train' else 'rollout'} alone: per GPU, or of COUNT GPUs together"
+        figures.add_argument(f"--{side}", action=_Figures, nargs="+", metavar="[COUNT=]X", help=text)
+    text = "throughput of the whole pipeline with this many rollout and training GPUs, such as 5/3=66.7"
+    figures.add_argument("--measured", action=_Figures, nargs="+", metavar="ROLL/TRAIN=X", help=text)
+    parser.add_argument("--json", metavar="OUT", help="write the result as JSON to OUT (- for stdout), print nothing")
+
+
+class _NewSystem(argparse.Action):
+    """Begins a system, to which the figures after it belong."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        namespace.systems = [*namespace.systems, (values, {})]
+
+
+class _Figures(argparse.Action):
+    """Adds figures to the system that was begun last, or to an unnamed one."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        if not namespace.systems:
+            namespace.systems = [("system", {})]
+        namespace.systems[-1][1].setdefault(self.dest, []).extend(values)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    systems = [_system(name, figures) for name, figures in arguments.systems]
+    if not systems:
+        raise OptionError("no figures", expected="--train and --roll", hint="dta split --help has an example")
+    names = [system.name for system in systems]
+    if len(set(names)) < len(names):
+        raise OptionError("two systems have one name", expected="distinct names", got=", ".join(names))
+    sweeps = [sweep(system, arguments.gpus) for system in systems]
+    if arguments.json:
+        write(arguments.json, json.dumps(_as_json(sweeps, arguments.gpus, arguments.unit), indent=1) + "\n")
+    else:
+        _print(sweeps, arguments.gpus, arguments.unit)
+    return 0
+
+
+def _system(name: str, figures: dict[str, list[str]]) -> System:
+    train, roll = (_parsed(name, key, figures.get(key, []), _count) for key in ("train", "roll"))
+    return System(name, train, roll, _parsed(name, "measured", figures.get("measured", []), _split))
+
+
+def _parsed(name: str, key: str, figures: Sequence[str], read: Callable[[str], Any]) -> dict[Any, float]:
+    found: dict[Any, float] = {}
+    for figure in figures:
+        count, _, throughput = figure.rpartition("=")
+        try:
+            gpus, value = read(count), float(throughput)
+        except ValueError as error:
+            expected = "ROLL/TRAIN=X, such as 5/3=66.7" if key == "measured" else "X, or COUNT=X, such as 2=49.4"
+            raise OptionError("bad figure", where=f"{name}, {key}", expected=expected, got=repr(figure)) from error
+        if gpus in found:
+            raise OptionError("two figures for the same GPUs", where=f"{name}, {key}", got=repr(figure))
+        found[gpus] = value
+    return found
+
+
+def _count(text: str) -> int:
+    return int(text) if text else 1
+
+
+def _split(text: str) -> Split:
+    roll, _, train = text.partition("/")
+    return int(roll), int(train)
+
+
+def _as_json(sweeps: list[Sweep], gpus: int, unit: str) -> dict[str, Any]:
+    def cell(cell: Cell) -> dict[str, Any]:
+        return {**dataclasses.asdict(cell), "split": cell.split, "limit": cell.limit}
+
+    systems = {
+        made.system.name: {"best": cell(made.best), "sweep": [cell(each) for each in made.cells]} for made in sweeps
+    }
+    return {"gpus": gpus, "unit": unit, "systems": systems}
+
+
+def _print(sweeps: list[Sweep], gpus: int, unit: str) -> None:
+    table = Table(title=escape(visible(f"{gpus} GPUs, {unit}")), title_justify="left", box=None, pad_edge=False)
+    table.add_column("rollout/training")
+    for made in sweeps:
+        table.add_column(escape(visible(made.system.name)), justify="right")
+        table.add_column("limited by")
+    for row in zip(*(made.cells for made in sweeps), strict=True):
+        values = [text for made, cell in zip(sweeps, row, strict=True) for text in _texts(cell, cell is made.best)]
+        table.add_row(row[0].split, *values)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print("\n* best of its column; m measured\n", style="dim")
+    slowest = min(made.best.throughput for made in sweeps)
+    for made in sweeps:
+        ratio = f", {made.best.throughput / slowest:.2f}x" if len(sweeps) > 1 else ""
+        text = f"{made.system.name}: best {made.best.split} with {made.best.throughput:,.4g} {unit}{ratio}"
+        console.print(visible(text), markup=False, soft_wrap=True)
+
+
+def _texts(cell: Cell, best: bool) -> tuple[str, str]:
+    marks = ("m" if cell.measured else " ") + ("*" if best else " ")
+    style = ("[bold]", "[/bold]") if best else ("", "")
+    return f"{style[0]}{cell.throughput:,.4g} {marks}{style[1]}", cell.limit

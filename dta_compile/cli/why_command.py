@@ -10,12 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dta_compile.cli.arguments import whole
-from dta_compile.cli.output import visible, write
-from dta_compile.cli.sources import add_source, read_options, read_source
+from dta_compile.cli.arguments import add_source, read_options, read_source, visible, whole, write
 from dta_compile.divergence import CauseOfLoss, Losses, Place, find_losses
-
-__all__ = ["add_why"]
 
 CONTEXT = 60  # characters of what is alike, on either side of a difference
 SIDE = 160  # of each side of it

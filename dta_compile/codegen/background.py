@@ -25,7 +25,7 @@ import torch
 
 from dta_compile.codegen import inductor
 from dta_compile.codegen.worker import Job, Result
-from dta_compile.executable.source import AnySource
+from dta_compile.executable.code import AnySource
 
 # Of Python; then the id of this process. What it writes to its errors is to say why it ended.
 COMMAND = ("-W", "ignore", "-m", "dta_compile.codegen.worker")

@@ -15,9 +15,8 @@ from dta_compile.codegen import inductor, kept
 from dta_compile.codegen.background import BackgroundCompile
 from dta_compile.codegen.inductor import generate
 from dta_compile.codegen.worker import reason
-from dta_compile.executable.native import TreeAttention
-from dta_compile.executable.pieces import NO_CODES, AnyCode, Codes, Piece
-from dta_compile.executable.source import AnySource
+from dta_compile.executable.code import AnySource
+from dta_compile.executable.pieces import NO_CODES, AnyCode, Codes, Piece, TreeAttention
 
 AnyPiece = Piece | TreeAttention
 

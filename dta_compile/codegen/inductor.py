@@ -41,8 +41,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
 from dta_compile.codegen import wrapper
+from dta_compile.executable.code import AnySource, CppSource, Input, Source, size_symbols
 from dta_compile.executable.pieces import AnyCode, Code, Run
-from dta_compile.executable.source import AnySource, CppSource, Input, Source, size_symbols
 
 TYPICAL_SIZES = (2039, 1021)  # what the code is tuned for; primes, so that none of their divisors is taken for granted
 ALIGNMENT = 16  # bytes; of what Triton's kernels assume to be aligned

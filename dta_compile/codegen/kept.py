@@ -12,8 +12,8 @@ import pickle
 from collections.abc import Iterable
 
 from dta_compile.codegen.inductor import AnyCompiled, environment, folder, generator, load
+from dta_compile.executable.code import AnySource
 from dta_compile.executable.pieces import AnyCode
-from dta_compile.executable.source import AnySource
 from dta_compile.files import read_own, write_whole
 
 logger = logging.getLogger("dta_compile")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dta_compile.executable.source import AnySource, Source
+from dta_compile.executable.code import AnySource, Source
 
 POLL_SECONDS = 0.5  # between two looks at whether the parent is there
 

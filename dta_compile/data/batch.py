@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from dta_compile.data.rollouts import Rollout
 from dta_compile.errors import PlanError
 
-__all__ = ["Batch", "pad_batch"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:

@@ -14,8 +14,6 @@ from dta_compile.data.tokenizer import Tokenizer, load_tokenizer
 from dta_compile.errors import PlanError
 from dta_compile.files import open_regular
 
-__all__ = ["Recording", "read"]
-
 ZIP, PARQUET = b"PK\x03\x04", b"PAR1"  # first bytes
 
 

@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 from dta_compile.errors import PlanError
 from dta_compile.files import open_regular
 
-__all__ = ["Rollout", "bundled", "load_rollouts", "vocab_size"]
-
 EXAMPLE = "airline_tiny.npz"
 MOST_TOKENS = 2**30  # of all samples of a file: four gibibytes of ids
 MOST_DIMENSIONS = 8  # of routes

@@ -11,13 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from dta_compile.data.messages import conversation, samples
 from dta_compile.data.recorded import ReadOptions, Recorded, spans_of_mask
 from dta_compile.data.tables import SHOWN, Row
-from dta_compile.data.tokenizer import Tokenizer, load_tokenizer
+from dta_compile.data.tokenizer import Tokenizer, conversation, load_tokenizer, samples
 from dta_compile.errors import OptionError, PlanError
-
-__all__ = ["RowReader"]
 
 # Keys in the order in which they are looked for; the names that trainers and engines use.
 TOKENS = ("tokens", "input_ids", "token_ids")

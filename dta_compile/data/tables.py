@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import re
 import sys
@@ -10,11 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dta_compile.data.packages import optional
-from dta_compile.errors import DTAError, OptionError, PlanError
+from dta_compile.errors import DTAError, MissingPackageError, OptionError, PlanError
 from dta_compile.files import read_text
-
-__all__ = ["Row", "is_saved_dataset", "json_rows", "parquet_rows", "saved_rows", "sorted_files", "stdin_text"]
 
 Row = tuple[str, Any]
 """Where it is (file and line or row), and its value."""
@@ -138,3 +136,18 @@ def sorted_files(folder: Path) -> list[Path]:
     """The files of a folder that can be read, in the order of the numbers in their names (`2.jsonl`, `10.jsonl`)."""
     files = [one for one in folder.iterdir() if one.suffix in SUFFIXES and one.is_file()]
     return sorted(files, key=lambda one: [int(w) if w.isdecimal() else w for w in re.split(r"(\d+)", one.name)])
+
+
+def optional(module: str, purpose: str, install: str = "") -> Any:
+    """A module of a package that `purpose` needs ("reading parquet files").
+
+    Raises:
+        MissingPackageError: it is not installed; says which package to install.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = install or module.split(".")[0]
+        raise MissingPackageError(
+            f"{purpose} needs the package {package}", got=str(error), hint=f"pip install {package}"
+        ) from error

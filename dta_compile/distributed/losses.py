@@ -7,8 +7,6 @@ import torch
 from dta_compile.distributed.group import Group, GroupLike
 from dta_compile.errors import RuntimeContractError
 
-__all__ = ["global_count", "token_mean"]
-
 
 def global_count(mask: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """Non-zero entries of `mask` on all ranks together, a scalar int64 tensor on the mask's device."""

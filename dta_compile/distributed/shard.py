@@ -9,12 +9,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from dta_compile.distributed.group import Group, GroupLike
-from dta_compile.distributed.transfer import IntArray, RowLocations, to_first, transfer
+from dta_compile.distributed.group import Group, GroupLike, IntArray, RowLocations, to_first, transfer
 from dta_compile.errors import OptionError, RuntimeContractError
 from dta_compile.plan import CostModel, PrefixTree, balance
-
-__all__ = ["Shard", "scatter"]
 
 PADDING = {"labels": -100}  # of the fields that are not padded with zeros; the value that losses ignore
 

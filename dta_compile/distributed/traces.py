@@ -9,8 +9,6 @@ from dta_compile.files import write_output
 from dta_compile.plan import Plan
 from dta_compile.views.traces.chrome import as_chrome_trace
 
-__all__ = ["to_chrome_trace"]
-
 
 def to_chrome_trace(plan: Plan, path: str | PathLike[str], group: GroupLike = None) -> None:
     """Write the plans of all ranks as one Chrome trace (see `Plan.to_chrome_trace`), each with tracks of its own.

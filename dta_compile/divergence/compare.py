@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dta_compile.divergence.align import Hunk, align, common_run
-from dta_compile.divergence.batch import Batch
+from dta_compile.data import Recorded
 from dta_compile.divergence.causes import (
+    IDS,
+    INSERTED,
+    ORDER,
     REMOVED,
     REPLACED,
     THINKING,
+    TOOLS,
+    Comparison,
     Difference,
+    Hunk,
+    align,
     cause_of_text,
     cause_of_tokens,
+    common_run,
+    gram_hashes,
+    is_about_tools,
 )
-from dta_compile.divergence.references import References, moved_before, order_of
-from dta_compile.divergence.reordered import reordered
-from dta_compile.divergence.rewrite import Comparison
-
-__all__ = ["compare_all"]
+from dta_compile.plan import PrefixTree
 
 AROUND = 24  # tokens of text before and after a difference that are looked at
 LEAST_RUN = 32  # tokens that have to be alike after what is simply other text, and no fewer than that
@@ -163,3 +171,205 @@ def _note_writing(batch: Batch, comparison: Comparison) -> None:
         for hunk in comparison.hunks:
             wrote[hunk.b1 : hunk.b1 + hunk.run] |= before[hunk.a1 : hunk.a1 + hunk.run]
     batch.wrote[sequence] = wrote
+
+
+Ints = NDArray[np.int64]
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """Sequences with what is known of them.
+
+    Attributes:
+        sequences: as they were read.
+        arrays: their tokens.
+        decode: text of token ids; None: there is no tokenizer.
+        wrote: by sequence, which tokens the policy wrote, as far as that is known; filled in by `compare_all`.
+    """
+
+    sequences: Sequence[Recorded]
+    arrays: Sequence[Ints]
+    decode: Decode | None
+    wrote: dict[int, NDArray[np.bool_]]
+
+    def text(self, sequence: int, start: int, stop: int) -> str:
+        """The text of some tokens of a sequence; there has to be a tokenizer."""
+        assert self.decode is not None
+        return self.decode(self.arrays[sequence][max(start, 0) : stop].tolist())
+
+    def are_of_one(self, one: int, other: int) -> bool:
+        """Whether two sequences are known to be of one trajectory."""
+        trajectory = self.sequences[one].trajectory
+        return trajectory is not None and trajectory == self.sequences[other].trajectory
+
+    def are_of_two(self, one: int, other: int) -> bool:
+        """Whether two sequences are known to be of different trajectories."""
+        known = {self.sequences[one].trajectory, self.sequences[other].trajectory}
+        return len(known) == 2 and None not in known
+
+
+SAME = 0.85  # of what differs in a stretch, token by token, from which on it is the same in another order
+LEAST = 6  # tokens that differ in such a stretch, on either side
+FARTHEST = 64  # hunks of one stretch
+AROUND, MOST_TEXT = 64, 2048  # tokens beside a stretch, and of it, that are looked at for what they are about
+
+_MAY_BEGIN = (None, REMOVED, INSERTED, REPLACED, ORDER, TOOLS)
+_MAY_BE_WITHIN = (*_MAY_BEGIN, IDS)  # as in names that are counted up
+
+
+def reordered(
+    batch: Batch, reference: int, sequence: int, hunks: Sequence[Hunk], causes: Sequence[str | None]
+) -> list[str | None]:
+    """The causes of hunks, where stretches of them put together have the same tokens on both sides: order."""
+    found = list(causes)
+    first = 0
+    while first < len(hunks):
+        last = _stretch(batch.arrays[reference], batch.arrays[sequence], hunks, causes, first)
+        if last is None:
+            first += 1
+            continue
+        kind = _kind(batch, reference, hunks[first], hunks[last])
+        found[first : last + 1] = [kind] * (last + 1 - first)
+        first = last + 1
+    return found
+
+
+def _stretch(a: Ints, b: Ints, hunks: Sequence[Hunk], causes: Sequence[str | None], first: int) -> int | None:
+    """The last hunk of the shortest stretch from `first` on that has the same on both sides; None if there is none."""
+    left: list[Ints] = []
+    right: list[Ints] = []
+    for last in range(first, min(first + FARTHEST, len(hunks))):
+        if causes[last] not in (_MAY_BEGIN if last == first else _MAY_BE_WITHIN):
+            return None
+        hunk = hunks[last]
+        left.append(a[hunk.a0 : hunk.a1])
+        right.append(b[hunk.b0 : hunk.b1])
+        sizes = [sum(map(len, side)) for side in (left, right)]
+        if min(sizes) >= max(LEAST, SAME * max(sizes)) and _share(left, right) >= SAME:
+            return last
+    return None
+
+
+def _kind(batch: Batch, reference: int, first: Hunk, last: Hunk) -> str:
+    if batch.decode is None:
+        return ORDER
+    stop = min(last.a1, first.a0 + MOST_TEXT) + AROUND
+    return TOOLS if is_about_tools(batch.text(reference, first.a0 - AROUND, stop)) else ORDER
+
+
+def _share(left: Sequence[Ints], right: Sequence[Ints]) -> float:
+    """How many tokens of the larger side the other one has as well."""
+    one, other = np.concatenate(left), np.concatenate(right)
+    values, at = np.unique(np.concatenate([one, other]), return_inverse=True)
+    counts = [np.bincount(part, minlength=len(values)) for part in (at[: len(one)], at[len(one) :])]
+    return float(np.minimum(*counts).sum()) / max(len(one), len(other), 1)
+
+
+SAMPLED = np.uint64(4)  # one in so many runs of tokens is remembered, chosen by what it is
+MOST_OWNERS = 16  # sequences that are remembered for bringing the same tokens
+MOST_VOTED, MOST_COMPARED = 32, 2  # sequences with something in common; of these, compared by each criterion
+
+
+class References:
+    """The sequences so far, and where their contents were first seen.
+
+    Add the sequences one by one in an order in which earlier turns come first.
+    """
+
+    def __init__(self, sequences: Sequence[Recorded], arrays: Sequence[NDArray[np.int64]], order: list[int]) -> None:
+        self._arrays = arrays
+        self._shared, self._nearest = _nearest_earlier(PrefixTree.build(arrays), order)
+        self._previous = _previous_turns(sequences, order)
+        self._owners: dict[int, list[int]] = {}  # by the hash of some tokens, the first sequences that brought them
+
+    def shared(self, sequence: int) -> int:
+        """Tokens that it shares with an earlier one, as it is."""
+        return int(self._shared[sequence])
+
+    def nearest(self, sequence: int) -> int:
+        """The earlier one that it shares most with; -1 if there is none."""
+        return int(self._nearest[sequence])
+
+    def previous_turn(self, sequence: int) -> int:
+        """The turn before it of its own trajectory; -1 if there is none, or that is not known."""
+        return self._previous[sequence]
+
+    def similar(self, sequence: int) -> list[int]:
+        """Earlier ones that brought what it does not share: those with most of it, and those alike for longest."""
+        votes = Counter(owner for one in self._samples(sequence) for owner in self._owners.get(one, ()))
+        own = self._arrays[sequence]
+        found = [owner for owner, _ in votes.most_common(MOST_VOTED)]
+        longest = sorted(found, key=lambda owner: -common_run(self._arrays[owner], own))
+        return list(dict.fromkeys([*longest[:MOST_COMPARED], *found[:MOST_COMPARED]]))
+
+    def add(self, sequence: int) -> None:
+        """Remember what it brings."""
+        for one in self._samples(sequence):
+            owners = self._owners.setdefault(one, [])
+            if len(owners) < MOST_OWNERS and sequence not in owners:
+                owners.append(sequence)
+
+    def _samples(self, sequence: int) -> list[int]:
+        hashes = gram_hashes(self._arrays[sequence][self.shared(sequence) :])
+        samples: list[int] = hashes[hashes % SAMPLED == 0].tolist()
+        return samples
+
+
+def order_of(sequences: Sequence[Recorded], arrays: Sequence[NDArray[np.int64]]) -> list[int]:
+    """Earlier turns first, where they are known; else what shares less with others, then what is shorter."""
+    tree = PrefixTree.build(arrays)
+    depth = np.zeros(len(arrays), np.int64)
+    depth[tree.order] = np.maximum(tree.common, np.append(tree.common[1:], 0)) if len(arrays) else 0
+
+    def key(sequence: int) -> tuple[int, int, int, int]:
+        turn, size = sequences[sequence].turn, len(arrays[sequence])
+        return (turn, 0, size, sequence) if turn is not None else (0, int(depth[sequence]), size, sequence)
+
+    return sorted(range(len(arrays)), key=key)
+
+
+def moved_before(order: list[int], pairs: Sequence[tuple[int, int]]) -> list[int]:
+    """The order with the first one of every pair put right before the second one."""
+    places: dict[int, float] = {sequence: place for place, sequence in enumerate(order)}
+    for first, second in pairs:
+        places[first] = min(places[first], places[second] - 0.5)
+    return sorted(order, key=lambda sequence: places[sequence])
+
+
+def _previous_turns(sequences: Sequence[Recorded], order: list[int]) -> list[int]:
+    latest: dict[int | str, int] = {}
+    found = [-1] * len(sequences)
+    for one in order:
+        trajectory = sequences[one].trajectory
+        if trajectory is not None:
+            found[one] = latest.get(trajectory, -1)
+            latest[trajectory] = one
+    return found
+
+
+def _nearest_earlier(tree: PrefixTree, order: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For every sequence the most tokens that it shares with one before it in `order`, and which one that is.
+
+    In lexicographic order that is the next or the previous one of those that are left when all later ones are taken
+    away, the last one first.
+    """
+    count = len(order)
+    position = np.empty(count, np.int64)
+    position[tree.order] = np.arange(count)
+    before, after = list(range(-1, count - 1)), list(range(1, count + 1))
+    common = [*tree.common.tolist(), 0]  # with the one before it that is left
+    shared, nearest = np.zeros(count, np.int64), np.full(count, -1, np.int64)
+    for sequence in reversed(order):
+        place = int(position[sequence])
+        left, right = before[place], after[place]
+        with_left, with_right = (common[place] if left >= 0 else -1), (common[right] if right < count else -1)
+        best = left if with_left >= with_right else right
+        if max(with_left, with_right) >= 0:
+            shared[sequence], nearest[sequence] = max(with_left, with_right), tree.order[best]
+        if left >= 0:
+            after[left] = right
+        if right < count:
+            before[right] = left
+            common[right] = min(common[place], common[right])
+    return shared, nearest

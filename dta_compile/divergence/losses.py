@@ -9,14 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from dta_compile.data import Recorded
-from dta_compile.divergence.align import Hunk
-from dta_compile.divergence.batch import Batch, Decode, Ints
-from dta_compile.divergence.causes import ADVICE, REMOVED, THINKING
-from dta_compile.divergence.compare import AROUND, compare_all
-from dta_compile.divergence.rewrite import Comparison, rewrite_all
+from dta_compile.divergence.causes import ADVICE, REMOVED, THINKING, Comparison, Hunk, rewrite_all
+from dta_compile.divergence.compare import AROUND, Batch, Decode, Ints, compare_all
 from dta_compile.plan import PrefixTree
-
-__all__ = ["CauseOfLoss", "Losses", "Place", "find_losses"]
 
 EXAMPLES = 3  # places that are kept of a cause
 ALIKE = 0.8  # of removed blocks that begin and end with the same tokens, from which on they are thinking

@@ -1,8 +1,7 @@
 """What a step will take before there is a model or a GPU: tokens, memory by budget, time, and against what."""
 
 from dta_compile.estimate.devices import DEVICES, Device, device_named
-from dta_compile.estimate.model import ModelShape, model_shape
-from dta_compile.estimate.predict import Estimate, Prediction, estimate
+from dta_compile.estimate.predict import Estimate, ModelShape, Prediction, estimate, model_shape
 
 __all__ = [
     "DEVICES",

@@ -16,7 +16,7 @@ import torch
 
 from dta_compile.executable.chunk import ChunkGraphs, Part
 from dta_compile.executable.code import Code
-from dta_compile.executable.layers import AttentionLayer, MixerLayer, RecurrentLayer
+from dta_compile.executable.layers import HasMixers, MixerLayer
 from dta_compile.executable.layouts import Frame, Input, Layout
 
 Shape = tuple[sympy.Expr, ...]
@@ -159,7 +159,7 @@ class Comparison:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Executable:
+class Executable(HasMixers):
     """A compiled call.
 
     Attributes:
@@ -220,16 +220,6 @@ class Executable:
     regions: Mapping[str, int]
     chunk_digest: str
     seconds: Mapping[str, float]
-
-    @property
-    def attention(self) -> list[AttentionLayer]:
-        """Those of the mixer layers that are attention."""
-        return [layer for layer in self.mixers if isinstance(layer, AttentionLayer)]
-
-    @property
-    def recurrent(self) -> list[RecurrentLayer]:
-        """Those of the mixer layers that have a running state."""
-        return [layer for layer in self.mixers if isinstance(layer, RecurrentLayer)]
 
     @functools.cached_property
     def whole(self) -> Part:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -104,3 +105,19 @@ class AttentionLayer(MixerLayer):
     def dtype(self) -> torch.dtype:
         """Of keys and values."""
         return self.states[0].dtype
+
+
+class HasMixers:
+    """What has mixer layers: a program, and what it is compiled to."""
+
+    mixers: Sequence[MixerLayer]
+
+    @property
+    def attention(self) -> list[AttentionLayer]:
+        """Those of the mixer layers that are attention."""
+        return [layer for layer in self.mixers if isinstance(layer, AttentionLayer)]
+
+    @property
+    def recurrent(self) -> list[RecurrentLayer]:
+        """Those of the mixer layers that have a running state."""
+        return [layer for layer in self.mixers if isinstance(layer, RecurrentLayer)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import operator
 import threading
@@ -13,8 +14,37 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dta_compile.executable.native import TreeAttention
-from dta_compile.executable.source import Source
+from dta_compile.executable.code import CppSource, Source
+from dta_compile.executable.layers import AttentionLayer, MixerLayer
+from dta_compile.ops.tree_attention import kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeAttention:
+    """Attention of a chunk in one call; any two are the same."""
+
+    @property
+    def source(self) -> CppSource:
+        """What is compiled."""
+        return _source()
+
+    @staticmethod
+    def takes(layer: MixerLayer, device: str) -> bool:
+        """Whether a layer on this type of device can be computed by it."""
+        return (
+            isinstance(layer, AttentionLayer)
+            and device == "cpu"
+            and layer.dtype in kernel.DTYPES
+            and layer.key_dim == layer.states[1].shape[3]
+            and not layer.softcap
+            and kernel.can_be_built()
+        )
+
+
+@functools.cache
+def _source() -> CppSource:
+    return CppSource(kernel.source())
+
 
 Run = Callable[[list[Any]], Sequence[torch.Tensor]]
 

@@ -13,8 +13,6 @@ import torch
 
 from dta_compile.ops.library import REFUSED
 
-__all__ = ["WITHOUT_MEANING", "refuse_unknown"]
-
 WITHOUT_MEANING = {  # and why
     "cu_seq_lens_k": "attention over itself: the sequences of keys are those of queries, cu_seq_lens_q",
     "deterministic": "how kernels add up",

@@ -11,8 +11,6 @@ from collections.abc import Callable
 import torch
 import torch._dynamo
 
-__all__ = ["answer_with", "traces_for_this_backend"]
-
 _answer: Callable[[], bool] | None = None
 
 

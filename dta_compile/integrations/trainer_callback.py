@@ -13,8 +13,6 @@ from transformers import TrainerCallback
 
 from dta_compile.plan import PrefixTree
 
-__all__ = ["DTACallback"]
-
 logger = logging.getLogger("dta_compile")
 
 # Batches that share so much less than their rows would together are worth a warning.

@@ -23,8 +23,6 @@ from dta_compile.ops.causal_attention import call, segments_by_ends
 from dta_compile.ops.dtypes import autocast
 from dta_compile.ops.library import REFUSED
 
-__all__ = ["NAME", "CausalMask", "attention_forward", "mask_of_layers"]
-
 NAME = "dta"
 FUNCTION = 'attn_implementation="dta"'
 

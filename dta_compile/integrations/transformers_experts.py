@@ -25,16 +25,6 @@ from dta_compile.ops.experts import expert_linear, expert_sum
 
 logger = logging.getLogger("dta_compile")
 
-__all__ = [
-    "NAME",
-    "PARAMETERS",
-    "Adapters",
-    "LowRank",
-    "experts_forward",
-    "forward_with_adapters",
-    "is_declared",
-]
-
 NAME = "dta"
 # Those that compute the same in full precision; others round to fewer bits.
 PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")  # which adapters are understood of

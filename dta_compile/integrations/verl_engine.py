@@ -31,8 +31,6 @@ from verl.workers.engine.utils import detach_tree
 from dta_compile.errors import OptionError, RefusalError
 from dta_compile.options import Options
 
-__all__ = ["DTAEngine", "DTAEngineConfig", "NoValueEngine"]
-
 logger = logging.getLogger("dta_compile")
 
 DEVICES = ["cuda", "cpu"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dta_compile.ops.draw_capture import DrawCapture
+from dta_compile.ops.library import DrawCapture
 
 # The calls of the graph being lowered now; the operator carries a position in this list.
 _calls: list[AutogradFunctionCall] = []

@@ -9,8 +9,6 @@ from dta_compile.errors import OptionError
 from dta_compile.ops.attention import ATTENTION_CALL, SINK_ATTENTION_CALL, Masking
 from dta_compile.ops.dtypes import autocast
 
-__all__ = ["attention"]
-
 
 def attention(
     query: torch.Tensor,

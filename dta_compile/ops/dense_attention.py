@@ -14,8 +14,6 @@ import torch
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.products import product_of_read
 
-__all__ = ["attend", "attend_backward"]
-
 MOST_PAIRS = 2**22  # scores of a block, of all sequences and heads
 LEAST_ROWS = 16  # queries of a block
 

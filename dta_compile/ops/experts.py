@@ -23,16 +23,6 @@ from dta_compile.ops import grouped_products
 from dta_compile.ops.dtypes import autocast, statistics_dtype
 from dta_compile.ops.library import LIBRARY
 
-__all__ = [
-    "EXPERT_LINEAR",
-    "EXPERT_PRODUCTS",
-    "EXPERT_PRODUCTS_",
-    "EXPERT_SUM",
-    "OPERATORS",
-    "expert_linear",
-    "expert_sum",
-]
-
 LIBRARY.define("expert_linear(Tensor rows, Tensor expert, Tensor weight, bool transposed) -> Tensor")
 LIBRARY.define("expert_sum(Tensor rows, Tensor expert, Tensor scale, Tensor weight, bool transposed) -> Tensor")
 LIBRARY.define("expert_products(Tensor left, Tensor right, Tensor expert, SymInt experts) -> Tensor")

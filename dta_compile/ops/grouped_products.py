@@ -15,8 +15,6 @@ from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.products import add_product
 from dta_compile.ops.triton_use import is_interpreted, runs_kernels
 
-__all__ = ["add", "linear", "weighted_sum"]
-
 LINEAR_BLOCKS = {"PLACES": 64, "OUT_BLOCK": 64, "WIDTH_BLOCK": 32}
 ADD_BLOCKS = {"LEFT_BLOCK": 64, "RIGHT_BLOCK": 64, "PLACES": 32}
 ALIGNED = 16  # bytes that rows have to begin at multiples of, for torch's grouped product

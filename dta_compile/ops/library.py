@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dta_compile.errors import RefusalError
 
@@ -37,3 +40,22 @@ def refused_calls(module: fx.GraphModule) -> list[fx.Node]:
     """Return the nodes that call `REFUSED`, also inside of checkpoints."""
     parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
     return [node for part in parts for node in part.graph.find_nodes(op="call_function", target=REFUSED)]
+
+
+def is_random(operator: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+
+
+class DrawCapture(TorchDispatchMode):
+    """Collects the results of operators that draw: tracing would drop those that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_random(func):
+            self.results.append(result)
+        return result

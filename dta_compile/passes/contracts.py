@@ -14,8 +14,6 @@ from typing import Any, cast
 
 from dta_compile.passes.program import Program
 
-__all__ = ["ContractError", "Pass", "contract"]
-
 FIELDS = frozenset(field.name for field in dataclasses.fields(Program)) - {"timings", "filled"}
 
 

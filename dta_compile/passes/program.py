@@ -14,7 +14,7 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.executable.chunk import ChunkGraphs, Part
-from dta_compile.executable.layers import AttentionLayer, MixerLayer, RecurrentLayer
+from dta_compile.executable.layers import HasMixers, MixerLayer
 from dta_compile.executable.layouts import Frame, Input, Layout
 from dta_compile.passes.stage_graphs import ChunkStages
 from dta_compile.passes.symbols import symbol_sources
@@ -83,7 +83,7 @@ class FrontierValue:
 
 
 @dataclasses.dataclass
-class Program:
+class Program(HasMixers):
     """A captured call and all that the passes found out about it, in pass order; see `contracts` for who writes what.
 
     Containers are frozen once the pass that fills them has run.
@@ -158,16 +158,6 @@ class Program:
     def graph(self) -> fx.Graph:
         """The lowered graph."""
         return self.module.graph
-
-    @property
-    def attention(self) -> list[AttentionLayer]:
-        """Those of the mixer layers that are attention."""
-        return [layer for layer in self.mixers if isinstance(layer, AttentionLayer)]
-
-    @property
-    def recurrent(self) -> list[RecurrentLayer]:
-        """Those of the mixer layers that have a running state."""
-        return [layer for layer in self.mixers if isinstance(layer, RecurrentLayer)]
 
     @property
     def input_symbols(self) -> dict[sympy.Symbol, tuple[int, int | None]]:

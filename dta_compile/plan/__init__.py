@@ -12,9 +12,8 @@ from dta_compile.plan.simulate import Held, Simulation, Work, held_tokens, simul
 from dta_compile.plan.states import with_states
 from dta_compile.plan.summary import Estimates, MeasuredRun, ReplayCounts, Stats
 from dta_compile.plan.tree.chunk import Chunk, Slice
-from dta_compile.plan.tree.chunk_tree import ChunkTree, chunk_tree
+from dta_compile.plan.tree.chunk_tree import ChunkTree, chunk_tree, leaf_order
 from dta_compile.plan.tree.lexicographic import LexicographicOrder, lexicographic_order
-from dta_compile.plan.tree.order import leaf_order
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.segments import Rectangle, Segment, rectangles, segments
 from dta_compile.plan.verify import verify

@@ -18,10 +18,7 @@ from dta_compile.plan.simulate import held_tokens
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.lexicographic import as_integers, each
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
-from dta_compile.views.page import Column, compressed_size, page
-from dta_compile.views.tokens import decoder, tokens_in
-
-__all__ = ["Known", "picture"]
+from dta_compile.views.page import Column, compressed_size, decoder, page, tokens_in
 
 # Deflated, of all data: as base64 and with the scripts just below 3 MB. Tokens have what the rest leaves of it, or a
 # small part of their own beside more operations and segments than anybody looks at.
@@ -36,7 +33,7 @@ class Known:
 
     Attributes:
         sequences: token ids of every sequence.
-        tokenizer: decodes them, see `dta_compile.views.tokens.decoder`.
+        tokenizer: decodes them, see `dta_compile.views.page.decoder`.
         rewards: a number for every sequence.
         loss_masks: for every sequence the tokens that are trained on: a mask `[n]` of booleans, or half-open ranges.
         names: of every sequence.

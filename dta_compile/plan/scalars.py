@@ -6,8 +6,6 @@ import dataclasses
 
 from dta_compile.plan.summary import Estimates, Stats
 
-__all__ = ["scalars", "step_line"]
-
 PREFIX = "dta/"
 
 

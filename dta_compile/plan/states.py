@@ -17,8 +17,6 @@ from dta_compile.plan.schedule import Anchor, Backward, Forward, Op, Pop, Restor
 from dta_compile.plan.tree.chunk import Slice
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 
-__all__ = ["LiveStates", "with_states"]
-
 Kept = TypeVar("Kept")
 State = tuple[int, int]
 """Its depth, and the number of the run that it is of."""

@@ -15,8 +15,6 @@ from dta_compile.plan.schedule import Op, Schedule
 from dta_compile.plan.simulate import Work
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 
-__all__ = ["Estimates", "MeasuredRun", "ReplayCounts", "Stats", "divergence", "summarize"]
-
 _WIDTH = 100
 _LOW_SHARING = 2.0  # compression below which the summary explains itself
 _LARGEST_GROUPS = 3

@@ -12,13 +12,10 @@ from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule, format_op
 from dta_compile.plan.simulate import Held, Work, chunk_work, held_tokens
 from dta_compile.plan.tree.prefix_tree import PrefixTree
-from dta_compile.views.traces.chrome import TICKS, Counter, Event, Process, Track
-from dta_compile.views.traces.speedscope import as_speedscope
+from dta_compile.views.traces.chrome import TICKS, Counter, Event, Process, Track, as_speedscope
 
 if TYPE_CHECKING:
     from dta_compile.plan.summary import Estimates
-
-__all__ = ["op_name", "processes", "tree_as_speedscope"]
 
 SECOND = 1_000_000 * TICKS
 LONGEST_NAME = 60  # characters of an op's name in a trace; the whole text is among its facts

@@ -16,9 +16,8 @@ import sympy
 import torch
 import z3
 
-from dta_compile.proofs.cases import Cases, Untranslatable, Value, boolean, case, chain, exact_int, merged
+from dta_compile.proofs.cases import Cases, Ranges, Untranslatable, Value, boolean, case, chain, exact_int, merged
 from dta_compile.proofs.mask_class import LONGEST_ROW
-from dta_compile.proofs.ranges import Ranges
 from dta_compile.proofs.tables import Facts, Table
 from dta_compile.proofs.terms import Apply, Const, Entry, Index, Number, Term, Terms, subterms
 

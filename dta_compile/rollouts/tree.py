@@ -18,8 +18,6 @@ from dta_compile.plan.tree.lexicographic import as_integers
 from dta_compile.rollouts.pool import RolloutBatch, RolloutPool, RolloutTreeStats
 from dta_compile.rollouts.trie import ForkPoint
 
-__all__ = ["RolloutTree"]
-
 _Limits = tuple[int | None, int | None, float | None]
 """`rows`, `tokens` and `seconds` of a batch."""
 

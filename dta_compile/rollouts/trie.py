@@ -11,8 +11,6 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ForkPoint", "Node", "Trie"]
-
 MAX_SEGMENT = 4096
 """Most tokens of a node. It bounds what a split or a merge copies, however long the sequences are."""
 

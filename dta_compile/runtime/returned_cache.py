@@ -18,8 +18,6 @@ from dta_compile.executable.executable import FrontierValue
 from dta_compile.runtime.calls.planned_call import PlannedCall, plan_call
 from dta_compile.runtime.transparent import dense_frontier, gradient_of_cache, no_autocast
 
-__all__ = ["ReturnedCache"]
-
 
 class ReturnedCache:
     """Keys and values of a call, by frontier value; all of them are computed when the first one is read."""

@@ -210,7 +210,6 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path, lines, capsys):
     for command in (
         ["plan", pipe],
         ["plan", "/dev/zero"],
-        ["split", pipe],
         ["plan", lines, "--compare", f"file={pipe}"],
     ):
         assert main(command) == 2

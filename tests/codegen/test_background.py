@@ -20,8 +20,8 @@ from dta_compile.codegen import background
 from dta_compile.codegen.inductor import Code, generate, load
 from dta_compile.codegen.worker import Result
 from dta_compile.codegen.wrapper import kernels, needed
+from dta_compile.executable.code import CppSource, Input, Source
 from dta_compile.executable.pieces import NO_CODES, Piece, running
-from dta_compile.executable.source import CppSource, Input, Source
 from dta_compile.runtime import engine
 from dta_compile.runtime.replay import lease
 from tests.support.inside import inside
@@ -347,7 +347,7 @@ def test_a_process_ends_with_the_last_reference_to_its_job(run_instead, tmp_path
 ENDS_MIDWAY = """
 import sys, time
 from dta_compile.codegen import background
-from dta_compile.executable.source import Source
+from dta_compile.executable.code import Source
 job = background.BackgroundCompile({"a": Source("", (), 0, ())})
 print(job._process.pid, job._folder, flush=True)
 if sys.argv[1] == "kill":

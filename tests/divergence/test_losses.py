@@ -11,7 +11,7 @@ import pytest
 from dta_compile.cli import main
 from dta_compile.data import ReadOptions, Recorded, bundled, read
 from dta_compile.divergence import find_losses
-from dta_compile.divergence.align import align
+from dta_compile.divergence.causes import align
 from dta_compile.errors import PlanError
 from dta_compile.plan import plan
 from tests.support.chat import KEEPING, STRIPPING, say, tokenizer, write_lines

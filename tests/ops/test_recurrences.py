@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dta_compile.ops.recurrences import linear_attention, selective_scan, short_convolution
-from dta_compile.ops.recurrences.blocks import Blocks, choose_size
+from dta_compile.ops.recurrences.blocks import Blocks, Runs, choose_size
 from dta_compile.ops.recurrences.operators import RECURRENCES
-from dta_compile.ops.recurrences.runs import Runs
 from dta_compile.ops.recurrences.short_convolution import Ancestors
 from dta_compile.plan import Segment
 from tests.support.forests import draw_forest, segment

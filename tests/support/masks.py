@@ -21,11 +21,11 @@ from dta_compile.capture import dynamo
 from dta_compile.errors import DTAError
 from dta_compile.executable.masks import MaskProgram
 from dta_compile.ops.attention import Masking
-from dta_compile.passes.axes.mixer_calls import mixer_calls
+from dta_compile.passes.axes.layouts import mixer_calls
 from dta_compile.passes.axes.token_axis import token_axis
 from dta_compile.passes.cuts.dense_graphs import graph_of
 from dta_compile.passes.lowering.lower import lower
-from dta_compile.passes.masks.leaves import leaves_of_masks
+from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.masks.mixers import mixers
 from dta_compile.passes.program import Program
 from dta_compile.proofs.terms import Evaluation

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dta_compile.errors import PlanError
-from dta_compile.views.tokens import decoder, tokens_in
+from dta_compile.views.page import decoder, tokens_in
 
 PLENTY = 10**6
 

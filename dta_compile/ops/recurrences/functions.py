@@ -10,8 +10,6 @@ import torch
 
 from dta_compile.ops.recurrences import operators
 
-__all__ = ["gated_delta_rule", "linear_attention", "selective_scan", "short_convolution"]
-
 assert operators.RECURRENCES, "they have defined the operators that are called here"
 
 

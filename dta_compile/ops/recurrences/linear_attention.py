@@ -12,13 +12,27 @@ D_ij = exp(G_i - G_j) for j <= i, and A_ij = beta_i (k_i k_j) D_ij for j < i,
     S after r tokens = exp(G_r) S + sum over i < r of exp(G_r - G_i) k_i u_i^T
 
 where S is the state before the block. Only U and S go from block to block.
+
+I + A is inverted by products of all matrices at once. A triangular solve takes the matrices one after the other, on all
+threads each: with a core that has other work to do, thousands of them wait for it thousands of times.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
-from dta_compile.ops.recurrences.blocks import Blocks, Step
+from dta_compile.ops.recurrences.blocks import (
+    Blocks,
+    Step,
+    add_at_entries,
+    at_entries,
+    by_block,
+    by_exit,
+    kept_grads,
+    kept_states,
+    new_states,
+)
 from dta_compile.ops.recurrences.pairwise_decay import (
     ByChannel,
     ByHead,
@@ -28,18 +42,6 @@ from dta_compile.ops.recurrences.pairwise_decay import (
     sum_heads,
     times,
 )
-from dta_compile.ops.recurrences.states import (
-    add_at_entries,
-    at_entries,
-    by_block,
-    by_exit,
-    kept_grads,
-    kept_states,
-    new_states,
-)
-from dta_compile.ops.recurrences.unit_inverse import unit_inverse
-
-__all__ = ["backward", "forward", "longest_block"]
 
 MOST_STATES = 2**24  # elements of states that are read at once
 
@@ -291,3 +293,44 @@ def _sum_of_products(left: torch.Tensor, right: torch.Tensor, shared: bool) -> t
 def _joined(tensor: torch.Tensor) -> torch.Tensor:
     """`[m, H, L, ...]` as `[H, m L, ...]`."""
     return tensor.transpose(0, 1).flatten(1, 2)
+
+
+SMALLEST = 8  # summed as a series, whose terms may still not be much larger than the sum
+
+
+def unit_inverse(lower: torch.Tensor) -> torch.Tensor:
+    """`(I + lower)^-1` for `[B, L, L]`, of which only what is below the diagonal counts.
+
+    By halves: with the inverses P and R of the diagonal blocks, that of `[[A, 0], [B, C]]` is `[[P, 0], [-R B P, R]]`.
+    """
+    length = lower.shape[-1]
+    size = SMALLEST
+    whole = max(SMALLEST, 1 << (length - 1).bit_length())
+    if whole > length:
+        lower = F.pad(lower, (0, whole - length) * 2)
+    found = _by_series(_diagonal(lower, size))
+    while size < whole:
+        first, second = found[:, 0::2], found[:, 1::2]
+        below = _diagonal(lower, 2 * size)[..., size:, :size]
+        joined = lower.new_zeros((lower.shape[0], first.shape[1], 2 * size, 2 * size))
+        joined[..., :size, :size] = first
+        joined[..., size:, size:] = second
+        joined[..., size:, :size] = (second @ below @ first).neg_()
+        found, size = joined, 2 * size
+    return found[:, 0, :length, :length].contiguous()
+
+
+def _diagonal(matrices: torch.Tensor, size: int) -> torch.Tensor:
+    """The blocks on the diagonal, `[B, n, size, size]`."""
+    count = matrices.shape[-1] // size
+    return matrices.view(-1, count, size, count, size).diagonal(dim1=1, dim2=3).movedim(-1, 1)
+
+
+def _by_series(lower: torch.Tensor) -> torch.Tensor:
+    """`I - A + A^2 - ... = (I - A) (I + A^2) (I + A^4)` for `A^8 = 0`."""
+    negative = lower.tril(-1).neg_()
+    square = negative @ negative
+    unit = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    found = negative + unit
+    found = found + found @ square
+    return found + found @ (square @ square)

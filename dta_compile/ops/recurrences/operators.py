@@ -27,11 +27,8 @@ from dta_compile.ops.library import LIBRARY
 from dta_compile.ops.mixer import BATCH, TOKENS, Mixer, Operand, register_mixer
 from dta_compile.ops.products import are_bounded
 from dta_compile.ops.recurrences import linear_attention, selective_scan, short_convolution
-from dta_compile.ops.recurrences.blocks import Blocks, choose_size
-from dta_compile.ops.recurrences.runs import Runs
+from dta_compile.ops.recurrences.blocks import Blocks, Runs, choose_size
 from dta_compile.ops.recurrences.short_convolution import Ancestors
-
-__all__ = ["RECURRENCES", "Recurrence"]
 
 Tensors = tuple[torch.Tensor, ...]
 

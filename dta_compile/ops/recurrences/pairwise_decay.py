@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-__all__ = ["ByChannel", "ByHead", "sum_after", "sum_before", "sum_from", "sum_heads", "times"]
-
 
 def times(shared: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """`[n, G, ...]` times `[n, H, ...]`, where each of the G goes with H // G consecutive heads: `[n, H, ...]`."""

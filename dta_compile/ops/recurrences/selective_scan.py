@@ -16,8 +16,8 @@ from itertools import pairwise
 
 import torch
 
-from dta_compile.ops.recurrences.blocks import Blocks
-from dta_compile.ops.recurrences.states import (
+from dta_compile.ops.recurrences.blocks import (
+    Blocks,
     add_at_entries,
     at_entries,
     by_block,
@@ -26,8 +26,6 @@ from dta_compile.ops.recurrences.states import (
     kept_states,
     new_states,
 )
-
-__all__ = ["backward", "forward"]
 
 MOST_ELEMENTS = 2**21  # of the states after all tokens, of one slice of channels
 LEAST_CHANNELS = 16  # of a slice

@@ -15,8 +15,6 @@ import torch
 from dta_compile.ops.recurrences.blocks import uploaded
 from dta_compile.plan.tree.segments import Segment
 
-__all__ = ["Ancestors", "backward", "forward"]
-
 Numbers = npt.NDArray[np.int64]
 
 

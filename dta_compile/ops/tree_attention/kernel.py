@@ -19,8 +19,6 @@ from torch.profiler import record_function
 
 from dta_compile.ops.attention import empty_by_tokens
 
-__all__ = ["DTYPES", "Keys", "States", "backward", "can_be_built", "forward", "source"]
-
 DTYPES = {torch.float32: ("float32", "sgemm_"), torch.float64: ("float64", "dgemm_")}  # names of functions
 
 

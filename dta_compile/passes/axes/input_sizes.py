@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from dta_compile.executable.layouts import InputKind
-from dta_compile.passes.axes.mixer_calls import batch_and_tokens, mixer_calls
+from dta_compile.passes.axes.layouts import batch_and_tokens, mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.program import AmbiguousAxes, Program
 from dta_compile.passes.symbols import free_symbols, sizes

@@ -16,8 +16,7 @@ from torch import fx
 from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Axis, Frame, InputKind, Layout
 from dta_compile.ops.mixer import MIXERS
-from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule
-from dta_compile.passes.axes.mixer_calls import batch_and_tokens, mixer_calls
+from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule, batch_and_tokens, mixer_calls
 from dta_compile.passes.axes.position_tables import index_position_tables
 from dta_compile.passes.axes.token_rules import pointwise, rule_for
 from dta_compile.passes.contracts import contract
@@ -205,8 +204,8 @@ def _interpret(
     # Not so what gives a value axes that its arguments lack (a slice of a buffer): nothing else tells its positions.
     arguments = [arg for arg in node.all_input_nodes if has_tensor(arg)]
     shaped = layout_by_shape(program, node)
-    had_axes = any(_is_labelled(program.values[arg]) for arg in arguments)
-    keeps_positions = value == shaped and (had_axes or not _is_labelled(shaped))
+    had_axes = any(is_labelled(program.values[arg]) for arg in arguments)
+    keeps_positions = value == shaped and (had_axes or not is_labelled(shaped))
     inherited = frozenset().union(*(roots[arg] for arg in arguments))
     roots[node] = inherited if keeps_positions and arguments else frozenset([node])
     return shaped
@@ -226,7 +225,8 @@ def _in_own_batch(program: Program, node: fx.Node, value: Layout) -> Layout | Mi
     return value
 
 
-def _is_labelled(value: Value) -> bool:
+def is_labelled(value: Value) -> bool:
+    """Whether a value, or an item of a tuple, has a batch or token axis."""
     items = value if isinstance(value, tuple) else (value,)
     return any(isinstance(item, Layout) and item.labelled for item in items)
 
@@ -317,7 +317,7 @@ def _repeated_for_tokens(program: Program, node: fx.Node, layouts: dict[fx.Node,
 def _without_axes(program: Program, node: fx.Node) -> Value:
     """An operator on values without batch or token axis (weights): its result has none either, or it is no weight."""
     shaped = layout_by_shape(program, node)
-    if node in program.parameter_dependent and _is_labelled(shaped):
+    if node in program.parameter_dependent and is_labelled(shaped):
         return Mixed(f"{node.target} gives a weight a batch or token axis", node)
     return shaped
 

@@ -134,7 +134,7 @@ def index_tensor(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def index_put(node: fx.Node, arguments: Arguments) -> Layout:
-    """`x[..., index] = y` over features with constant indices; `masked_writes` has what can be done with masks."""
+    """`x[..., index] = y` over features with constant indices; `row_loops` has what can be done with masks."""
     source, indices, value = node.args[:3]
     target, given = arguments[source], arguments[value]
     if any(index is not None and index.meta["val"].dtype is torch.bool for index in indices):

@@ -21,8 +21,6 @@ from dta_compile.passes.contracts import ContractError, Pass
 from dta_compile.passes.graphs.storage import owner, storages, view_source
 from dta_compile.passes.program import Mixed, Program, has_tensor, output_node, writes_in_place
 
-__all__ = ["INVARIANTS", "Invariant", "Snapshot", "check"]
-
 Violations = Callable[[Program], Iterable[object]]
 
 

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.lm_head.operators import LINEAR_LOG_PROB, Head, Results
-from dta_compile.passes.chunk.chunk_inputs import fake_inputs, free_sizes
+from dta_compile.passes.chunk.chunk_graph import fake_inputs, free_sizes
 from dta_compile.passes.chunk.vocabulary import CAST, Kind, Reading, Reduction, Scaling
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import descendants, swaps

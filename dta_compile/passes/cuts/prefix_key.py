@@ -11,8 +11,8 @@ from torch import fx
 from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Layout
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.min_cut import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.graphs.nodes import is_uniform
+from dta_compile.passes.graphs.subgraph import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.program import ChunkInput, Program, ancestors, where
 
 

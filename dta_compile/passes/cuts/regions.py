@@ -14,10 +14,10 @@ from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Layout
 from dta_compile.passes.axes.layouts import memory_order
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.min_cut import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.graphs.nodes import may_have_gradient
 from dta_compile.passes.graphs.operators import DROPOUTS
-from dta_compile.passes.masks.leaves import leaves_of_masks
+from dta_compile.passes.graphs.subgraph import bytes_per_token, cheapest_cut, is_per_token
+from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.masks.mixers import cache_outputs, mixing_refusal
 from dta_compile.passes.program import FrontierValue, Mixed, Program, Use, ancestors, has_tensor, where
 from dta_compile.passes.symbols import expression

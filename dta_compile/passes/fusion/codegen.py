@@ -1,7 +1,7 @@
 """codegen: generated code for what lies between the matrix products and the attention calls of a chunk.
 
 Each executable graph is cut at the calls that a library runs best; the operators between two of them become one piece
-(`clusters`, `outline`), and every distinct piece is compiled once by inductor, for all numbers of tokens and head rows.
+(`outline`), and every distinct piece is compiled once by inductor, for all numbers of tokens and head rows.
 Layers that are alike have the same pieces. What is saved between forward and backward was chosen before and stays.
 Attention of a chunk on a CPU, which is written in C++ (`executable.native`), is compiled with them and counted as one.
 
@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dta_compile.codegen.generated import GeneratedCode
-from dta_compile.executable.native import TreeAttention
-from dta_compile.executable.pieces import Piece
+from dta_compile.executable.pieces import Piece, TreeAttention
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.fusion.outline import Known, outlined
 from dta_compile.passes.stage_graphs import GRAPHS

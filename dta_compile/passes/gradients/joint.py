@@ -2,7 +2,7 @@
 
 The chunk graph is differentiated symbolically by tracing `torch.autograd.grad` over fake tensors with a free number of
 chunk tokens and head rows, once for each kind of stage (`stage_traces`). Each trace is then cut in two
-(`saved_values`, `partition`).
+(`partition`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.chunk.chunk_inputs import chunk_device, fake_inputs, free_sizes
+from dta_compile.passes.chunk.chunk_graph import chunk_device, fake_inputs, free_sizes
 from dta_compile.passes.chunk_bytes import Bytes, ChunkSizes, total
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.gradients.partition import (
@@ -30,9 +30,8 @@ from dta_compile.passes.gradients.partition import (
 )
 from dta_compile.passes.gradients.simplify import simplify
 from dta_compile.passes.gradients.stage_traces import StageTrace, TracedStage, traced_stages
-from dta_compile.passes.graphs.new_values import write_to_new_values
-from dta_compile.passes.graphs.sizes import sizes_from_inputs
-from dta_compile.passes.graphs.storage import owner
+from dta_compile.passes.graphs.nodes import sizes_from_inputs
+from dta_compile.passes.graphs.storage import owner, write_to_new_values
 from dta_compile.passes.program import Program, output_node, where
 from dta_compile.passes.stage_graphs import ChunkStages, KeptValue, Memory, StageGraphs, StageOfChunk
 from dta_compile.passes.symbols import expression

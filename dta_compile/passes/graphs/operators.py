@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dta_compile.ops.draw_capture import is_random
+from dta_compile.ops.library import is_random
 
 aten = torch.ops.aten
 

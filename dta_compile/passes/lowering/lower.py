@@ -3,13 +3,18 @@
 Every later pass sees a closed set of functional operators with fake tensors of symbolic shape in `meta["val"]`,
 and in `meta["stack_trace"]` the user's line. In-place operations are gone (functionalised), autocast is spelled out as
 casts, and values that autograd must not follow (no_grad regions, `.detach()`) are marked by `aten.detach`.
+
+With the same seed a compiled call has eager's random numbers: each is drawn once, over the same shape, in order. The
+prologue runs before the epilogue and both run once a call, so order is kept as long as nothing that chunks need is
+drawn after something that only the epilogue can draw. Chunks never draw: tokens that rollouts share are computed once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,15 +29,12 @@ from dta_compile.errors import RefusalError
 from dta_compile.executable.layouts import Input, InputKind
 from dta_compile.ops import autograd_function
 from dta_compile.ops.collectives import SAME_ON_RANKS
-from dta_compile.ops.draw_capture import DrawCapture
-from dta_compile.ops.library import STOP_GRADIENT
+from dta_compile.ops.library import STOP_GRADIENT, DrawCapture, is_random
 from dta_compile.passes.contracts import contract
-from dta_compile.passes.graphs.new_values import write_to_new_values
-from dta_compile.passes.graphs.sizes import sizes_from_inputs
+from dta_compile.passes.graphs.nodes import descendants, sizes_from_inputs
+from dta_compile.passes.graphs.storage import write_to_new_values
 from dta_compile.passes.lowering import decompositions, row_loops
-from dta_compile.passes.lowering.attention_capture import capture_attention
-from dta_compile.passes.lowering.draws import drawing
-from dta_compile.passes.lowering.equal_values import merge_equal_values
+from dta_compile.passes.lowering.decompositions import capture_attention
 from dta_compile.passes.lowering.gradient_flow import (
     CapturedInterpreter,
     Flow,
@@ -41,13 +43,12 @@ from dta_compile.passes.lowering.gradient_flow import (
     tensors,
     whole,
 )
-from dta_compile.passes.lowering.masked_writes import select_masked_writes
-from dta_compile.passes.lowering.places.flat_places import unflatten_places
-from dta_compile.passes.lowering.places.kept_places import keep_places
+from dta_compile.passes.lowering.places.kept_places import keep_places, unflatten_places
 from dta_compile.passes.lowering.places.row_products import batch_row_products
-from dta_compile.passes.lowering.repeated_calls import RepeatedCalls
+from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
+from dta_compile.passes.lowering.row_loops import select_masked_writes
 from dta_compile.passes.lowering.selected_rows import spread_selected_rows
-from dta_compile.passes.program import Program, output_node, where
+from dta_compile.passes.program import Program, ancestors, output_node, where
 from dta_compile.passes.tracing import tracing
 
 aten = torch.ops.aten
@@ -306,3 +307,52 @@ def _no_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(previous)
+
+
+EAGER = "random numbers in the order in which eager execution draws them"
+
+
+def drawing(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that draw random numbers, in their order."""
+    return [node for node in graph.nodes if _draws(node)]
+
+
+def _draws(node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return bool(getattr(node.graph.owning_module.get_submodule(node.target), "draws", False))
+    return is_random(node.target)
+
+
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """Where random numbers are drawn; `late`: what reads no parameter, but has to wait for the epilogue's draws."""
+
+    prologue: Sequence[fx.Node]
+    epilogue: Sequence[fx.Node]
+    late: set[fx.Node]
+
+
+def place_draws(program: Program, chunks_need: Iterable[fx.Node]) -> Draws:
+    """Raises `RefusalError` where the order, or the number of draws, would not be that of eager execution."""
+    draws = program.draws
+    for node in draws:
+        if node in program.region:
+            raise _refusal(node, "random numbers for a parameter, which every chunk would draw anew")
+        if node.target is aten.rrelu_with_noise_functional.default:
+            raise _refusal(node, "a randomised leaky ReLU, whose noise cannot be kept for its derivative")
+    first = next((i for i, node in enumerate(draws) if node in program.parameter_dependent), len(draws))
+    late = descendants(program.graph, draws[first:]) - program.parameter_dependent
+    for node in program.graph.nodes:
+        if node in late and _draws(node) and node in ancestors(list(chunks_need)):
+            raise _refusal(node, f"{node.target}, needed before {draws[first].target}, which comes first")
+    return Draws(draws[:first], draws[first:], late)
+
+
+def _refusal(node: fx.Node, got: str) -> RefusalError:
+    return RefusalError(
+        "random numbers cannot be drawn here as eager execution draws them",
+        where=where(node),
+        expected=EAGER,
+        got=got,
+        hint="draw them outside of the compiled function and pass them in",
+    )

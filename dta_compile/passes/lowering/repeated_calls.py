@@ -5,12 +5,15 @@ arithmetic with symbolic sizes; copying the operators that the first one amounte
 decides these operators is the function, all arguments that are no tensors, what torch knows of those that are, and
 autocast. Calls that have another effect than their results are traced each time: those that draw, write to an argument,
 find sizes, run a region of their own, or run inside of `torch.func.vmap`.
+
+What no parameter goes into is there once, too: positions, rotary tables and masks are often written in every layer,
+and each such value is an input of chunks, whose rows are gathered for every chunk.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, snapshot_fake, track_tensor
 from torch.utils import _pytree as pytree
 
-from dta_compile.ops.draw_capture import is_random
-from dta_compile.passes.program import has_tensor, writes_in_place
+from dta_compile.ops.library import is_random
+from dta_compile.passes.graphs.nodes import First, descendants
+from dta_compile.passes.graphs.storage import owner
+from dta_compile.passes.program import has_tensor, output_node, writes_in_place
 
 NUMBERS = (int, float, complex, bool, str, type(None), type(Ellipsis))
 PLAIN = (*NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -180,3 +185,21 @@ def _copied(known: _Traced, arguments: _Arguments) -> Any:
         return value
 
     return pytree.tree_unflatten(list(map(result, known.results)), known.structure)
+
+
+def merge_equal_values(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
+    """Values that `parameters` go into stay as they are, and so do those that the graph returns: their memory is the
+    caller's."""
+    kept = descendants(graph, parameters) | {owner(value) for value in output_node(graph).all_input_nodes}
+    first = First(kept | {node for node in graph.nodes if not _gives_the_same(node)})
+    for node in list(graph.nodes):
+        if node.op == "call_function" and (same := first.like(node)) is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+
+
+def _gives_the_same(node: fx.Node) -> bool:
+    """Whether a node computes the same whenever it is run for the same arguments, and nothing besides."""
+    target = node.target
+    is_torchs_own = not isinstance(target, torch._ops.OpOverload) or target.namespace in ("aten", "prims")
+    return is_torchs_own and not is_random(target) and not node.is_impure()

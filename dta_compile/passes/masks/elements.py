@@ -20,8 +20,8 @@ from dta_compile.passes.graphs.operators import COPIES, EXCHANGES, FILLS, RANGES
 from dta_compile.passes.masks.entries import Entries, Indices
 from dta_compile.passes.program import Program
 from dta_compile.passes.symbols import sizes
+from dta_compile.proofs.cases import held_by
 from dta_compile.proofs.mask_class import LONGEST_ROW
-from dta_compile.proofs.ranges import held_by
 from dta_compile.proofs.terms import Term, Terms
 
 aten = torch.ops.aten

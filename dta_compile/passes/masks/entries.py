@@ -14,8 +14,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.graphs.nodes import First, filled_with, is_pointwise
-from dta_compile.passes.masks.leaves import leaf_of
-from dta_compile.passes.program import Program
+from dta_compile.passes.program import Program, ancestors, has_tensor
 from dta_compile.passes.symbols import expression, sizes, symbolic
 from dta_compile.proofs.terms import Const, Index, Leaf, Term, Terms
 
@@ -177,3 +176,17 @@ class Entries:
         if any(isinstance(arg, Term) for arg in kwargs.values()):
             return None
         return self.terms.apply(node.target, *args, result=node.meta["val"].dtype, **kwargs)
+
+
+def leaf_of(program: Program, node: fx.Node) -> Leaf:
+    """The leaf that a tensor of the lowered graph is."""
+    sources = ancestors([node])
+    inputs = [(place, one) for place, one in enumerate(program.placeholders) if one in sources and has_tensor(one)]
+    texts = tuple((place, one.meta.get("source") or one.name) for place, one in inputs)
+    return Leaf(node.name, node.meta["val"].dtype, node.meta.get("source", ""), texts)
+
+
+def leaves_of_masks(program: Program) -> list[fx.Node]:
+    """What has to be known of a call to read its masks, by name."""
+    names = {leaf.name for layer in program.mixers for leaf in layer.leaves}
+    return sorted((node for node in program.graph.nodes if node.name in names), key=lambda node: node.name)

@@ -17,20 +17,19 @@ from dta_compile.executable.layers import (
 )
 from dta_compile.executable.masks import MaskProgram
 from dta_compile.ops.attention import ATTENTION_MIXERS, Masking
-from dta_compile.ops.draw_capture import is_random
+from dta_compile.ops.library import is_random
 from dta_compile.ops.mixer import MIXERS, Mixer
-from dta_compile.passes.axes.layouts import through_copies
-from dta_compile.passes.axes.mixer_calls import mixer_calls
+from dta_compile.passes.axes.layouts import mixer_calls, through_copies
 from dta_compile.passes.axes.token_axis import own_mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import First, is_float
 from dta_compile.passes.graphs.operators import CASTS, RESHAPES
-from dta_compile.passes.masks.declared import declared_mask
-from dta_compile.passes.masks.derivation import mask_program
-from dta_compile.passes.masks.leaves import leaf_of
-from dta_compile.passes.masks.silent import Silencers, padding_mask_of
+from dta_compile.passes.masks.derivation import Silencers, mask_program, padding_mask_of
+from dta_compile.passes.masks.entries import leaf_of
 from dta_compile.passes.program import Mixed, Program, ancestors, where
 from dta_compile.passes.symbols import sizes
+from dta_compile.proofs.mask_class import MaskClass
+from dta_compile.proofs.terms import Terms
 
 aten = torch.ops.aten
 # What chooses experts for tokens, or tokens for experts; and what counts the tokens of an expert.
@@ -270,3 +269,34 @@ def _states(mixer: Mixer, node: fx.Node) -> tuple[StateSpec, ...]:
         shape = [1 if dim in (mixer.batch_dim, mixer.token_dim) else int(s) for dim, s in enumerate(sizes(operand))]
         found.append(StateSpec(tuple(shape), mixer.token_dim, operand.meta["val"].dtype))
     return tuple(found)
+
+
+def declared_mask(program: Program, call: fx.Node, segments: fx.Node | None, window: int) -> MaskProgram:
+    """The mask of a causal call with `segments` `[B, S]` (see `ops.attention.Masking`) and a window.
+
+    Raises:
+        RefusalError: the segments are computed from parameters, or are not one number for each token.
+    """
+    if segments is None:
+        return MaskProgram(MaskClass(window=window or None), frozenset())
+    if segments in program.parameter_dependent:
+        raise _refusal(call, "segments that are computed from parameters")
+    shape = sizes(segments)
+    if len(shape) != 2 or shape[1] != program.tokens or shape[0] not in (1, program.batch):
+        raise _refusal(call, f"segments {list(shape)}")
+    terms, leaf = Terms(), leaf_of(program, segments)
+    row = terms.const(0) if shape[0] == 1 else terms.index("row")
+    number = terms.entry(leaf, (row, terms.index("key")))
+    if number.dtype is torch.bool:
+        return MaskProgram(MaskClass(window=window or None, valid=number), frozenset([leaf]))
+    valid = terms.apply(aten.ne.Scalar, number, 0)
+    return MaskProgram(MaskClass(window=window or None, valid=valid, segments=(number,)), frozenset([leaf]))
+
+
+def _refusal(call: fx.Node, got: str) -> RefusalError:
+    return RefusalError(
+        "the segments of attention are not numbers of the batch's tokens",
+        where=where(call),
+        expected="a tensor [batch, tokens] of integers, computed from inputs",
+        got=got,
+    )

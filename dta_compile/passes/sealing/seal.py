@@ -1,17 +1,26 @@
-"""seal: what the passes found out, as an `Executable`: nodes become slots, graphs code, symbolic sizes expressions."""
+"""seal: what the passes found out, as an `Executable`: nodes become slots, graphs code, symbolic sizes expressions.
+
+The self-check has to know by what the sizes may be cut, and what may differ between two runs. Every size of the program
+is an expression in symbols, so that its inputs may be cut to any sizes that the guards of the trace allow; what the
+data then means does not matter, for both programs get the same. What must not happen is an index out of bounds (on a
+GPU it ends the process): an axis that is indexed by data keeps its length.
+"""
 
 from __future__ import annotations
 
+import collections
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from dta_compile.executable.code import Code
 from dta_compile.executable.executable import (
     ChunkInput,
+    Comparison,
     Condition,
     Executable,
     FrontierValue,
@@ -19,17 +28,21 @@ from dta_compile.executable.executable import (
     NumberSpec,
     Output,
     RowEpilogue,
+    Shape,
     TensorSpec,
     Use,
 )
-from dta_compile.passes.chunk.chunk_inputs import chunk_device
-from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
-from dta_compile.passes.masks.leaves import leaves_of_masks
+from dta_compile.ops.collectives import COLLECTIVES
+from dta_compile.ops.library import is_random
+from dta_compile.passes.axes.layouts import is_tensor
+from dta_compile.passes.chunk.chunk_graph import chunk_device
+from dta_compile.passes.cuts.dense_graphs import programs_of, row_dim, row_layout
+from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS
+from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import ChunkInput as LoweredInput
 from dta_compile.passes.program import Condition as LoweredCondition
 from dta_compile.passes.program import FrontierValue as LoweredValue
 from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor, where
-from dta_compile.passes.sealing.comparison import choices, comparison
 from dta_compile.passes.symbols import expression, free_symbols, sizes, symbolic
 
 
@@ -172,3 +185,136 @@ def _regions(program: Program) -> dict[str, int]:
         "head": len(program.region) - len(program.trunk),
         "epilogue": len(operators) - len(dense) - len(program.region),
     }
+
+
+aten = torch.ops.aten
+
+KNOWN_LIBRARIES = ("aten", "prims", "dta")
+
+
+def comparison(program: Program) -> Comparison:
+    """What there is to know of a program that all passes have run on."""
+    guards, least = _assumed(program)
+    return Comparison(
+        _why_incomparable(program), _precision(program), guards, least, _indexed_by_data(program), _bytes(program)
+    )
+
+
+def _why_incomparable(program: Program) -> str:
+    for node in program.graph.nodes:
+        if is_random(node.target):
+            return f"{node.target} draws random numbers"
+        if node.target in COLLECTIVES or "c10d" in str(getattr(node.target, "namespace", "")):
+            return f"{node.target} waits for other ranks"
+    if any(layer.mask is not None for one in programs_of(program)[1:] for layer in one.attention):
+        return "it runs the model on batches of several sizes, with masks of their own"
+    return "it indexes by rounded values" if indices_from_values(program) else ""
+
+
+def _precision(program: Program) -> torch.dtype:
+    """The least precise dtype that values which depend on parameters are computed in."""
+    values = [node.meta["val"] for node in program.parameter_dependent if is_tensor(node)]
+    dtypes = {value.dtype.to_real() for value in values if _is_rounded(value)} or {torch.float64}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def choices(program: Program) -> set[fx.Node]:
+    """Where the program chooses (an expert, a token) by values that are rounded: another choice is no error."""
+    found = set()
+    for node in program.parameter_dependent:
+        values = node.meta.get("val")
+        results = values if isinstance(values, (tuple, list)) else [values]
+        if any(isinstance(value, torch.Tensor) and not _is_rounded(value) for value in results):
+            found.add(node)
+    return found
+
+
+def _is_rounded(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _assumed(program: Program) -> tuple[tuple[sympy.Basic, ...], dict[sympy.Symbol, sympy.Expr]]:
+    """Guards of the trace, and least values of the symbols that inputs give."""
+    symbolic = [size for node in program.placeholders for size in _symbolic(node)]
+    if not symbolic:
+        return (), {}
+    env = symbolic[0].node.shape_env
+    ranges = env.var_to_range
+    least = {symbol: ranges[symbol].lower for symbol in program.input_symbols if symbol in ranges}
+    return tuple(dict.fromkeys(env.replace(guard.expr) for guard in env.guards)), least
+
+
+def _symbolic(node: fx.Node) -> Iterator[torch.SymInt]:
+    value = node.meta["val"]
+    for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+        if isinstance(size, torch.SymInt):
+            yield size
+
+
+def _indexed_by_data(program: Program) -> frozenset[sympy.Symbol]:
+    """Symbols in the sizes of axes that are read or written by an index which is computed from inputs."""
+    computed: set[fx.Node] = set()  # from tensors that the call is given
+    found: set[sympy.Symbol] = set()
+    for node in program.graph.nodes:
+        if (is_tensor(node) and node.op == "placeholder") or any(arg in computed for arg in node.all_input_nodes):
+            computed.add(node)
+        if node.op in ("call_function", "call_module"):
+            found |= free_symbols(_indexed_sizes(node, computed, program))
+    return frozenset(found)
+
+
+def _indexed_sizes(node: fx.Node, computed: set[fx.Node], program: Program) -> Iterator[sympy.Expr]:
+    """Sizes that an operator's indices must stay below."""
+    packet, args = getattr(node.target, "overloadpacket", None), node.args
+    shape = sizes(args[0]) if args and is_tensor(args[0]) else ()
+    if packet in INDEX_ONE_AXIS and shape:
+        if args[2] in computed:
+            yield shape[args[1]]
+    elif packet in INDEX_EVERY_AXIS:
+        yield from (size for size, index in zip(shape, args[1], strict=False) if index in computed)
+    elif not any(arg in computed for arg in node.all_input_nodes):
+        return
+    elif packet in INDEX_ENTRIES:
+        yield from shape
+    elif packet is aten.embedding:
+        yield shape[0]
+    elif packet in (aten.nll_loss_forward, aten.nll_loss2d_forward):
+        yield shape[min(1, len(shape) - 1)]
+    elif _may_do_anything(node):
+        yield from (size for size in (program.batch, program.tokens) if size is not None)
+
+
+def indices_from_values(program: Program) -> bool:
+    """Whether values are turned into whole numbers that something is indexed by: others may be out of bounds."""
+    rounded: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype is not torch.bool:
+            casts = node.target is aten._to_copy.default and node.args[0].meta["val"].is_floating_point()
+            if (casts and node in program.parameter_dependent) or any(arg in rounded for arg in node.all_input_nodes):
+                rounded.add(node)
+        if node.op == "call_function" and any(True for _ in _indexed_sizes(node, rounded, program)):
+            return True
+    return False
+
+
+def _may_do_anything(node: fx.Node) -> bool:
+    """An assertion about data, or an operator of others that takes integers: perhaps indices."""
+    if "_assert" in str(node.target):
+        return True
+    if node.op == "call_function" and getattr(node.target, "namespace", "aten") in KNOWN_LIBRARIES:
+        return False
+    values = [arg.meta["val"] for arg in node.all_input_nodes if is_tensor(arg)]
+    return not all(value.is_floating_point() or value.is_complex() for value in values)
+
+
+def _bytes(program: Program) -> dict[Shape, int]:
+    """All intermediate values of two programs, and scores of attention; gradients of parameters come to that."""
+    found = collections.Counter[Shape]()
+    for node in program.parameter_dependent:
+        if is_tensor(node) and node.op != "placeholder":
+            found[sizes(node)] += 2 * node.meta["val"].dtype.itemsize
+    for layer in program.attention:
+        batch, heads, tokens, _ = sizes(program.mixer_nodes[layer.index])
+        found[batch, heads, tokens, tokens] += 2 * layer.dtype.itemsize
+    return dict(found)

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 
-__all__ = ["Rectangle", "Segment", "rectangles", "segments"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:

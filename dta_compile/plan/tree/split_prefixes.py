@@ -10,11 +10,8 @@ from typing import Any
 import numpy as np
 
 from dta_compile.errors import PlanError
-from dta_compile.plan.tree.codes import codes_of, combine
-from dta_compile.plan.tree.lexicographic import IntArray, as_integers
+from dta_compile.plan.tree.lexicographic import IntArray, as_integers, codes_of, combine
 from dta_compile.plan.tree.prefix_tree import PrefixTree
-
-__all__ = ["SplitPrefixes", "with_routes"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from dta_compile.executable.native import TreeAttention
-from dta_compile.executable.pieces import running_library
+from dta_compile.executable.pieces import TreeAttention, running_library
 from dta_compile.ops.attention import by_tokens, empty_by_tokens
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.products import are_bounded, product_of_read
@@ -22,10 +21,14 @@ from dta_compile.ops.tree_attention import kernel
 from dta_compile.ops.tree_attention.kernel import Keys, States
 from dta_compile.runtime.attention.cpu_parts import Part, parts_of
 from dta_compile.runtime.attention.interface import Operands, Tensors
-from dta_compile.runtime.attention.merge import merge_with
-from dta_compile.runtime.attention.reference import capped, grads_of_read, repeat_heads, sum_groups, weights_of
-
-__all__ = ["FlashCPU"]
+from dta_compile.runtime.attention.reference import (
+    capped,
+    grads_of_read,
+    merge_with,
+    repeat_heads,
+    sum_groups,
+    weights_of,
+)
 
 aten = torch.ops.aten
 

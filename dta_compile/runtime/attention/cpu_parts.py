@@ -23,8 +23,6 @@ import torch
 from dta_compile.plan.tree.segments import Rectangle, Segment
 from dta_compile.runtime.path.chunk_shape import ChunkShape, Limit
 
-__all__ = ["Part", "parts_of"]
-
 # Measured with torch 2.13 on two AVX-512 cores, of AMD and of Intel, heads of 64 and 128.
 _CALL_PAIRS = 1024  # query-key pairs of all heads that take about as long as one more call
 _BLOCK = 48  # neighbouring subtrees are joined up to so many tokens

@@ -13,8 +13,6 @@ import torch
 
 from dta_compile.runtime.path.chunk_shape import ChunkShape, ChunkTable, Limit
 
-__all__ = ["Operands", "Provider", "Tensors"]
-
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

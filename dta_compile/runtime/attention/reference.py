@@ -1,4 +1,8 @@
-"""Attention of a chunk written down plainly: what the other providers are compared with."""
+"""Attention of a chunk written down plainly: what the other providers are compared with.
+
+Attention over parts of the keys is merged by the log-sum-exps of the parts' scores: a part that has the share `exp(its
+log-sum-exp - that of all)` of a query's weight has this share of the output (FlashAttention-2, Dao, 2023, section 3.1).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,6 @@ import torch
 
 from dta_compile.ops.products import product_of_read
 from dta_compile.runtime.attention.interface import Operands, Tensors
-
-__all__ = ["Reference"]
 
 
 class Reference:
@@ -111,3 +113,16 @@ def repeat_heads(tensor: torch.Tensor, groups: int) -> torch.Tensor:
 def sum_groups(tensor: torch.Tensor, groups: int) -> torch.Tensor:
     """The gradient of `repeat_heads`."""
     return tensor.unflatten(1, (-1, groups)).sum(2) if groups > 1 else tensor
+
+
+def merge_with(out: torch.Tensor, logsumexp: torch.Tensor, part: torch.Tensor, part_logsumexp: torch.Tensor) -> None:
+    """Add a part to output `[..., D]` and log-sum-exp `[...]` of other keys, in place; of two, shares are a sigmoid."""
+    share = torch.sigmoid(part_logsumexp - logsumexp)
+    out.lerp_(part.to(out.dtype), share[..., None])
+    torch.logaddexp(logsumexp, part_logsumexp, out=logsumexp)
+
+
+def merge_parts(parts: torch.Tensor, logsumexps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `[1, ..., D]` and log-sum-exp `[1, ...]` of parts that lie behind one another, `[n, ..., D]`."""
+    logsumexp = logsumexps.logsumexp(0, keepdim=True)
+    return (parts * (logsumexps - logsumexp).exp()[..., None]).sum(0, keepdim=True), logsumexp

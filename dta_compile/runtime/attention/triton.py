@@ -15,9 +15,7 @@ from dta_compile.ops import triton_use
 from dta_compile.ops.attention import empty_by_tokens
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
-from dta_compile.runtime.attention.merge import merge_parts
-
-__all__ = ["TritonAttention", "make"]
+from dta_compile.runtime.attention.reference import merge_parts
 
 LARGEST_HEAD = 256
 # A chunk of few tokens leaves most of a GPU idle while each program walks down the whole stack: the stack is divided

@@ -13,8 +13,6 @@ from torch.autograd import profiler
 from dta_compile.plan import Op
 from dta_compile.plan.timeline import op_name
 
-__all__ = ["named", "trace_artifact"]
-
 _NOTHING = contextlib.nullcontext()
 
 

@@ -7,8 +7,6 @@ import logging
 from dta_compile.plan import Plan
 from dta_compile.plan.scalars import step_line
 
-__all__ = ["log", "logger"]
-
 # Called after this module, as TORCH_LOGS wants it, so that it can be asked for alone.
 logger = logging.getLogger(__name__)
 

@@ -33,13 +33,11 @@ import numpy.typing as npt
 import torch
 
 from dta_compile.ops.dtypes import statistics_dtype
+from dta_compile.ops.recurrences.blocks import Runs
 from dta_compile.ops.recurrences.operators import Recurrence
-from dta_compile.ops.recurrences.runs import Runs
 from dta_compile.runtime.path.interface import RecurrentInputs, Tensors
 from dta_compile.runtime.recurrent.layer import runs_of
 from dta_compile.runtime.rows.upload import upload
-
-__all__ = ["FlaRuntime", "Kernel", "Pieces", "has_kernel", "installed", "kernel_for", "misfit"]
 
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 Numbers = npt.NDArray[np.int64]

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from dta_compile.ops.recurrences.blocks import Runs
 from dta_compile.ops.recurrences.operators import Recurrence
-from dta_compile.ops.recurrences.runs import Runs
 from dta_compile.runtime.path.chunk_shape import ChunkShape
 from dta_compile.runtime.path.interface import RecurrentInputs, Tensors
-
-__all__ = ["RecurrentLayerRuntime", "runs_of"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,6 @@ from dta_compile.runtime.path.interface import RecurrentInputs, RecurrentRuntime
 from dta_compile.runtime.recurrent import fla
 from dta_compile.runtime.recurrent.layer import RecurrentLayerRuntime, runs_of
 
-__all__ = ["ChosenRuntime", "runtime_of"]
-
 logger = logging.getLogger("dta_compile")
 
 MOST_STATES = 2**27  # elements of states that a chunk's pieces may begin with, which are all held at once

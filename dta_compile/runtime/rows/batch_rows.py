@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dta_compile.plan import PrefixTree
-from dta_compile.plan.tree.codes import combine
+from dta_compile.plan.tree.lexicographic import combine
 
 LONGEST_RUN = 64  # equal sequences of one token behind one another that each are a sequence
 

@@ -11,7 +11,7 @@ import torch
 
 from dta_compile.executable.executable import ChunkInput, FrontierValue
 from dta_compile.executable.layouts import Axis, Layout
-from dta_compile.plan.tree.codes import codes_of
+from dta_compile.plan.tree.lexicographic import codes_of
 from dta_compile.runtime.rows.batch_rows import BatchRows, Booleans, Integers
 from dta_compile.runtime.rows.buffers import Gathered
 from dta_compile.runtime.rows.upload import upload

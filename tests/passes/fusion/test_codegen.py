@@ -23,10 +23,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import dta_compile
 from dta_compile.codegen import inductor, kept
+from dta_compile.executable.code import Input, Source, size_symbols
 from dta_compile.executable.pieces import NO_CODES, Piece
-from dta_compile.executable.source import Input, Source, size_symbols
-from dta_compile.passes.fusion.clusters import clusters
-from dta_compile.passes.fusion.outline import outlined
+from dta_compile.passes.fusion.outline import clusters, outlined
 from tests.support.chunk_graphs import nodes_of
 from tests.support.helpers import (
     FLOAT32_ISLANDS,

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from dta_compile.passes import joint
-from dta_compile.passes.gradients import saved_values
+from dta_compile.passes.gradients import partition
 from tests.support.chunk_graphs import Run, allocations, nodes_of, operators, peak, program_of, targets
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ def test_a_recomputed_value_is_made_right_before_it_is_read(toy):
 
 def test_less_is_kept_than_all_that_the_backward_reads(toy, monkeypatch):
     everything = dataclasses.replace(toy, filled=toy.filled - joint.fills)
-    monkeypatch.setattr(saved_values, "TOUCHED_PER_SAVED", 0)
+    monkeypatch.setattr(partition, "TOUCHED_PER_SAVED", 0)
     joint(everything)
     ours, all_bytes = toy.stages.kept_bytes, everything.stages.kept_bytes
     assert ours.per_token < 0.7 * all_bytes.per_token

@@ -3,7 +3,7 @@
 import torch
 from torch import fx
 
-from dta_compile.passes.graphs.min_cut import cheapest_cut
+from dta_compile.passes.graphs.subgraph import cheapest_cut
 
 
 def test_the_cheapest_cut_is_taken_and_the_smallest_of_equals():

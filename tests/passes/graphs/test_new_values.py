@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dta_compile.passes.graphs.new_values import write_to_new_values
+from dta_compile.passes.graphs.storage import write_to_new_values
 from dta_compile.passes.program import writes_in_place
 
 

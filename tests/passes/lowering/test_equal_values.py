@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dta_compile.passes.lowering.equal_values import merge_equal_values
+from dta_compile.passes.lowering.repeated_calls import merge_equal_values
 from tests.support.inside import inside
 from tests.support.tiny import TinyLM, after, assert_same, shared_ids, weighted
 

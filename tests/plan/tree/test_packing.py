@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dta_compile.options import CHOICES, Options
 from dta_compile.plan import Chunk, PrefixTree, Slice, chunk_tree
-from dta_compile.plan.tree.packing import pack
+from dta_compile.plan.tree.chunk_tree import pack
 from tests.support.execution import Tokens
 
 CHUNK_SIZES = [1, 2, 3, 7, 12, 1000]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import dta_compile
 from dta_compile.errors import PlanError
 from dta_compile.plan import PrefixTree
-from dta_compile.plan.tree.codes import combine
+from dta_compile.plan.tree.lexicographic import combine
 from dta_compile.plan.tree.split_prefixes import SplitPrefixes
 
 SEQUENCES = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3]]

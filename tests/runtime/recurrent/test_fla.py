@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dta_compile
+from dta_compile.ops.recurrences.blocks import Runs
 from dta_compile.ops.recurrences.operators import RECURRENCES
-from dta_compile.ops.recurrences.runs import Runs
 from dta_compile.runtime.calls import mixers
 from dta_compile.runtime.path.chunk_shape import ChunkShape
 from dta_compile.runtime.path.interface import RecurrentInputs

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dta_compile.plan import PrefixTree
-from dta_compile.plan.tree.codes import codes_of, combine
+from dta_compile.plan.tree.lexicographic import codes_of, combine
 from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens
 
 BATCHES = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2**32 - 1))

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from dta_compile.executable.layouts import Axis, Frame, Layout
-from dta_compile.ops.draw_capture import is_random
 from dta_compile.ops.experts import EXPERT_LINEAR
+from dta_compile.ops.library import is_random
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens
 from dta_compile.passes.axes.token_rules import rule_for

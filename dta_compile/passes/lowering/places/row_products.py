@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from dta_compile.passes.axes.mixer_calls import batch_and_tokens, mixer_calls
+from dta_compile.passes.axes.layouts import batch_and_tokens, mixer_calls
 from dta_compile.passes.graphs.nodes import call
 from dta_compile.passes.graphs.operators import RESHAPES
 from dta_compile.passes.symbols import depends_on_data, sizes

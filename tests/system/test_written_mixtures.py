@@ -418,7 +418,8 @@ def test_refused(mixture):
     torch._dynamo.reset()
     before = torch._dynamo.config.capture_dynamic_output_shape_ops
     with pytest.raises(RefusalError) as caught:
-        torch.compile(Model(mixture), backend="dta", options=SMALL_CHUNKS)(shared_ids(4, 7))
+        # Behind the last attention a mixture is no part of the tree, and nothing of it has to be proven.
+        torch.compile(Model(mixture, layers=2), backend="dta", options=SMALL_CHUNKS)(shared_ids(4, 7))
     assert re.search(REFUSED[mixture], str(caught.value), re.DOTALL), caught.value
     assert torch._dynamo.config.capture_dynamic_output_shape_ops is before
 

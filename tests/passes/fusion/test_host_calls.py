@@ -29,7 +29,7 @@ def run(module, *passes):
     """Passes over a program with one graph, which all executable graphs are."""
     kind, count = StageGraphs(module, module, module, None), len(module.graph.find_nodes(op="placeholder")) - 1
     stage = StageOfChunk(0, (), tuple(range(count)), ())
-    stages = ChunkStages((kind,), (stage,), ChunkSizes(1009, 1013), count, count, (), ())
+    stages = ChunkStages((kind,), (stage,), ChunkSizes(1009, 1013), count, count, frozenset(), (), ())
     program = types.SimpleNamespace(stages=stages)
     for step in passes:
         step.run(program)

@@ -46,7 +46,8 @@ class Options:
             few rows and columns, in at most a tenth of its time; likewise of the first
             with code generated meanwhile), "off", the whole "first" call, or "always".
         memory_budget: bytes of activations that may be kept from the forward pass to the backward pass;
-            None is the default share of the free memory, 0 keeps nothing (the paper's depth-bounded memory).
+            None is the default share of the free memory, 0 keeps nothing but what a sweep of stages has to (with
+            sweep="chunks" the paper's depth-bounded memory).
         fallback: what a refused program does: "raise" its typed error, or run "dense" with a warning.
         attention: how attention is computed: "cpu" (torch's flash kernels for CPUs), "triton" (kernels of our own),
             "reference" (plain math), or "auto": the first of them that takes the model.

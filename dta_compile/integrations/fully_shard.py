@@ -33,7 +33,6 @@ __all__ = [
     "free",
     "groups_of",
     "held",
-    "is_of_a_layer",
     "keeping",
     "running",
     "show_unsharded",
@@ -87,7 +86,7 @@ class Gathered:
         for group in groups_of(modules):
             if _is_out_of_date(group):
                 free(group, "IDLE")
-        self.layers = {state: module for state, module in modules.items() if is_of_a_layer(state)}
+        self.layers = {state: module for state, module in modules.items() if _is_of_a_layer(state)}
         self.is_complete = not self.layers
         _gather({state: module for state, module in modules.items() if state not in self.layers})
         for state, module in self.layers.items():
@@ -99,7 +98,7 @@ class Gathered:
     def complete(self) -> None:
         """Gather all that is not."""
         if not self.is_complete:
-            self.is_complete = True
+            self.is_complete, self.runs_layer_by_layer = True, False
             _gather(self.layers)
 
     def before_backward(self, _: Any = None) -> None:
@@ -202,7 +201,7 @@ def running() -> Sequence[Gathered]:
     return _of_thread.running
 
 
-def is_of_a_layer(state: Any) -> bool:
+def _is_of_a_layer(state: Any) -> bool:
     """Whether all groups of a state are freed after a forward: they are wanted for a part of it only."""
     groups = groups_of([state])
     return bool(groups) and all(group._reshard_after_forward for group in groups)

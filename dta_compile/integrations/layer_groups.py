@@ -7,42 +7,25 @@ through. Every rank gathers and reduces alike, however different the trees are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from dta_compile.integrations.fully_shard import Gathered, free, groups_of, is_of_a_layer, running, show_unsharded
-
-__all__ = ["LayerGroups", "gather_all", "layer_groups"]
+from dta_compile.integrations.fully_shard import free, groups_of, running, show_unsharded
 
 
 class LayerGroups:
-    """The groups that the parts of a call read, and those that stay together from the forward to the backward.
+    """The FSDP2 states whose groups each part of a call reads, of those that are freed after a forward.
 
     Attributes:
-        parts: for every part, the FSDP2 states whose groups it reads.
-        gathers: how often a group was gathered for a part, forward and backward, for who wants to know.
+        modules: by state, one of the modules that share it.
+        parts: for every part, the states.
     """
 
-    def __init__(self, calls: Sequence[Gathered], parts: Sequence[Sequence[torch.Tensor]]) -> None:
-        self.calls, self.gathers = list(calls), 0
-        owners = {
-            _memory(parameter._unsharded_param): state
-            for call in calls
-            for state in call.modules
-            if is_of_a_layer(state)
-            for group in groups_of([state])
-            for parameter in group.fsdp_params
-        }
-        self.modules = {state: module for call in calls for state, module in call.modules.items()}
-        self.parts = [
-            list(dict.fromkeys(owners[_memory(one)] for one in parameters if _memory(one) in owners))
-            for parameters in parts
-        ]
-        self._first = {state: number for number, states in reversed([*enumerate(self.parts)]) for state in states}
-        for call in calls:
-            call.runs_layer_by_layer = True
+    def __init__(self, modules: Mapping[Any, Any], parts: Sequence[Sequence[Any]]) -> None:
+        self.modules, self.parts = modules, parts
+        self._first = {state: number for number, states in reversed([*enumerate(parts)]) for state in states}
 
     def begin(self, part: int) -> None:
         """Gather what a part reads, and set off the next one's."""
@@ -66,7 +49,6 @@ class LayerGroups:
                 for group in reversed(groups_of([state])):
                     group.post_backward()
         for state in self._of(part):
-            self.gathers += any(not group.is_unsharded for group in groups_of([state]))
             state._pre_backward(None)
         for state in self._of(part - 1):
             for group in groups_of([state]):
@@ -75,32 +57,33 @@ class LayerGroups:
 
     def _gather(self, part: int) -> None:
         for state in self._of(part):
-            self.gathers += any(not group.is_unsharded for group in groups_of([state]))
             if (handle := self.modules[state].unshard(async_op=True)) is not None:
                 handle.wait()
 
-    def _of(self, part: int) -> list[Any]:
-        return self.parts[part] if 0 <= part < len(self.parts) else []
+    def _of(self, part: int) -> Sequence[Any]:
+        return self.parts[part] if 0 <= part < len(self.parts) else ()
 
 
 def layer_groups(parts: Sequence[Sequence[torch.Tensor]], others: Iterable[torch.Tensor]) -> LayerGroups | None:
     """The groups of the calls now running by the parameters of each part; None where all that these read is together
     already, or parameters that are read outside of the parts (`others`) would have to be."""
     calls = [call for call in running() if not call.is_complete]
-    if not calls:
-        return None
-    found = LayerGroups(calls, parts)
-    owned = {
-        _memory(parameter._unsharded_param)
-        for states in found.parts
-        for group in groups_of(states)
+    modules = {state: module for call in calls for state, module in call.layers.items()}
+    owners = {
+        _memory(parameter._unsharded_param): state
+        for state in modules
+        for group in groups_of([state])
         for parameter in group.fsdp_params
     }
-    if not any(found.parts) or any(_memory(one) in owned for one in others):
-        for call in calls:
-            call.runs_layer_by_layer = False
+    of_parts = [
+        list(dict.fromkeys(owners[_memory(one)] for one in parameters if _memory(one) in owners))
+        for parameters in parts
+    ]
+    if not any(of_parts) or any(_memory(one) in owners for one in others):
         return None
-    return found
+    for call in calls:
+        call.runs_layer_by_layer = True
+    return LayerGroups(modules, of_parts)
 
 
 def gather_all() -> None:

@@ -226,7 +226,9 @@ def choose(
     else:
         best, reason = _chosen(tree, dataclasses.replace(options, sweep="chunks"), mode, limits)
         if mode == "transparent" and _may_sweep_stages(best, limits):
-            best, reason = _best_sweep(tree, options, mode, limits)
+            of_strategy = dataclasses.replace(options, strategy=best.schedule.strategy)
+            best, why = _best_sweep(tree, of_strategy, mode, limits)
+            reason += why
     return best.tree, best.schedule, reason
 
 
@@ -237,24 +239,20 @@ def _may_sweep_stages(by_chunks: _Choice, limits: Limits) -> bool:
 
 
 def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[_Choice, str]:
+    """The cheaper sweep by a strategy, and the least bytes that each of them needs."""
     assert limits.budget is not None
-    nothing, least = dataclasses.replace(limits, budget=0), dict[str, float]()
-    kept_nothing = {}
-    for sweep in SWEEPS:
-        kept_nothing[sweep] = _chosen(tree, dataclasses.replace(options, sweep=sweep), mode, nothing)
-        least[sweep] = kept_nothing[sweep][0].peak
-    allowed = min(least.values()) + limits.budget
-    found = {}
-    for sweep in SWEEPS:
-        left = int(allowed - least[sweep])
-        if left >= 0:
-            known = dataclasses.replace(limits, budget=left)
-            chosen = _chosen(tree, dataclasses.replace(options, sweep=sweep), mode, known)
-            found[sweep] = chosen if left else kept_nothing[sweep]
-    sweep = min(found, key=lambda name: found[name][0].seconds)
-    best, reason = found[sweep]
-    bytes_of_both = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in least.items())
-    return best, f"{reason}; sweeps {sweep}: at least {bytes_of_both}"
+
+    def chosen(sweep: str, budget: int) -> _Choice:
+        known = dataclasses.replace(limits, budget=budget)
+        return _chosen(tree, dataclasses.replace(options, sweep=sweep), mode, known)[0]
+
+    nothing = {sweep: chosen(sweep, 0) for sweep in SWEEPS}
+    least = {sweep: one.peak for sweep, one in nothing.items()}
+    left = {sweep: int(min(least.values()) + limits.budget - least[sweep]) for sweep in SWEEPS}
+    found = [chosen(sweep, left[sweep]) if left[sweep] else nothing[sweep] for sweep in SWEEPS if left[sweep] >= 0]
+    best = min(found, key=lambda one: one.seconds)
+    bytes_of_both = ", ".join(f"{sweep} {size / 2**20:,.0f} MiB" for sweep, size in least.items())
+    return best, f"; sweeps {best.schedule.sweep}: at least {bytes_of_both}"
 
 
 def _chosen(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[_Choice, str]:

@@ -23,7 +23,7 @@ from dta_compile.runtime.calls.planned_call import PlannedCall, Run, plan_call
 from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.calls.sizes import Sizes
 from dta_compile.runtime.measure import steps
-from dta_compile.runtime.measure.calibration import Calibration, times_as_fast
+from dta_compile.runtime.measure.calibration import Calibration, of_whole_chunks, times_as_fast
 from dta_compile.runtime.measure.profiler import trace_artifact
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.replay.lease import ReplayCache
@@ -56,7 +56,6 @@ class Engine:
         self.sizes = Sizes(executable.symbols)
         self.last_plan: Plan | None = None
         self.checked = False
-        self.layers: LayerGroups | None = None  # of the call that is being run
         self.is_reported = True  # in logs and traces
         self.traced = 0  # plans that are in structured traces
         self.verdict: str | None = None  # of the self-check
@@ -91,18 +90,19 @@ class Engine:
             if self.options.fallback != "dense":
                 raise
             logger.warning("dta: running densely, as fallback='dense' says: %s", refusal)
+            gather_all()
             return tuple(as_captured(self.captured)(*args))
 
     def _checked_run(self, args: Sequence[Any]) -> tuple[Any, ...]:
         verify = self.options.verify
-        self.layers = self._layer_groups(args)
+        layers = self._layer_groups(args)
         if verify == "always" or (verify == "first" and not self.checked):
             self.checked = True
             outputs, verdict = verified(self.captured, self.run, args)
             assert self.last_plan is not None
             self.last_plan.estimates.self_check = verdict
             return outputs
-        return self.run(args, cache_now=False).outputs
+        return self.run(args, cache_now=False, layers=layers).outputs
 
     def _layer_groups(self, args: Sequence[Any]) -> LayerGroups | None:
         """What gathers sharded parameters layer by layer, if the call can do with that; else all are gathered now."""
@@ -117,10 +117,10 @@ class Engine:
             gather_all()
         return found
 
-    def run(self, args: Sequence[Any], cache_now: bool = True) -> Run:
+    def run(self, args: Sequence[Any], cache_now: bool = True, layers: LayerGroups | None = None) -> Run:
         """A call under ordinary autograd; a KV cache among its outputs is computed now, or when it is read."""
         mode = "transparent" if self.executable.training and torch.is_grad_enabled() else "score"
-        call = self.planned(args, mode, cache_now)
+        call = self.planned(args, mode, cache_now, layers)
         with no_autocast():
             found = dense_frontier(call)
         frontier = [one for one in found if one is not None]
@@ -131,20 +131,27 @@ class Engine:
             frontier = [cache.tensor(i) if value is None else value for i, value in enumerate(found)]
         return Run(call, frontier, self.outputs_of(call, frontier), functools.partial(self.outputs_of, call))
 
-    def planned(self, args: Sequence[Any], mode: str, with_cache: bool = True) -> PlannedCall:
-        """A call with its prologue run and its plan; before the first one goes on, the program is checked."""
+    def planned(
+        self, args: Sequence[Any], mode: str, with_cache: bool = True, layers: LayerGroups | None = None
+    ) -> PlannedCall:
+        """A call with its prologue run and its plan; before the first one goes on, the program is checked.
+
+        Args:
+            layers: what gathers its parameters layer by layer; None: all are there.
+        """
         wanted = [with_cache or not value.is_cache for value in self.executable.frontier]
         with no_autocast():
-            call = plan_call(self.begin(args), mode, wanted)
+            call = plan_call(self.begin(args, layers), mode, wanted)
             self.last_plan = call.plan
         self._trace(call.plan)
-        if call.context.layers is not None:
+        run_small = functools.partial(self.run_small, sweep=call.plan.schedule.sweep)
+        if layers is not None:
             self.verdict = self.verdict or "skipped: layers are gathered from other ranks one at a time"
         elif call.rows.tree.num_rows and self._is_check_due(mode):
             self.checked = True
-            self.verdict = self_check(call, self.captured, self.run_small, self.compile_seconds)
+            self.verdict = self_check(call, self.captured, run_small, self.compile_seconds)
         elif call.rows.tree.num_rows and self._is_swap_unchecked(call, mode):
-            again = self_check(call, self.captured, self.run_small, 0.0, "at the first call with generated code")
+            again = self_check(call, self.captured, run_small, 0.0, "at the first call with generated code")
             skipped = again.startswith("skipped")
             self.verdict = f"{self.verdict}; with generated code {again}" if skipped else again
         call.plan.estimates.self_check = self.verdict
@@ -171,13 +178,14 @@ class Engine:
         seen, self._checked_swaps = self._checked_swaps, generated.swaps
         return self._checked_swaps > seen
 
-    def run_small(self, columns: int, args: Sequence[Any]) -> Run:
+    def run_small(self, columns: int, args: Sequence[Any], sweep: str) -> Run:
         """Run a small call so that it shares prefixes, needs several chunks and leaves nothing behind: no times, no
         graphs."""
         options = dataclasses.replace(
             self.options,
             verify="off",
             strategy="packed" if self.options.strategy == "auto" else self.options.strategy,
+            sweep=sweep,
             chunk_size=min(self.options.chunk_tokens, max(1, columns // 2)),
             memory_budget=None,
             cuda_graphs=False,
@@ -208,31 +216,29 @@ class Engine:
     def _calibrate(self, plan: Plan, runs: Sequence[MeasuredRun], device: torch.device, generated: bool) -> None:
         """Learn from the runs of a plan, and say in it whether generated code has paid."""
         learned = self.calibration(device, generated)
-        learned.record((run.kind, run.work, run.seconds) for run in runs)
+        whole = runs if plan.schedule.sweep == "chunks" else of_whole_chunks(runs)
+        learned.record((run.kind, run.work, run.seconds) for run in whole)
         if generated and (times := times_as_fast(self.calibration(device), learned)) is not None:
             plan.estimates.codegen = f"{plan.estimates.codegen}; chunks run {times:.2f}x as fast as on ATen"
 
-    def begin(self, args: Sequence[Any]) -> Call:
+    def begin(self, args: Sequence[Any], layers: LayerGroups | None = None) -> Call:
         """A call with its prologue run."""
         self.collect_times()
         with torch.no_grad():
             dense = self.executable.prologue.function(*args)
-        return Call.begin(self._context(), args, dense)
+        return Call.begin(self._context(layers), args, dense)
 
-    def _context(self) -> CallContext:
-        options = self.options
-        if self.layers is not None:
-            options = dataclasses.replace(options, sweep="stages")
+    def _context(self, layers: LayerGroups | None) -> CallContext:
         return CallContext(
             self.executable,
-            options,
+            self.options,
             self.sizes,
             self.replays,
             self.calibration,
             self._note_run,
             self._note_plan,
             self.ranks,
-            self.layers,
+            layers,
         )
 
     def _note_run(self, plan: Plan, stopwatch: Stopwatch, device: torch.device) -> None:

@@ -137,8 +137,6 @@ class TreeRun:
         received: Mapping[Chunk, Sequence[torch.Tensor]],
         parameters: Sequence[torch.Tensor],
     ) -> list[torch.Tensor | None]:
-        if call.by_stages:
-            executor.path = call.path(self.part)
         part, joint, lease, written = self.part, self.part.graphs, executor.lease, len(self.part.writes)
         sent = written * len(self.chunks)
         used = {i for i, grad in enumerate(grads[sent:], written) if grad is not None}
@@ -146,8 +144,10 @@ class TreeRun:
         if not used:
             return [None] * (self.received + len(parameters))
         self.used |= {part.reads[i] for i in joint.differentiated_reads}
+        if call.by_stages:
+            executor.path = call.path(part)
         gradients, active = row_gradients(call, executor, grads[sent:]), None
-        if self.part.frontier:
+        if part.frontier:
             active = rows_with_gradient(gradients, len(executor.head_rows), executor.path.device)
             active = call.context.ranks.with_gradient(active, [grad is not None for grad in grads[sent:]])
         executor.path.allocate_gradients()

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dta_compile.options import Options
-from dta_compile.plan import CostModel, Footprint, Limits, PrefixTree, Rates, Work, choose, simulate, verify
+from dta_compile.plan import CostModel, Footprint, Limits, PartBytes, PrefixTree, Rates, Work, choose, simulate, verify
 from dta_compile.plan.cost import CANDIDATES
 from dta_compile.plan.schedule import MODES
 
@@ -87,6 +87,33 @@ def test_something_is_always_left_however_few_head_rows_there_are(budget):
     limits = Limits(budget, Footprint(graph_token=1, graph_head=19), head_starts=head_starts)
     tree, schedule, _ = choose(SHARED, Options(chunk_size=8), "transparent", limits)
     assert verify(tree, schedule).peak_live_tokens <= budget + 2 * 8
+
+
+LAYER = PartBytes(Footprint(graph_token=10, kv_token=1), sums=100, sent=1)
+WHOLE = PartBytes(Footprint(graph_token=100, kv_token=10), sums=1000)
+
+
+@pytest.mark.parametrize(
+    ("budget", "is_asked_for", "expected"),
+    [
+        (0, True, "stages"),  # a tenth of the sums and of a chunk's graph, for the hidden states of all tokens
+        (200, True, "stages"),
+        (10**6, True, "chunks"),  # all is kept, whichever way
+        (10**6, False, "chunks"),
+        (0, False, "stages"),  # little memory is free
+    ],
+)
+def test_stages_are_swept_where_that_is_cheaper_in_the_same_memory(budget, is_asked_for, expected):
+    known = {"whole": WHOLE, "parts": (LAYER,) * 10, "is_asked_for": is_asked_for}
+    limits = Limits(budget, WHOLE.footprint, TOKENS_ONLY, **known)
+    options = Options(chunk_size=8, strategy="packed")
+    tree, schedule, _ = choose(SHARED, options, "transparent", limits)
+    assert schedule.sweep == expected
+    counts = verify(tree, schedule)
+    assert counts.recomputed_tokens <= (0 if expected == "chunks" else tree.num_rows), "no token is run three times"
+    for sweep in ("chunks", "stages"):
+        asked = dataclasses.replace(options, sweep=sweep)
+        assert choose(SHARED, asked, "transparent", limits)[1].sweep == sweep
 
 
 CHAIN = [[1] * 9000]

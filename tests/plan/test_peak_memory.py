@@ -1,3 +1,4 @@
+import dataclasses
 import random
 
 import pytest
@@ -10,11 +11,13 @@ from dta_compile.plan import (
     CostModel,
     Footprint,
     Keep,
+    PartBytes,
     PrefixTree,
     Schedule,
     Slice,
     Work,
     build_schedule,
+    bytes_of_halves,
     choose_keep,
     chunk_tree,
     peak_bytes,
@@ -142,6 +145,22 @@ WORKING = {
 )
 def test_peak_bytes_of_a_schedule_worked_out_by_hand(footprint, head_starts, peaks):
     assert peak_bytes(PrefixTree.build([[1, 2, 3], [1, 4]]), SCHEDULE, footprint, head_starts) == peaks
+
+
+def test_bytes_of_halves_of_a_sweep_of_stages():
+    """Of two parts of which the second has what the first sent, 11 bytes a token, and its own sums of gradients."""
+    tree, layer = PrefixTree.build([[1, 2]]), Footprint(10, 3, 2, working={"forward_only": ((5, 0, 0),)})
+    text = "anchor s0[0:2] out\npop s0[0:2]\nattach s0\nforward s0[0:2]\nbackward s0[0:2]\npop s0[0:2]"
+    schedule = dataclasses.replace(Schedule.parse(f"{HEADER}\n{text}"), sweep="stages")
+    parts = [PartBytes(layer, sums=100, sent=11), PartBytes(layer, sums=7)]
+    stack, graph, sent = 2 * 2, 2 * 13, 2 * 11
+    assert bytes_of_halves(tree, schedule, parts, 2) == (
+        sent + stack + 5,
+        max(2 * stack + 100 + graph + 2 * sent, sent + 2 * stack + 7 + graph),
+    )
+    kept = Schedule.parse(f"{HEADER}\nforward s0[0:2] out\npop s0[0:2]\nattach s0\nbackward s0[0:2]")
+    kept = dataclasses.replace(kept, sweep="stages")
+    assert bytes_of_halves(tree, kept, parts, 2)[0] == sent + graph + stack + graph, "the first part's graph stays"
 
 
 def test_a_graph_takes_the_place_of_the_kv_that_was_kept():

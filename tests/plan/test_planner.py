@@ -25,7 +25,7 @@ from dta_compile.plan import (
     verify,
     with_states,
 )
-from dta_compile.plan.schedule import MODES
+from dta_compile.plan.schedule import MODES, SWEEPS
 from tests.support.execution import execute
 
 CHUNK_SIZES = [1, 2, 3, 7, 1000]
@@ -57,6 +57,7 @@ def test_every_schedule_is_legal_and_exact(batches, data):
         strategy=strategy,
         order=data.draw(st.sampled_from(ORDERS)),
         chunk_size=data.draw(st.sampled_from(CHUNK_SIZES)),
+        sweep=data.draw(st.sampled_from(SWEEPS)),
     )
     tree = PrefixTree.build(sequences, share=strategy != "dense")
     chunks = chunk_tree(tree, options)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dta_compile.errors import ScheduleError
 from dta_compile.plan import Anchor, Attach, Backward, Chunk, Forward, Pop, Restore, Schedule, Slice
-from dta_compile.plan.schedule import MODES
+from dta_compile.plan.schedule import MODES, SWEEPS
 
 HEADER = "# dta schedule strategy=dfs order=backward_dfs mode=transparent chunk_size=512"
 numbers = st.integers(0, 10**6)
@@ -24,7 +24,13 @@ ops = st.one_of(
 )
 words = st.sampled_from(["dfs", "packed", "by-hand"])
 schedules = st.builds(
-    Schedule, st.lists(ops, max_size=8).map(tuple), words, words, st.sampled_from(MODES), st.integers(1, 9999)
+    Schedule,
+    st.lists(ops, max_size=8).map(tuple),
+    words,
+    words,
+    st.sampled_from(MODES),
+    st.integers(1, 9999),
+    st.sampled_from(SWEEPS),
 )
 
 

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from dta_compile.errors import ScheduleError
@@ -203,6 +205,23 @@ ONE = PrefixTree.build([[7, 8]])
 def test_short_illegal_schedules(text, mode, rule):
     with pytest.raises(ScheduleError, match=rule):
         verify(ONE, schedule_of(text, mode))
+
+
+@pytest.mark.parametrize(
+    "text, rule",
+    [
+        ("anchor s0[0:2] out\n attach s0\n pop s0[0:2]", "other parts run between the halves of a sweep of stages"),
+        (
+            "anchor s0[0:2] out\n pop s0[0:2]\n attach s0\n anchor s0[0:1]\n",
+            "the second half of a sweep of stages runs chunks of the first",
+        ),
+    ],
+)
+def test_halves_of_a_sweep_of_stages(text, rule):
+    """What a chunk reads of other parts is there for the chunks of the first half, and the stack is another part's."""
+    schedule = schedule_of(text + "\n forward s0[0:2]\n backward s0[0:2]\n pop s0[0:2]")
+    with pytest.raises(ScheduleError, match=rule):
+        verify(ONE, dataclasses.replace(schedule, sweep="stages"))
 
 
 def test_gradients_on_the_stack_survive_a_recompute_that_covers_them():

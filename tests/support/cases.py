@@ -80,6 +80,7 @@ options = st.builds(
     chunk_size=st.sampled_from([1, 2, 3, 5, 7, 10_000]),
     strategy=st.sampled_from(["packed", "packed", "packed", "vanilla", "dfs", "dense", "auto"]),
     order=st.sampled_from(["backward_dfs", "lexicographic", "random"]),
+    sweep=st.sampled_from(["auto", "chunks", "stages"]),
     memory_budget=st.none() | st.just(0) | st.integers(1_000, 150_000),
 )
 

@@ -174,6 +174,30 @@ def calls_of_all_kinds() -> None:
     assert freed == [True] and isinstance(model.blocks[0], FSDPModule)
 
 
+def layer_by_layer() -> None:
+    """Swept stage by stage, layers are together while they run; trees of any size, none on a rank, tied weights."""
+    swept = {**SMALL_CHUNKS, "sweep": "stages", "memory_budget": 0}
+    eager, model = by_hand(tiny()), by_hand(tiny())
+    compiled = torch.compile(model, backend="dta", options=swept)
+    models = eager, model, compiled
+    for seed in (1, 2):
+        both(models, lambda forward, seed=seed: weighted(forward(own_ids(seed))).backward())
+    with (
+        mock.patch.object(group, "foreach_all_gather", wraps=group.foreach_all_gather) as gathered,
+        mock.patch.object(group, "foreach_reduce", wraps=group.foreach_reduce) as reduced,
+    ):
+        logits = compiled(own_ids())
+        assert all(is_sharded(block) for block in model.blocks)
+        weighted(logits).backward()
+    assert (gathered.call_count, reduced.call_count) == (2 * 2 + 1, 3)  # two layers, and what is left
+    model.zero_grad()
+    assert dta_compile.last_plan(compiled).schedule.sweep == "stages"
+    none = torch.zeros(own_ids().shape, dtype=torch.bool) if dist.get_rank() else torch.ones(own_ids().shape).bool()
+    weighted(compiled(own_ids(), none)[none]).backward()  # a rank without tokens takes part all the same
+    with torch.no_grad():
+        assert_same(compiled(own_ids()), eager(own_ids()))
+
+
 def failures() -> None:
     """A call that fails, and a backward that does half-way: what comes after is as if they had not been."""
     models = pair()
@@ -319,6 +343,7 @@ SCENARIOS = {
     ),
     "per layer, calls of all kinds": ((2,), calls_of_all_kinds),
     "per layer, failures": ((2,), failures),
+    "per layer, layer by layer": ((2,), layer_by_layer),
     "per layer, mixed precision": ((4,), mixed_precision),
     "per layer, streaming": ((4,), streams),
     "per layer, rows as they are": (

@@ -58,6 +58,10 @@ class TinyLM(nn.Module):
             triangle = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
             pairs = triangle & mask[:, None, None, :]
         x = self.embedding(ids) + self.position(positions)
+        return self.mix(x, pairs)
+
+    def mix(self, x: torch.Tensor, pairs: torch.Tensor | None = None) -> torch.Tensor:
+        """All between embeddings and head."""
         for block in self.blocks:
             x = block(x, pairs)
         return self.norm(x)
@@ -71,14 +75,6 @@ class BareLM(TinyLM):
 
     def __init__(self, seed: int = 0, width: int = WIDTH) -> None:
         super().__init__(seed, width, layers=0)
-
-    def hidden(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        positions, pairs = torch.arange(ids.shape[1], device=ids.device), None
-        if mask is not None:
-            positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-            triangle = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
-            pairs = triangle & mask[:, None, None, :]
-        return self.mix(self.embedding(ids) + self.position(positions), pairs)
 
     def mix(self, x: torch.Tensor, pairs: torch.Tensor | None = None) -> torch.Tensor:
         """All between embeddings and head."""

@@ -1,5 +1,6 @@
 """A compiled call is an ordinary differentiable function: what autograd promises in eager mode, it promises here."""
 
+import functools
 import gc
 
 import pytest
@@ -318,6 +319,25 @@ def test_a_finished_step_keeps_no_activations(model, compiled, backward):
         assert alive() == 0
     finally:
         gc.enable()
+
+
+def test_gradients_of_a_layer_arrive_before_layers_below_run(monkeypatch):
+    """Swept stage by stage: what frees or reduces a gradient as it arrives never meets those of all layers."""
+    torch._dynamo.reset()
+    model, held = TinyLM(layers=3), []
+    compiled = torch.compile(model, backend="dta", options={**SMALL_CHUNKS, "sweep": "stages"})
+    expected = after(model, lambda: weighted(model(IDS)).backward())[1]
+    gone = {}
+
+    def take(name, parameter):
+        held.append(sum(one.grad is not None for one in model.parameters()))
+        gone[name], parameter.grad = parameter.grad, None
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(functools.partial(take, name))
+    weighted(compiled(IDS)).backward()
+    assert_same(gone, expected)
+    assert list(gone)[-1].startswith(("embedding", "position")) and max(held) < len(gone) / 2
 
 
 class Variants(TinyLM):

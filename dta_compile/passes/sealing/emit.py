@@ -7,7 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
-from dta_compile.executable.chunk import ChunkGraphs, Linear, Part, Stage, StageCode
+from dta_compile.executable.chunk import ChunkGraphs, Linear, Stage, StageCode
 from dta_compile.executable.code import Code
 from dta_compile.passes.chunk_bytes import Bytes, Peaks, total
 from dta_compile.passes.contracts import contract
@@ -25,14 +25,13 @@ def emit(program: Program) -> None:
     codes = tuple(map(_code_of, program.stages.kinds))
     program.joint = _Emitter(program.stages, codes).graphs()
     known: dict[Hashable, ChunkGraphs] = {}
-    parts = []
-    for part in parts_of(program.stages):
-        first = len(part.inputs)
-        made = _Emitter(part.stages, codes, tuple(range(first, first + len(part.reads)))).graphs()
+
+    def graphs_of_part(stages: ChunkStages, received: tuple[int, ...]) -> ChunkGraphs:
+        made = _Emitter(stages, codes, received).graphs()
         facts = [getattr(made, field.name) for field in dataclasses.fields(made) if field.name not in SHARED]
-        graphs = known.setdefault((*facts, *made.working.items()), made)
-        parts.append(Part(graphs, part.inputs, part.layers, part.reads, part.writes, part.frontier, part.written_bytes))
-    program.parts = tuple(parts)
+        return known.setdefault((*facts, *made.working.items()), made)
+
+    program.parts = tuple(parts_of(program.stages, graphs_of_part))
 
 
 def _code_of(kind: StageGraphs) -> StageCode:

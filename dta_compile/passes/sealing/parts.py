@@ -8,41 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
+from dta_compile.executable.chunk import ChunkGraphs, Part
 from dta_compile.passes.chunk_bytes import total
 from dta_compile.passes.stage_graphs import ChunkStages
 
-__all__ = ["PartOfChunk", "parts_of"]
+# Makes graphs to be run of stages and the slots of what they receive.
+Emit = Callable[[ChunkStages, tuple[int, ...]], ChunkGraphs]
 
 
-class PartOfChunk(NamedTuple):
-    """Some stages as a chunk of their own.
-
-    Attributes:
-        stages: whose inputs are `inputs` of the chunk's and then what it reads, whose outputs are what it writes and
-            then frontier values; mixers' layers count from zero.
-        inputs: which of the chunk's inputs it reads.
-        layers: the numbers of its mixers' layers in the chunk.
-        reads, writes: slots of the chunk.
-        frontier: positions of the frontier values that it computes.
-        written_bytes: what it writes, per token.
-    """
-
-    stages: ChunkStages
-    inputs: tuple[int, ...]
-    layers: tuple[int, ...]
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    frontier: tuple[int, ...]
-    written_bytes: float
-
-
-def parts_of(chunk: ChunkStages) -> list[PartOfChunk]:
+def parts_of(chunk: ChunkStages, emit: Emit) -> list[Part]:
     """The parts of a chunk, in order; one if it is a single stage."""
     bounds = [*_begins(chunk), len(chunk.stages)]
-    return [_part(chunk, first, stop) for first, stop in itertools.pairwise(bounds)]
+    return [_part(chunk, first, stop, emit) for first, stop in itertools.pairwise(bounds)]
 
 
 def _begins(chunk: ChunkStages) -> list[int]:
@@ -59,7 +38,9 @@ def _begins(chunk: ChunkStages) -> list[int]:
     return sorted(begins | {0})
 
 
-def _part(chunk: ChunkStages, first: int, stop: int) -> PartOfChunk:
+def _part(chunk: ChunkStages, first: int, stop: int, emit: Emit) -> Part:
+    """Some stages as a chunk of their own: its inputs are those of the chunk's that they read, then what other parts
+    write, its outputs what other parts read, then frontier values; its mixers' layers count from zero."""
     stages = chunk.stages[first:stop]
     own = [slot for stage in stages for slot in stage.writes]
     is_last = stop == len(chunk.stages)
@@ -92,9 +73,15 @@ def _part(chunk: ChunkStages, first: int, stop: int) -> PartOfChunk:
         differentiated=tuple(differentiated),
     )
     memory = dict(chunk.memory_of_slots[slot] for slot in writes)
-    written = total(memory.values()).per_token
-    found = tuple(inputs), tuple(layers), tuple(reads), tuple(writes), tuple(frontier)
-    return PartOfChunk(of_part, *found, written)
+    return Part(
+        graphs=emit(of_part, tuple(range(len(inputs), len(inputs) + len(reads)))),
+        inputs=tuple(inputs),
+        layers=tuple(layers),
+        reads=tuple(reads),
+        writes=tuple(writes),
+        frontier=tuple(frontier),
+        written_bytes=total(memory.values()).per_token,
+    )
 
 
 def _of(local: dict[int, int], slots: Sequence[int]) -> tuple[int, ...]:

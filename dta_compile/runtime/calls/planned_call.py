@@ -252,7 +252,8 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
     executable, asked_for = call.executable, call.context.options.memory_budget
     joint, whole = executable.joint, _bytes_of_part(call, executable.whole)
     budget = default_budget(call.device, int(whole.sums)) if asked_for is None else asked_for
-    known = {part.graphs: _bytes_of_part(call, part) for part in executable.parts}
+    kinds = {part.graphs: part for part in executable.parts}
+    known = {graphs: _bytes_of_part(call, part) for graphs, part in kinds.items()}
     return Limits(
         budget if mode == "transparent" else None,
         whole.footprint,

@@ -36,7 +36,7 @@ import torch
 from dta_compile.executable.executable import Executable, TensorSpec
 from dta_compile.files import read_text, write_whole
 from dta_compile.options import Options
-from dta_compile.plan import CostModel, Rates, Work
+from dta_compile.plan import Anchor, CostModel, MeasuredRun, Op, Rates, Work
 
 logger = logging.getLogger("dta_compile")
 
@@ -265,6 +265,18 @@ def fit(history: RunHistory) -> Fit:
         factors *= _median(1 / (shares @ factors), spent)
     rates = Rates(*(factors * prior).tolist())
     return Fit(rates, factor, np.abs(shares @ factors - 1))
+
+
+def of_whole_chunks(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
+    """The runs of a sweep of stages as those of whole chunks: of all parts together, each op once. What computes states
+    alone is no run of a chunk."""
+    found: dict[tuple[str, Op], MeasuredRun] = {}
+    for run in runs:
+        if isinstance(run.op, Anchor) and not run.op.out:
+            continue
+        key = run.kind, run.op
+        found[key] = run._replace(seconds=run.seconds + found[key].seconds) if key in found else run
+    return list(found.values())
 
 
 def times_as_fast(before: Calibration, after: Calibration) -> float | None:

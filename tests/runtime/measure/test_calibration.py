@@ -15,7 +15,8 @@ import dta_compile
 from dta_compile.errors import OptionError
 from dta_compile.executable.executable import TensorSpec
 from dta_compile.options import Options
-from dta_compile.plan import CostModel, Rates, Work
+from dta_compile.plan import Anchor, Backward, CostModel, Forward, Rates, Work
+from dta_compile.plan.simulate import chunk_work
 from dta_compile.runtime.measure import calibration
 from dta_compile.runtime.measure.calibration import (
     BOUND,
@@ -24,6 +25,7 @@ from dta_compile.runtime.measure.calibration import (
     SAMPLES,
     Calibration,
     file_name,
+    of_whole_chunks,
     times_as_fast,
 )
 from tests.support.attention import attention_layer
@@ -175,6 +177,21 @@ def test_rates_follow_the_machine():
     assert worst_error(learner.cost_model(), lambda random: run_of(700, depth=100), slower) < 0.25
     record(learner, varied, calls=8 * CALLS, true=slower, seed=1)
     assert worst_error(learner.cost_model(), varied, slower) < 0.05
+
+
+def test_runs_of_parts_are_learned_as_those_of_chunks():
+    """A layer at a time, an op takes what all layers together do; what makes states alone is no run of a chunk."""
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7]] * 2)
+    ids[1, 4:] = 9
+    compiled = torch.compile(TinyLM(), backend="dta", options={**SMALL_CHUNKS, "sweep": "stages", "memory_budget": 0})
+    weighted(compiled(ids)).backward()
+    plan = dta_compile.last_plan(compiled)
+    ops = [op for op in plan.schedule.ops if isinstance(op, (Anchor, Forward, Backward))]
+    whole = of_whole_chunks(plan.estimates.runs)
+    assert len(plan.estimates.runs) > 2 * len(ops)
+    assert [run.op for run in whole] == [op for op in ops if not isinstance(op, Anchor) or op.out]
+    of_first = sum(run.seconds for run in plan.estimates.runs if run.op == ops[0])
+    assert whole[0].seconds == pytest.approx(of_first) and whole[0].work == chunk_work(plan.prefix_tree, ops[0].chunk)
 
 
 def test_samples_are_limited():

@@ -37,8 +37,9 @@ from dta_compile.passes.between.listing import listing, sign
 from dta_compile.passes.chunk.chunk_graph import chunk_graph
 from dta_compile.passes.chunk.lm_head import lm_head
 from dta_compile.passes.contracts import Pass
-from dta_compile.passes.cuts.dense_graphs import dense_graphs, other_batches
+from dta_compile.passes.cuts.dense_graphs import dense_graphs
 from dta_compile.passes.cuts.head_rows import head_rows
+from dta_compile.passes.cuts.other_batches import other_batches
 from dta_compile.passes.cuts.prefix_key import prefix_key
 from dta_compile.passes.cuts.regions import regions
 from dta_compile.passes.fusion.codegen import codegen
@@ -47,7 +48,8 @@ from dta_compile.passes.gradients.accumulate import accumulate
 from dta_compile.passes.gradients.joint import joint
 from dta_compile.passes.lowering.lower import lower
 from dta_compile.passes.masks.mixers import mixers
-from dta_compile.passes.memory.working_memory import in_place, working_memory
+from dta_compile.passes.memory.in_place import in_place
+from dta_compile.passes.memory.working_memory import working_memory
 from dta_compile.passes.program import GraphWithoutAttention, Program
 from dta_compile.passes.sealing.emit import emit
 

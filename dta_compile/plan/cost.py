@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -160,7 +161,8 @@ class Limits:
         head_starts: of the shared tree, see `simulate`; None: one head row per token.
         chunk_sizes: for users who name none, the sizes of chunks to choose from, ascending. Multiples of the 64 tokens
             that recurrences compute in one go.
-        whole, parts: bytes of all layers, and of each part that a sweep of stages runs; no parts: not known.
+        sums: bytes that gradients of all parameters are summed in.
+        parts: bytes of each part that a sweep of stages runs; none: not known.
         is_asked_for: the budget is the user's own, not a share of what is free.
     """
 
@@ -169,9 +171,13 @@ class Limits:
     cost: CostModel = dataclasses.field(default_factory=CostModel)
     head_starts: IntArray | None = None
     chunk_sizes: tuple[int, ...] = (CHUNK_TOKENS,)
-    whole: PartBytes = dataclasses.field(default_factory=lambda: PartBytes(Footprint()))
+    sums: float = 0.0
     parts: tuple[PartBytes, ...] = ()
     is_asked_for: bool = False
+
+    def of_sweep(self, sweep: str) -> Sequence[PartBytes]:
+        """The parts that a sweep goes through: all layers are one where chunks are swept."""
+        return self.parts if sweep == "stages" else (PartBytes(self.footprint, self.sums),)
 
     def unshared(self, shared: PrefixTree, unshared: PrefixTree) -> Limits:
         """The same for the tree without sharing, whose tokens have as many head rows on average."""
@@ -202,9 +208,10 @@ class _Choice:
     @property
     def peak(self) -> float:
         """Bytes, besides outputs."""
-        limits = self.limits
-        parts = limits.parts if self.schedule.sweep == "stages" else (limits.whole,)
-        known = self.simulation.peak_stack_tokens, limits.head_starts
+        parts, known = (
+            self.limits.of_sweep(self.schedule.sweep),
+            (self.simulation.peak_stack_tokens, self.limits.head_starts),
+        )
         return max(bytes_of_halves(self.tree, self.schedule, parts, *known))
 
 

@@ -90,7 +90,7 @@ def test_something_is_always_left_however_few_head_rows_there_are(budget):
 
 
 LAYER = PartBytes(Footprint(graph_token=10, kv_token=1), sums=100, sent=1)
-WHOLE = PartBytes(Footprint(graph_token=100, kv_token=10), sums=1000)
+WHOLE = Footprint(graph_token=100, kv_token=10)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ WHOLE = PartBytes(Footprint(graph_token=100, kv_token=10), sums=1000)
     ],
 )
 def test_stages_are_swept_where_that_is_cheaper_in_the_same_memory(budget, is_asked_for, expected):
-    known = {"whole": WHOLE, "parts": (LAYER,) * 10, "is_asked_for": is_asked_for}
-    limits = Limits(budget, WHOLE.footprint, TOKENS_ONLY, **known)
+    known = {"sums": 1000, "parts": (LAYER,) * 10, "is_asked_for": is_asked_for}
+    limits = Limits(budget, WHOLE, TOKENS_ONLY, **known)
     options = Options(chunk_size=8, strategy="packed")
     tree, schedule, _ = choose(SHARED, options, "transparent", limits)
     assert schedule.sweep == expected

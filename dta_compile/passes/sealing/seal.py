@@ -36,7 +36,8 @@ from dta_compile.ops.collectives import COLLECTIVES
 from dta_compile.ops.library import is_random
 from dta_compile.passes.axes.layouts import is_tensor
 from dta_compile.passes.chunk.chunk_graph import chunk_device
-from dta_compile.passes.cuts.dense_graphs import programs_of, row_dim, row_layout
+from dta_compile.passes.cuts.other_batches import programs_of
+from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
 from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import ChunkInput as LoweredInput

@@ -260,7 +260,7 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
         call.context.calibration(call.device, _runs_generated(call)).cost_model(),
         rows.head_starts,
         chunk_sizes(budget, joint.token_bytes + joint.head_bytes),
-        whole,
+        whole.sums,
         tuple(known[part.graphs]._replace(sent=part.written_bytes) for part in executable.parts),
         asked_for is not None,
     )
@@ -288,7 +288,7 @@ def _bytes_of_part(call: Call, part: Part) -> PartBytes:
 def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, limits: Limits, wanted: Sequence[bool]) -> float:
     """Most bytes that a call and its backward allocate at one time, besides what was gathered from other ranks."""
     frontier = list(compress(call.executable.frontier, wanted))
-    parts = limits.parts if plan.schedule.sweep == "stages" else (limits.whole,)
+    parts = limits.of_sweep(plan.schedule.sweep)
     stack_tokens, heads = plan.simulation.peak_stack_tokens, len(rows.head_positions)
     first, second = bytes_of_halves(rows.tree, plan.schedule, parts, stack_tokens, rows.head_starts)
     stored = sum(heads * math.prod(value.features) * value.dtype.itemsize for value in frontier)

@@ -1,0 +1,74 @@
+"""other_batches: a function may run the model on batches of several sizes (chosen and rejected answers, say).
+
+The regions so far are those of the first batch; attention over the others is left in the epilogue. Then that is taken
+for a captured graph of its own, with the dense frontier values among its inputs: a `Program` over the next batch, with
+a prefix tree of its own, whose epilogue may again be one. Ordinary autograd joins them.
+"""
+
+from __future__ import annotations
+
+from dta_compile.errors import RefusalError
+from dta_compile.executable.layouts import Input, InputKind
+from dta_compile.ops.library import is_random
+from dta_compile.ops.mixer import MIXERS
+from dta_compile.passes.axes.layouts import mixer_calls
+from dta_compile.passes.contracts import contract
+from dta_compile.passes.cuts.dense_graphs import graph_of, prologue_nodes
+from dta_compile.passes.program import Program, where
+
+
+@contract(
+    reads=[
+        *("training", "codegen", "own_symbols", "inputs", "module", "placeholders", "other_batches", "mixers"),
+        *("frontier", "epilogue", "trunk_inputs", "head_inputs", "constant_inputs", "trunk_keys", "head_keys"),
+    ],
+    fills=["rest"],
+    rewrites=["prologue_nodes", "prologue", "epilogue_dense_inputs"],
+)
+def other_batches(program: Program) -> None:
+    """Fill `program.rest` if there is attention left; it starts with what the pass `lower` fills."""
+    left = mixer_calls(program.epilogue.graph)
+    if not left:
+        return
+    others = [node for node in program.other_batches if node.target in MIXERS]
+    if len(left) > len(others):
+        raise RefusalError(
+            "what follows attention would compute it again for all sequences",
+            where=program.mixers[-1].where,
+            expected="outputs that are computed from values of tokens",
+            got=f"{len(left)} {MIXERS[left[0].target].name} calls after the token region",
+            hint="please report the model",
+        )
+    _refuse_random_operators(program)
+    # What needs no gradient is computed again: masks are proven on how they are made.
+    received = [value.node for value in program.frontier]
+    module = graph_of(program, received, program.outputs)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, source in zip(placeholders, (*program.placeholders, *received), strict=True):
+        node.meta = dict(source.meta)
+    inputs = list(program.inputs)
+    for value in program.frontier:
+        kind = InputKind.DIFFERENTIABLE_DATA if value.differentiable else InputKind.DATA
+        inputs.append(Input(len(inputs), f"{value.node.name} of another batch", kind, value.differentiable))
+    program.epilogue_dense_inputs = []
+    program.prologue_nodes = prologue_nodes(program)
+    program.prologue = graph_of(program, [], program.prologue_nodes)
+    settings = program.training, program.codegen, program.own_symbols
+    program.rest = Program.lowered(module, *settings, inputs, placeholders)
+
+
+def _refuse_random_operators(program: Program) -> None:
+    for node in program.graph.nodes:
+        if is_random(node.target):
+            raise RefusalError(
+                "random numbers in a function that runs the model on batches of different sizes",
+                where=where(node),
+                expected="operators without random numbers",
+                got=str(node.target),
+                hint="draw them outside of the compiled function, or pad the batches to one size",
+            )
+
+
+def programs_of(program: Program) -> list[Program]:
+    """A program and those of its further batches."""
+    return [program] if program.rest is None else [program, *programs_of(program.rest)]

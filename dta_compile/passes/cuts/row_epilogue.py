@@ -1,0 +1,187 @@
+"""The epilogue as a graph of one row of the batch, for losses that are attached row by row.
+
+The row has a batch axis of size one, wherever that is the shape of a value, and the batch has the size that it has,
+wherever that is a number in a formula (`log_prob / ids.shape[0]`). Which of the two a size is in an operator follows
+from what the operator takes: reshapes and expansions take the shape of their result, whose batch axis is known; all
+others take numbers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.executable.layouts import Axis, Layout
+from dta_compile.passes.axes.shape_rules import reshape_groups
+from dta_compile.passes.axes.token_axis import apply_rule, axis_of_size, is_labelled, layout_by_shape
+from dta_compile.passes.graphs.operators import TAKE_A_SHAPE
+from dta_compile.passes.graphs.subgraph import Subgraph, graph_module
+from dta_compile.passes.program import Mixed, Program, Value, has_tensor
+from dta_compile.passes.symbols import sizes
+
+aten = torch.ops.aten
+
+PER_ROW = tuple(axis for axis in Axis if axis.is_over_sequences)
+
+
+def row_epilogue(program: Program, nodes: Sequence[fx.Node], received: Sequence[fx.Node]) -> fx.GraphModule | Mixed:
+    """The graph `(batch, *inputs, *received) -> outputs` of a row, or why there is none.
+
+    Args:
+        nodes: those of the epilogue, in order, without what it receives.
+        received: values that it gets besides the inputs of the call, cut to one row.
+    """
+    values = _layouts(program, nodes)
+    if isinstance(values, Mixed):
+        return values
+    part = Subgraph()
+    batch = part.graph.placeholder("batch")
+    part.add_inputs(program.placeholders)
+    part.add_inputs(received, "received_")
+    for node in nodes:
+        if node in part.copies:
+            continue
+        copy = part.copied(node)
+        if node.target in TAKE_A_SHAPE:
+            _take_shape_of_row(copy, values[node], batch)
+        elif not has_tensor(node) and _counts_rows(node, values):
+            part.copies[node] = part.graph.call_function(operator.mul, (copy, batch))
+    part.set_outputs(program.outputs)
+    return graph_module(program.module, part.graph)
+
+
+def _layouts(program: Program, nodes: Sequence[fx.Node]) -> dict[fx.Node, Value] | Mixed:
+    """Which dimensions of every value run over the batch, by the rules of the token axis, blind to tokens."""
+    own = {node for node in nodes if node.op != "placeholder"}
+    values = {node: row_layout(program, node) for node in program.graph.nodes if node not in own}
+    for node in nodes:
+        if node not in own:
+            continue
+        if not has_tensor(node):
+            if node.target in (aten.sym_stride.int, aten.sym_storage_offset.default) and _of_rows(node, values):
+                return Mixed(f"{node.target} depends on how the batch lies in memory", node)
+            continue
+        values[node] = _of_call(program, node, values)
+        if isinstance(mixed := values[node], Mixed):
+            return mixed
+    for node in program.outputs:
+        if isinstance(node, fx.Node) and node in program.parameter_dependent and not _has_rows(program, node, values):
+            return Mixed("an output has no batch axis in front", node)
+    return values
+
+
+def _of_call(program: Program, node: fx.Node, values: dict[fx.Node, Value]) -> Value:
+    operands = [values.get(arg) for arg in node.all_input_nodes if has_tensor(arg)]
+    if program.batch is None or not any(isinstance(value, Mixed) or is_labelled(value) for value in operands):
+        shaped = _without_tokens(layout_by_shape(program, node))
+        if is_labelled(shaped):
+            return Mixed(f"{node.target} gives a weight a batch axis", node)
+        return Layout((None,) * node.meta["val"].dim()) if isinstance(shaped, Mixed) else shaped
+    if node.target is aten.expand.default and isinstance(layout := values[node.args[0]], Layout):
+        return _expanded(program, node, layout)
+    if node.target in TAKE_A_SHAPE and isinstance(layout := values[node.args[0]], Layout):
+        return _reshaped(program, node, layout)
+    return _without_tokens(apply_rule(program, node, values, adopted=None))
+
+
+def _expanded(program: Program, node: fx.Node, layout: Layout) -> Value:
+    """Repeated along anything but the batch; the rule of the token axis refuses tokens, too."""
+    after = sizes(node)
+    before = (*(sympy.Integer(1),) * (len(after) - len(layout.dims)), *sizes(node.args[0]))
+    dims = (*(None,) * (len(after) - len(layout.dims)), *layout.dims)
+    for old, new in zip(before, after, strict=True):
+        if old != new and _depends_on_batch(program, new):
+            return Mixed(f"{node.target} repeats a value along the batch axis", node)
+    return Layout(dims)
+
+
+def _reshaped(program: Program, node: fx.Node, layout: Layout) -> Value:
+    """Reshaped within rows: whatever is merged with the batch axis comes after it, and again when it is split off."""
+    before, after = sizes(node.args[0]), sizes(node)
+    dims: list[Axis | None] = [None] * len(after)
+    for group_in, group_out in reshape_groups(before, after):
+        merged = [layout.dims[i] for i in group_in if before[i] != 1]
+        if not any(merged):
+            continue
+        first = next(j for j in group_out if after[j] != 1)
+        entries = sympy.cancel(after[first] / program.batch)  # of every row
+        whole = entries.as_numer_denom()[1] == 1 and not _depends_on_batch(program, entries)
+        if merged[0] is None or any(merged[1:]) or not whole:
+            return Mixed(f"{node.target} reshapes {before} to {after}, across the batch axis", node)
+        dims[first] = Axis.BATCH if entries == 1 else Axis.ROWS
+    return Layout(tuple(dims))
+
+
+def row_layout(program: Program, node: fx.Node) -> Value:
+    """The batch axes of a value that the epilogue receives, or of an input of the call."""
+    value = program.values.get(node)
+    if isinstance(value, Mixed) and node not in program.parameter_dependent and program.batch is not None:
+        # Two token axes say nothing about the batch.
+        axes = [axis_of_size(program, size, dim)[0] for dim, size in enumerate(node.meta["val"].shape)]
+        value = Layout(tuple(axes))
+    return _without_tokens(value)
+
+
+def row_dim(layout: Value) -> int | None:
+    """The dimension along which a value is cut to one row: BATCH, or ROWS if it holds several entries of every row."""
+    dims = layout.dims if isinstance(layout, Layout) else ()
+    return next((dims.index(axis) for axis in PER_ROW if axis in dims), None)
+
+
+def _without_tokens(value: Value) -> Value:
+    if isinstance(value, tuple):
+        return tuple(_without_tokens(item) for item in value)  # type: ignore[misc]
+    if isinstance(value, Layout):
+        return Layout(tuple(axis if axis in PER_ROW else None for axis in value.dims))
+    return value
+
+
+def _depends_on_batch(program: Program, size: sympy.Expr) -> bool:
+    return program.batch is not None and bool(program.batch.free_symbols & size.free_symbols)
+
+
+def _has_rows(program: Program, node: fx.Node, values: dict[fx.Node, Value]) -> bool:
+    """Whether a value's first dimension is the batch; that of a single row is 1."""
+    if program.batch is None:
+        return sizes(node)[:1] == (1,)
+    value = values.get(node)
+    return isinstance(value, Layout) and value.batch_dim == 0
+
+
+def _of_rows(node: fx.Node, values: dict[fx.Node, Value]) -> bool:
+    return any(is_labelled(values.get(arg)) for arg in node.all_input_nodes)
+
+
+def _counts_rows(node: fx.Node, values: dict[fx.Node, Value]) -> bool:
+    """Whether a size is read off a value that the row has only a part of."""
+    if node.target is aten.sym_numel.default:
+        return _of_rows(node, values)
+    if node.target is not aten.sym_size.int:
+        return False
+    source, dim = node.args
+    return row_dim(values.get(source)) == dim % source.meta["val"].dim()
+
+
+def _take_shape_of_row(copy: fx.Node, layout: Value, batch: fx.Node) -> None:
+    """Give an operator the shape of a row of its result."""
+    assert isinstance(layout, Layout)
+    shape = list(copy.args[1] if len(copy.args) > 1 else copy.kwargs["size"])
+    with copy.graph.inserting_before(copy):
+        new = tuple(_of_row(size, axis, batch) for size, axis in zip(shape, layout.dims, strict=True))
+    if len(copy.args) > 1:
+        copy.args = (copy.args[0], list(new), *copy.args[2:])
+    else:
+        copy.kwargs = {**copy.kwargs, "size": list(new)}
+
+
+def _of_row(size: Any, axis: Axis | None, batch: fx.Node) -> Any:
+    if axis is Axis.BATCH:
+        return 1
+    if axis in PER_ROW and size != -1:
+        return batch.graph.call_function(operator.floordiv, (size, batch))
+    return size

@@ -1,0 +1,65 @@
+"""in_place: operators write over an argument that dies with them, instead of into new memory.
+
+Fresh memory is what costs on a CPU (every page is mapped and zeroed when it is first touched), and the peak anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.passes.contracts import contract
+from dta_compile.passes.graphs.operators import COMMUTATIVE, IN_PLACE_VARIANTS
+from dta_compile.passes.graphs.storage import Storage, last_uses, owner, same_memory_format, storages
+from dta_compile.passes.program import Program, has_tensor, writes_in_place
+
+
+@contract(rewrites=["stages"], may_be_skipped=True)
+def in_place(program: Program) -> None:
+    """Rewrite the executable graphs of `program.stages`."""
+    for module in program.stages.modules:
+        _write_over_dying(module.graph)
+        module.recompile()
+
+
+def _write_over_dying(graph: fx.Graph) -> None:
+    last_use = last_uses(graph.nodes)
+    for node in graph.nodes:
+        if node.target in IN_PLACE_VARIANTS and not node.kwargs:
+            for args in _argument_orders(node):
+                if _may_overwrite(node, args[0], args[1:], last_use):
+                    node.target, node.args = IN_PLACE_VARIANTS[node.target], args
+                    # From here on the result is the argument's memory.
+                    last_use |= dict.fromkeys(storages(args[0]), last_use.pop((node, 0)))
+                    break
+
+
+def _argument_orders(node: fx.Node) -> Iterator[tuple[Any, ...]]:
+    yield node.args
+    if node.target in COMMUTATIVE:
+        yield node.args[::-1]
+
+
+def _may_overwrite(node: fx.Node, value: Any, others: tuple[Any, ...], last_use: dict[Storage, fx.Node]) -> bool:
+    if not isinstance(value, fx.Node) or not has_tensor(value):
+        return False
+    source = owner(value)
+    if source.op != "call_function" or writes_in_place(source) or last_use[storages(value)[0]] is not node:
+        return False
+    if any(isinstance(other, fx.Node) and has_tensor(other) and owner(other) is source for other in others):
+        return False
+    return same_memory_format(value.meta["val"], node.meta["val"]) and not _overlaps(value)
+
+
+def _overlaps(value: fx.Node) -> bool:
+    """Whether several entries may share memory, as in an expanded tensor."""
+    tensor = value.meta["val"]
+    return any(stride == 0 and not (isinstance(size, int) and size == 1) for size, stride in _dims(tensor))
+
+
+def _dims(tensor: torch.Tensor) -> Iterator[tuple[Any, Any]]:
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        yield size, stride if isinstance(stride, int) else 1

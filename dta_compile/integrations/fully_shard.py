@@ -95,6 +95,12 @@ class Gathered:
         _alive.add(self)
         weakref.finalize(self, _let_go, tuple(modules)).atexit = False
 
+    @property
+    def bytes_of_parameters(self) -> int:
+        """Bytes of all parameters on this rank once they are together."""
+        parameters = (one for group in groups_of(self.modules) for one in group.fsdp_params)
+        return sum(_bytes(one._unsharded_param) for one in parameters)
+
     def complete(self) -> None:
         """Gather all that is not."""
         if not self.is_complete:

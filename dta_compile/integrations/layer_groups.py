@@ -64,6 +64,25 @@ class LayerGroups:
         return self.parts[part] if 0 <= part < len(self.parts) else ()
 
 
+MOST_CHECKED = 8 * 2**30  # bytes
+
+
+def is_gathered_to_check() -> bool:
+    """Whether the calls now running gather all, so that a self-check can read it: the first of a model, with gradients
+    and without, unless that takes more than `MOST_CHECKED`.
+
+    Ranks decide alike, whichever program each of them runs and whatever memory is free.
+    """
+    mode, is_first, size = torch.is_grad_enabled(), False, 0
+    for call in running():
+        for state in call.modules:
+            seen = state.__dict__.setdefault("_dta_modes_seen", set())
+            is_first |= mode not in seen
+            seen.add(mode)
+        size += call.bytes_of_parameters
+    return is_first and size <= MOST_CHECKED
+
+
 def layer_groups(parts: Sequence[Sequence[torch.Tensor]], others: Iterable[torch.Tensor]) -> LayerGroups | None:
     """The groups of the calls now running by the parameters of each part; None where all that these read is together
     already, or parameters that are read outside of the parts (`others`) would have to be."""

@@ -109,8 +109,9 @@ def choose_keep(
     """What to keep from the first to the second phase: the most seconds saved per byte first, within `budget` bytes.
 
     A chunk may keep the KV of its spine, which saves running it again for what continues it, or its graph, which saves
-    its second forward too; either with the running states at which its spine is continued. None keeps all, 0 nothing
-    (the graph of the chunk that goes backward first is not counted).
+    its second forward too; either with the running states at which its spine is continued. None keeps all, 0 nothing.
+    The chunk that goes backward first keeps its graph in any case and is not counted, unless other parts run between
+    its forward and its backward.
     """
     if budget is None:
         return KEEP_ALL
@@ -125,7 +126,7 @@ def choose_keep(
     states = [footprint.state * depths for depths in chunks.starts_below()]
     upgrades: list[tuple[float, int, float, bool]] = []  # seconds saved per byte, chunk, bytes, graph rather than KV
     for index, chunk in enumerate(chunks.chunks):
-        if index == 0:
+        if index == 0 and options.sweep != "stages":
             continue
         work = chunk_work(tree, chunk, head_starts)
         graph, kv = footprint.graph(work) + states[index], footprint.kv(chunk) + states[index]
@@ -150,6 +151,15 @@ def choose_keep(
     return Keep(frozenset(graphs), frozenset(stored))
 
 
+class OfMachine(NamedTuple):
+    """Of `Limits`, what ranks that run a call together have to agree on."""
+
+    budget: int | None
+    cost: CostModel
+    chunk_sizes: tuple[int, ...]
+    by_stages: tuple[int, tuple[int, ...]] | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """What the planner knows of the model and the machine.
@@ -164,6 +174,7 @@ class Limits:
         sums: bytes that gradients of all parameters are summed in.
         parts: bytes of each part that a sweep of stages runs; none: not known.
         is_asked_for: the budget is the user's own, not a share of what is free.
+        by_stages: budget and chunk sizes of a sweep of stages, where they are others.
     """
 
     budget: int | None = None
@@ -174,10 +185,30 @@ class Limits:
     sums: float = 0.0
     parts: tuple[PartBytes, ...] = ()
     is_asked_for: bool = False
+    by_stages: tuple[int, tuple[int, ...]] | None = None
 
-    def of_sweep(self, sweep: str) -> Sequence[PartBytes]:
+    def parts_of(self, sweep: str) -> Sequence[PartBytes]:
         """The parts that a sweep goes through: all layers are one where chunks are swept."""
         return self.parts if sweep == "stages" else (PartBytes(self.footprint, self.sums),)
+
+    def of_sweep(self, sweep: str) -> Limits:
+        """The same with the budget and the sizes of chunks of a sweep."""
+        if sweep != "stages" or self.by_stages is None:
+            return self
+        budget, sizes = self.by_stages
+        return dataclasses.replace(self, budget=budget, chunk_sizes=sizes)
+
+    @property
+    def of_machine(self) -> OfMachine:
+        """What depends on the machine and on what it has run, not on the model."""
+        return OfMachine(self.budget, self.cost, self.chunk_sizes, self.by_stages)
+
+    def agreed(self, others: Sequence[OfMachine]) -> Limits:
+        """The same for several machines: the least memory, and the first one's rates."""
+        budget = min((one.budget for one in others if one.budget is not None), default=None)
+        sizes = min((one.chunk_sizes for one in others), key=len)
+        by_stages = min((one.by_stages for one in others if one.by_stages is not None), default=None)
+        return dataclasses.replace(self, budget=budget, cost=others[0].cost, chunk_sizes=sizes, by_stages=by_stages)
 
     def unshared(self, shared: PrefixTree, unshared: PrefixTree) -> Limits:
         """The same for the tree without sharing, whose tokens have as many head rows on average."""
@@ -209,7 +240,7 @@ class _Choice:
     def peak(self) -> float:
         """Bytes, besides outputs."""
         parts, known = (
-            self.limits.of_sweep(self.schedule.sweep),
+            self.limits.parts_of(self.schedule.sweep),
             (self.simulation.peak_stack_tokens, self.limits.head_starts),
         )
         return max(bytes_of_halves(self.tree, self.schedule, parts, *known))
@@ -224,12 +255,13 @@ def choose(
     only if a lower bound of its cost does not rule it out, since its schedule is as long as the batch without sharing.
     The strategy is chosen with the least size of chunks; larger ones are taken where they are cheaper by 3%.
 
-    Stages are swept where that is cheaper in the same memory: that of the leaner sweep that keeps nothing, and the
-    budget. Where all fits into what is free, there is nothing to choose.
+    Stages are swept where that is cheaper in the memory that is free; where the user says how much may be kept, in the
+    same memory: that of the leaner sweep that keeps nothing, and the budget. Where all fits into what is free, there is
+    nothing to choose.
     """
     limits = limits or Limits()
     if options.sweep != "auto":
-        best, reason = _chosen(tree, options, mode, limits)
+        best, reason = _chosen(tree, options, mode, limits.of_sweep(options.sweep))
     else:
         best, reason = _chosen(tree, dataclasses.replace(options, sweep="chunks"), mode, limits)
         if mode == "transparent" and _may_sweep_stages(best, limits):
@@ -250,12 +282,15 @@ def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -
     assert limits.budget is not None
 
     def chosen(sweep: str, budget: int) -> _Choice:
-        known = dataclasses.replace(limits, budget=budget)
+        known = dataclasses.replace(limits.of_sweep(sweep), budget=budget)
         return _chosen(tree, dataclasses.replace(options, sweep=sweep), mode, known)[0]
 
     nothing = {sweep: chosen(sweep, 0) for sweep in SWEEPS}
     least = {sweep: one.peak for sweep, one in nothing.items()}
     left = {sweep: int(min(least.values()) + limits.budget - least[sweep]) for sweep in SWEEPS}
+    free = {sweep: limits.of_sweep(sweep).budget or 0 for sweep in SWEEPS}
+    if not limits.is_asked_for and any(free.values()):  # where nothing is free, what is in any case may not fit
+        left = {sweep: budget or -1 for sweep, budget in free.items()}
     found = [chosen(sweep, left[sweep]) if left[sweep] else nothing[sweep] for sweep in SWEEPS if left[sweep] >= 0]
     best = min(found, key=lambda one: one.seconds)
     bytes_of_both = ", ".join(f"{sweep} {size / 2**20:,.0f} MiB" for sweep, size in least.items())

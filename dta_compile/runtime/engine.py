@@ -14,7 +14,7 @@ from torch import fx
 from dta_compile.errors import RefusalError
 from dta_compile.executable.as_captured import as_captured
 from dta_compile.executable.executable import Executable
-from dta_compile.integrations.layer_groups import LayerGroups, gather_all, layer_groups
+from dta_compile.integrations.layer_groups import LayerGroups, gather_all, is_gathered_to_check, layer_groups
 from dta_compile.options import Options
 from dta_compile.plan import MeasuredRun, Plan
 from dta_compile.runtime import interception
@@ -105,10 +105,14 @@ class Engine:
         return self.run(args, cache_now=False, layers=layers).outputs
 
     def _layer_groups(self, args: Sequence[Any]) -> LayerGroups | None:
-        """What gathers sharded parameters layer by layer, if the call can do with that; else all are gathered now."""
-        executable, found = self.executable, None
-        can = self.rest is None and self.options.sweep == "stages" and not self.ranks.several
-        if can and self.options.verify in ("auto", "off") and len(executable.parts) > 1:
+        """What gathers sharded parameters layer by layer; where a call cannot do with that, all are gathered now.
+
+        All ranks have to come to the same, so nothing here may depend on the batch, or on what a rank has measured.
+        """
+        executable, options, found = self.executable, self.options, None
+        can = self.rest is None and not self.ranks.several and len(executable.parts) > 1
+        may = options.sweep != "chunks" and options.verify in ("auto", "off") and options.fallback == "raise"
+        if can and may and not (options.verify == "auto" and is_gathered_to_check()):
             specs = executable.region_parameters
             of_parts = [[args[specs[i].index] for i in part.inputs if i < len(specs)] for part in executable.parts]
             others = [args[i] for i in executable.epilogue_reads if isinstance(args[i], torch.Tensor)]
@@ -146,7 +150,8 @@ class Engine:
         self._trace(call.plan)
         run_small = functools.partial(self.run_small, sweep=call.plan.schedule.sweep)
         if layers is not None:
-            self.verdict = self.verdict or "skipped: layers are gathered from other ranks one at a time"
+            if self.options.verify == "auto" and not self.checked:
+                self.verdict = "skipped: layers are gathered from other ranks one at a time"
         elif call.rows.tree.num_rows and self._is_check_due(mode):
             self.checked = True
             self.verdict = self_check(call, self.captured, run_small, self.compile_seconds)
@@ -229,9 +234,10 @@ class Engine:
         return Call.begin(self._context(layers), args, dense)
 
     def _context(self, layers: LayerGroups | None) -> CallContext:
+        options = self.options if layers is None else dataclasses.replace(self.options, sweep="stages")
         return CallContext(
             self.executable,
-            self.options,
+            options,
             self.sizes,
             self.replays,
             self.calibration,

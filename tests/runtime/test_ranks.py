@@ -5,6 +5,7 @@ import pytest
 
 from dta_compile.errors import PlanError, RefusalError, RuntimeContractError
 from dta_compile.plan import CostModel, Limits
+from dta_compile.plan.cost import OfMachine
 from dta_compile.runtime.calls.ranks import Ranks
 
 
@@ -34,18 +35,18 @@ OWN = Limits(budget=100, cost=CostModel(), chunk_sizes=(2048, 4096))
 
 
 def test_limits_are_the_least_memory_and_the_times_of_the_first_rank():
-    other = (50, CostModel.of_gpu(), (2048,))
+    other = OfMachine(50, CostModel.of_gpu(), (2048,))
     value, limits = ranks(other).agreed(lambda: ("read", OWN))
     assert value == "read"
     assert (limits.budget, limits.cost, limits.chunk_sizes) == (50, CostModel(), (2048,))
-    assert ranks((None, CostModel(), (2048,))).agreed(lambda: ("read", Limits()))[1].budget is None
+    assert ranks(OfMachine(None, CostModel(), (2048,))).agreed(lambda: ("read", Limits()))[1].budget is None
 
 
 def test_an_error_of_one_rank_is_raised_on_all():
     with pytest.raises(RuntimeContractError, match="rank 1 of 2: no plan"):
         ranks("no plan").agreed(lambda: ("read", OWN))
     with pytest.raises(RuntimeContractError, match="rank 0 of 2: no mask"):
-        ranks((100, CostModel(), (2048,))).agreed(lambda: fail(RefusalError("no mask")))
+        ranks(OfMachine(100, CostModel(), (2048,))).agreed(lambda: fail(RefusalError("no mask")))
 
 
 def test_an_error_of_all_ranks_stays_what_it_is():

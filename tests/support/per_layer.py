@@ -112,11 +112,11 @@ def own_ids(seed: int = 1) -> torch.Tensor:
 
 
 def pair(
-    shard: Callable[..., torch.nn.Module] = by_hand, **options: Any
+    shard: Callable[..., torch.nn.Module] = by_hand, compile_options: Any = SMALL_CHUNKS, **options: Any
 ) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
     """A sharded model for eager mode, its double, and that one compiled."""
     eager, model = shard(tiny(), **options), shard(tiny(), **options)
-    return eager, model, torch.compile(model, backend="dta", options=SMALL_CHUNKS)
+    return eager, model, torch.compile(model, backend="dta", options=compile_options)
 
 
 def both(models: Sequence[Any], run: Callable[[Any], Any], tolerance: float = 1e-9) -> None:
@@ -126,20 +126,22 @@ def both(models: Sequence[Any], run: Callable[[Any], Any], tolerance: float = 1e
     assert_same((run(compiled), gradients(model)), expected, tolerance)
 
 
+def crossed(forward: Any, order: Sequence[int]) -> Any:
+    """Two graphs alive at one time."""
+    outputs = [forward(own_ids(seed)) for seed in (1, 2)]
+    with torch.no_grad():
+        scored = forward(own_ids(3))
+    for index in order:
+        weighted(outputs[index]).backward()
+    return scored
+
+
 def calls_of_all_kinds() -> None:
-    """Two graphs alive at one time, in both orders; calls without a graph or a backward; weights written in between."""
-    models = pair()
+    """Two graphs alive at one time, in both orders; calls without a graph or a backward; weights written in between;
+    with all layers together."""
+    models = pair(compile_options={**SMALL_CHUNKS, "sweep": "chunks"})
     eager, model, compiled = models
     shards = [*eager.parameters(), *model.parameters()]  # as an optimiser has them
-
-    def crossed(forward: Any, order: Sequence[int]) -> Any:
-        outputs = [forward(own_ids(seed)) for seed in (1, 2)]
-        with torch.no_grad():
-            scored = forward(own_ids(3))
-        for index in order:
-            weighted(outputs[index]).backward()
-        return scored
-
     both(models, functools.partial(crossed, order=(0, 1)))
     both(models, functools.partial(crossed, order=(1, 0)))
     assert is_sharded(model)
@@ -175,13 +177,15 @@ def calls_of_all_kinds() -> None:
 
 
 def layer_by_layer() -> None:
-    """Swept stage by stage, layers are together while they run; trees of any size, none on a rank, tied weights."""
-    swept = {**SMALL_CHUNKS, "sweep": "stages", "memory_budget": 0}
-    eager, model = by_hand(tiny()), by_hand(tiny())
-    compiled = torch.compile(model, backend="dta", options=swept)
-    models = eager, model, compiled
+    """Layers are together while they run, but in the first call, which is compared with eager mode; trees of any size,
+    none on a rank, two graphs alive at one time."""
+    models = pair(compile_options={**SMALL_CHUNKS, "memory_budget": 0})
+    _, model, compiled = models
     for seed in (1, 2):
         both(models, lambda forward, seed=seed: weighted(forward(own_ids(seed))).backward())
+        assert "outputs within" in dta_compile.last_plan(compiled).estimates.self_check
+    both(models, functools.partial(crossed, order=(0, 1)))
+    both(models, functools.partial(crossed, order=(1, 0)))
     with (
         mock.patch.object(group, "foreach_all_gather", wraps=group.foreach_all_gather) as gathered,
         mock.patch.object(group, "foreach_reduce", wraps=group.foreach_reduce) as reduced,
@@ -195,18 +199,18 @@ def layer_by_layer() -> None:
     none = torch.zeros(own_ids().shape, dtype=torch.bool) if dist.get_rank() else torch.ones(own_ids().shape).bool()
     weighted(compiled(own_ids(), none)[none]).backward()  # a rank without tokens takes part all the same
     with torch.no_grad():
-        assert_same(compiled(own_ids()), eager(own_ids()))
+        assert_same(compiled(own_ids()), models[0](own_ids()))
 
 
-def failures() -> None:
+def failures(sweep: str) -> None:
     """A call that fails, and a backward that does half-way: what comes after is as if they had not been."""
-    models = pair()
+    models = pair(compile_options={**SMALL_CHUNKS, "sweep": sweep})
     _, model, compiled = models
 
     def run(forward: Any) -> None:
         weighted(forward(own_ids())).backward()
 
-    def fail(grad: torch.Tensor) -> None:
+    def fail(_: torch.Tensor) -> None:
         raise ValueError("out of luck")
 
     both(models, run)
@@ -221,7 +225,8 @@ def failures() -> None:
         assert all(is_sharded(block) for block in model.blocks)
     both(models, run)
     logits = compiled(own_ids())
-    hook = model.blocks[1].up.weight.register_hook(fail)  # others have their gradients by then
+    weight = model.blocks[1].up.weight  # others have their gradients by then
+    hook = weight.register_post_accumulate_grad_hook(fail) if sweep == "auto" else weight.register_hook(fail)
     try:
         weighted(logits).backward()
     except ValueError:
@@ -229,6 +234,7 @@ def failures() -> None:
     else:
         raise AssertionError("no error")
     del logits
+    model.zero_grad()  # of what was reduced before
     both(models, run)
     both(models, run)
 
@@ -342,7 +348,8 @@ SCENARIOS = {
         lambda: train(functools.partial(tiny, tied=True), offloaded, clip=0.05, micro_batches=2),
     ),
     "per layer, calls of all kinds": ((2,), calls_of_all_kinds),
-    "per layer, failures": ((2,), failures),
+    "per layer, failures": ((2,), lambda: failures("auto")),
+    "per layer, failures with all gathered": ((2,), lambda: failures("chunks")),
     "per layer, layer by layer": ((2,), layer_by_layer),
     "per layer, mixed precision": ((4,), mixed_precision),
     "per layer, streaming": ((4,), streams),

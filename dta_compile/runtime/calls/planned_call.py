@@ -28,7 +28,7 @@ from dta_compile.runtime.calls.call import Call
 from dta_compile.runtime.calls.executor import ChunkData, Executor
 from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.calls.mixers import runtimes_of
-from dta_compile.runtime.measure.budget import chunk_sizes, default_budget
+from dta_compile.runtime.measure.budget import BY_STAGES, chunk_sizes, default_budget
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.path.interface import AnyRuntime
 from dta_compile.runtime.path.stack import PathStack
@@ -251,9 +251,9 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
     """What the planner needs to know of this model, machine and batch."""
     executable, asked_for = call.executable, call.context.options.memory_budget
     joint, whole = executable.joint, _bytes_of_part(call, executable.whole)
-    budget = default_budget(call.device, int(whole.sums)) if asked_for is None else asked_for
     kinds = {part.graphs: part for part in executable.parts}
     known = {graphs: _bytes_of_part(call, part) for graphs, part in kinds.items()}
+    budget = default_budget(call.device, int(whole.sums)) if asked_for is None else asked_for
     return Limits(
         budget if mode == "transparent" else None,
         whole.footprint,
@@ -263,7 +263,18 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
         whole.sums,
         tuple(known[part.graphs]._replace(sent=part.written_bytes) for part in executable.parts),
         asked_for is not None,
+        _by_stages(call, list(known.values()), rows) if mode == "transparent" and len(known) > 1 else None,
     )
+
+
+def _by_stages(call: Call, parts: Sequence[PartBytes], rows: BatchRows) -> tuple[int, tuple[int, ...]]:
+    """What may be kept, and sizes of chunks, where the sums and the activations of one part are there at a time."""
+    budget = call.context.options.memory_budget
+    if budget is None:
+        handed = rows.tree.num_rows * sum(part.written_bytes for part in call.executable.parts)
+        budget = default_budget(call.device, int(max(part.sums for part in parts) + handed))
+    widest = max(part.footprint.graph_token + part.footprint.graph_head for part in parts)
+    return budget, chunk_sizes(budget, widest, BY_STAGES)
 
 
 def _runs_generated(call: Call) -> bool:
@@ -288,7 +299,7 @@ def _bytes_of_part(call: Call, part: Part) -> PartBytes:
 def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, limits: Limits, wanted: Sequence[bool]) -> float:
     """Most bytes that a call and its backward allocate at one time, besides what was gathered from other ranks."""
     frontier = list(compress(call.executable.frontier, wanted))
-    parts = limits.of_sweep(plan.schedule.sweep)
+    parts = limits.parts_of(plan.schedule.sweep)
     stack_tokens, heads = plan.simulation.peak_stack_tokens, len(rows.head_positions)
     first, second = bytes_of_halves(rows.tree, plan.schedule, parts, stack_tokens, rows.head_starts)
     stored = sum(heads * math.prod(value.features) * value.dtype.itemsize for value in frontier)

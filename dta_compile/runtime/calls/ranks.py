@@ -7,7 +7,6 @@ and with them the tree and the schedule) is compared. Both raise on all ranks, s
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -45,15 +44,12 @@ class Ranks:
         failed: DTAError | None = None
         try:
             value, limits = make()
-            told: list[Any] = self._group.gather((limits.budget, limits.cost, limits.chunk_sizes))
+            told: list[Any] = self._group.gather(limits.of_machine)
         except DTAError as error:
             failed = error
             told = [*self._group.gather(str(error))]
         self._raise_together(failed, told)
-        budgets = [budget for budget, _, _ in told if budget is not None]
-        _, cost, _ = told[0]
-        sizes = min((sizes for _, _, sizes in told), key=len)
-        return value, dataclasses.replace(limits, budget=min(budgets, default=None), cost=cost, chunk_sizes=sizes)
+        return value, limits.agreed(told)
 
     def _raise_together(self, failed: DTAError | None, told: Sequence[Any]) -> None:
         """Raise on all ranks if one has told of an error; where all have one, each its own."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dta_compile.integrations.fully_shard import free, groups_of, running, show_unsharded
 
@@ -54,6 +55,16 @@ class LayerGroups:
             for group in groups_of([state]):
                 with group.use_training_state(type(group._training_state).PRE_BACKWARD):
                     group.unshard(async_op=True)
+
+    def any_rank(self, mine: bool) -> bool:
+        """Whether this rank says so, or any that shares parameters with it."""
+        (group, *_) = groups_of([next(iter(self.modules))])
+        said = torch.tensor([float(mine)], device=group.device)
+        mesh = group.mesh_info
+        for name in ("shard_process_group", "replicate_process_group"):
+            if (process_group := getattr(mesh, name, None)) is not None:
+                dist.all_reduce(said, dist.ReduceOp.MAX, process_group)
+        return bool(said.item())
 
     def _gather(self, part: int) -> None:
         for state in self._of(part):

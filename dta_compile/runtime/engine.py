@@ -23,6 +23,7 @@ from dta_compile.runtime.calls.planned_call import PlannedCall, Run, plan_call
 from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.calls.sizes import Sizes
 from dta_compile.runtime.measure import steps
+from dta_compile.runtime.measure.budget import free_bytes
 from dta_compile.runtime.measure.calibration import Calibration, of_whole_chunks, times_as_fast
 from dta_compile.runtime.measure.profiler import trace_artifact
 from dta_compile.runtime.measure.stopwatch import Stopwatch
@@ -145,7 +146,11 @@ class Engine:
         """
         wanted = [with_cache or not value.is_cache for value in self.executable.frontier]
         with no_autocast():
-            call = plan_call(self.begin(args, layers), mode, wanted)
+            call = plan_call(self.begin(args, layers, None if layers is None else "stages"), mode, wanted)
+            may_leave = layers is not None and self.options.sweep == "auto" and mode == "transparent"
+            if layers is not None and may_leave and layers.any_rank(not _pays_layer_by_layer(call)):
+                gather_all()
+                layers, call = None, plan_call(self.begin(args, sweep="chunks"), mode, wanted)
             self.last_plan = call.plan
         self._trace(call.plan)
         run_small = functools.partial(self.run_small, sweep=call.plan.schedule.sweep)
@@ -226,18 +231,14 @@ class Engine:
         if generated and (times := times_as_fast(self.calibration(device), learned)) is not None:
             plan.estimates.codegen = f"{plan.estimates.codegen}; chunks run {times:.2f}x as fast as on ATen"
 
-    def begin(self, args: Sequence[Any], layers: LayerGroups | None = None) -> Call:
-        """A call with its prologue run."""
+    def begin(self, args: Sequence[Any], layers: LayerGroups | None = None, sweep: str | None = None) -> Call:
+        """A call with its prologue run; `sweep`: in place of that of the options."""
         self.collect_times()
         with torch.no_grad():
             dense = self.executable.prologue.function(*args)
-        return Call.begin(self._context(layers), args, dense)
-
-    def _context(self, layers: LayerGroups | None) -> CallContext:
-        options = self.options if layers is None else dataclasses.replace(self.options, sweep="stages")
-        return CallContext(
+        context = CallContext(
             self.executable,
-            options,
+            dataclasses.replace(self.options, sweep=sweep or self.options.sweep),
             self.sizes,
             self.replays,
             self.calibration,
@@ -246,6 +247,7 @@ class Engine:
             self.ranks,
             layers,
         )
+        return Call.begin(context, args, dense)
 
     def _note_run(self, plan: Plan, stopwatch: Stopwatch, device: torch.device) -> None:
         self.timed.append((plan, stopwatch, device))
@@ -269,3 +271,11 @@ class Engine:
         received = [dense[slot] for slot in self.executable.epilogue_slots]
         outputs: tuple[Any, ...] = self.executable.epilogue.function(*args, *frontier, *received)
         return outputs
+
+
+def _pays_layer_by_layer(call: PlannedCall) -> bool:
+    """Whether a plan fits into memory or, if not, hands less from layer to layer than whole parameters would take."""
+    limits, rows = call.plan.limits, call.plan.prefix_tree.num_rows
+    handed = rows * sum(part.sent for part in limits.parts)
+    fits = (call.plan.estimates.peak_bytes or 0) <= free_bytes(call.device)
+    return fits or handed <= limits.sums + sum(one.nbytes for one in call.parameters(call.executable.whole))

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import dta_compile
+from dta_compile.runtime import engine
 from tests.support.ranks import EXACT, Trained, Wrapped, assert_equal, reference, resume, trained
 from tests.support.recurrent import no_float32_islands
 from tests.support.tiny import SMALL_CHUNKS, TinyLM, assert_same, shared_ids, weighted
@@ -198,8 +199,13 @@ def layer_by_layer() -> None:
     assert dta_compile.last_plan(compiled).schedule.sweep == "stages"
     none = torch.zeros(own_ids().shape, dtype=torch.bool) if dist.get_rank() else torch.ones(own_ids().shape).bool()
     weighted(compiled(own_ids(), none)[none]).backward()  # a rank without tokens takes part all the same
+    model.zero_grad()
     with torch.no_grad():
         assert_same(compiled(own_ids()), models[0](own_ids()))
+    with mock.patch.object(engine, "_pays_layer_by_layer", lambda call: dist.get_rank() == 0):  # memory is short on one
+        both(models, lambda forward: weighted(forward(own_ids())).backward())
+        assert dta_compile.last_plan(compiled).schedule.sweep == "chunks"
+    both(models, lambda forward: weighted(forward(own_ids())).backward())
 
 
 def failures(sweep: str) -> None:

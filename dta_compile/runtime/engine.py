@@ -111,7 +111,7 @@ class Engine:
         All ranks have to come to the same, so nothing here may depend on the batch, or on what a rank has measured.
         """
         executable, options, found = self.executable, self.options, None
-        can = self.rest is None and len(executable.parts) > 1
+        can = self.rest is None and not self.ranks.several and len(executable.parts) > 1
         may = options.sweep != "chunks" and options.verify in ("auto", "off") and options.fallback == "raise"
         if can and may and not (options.verify == "auto" and is_gathered_to_check()):
             specs = executable.region_parameters
@@ -148,7 +148,7 @@ class Engine:
         with no_autocast():
             call = plan_call(self.begin(args, layers, None if layers is None else "stages"), mode, wanted)
             may_leave = layers is not None and self.options.sweep == "auto" and mode == "transparent"
-            if layers is not None and may_leave and self.ranks.any(layers.any_rank(not _pays_layer_by_layer(call))):
+            if layers is not None and may_leave and layers.any_rank(not _pays_layer_by_layer(call)):
                 gather_all()
                 layers, call = None, plan_call(self.begin(args, sweep="chunks"), mode, wanted)
             self.last_plan = call.plan

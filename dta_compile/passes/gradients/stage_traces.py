@@ -137,7 +137,7 @@ def traced_stages(
     weights, of_head = set(placeholders[:parameters]), descendants(chunk.graph, placeholders[-head_inputs:])
     kinds: dict[Hashable, _Kind] = {}
     found: list[tuple[Segment, _Kind]] = []
-    for segment in segments(chunk.graph, parameters, len(primals) - head_inputs - trunk_inputs):
+    for segment in segments(chunk.graph, parameters, len(primals) - head_inputs - trunk_inputs, of_head):
         inputs = [values[node] for node in segment.inputs]
         flags = tuple(node in weights for node in segment.inputs), tuple(node in of_head for node in segment.inputs)
         key = segment.signature(), tuple(map(_facts, inputs)), flags
@@ -228,19 +228,22 @@ class Segment:
         return len(self.inputs), tuple(rows), tuple(numbers[node] for node in self.outputs)
 
 
-def segments(graph: fx.Graph, parameters: int, whole: int) -> list[Segment]:
+def segments(graph: fx.Graph, parameters: int, whole: int, of_head: Container[fx.Node] = ()) -> list[Segment]:
     """The segments of a chunk graph, in order: one if there is no place to cut.
 
     Args:
         parameters: how many of the inputs are parameters, the first ones.
         whole: how many of the inputs do not run over tokens or head rows, the first ones.
+        of_head: what depends on the inputs that run over head rows.
     """
     placeholders = list(graph.find_nodes(op="placeholder"))
     per_token, returned = descendants(graph, placeholders[whole:]), set(output_node(graph).all_input_nodes)
     inner = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     repeated = {node for node in inner if node not in returned and (node not in per_token or _is_size(node))}
+    trained = descendants(graph, placeholders[:parameters])
     nodes = _with_layers([node for node in inner if node not in repeated])
-    cuts = [0, *_cuts(nodes, descendants(graph, placeholders[:parameters])), len(nodes)]
+    nodes = _with_readers(nodes, [node for node in nodes if node in of_head and node not in trained])
+    cuts = [0, *_cuts(nodes, trained), len(nodes)]
     parts = [nodes[start:stop] for start, stop in itertools.pairwise(cuts) if start < stop]
     return [_segment(part, returned, repeated) for part in parts]
 
@@ -258,6 +261,15 @@ def _with_layers(nodes: Sequence[fx.Node]) -> list[fx.Node]:
         made = max((places[arg] for arg in node.all_input_nodes if arg in places), default=i)
         places[node] = made if made < last and node not in kept else i
     return sorted(nodes, key=places.__getitem__)
+
+
+def _with_readers(nodes: Sequence[fx.Node], late: Sequence[fx.Node]) -> list[fx.Node]:
+    """In an order in which some come right before what reads them first: labels, say, which are made ready long before
+    there is anything to compare with them."""
+    places = {node: i for i, node in enumerate(nodes)}
+    for node in reversed(late):
+        places[node] = min((places[user] for user in _users(node) if user in places), default=places[node])
+    return sorted(nodes, key=places.__getitem__)  # which keeps the order of those at one place
 
 
 def _is_size(node: fx.Node) -> bool:

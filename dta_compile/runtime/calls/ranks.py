@@ -59,10 +59,6 @@ class Ranks:
         for rank, problem in problems.items():
             raise RuntimeContractError(f"tensor parallelism: rank {rank} of {len(told)}: {problem}") from failed
 
-    def any(self, mine: bool) -> bool:
-        """Whether this rank says so, or another one."""
-        return mine if self._group is None else any(self._group.gather(mine))
-
     def require_same(self, what: str, *parts: Any) -> None:
         """Raise on all ranks if something differs between them that decides what they run.
 

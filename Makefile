@@ -27,7 +27,7 @@ SEED ?= 0
 .PHONY: help setup demo rl test test-all test-slow test-verl fuzz fuzz-data lint format bench bench-all d3 docs clean
 
 help:
-	@echo "make demo       set up, then train a small model with eager and with dta side by side"
+	@echo "make demo       install what it needs, then train a small model with eager and with dta side by side"
 	@echo "make rl         set up, then train agents by reinforcement learning, dense and dta: 15 minutes on two cores"
 	@echo "make test       set up, then ruff, mypy and the whole test suite"
 	@echo "make test-all   the same with the tests that take long"
@@ -45,18 +45,23 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
+# What the demo needs; the rest of set-up is on top of it.
+$(VENV)/.demo: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifeq ($(origin TORCH),file)
 	$(BIN)/python -m pip install $(TORCH) || $(BIN)/python -m pip install "$(TORCH_SUPPORTED)"
 else
 	$(BIN)/python -m pip install $(TORCH)
 endif
+	$(BIN)/python -m pip install -e ".[hf]"
+	touch $@
+
+$(STAMP): $(VENV)/.demo
 	$(BIN)/python -m pip install -e ".[test,hf]"
 	test -z "$(BROWSER)" || $(BIN)/python -m pip install -e ".[browser]" || echo "tests in a browser are left out"
 	touch $@
 
-demo: setup
+demo: $(VENV)/.demo
 	$(BIN)/dta demo
 
 rl: setup
@@ -111,5 +116,5 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) $(VENV_VERL) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_VERL) dta_demo.html build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Tables and plots of docs/reinforcement_learning.md, from the results of `benchmarks.reinforcement_learning`.
+"""Tables and plots of docs/use/asynchronous_rl.md, from the results of `benchmarks.reinforcement_learning`.
 
 What stands between two comments `<!-- NAME -->` and `<!-- end -->` of the page is written anew, the rest stays.
 """
@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "reinforcement_learning.json"
-PAGE = ROOT / "docs" / "reinforcement_learning.md"
-PLOTS = "images"  # beside the page
+PAGE = ROOT / "docs" / "use" / "asynchronous_rl.md"
+PLOTS = "../images"  # from the page
 COLORS = {"eager": "#8c96a3", "compiled": "#e08e3c", "dta": "#1d5fa8"}
 NAMES = {"eager": "dense, eager", "compiled": "dense, compiled", "dta": "dta"}
 Results = dict[str, Any]

@@ -1,8 +1,8 @@
 """Pages of the site that are files elsewhere in the repository: nothing is written twice.
 
-README, ARCHITECTURE, CONTRIBUTING and the benchmarks' reports are taken as they are. Their links, and those of the
-pages in `docs/`, are written for readers of the repository; here they are turned to pages, and links to what is no page
-(code, licences) become plain text.
+ARCHITECTURE, CONTRIBUTING, the changelog and the benchmarks' reports are taken as they are, and of the README the
+sections that a page asks for by `<!-- README: Heading -->`. Links are written for readers of the repository; here they
+are turned to pages, and links to what is no page (code, licences) become plain text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "benchmarks/*.md", "benchmarks/plots/*")
+PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/*.md", "benchmarks/plots/*")
+README_PART = re.compile(r"<!-- README: (.+?) -->")
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s]+)\)")
 
 
@@ -29,20 +30,31 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turn links of the repository to links of the site."""
+    """Take in sections of the README, and turn links of the repository to links of the site."""
     uri = page.file.src_uri
     is_ours = page.file.generated_by is None
-    folder = posixpath.dirname(f"docs/{uri}" if is_ours else uri)
+    folder = posixpath.dirname(uri) or "."
 
-    def turned(link: re.Match[str]) -> str:
-        mark, text, target = link.groups()
-        path, _, anchor = target.partition("#")
-        if not path or ":" in target:
-            return link[0]
-        found = posixpath.normpath(posixpath.join(folder, path)).removeprefix("docs/")
-        if files.get_file_from_path(found) is None:
-            return text
-        relative = posixpath.relpath(found, posixpath.dirname(uri) or ".")
-        return f"{mark}[{text}]({relative}{'#' + anchor if anchor else ''})"
+    def turned(text: str, origin: str) -> str:
+        def link(match: re.Match[str]) -> str:
+            mark, label, target = match.groups()
+            path, _, anchor = target.partition("#")
+            if not path or ":" in target:
+                return match[0]
+            found = posixpath.normpath(posixpath.join(origin, path)).removeprefix("docs/")
+            if files.get_file_from_path(found) is None:
+                return label
+            return f"{mark}[{label}]({posixpath.relpath(found, folder)}{'#' + anchor if anchor else ''})"
 
-    return LINK.sub(turned, markdown)
+        return LINK.sub(link, text)
+
+    page_text = turned(markdown, posixpath.dirname(f"docs/{uri}" if is_ours else uri))
+    return README_PART.sub(lambda part: turned(readme_section(part[1]), ""), page_text)
+
+
+def readme_section(heading: str) -> str:
+    """What stands under a heading of the README, without it."""
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", (ROOT / "README.md").read_text(), re.M | re.S)
+    if found is None:
+        raise ValueError(f"the README has no section {heading!r}")
+    return found[1].strip()

@@ -54,6 +54,10 @@ def test_the_backend_is_registered_once_from_a_source_tree(order):
     assert python("-c", code, cwd=ROOT).split() == ["1"]
 
 
+def test_the_version_is_that_of_the_package(distribution):
+    assert distribution.version == dta_compile.__version__
+
+
 def test_the_entry_point_names_the_backend(distribution):
     points = [point for point in distribution.entry_points if point.group == "torch_dynamo_backends"]
     assert [(point.name, point.value) for point in points] == [("dta", "dta_compile.backend:dta")]

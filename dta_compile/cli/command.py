@@ -139,6 +139,9 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--backend", default="dta", help="backend to compare with eager (default: %(default)s)")
     parser.add_argument("--threads", type=whole(1, MOST_STEPS // 1024), help="CPU threads (default: torch's)")
+    parser.add_argument(
+        "--html", metavar="OUT", default="dta_demo.html", help="page of the plan (default: %(default)s)"
+    )
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 Two copies of one small Qwen3-architecture model start from the same weights and see the same rollouts. Each optimiser
 step runs both ways and compares the gradients, so the table at the end reports speed and equality of the same steps.
+The first call, on a few of the rollouts, compiles and is compared as a whole with the program as it was captured.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -39,6 +39,7 @@ class Settings:
         chunk_size: most tokens per chunk of the dta side.
         backend: what `torch.compile` is given; "eager" shows the harness without dta.
         threads: CPU threads of torch, None for its default.
+        html: where the page of the plan is written.
     """
 
     turns: int = 3
@@ -51,6 +52,11 @@ class Settings:
     entropy_weight: float = 1e-3
     seed: int = 0
     threads: int | None = None
+    html: str = "dta_demo.html"
+
+
+# Rows of the first call: what the self-check runs densely.
+CHECKED_ROWS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +82,8 @@ class TensorBatch:
         for first in range(0, len(self.input_ids), rows):
             part = {name: value[first : first + rows] for name, value in fields.items()}
             width = int(part["attention_mask"].sum(1).max())
-            yield TensorBatch(**{name: value[:, :width] if value.dim() == 2 else value for name, value in part.items()})
+            cut = {name: value[:, :width] if value.dim() == 2 else value for name, value in part.items()}
+            yield TensorBatch(**{name: value.contiguous() for name, value in cut.items()})  # one graph serves them all
 
 
 def build_model(vocabulary: int, seed: int) -> torch.nn.Module:
@@ -166,7 +173,12 @@ def gradient_difference(reference: torch.nn.Module, other: torch.nn.Module) -> f
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What `run` measured; seconds are those of each optimiser step, without the first call's compilation."""
+    """What `run` measured; seconds are those of each optimiser step, without the first call's compilation.
+
+    Attributes:
+        self_check: what comparing the first call with the captured program came to.
+        plan: of all rollouts, by default rates; the last two are None for another backend than dta.
+    """
 
     rollouts: int
     tokens: int
@@ -177,7 +189,8 @@ class Result:
     gradient_difference: float
     eager_loss: float
     compiled_loss: float
-    plan: str | None
+    self_check: str | None
+    plan: dta_compile.Plan | None
 
     @property
     def speedup(self) -> float:
@@ -186,42 +199,39 @@ class Result:
 
 
 def run(settings: Settings, console: Console) -> Result:
-    """Train both ways, step by step in turns, with a progress bar."""
+    """Train both ways, step by step in turns, with a line for each."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     rollouts = [rollout for rollout in load_rollouts(bundled(), dense=True) if rollout.turn < settings.turns]
     batch = TensorBatch.of(rollouts)
     model = build_model(vocab_size(bundled(), multiple=64), settings.seed)
     twin = copy.deepcopy(model)
-    options: dict[str, Any] | None = {"chunk_size": settings.chunk_size} if settings.backend == "dta" else None
+    is_dta = settings.backend == "dta"
+    options: dict[str, Any] | None = {"chunk_size": settings.chunk_size, "verify": "first"} if is_dta else None
     compiled = torch.compile(token_values(twin), backend=settings.backend, options=options)
     eager = Trainer(model, token_values(model), settings.micro_batch, settings)
     ours = Trainer(twin, compiled, len(rollouts), settings)
 
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("old log-probs", total=settings.steps + 2)
-        batch = dataclasses.replace(batch, old_logprobs=eager.score(batch))
-        progress.update(task, advance=1, description="first call (compiles)")
-        ours.backward(batch)
-        first_call = ours.seconds.pop()
-        differences = []
-        for step in range(settings.steps):
-            progress.update(task, advance=1, description=f"step {step + 1}")
-            for trainer in (eager, ours) if step % 2 == 0 else (ours, eager):
-                trainer.backward(batch)
-            differences.append(gradient_difference(model, twin))
-            eager.optimizer.step()
-            ours.optimizer.step()
-        progress.update(task, advance=1, description="done")
+    started = time.perf_counter()
+    batch = dataclasses.replace(batch, old_logprobs=eager.score(batch))
+    console.print(f"log-probs of the old policy, eager: {time.perf_counter() - started:.1f} s")
+    ours.backward(next(batch.micro_batches(CHECKED_ROWS)))
+    first_call = ours.seconds.pop()
+    self_check = dta_compile.last_plan(compiled).estimates.self_check if is_dta else None
+    console.print(f"first call, {CHECKED_ROWS} rollouts, compiles: {first_call:.1f} s")
+    differences = []
+    for step in range(settings.steps):
+        for trainer in (eager, ours) if step % 2 == 0 else (ours, eager):
+            trainer.backward(batch)
+        differences.append(gradient_difference(model, twin))
+        seconds = f"eager {eager.seconds[-1]:.2f} s, {settings.backend} {ours.seconds[-1]:.2f} s"
+        console.print(f"step {step + 1} of {settings.steps}: {seconds}, gradients within {differences[-1]:.1e}")
+        eager.optimizer.step()
+        ours.optimizer.step()
 
-    plan = dta_compile.last_plan(compiled) if settings.backend == "dta" else None
+    plan = (
+        dta_compile.plan([rollout.tokens for rollout in rollouts], chunk_size=settings.chunk_size) if is_dta else None
+    )
     return Result(
         rollouts=len(rollouts),
         tokens=int(np.sum([len(rollout) for rollout in rollouts])),
@@ -232,7 +242,8 @@ def run(settings: Settings, console: Console) -> Result:
         gradient_difference=max(differences),
         eager_loss=eager.loss,
         compiled_loss=ours.loss,
-        plan=str(plan) if plan else None,
+        self_check=self_check,
+        plan=plan,
     )
 
 
@@ -255,9 +266,15 @@ def report(result: Result, settings: Settings, console: Console) -> None:
     table.add_row("loss at the last step", f"{result.eager_loss:.6f}", f"{result.compiled_loss:.6f}")
     console.print(table)
     console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads", style="dim")
-    if result.plan is not None:
-        console.print("\nThe plan of the last step, print(dta_compile.last_plan(compiled)):")
-        console.print(result.plan, markup=False, highlight=False)
+    if result.plan is None:
+        return
+    console.print(f"\nself-check of the first call: {result.self_check}", highlight=False, soft_wrap=True)
+    console.print("\nThe plan of these rollouts, print(dta_compile.plan(token_ids)):")
+    console.print(str(result.plan), markup=False, highlight=False, soft_wrap=True)
+    result.plan.to_html(settings.html, title=f"dta demo, {result.rollouts} rollouts")
+    console.print(f"\nWhat to do next:\n  {'open ' + settings.html:<36} the page of this plan", highlight=False)
+    console.print(f"  {'dta plan YOUR_FILE --html tree.html':<36} what rollouts of your own share", highlight=False)
+    console.print(f"  {'README.md, In your trainer':<36} the line that your trainer needs", highlight=False)
 
 
 def main(settings: Settings, console: Console) -> int:

@@ -1,4 +1,4 @@
-"""Asynchronous multi-turn GRPO of a small model from scratch: see docs/reinforcement_learning.md.
+"""Asynchronous multi-turn GRPO of a small model from scratch: see docs/use/asynchronous_rl.md.
 
     python -m examples.async_grpo FOLDER [--updates 100] [--way dta] [--workers 1]
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import dta_compile
 from dta_compile.cli import demo
 from dta_compile.data import bundled, load_rollouts
 
@@ -49,15 +50,21 @@ def test_side_by_side_run_agrees_and_reports(monkeypatch):
     text = console.file.getvalue()
     for row in ("tokens, tree tokens", "speed-up", "largest gradient difference", "loss at the last step"):
         assert row in text
+    assert "step 1 of 1: eager" in text  # also where the output is no terminal
 
 
-def test_a_disagreement_is_reported_and_fails(monkeypatch):
-    good = demo.Result(8, 100, 50, [1.0], [0.5], 2.0, 1e-6, 0.5, 0.5, "the plan")
-    settings = demo.Settings(steps=1)
+def test_a_disagreement_is_reported_and_fails(monkeypatch, tmp_path):
+    plan = dta_compile.plan([[1, 2, 3], [1, 2, 4]])
+    good = demo.Result(8, 100, 50, [1.0], [0.5], 2.0, 1e-6, 0.5, 0.5, "gradients within 1e-6", plan)
+    settings = demo.Settings(steps=1, html="page.html")
+    monkeypatch.chdir(tmp_path)
     for result, code in ((good, 0), (dataclasses.replace(good, gradient_difference=0.1), 1)):
         console = Console(file=io.StringIO(), width=100)
         monkeypatch.setattr(demo, "run", lambda *_, result=result: result)
         assert demo.main(settings, console) == code
         text = console.file.getvalue()
         assert ("disagree" in text) == bool(code)
-        assert "2.00x" in text and "the plan" in text
+        assert "2.00x" in text and "dta plan: 2 sequences, 6 tokens, 4 to run" in text
+        assert "self-check of the first call: gradients within 1e-6" in text
+        assert text.index("What to do next") < text.index("dta plan YOUR_FILE")
+        assert "<html" in (tmp_path / "page.html").read_text()

@@ -27,6 +27,7 @@ from dta_compile.cli.arguments import (
     read_options,
     read_source,
     routes_of,
+    size,
     visible,
     whole,
     write,
@@ -110,7 +111,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         choices = ", ".join(CHOICES[key])
         parser.add_argument(f"--{key}", default=getattr(defaults, key), help=f"{choices} (default: %(default)s)")
     parser.add_argument("--mode", choices=MODES, default="transparent", help="how it is driven (default: %(default)s)")
-    parser.add_argument("--memory-budget", type=int, metavar="BYTES", help="of activations kept (default: all of them)")
+    parser.add_argument(
+        "--memory-budget", type=size, metavar="SIZE", help="of activations kept, such as 8GB (default: all)"
+    )
     parser.add_argument(
         "--bytes-per-token", type=whole(0), help="activations of one token, for a --memory-budget above 0"
     )

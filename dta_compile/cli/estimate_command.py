@@ -9,7 +9,7 @@ import json
 from rich.console import Console
 from rich.table import Table
 
-from dta_compile.cli.arguments import add_source, read_options, read_source, real, visible, write
+from dta_compile.cli.arguments import add_source, read_options, read_source, real, size, visible, write
 from dta_compile.errors import OptionError
 from dta_compile.estimate import DEVICES, Device, Estimate, Prediction, device_named, estimate, model_shape
 from dta_compile.files import read_text
@@ -42,7 +42,9 @@ def add_estimate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=FIGURE, metavar="GB", help="that it has")
     parser.add_argument("--calibration", metavar="FILE", help="measured rates, as compiled calls keep them (cache_dir)")
     parser.add_argument("--chunk-size", type=int, help="default: as the cost model chooses")
-    parser.add_argument("--memory-budget", type=int, metavar="BYTES", help="default: half of what is free")
+    parser.add_argument(
+        "--memory-budget", type=size, metavar="SIZE", help="such as 8GB (default: half of what is free)"
+    )
     parser.add_argument("--leaf-only", action="store_true", help="leave out sequences that are prefixes of others")
     parser.add_argument("--json", metavar="OUT", help="write it as JSON to OUT (- for stdout) and print nothing")
 

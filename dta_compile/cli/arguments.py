@@ -145,7 +145,8 @@ def read_source(path: str, options: ReadOptions, leaf_only: bool = False) -> Rec
     recording = read(path, options)
     if not leaf_only:
         return recording
-    return dataclasses.replace(recording, sequences=leaves_only(recording.sequences))
+    batches = tuple(map(leaves_only, recording.batches))
+    return dataclasses.replace(recording, sequences=[one for batch in batches for one in batch], batches=batches)
 
 
 def leaves_only(sequences: list[Recorded]) -> list[Recorded]:

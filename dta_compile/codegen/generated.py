@@ -108,7 +108,7 @@ class GeneratedCode:
             taken = time.perf_counter() - started
             if number == 0 and (expected := taken * len(self._pending)) >= LONG:
                 logger.warning(
-                    "dta: generating code for %d pieces before this call goes on: about %.0f s, as the first took %.1f s"
+                    "dta: generating code for %d pieces before this call goes on: about %.0f s, the first took %.1f s"
                     " (with codegen='auto' calls go on meanwhile)",
                     *(len(self._pending), expected, taken),
                 )

@@ -169,11 +169,11 @@ def test_what_does_not_fit_is_never_recommended(config):
     assert roomy.best.name.endswith("all kept") and tight.best.sweep == "stages"
     assert any(one.bytes > tight.usable and one.seconds < tight.best.seconds for one in tight.ours)
     assert roomy.batches == 1
-    too_little = best_of(config, 4 * held, Ranks(optimizer="adamw"))
+    too_little = best_of(config, 4 * held, Ranks(optimizer="adamw"), chunk_size=64)
     assert too_little.best is None
     words = verdict(too_little, device_named("any", 100, 1e12, 4 * held))
     assert "does not fit" in words and f"--ranks {too_little.ranks_needed} --shard fsdp" in words
-    divided = best_of(config, 4 * held, Ranks(too_little.ranks_needed, "fsdp", "adamw"))
+    divided = best_of(config, 4 * held, Ranks(too_little.ranks_needed, "fsdp", "adamw"), chunk_size=64)
     assert divided.best is not None
 
 

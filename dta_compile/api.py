@@ -33,7 +33,7 @@ def last_plan(compiled: Any) -> Plan:
         raise OptionError(
             "no plan yet",
             expected="a call of the compiled function that ran over a tree",
-            got="none so far",
+            got=record.as_captured[-1] if record.as_captured else "none so far",
             hint="call it first; dta_compile.explain says why a call would not run over a tree",
         )
     return plan
@@ -85,9 +85,8 @@ def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
             return explained.explanation
         except RefusalError as error:
             return explain_refusal(error)
-    return Explanation(
-        "no graph with scaled_dot_product_attention was captured: the call runs as it is, and rows share nothing"
-    )
+    reasons = records.of(compiled).as_captured or ["no graph with scaled_dot_product_attention was captured"]
+    return Explanation(f"the call runs as it is, and rows share nothing: {'; '.join(dict.fromkeys(reasons))}")
 
 
 class _Explained(BaseException):

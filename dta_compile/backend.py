@@ -138,6 +138,7 @@ def _compiled(graph: Captured, options: Options) -> tuple[Executable, fx.GraphMo
 
 def _plain(module: fx.GraphModule, note: str | None, level: int = logging.INFO) -> Compiled:
     if note:
+        records.current().as_captured.append(note)
         records.current().log_once(note, level)
     return keeping(as_captured(module))
 

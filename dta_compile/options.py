@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import difflib
 import operator
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,6 +27,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 REPLACED = dict.fromkeys(("flash_attn", "varlen"), "attention='auto' takes Triton's kernels on a GPU, which are faster")
 CHUNK_TOKENS = 2048
 MOST_CHUNK_TOKENS, MOST_BYTES = 2**40, 2**62  # beyond any machine's, and within what 64 bits can be multiplied to
+# Of "8GB", "1.5 GiB": decimal and binary units.
+UNITS = {"": 1, "B": 1}
+UNITS |= {f"{k}{unit}": base**i for unit, base in (("B", 1000), ("IB", 1024)) for i, k in enumerate("KMGT", 1)}
 SKIPPABLE_PASSES = ("head_rows", "lm_head", "codegen", "host_calls", "in_place")
 
 
@@ -45,9 +50,9 @@ class Options:
         verify: compare calls with the captured program run densely, outputs and gradients: "auto" (of the first call a
             few rows and columns, in at most a tenth of its time; likewise of the first
             with code generated meanwhile), "off", the whole "first" call, or "always".
-        memory_budget: bytes of activations that may be kept from the forward pass to the backward pass;
-            None is the default share of the free memory, 0 keeps nothing but what a sweep of stages has to (with
-            sweep="chunks" the paper's depth-bounded memory).
+        memory_budget: bytes of activations that may be kept from the forward pass to the backward pass, as a number or
+            like "8GB" or "1.5GiB"; None is the default share of the free memory, 0 keeps nothing but what a sweep of
+            stages has to (with sweep="chunks" the paper's depth-bounded memory).
         fallback: what a refused program does: "raise" its typed error, or run "dense" with a warning.
         attention: how attention is computed: "cpu" (torch's flash kernels for CPUs), "triton" (kernels of our own),
             "reference" (plain math), or "auto": the first of them that takes the model.
@@ -80,7 +85,7 @@ class Options:
         if self.chunk_size is not None:
             self._set("chunk_size", _integer("chunk_size", self.chunk_size, 1, MOST_CHUNK_TOKENS))
         if self.memory_budget is not None:
-            self._set("memory_budget", _integer("memory_budget", self.memory_budget, 0, MOST_BYTES))
+            self._set("memory_budget", _bytes("memory_budget", self.memory_budget))
         for key, choices in CHOICES.items():
             _check_choice(key, getattr(self, key), choices)
         self._set("cuda_graphs", _bool("cuda_graphs", self.cuda_graphs))
@@ -142,6 +147,21 @@ def _integer(key: str, value: object, least: int, most: int) -> int:
     return number
 
 
+def as_bytes(text: str) -> int | None:
+    """The bytes that a size such as "8GB", "1.5 GiB" or "4096" is; None for any other text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip()[:80], re.IGNORECASE | re.ASCII)
+    unit = match and UNITS.get(match[2].upper())
+    return int(decimal.Decimal(match[1]) * unit) if match and unit else None
+
+
+def _bytes(key: str, value: object) -> int:
+    size = as_bytes(value) if isinstance(value, str) else as_integer(value)
+    if size is None or not 0 <= size <= MOST_BYTES:
+        expected = f'bytes from 0 to {MOST_BYTES}, as an integer or like "8GB" or "1.5GiB"'
+        raise OptionError(f"bad value for option {key!r}", expected=expected, got=repr(value)[:80])
+    return size
+
+
 def _bool(key: str, value: object) -> bool:
     if not _is_bool(value) or getattr(value, "shape", ()) != ():
         raise OptionError(f"bad value for option {key!r}", expected="True or False", got=repr(value))
@@ -175,5 +195,5 @@ def _check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def _suggest(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else ""

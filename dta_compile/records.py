@@ -33,12 +33,14 @@ class Record:
         engines: those of its graphs that run over a tree, oldest first.
         logged: the lines that it logged already.
         plan: that of the latest call which ran over a tree.
+        as_captured: why graphs run as captured, and rows share nothing there.
         graphs: how many graphs with attention Dynamo captured for it, those that run as captured included.
     """
 
     engines: list[Engine] = dataclasses.field(default_factory=list)
     logged: set[str] = dataclasses.field(default_factory=set)
     plan: Plan | None = None
+    as_captured: list[str] = dataclasses.field(default_factory=list)
     graphs: int = 0
 
     def __reduce__(self) -> tuple[type[Record], tuple[()]]:
@@ -56,8 +58,7 @@ class Record:
         if self.graphs == MANY_GRAPHS:
             logger.warning(
                 "dta: %d graphs were captured for one compiled callable, each taking seconds: TORCH_LOGS=recompiles "
-                "says why (TRL with gradient_checkpointing=True adds hooks to the model at every step: set it False, "
-                "dta decides by itself what to recompute)",
+                "says why",
                 self.graphs,
             )
 

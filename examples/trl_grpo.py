@@ -124,7 +124,7 @@ def train(settings: Settings, where: str | None) -> Run:
             lr_scheduler_type="constant",
             max_grad_norm=0.0,
             bf16=False,
-            gradient_checkpointing=False,  # dta decides itself what to recompute; TRL's adds hooks at every step
+            gradient_checkpointing=False,  # dta decides itself what to recompute
             use_cpu=True,
             seed=3,
             logging_steps=1,

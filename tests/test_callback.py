@@ -7,7 +7,7 @@ import torch
 import dta_compile
 from tests.support.tiny import TinyLM, shared_ids
 
-ARGUMENTS = types.SimpleNamespace(gradient_checkpointing=False, gradient_accumulation_steps=1)
+ARGUMENTS = types.SimpleNamespace(gradient_accumulation_steps=1)
 ARGUMENTS.per_device_train_batch_size = 4
 
 

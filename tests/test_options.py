@@ -44,7 +44,9 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(typo, meant):
         ("cuda_graphs", np.int64(1)),
         ("memory_budget", -1),
         ("memory_budget", 1.5),
-        ("memory_budget", "1GB"),
+        ("memory_budget", "much"),
+        ("memory_budget", "8 apples"),
+        ("memory_budget", "-1GB"),
         ("strategy", "fastest"),
         ("strategy", None),
         ("order", 3),
@@ -69,6 +71,30 @@ def test_numbers_of_numpy_and_torch_are_numbers(tmp_path):
     assert parsed == Options(chunk_size=7, memory_budget=9, cuda_graphs=False, cache_dir=str(tmp_path))
     assert type(parsed.chunk_size) is int and type(parsed.memory_budget) is int and parsed.cuda_graphs is False
     assert Options(chunk_size=torch.tensor(7)).chunk_size == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8GB", 8 * 10**9), ("1.5 GiB", 3 * 2**29), ("4096", 4096), ("0", 0), ("0.3kb", 300)]
+)
+def test_sizes_are_numbers_or_text(text, size):
+    assert Options.parse({"memory_budget": text}).memory_budget == size
+
+
+@pytest.mark.parametrize("key", ["zebra", "learning_rate"])
+def test_what_is_like_no_option_is_not_compared_with_one(key):
+    with pytest.raises(OptionError) as raised:
+        Options.parse({key: 1})
+    assert raised.value.hint == ""
+
+
+def test_options_are_refused_before_anything_is_traced():
+    def function(ids):
+        raise AssertionError("traced")
+
+    torch._dynamo.reset()
+    with pytest.raises(OptionError) as raised:
+        torch.compile(function, backend="dta", options={"chunksize": 8})(torch.ones(2, 3))
+    assert str(raised.value).endswith("did you mean 'chunk_size'?")
 
 
 def test_a_near_value_is_suggested():

@@ -1,8 +1,9 @@
 """What kind of graph Dynamo captured, told before any pass: for the tree, for a run as it is, or for neither.
 
-Generation is told from training on Dynamo's own graph: without gradients, with a KV cache. It runs as captured:
-lowering it would take seconds for every kind of step that `generate` makes (prefill, decoding, with padding and
-without), for nothing.
+Generation is told from training and scoring on Dynamo's own graph: without gradients, with a KV cache that it is
+given. It runs as captured: lowering it would take seconds for every kind of step that `generate` makes (prefill,
+decoding, with padding and without), for nothing. A call that makes a cache of its own scores rows: they share their
+prefixes, and the cache is computed if somebody reads it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from dta_compile.passes.program import output_node
 from dta_compile.passes.symbols import depends_on_data, expression, selects_rows
 
 GENERATION = (
-    "a call without gradients reads or returns a KV cache, as generation does: such calls run as captured "
-    "(for scoring over the prefix tree, pass use_cache=False)"
+    "a call without gradients reads or fills a KV cache, as generation does: such calls run as captured "
+    "(for scoring over the prefix tree, pass use_cache=False, and no cache)"
 )
 
 NO_ATTENTION = (
@@ -101,7 +102,7 @@ def _without_attention(graph: Captured) -> Captured:
 def _for_the_tree(graph: Captured) -> Captured:
     dynamo.trace_again_with_symbolic_sizes(graph.module.graph)
     dynamo.allow_one_more_graph()
-    if not graph.training and (uses_kv_cache(graph.module) or hands_over_states(graph.module)):
+    if not graph.training and _generates(graph.module):
         return dataclasses.replace(graph, kind=Kind.PLAIN, note=GENERATION)
     try:
         local = on_own_tensors(graph.module)
@@ -135,13 +136,14 @@ def captured_mixer_calls(module: fx.GraphModule) -> Iterator[tuple[Mixer, fx.Nod
                     yield known[node.target], node
 
 
-def uses_kv_cache(module: fx.GraphModule) -> bool:
-    """Whether attention reads other tokens' keys, or the graph returns keys or values for later calls."""
+def _generates(module: fx.GraphModule) -> bool:
+    """Whether attention reads other tokens' keys, or the graph adds keys or values to a cache that it is given."""
+    calls = list(captured_mixer_calls(module))
+    if hands_over_states(module) or any(_reads_cache(mixer, call) for mixer, call in calls):
+        return True
     outputs = set(output_node(module.graph).all_input_nodes)
-    return any(
-        _reads_cache(mixer, call) or not outputs.isdisjoint(_sources(mixer, call))
-        for mixer, call in captured_mixer_calls(module)
-    )
+    returns = any(not outputs.isdisjoint(_sources(mixer, call)) for mixer, call in calls)
+    return returns and dynamo.is_given_a_cache()
 
 
 def _reads_cache(mixer: Mixer, call: fx.Node) -> bool:

@@ -25,6 +25,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import (
     BackendCompilerFailed,
     RestartAnalysis,
+    ShortenTraceback,
     TensorifyScalarRestartAnalysis,
     UnspecializeRestartAnalysis,
 )
@@ -37,9 +38,11 @@ from torch.fx.experimental import _config as symbolic_shape_config
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from dta_compile.capture.repeated_layers import traced_once
-from dta_compile.errors import RefusalError
+from dta_compile.errors import OptionError, RefusalError
 from dta_compile.integrations import tracing
+from dta_compile.integrations.checkpoint_flags import CheckpointFlags
 from dta_compile.integrations.fully_shard import Sharded
+from dta_compile.options import Options
 from dta_compile.passes.symbols import hint
 
 MARKED = "_dta_marked_dynamic"
@@ -185,6 +188,26 @@ def _restore(*_: Any) -> None:
         symbolic_shape_config.use_duck_shape = _duck_shapes_before.pop()
 
 
+class _BadOption(ShortenTraceback):
+    """Takes an error of ours through Dynamo, which raises what this says to raise in its place."""
+
+    def __init__(self, error: OptionError) -> None:
+        super().__init__(str(error), first_useful_frame=None)
+        self.error = error
+
+    def remove_dynamo_frames(self) -> Any:
+        """The error, as the call raises it."""
+        return self.error
+
+
+def _options_of(compiler: Any) -> Options:
+    """The options of a compiled callable: those that cannot be used are refused before the trace, which takes long."""
+    try:
+        return Options.parse(compile_wrapper_of(compiler).kwargs.get("options"))  # type: ignore[union-attr]
+    except OptionError as error:
+        raise _BadOption(error) from None
+
+
 def _with_selections(build: Callable[..., None]) -> Callable[..., None]:
     """The constructor of Dynamo's `OutputGraph`, for this backend with sizes that depend on data.
 
@@ -196,8 +219,10 @@ def _with_selections(build: Callable[..., None]) -> Callable[..., None]:
     def build_with_selections(self: Any, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(build).bind(self, *args, **kwargs).arguments
         was_on = given.get("one_graph", False) or getattr(torch._dynamo.config, SELECTIONS)
-        here = CompileContext.current_compile_id()
-        self._dta_selects = not was_on and here not in _without_selections and is_ours(given.get("compiler_fn"))
+        here, compiler = CompileContext.current_compile_id(), given.get("compiler_fn")
+        if is_traced_by_us := is_ours(compiler):
+            _options_of(compiler)
+        self._dta_selects = not was_on and here not in _without_selections and is_traced_by_us
         with torch._dynamo.config.patch({SELECTIONS: was_on or self._dta_selects}):
             build(self, *args, **kwargs)
 
@@ -234,7 +259,9 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
         if not is_ours(self.output.compiler_fn):
             return run(self)
         modules = list(_modules_at_hand(self))
-        _enter_sharded(modules)
+        _enter(Sharded, modules)
+        if _options_of(self.output.compiler_fn).fallback != "dense":  # what runs as captured needs its checkpoints
+            _enter(CheckpointFlags, modules)
         _mark_at_hand(self)
         here = CompileContext.current_compile_id()
         with _no_collections(), traced_once(() if here in _without_regions else modules) as has_regions:
@@ -287,28 +314,31 @@ if not hasattr(InstructionTranslator.run, "__wrapped__"):
 
 
 def _modules_at_hand(translator: Any) -> Iterator[torch.nn.Module]:
-    """Modules that the function which Dynamo begins to trace can name: arguments, free and global variables, what
-    methods belong to, and attributes that it reads of other objects."""
+    """Modules that the function which Dynamo begins to trace can name: arguments (`*args` and `**kwargs`, too), free
+    and global variables, what methods belong to, and attributes that it reads of other objects."""
     names = translator.f_code.co_names
     named = [translator.f_globals[name] for name in names if name in translator.f_globals]
-    for value in (*translator.f_locals.values(), *_contents(translator.closure), *named):
+    arguments = [*translator.f_locals.values()]
+    packed = [value for value in arguments if type(value) in (tuple, dict)]
+    arguments += [part for value in packed for part in (value.values() if isinstance(value, dict) else value)]
+    for value in (*arguments, *_contents(translator.closure), *named):
         owner = getattr(value, "__self__", value)
         is_other = not isinstance(owner, (torch.nn.Module, types.ModuleType, type))
         attributes = [getattr(owner, "__dict__", {}).get(name) for name in names] if is_other else []
         yield from (part for part in (owner, *attributes) if isinstance(part, torch.nn.Module))
 
 
-def _enter_sharded(modules: Iterable[torch.nn.Module]) -> None:
-    """Let the compiled callable that was called gather its FSDP2 modules: now, and whenever it is entered."""
+def _enter(kind: type[Sharded | CheckpointFlags], modules: Iterable[torch.nn.Module]) -> None:
+    """Let the compiled callable that was called prepare its modules: now, and whenever it is entered."""
     entered = _entered()
     if entered is None:  # driven without torch.compile
         return
     hooks, exits = entered
-    sharded = next((hook for hook in hooks if isinstance(hook, Sharded)), None) or Sharded()
-    if sharded.add(modules):
-        if sharded not in hooks:
-            hooks.append(sharded)
-        exits.append(sharded())
+    prepare = next((hook for hook in hooks if isinstance(hook, kind)), None) or kind()
+    if prepare.add(modules):
+        if prepare not in hooks:
+            hooks.append(prepare)
+        exits.append(prepare())
 
 
 def _entered() -> tuple[list[Any], list[Any]] | None:
@@ -407,6 +437,19 @@ def resumes_after_a_break() -> bool:
 def current_compile_wrapper() -> Any | None:
     """The object that `torch.compile` made for the callable now being compiled (an instance of its private wrapper)."""
     return _calling("_TorchCompileWrapper")
+
+
+def is_given_a_cache() -> bool:
+    """Whether the function now being compiled was called with a KV cache of transformers, empty or not."""
+    root = getattr(_calling("OutputGraph"), "root_tx", None)
+    pending = [*getattr(root, "f_locals", {}).values()]
+    while pending:
+        value = pending.pop()
+        if hasattr(type(value), "get_seq_length"):
+            return True
+        if type(value) in (dict, list, tuple):
+            pending += value.values() if isinstance(value, dict) else value
+    return False
 
 
 def _traces_for_this_backend() -> bool:

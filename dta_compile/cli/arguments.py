@@ -16,6 +16,7 @@ from dta_compile.data import ReadOptions, Recorded, Recording, read
 from dta_compile.data.recorded import LOSSES, TURNS
 from dta_compile.errors import OptionError, PlanError
 from dta_compile.files import write_output
+from dta_compile.options import MOST_BYTES, as_bytes
 from dta_compile.plan import PrefixTree
 from dta_compile.plan.tree.split_prefixes import with_routes
 
@@ -58,6 +59,14 @@ def real(least: float, most: float) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def size(text: str) -> int:
+    """A type of argument: bytes, as a number or like 8GB."""
+    value = as_bytes(text)
+    if value is None or value > MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"expected bytes, as a number or like 8GB or 1.5GiB, got {text[:40]!r}")
+    return value
 
 
 LONGEST = 1000  # characters of a line of a message
@@ -136,7 +145,8 @@ def read_source(path: str, options: ReadOptions, leaf_only: bool = False) -> Rec
     recording = read(path, options)
     if not leaf_only:
         return recording
-    return dataclasses.replace(recording, sequences=leaves_only(recording.sequences))
+    batches = tuple(map(leaves_only, recording.batches))
+    return dataclasses.replace(recording, sequences=[one for batch in batches for one in batch], batches=batches)
 
 
 def leaves_only(sequences: list[Recorded]) -> list[Recorded]:

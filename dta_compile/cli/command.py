@@ -27,6 +27,7 @@ from dta_compile.cli.arguments import (
     read_options,
     read_source,
     routes_of,
+    size,
     visible,
     whole,
     write,
@@ -42,8 +43,8 @@ from dta_compile.plan import Plan, plan
 from dta_compile.plan.schedule import MODES, Anchor, Forward
 from dta_compile.plan.tree.chunk import Chunk
 
-# Segments and levels of the tree, and operations of the schedule, that are printed without --full.
-MOST_NODES, MOST_LEVELS, MOST_OPS = 40, 10, 40
+# The largest segments of the tree, and operations of the schedule, that are printed without --full.
+MOST_NODES, MOST_OPS = 10, 40
 UNFORESEEN = "the input cannot be used, or there is an error in dta"
 MOST_STEPS = 2**20  # of the demo
 LABEL_WIDTH = 120  # columns for the longest label of a segment
@@ -110,7 +111,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         choices = ", ".join(CHOICES[key])
         parser.add_argument(f"--{key}", default=getattr(defaults, key), help=f"{choices} (default: %(default)s)")
     parser.add_argument("--mode", choices=MODES, default="transparent", help="how it is driven (default: %(default)s)")
-    parser.add_argument("--memory-budget", type=int, metavar="BYTES", help="of activations kept (default: all of them)")
+    parser.add_argument(
+        "--memory-budget", type=size, metavar="SIZE", help="of activations kept, such as 8GB (default: all)"
+    )
     parser.add_argument(
         "--bytes-per-token", type=whole(0), help="activations of one token, for a --memory-budget above 0"
     )
@@ -159,12 +162,22 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.compare or arguments.rows is not None:
         return _plan_batches(arguments)
     recording = read_source(arguments.file, read_options(arguments), arguments.leaf_only)
+    if len(recording.batches) > 1:
+        if arguments.html or arguments.dot or arguments.schedule:
+            raise PlanError(
+                "a tree is of one batch, and a folder of dumps has one in each file",
+                got=f"{len(recording.batches)} files",
+                hint="name one of its files",
+            )
+        return _plan_batches(arguments)
     made = _made(recording.sequences, arguments)
     for target, render in ((arguments.json, as_json), (arguments.dot, as_dot)):
         if target:
             write(target, render(made))
     if arguments.html:
         made.to_html(arguments.html, title=_name(arguments.file), **_known(recording))
+        written = Path(arguments.html)
+        print(f"{visible(str(written.resolve()))}: {written.stat().st_size / 1e6:.1f} MB, opens in a browser from disk")
     if not (arguments.json or arguments.dot or arguments.html):
         _print(made, arguments)
     return 0
@@ -193,7 +206,8 @@ def _plan_batches(arguments: argparse.Namespace) -> int:
         found = totals(arguments, _made)
         text = found.to_json()
         if not arguments.json:
-            print_totals([f"{arguments.rows} rows a batch"], [found], console)
+            title = "a file a batch" if arguments.rows is None else f"{arguments.rows} rows a batch"
+            print_totals([title], [found], console)
     if arguments.json:
         write(arguments.json, text)
     return 0
@@ -226,7 +240,8 @@ def _print(made: Plan, arguments: argparse.Namespace) -> None:
         console.width = max(console.width, LABEL_WIDTH + 4 * levels(made))
         console.print(tree_view(made), soft_wrap=True)
     else:
-        console.print(tree_view(made, MOST_NODES, MOST_LEVELS), soft_wrap=True)
+        console.print(tree_view(made, MOST_NODES), soft_wrap=True)
+        console.print("--full shows all of it, and --html PAGE draws it", style="dim")
     if arguments.schedule:
         lines = str(made.schedule).splitlines()
         shown = lines if arguments.full else lines[: MOST_OPS + 1]
@@ -242,18 +257,19 @@ GOLDEN_RATIO = 0.618034  # steps around the colour circle that never come close 
 MOST_SEQUENCES = 6  # sequences named beside a node
 
 
-def tree_view(plan: Plan, most: int | None = None, deepest: int | None = None) -> Tree:
+def tree_view(plan: Plan, most: int | None = None) -> Tree:
     """The prefix tree for a terminal: depths of each segment and the sequences that end with it.
 
     Args:
         plan: whose tree to show.
-        most: show at most so many segments, breadth first, so that the shape near the root is always seen.
-        deepest: show at most so many levels of segments.
+        most: show so many of the largest segments, and what is above them.
     """
     nodes = plan.tree.nodes
-    shown = _nodes_to_show(plan, most, deepest)
+    shown = set(nodes) if most is None else _largest(plan, most)
     title = f"prefix tree: {plan.stats.tree_tokens:,} tokens, {len(nodes):,} segments"
-    view = Tree(title if len(shown) == len(nodes) else f"{title}, {len(shown)} of them here (--full shows all)")
+    if len(shown) < len(nodes):
+        title += f", the {most} largest and what is above them"
+    view = Tree(title)
     pending = [(view, _roots(plan))]
     while pending:
         branch, children = pending.pop()
@@ -284,9 +300,16 @@ def _levels(plan: Plan) -> list[list[int]]:
     return found
 
 
-def _nodes_to_show(plan: Plan, most: int | None, deepest: int | None) -> set[int]:
-    breadth_first = [node for level in _levels(plan)[:deepest] for node in level]
-    return set(breadth_first[:most])
+def _largest(plan: Plan, most: int) -> set[int]:
+    """The largest segments, and those above them."""
+    nodes, found = plan.tree.nodes, set[int]()
+    pending = sorted(nodes, key=lambda node: nodes[node]["start"] - nodes[node]["stop"])[:most]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += plan.tree.predecessors(node)
+    return found
 
 
 def _label(node: dict[str, Any]) -> str:

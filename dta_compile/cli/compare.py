@@ -77,7 +77,7 @@ class Totals:
 def add_compare(parser: argparse.ArgumentParser) -> None:
     """Declare how sequences become batches, and what is compared."""
     batches = parser.add_argument_group("batches")
-    batches.add_argument("--rows", type=whole(1), metavar="N", help="sequences of a batch (default: all in one)")
+    batches.add_argument("--rows", type=whole(1), metavar="N", help="sequences of a batch (default: those of a file)")
     batches.add_argument(
         "--arrange",
         choices=ARRANGEMENTS,
@@ -98,8 +98,13 @@ def totals(arguments: argparse.Namespace, make_plan: MakePlan) -> Totals:
     Raises:
         OptionError: fewer than one row a batch.
     """
-    sequences = read_source(arguments.file, read_options(arguments), arguments.leaf_only).sequences
-    plans = [make_plan(batch, arguments) for batch in _batches(sequences, arguments.rows, arguments.arrange)]
+    recording = read_source(arguments.file, read_options(arguments), arguments.leaf_only)
+    sequences = recording.sequences
+    if arguments.rows is None and arguments.arrange == ARRANGEMENTS[0]:
+        batches: Sequence[list[Recorded]] = recording.batches
+    else:
+        batches = _batches(sequences, arguments.rows, arguments.arrange)
+    plans = [make_plan(batch, arguments) for batch in batches]
     stats = [plan.stats for plan in plans]
     return Totals(
         batches=len(plans),

@@ -9,28 +9,39 @@ import json
 from rich.console import Console
 from rich.table import Table
 
-from dta_compile.cli.arguments import add_source, read_options, read_source, real, visible, write
+from dta_compile.cli.arguments import add_source, read_options, read_source, real, size, visible, whole, write
 from dta_compile.errors import OptionError
-from dta_compile.estimate import DEVICES, Device, Estimate, Prediction, device_named, estimate, model_shape
+from dta_compile.estimate import (
+    DEVICES,
+    OPTIMIZERS,
+    SHARDS,
+    Device,
+    Estimate,
+    Prediction,
+    Ranks,
+    device_named,
+    estimate,
+    model_shape,
+)
 from dta_compile.files import read_text
-from dta_compile.options import Options
+from dta_compile.options import CHOICES, Options
 from dta_compile.plan import CostModel
 
 FIGURE = real(1e-6, 1e9)  # of devices: TFLOP/s, TB/s, GB
 WIDTH = 100  # columns of the table, also where the terminal has fewer
 NOTES = """\
 Ranges: steps measured on an H100 took 0.80 to 1.02 of what is predicted, memory 0.87 to 1.12; a device that was
-not measured gets a factor of 2. Others are priced at the same rates, which eager code does not reach: there, dense
-steps took 1.0 to 1.8 times as long, with checkpoints 1.7 to 3.7, packed trees 1.1 to 1.7. Not in it: the optimiser,
-what the loss keeps, the allocator's own. Sliding windows are priced as full attention."""
+not measured gets a factor of 2. Others are priced at the same rates, and scaled as they were measured there: dense
+steps took 1.0 to 1.8 times as long, with checkpoints 1.7 to 3.7, packed trees 1.1 to 1.7. Not in it: the time of the
+optimiser and of what ranks send each other, what the loss keeps. Sliding windows are priced as full attention."""
 
 
 def add_estimate(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `dta estimate`."""
     parser.set_defaults(run=_run)
     parser.description = (
-        "Tokens, memory by budget and the time of a step (forward and backward, without the optimiser), against dense "
-        "training and a packed tree. 16-bit weights, gradients summed in float32."
+        "Tokens, memory by sweep and budget and the time of a step (forward and backward), against dense training and "
+        "a packed tree, and in words what fits. 16-bit weights, gradients summed in float32."
     )
     parser.add_argument(
         "config", metavar="CONFIG", help="config.json of transformers, its folder, or a name of the hub"
@@ -41,8 +52,24 @@ def add_estimate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", type=FIGURE, metavar="TB/S", help="of its memory")
     parser.add_argument("--memory", type=FIGURE, metavar="GB", help="that it has")
     parser.add_argument("--calibration", metavar="FILE", help="measured rates, as compiled calls keep them (cache_dir)")
+    parser.add_argument("--ranks", type=whole(1, 2**16), default=1, help="that divide the batch (default: %(default)s)")
+    parser.add_argument(
+        "--shard",
+        choices=SHARDS,
+        default=SHARDS[0],
+        help="fsdp: weights, gradients and states are divided among the ranks (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="none",
+        help=f"and its bytes of a parameter: {', '.join(f'{name} {held}' for name, held in OPTIMIZERS.items())}",
+    )
+    parser.add_argument("--sweep", choices=CHOICES["sweep"], default="auto", help="default: both are predicted")
     parser.add_argument("--chunk-size", type=int, help="default: as the cost model chooses")
-    parser.add_argument("--memory-budget", type=int, metavar="BYTES", help="default: half of what is free")
+    parser.add_argument(
+        "--memory-budget", type=size, metavar="SIZE", help="such as 8GB (default: half of what is free)"
+    )
     parser.add_argument("--leaf-only", action="store_true", help="leave out sequences that are prefixes of others")
     parser.add_argument("--json", metavar="OUT", help="write it as JSON to OUT (- for stdout) and print nothing")
 
@@ -54,11 +81,13 @@ def _run(arguments: argparse.Namespace) -> int:
         None if arguments.bandwidth is None else arguments.bandwidth * 1e12,
         None if arguments.memory is None else arguments.memory * 1e9,
     )
-    options = Options(chunk_size=arguments.chunk_size, memory_budget=arguments.memory_budget)
-    sequences = read_source(arguments.file, read_options(arguments), arguments.leaf_only).sequences
+    options = Options(arguments.chunk_size, sweep=arguments.sweep, memory_budget=arguments.memory_budget)
+    ranks = Ranks(arguments.ranks, arguments.shard, arguments.optimizer)
+    batches = read_source(arguments.file, read_options(arguments), arguments.leaf_only).batches
+    sequences = max(batches, key=lambda batch: sum(map(len, batch)), default=[])  # of a folder, the largest
     cost = None if arguments.calibration is None else _calibrated(arguments.calibration)
     shape = model_shape(arguments.config)
-    found = estimate(sequences, shape, device, options, cost)
+    found = estimate(sequences, shape, device, options, cost, ranks)
     if arguments.json:
         text = json.dumps(_as_json(found) | {"model": dataclasses.asdict(shape)}, indent=1) + "\n"
         write(arguments.json, text)
@@ -91,6 +120,11 @@ def _as_json(found: Estimate) -> dict[str, object]:
         "others": [dataclasses.asdict(one) for one in found.others],
         "source": found.source,
         "uncertainty": found.uncertainty,
+        "best": None if found.best is None else dataclasses.asdict(found.best),
+        "batches": found.batches,
+        "usable": found.usable,
+        "ranks": dataclasses.asdict(found.ranks),
+        "ranks_needed": found.ranks_needed,
     }
 
 
@@ -107,22 +141,47 @@ def _print(found: Estimate, device: Device, console: Console) -> None:
     for title in ("", "seconds", "range", "times", "peak GB", "forwarded twice", "chunks"):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     for one in found.ours:
-        table.add_row(*_row(one, found.ours[0].seconds, found.uncertainty, device))
+        table.add_row(*_row(one, found), style="bold" if one is found.best else "")
     for one in found.others:
-        table.add_row(*_row(one, found.ours[0].seconds, None, device))
+        table.add_row(*_row(one, found))
     console.width = max(console.width, WIDTH)
     console.print(table)
     console.print(NOTES, style="dim", soft_wrap=True)
+    console.print(verdict(found, device), soft_wrap=True, markup=False)
 
 
-def _row(one: Prediction, ours: float, factor: float | None, device: Device) -> tuple[str, ...]:
-    fits = "" if one.bytes <= device.memory else " (too much)"
+def verdict(found: Estimate, device: Device) -> str:
+    """What fits, and by which options, or what is missing."""
+    ranks, best = found.ranks, found.best
+    where = f"{ranks.count:,} x {visible(device.name)}" if ranks.count > 1 else visible(device.name)
+    optimiser = "no optimiser" if ranks.optimizer == "none" else f"{ranks.optimizer} in it"
+    memory = f"{device.memory / 1e9:,.0f} GB of memory, {found.usable / 1e9:,.0f} of them for plans"
+    if best is not None:
+        budget = device.memory if best.budget is None else best.budget
+        options = f"options={{'sweep': '{best.sweep}', 'memory_budget': '{budget / 1e9:.1f}GB'}}"
+        parts = f", each rank's batch in {found.batches} one after another" if found.batches > 1 else ""
+        times = f"{_seconds(best.seconds)} s, {_seconds(best.seconds * best.factors[0])} to "
+        times += f"{_seconds(best.seconds * best.factors[1])} s"
+        return (
+            f"verdict: fits {where} ({memory}, {optimiser}) with {options}{parts}: {best.bytes / 1e9:,.1f} GB, {times}"
+        )
+    leanest = min(found.ours, key=lambda one: one.bytes)
+    text = f"verdict: does not fit {where} ({memory}, {optimiser}): at least {leanest.bytes / 1e9:,.1f} GB"
+    text += f", {found.fixed_bytes / 1e9:,.1f} of them for weights, gradients and the optimiser"
+    if found.ranks_needed is None:
+        return f"{text}; no number of ranks makes it fit, so train shorter sequences or take a smaller model"
+    return f"{text}; it would with --ranks {found.ranks_needed} --shard fsdp"
+
+
+def _row(one: Prediction, found: Estimate) -> tuple[str, ...]:
+    least, most = (one.seconds * factor for factor in one.factors)
+    reference = (found.best or found.ours[0]).seconds
     return (
         one.name,
         _seconds(one.seconds),
-        "at least" if factor is None else f"{_seconds(one.seconds / factor)} to {_seconds(one.seconds * factor)}",
-        f"{one.seconds / ours:.2f}" if ours else "",
-        f"{one.bytes / 1e9:,.1f}{fits}",
+        f"{_seconds(least)} to {_seconds(most)}",
+        f"{one.seconds / reference:.2f}" if reference else "",
+        f"{one.bytes / 1e9:,.1f}{'' if one.bytes <= found.usable else ' (too much)'}",
         f"{one.forwarded_twice:,}",
         f"{one.chunk_size:,}" if one.chunk_size else "",
     )

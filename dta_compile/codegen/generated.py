@@ -19,6 +19,7 @@ from dta_compile.executable.code import AnySource
 from dta_compile.executable.pieces import NO_CODES, AnyCode, Codes, Piece, TreeAttention
 
 AnyPiece = Piece | TreeAttention
+LONG = 10.0  # seconds that a call is not silent about
 
 logger = logging.getLogger("dta_compile")
 
@@ -99,11 +100,18 @@ class GeneratedCode:
 
     def _generate_now(self) -> None:
         codes, started, self._job = dict[AnyPiece, AnyCode](), time.perf_counter(), None
-        for key, piece in self._pending.items():
+        for number, (key, piece) in enumerate(self._pending.items()):
             try:
                 codes[piece] = _made(key, piece.source)
             except Exception as error:
                 self._fail(reason(error))
+            taken = time.perf_counter() - started
+            if number == 0 and (expected := taken * len(self._pending)) >= LONG:
+                logger.warning(
+                    "dta: generating code for %d pieces before this call goes on: about %.0f s, the first took %.1f s"
+                    " (with codegen='auto' calls go on meanwhile)",
+                    *(len(self._pending), expected, taken),
+                )
         self._pending.clear()
         self._add(codes)
         self.seconds += time.perf_counter() - started

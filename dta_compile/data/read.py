@@ -25,11 +25,13 @@ class Recording:
         sequences: its token sequences, in its order.
         kind: what it was read as, in words.
         tokenizer: the one that was named; None: none was.
+        batches: the same by file, of a folder of several: trainers dump a batch into each.
     """
 
     sequences: list[Recorded]
     kind: str
     tokenizer: Tokenizer | None = None
+    batches: tuple[list[Recorded], ...] = ()
 
 
 def read(path: str, options: ReadOptions | None = None) -> Recording:
@@ -51,18 +53,19 @@ def read(path: str, options: ReadOptions | None = None) -> Recording:
     if options.tokenizer is not None:
         reader.tokenizer = load_tokenizer(options.tokenizer, options.chat_template)
     files = _files(path, options)
-    sequences: list[Recorded] = []
+    batches: list[list[Recorded]] = []
     kinds: list[str] = []
     for file in files:
         is_rollouts = file != "-" and Path(file).is_file() and _begins(file) == ZIP
         found = _rollouts(file) if is_rollouts else list(reader.read(_rows(file, options)))
         kinds += ["rollout files"] if is_rollouts else []
         # Each file numbers its trajectories anew.
-        sequences += [_of_file(one, file) for one in found] if len(files) > 1 else found
+        batches.append([_of_file(one, file) for one in found] if len(files) > 1 else found)
     kinds = [*dict.fromkeys(kinds), *(f"{count:,} {kind}" for kind, count in reader.kinds.items())]
     if len(files) > 1:
         kinds = [f"{len(files)} files", *kinds]
-    return Recording(sequences, ", ".join(kinds) or "nothing", reader.tokenizer)
+    sequences = [one for batch in batches for one in batch]
+    return Recording(sequences, ", ".join(kinds) or "nothing", reader.tokenizer, tuple(batches))
 
 
 def _files(path: str, options: ReadOptions) -> list[str]:

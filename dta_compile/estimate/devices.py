@@ -77,7 +77,7 @@ def device_named(
     known = DEVICES.get(name.lower())
     if known is None:
         if tflops is None or bandwidth is None or memory is None:
-            near = difflib.get_close_matches(name.lower(), DEVICES, n=1, cutoff=0.3)
+            near = difflib.get_close_matches(name.lower(), DEVICES, n=1, cutoff=0.6)
             raise OptionError(
                 "a device without peak figures",
                 expected=f"{', '.join(DEVICES)}; or --tflops, --bandwidth and --memory",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,20 @@ from dta_compile.data.tables import optional
 from dta_compile.errors import OptionError
 from dta_compile.estimate.devices import ATTENTION_SHARE, BANDWIDTH_SHARE, CALIBRATED, MATMUL_SHARE, Device
 from dta_compile.options import CHUNK_TOKENS, Options
-from dta_compile.plan import CostModel, Footprint, Limits, Plan, PrefixTree, Rates, Work, make_plan, peak_bytes
+from dta_compile.plan import (
+    CostModel,
+    Footprint,
+    Limits,
+    PartBytes,
+    Plan,
+    PrefixTree,
+    Rates,
+    Work,
+    balance,
+    bytes_of_halves,
+    make_plan,
+)
+from dta_compile.plan.schedule import SWEEPS
 from dta_compile.plan.tree.prefix_tree import IntArray
 
 NUMBER, SUM = 2, 4  # bytes of a 16-bit weight, activation or gradient, and of a sum of gradients in float32
@@ -25,6 +39,17 @@ ATTENTION_BACKWARD = 2.5  # operations of the backward of attention, over those 
 HEAD_BACKWARD = 3.0  # the head goes over the vocabulary again, and then backward
 CHUNK_SIZES, CHUNK_SHARE = (CHUNK_TOKENS, 4096, 8192), 0.4  # as the runtime chooses from, of its budget
 BUDGET_SHARE = 0.5  # of the free memory, as the runtime has it
+# Of the device's memory, what plans may take: CUDA and the allocator have their part, and predictions were 12% off.
+USABLE = 0.9
+BATCHES = (1, 2, 4, 8, 16, 32, 64)  # that are tried
+MOST_RANKS = 4096
+LEAST_BUDGET = 1e8  # bytes worth keeping
+# Bytes of a parameter that optimisers keep. Mixed precision has float32 weights besides, and two float32 moments.
+OPTIMIZERS = {"none": 0, "sgd": 0, "adamw": 12, "adamw-bf16": 4, "adamw-8bit": 2}
+SHARDS = ("none", "fsdp")
+# How many times as long eager steps took as what is predicted for them (benchmarks/GPU.md): the least and the most.
+RIVALS = {"dense": (1.0, 1.8), "dense, checkpointed": (1.7, 3.7)}
+RIVALS |= dict.fromkeys(("packed tree", "packed tree, checkpointed"), (1.1, 1.7))
 WORKING = {"cache_only": 2.0, "forward_only": 2.0, "forward": 2.0, "backward": 4.0}  # times the outputs of a layer
 CHECKPOINT = 1.0  # forward runs more of a dense step with checkpoints
 
@@ -36,8 +61,10 @@ class Prediction:
     Attributes:
         name: of the way.
         seconds: of forward and backward.
-        bytes: at the peak, the model and its gradients included.
+        bytes: on a rank at the peak, with the model, its gradients and the optimiser.
         forwarded_twice: tokens.
+        factors: seconds may be so many times as long, at least and at most.
+        sweep, budget: options that plans of ours are made with.
         chunk_size: most tokens of a chunk; 0 where there are none.
     """
 
@@ -45,7 +72,44 @@ class Prediction:
     seconds: float
     bytes: float
     forwarded_twice: int
+    factors: tuple[float, float]
+    sweep: str = ""
+    budget: int | None = None
     chunk_size: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The ranks that divide a batch among them, and what each of them holds of the model.
+
+    Attributes:
+        count: ranks.
+        shard: "none" (each holds all) or "fsdp" (weights, gradients and states are divided; what runs is gathered).
+        optimizer: of `OPTIMIZERS`.
+    """
+
+    count: int = 1
+    shard: str = "none"
+    optimizer: str = "none"
+
+    @property
+    def holders(self) -> int:
+        """Ranks that parameters are divided among."""
+        return self.count if self.shard == "fsdp" else 1
+
+    def held(self, shape: ModelShape) -> float:
+        """Bytes that a rank holds all the time: weights, gradients, states of the optimiser."""
+        return shape.parameters * float(NUMBER + NUMBER + OPTIMIZERS[self.optimizer]) / self.holders
+
+    def gathered(self, shape: ModelShape, sweep: str) -> float:
+        """Bytes of weights that are together while a step runs, besides: all, or two layers and what is of no layer."""
+        if self.holders == 1:
+            return 0.0
+        return NUMBER * float(shape.parameters if sweep == "chunks" else shape.outside + 2 * shape.layer)
+
+    def summed(self, parameters: float) -> float:
+        """Bytes of the gradients of parameters until they are final: float32 sums; of sharded ones all, not reduced."""
+        return parameters * float(SUM + (NUMBER if self.holders > 1 else 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +117,18 @@ class Estimate:
     """What a step of a batch comes to.
 
     Attributes:
-        plan: the one that the default budget gives.
+        plan: the best one: the fastest that fits, or the one that needs least.
         head_rows: distinct uses of the head.
-        fixed_bytes: of weights and gradients.
-        ours: by budget.
+        fixed_bytes: of weights, gradients and the optimiser on a rank.
+        ours: by sweep and budget.
         others: dense and packed tree.
         source: of the times, in words.
         uncertainty: factor either way in which times of ours may lie.
+        best: the fastest of ours that fits; None: none does.
+        batches: that each rank runs one after another, their gradients added up, for any to fit.
+        usable: bytes of the device that plans may take.
+        ranks: what it is for.
+        ranks_needed: if none fits, how many ranks would do by "fsdp"; None: that is not known.
     """
 
     plan: Plan
@@ -69,6 +138,11 @@ class Estimate:
     others: tuple[Prediction, ...]
     source: str
     uncertainty: float
+    best: Prediction | None
+    batches: int
+    usable: float
+    ranks: Ranks
+    ranks_needed: int | None
 
 
 def cost_of(shape: ModelShape, device: Device) -> CostModel:
@@ -125,64 +199,180 @@ def estimate(
     device: Device,
     options: Options,
     cost: CostModel | None = None,
+    ranks: Ranks | None = None,
 ) -> Estimate:
     """Predict a step.
 
     Args:
-        options: a `memory_budget` stands for the default one; a `chunk_size` is taken as it is.
+        options: a `memory_budget` stands for the default one; `chunk_size` and `sweep` are taken as they are.
         cost: measured rates, in place of the roofline.
+        ranks: that divide the sequences among them; what is predicted is the rank with the largest tree.
     """
-    tree = PrefixTree.build([one.tokens for one in sequences])
-    heads = head_starts_of(tree, sequences)
-    uncertainty = device.uncertainty if cost is None else CALIBRATED
-    cost, footprint = cost or cost_of(shape, device), footprint_of(shape)
-    fixed = shape.parameters * float(NUMBER + NUMBER + SUM)
-    default = options.memory_budget
-    if default is None:
-        default = max(int((device.memory - shape.parameters * float(NUMBER + SUM)) * BUDGET_SHARE), 0)
-    made: list[tuple[str, Plan]] = []
-    for name, budget in ((f"{default / 1e9:.1f} GB kept", default), ("nothing kept", 0), ("all kept", None)):
-        sizes = _chunk_sizes(default if budget is None else budget, footprint)
-        made.append((name, make_plan(tree, options, limits=Limits(budget, footprint, cost, heads, sizes))))
-    ours = tuple(_ours(f"dta, {name}", plan, footprint, fixed) for name, plan in made)
-    others = tuple(_others(tree, heads, cost, footprint, fixed))
-    return Estimate(made[0][1], int(heads[-1]), fixed, ours, others, cost.source, uncertainty)
+    ranks, usable = ranks or Ranks(), USABLE * device.memory
+    factor = device.uncertainty if cost is None else CALIBRATED
+    step = _Step(shape, ranks, options, cost or cost_of(shape, device), (1 / factor, factor))
+    for batches in (*BATCHES, 1):  # all at once again, if nothing fits
+        step.take(_largest(sequences, ranks.count * batches), batches)
+        least = {sweep: step.planned(sweep, "nothing kept", 0) for sweep in step.sweeps}
+        leanest, _ = min(least.values(), key=lambda found: found[0].bytes)
+        if leanest.bytes <= usable or ranks.held(shape) > usable:
+            break
+    made = [one for sweep, nothing in least.items() for one in step.by_budget(sweep, nothing, device.memory, usable)]
+    fitting = [found for found in made if found[0].bytes <= usable]
+    best = min(fitting, key=lambda found: (found[0].seconds, found[0].bytes)) if fitting else None
+    _, plan = best or min(made, key=lambda found: found[0].bytes)
+    return Estimate(
+        plan,
+        int(step.heads[-1]),
+        ranks.held(shape),
+        tuple(found for found, _ in made),
+        tuple(step.others()),
+        step.cost.source,
+        factor,
+        best[0] if best else None,
+        batches,
+        usable,
+        ranks,
+        None if best else _ranks_needed(shape, ranks, leanest, usable),
+    )
+
+
+def _largest(sequences: Sequence[Recorded], count: int) -> list[Recorded]:
+    """Of so many groups that share little with each other, the one with the largest tree."""
+    if count == 1:
+        return list(sequences)
+    groups = balance([one.tokens for one in sequences], count)
+    trees = {
+        number: PrefixTree.build([sequences[i].tokens for i in group]) for number, group in enumerate(groups) if group
+    }
+    largest = max(trees, key=lambda number: trees[number].num_rows) if trees else 0
+    return [sequences[i] for i in groups[largest]]
+
+
+def _ranks_needed(shape: ModelShape, ranks: Ranks, leanest: Prediction, usable: float) -> int | None:
+    """Ranks among which the model can be divided for a step to fit, if each runs as large a tree."""
+    running = leanest.bytes - ranks.held(shape) - ranks.gathered(shape, leanest.sweep)
+    count = max(ranks.count, 2)
+    while count <= MOST_RANKS:
+        more = dataclasses.replace(ranks, count=count, shard="fsdp")
+        if running + more.held(shape) + more.gathered(shape, leanest.sweep) <= usable:
+            return count
+        count *= 2
+    return None
+
+
+class _Step:
+    """A step of a rank, and the ways to run it.
+
+    Attributes:
+        sweeps: to choose from.
+        tree, heads: of a batch of it, see `take`.
+    """
+
+    def __init__(
+        self, shape: ModelShape, ranks: Ranks, options: Options, cost: CostModel, factors: tuple[float, float]
+    ) -> None:
+        self.shape, self.ranks, self.options, self.cost, self.factors = shape, ranks, options, cost, factors
+        self.sweeps = SWEEPS if options.sweep == "auto" else (options.sweep,)
+        self.footprint = footprint_of(shape)
+        self.parts = parts_of(shape, ranks)
+        self.sums = ranks.summed(shape.parameters)
+        self.take([], 1)
+
+    def take(self, sequences: Sequence[Recorded], batches: int) -> None:
+        """Predict for the tree of these sequences, run so many times."""
+        self.tree = PrefixTree.build([one.tokens for one in sequences])
+        self.heads, self.batches = head_starts_of(self.tree, sequences), batches
+
+    def planned(self, sweep: str, name: str, budget: int | None) -> tuple[Prediction, Plan]:
+        """The plan of a sweep that keeps so much, and what it comes to."""
+        shape, options = self.shape, dataclasses.replace(self.options, sweep=sweep)
+        sizes = _chunk_sizes(budget or 0, self.footprint if sweep == "chunks" else self.parts[0].footprint)
+        if budget is None:
+            sizes = CHUNK_SIZES
+        limits = Limits(budget, self.footprint, self.cost, self.heads, sizes, self.sums, self.parts)
+        plan = make_plan(self.tree, options, limits=limits)
+        parts, stack = limits.of_sweep(sweep), plan.simulation.peak_stack_tokens
+        first, second = bytes_of_halves(plan.prefix_tree, plan.schedule, parts, stack, plan.limits.head_starts)
+        # Gradients of keys and values are sums as well, and those are wider.
+        second += stack * max(part.footprint.kv_token for part in parts) * (SUM / NUMBER - 1)
+        found = Prediction(
+            f"{sweep}, {name}",
+            self.batches * plan.estimates.seconds,
+            self.ranks.held(shape) + self.ranks.gathered(shape, sweep) + max(first, second),
+            self.batches * plan.simulation.recomputed_tokens,
+            self.factors,
+            sweep,
+            budget,
+            plan.schedule.chunk_size,
+        )
+        return found, plan
+
+    def by_budget(
+        self, sweep: str, nothing: tuple[Prediction, Plan], memory: float, usable: float
+    ) -> list[tuple[Prediction, Plan]]:
+        """With the default budget, or as much of it as fits; nothing kept; and all."""
+        budget = self.options.memory_budget
+        if is_default := budget is None:
+            sums = self.sums if sweep == "chunks" else max(part.sums for part in self.parts)
+            free = memory - self.ranks.held(self.shape) - self.ranks.gathered(self.shape, sweep) - sums
+            budget = int(max(free, 0) * BUDGET_SHARE)
+        found = self.planned(sweep, f"{budget / 1e9:.1f} GB kept", budget)
+        while is_default and found[0].bytes > usable >= nothing[0].bytes and budget > LEAST_BUDGET:
+            budget //= 2
+            found = self.planned(sweep, f"{budget / 1e9:.1f} GB kept", budget)
+        everything = self.planned(sweep, "all kept", None)
+        return [nothing, everything] if is_default and budget <= LEAST_BUDGET else [found, nothing, everything]
+
+    def others(self) -> list[Prediction]:
+        """Rivals, scaled as they were measured: one sequence at a time, and the tree in a masked row."""
+        tree, heads, footprint, cost = self.tree, self.heads, self.footprint, self.cost
+        lengths = tree.lengths
+        per_token = float(heads[-1]) / max(tree.num_rows, 1)
+        pairs, tree_pairs = _pairs(lengths), _pairs(tree.stop) - _pairs(tree.start)
+        dense = Work(len(lengths), len(lengths), int(lengths.sum()), pairs, int(lengths.sum() * per_token))
+        packed = Work(1, 1, tree.num_rows, tree_pairs, int(heads[-1]))
+        fixed = self.ranks.held(self.shape) + self.ranks.gathered(self.shape, "stages")
+        longest, found = int(lengths.max(initial=0)), []
+        for name, work, size in (("dense", dense, longest), ("packed tree", packed, tree.num_rows)):
+            kept = fixed + footprint.graph_token * size
+            layer = fixed + self.shape.hidden * NUMBER * self.shape.layers * size
+            layer += self.parts[0].footprint.while_running("backward", Work(tokens=size))
+            once = cost.forward.seconds(work) + cost.backward.seconds(work)
+            again = once + CHECKPOINT * cost.forward.seconds(work._replace(heads=0))
+            for way, seconds, size_in_bytes, twice in (
+                (name, once, kept, 0),
+                (f"{name}, checkpointed", again, layer, work.tokens),
+            ):
+                least, most = RIVALS[way]
+                middle = math.sqrt(least * most)
+                factors = least / middle * self.factors[0], most / middle * self.factors[1]
+                scaled = self.batches * middle * seconds
+                found.append(Prediction(way, scaled, size_in_bytes, self.batches * twice, factors))
+        return found
+
+
+def parts_of(shape: ModelShape, ranks: Ranks) -> tuple[PartBytes, ...]:
+    """Bytes of the parts that a sweep of stages runs, a layer each: the first one with the embedding and the last one
+    with the head; what they hand on are hidden states."""
+    graph = shape.outputs / shape.layers * NUMBER
+    working = {name: ((0.0, times * shape.widest * NUMBER, 0.0),) for name, times in WORKING.items()}
+    footprint = Footprint(graph, kv_token=shape.kv_width * NUMBER, working=working)
+    last = shape.layers - 1
+    outside = {0: max(shape.outside - shape.head, 0) if last else shape.outside, last: min(shape.head, shape.outside)}
+    return tuple(
+        PartBytes(
+            footprint,
+            ranks.summed(shape.layer + outside.get(number, 0)),
+            shape.hidden * float(NUMBER) if number < last else 0.0,
+        )
+        for number in range(shape.layers)
+    )
 
 
 def _chunk_sizes(budget: float, footprint: Footprint) -> tuple[int, ...]:
     least, *larger = CHUNK_SIZES
     return least, *(size for size in larger if size * footprint.graph_token <= CHUNK_SHARE * budget)
-
-
-def _ours(name: str, plan: Plan, footprint: Footprint, fixed: float) -> Prediction:
-    first, second = peak_bytes(plan.prefix_tree, plan.schedule, footprint, plan.limits.head_starts)
-    stack = footprint.kv_token * plan.simulation.peak_stack_tokens
-    gradients = stack * SUM / NUMBER
-    peak = fixed + stack + max(first, second + gradients)
-    twice = plan.simulation.recomputed_tokens
-    return Prediction(name, plan.estimates.seconds, peak, twice, plan.schedule.chunk_size)
-
-
-def _others(tree: PrefixTree, heads: IntArray, cost: CostModel, footprint: Footprint, fixed: float) -> list[Prediction]:
-    """Rivals at the same rates: one sequence at a time, and all of the tree in one masked row.
-
-    What they take at least: eager code launches more kernels, keeps more of a token, and makes rows that fit.
-    """
-    lengths = tree.lengths
-    per_token = float(heads[-1]) / max(tree.num_rows, 1)
-    pairs, tree_pairs = _pairs(lengths), _pairs(tree.stop) - _pairs(tree.start)
-    dense = Work(len(lengths), len(lengths), int(lengths.sum()), pairs, int(lengths.sum() * per_token))
-    packed = Work(1, 1, tree.num_rows, tree_pairs, int(heads[-1]))
-    graph, longest = footprint.graph_token, int(lengths.max(initial=0))
-    found = []
-    for name, work, size in (("dense", dense, longest), ("packed tree", packed, tree.num_rows)):
-        kept = fixed + graph * size
-        layer = fixed + footprint.while_running("backward", Work(tokens=size))
-        once = cost.forward.seconds(work) + cost.backward.seconds(work)
-        again = once + CHECKPOINT * cost.forward.seconds(work._replace(heads=0))
-        found.append(Prediction(name, once, kept, 0))
-        found.append(Prediction(f"{name}, checkpointed", again, layer, work.tokens))
-    return found
 
 
 def _pairs(depths: Any) -> int:
@@ -218,6 +408,8 @@ class ModelShape:
         layers, attention_layers: decoder layers; of them, those with attention.
         attention_width: numbers of the queries of a token in a layer.
         kv_width: numbers of its keys and values in a layer.
+        hidden: numbers of a hidden state.
+        layer, outside: parameters of the largest decoder layer, and of none: embedding, head, the last norm.
     """
 
     name: str
@@ -230,6 +422,9 @@ class ModelShape:
     attention_layers: int
     attention_width: int
     kv_width: int
+    hidden: int
+    layer: int
+    outside: int
 
 
 def model_shape(config: str) -> ModelShape:
@@ -295,9 +490,13 @@ def _shape(model: Any, config: Any, source: str) -> ModelShape:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
     attention = sum("linear" not in kind and "mamba" not in kind and "conv" not in kind for kind in kinds)
     outputs += attention * heads * size
+    parameters = sum(value.numel() for value in model.parameters())
+    lists = (one for one in model.modules() if type(one).__name__ == "ModuleList" and len(one) == layers)
+    decoder: Any = max(lists, key=_numel, default=[])
+    sizes = [_numel(layer) for layer in decoder] or [parameters // layers]
     return ModelShape(
         name=f"{type(model).__name__} of {source}",
-        parameters=sum(value.numel() for value in model.parameters()),
+        parameters=parameters,
         active=active,
         outputs=outputs,
         widest=outputs / max(layers, 1),
@@ -306,7 +505,14 @@ def _shape(model: Any, config: Any, source: str) -> ModelShape:
         attention_layers=attention,
         attention_width=heads * size,
         kv_width=2 * kv_heads * size,
+        hidden=int(config.hidden_size),
+        layer=max(sizes),
+        outside=parameters - sum(sizes),
     )
+
+
+def _numel(module: Any) -> int:
+    return sum(value.numel() for value in module.parameters())
 
 
 def _share_of_experts(config: Any) -> float:

@@ -48,6 +48,8 @@ class ChunkInput:
         name: for people.
         source: what the user calls it, or the operator that computes it.
         is_input: it is an input of the call as it is.
+        indexes: of an index that has to be in bounds, the entries that there are, what the user calls the index, and
+            the line; None: it is none.
     """
 
     slot: int
@@ -55,6 +57,7 @@ class ChunkInput:
     name: str
     source: str
     is_input: bool
+    indexes: tuple[int, str, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,11 +57,6 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
         if compiled is None:
             model.compile(backend="dta", **({} if self.options is None else {"options": dict(self.options)}))
             compiled = model
-        if args.gradient_checkpointing:
-            logger.warning(
-                "dta: set gradient_checkpointing=False (TRL's default is True): what is recomputed is dta's own "
-                "decision, and checkpoint hooks that come and go make Dynamo trace anew"
-            )
         self._watches = self.now is None
         self._enter(compiled)
 

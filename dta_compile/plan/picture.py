@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,14 @@ from dta_compile.views.page import Column, compressed_size, decoder, page, token
 # small part of their own beside more operations and segments than anybody looks at.
 MOST_BYTES, LEAST_SHARE = 2_080_000, 20
 
+ROLES = ("other", "system", "user", "tool", "thinking", "answer")
+# By what chat templates mark messages with, the role that follows; None: it is named next.
+MARKS: dict[str, str | None] = dict.fromkeys(("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|start|>"))
+MARKS |= {"<think>": "thinking", "</think>": "answer", "<tool_response>": "tool", "</tool_response>": "user"}
+MARKS |= {"<|system|>": "system", "<|user|>": "user", "<|assistant|>": "answer", "<|observation|>": "tool"}
+NAME_TOKENS = 12  # a name is looked for in fewer
+NAMES = {"system": "system", "developer": "system", "user": "user", "assistant": "answer", "model": "answer"}
+NAMES |= {"tool": "tool", "ipython": "tool", "observation": "tool"}
 KINDS = tuple(kind.__name__.lower() for kind in (Anchor, Forward, Restore, Pop, Attach, Backward))
 
 
@@ -231,8 +240,35 @@ def _tokens(tree: PrefixTree, known: Known, most: int) -> tuple[dict[str, Column
     columns = (arrays[one][start:stop] for one, start, stop in zip(tree.sequence, tree.start, tree.stop, strict=True))
     rows = np.concatenate([np.zeros(0, np.int64), *(column.astype(np.int64) for column in columns)])
     found = tokens_in(rows, tree.stop - tree.start, decode, most)
-    facts = {"ends": found.ends, "texts": list(found.texts) if decode is not None else None}
-    return {"token": found.entries, "vocabulary": found.ids}, facts
+    facts = {"ends": found.ends, "texts": list(found.texts) if decode is not None else None, "roles": ROLES}
+    roles = {} if decode is None else _roles(tree, rows, decode)
+    return {"token": found.entries, "vocabulary": found.ids} | roles, facts
+
+
+def _roles(tree: PrefixTree, rows: IntArray, decode: Callable[[list[int]], str]) -> dict[str, Column]:
+    """Runs of tree tokens by the role of the message that they are of, by the marks of chat templates; none without."""
+    texts = {number: decode([number]) for number in np.unique(rows).tolist()}
+    marks = {number: MARKS[text.strip()] for number, text in texts.items() if text.strip() in MARKS}
+    if not marks:
+        return {}
+    found = np.zeros(len(rows), np.int64)
+    places = np.flatnonzero(np.isin(rows, list(marks)))
+    at_end: list[tuple[str, str | None]] = []  # by segment: the role there, and the name that is not at its end yet
+    for parent, start, size in zip(tree.parent.tolist(), tree.row.tolist(), tree.stop - tree.start, strict=True):
+        role, begun = at_end[parent] if parent >= 0 else (ROLES[0], None)
+        stop = start + int(size)
+        edges = places[np.searchsorted(places, start) : np.searchsorted(places, stop)].tolist()
+        for first, last in pairwise([start, *edges, stop]):
+            if first in edges:
+                role, begun = marks[int(rows[first])] or ROLES[0], None if marks[int(rows[first])] else ""
+            if begun is not None:
+                named = first + (first in edges)
+                begun += "".join(texts[one] for one in rows[named : min(last, named + NAME_TOKENS)].tolist())
+                if name := re.match(r"\s*(\w+)\W", begun if last == stop else f"{begun}\n"):  # a mark ends it, too
+                    role, begun = NAMES.get(name[1], ROLES[0]), None
+            found[first:last] = ROLES.index(role)
+        at_end.append((role, begun))
+    return _runs("role", found)
 
 
 def _sequences(tree: PrefixTree, sequences: Iterable[Any]) -> list[npt.NDArray[Any]]:

@@ -104,6 +104,7 @@ class Estimates:
         replays: what became of the runs that CUDA graphs were meant for; None: of none.
         codegen: what code was generated for it; None: none.
         self_check: what comparing the compiled program with the captured one came to; None: not compared.
+        notes: what a user may not have meant, in sentences.
         runs: of chunks, as they were measured; empty before.
         began: when the first of them did (seconds since 1970).
         stream: what they ran on.
@@ -117,6 +118,7 @@ class Estimates:
     replays: ReplayCounts | None = None
     codegen: str | None = None
     self_check: str | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
     runs: tuple[MeasuredRun, ...] = ()
     began: float | None = None
     stream: str = ""
@@ -226,6 +228,7 @@ def _estimates(known: Estimates) -> list[tuple[str, str]]:
         rows.append(("codegen", known.codegen))
     if known.self_check is not None:
         rows.append(("self-check", known.self_check))
+    rows += (("note", note) for note in known.notes)
     return rows
 
 

@@ -1,6 +1,7 @@
 """From a Python call to a graph with symbolic sizes: however it is called, right results and no second compilation."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -373,6 +374,33 @@ def test_gradient_checkpointing_of_transformers():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     function = lambda ids: model(input_ids=ids, use_cache=False).logits  # noqa: E731
     check(model, dta(function), function, shared_ids())
+
+
+def test_gradient_checkpointing_that_comes_and_goes_compiles_nothing_anew():
+    """As trainers have it: off to generate and score, on to train, with new hooks at the embedding each time."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    config = transformers.Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config).double().train()
+    eager = copy.deepcopy(model)
+    model.compile(backend="dta", options={"verify": "off"})
+    for on in (True, False, True):
+        for one in (model, eager):
+            one._set_gradient_checkpointing(on, functools.partial(checkpoint, use_reentrant=False))
+            if on:
+                one.enable_input_require_grads()
+            one.zero_grad()
+            one(input_ids=shared_ids()).logits.logsumexp(-1).sum().backward()
+            assert len(one.model.embed_tokens._forward_hooks) == on
+            assert all(layer.gradient_checkpointing == on for layer in one.model.layers)
+            if on:
+                one.disable_input_require_grads()
+        for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)  # positions rotate in float32
+        notes = dta_compile.last_plan(model).estimates.notes
+        assert notes == ["gradient checkpointing has no effect here: memory_budget decides what is computed again"] * on
+    assert engines(model) == 1
 
 
 @pytest.mark.parametrize("duck_shapes", [True, False])

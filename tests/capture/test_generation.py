@@ -74,7 +74,7 @@ def test_generates_as_eager_then_trains_over_the_tree(model, where, caplog):
         assert torch.equal(generate(model), expected)
         assert [record for record in caplog.records if record.name == "dta_compile"] == caplog.records[:1]
         assert "KV cache" in caplog.text
-        with pytest.raises(dta_compile.errors.OptionError, match="no plan yet"):
+        with pytest.raises(dta_compile.errors.OptionError, match=r"(?s)no plan yet.*reads or fills a KV cache"):
             dta_compile.last_plan(compiled)
 
         tokens = fork(expected)
@@ -85,6 +85,22 @@ def test_generates_as_eager_then_trains_over_the_tree(model, where, caplog):
         assert_close(gradients(model, tokens), gradients(eager, tokens))
         assert dta_compile.last_plan(compiled) is not plan
         assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
+def test_scoring_shares_prefixes_although_the_model_makes_a_cache(model, grad_mode):
+    eager, ids = copy.deepcopy(model), fork(prompts()[0])[:2]
+    model.compile(backend="dta")
+    with grad_mode():
+        output, expected = model(input_ids=ids), eager(input_ids=ids)
+        assert dta_compile.last_plan(model).stats.compression > 1.5
+        more = [
+            one(input_ids=ids[:, :1], past_key_values=out.past_key_values).logits
+            for one, out in ((model, output), (eager, expected))
+        ]
+        assert_close([output.logits, more[0]], [expected.logits, more[1]])
+        said = dta_compile.explain(eager, input_ids=ids[:, :1], past_key_values=expected.past_key_values)
+    assert "rows share nothing" in str(said) and "KV cache" in str(said)
 
 
 @pytest.mark.parametrize("new_tokens", [1, 3])

@@ -32,7 +32,7 @@ def test_plan_of_the_bundled_rollouts(capsys):
     recorded = json.loads(bundled("airline_tiny.json").read_text())["statistics"]["full"]
     assert f"{recorded['tokens']:,} tokens" in out
     assert f"{recorded['tree_tokens']:,}" in out
-    assert "prefix tree:" in out and "of them here (--full shows all)" in out
+    assert "prefix tree:" in out and "the 10 largest and what is above them" in out and "--html PAGE" in out
     assert re.search(r"^# dta schedule strategy=", out, re.MULTILINE)
     assert "more operations (--full shows all)" in out
 
@@ -84,10 +84,25 @@ def test_dot_has_the_segments_and_edges_of_the_tree(lines, tmp_path, capsys):
     assert nx.is_forest(tree)
 
 
+def test_a_folder_of_dumps_has_a_batch_in_each_file(tmp_path, capsys):
+    for number in (1, 2, 3):
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(map(json.dumps, SEQUENCES)) + "\n")
+    assert main(["plan", str(tmp_path), "--json", "-", "--memory-budget", "8GB", "--bytes-per-token", "9"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    one = plan(SEQUENCES).stats
+    assert (found["batches"], found["tree_tokens"], found["tokens"]) == (3, 3 * one.tree_tokens, 3 * one.tokens)
+    assert found["together"] == one.tree_tokens
+    assert main(["plan", str(tmp_path)]) == 0
+    assert "a file a batch" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 2
+    assert "name one of its files" in capsys.readouterr().err
+
+
 def test_html_is_a_page_of_the_plan(lines, tmp_path, capsys):
     out = tmp_path / "plan.html"
     assert main(["plan", lines, "--html", str(out)]) == 0
-    assert capsys.readouterr().out == ""
+    said = capsys.readouterr().out
+    assert said.startswith(f"{out}: ") and said.count("\n") == 1 and "MB" in said
     page = read_page(out)
     assert page.title == "batch.jsonl"
     assert page.facts["stats"]["tree_tokens"] == plan(SEQUENCES).stats.tree_tokens

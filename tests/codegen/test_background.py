@@ -253,10 +253,14 @@ def test_a_process_that_cannot_be_started_is_no_error(monkeypatch):
     assert "no process beside the steps: OSError: this process does not know its Python interpreter" in str(code)
 
 
-def test_who_may_not_wait_has_all_code_at_once(pretended, monkeypatch):
+def test_who_may_not_wait_has_all_code_at_once(pretended, monkeypatch, caplog):
+    """And is told how long that will take."""
+    monkeypatch.setattr(CODEGEN, "LONG", 0.0)
     code = generated_code()
     monkeypatch.setattr(CODEGEN, "_made", lambda key, source: pretended.code(pretended, source))
     assert len(code.prepare(["forward"], wait=True)) == 3 and pretended.latest is None
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "dta_compile"]
+    assert "generating code for 3 pieces before this call goes on: about 0 s" in line and "codegen='auto'" in line
 
 
 # The process

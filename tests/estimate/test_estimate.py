@@ -6,11 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+import dta_compile
 from dta_compile.cli import main
+from dta_compile.cli.estimate_command import verdict
 from dta_compile.data import Recorded, bundled, read
 from dta_compile.errors import OptionError
-from dta_compile.estimate import device_named, estimate, model_shape
-from dta_compile.estimate.predict import cost_of, head_starts_of
+from dta_compile.estimate import Ranks, device_named, estimate, model_shape
+from dta_compile.estimate.predict import cost_of, head_starts_of, parts_of
 from dta_compile.options import Options
 from dta_compile.plan import PrefixTree, Work
 from dta_compile.runtime.measure.calibration import Calibration
@@ -41,6 +43,7 @@ def test_a_configuration_has_the_sizes_of_its_model(config):
     assert shape.active == sum(one.weight.numel() for one in products)
     assert shape.outputs == sum(one.out_features for one in products) + 3 * 4 * 16
     assert (shape.head, shape.layers, shape.kv_width) == (500 * 64, 3, 2 * 2 * 16)
+    assert shape.parameters == 3 * shape.layer + shape.outside and shape.outside == 2 * 500 * 64 + 64
 
 
 def test_a_token_takes_some_of_the_experts(tmp_path):
@@ -67,7 +70,8 @@ def test_head_rows_are_distinct_uses():
 
 
 def test_budgets_trade_memory_for_time(config, sequences):
-    found = estimate(sequences, model_shape(str(config)), H100, Options(memory_budget=2_000_000, chunk_size=512))
+    options = Options(memory_budget=2_000_000, chunk_size=512, sweep="chunks")
+    found = estimate(sequences, model_shape(str(config)), H100, options)
     some, nothing, everything = found.ours
     assert everything.bytes > some.bytes > nothing.bytes
     assert everything.seconds < some.seconds < nothing.seconds
@@ -85,7 +89,7 @@ def test_the_command_says_what_its_times_rest_on(config, tmp_path, capsys):
     assert "roofline of NVIDIA H100" in out and "989 TFLOP/s" in out and "dense, checkpointed" in out
     assert main(["estimate", str(config.parent), str(bundled()), "--device", "l40s", "--json", "-"]) == 0
     roofline = json.loads(capsys.readouterr().out)
-    assert roofline["stats"]["tree_tokens"] == 10_267 and len(roofline["ours"]) == 3
+    assert roofline["stats"]["tree_tokens"] == 10_267 and len(roofline["ours"]) == 6
 
     calibration = Calibration()
     for _ in range(3):
@@ -127,3 +131,69 @@ def test_a_size_that_no_model_has_is_refused_before_anything_is_built(key, value
     path.write_text(json.dumps({"model_type": "qwen3", **SIZES, key: value}))
     assert main(["estimate", str(path), str(bundled())]) == 2
     assert f"{key} must be an integer" in capsys.readouterr().err
+
+
+def test_bytes_of_parts_are_those_that_the_planner_has_of_the_model(config):
+    """Of a compiled call that sweeps stages; activations are predicted from sizes, and the planner reads the graphs."""
+    torch._dynamo.reset()
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES), dtype=torch.bfloat16)
+    model.compile(backend="dta", options={"sweep": "stages", "memory_budget": 0, "verify": "off", "chunk_size": 32})
+    ids = torch.arange(96).remainder(7).view(4, 24)
+    model(input_ids=ids, use_cache=False).logits.sum().backward()
+    measured = dta_compile.last_plan(model).limits.parts
+    predicted = parts_of(model_shape(str(config)), Ranks())
+    layers = [part for part in measured if part.footprint.kv_token]
+    assert [part.footprint.kv_token for part in layers] == [part.footprint.kv_token for part in predicted]
+    assert [part.sent for part in layers[:-1]] == [part.sent for part in predicted[:-1]]
+    assert sum(part.sums for part in measured) == sum(part.sums for part in predicted)
+    assert layers[1].sums == predicted[1].sums
+    for mine, theirs in zip(predicted, layers, strict=True):
+        assert 0.7 < mine.footprint.graph_token / theirs.footprint.graph_token < 1.4
+
+
+BRANCHES = [Recorded([*range(40), *range(100 * one, 100 * one + 60)]) for one in range(1, 9)]
+
+
+def best_of(config, memory, ranks=None, **options):
+    found = estimate(
+        BRANCHES, model_shape(str(config)), device_named("any", 100, 1e12, memory), Options(**options), ranks=ranks
+    )
+    assert found.best is None or found.best.bytes <= found.usable < memory
+    return found
+
+
+def test_what_does_not_fit_is_never_recommended(config):
+    shape = model_shape(str(config))
+    held = 4.0 * shape.parameters
+    roomy, tight = (best_of(config, times * held, chunk_size=64) for times in (100, 2.2))
+    assert roomy.best.name.endswith("all kept") and tight.best.sweep == "stages"
+    assert any(one.bytes > tight.usable and one.seconds < tight.best.seconds for one in tight.ours)
+    assert roomy.batches == 1
+    too_little = best_of(config, 4 * held, Ranks(optimizer="adamw"), chunk_size=64)
+    assert too_little.best is None
+    words = verdict(too_little, device_named("any", 100, 1e12, 4 * held))
+    assert "does not fit" in words and f"--ranks {too_little.ranks_needed} --shard fsdp" in words
+    divided = best_of(config, 4 * held, Ranks(too_little.ranks_needed, "fsdp", "adamw"), chunk_size=64)
+    assert divided.best is not None
+
+
+def test_ranks_divide_the_model_and_gather_what_runs(config):
+    """All of it where chunks are swept, two layers and what is of no layer where stages are."""
+    shape = model_shape(str(config))
+    alone, divided = (best_of(config, 1e9, Ranks(4, shard, "adamw")) for shard in ("none", "fsdp"))
+    assert alone.fixed_bytes == 16 * shape.parameters == 4 * divided.fixed_bytes
+    by_name = [{one.name: one.bytes for one in found.ours} for found in (alone, divided)]
+    for sweep, parts in (("chunks", shape.parameters), ("stages", shape.outside + 2 * shape.layer)):
+        whole = 4 * shape.parameters if sweep == "chunks" else 0
+        less = by_name[0][f"{sweep}, all kept"] - by_name[1][f"{sweep}, all kept"]
+        gradients = 2 * shape.parameters if sweep == "chunks" else 2 * (shape.layer + shape.head)
+        assert less == pytest.approx(12 * shape.parameters - 2 * parts - gradients, abs=whole / 50 or 2e5)
+
+
+def test_batches_run_one_after_another_where_hidden_states_of_one_are_too_much(config):
+    shape = model_shape(str(config))
+    nothing = best_of(config, 1e9, sweep="stages", memory_budget=0).ours[1].bytes
+    memory = (4.0 * shape.parameters + 0.5 * (nothing - 4.0 * shape.parameters)) / 0.9
+    found = best_of(config, memory, sweep="stages")
+    assert found.batches > 1 and found.best is not None
+    assert f"batch in {found.batches} one after another" in verdict(found, device_named("any", 100, 1e12, memory))

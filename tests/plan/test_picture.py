@@ -110,6 +110,28 @@ def test_rewards_and_loss(page_of):
     assert np.repeat(page.columns["trainedValue"], runs).tolist() == [0, 2, 2, 0, 0, 1, 1]
 
 
+WORDS = ["<|im_start|>", "<|im_end|>", "sys", "tem", "user", "assistant", "<think>", "</think>", "tool", " hm"]
+
+
+class Template:
+    def decode(self, ids):
+        return "".join(WORDS[one] for one in ids)
+
+
+def test_tokens_have_the_role_of_the_message_that_they_are_of(page_of):
+    """From one segment to those after it, names of several tokens or in another segment, thinking in an answer."""
+    prompt = [9, 0, 2, 3, 9, 1, 0, 4, 9, 1]
+    sequences = [[*prompt, 0, 5, 6, 9, 7, 9, 1], [*prompt, 0, 8, 9, 9, 1]]
+    page = page_of(plan(sequences), tokenizer=Template(), sequences=sequences)
+    columns, tree = page.columns, plan(sequences).prefix_tree
+    lengths = np.diff(columns["roleStart"], append=tree.num_rows)
+    counts = dict.fromkeys(page.facts["roles"], 0)
+    for role, count in zip(columns["roleValue"].astype(int), lengths.astype(int), strict=True):
+        counts[page.facts["roles"][role]] += int(count)
+    assert counts == {"other": 2, "system": 5, "user": 4, "tool": 4, "thinking": 2, "answer": 4}
+    assert "roleStart" not in page_of(plan([[2, 3]]), tokenizer=Template(), sequences=[[2, 3]]).columns
+
+
 @pytest.mark.parametrize(
     ("known", "message"),
     [

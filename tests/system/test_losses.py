@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dta_compile
+from dta_compile.errors import RuntimeContractError
 from tests.support.inside import inside
 from tests.support.tiny import (
     SMALL_CHUNKS,
@@ -328,3 +329,39 @@ def test_weights_may_be_plain_tensors():
     (actual,) = torch.autograd.grad(compiled(IDS), table)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
     assert dta_compile.last_plan(compiled).stats.compression > 1.5
+
+
+def test_labels_out_of_bounds_are_named_with_what_to_do(model):
+    """Also those of -100 that losses ignore, unless they are clamped and masked; a kernel would end a GPU's process."""
+
+    def raw(labels):
+        return model(IDS).log_softmax(-1).gather(-1, labels[..., None])
+
+    def ignoring(labels):
+        return torch.where(labels == -100, 0, raw(labels.clamp(min=0))[..., 0])
+
+    check(model, lambda: ignoring(NEXT).sum())
+    compiled = torch.compile(raw, backend="dta")
+    right = NEXT.clamp(min=0)
+    assert compiled(right).shape == (BATCH, TOKENS, 1)
+    for number, advice in ((-100, "clamp"), (VOCABULARY, "tokenizer")):
+        labels = right.clone()
+        labels[2, 5] = number
+        with pytest.raises(RuntimeContractError, match=f"labels gives {number} for token 5 of row 2") as raised:
+            compiled(labels)
+        assert "gather" in raised.value.where and advice in raised.value.hint
+        assert raised.value.expected == f"numbers from 0 to {VOCABULARY - 1}"
+
+
+def test_a_plan_notes_what_looks_like_forgotten_padding(model):
+    compiled = torch.compile(lambda ids, mask=None: model(ids, mask), backend="dta", options=SMALL_CHUNKS)
+    ids = torch.cat([IDS, torch.zeros(BATCH, 5, dtype=torch.int64)], 1)
+    compiled(ids)
+    (note,) = dta_compile.last_plan(compiled).estimates.notes
+    assert (
+        "end in runs of token 0" in note
+        and "pass attention_mask" in note
+        and note in " ".join(str(dta_compile.last_plan(compiled)).split())
+    )
+    compiled(IDS)
+    assert dta_compile.last_plan(compiled).estimates.notes == []

@@ -107,6 +107,18 @@ def test_a_plan_is_drawn(show, made):
     assert "40 sequences" in page.locator("#details").inner_text()
 
 
+def test_the_first_view_is_where_the_tokens_are(show, made, rollouts):
+    page = show(made, loss_masks=[one.spans for one in rollouts])
+    panel = page.locator("#details")
+    assert panel.inner_text().startswith("Where the 10,267 tokens to run are") and "trained on" in panel.inner_text()
+    sizes = sorted((made.prefix_tree.stop - made.prefix_tree.start).tolist(), reverse=True)
+    assert panel.locator(".go span").all_inner_texts() == [f"{size:,}" for size in sizes[:12]]
+    page.locator("#sorts button").nth(2).click()
+    assert panel.locator(".go span").first.inner_text() == f"{447 * 39:,}"
+    panel.locator(".go").first.click()
+    assert "[0:447]" in panel.inner_text()
+
+
 def test_pointing_and_clicking(show, made):
     page = show(made, tokenizer=Words())
     place = point(page, "#tree-stage", 0.15, 0.5)
@@ -149,7 +161,7 @@ def test_search_dims_the_rest_and_goes_there(show, made):
     after = pixel(page, 0.15, 0.5), pixel(page, 0.45, 0.1)
     assert after[0] == before[0] and after[1][3] < before[1][3], "shared with it, and not"
     page.keyboard.press("Enter")
-    assert f"Sequence rollout {last:02}" in page.locator("#details").inner_text()
+    assert f"Sequence s{last} · rollout {last:02}" in page.locator("#details").inner_text()
     page.keyboard.press("Escape")
     frames(page)
     page.keyboard.press("0")

@@ -38,7 +38,7 @@ from dta_compile.passes.axes.layouts import is_tensor
 from dta_compile.passes.chunk.chunk_graph import chunk_device
 from dta_compile.passes.cuts.other_batches import programs_of
 from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
-from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS
+from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS, SAME_ENTRIES
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import ChunkInput as LoweredInput
 from dta_compile.passes.program import Condition as LoweredCondition
@@ -50,9 +50,10 @@ from dta_compile.passes.symbols import expression, free_symbols, sizes, symbolic
 def seal(program: Program) -> Executable:
     """The executable of a program that all passes have run on."""
     slots = {node: slot for slot, node in enumerate(program.prologue_nodes)}
+    indexed = _indexed_by(program)
 
     def chunk_inputs(items: Iterable[LoweredInput]) -> tuple[ChunkInput, ...]:
-        return tuple(_chunk_input(program, item, slots[item.node]) for item in items)
+        return tuple(_chunk_input(program, item, slots[item.node], indexed.get(item.node)) for item in items)
 
     return Executable(
         training=program.training,
@@ -104,11 +105,28 @@ def spec(value: Any) -> TensorSpec | NumberSpec | None:
     return None
 
 
-def _chunk_input(program: Program, item: LoweredInput, slot: int) -> ChunkInput:
+def _indexed_by(program: Program) -> dict[fx.Node, tuple[int, str, str]]:
+    """By dense value that chunks index parameters or values of a token by: see `ChunkInput.indexes`."""
+    found: dict[fx.Node, tuple[int, str, str]] = {}
+    for node in program.region:
+        packet: Any = getattr(node.target, "overloadpacket", None)
+        at = POSITIONS_OF_INDEX.get(packet)
+        if at is not None:
+            dim = node.args[1] if at == 2 else 0
+            size, index = node.args[0].meta["val"].shape[dim], node.args[at]
+            if isinstance(size, int) and size <= found.get(index, (size,))[0]:
+                source = index
+                while source.target in SAME_ENTRIES:
+                    source = source.args[0]
+                found[index] = size, source.meta.get("source") or source.name, where(node)
+    return found
+
+
+def _chunk_input(program: Program, item: LoweredInput, slot: int, indexes: tuple[int, str, str] | None) -> ChunkInput:
     node = item.node
     is_input = node.op == "placeholder"
     name = program.inputs[program.placeholders.index(node)].name if is_input else f"{node.name} = {node.target}"
-    return ChunkInput(slot, item.layout, name, node.meta.get("source") or node.name, is_input)
+    return ChunkInput(slot, item.layout, name, node.meta.get("source") or node.name, is_input, indexes)
 
 
 def _frontier_value(value: LoweredValue, slots: Mapping[fx.Node, int]) -> FrontierValue:
@@ -189,6 +207,9 @@ def _regions(program: Program) -> dict[str, int]:
 
 
 aten = torch.ops.aten
+
+# Where an index is among the arguments of operators that read entries by it, none of them by numbers below zero.
+POSITIONS_OF_INDEX = {aten.gather: 2, aten.index_select: 2, aten.embedding: 1}
 
 KNOWN_LIBRARIES = ("aten", "prims", "dta")
 

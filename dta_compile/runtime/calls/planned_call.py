@@ -18,6 +18,7 @@ from dta_compile.executable.chunk import Part
 from dta_compile.executable.executable import ChunkInput
 from dta_compile.executable.layers import MixerLayer, RecurrentLayer
 from dta_compile.executable.pieces import NO_CODES, Codes
+from dta_compile.integrations.checkpoint_flags import is_hidden
 from dta_compile.integrations.fully_shard import bytes_of_running
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.plan import Footprint, Limits, PartBytes, Plan, bytes_of_halves, make_plan
@@ -32,9 +33,9 @@ from dta_compile.runtime.measure.budget import BY_STAGES, chunk_sizes, default_b
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.path.interface import AnyRuntime
 from dta_compile.runtime.path.stack import PathStack
-from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Booleans, Integers
+from dta_compile.runtime.rows.batch_rows import BatchRows, BatchTokens, Booleans, Integers, looks_padded
 from dta_compile.runtime.rows.buffers import Gathered
-from dta_compile.runtime.rows.dense_to_tree import gathered
+from dta_compile.runtime.rows.dense_to_tree import gathered, require_in_bounds, to_numpy
 from dta_compile.runtime.rows.tree_to_dense import BatchLayout
 
 logger = logging.getLogger("dta_compile")
@@ -191,6 +192,7 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     if plan.prefix_tree is not tree:  # the plan does not share prefixes
         rows = BatchRows.of(tokens, plan.prefix_tree, read.head_keys, np.logical_or.reduce(read.used))
     ranks.require_same("the tokens of a batch", *tokens.keys, rows.head_positions, rows.position_rows, plan.schedule)
+    plan.estimates.notes += _notes(call, tokens)
     gathered, in_flight = bytes_of_running()
     plan.estimates.gathered_bytes = gathered
     plan.estimates.peak_bytes = gathered + max(_peak_bytes(call, rows, plan, limits, wanted), in_flight)
@@ -208,6 +210,10 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
 def _read(call: Call, wanted: Sequence[bool]) -> _Read:
     executable, masks = call.executable, call.read_masks()
     used = [one if is_wanted else np.zeros_like(one) for one, is_wanted in zip(call.used(), wanted, strict=True)]
+    reads = np.logical_or.reduce(used)
+    for items, tokens_read in ((executable.trunk_inputs, masks.valid), (executable.head_inputs, reads)):
+        for item in items:
+            require_in_bounds(item, call.dense[item.slot], tokens_read, call.window(item.layout.frame))
     # Tables that have an entry for each column of the batch: rows without padding agree on them; of other sequences,
     # numbers are compared by value, and rows of a wide table by the column they are in.
     is_even = masks.starts is None and bool(masks.valid.all())
@@ -220,8 +226,22 @@ def _read(call: Call, wanted: Sequence[bool]) -> _Read:
     by_column = bool(wide) and not is_even
     tokens = BatchTokens.read(masks.valid, masks.starts, trunk_keys, by_column)
     tree = PrefixTree.build(tokens.keys)
-    rows = BatchRows.of(tokens, tree, head_keys, np.logical_or.reduce(used))
+    rows = BatchRows.of(tokens, tree, head_keys, reads)
     return _Read(masks, tokens, rows, used, head_keys, _split(keys, trunk_keys, by_column, tokens, tree))
+
+
+def _notes(call: Call, tokens: BatchTokens) -> list[str]:
+    """What a user may not have meant."""
+    found = []
+    if is_hidden():
+        found.append("gradient checkpointing has no effect here: memory_budget decides what is computed again")
+    ids = next((item for item in call.executable.trunk_inputs if item.indexes and item.is_input), None)
+    everything_is_real = tokens.segments is None and len(tokens.places) == call.batch * call.tokens
+    if ids is not None and everything_is_real and ids.layout.is_over_sequences:
+        numbers = call.dense[ids.slot].reshape(call.batch, -1)
+        if (padding := looks_padded(to_numpy(numbers))) is not None:
+            found.append(f"{padding}: pass attention_mask, and padding is not run")
+    return found
 
 
 @functools.cache

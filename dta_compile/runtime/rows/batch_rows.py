@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -206,3 +207,26 @@ def _take(values: npt.NDArray, places: Integers) -> npt.NDArray:
     """Entries of the flattened `values` at ascending `places` without duplicates."""
     flat = values.reshape(-1)
     return flat if len(places) == len(flat) else flat[places]
+
+
+LEAST_RUN, LEAST_SHARE = 4, 0.05
+
+
+def looks_padded(ids: npt.NDArray[Any]) -> str | None:
+    """Say which rows `[B, S]` begin or end in runs of one token, as padding does; None if these are few tokens."""
+    for word, rows in (("end", ids[:, ::-1]), ("begin", ids)):
+        differs = rows != rows[:, :1]
+        runs = np.where(differs.any(1), differs.argmax(1), rows.shape[1])
+        long = rows[runs >= LEAST_RUN, 0]
+        if len(long) < 2:
+            continue
+        tokens, counts = np.unique(long, return_counts=True)
+        token = tokens[counts.argmax()]
+        padded = (runs >= LEAST_RUN) & (rows[:, 0] == token)
+        count, total = int(padded.sum()), int(runs[padded].sum())
+        if count >= 2 and total >= LEAST_SHARE * rows.size:
+            return (
+                f"{count} of {len(ids)} rows {word} in runs of token {token}, {total:,} tokens in all, "
+                "which looks like padding"
+            )
+    return None

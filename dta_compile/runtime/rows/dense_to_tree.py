@@ -9,12 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.executable import ChunkInput, FrontierValue
 from dta_compile.executable.layouts import Axis, Layout
 from dta_compile.plan.tree.lexicographic import codes_of
 from dta_compile.runtime.rows.batch_rows import BatchRows, Booleans, Integers
 from dta_compile.runtime.rows.buffers import Gathered
 from dta_compile.runtime.rows.upload import upload
+
+IGNORED = -100  # the label that losses of torch and transformers ignore
 
 
 def entries_first(value: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -45,6 +48,41 @@ def key_codes(item: ChunkInput, value: torch.Tensor, batch: int, tokens: int, wi
     """`[B, S]` codes of a key value, equal where the value is equal."""
     entries = entries_first(value.detach(), item.layout)
     return over_batch(item.layout, codes_of(to_numpy(entries)), batch, tokens, window)
+
+
+def require_in_bounds(item: ChunkInput, value: torch.Tensor, read: Booleans, window: tuple[int, int]) -> None:
+    """Raise if an index is out of bounds at a token `[B, S]` that is `read`: on a GPU it would end the process."""
+    if item.indexes is None or not value.numel():
+        return
+    entries, name, line = item.indexes
+    value = value.detach()
+    if all(0 <= bound < entries for bound in torch.stack(value.aminmax()).tolist()):
+        return
+    by_entry = entries_first(value, item.layout)
+    numbers = by_entry.reshape(len(by_entry), -1).cpu().numpy()
+    is_outside = (numbers < 0) | (numbers >= entries)
+    batch, tokens = read.shape
+    first = over_batch(item.layout, np.where(is_outside.any(1), is_outside.argmax(1), -1), batch, tokens, window)
+    found = np.argwhere((first >= 0) & read)
+    if not len(found):
+        return
+    row, column = found[0].tolist()
+    entry = over_batch(item.layout, np.arange(len(numbers)), batch, tokens, window)[row, column]
+    number = int(numbers[entry, first[row, column]])
+    if number == IGNORED:
+        advice = (
+            f"{IGNORED} marks labels that a loss ignores, and is no entry: gather with labels.clamp(min=0), and leave "
+            f"these tokens out of the loss with torch.where(labels != {IGNORED}, log_probs, 0)"
+        )
+    else:
+        advice = "check that tokenizer and model belong together, and that padding is a token of the tokenizer's"
+    raise RuntimeContractError(
+        f"an index is out of bounds: {name} gives {number} for token {column} of row {row}",
+        where=line,
+        expected=f"numbers from 0 to {entries - 1}",
+        got=f"{number}, and others out of bounds at {len(found) - 1:,} more tokens",
+        hint=advice,
+    )
 
 
 def used_tokens(

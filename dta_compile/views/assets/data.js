@@ -109,7 +109,7 @@ class Tree {
   }
 
   name(sequence) {
-    return this.facts.names ? this.facts.names[sequence] : `s${sequence}`;
+    return this.facts.names ? `s${sequence} · ${this.facts.names[sequence]}` : `s${sequence}`;
   }
 
   endOfRow(row) {

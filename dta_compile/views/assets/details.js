@@ -25,7 +25,7 @@ function table(rows) {
 
 class Details {
   constructor(panel, tree, words, schedule, theme, state, actions) {
-    Object.assign(this, { panel, tree, words, schedule, theme, state, actions });
+    Object.assign(this, { panel, tree, words, schedule, theme, state, actions, order: "tokens" });
   }
 
   render() {
@@ -40,7 +40,8 @@ class Details {
 
   plan(isFirst) {
     const { facts } = this.tree;
-    const parts = [element("h2", {}, "Plan")];
+    const parts = isFirst ? [...this.totals(), ...this.largest()] : [];
+    parts.push(element("h2", {}, "Plan"));
     if (isFirst)
       parts.push(element("p", { className: "note" }, "Point at a segment or an op; click to keep it here. Keys: ?"));
     parts.push(this.summary(facts.summary));
@@ -57,6 +58,66 @@ class Details {
       );
     }
     return parts;
+  }
+
+  // What the tokens that are run are for: by role of their message if that is known, and how many are trained on.
+  totals() {
+    const { tree } = this;
+    const total = tree.first[tree.nodes];
+    if (!total) return [];
+    const share = (count) => `${number(count)} (${short((100 * count) / total)} %)`;
+    const roles = new Map();
+    if (tree.roleStart) {
+      tree.eachRun("role", 0, total, (role, from, to) => roles.set(role, (roles.get(role) ?? 0) + to - from));
+    }
+    let [trained, again] = [0, 0];
+    if (tree.trainedStart) tree.eachRun("trained", 0, total, (times, from, to) => (trained += times ? to - from : 0));
+    tree.eachRun("forwards", 0, total, (times, from, to) => (again += times > 1 ? to - from : 0));
+    const byRole = [...roles].sort((a, b) => b[1] - a[1]).map(([role, count]) => [tree.facts.roles[role], share(count)]);
+    return [
+      element("h2", {}, `Where the ${plural(total, "token")} to run are`),
+      table([
+        ...byRole,
+        ["trained on", tree.trainedStart ? share(trained) : null],
+        ["run more than once", again ? share(again) : null],
+      ]),
+    ];
+  }
+
+  // The largest segments, by tokens or by what sharing them saves.
+  largest() {
+    const { tree } = this;
+    const orders = {
+      tokens: (node) => tree.size(node),
+      sequences: (node) => tree.through(node),
+      "tokens saved": (node) => tree.size(node) * (tree.through(node) - 1),
+    };
+    const value = orders[this.order];
+    const nodes = Array.from({ length: tree.nodes }, (_, node) => node).sort((a, b) => value(b) - value(a));
+    const choices = Object.keys(orders).map((order) => {
+      const act = () => {
+        this.order = order;
+        this.render();
+      };
+      const button = element("button", { type: "button", onclick: act }, order);
+      button.setAttribute("role", "radio");
+      button.setAttribute("aria-checked", order === this.order);
+      return button;
+    });
+    const sorts = element("div", { className: "switch", id: "sorts" }, ...choices);
+    sorts.setAttribute("role", "radiogroup");
+    sorts.setAttribute("aria-label", "Sort segments by");
+    return [
+      element("h3", {}, "Largest segments, by"),
+      sorts,
+      ...nodes
+        .slice(0, MOST_BRANCHES)
+        .map((node) =>
+          this.link(this.words.beginning(node, 36) || this.range(node), number(value(node)), () =>
+            this.actions.select(node),
+          ),
+        ),
+    ];
   }
 
   // The printed summary, its labels and texts side by side.
@@ -264,7 +325,6 @@ class Details {
     return [
       element("h2", {}, `Sequence ${tree.name(sequence)}`),
       table([
-        ["number", tree.facts.names ? `s${sequence}` : null],
         ["tokens", number(tree.lengthOfRow(row))],
         ["shared with others", number(tree.lengthOfRow(row) - alone)],
         ["reward", tree.reward ? short(tree.reward[sequence]) : null],

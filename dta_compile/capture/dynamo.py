@@ -313,7 +313,9 @@ def _modules_at_hand(translator: Any) -> Iterator[torch.nn.Module]:
         owner = getattr(value, "__self__", value)
         is_other = not isinstance(owner, (torch.nn.Module, types.ModuleType, type))
         attributes = [getattr(owner, "__dict__", {}).get(name) for name in names] if is_other else []
-        yield from (part for part in (owner, *attributes) if isinstance(part, torch.nn.Module))
+        for part in (owner, *attributes):
+            if isinstance(part, torch.nn.Module) and "_modules" in vars(part):  # which is no more than being made else
+                yield part
 
 
 def _enter_sharded(modules: Iterable[torch.nn.Module]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from dta_compile import records
-from dta_compile.capture import dynamo, graph_breaks
+from dta_compile.capture import dense_calls, dynamo, graph_breaks
 from dta_compile.capture.classify import Captured, Kind, classify
 from dta_compile.capture.flash_attention import with_our_attention
 from dta_compile.capture.recurrences import refuse_final_states, with_our_convolutions
@@ -46,6 +46,7 @@ SEVERAL_BATCHES = (
 BUG = "a check of the compiler on itself failed, which is a bug of dta_compile"
 
 graph_breaks.avoid()
+dense_calls.warn(has_graphs=lambda compiler: records.of(compiler).graphs > 0)
 
 
 def dta(

@@ -17,6 +17,7 @@ NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
 MOST_BYTES = 2**31  # of a text that is read as a whole
 PIECE = 2**24  # bytes that are read at a time
+MOST_LINKS = 40  # on the way to a folder
 
 
 def write_whole(path: pathlib.Path, data: bytes, mode: int = 0o600) -> None:
@@ -108,3 +109,69 @@ def is_ours_alone(found: os.stat_result) -> bool:
     if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
         return False
     return hasattr(os, "getuid") and found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def own_folder(path: pathlib.Path) -> pathlib.Path:
+    """Find a folder for files that hold code, or make it; with links followed.
+
+    Every folder on the way is looked at before what is in it. So nobody else can put anything in the place of what is
+    found in the end, and paths below it may be used without another look.
+
+    Raises:
+        ValueError: other users than this one and root may have put something there, or can do so.
+        OSError: it cannot be made.
+    """
+    here, pending, links = pathlib.Path("/"), list(reversed(path.absolute().parts[1:])), 0
+    while pending:
+        require_own(here)
+        part = pending.pop()
+        if part == os.pardir:
+            here = here.parent
+            continue
+        with contextlib.suppress(FileExistsError):
+            if not os.path.lexists(here / part):
+                (here / part).mkdir(mode=0o700)
+        found = (here / part).lstat()
+        if not stat.S_ISLNK(found.st_mode):
+            here = here / part
+            continue
+        links += 1
+        if links > MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        if not _belongs_here(found):
+            raise ValueError(f"the link {here / part} is another user's")
+        target = pathlib.Path(os.readlink(here / part))
+        here = pathlib.Path("/") if target.is_absolute() else here
+        pending += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+    if not is_ours_alone(here.stat()):
+        raise ValueError(f"others may write to {here}")
+    return here
+
+
+def require_own(path: pathlib.Path) -> None:
+    """Raise `ValueError` where others may have written a file, or can exchange what is in a folder.
+
+    In a sticky folder, as /tmp, everybody can exchange what is their own alone.
+    """
+    found = path.lstat()
+    is_sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    by_group = found.st_mode & stat.S_IWGRP and not _is_group_of_one(found.st_gid)
+    if not _belongs_here(found) or ((by_group or found.st_mode & stat.S_IWOTH) and not is_sticky):
+        raise ValueError(f"others may write to {path}")
+
+
+def _belongs_here(found: os.stat_result) -> bool:
+    return hasattr(os, "getuid") and found.st_uid in (0, os.getuid())
+
+
+@functools.cache
+def _is_group_of_one(group: int) -> bool:
+    """Whether a group is root's or this user's own, as where a umask of 002 is the default."""
+    import grp
+    import pwd
+
+    try:
+        user, found = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    return found.gr_name in (user, "root") and set(found.gr_mem) <= {user, "root"}

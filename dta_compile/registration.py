@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 GROUP, NAME, VALUE = "torch_dynamo_backends", "dta", "dta_compile.backend:dta"
+REGISTRY = "torch._dynamo.backends.registry"
 # By module of another package, those of ours that register with it as they are imported.
 STAND_INS = {
     "transformers.modeling_utils": (
@@ -94,6 +95,10 @@ class _AfterLoading:
 def register() -> None:
     """Idempotent; also serves a torch that has already looked for its backends, and transformers that is loaded."""
     _register_backend()
+    if REGISTRY in sys.modules:
+        _take_twice(sys.modules[REGISTRY])
+    else:
+        when_loaded(REGISTRY, _take_twice)
     for package, modules in STAND_INS.items():
         load = functools.partial(_load, modules)
         if package in sys.modules:
@@ -136,9 +141,25 @@ def _register_backend() -> None:
         if _is_installed():
             return
         sys.meta_path.append(_Finder())
-    registry = sys.modules.get("torch._dynamo.backends.registry")
+    registry = sys.modules.get(REGISTRY)
     if registry is not None:
         registry._BACKENDS.setdefault(NAME, importlib.metadata.EntryPoint(NAME, VALUE, GROUP))
+
+
+def _take_twice(registry: Any) -> None:
+    """Threads that look for the backend at the same time all load it, and torch takes a second one for an error."""
+    register = registry.register_backend
+    if hasattr(register, "__wrapped__"):
+        return
+
+    @functools.wraps(register)
+    def register_backend(compiler_fn: Any = None, name: str | None = None, tags: Iterable[str] = ()) -> Any:
+        if name != NAME or compiler_fn is None:
+            return register(compiler_fn, name, tags)
+        compiler_fn._tags = tuple(tags)
+        return registry._COMPILER_FNS.setdefault(NAME, compiler_fn)
+
+    registry.register_backend = register_backend
 
 
 def _is_installed() -> bool:

@@ -37,6 +37,25 @@ def test_python_m_shows_help_without_torch(arguments):
     assert "usage: dta" in python("-m", "dta_compile", *arguments, cwd=ROOT)
 
 
+LOOKS_FOR_IT_IN_THREADS = """
+import concurrent.futures, threading
+{first}
+import dta_compile
+from torch._dynamo.backends.registry import lookup_backend
+together = threading.Barrier(4)
+def look(_):
+    together.wait()
+    return lookup_backend("dta")
+with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    print(len(set(pool.map(look, range(4)))))
+"""
+
+
+@pytest.mark.parametrize("first", ["", "import torch._dynamo"])
+def test_threads_find_the_backend_at_the_same_time(first):
+    assert python("-c", LOOKS_FOR_IT_IN_THREADS.format(first=first), cwd=ROOT) == "1\n"
+
+
 def test_public_names_resolve():
     for name in ("plan", "last_plan", "explain", "balance", "streaming_step", "register_token_rule", "errors"):
         assert name in dta_compile.__all__

@@ -31,8 +31,10 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.source import NumpyTensorSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
+from torch._dynamo.variables import builder
 from torch._guards import CompileContext
 from torch.fx.experimental import _config as symbolic_shape_config
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -100,6 +102,22 @@ def _mark_at_hand(translator: Any) -> None:
         elif isinstance(value, (dict, collections.UserDict, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
             pending += value.values() if hasattr(value, "values") else value
+
+
+def _with_marked_arrays(context_of: Callable[..., Any]) -> Callable[..., Any]:
+    """How Dynamo makes the sizes of an input, with numpy arrays marked: each trace makes new tensors of those."""
+
+    @functools.wraps(context_of)
+    def context_of_marked(example: Any, translator: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(source, NumpyTensorSource) and is_ours(translator.output.compiler_fn):
+            _mark(example, example)
+        return context_of(example, translator, source, *args, **kwargs)
+
+    return context_of_marked
+
+
+if not hasattr(builder._automatic_dynamic, "__wrapped__"):
+    builder._automatic_dynamic = _with_marked_arrays(builder._automatic_dynamic)
 
 
 def allow_one_more_graph() -> None:
@@ -276,7 +294,7 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
                 if has_regions:
                     _trace_again_without(_without_regions, "regions")
                 if here not in _without_selections:
-                    _given_up[:] = [(self.output.compiler_fn, _cause(error))]
+                    _given_up[:] = [(self.output.compiler_fn, cause(error))]
                 sizes = getattr(self.output.shape_env, "var_to_range", ())
                 if any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in sizes):
                     _trace_without_selections(self.output)
@@ -325,7 +343,9 @@ def _modules_at_hand(translator: Any) -> Iterator[torch.nn.Module]:
         owner = getattr(value, "__self__", value)
         is_other = not isinstance(owner, (torch.nn.Module, types.ModuleType, type))
         attributes = [getattr(owner, "__dict__", {}).get(name) for name in names] if is_other else []
-        yield from (part for part in (owner, *attributes) if isinstance(part, torch.nn.Module))
+        for part in (owner, *attributes):
+            if isinstance(part, torch.nn.Module) and "_modules" in vars(part):  # which is no more than being made else
+                yield part
 
 
 def _enter(kind: type[Sharded | CheckpointFlags], modules: Iterable[torch.nn.Module]) -> None:
@@ -339,6 +359,12 @@ def _enter(kind: type[Sharded | CheckpointFlags], modules: Iterable[torch.nn.Mod
         if prepare not in hooks:
             hooks.append(prepare)
         exits.append(prepare())
+
+
+def call_when_left(function: Callable[[], object]) -> None:
+    """Call a function as the compiled callable returns that was called."""
+    if (entered := _entered()) is not None:
+        entered[1].append(function)
 
 
 def _entered() -> tuple[list[Any], list[Any]] | None:
@@ -367,7 +393,8 @@ def given_up() -> str | None:
     return next((reason for compiler, reason in _given_up if compiler is here), None)
 
 
-def _cause(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
+    """Why Dynamo cannot trace a function, and the user's line."""
     while error.__cause__ is not None and getattr(error.__cause__, "real_stack", None):
         error = error.__cause__
     return _with_line((str(error).strip().splitlines() or [""])[0], getattr(error, "real_stack", None))

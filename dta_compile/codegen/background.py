@@ -23,7 +23,7 @@ from collections.abc import Mapping
 
 import torch
 
-from dta_compile.codegen import inductor
+from dta_compile.codegen import inductor, kept
 from dta_compile.codegen.worker import Job, Result
 from dta_compile.executable.code import AnySource
 
@@ -34,7 +34,9 @@ LONGEST_SILENCE = 900.0  # seconds without a result, after which the process is 
 
 
 class BackgroundCompile:
-    """A process that generates code for some sources; raises `OSError` where it cannot be started.
+    """A process that generates code for some sources.
+
+    Raises `OSError` where it cannot be started, `ValueError` where others could hand it code.
 
     Attributes:
         results: what has become of sources so far.
@@ -46,7 +48,7 @@ class BackgroundCompile:
 
     def __init__(self, sources: Mapping[str, AnySource]) -> None:
         self.missing, self.results, self.failure = dict(sources), list[Result](), ""
-        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="dta-codegen-"))
+        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="dta-codegen-", dir=kept.place()))
         self._read, self._heard, self._owner = 0, time.monotonic(), os.getpid()
         job = Job(dict(sources), torch.get_num_threads(), inductor.settings())
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -176,6 +177,8 @@ def _warn(why: str) -> None:
 
 def _made(key: str, source: AnySource) -> AnyCode:
     """Code that is generated in this process, and kept for others if that works."""
+    with contextlib.suppress(OSError):
+        kept.place()  # nobody else may have put there what inductor runs
     compiled = generate(source)
     try:
         kept.keep(key, compiled)

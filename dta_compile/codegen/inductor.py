@@ -43,6 +43,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from dta_compile.codegen import wrapper
 from dta_compile.executable.code import AnySource, CppSource, Input, Source, size_symbols
 from dta_compile.executable.pieces import AnyCode, Code, Run
+from dta_compile.files import require_own
 
 TYPICAL_SIZES = (2039, 1021)  # what the code is tuned for; primes, so that none of their divisors is taken for granted
 ALIGNMENT = 16  # bytes; of what Triton's kernels assume to be aligned
@@ -198,7 +199,11 @@ def _compiled(run: Any, serves: str, strides: str, devices: set[str]) -> Compile
 
 
 def load(compiled: AnyCompiled) -> AnyCode:
-    """The code, in this process; raises `OSError` or `ImportError` where its files are gone."""
+    """The code, in this process; raises `OSError` or `ImportError` where its files are gone, `ValueError` where others
+    may have written them."""
+    for path in [compiled.path] if isinstance(compiled, CompiledLibrary) else [one[-1] for one in compiled.kernels]:
+        require_own(pathlib.Path(path))
+        require_own(pathlib.Path(path).parent)
     if isinstance(compiled, CompiledLibrary):
         return ctypes.CDLL(compiled.path)
     if compiled.text is None:

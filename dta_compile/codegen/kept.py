@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import pathlib
 import pickle
 from collections.abc import Iterable
 
 from dta_compile.codegen.inductor import AnyCompiled, environment, folder, generator, load
 from dta_compile.executable.code import AnySource
 from dta_compile.executable.pieces import AnyCode
-from dta_compile.files import read_own, write_whole
+from dta_compile.files import own_folder, read_own, write_whole
 
 logger = logging.getLogger("dta_compile")
 
@@ -26,10 +27,15 @@ def keys(sources: Iterable[AnySource]) -> list[str]:
     return [hashlib.sha256(text.encode()).hexdigest()[:32] for text in texts]
 
 
+def place() -> pathlib.Path:
+    """The folder for code, in inductor's; raises `ValueError` where others could put code there or into inductor's."""
+    return own_folder(folder() / "dta")
+
+
 def find(key: str) -> AnyCode | None:
     """The code that is kept under a name, loaded; None: there is none, or its files are gone."""
     try:
-        return load(pickle.loads(read_own(folder() / "dta" / key)))
+        return load(pickle.loads(read_own(place() / key)))
     except FileNotFoundError:
         return None
     except Exception as error:  # of another release, half of a file, or what it names: generated again
@@ -38,7 +44,5 @@ def find(key: str) -> AnyCode | None:
 
 
 def keep(key: str, compiled: AnyCompiled) -> None:
-    """Keep code for other processes; raises `OSError`."""
-    path = folder() / "dta" / key
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, pickle.dumps(compiled))
+    """Keep code for other processes; raises `OSError` or `ValueError`."""
+    write_whole(place() / key, pickle.dumps(compiled))

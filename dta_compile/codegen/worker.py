@@ -11,16 +11,17 @@ import json
 import os
 import pathlib
 import pickle
+import shutil
 import signal
 import sys
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    from dta_compile.executable.code import AnySource
 
-from dta_compile.executable.code import AnySource, Source
-
+# What follows imports torch, which takes seconds, only once somebody watches the parent.
 POLL_SECONDS = 0.5  # between two looks at whether the parent is there
 
 
@@ -53,10 +54,12 @@ def main(parent: int) -> None:
         # session: Linux gives sessions equal shares of the processor, whatever the priorities in them.
         os.setpgid(0, 0)
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    job: Job = pickle.loads(pathlib.Path("job").read_bytes())
+    import torch
 
     from dta_compile.codegen.inductor import apply
+    from dta_compile.executable.code import Source
 
+    job: Job = pickle.loads(pathlib.Path("job").read_bytes())
     apply(job.settings)
     for source in job.sources.values():
         for value in source.inputs if isinstance(source, Source) else ():
@@ -74,6 +77,7 @@ def _generated(key: str, source: AnySource, threads: int) -> str:
     from dta_compile.codegen import inductor, kept
 
     try:
+        kept.place()  # inductor runs what lies in its folder
         if kept.find(key) is None:
             kept.keep(key, inductor.generate(source, threads))
     except Exception as error:
@@ -88,9 +92,11 @@ def reason(error: Exception) -> str:
 
 
 def _end_with(parent: int) -> None:
-    """End this process, and the compiler that it may be waiting for, once its parent has ended."""
+    """End this process, the compiler that it may be waiting for, and its folder, once its parent has ended."""
+    folder = os.getcwd()
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
+    shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)

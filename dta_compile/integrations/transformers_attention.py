@@ -8,11 +8,12 @@ is left to that. Importing the module registers both functions; `registration` d
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -285,6 +286,41 @@ def _naming_unions(and_masks: Callable[..., Any]) -> Callable[..., Any]:
     return and_masks_by_name
 
 
+def _refusing_attention_of_its_own(check: Callable[..., str]) -> Callable[..., str]:
+    """Transformers' check that a model has an implementation of attention: it takes registered ones for all models, and
+    those that compute attention themselves would take our masks for tensors."""
+
+    @functools.wraps(check)
+    def check_ours(model: PreTrainedModel, name: str | None, *args: Any, **kwargs: Any) -> str:
+        found = check(model, name, *args, **kwargs)
+        own = next((one for one in type(model).__mro__ if found == NAME and _attends_itself(one)), None)
+        if own is not None:
+            raise OptionError(
+                f"{own.__name__} does not support {FUNCTION}",
+                expected="a model that calls transformers' attention functions",
+                got=f"attention of its own in {own.__module__}",
+                hint="leave attn_implementation out: backend='dta' says whether it can run what the model has",
+            )
+        return found
+
+    return check_ours
+
+
+def _attends_itself(kind: Any) -> bool:
+    """Whether a class of models hands transformers' causal masks to attention that is written beside it."""
+    names = vars(sys.modules.get(kind.__module__, masking_utils))
+    if kind is PreTrainedModel or not issubclass(kind, PreTrainedModel) or "create_causal_mask" not in names:
+        return False
+    classes = [one for one in names.values() if isinstance(one, type) and one.__module__ == kind.__module__]
+    has_attention = any("Attention" in one.__name__ and issubclass(one, torch.nn.Module) for one in classes)
+    is_supported = kind._supports_sdpa or kind._supports_attention_backend
+    return has_attention and not (is_supported and "ALL_ATTENTION_FUNCTIONS" in names)
+
+
 masking_utils.and_masks = _naming_unions(masking_utils.and_masks)
+if not hasattr(PreTrainedModel._check_and_adjust_attn_implementation, "__wrapped__"):
+    PreTrainedModel._check_and_adjust_attn_implementation = _refusing_attention_of_its_own(
+        PreTrainedModel._check_and_adjust_attn_implementation
+    )
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, mask_of_layers)

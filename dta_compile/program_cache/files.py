@@ -9,7 +9,7 @@ import logging
 import os
 import pathlib
 
-from dta_compile.files import UNFINISHED, is_ours_alone, read_own, write_whole
+from dta_compile.files import UNFINISHED, own_folder, read_own, write_whole
 
 FOLDER = "programs"  # in the folder of calibrations
 FORMAT = b"dta_compile program 2\n"
@@ -23,16 +23,11 @@ logger = logging.getLogger("dta_compile")
 
 def open_folder(cache: pathlib.Path) -> pathlib.Path | None:
     """The folder for programs; None where there can be none, or others could have put files there: they hold code."""
-    folder = cache / FOLDER
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        is_safe = is_ours_alone(folder.stat())
-    except OSError as error:
-        _say_once(folder, str(error))
+        return own_folder(cache / FOLDER)
+    except (OSError, ValueError) as error:
+        _say_once(cache / FOLDER, str(error))
         return None
-    if not is_safe:
-        _say_once(folder, "others may write to it")
-    return folder if is_safe else None
 
 
 @functools.cache

@@ -192,6 +192,7 @@ class TreeFunction(torch.autograd.Function):
         return (None if link is None else link.clone(), *outputs)
 
     @staticmethod
+    @torch.compiler.disable  # else Dynamo traces it where a compiled function calls backward()
     def backward(ctx: Any, link: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run the backward half; returns a gradient, or None, for everything that it is a function of."""
         if torch.is_grad_enabled():

@@ -1,14 +1,15 @@
-"""What Dynamo would end a graph at runs over the tree, and a model that does not is said to."""
+"""What Dynamo would end a graph at runs over the tree, and a model or a call that does not is said to."""
 
 import logging
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
 import dta_compile
 from dta_compile.errors import RefusalError
-from tests.support.tiny import SMALL_CHUNKS, Block, TinyLM, after, assert_same, shared_ids, weighted
+from tests.support.tiny import SMALL_CHUNKS, BareLM, Block, TinyLM, after, assert_same, shared_ids, weighted
 
 OPTIONS = {**SMALL_CHUNKS, "codegen": "eager"}
 
@@ -83,3 +84,53 @@ class Slicing(TinyLM):
 def test_a_number_of_tokens_that_becomes_constant_is_refused_with_the_line_that_makes_it_one():
     with pytest.raises(RefusalError, match=r"(?s)token size became a constant.*for i in range.*x\.chunk"):
         torch.compile(Slicing(), backend="dta", options=OPTIONS)(shared_ids())
+
+
+def test_calls_that_dynamo_hands_over_no_graph_of_are_said_to_share_nothing(caplog):
+    model, ids = BareLM(), shared_ids()
+    module = torch.compile(model, backend="dta", options=OPTIONS)
+    function = torch.compile(lambda ids: model(ids), backend="dta", options=OPTIONS)
+
+    def attends_after_a_break(ids):
+        x = model.embedding(ids)
+        for _ in range(1):
+            torch._dynamo.graph_break()
+            heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+            x = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return x
+
+    given_up = torch.compile(attends_after_a_break, backend="dta", options=OPTIONS)
+    transformed = torch.compile(lambda table: model.mix(table[ids]).sum(), backend="dta", options=OPTIONS)
+    calls = {
+        "another backend's graph": lambda: torch.compile(lambda: module(ids), backend="eager")(),
+        "another backend's graph, and runs": lambda: torch.compile(lambda: function(ids), backend="eager")(),
+        "gave up on attends_after_a_break": lambda: given_up(ids),
+        "have to be inside of the compiled": lambda: torch.func.grad(transformed)(model.embedding.weight.detach()),
+    }
+    for said, call in calls.items():
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="dta_compile"):
+            call()
+        assert said in caplog.text and "test_graph_breaks.py" in caplog.text
+        assert caplog.text.count("dta: ") == 1
+
+
+def test_a_backward_inside_is_not_traced():
+    model = BareLM()
+
+    def step(ids):
+        weighted(model(ids)).backward()
+
+    counters.clear()
+    compiled = torch.compile(step, backend="dta", options=OPTIONS)
+    assert_same(after(model, lambda: compiled(shared_ids())), after(model, lambda: step(shared_ids())))
+    assert counters["stats"]["unique_graphs"] <= 3  # the function in two parts, and weights
+
+
+def test_numpy_ids_are_traced_with_symbolic_sizes():
+    model = BareLM()
+    counters.clear()
+    compiled = torch.compile(lambda ids: model(torch.from_numpy(ids)), backend="dta", options=OPTIONS)
+    weighted(compiled(shared_ids().numpy())).backward()
+    weighted(compiled(shared_ids(7, 8).numpy())).backward()
+    assert dta_compile.last_plan(compiled) and counters["stats"]["unique_graphs"] == 1

@@ -10,6 +10,7 @@ import pathlib
 import pickle
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -441,8 +442,42 @@ def test_folders_that_others_may_write_to_are_not_used(tmp_path, monkeypatch, ca
     assert files.open_folder(tmp_path) is None
     assert caplog.text.count("others may write") == 1
     (tmp_path / "programs").chmod(0o700)
-    monkeypatch.setattr(os, "getuid", lambda: -1)
-    assert files.open_folder(tmp_path) is None
+    if os.getuid():  # what is root's may be anybody's
+        monkeypatch.setattr(os, "getuid", lambda: -1)
+        assert files.open_folder(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "mkdir -m 777 cache; ln -s {ours} cache/programs",
+        "mkdir cache; ln -s {ours} cache/programs",
+        "ln -s {ours} cache",
+        "mkdir -m 777 way; ln -s way/cache cache",
+        "mkdir -m 777 -p cache/programs",
+    ],
+)
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can be another user")
+def test_what_another_user_planted_is_not_used(planted):
+    with tempfile.TemporaryDirectory() as name:
+        shared, ours = pathlib.Path(name), pathlib.Path(name) / "ours"
+        ours.mkdir(mode=0o700)
+        shared.chmod(0o1777)
+        assert files.open_folder(shared / "own") == shared.resolve() / "own" / "programs"  # as in /tmp
+        subprocess.run(["sh", "-c", planted.format(ours=ours)], cwd=shared, user=65534, group=65534, check=True)
+        if (shared / "way").exists():
+            (shared / "way" / "cache" / "programs").mkdir(mode=0o700, parents=True)
+        assert files.open_folder(shared / "cache") is None
+
+
+def test_folders_on_the_way_that_others_may_write_to_are_not_gone_through(tmp_path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "link").symlink_to("shared/../shared/below")
+    assert files.open_folder(tmp_path / "link") == tmp_path.resolve() / "shared" / "below" / "programs"
+    (tmp_path / "shared").chmod(0o777)
+    assert files.open_folder(tmp_path / "link") is None
+    (tmp_path / "loop").symlink_to("loop")
+    assert files.open_folder(tmp_path / "loop") is None
 
 
 def test_files_that_others_may_have_written_are_not_read(tmp_path):

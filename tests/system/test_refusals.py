@@ -194,6 +194,17 @@ class StraightThrough(torch.autograd.Function):
         return grad
 
 
+def assigned_data(block, x, q, k, v):
+    block.mlp.weight.data = block.mlp.weight.data * 2
+    return block.mlp(x)
+
+
+def hook_on_a_gradient(block, x, q, k, v):
+    x = x * 2
+    x.register_hook(lambda gradient: gradient * 2)
+    return x
+
+
 def straight_through(block, x, q, k, v):
     return StraightThrough.apply(x)
 
@@ -224,6 +235,8 @@ def straight_through(block, x, q, k, v):
             pytest.param(write, "writes to a value with a gradient behind autograd's back", marks=pytest.mark.slow)
             for write in (detached_write_with_a_gradient, data_write)
         ),
+        (assigned_data, "the model assigns to the .data of a tensor"),
+        (hook_on_a_gradient, "a hook on the gradient of a value"),
         (eager_attention, "attn_implementation='sdpa'"),
         (soft_cap, "attn_implementation='sdpa'"),
         (straight_through, "`x + (y - x).detach()` has the value of y and the gradient of x"),

@@ -191,3 +191,17 @@ def test_loops_over_numbers_of_sequences(model):
         return torch.stack([row.softmax(-1) * 2 for row in scores]), torch.stack([s.logsumexp(0) for s in scores])
 
     assert_equals_eager(weighed, compiled_function(weighed), model, shared_ids(4, 9))
+
+
+def test_batch_norm_by_kept_statistics_and_batched_products_of_heads_are_token_wise(model):
+    norm = torch.nn.BatchNorm1d(WIDTH).double().eval()
+    norm.running_var.uniform_(0.5, 2, generator=torch.Generator().manual_seed(1))
+    bias, gates = model.norm.bias.unflatten(0, (2, 1, -1)), model.position.weight[: WIDTH // 2].unflatten(1, (2, -1))
+
+    def function(ids):
+        x = norm(model.embedding(ids).transpose(1, 2)).transpose(1, 2)
+        heads = x.reshape(-1, 2, WIDTH // 2).permute(1, 0, 2)
+        gated = torch.baddbmm(bias.detach(), heads, gates.detach().transpose(0, 1))
+        return (run_from_embeddings(model, gated.permute(1, 0, 2).reshape(x.shape)),)
+
+    assert_equals_eager(function, compiled_function(function), model, shared_ids())

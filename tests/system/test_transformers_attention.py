@@ -205,6 +205,13 @@ def test_dropout_is_refused():
         model(input_ids=torch.tensor([[1, 2, 3]]))
 
 
+@pytest.mark.parametrize("name", ["bloom", "git", "gpt_neo"])
+def test_models_with_attention_of_their_own_are_refused_by_name(name):
+    config = transformers.AutoConfig.for_model(name, hidden_size=8, num_attention_heads=2)
+    with pytest.raises(OptionError, match='ForCausalLM does not support attn_implementation="dta"'):
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dta")
+
+
 @pytest.mark.parametrize("first", ["dta_compile", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_importing_the_package_is_enough(first):
     second = {"dta_compile": "transformers", "transformers": "dta_compile"}[first]

@@ -165,11 +165,12 @@ def _require_own_keys(calls: list[fx.Node]) -> None:
         for operand, value in mixer.over_tokens(call.args):
             if (found := sizes(value)[mixer.token_dim]) != tokens:
                 raise RefusalError(
-                    f"{mixer.name} over other tokens than the ones being trained (a KV cache, or cross-attention)",
+                    f"{mixer.name} over other tokens than the ones being trained (a KV cache, cross-attention, learned "
+                    "keys before the tokens' own)",
                     where=where(call),
                     expected=f"{tokens} {operand.plural}, as many as tokens",
                     got=f"{found} {operand.plural}",
-                    hint="pass no past_key_values while training",
+                    hint="pass no past_key_values while training; in place of learned keys, train adapters (LoRA)",
                 )
 
 
@@ -318,7 +319,9 @@ def _without_axes(program: Program, node: fx.Node) -> Value:
     """An operator on values without batch or token axis (weights): its result has none either, or it is no weight."""
     shaped = layout_by_shape(program, node)
     if node in program.parameter_dependent and is_labelled(shaped):
-        return Mixed(f"{node.target} gives a weight a batch or token axis", node)
+        return Mixed(
+            f"{node.target} gives a weight a batch or token axis, as for a learned prompt among the tokens", node
+        )
     return shaped
 
 

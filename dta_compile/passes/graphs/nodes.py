@@ -15,6 +15,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from dta_compile.passes.graphs.operators import FILL_ARGUMENTS, FILL_NUMBERS, is_tagged_pointwise
 from dta_compile.passes.program import has_tensor, writes_in_place
@@ -26,7 +27,8 @@ aten = torch.ops.aten
 def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A node at the insertion point; its value is what the operator gives for the values of its arguments."""
     node = graph.call_function(target, args, kwargs)
-    node.meta["val"] = target(*fx.node.map_arg(args, lambda arg: arg.meta["val"]), **kwargs)
+    with enable_python_dispatcher():  # some operators know symbolic sizes only so: expand in that of baddbmm
+        node.meta["val"] = target(*fx.node.map_arg(args, lambda arg: arg.meta["val"]), **kwargs)
     return node
 
 

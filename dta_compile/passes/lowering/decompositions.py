@@ -74,10 +74,24 @@ def _group_norm(
     variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
     rstd = torch.rsqrt(variance + eps)
     out = ((wide - mean) * rstd).reshape(x.shape)
-    column = (channels, *(1,) * (x.dim() - 2))
-    out = out if weight is None else out * weight.reshape(column)
-    out = out if bias is None else out + bias.reshape(column)
-    return out.to(x.dtype), mean.reshape(rows, groups), rstd.reshape(rows, groups)
+    return _affine(out, weight, bias).to(x.dtype), mean.reshape(rows, groups), rstd.reshape(rows, groups)
+
+
+def _batch_norm(
+    x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, variance: torch.Tensor, momentum: float, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Batch norm by statistics of other batches, which is affine in each value."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(variance + eps)
+    out = _affine(_affine(wide, scale, -mean * scale), weight, bias)
+    return out.to(x.dtype), mean.new_empty(0), mean.new_empty(0)
+
+
+def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x * weight + bias` by channels, the second dimension of `x`."""
+    column = (-1, *(1,) * (x.dim() - 2))
+    x = x if weight is None else x * weight.reshape(column)
+    return x if bias is None else x + bias.reshape(column)
 
 
 def _repeat(x: torch.Tensor, repeats: list[Any]) -> Any:
@@ -119,6 +133,7 @@ TABLE = {
     **SPELLED_OUT,
     aten.copy.default: _copied,
     aten.native_group_norm.default: _group_norm,
+    aten._native_batch_norm_legit_no_training.default: _batch_norm,
     aten.repeat.default: _repeat,
     aten.convolution.default: _convolution,
 }

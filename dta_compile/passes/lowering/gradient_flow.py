@@ -40,6 +40,7 @@ FOLLOWED_THROUGH = frozenset(
     """.split()  # noqa: SIM905
 )
 OF_TORCH = (None, "_operator", "torch", "torch._C._nn", "torch.functional", "torch.nn.functional")
+HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 DERIVATIVES = ("_grad_increment_nesting", "_jvp_increment_nesting")
 CACHES_CASTS = 3  # the place of `cache_enabled` among the arguments of torch's `_enter_autocast`
 
@@ -197,10 +198,20 @@ def _may_cut(graph: fx.Graph) -> bool:
 
 
 def _refuse_derivatives(module: fx.GraphModule) -> None:
-    """Before anything is run: what `torch.func` switches off for a derivative would stay so after an error."""
+    """Before anything is run: what `torch.func` switches off for a derivative would stay so after an error. Hooks of
+    values have no place in chunks."""
     for part in module.modules():
         nodes = list(part.graph.nodes) if isinstance(part, fx.GraphModule) else []
         for i, node in enumerate(nodes):
+            if str(getattr(node.target, "__name__", node.target)) in HOOKS:
+                raise RefusalError(
+                    "a hook on the gradient of a value is registered inside of the compiled function",
+                    where=where(node),
+                    expected="gradients that autograd computes",
+                    got=str(node.target),
+                    hint="scale what it would scale after the last attention, or register hooks on parameters,"
+                    " outside of the compiled function",
+                )
             if getattr(node.target, "__name__", "") in DERIVATIVES:
                 named = next((later for later in nodes[i:] if later.meta.get("stack_trace")), node)
                 raise RefusalError(

@@ -61,6 +61,7 @@ def lower(program: Program) -> None:
     """Fill `program.inputs`, `.module` and `.placeholders` from `program.captured`."""
     captured = program.captured
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    _refuse_assigned_data(captured)
     flow = gradient_flow(captured)
     _refuse_gradients_switched_on(captured, flow)
     program.inputs = [_describe(i, node, flow.follows(node)) for i, node in enumerate(placeholders)]
@@ -91,6 +92,22 @@ def lower(program: Program) -> None:
     program.draws = drawing(module.graph)
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         node.meta["source"] = _readable(spec.name)
+
+
+def _refuse_assigned_data(captured: fx.GraphModule) -> None:
+    """`p.data = x` gives a tensor other memory, which no trace shows: values and gradients would be lost."""
+    for part in captured.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+            if target.partition(".")[0] == "set_":
+                raise RefusalError(
+                    "the model assigns to the .data of a tensor",
+                    where=where(node),
+                    expected="a forward pass that leaves its parameters, buffers and inputs as they are",
+                    got=f"{node.args[0]}.data = ..., or {node.args[0]}.set_(...)",
+                    hint="move the assignment out of the compiled function, or compute a new value and use that: "
+                    "torch.nn.utils.parametrize does so with weights",
+                )
 
 
 def _refuse_gradients_switched_on(captured: fx.GraphModule, flow: GradientFlow) -> None:

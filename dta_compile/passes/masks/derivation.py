@@ -75,8 +75,8 @@ class _Derivation:
         parts = list(subterms(self.term))
         entries = [part for part in parts if isinstance(part, Entry)]
         if "head" in self.term.indices:
-            got = "a mask that differs between heads (ALiBi, relative bias)"
-            raise self._refusal(got, "use rotary or learned positions")
+            got = "a mask that differs between heads (ALiBi, relative bias, windows of their own)"
+            raise self._refusal(got, "use one window for all heads, and rotary or learned positions instead of biases")
         of_pairs = [entry for entry in entries if len(entry.indices - {"row", "head"}) > 1]
         for entry in of_pairs:
             if "row" in entry.indices or self.nodes[entry.leaf].op not in ("placeholder", "get_attr"):

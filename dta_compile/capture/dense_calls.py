@@ -1,0 +1,117 @@
+"""Calls of a compiled function that run densely because Dynamo hands this backend no graph of them: said as a warning.
+
+Dynamo traces a compiled function that it meets while it traces for another backend into a graph of that one. And it
+gives up on a function, which then runs in Python, where it cannot trace it, as inside of a `torch.func` transform.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+from dta_compile.capture import dynamo
+
+COMPILED = "_dta_compiled"  # of a trace: the modules in compiled ones for this backend
+SAID = "_dta_said"  # of a compiled function: that its calls share nothing
+
+logger = logging.getLogger("dta_compile")
+
+
+def warn(has_graphs: Callable[[Any], bool]) -> None:
+    """Notice such calls from now on; `has_graphs` says of a compiler of Dynamo's whether it got graphs with attention
+    for the compiled function that it belongs to."""
+    of_failures = functools.partial(_noticing_failures, has_graphs=has_graphs)
+    _patch(VariableBuilder, "_wrap", _noting_wrappers)
+    _patch(UnspecializedNNModuleVariable, "call_function", _noticing_other_backends)
+    _patch(WrapperUserFunctionVariable, "call_function", _noticing_other_backends)
+    _patch(InstructionTranslator, "__init__", of_failures)  # raises inside of torch.func
+    _patch(InstructionTranslator, "run", of_failures)
+
+
+def _patch(owner: type, name: str, noticing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    method = getattr(owner, name)
+    if not hasattr(method, "of_dense_calls"):
+        noticed = noticing(method)
+        noticed.of_dense_calls = True  # type: ignore[attr-defined]
+        setattr(owner, name, noticed)
+
+
+def _noting_wrappers(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo takes a compiled module for the one inside of it: note which one that is."""
+
+    @functools.wraps(wrap)
+    def _wrap(self: Any, value: Any) -> Any:
+        if type(value) is OptimizedModule and dynamo.is_ours(value):
+            vars(self.tx.output).setdefault(COMPILED, set()).add(id(value._orig_mod))
+        return wrap(self, value)
+
+    return _wrap
+
+
+def _noticing_other_backends(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def call_function(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        called = getattr(self, "wrapper_obj", None) or self.value
+        is_noted = id(called) in getattr(tx.output, COMPILED, ())
+        if not dynamo.is_ours(tx.output.compiler_fn) and (is_noted or _is_compiled(called)):
+            at = tx.frame_summary()
+            _say_inlined(f"{at.filename}:{at.lineno}: {at.line}")
+        return call(self, tx, *args, **kwargs)
+
+    return call_function
+
+
+def _is_compiled(called: Any) -> bool:
+    compiled = getattr(called, "_compiled_call_impl", called)  # of a module compiled in place
+    return hasattr(compiled, "_torchdynamo_inline") and dynamo.is_ours(compiled)
+
+
+def _noticing_failures(trace: Callable[..., None], has_graphs: Callable[[Any], bool]) -> Callable[..., None]:
+    @functools.wraps(trace)
+    def trace_noticed(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            trace(self, *args, **kwargs)
+        except Unsupported as error:
+            compiler = self.output.compiler_fn
+            if dynamo.is_ours(compiler) and torch.is_grad_enabled():
+                cause, code = dynamo.cause(error), self.f_code
+                place = f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}"
+                dynamo.call_when_left(functools.partial(_say_if_dense, compiler, has_graphs, place, cause))
+            raise
+
+    return trace_noticed
+
+
+def _say_if_dense(compiler: Any, has_graphs: Callable[[Any], bool], place: str, cause: str) -> None:
+    """Once for a compiled function, unless the call itself tells what is wrong."""
+    wrapper = dynamo.compile_wrapper_of(compiler)
+    if sys.exc_info()[0] is None and not hasattr(wrapper, SAID) and not has_graphs(compiler):
+        setattr(wrapper, SAID, True)
+        hint = " (torch.func.grad, vmap and others have to be inside of the compiled function)"
+        is_of_transforms = torch._C._functorch.peek_interpreter_stack() is not None
+        logger.warning(
+            "dta: a compiled call shares no prefixes: torch.compile gave up on %s, which runs as it is: %s%s",
+            place,
+            cause,
+            hint if is_of_transforms else "",
+        )
+
+
+@functools.cache
+def _say_inlined(line: str) -> None:
+    logger.warning(
+        "dta: a function compiled for backend='dta' becomes part of another backend's graph, and runs densely there: %s"
+        " (compile the outer function for dta, or call the compiled one outside of it)",
+        line,
+    )

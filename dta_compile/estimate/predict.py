@@ -292,7 +292,7 @@ class _Step:
             sizes = CHUNK_SIZES
         limits = Limits(budget, self.footprint, self.cost, self.heads, sizes, self.sums, self.parts)
         plan = make_plan(self.tree, options, limits=limits)
-        parts, stack = limits.of_sweep(sweep), plan.simulation.peak_stack_tokens
+        parts, stack = limits.parts_of(sweep), plan.simulation.peak_stack_tokens
         first, second = bytes_of_halves(plan.prefix_tree, plan.schedule, parts, stack, plan.limits.head_starts)
         # Gradients of keys and values are sums as well, and those are wider.
         second += stack * max(part.footprint.kv_token for part in parts) * (SUM / NUMBER - 1)

@@ -17,6 +17,7 @@ Private touches of torch: it has regions that are not traced again, and inlines 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -33,12 +34,12 @@ try:
     import torch._dynamo.variables.invoke_subgraph as torch_regions
     from torch._dynamo.utils import build_invoke_subgraph_variable
 
-    from dta_compile.capture.region_reuse import NoRegion, Traced, may_be_region
+    from dta_compile.capture.region_reuse import NoRegion, OtherCall, Traced, may_be_region
 except ImportError:  # another torch, of which all this is private
     torch_regions = None  # type: ignore[assignment]
 
 INLINED = "inline_invoke_subgraph"
-REUSE = ("build_reuse_condition", "is_reusable", "is_reuse_eligible", "stamp_out_subgraph")
+REUSE = ("build_reuse_condition", "has_mutated_vars", "is_reusable", "is_reuse_eligible", "stamp_out_subgraph")
 HAS_REGIONS = hasattr(torch._dynamo.config, INLINED) and all(hasattr(torch_regions, name) for name in REUSE)
 LEAST_COPIES = 2
 # What every module has, or what copies differ in: parameters and buffers are inputs of a region.
@@ -134,14 +135,19 @@ def _with_our_condition(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _if_ours_holds(is_reusable: Callable[..., bool]) -> Callable[..., bool]:
+    """Torch's comparison of a call's arguments, and of what it has not written; then ours, with torch's guards."""
+
     @functools.wraps(is_reusable)
     def is_reusable_by_ours(tx: Any, condition: Any, fingerprint: Any, cached: Any) -> bool:
-        found = is_reusable(tx, condition, fingerprint, cached)
-        if not found or not hasattr(condition, "of_dta"):
-            return found
-        cached.of_dta = condition.of_dta
-        holds: bool = condition.of_dta.holds(tx, fingerprint, cached, condition)
-        return holds
+        if not hasattr(condition, "of_dta"):
+            return is_reusable(tx, condition, fingerprint, cached)
+        call = OtherCall(tx, fingerprint, cached)
+        read = type(condition.traced_sources)(map(call.moved, condition.traced_sources))
+        if torch_regions.has_mutated_vars(tx, read):
+            return False
+        of_arguments = dataclasses.replace(condition, guards=[], traced_sources=type(read)())
+        cached.of_dta = condition.of_dta, call
+        return is_reusable(tx, of_arguments, fingerprint, cached) and condition.of_dta.holds(call)
 
     return is_reusable_by_ours
 
@@ -152,7 +158,8 @@ def _with_guards(stamp_out: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stamp_out)
     def stamp_out_with_guards(tx: Any, fingerprint: Any, cached: Any) -> Any:
         if hasattr(cached, "of_dta"):
-            for guard in cached.of_dta.guards_of(tx, fingerprint, cached):
+            traced, call = cached.of_dta
+            for guard in traced.guards_of(call):
                 tx.output.guards.add(guard)
         return stamp_out(tx, fingerprint, cached)
 

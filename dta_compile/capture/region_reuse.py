@@ -23,9 +23,15 @@ from typing import Any
 
 import torch
 from torch._dynamo.guards import GUARD_VALUE_DISPATCH, SKIP_GUARD, GuardCheckSpec
-from torch._dynamo.variables import NewGlobalVariable, UnspecializedNNModuleVariable, UserDefinedObjectVariable
+from torch._dynamo.variables import (
+    ListVariable,
+    NewGlobalVariable,
+    TupleVariable,
+    UnspecializedNNModuleVariable,
+    UserDefinedObjectVariable,
+)
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
-from torch._dynamo.variables.invoke_subgraph import InputTag, LiftedCapturedSource
+from torch._dynamo.variables.invoke_subgraph import InputFingerprint, InputTag, LiftedCapturedSource, classify_vt
 from torch._guards import Source
 
 IS_ONE = "DUPLICATE_INPUT"  # of two names
@@ -51,6 +57,26 @@ def may_be_region(tx: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
     VariableTracker.visit(note, [*args[1:], *kwargs.values()])
     return not objects
+
+
+def fingerprint_of(args: Iterable[Any], kwargs: dict[str, Any]) -> InputFingerprint | None:
+    """What torch compares of a call's arguments, for which it has Dynamo trace `pytree`: half the time of a copy.
+
+    None: there are other containers than tuples and lists, or other things in them.
+    """
+    leaves: list[Any] = []
+
+    def structure(value: Any) -> Hashable:
+        value = value.realize()
+        if type(value) in (TupleVariable, ListVariable):
+            return type(value), tuple(map(structure, value.items))
+        return leaves.append(value)
+
+    structures = tuple(map(structure, args)), tuple((name, structure(value)) for name, value in kwargs.items())
+    tags = list(map(classify_vt, leaves))
+    if None in tags:
+        return None
+    return InputFingerprint(list(zip(tags, leaves, strict=True)), [leaf.source for leaf in leaves], False, structures)
 
 
 def _has_written_to_containers(tx: Any) -> bool:

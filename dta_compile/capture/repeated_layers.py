@@ -34,12 +34,19 @@ try:
     import torch._dynamo.variables.invoke_subgraph as torch_regions
     from torch._dynamo.utils import build_invoke_subgraph_variable
 
-    from dta_compile.capture.region_reuse import NoRegion, OtherCall, Traced, may_be_region
+    from dta_compile.capture.region_reuse import NoRegion, OtherCall, Traced, fingerprint_of, may_be_region
 except ImportError:  # another torch, of which all this is private
     torch_regions = None  # type: ignore[assignment]
 
 INLINED = "inline_invoke_subgraph"
-REUSE = ("build_reuse_condition", "has_mutated_vars", "is_reusable", "is_reuse_eligible", "stamp_out_subgraph")
+REUSE = (
+    "build_fingerprint_with_pytree",
+    "build_reuse_condition",
+    "has_mutated_vars",
+    "is_reusable",
+    "is_reuse_eligible",
+    "stamp_out_subgraph",
+)
 HAS_REGIONS = hasattr(torch._dynamo.config, INLINED) and all(hasattr(torch_regions, name) for name in REUSE)
 LEAST_COPIES = 2
 # What every module has, or what copies differ in: parameters and buffers are inputs of a region.
@@ -119,6 +126,16 @@ def _settings(module: nn.Module) -> Hashable:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
+def _or_pytree(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's way to flatten a region's arguments where ours does not do."""
+
+    @functools.wraps(build)
+    def build_flat(tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return (fingerprint_of(args, kwargs) if _inside else None) or build(tx, args, kwargs)
+
+    return build_flat
 
 
 def _with_our_condition(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,6 +231,7 @@ def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
 
 # Not once more, where the module is loaded again.
 if HAS_REGIONS and not hasattr(UserFunctionVariable.call_function, "of_dta"):
+    torch_regions.build_fingerprint_with_pytree = _or_pytree(torch_regions.build_fingerprint_with_pytree)
     torch_regions.build_reuse_condition = _with_our_condition(torch_regions.build_reuse_condition)
     torch_regions.is_reusable = _if_ours_holds(torch_regions.is_reusable)
     torch_regions.stamp_out_subgraph = _with_guards(torch_regions.stamp_out_subgraph)

@@ -23,16 +23,20 @@ from typing import Any
 
 import torch
 from torch._dynamo.guards import GUARD_VALUE_DISPATCH, SKIP_GUARD, GuardCheckSpec
-from torch._dynamo.variables import NewGlobalVariable, UnspecializedNNModuleVariable, UserDefinedObjectVariable
+from torch._dynamo.variables import (
+    ListVariable,
+    NewGlobalVariable,
+    TupleVariable,
+    UnspecializedNNModuleVariable,
+    UserDefinedObjectVariable,
+)
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
-from torch._dynamo.variables.invoke_subgraph import InputTag, LiftedCapturedSource
+from torch._dynamo.variables.invoke_subgraph import InputFingerprint, InputTag, LiftedCapturedSource, classify_vt
 from torch._guards import Source
 
 IS_ONE = "DUPLICATE_INPUT"  # of two names
 OF_TENSOR = "TENSOR_MATCH"  # not copied: a tensor gets one of its own
 OF_CONSTANT = frozenset({"EQUALS_MATCH", "CONSTANT_MATCH"})
-
-Replace = Callable[[Source], Source]
 
 
 class NoRegion(Exception):
@@ -53,6 +57,26 @@ def may_be_region(tx: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
     VariableTracker.visit(note, [*args[1:], *kwargs.values()])
     return not objects
+
+
+def fingerprint_of(args: Iterable[Any], kwargs: dict[str, Any]) -> InputFingerprint | None:
+    """What torch compares of a call's arguments, for which it has Dynamo trace `pytree`: half the time of a copy.
+
+    None: there are other containers than tuples and lists, or other things in them.
+    """
+    leaves: list[Any] = []
+
+    def structure(value: Any) -> Hashable:
+        value = value.realize()
+        if type(value) in (TupleVariable, ListVariable):
+            return type(value), tuple(map(structure, value.items))
+        return leaves.append(value)
+
+    structures = tuple(map(structure, args)), tuple((name, structure(value)) for name, value in kwargs.items())
+    tags = list(map(classify_vt, leaves))
+    if None in tags:
+        return None
+    return InputFingerprint(list(zip(tags, leaves, strict=True)), [leaf.source for leaf in leaves], False, structures)
 
 
 def _has_written_to_containers(tx: Any) -> bool:
@@ -87,7 +111,8 @@ class Traced:
         arguments: which of them are one, which are inputs of the graph, and constants to the letter.
         state: of torch.
         names: two sources each of one object.
-        checks: source, handler, what it expects: of guards of the layer that are none of torch's own condition.
+        asked: source, handler, what it expects: of torch's own condition.
+        checks: the same of guards of the layer that are none of torch's own condition.
         constants: sources of what torch compares by value.
         sources: of all that has been looked up on the way to what the trace has read.
         guards: what has to hold of any other layer, too, whenever the graph runs.
@@ -96,6 +121,7 @@ class Traced:
     arguments: Hashable
     state: Hashable
     names: tuple[tuple[Source, Source], ...]
+    asked: tuple[tuple[Source, Any, Any], ...]
     checks: tuple[tuple[Source, Any, Any], ...]
     constants: tuple[Source, ...]
     sources: tuple[Source, ...]
@@ -124,48 +150,63 @@ class Traced:
             arguments=_arguments(fingerprint),
             state=_state(tx),
             names=tuple(_names(tx.output.side_effects, values)),
+            asked=tuple(rest for *rest, _ in condition.guards),
             checks=tuple(_checks(resolve, more)),
             sources=tuple(values),
             constants=tuple(guard.originating_source for guard in guards if guard.create_fn_name() in OF_CONSTANT),
             guards=tuple(guard for guard in guards if guard.create_fn_name() != OF_TENSOR),
         )
 
-    def holds(self, tx: Any, fingerprint: Any, cached: Any, condition: Any) -> bool:
-        """Whether what was traced (`cached`) is what would be traced of this call.
+    def holds(self, call: OtherCall) -> bool:
+        """Whether what was traced is what would be traced of this call.
 
         Raises:
             NoRegion: it would be of none.
         """
-        resolve, moved = _Resolver(tx), replacement(cached, fingerprint)
-        captured = [one.source for one in cached.subgraph_input_mapping if isinstance(one, LiftedCapturedSource)]
-        if not all(isinstance(value, torch.Tensor) for _, value in _found(resolve, captured)):
+        tx, resolve, moved = call.tx, call.resolve, call.moved
+        if not _hold(call, (check for check in self.asked if moved(check[0]) != check[0])):
+            return False
+        if not all(isinstance(value, torch.Tensor) for _, value in _found(resolve, call.captured)):
             raise NoRegion  # a number that the graph takes as a tensor
-        if self.arguments != _arguments(fingerprint) or self.state != _state(tx):
+        if self.arguments != _arguments(call.fingerprint) or self.state != _state(tx):
             return False
         written = _written(tx.output.side_effects)
         try:
             return (
                 not (written and any(id(resolve(moved(source))) in written for source in self.sources))
                 and all(resolve(moved(one)) is resolve(moved(other)) for one, other in self.names)
-                and all(handler.eval_fn(resolve(moved(source)), expected) for source, handler, expected in self.checks)
+                and _hold(call, self.checks)
                 and all(_exact(resolve(moved(source))) == _exact(resolve(source)) for source in self.constants)
             )
         except (AttributeError, LookupError, TypeError):  # the new layer has nothing of that name
             return False
 
-    def guards_of(self, tx: Any, fingerprint: Any, cached: Any) -> Iterator[Any]:
+    def guards_of(self, call: OtherCall) -> Iterator[Any]:
         """The guards that another layer needs for what was traced to stay what would be traced of it."""
-        resolve, moved = _Resolver(tx), replacement(cached, fingerprint)
+        resolve = call.resolve
         for guard in self.guards:
-            new = _moved(guard, moved)
+            new = _moved(guard, call.moved)
             if guard.create_fn_name() != IS_ONE or resolve(new.originating_source) is resolve(_other_name(new)):
                 yield new
 
 
-def replacement(cached: Any, fingerprint: Any) -> Replace:
-    """What stands for a source where something that was traced is called again."""
-    sources = dict(zip(cached.arg_sources, fingerprint.arg_sources, strict=True))
-    return lambda source: source.clone(lambda part: sources.get(part) or part)
+class OtherCall:
+    """A call that may be what was traced (`cached`)."""
+
+    def __init__(self, tx: Any, fingerprint: Any, cached: Any) -> None:
+        self.tx, self.fingerprint = tx, fingerprint
+        self.captured = [one.source for one in cached.subgraph_input_mapping if isinstance(one, LiftedCapturedSource)]
+        self.resolve = _Resolver(tx)
+        self._sources = dict(zip(cached.arg_sources, fingerprint.arg_sources, strict=True))
+        self._moved: dict[Source, Source] = {}
+
+    def moved(self, source: Source) -> Source:
+        """What stands for a source here; as `Source.clone` finds it, but each part is asked for once."""
+        if source not in self._moved:
+            parts = {name: self.moved(part) for name, part in _looked_up_in(source).items()}
+            new = dataclasses.replace(source, **parts) if parts else source
+            self._moved[source] = self._sources.get(new) or new
+        return self._moved[source]
 
 
 class _Resolver:
@@ -254,6 +295,14 @@ def _checks(resolve: _Resolver, guards: Iterable[Any]) -> Iterator[tuple[Source,
         yield source, handler, handler.get_metadata_fn(guard, resolve(source))
 
 
+def _hold(call: OtherCall, checks: Iterable[tuple[Source, Any, Any]]) -> bool:
+    """Whether guards hold of what stands for their sources; what cannot be looked up is no layer of the kind."""
+    try:
+        return all(handler.eval_fn(call.resolve(call.moved(source)), expected) for source, handler, expected in checks)
+    except Exception:
+        return False
+
+
 def _parts(guard: Any) -> set[Source]:
     """All sources that a guard is about."""
     sources = [guard.originating_source]
@@ -264,17 +313,16 @@ def _parts(guard: Any) -> set[Source]:
 
 def _bases(source: Source) -> list[Source]:
     """A source, and all that it is looked up in."""
-    parts: list[Source] = []
-
-    def noted(part: Source) -> Source:
-        parts.append(part)
-        return part
-
-    source.clone(noted)
-    return parts
+    return [*(part for one in _looked_up_in(source).values() for part in _bases(one)), source]
 
 
-def _moved(guard: Any, of: Replace) -> Any:
+def _looked_up_in(source: Source) -> dict[str, Source]:
+    """The fields of a source that are sources."""
+    fields = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}  # type: ignore[arg-type]
+    return {name: value for name, value in fields.items() if isinstance(value, Source)}
+
+
+def _moved(guard: Any, of: Callable[[Source], Source]) -> Any:
     """A guard of what stands for its sources; a guard of two names being one has two."""
     create = guard.create_fn
     if isinstance(create, functools.partial):

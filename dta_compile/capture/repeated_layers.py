@@ -17,6 +17,7 @@ Private touches of torch: it has regions that are not traced again, and inlines 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -33,12 +34,19 @@ try:
     import torch._dynamo.variables.invoke_subgraph as torch_regions
     from torch._dynamo.utils import build_invoke_subgraph_variable
 
-    from dta_compile.capture.region_reuse import NoRegion, Traced, may_be_region
+    from dta_compile.capture.region_reuse import NoRegion, OtherCall, Traced, fingerprint_of, may_be_region
 except ImportError:  # another torch, of which all this is private
     torch_regions = None  # type: ignore[assignment]
 
 INLINED = "inline_invoke_subgraph"
-REUSE = ("build_reuse_condition", "is_reusable", "is_reuse_eligible", "stamp_out_subgraph")
+REUSE = (
+    "build_fingerprint_with_pytree",
+    "build_reuse_condition",
+    "has_mutated_vars",
+    "is_reusable",
+    "is_reuse_eligible",
+    "stamp_out_subgraph",
+)
 HAS_REGIONS = hasattr(torch._dynamo.config, INLINED) and all(hasattr(torch_regions, name) for name in REUSE)
 LEAST_COPIES = 2
 # What every module has, or what copies differ in: parameters and buffers are inputs of a region.
@@ -120,6 +128,16 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
+def _or_pytree(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's way to flatten a region's arguments where ours does not do."""
+
+    @functools.wraps(build)
+    def build_flat(tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return (fingerprint_of(args, kwargs) if _inside else None) or build(tx, args, kwargs)
+
+    return build_flat
+
+
 def _with_our_condition(build: Callable[..., Any]) -> Callable[..., Any]:
     """Torch's condition for copying what has been traced, with what it leaves out."""
 
@@ -134,14 +152,19 @@ def _with_our_condition(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _if_ours_holds(is_reusable: Callable[..., bool]) -> Callable[..., bool]:
+    """Torch's comparison of a call's arguments, and of what it has not written; then ours, with torch's guards."""
+
     @functools.wraps(is_reusable)
     def is_reusable_by_ours(tx: Any, condition: Any, fingerprint: Any, cached: Any) -> bool:
-        found = is_reusable(tx, condition, fingerprint, cached)
-        if not found or not hasattr(condition, "of_dta"):
-            return found
-        cached.of_dta = condition.of_dta
-        holds: bool = condition.of_dta.holds(tx, fingerprint, cached, condition)
-        return holds
+        if not hasattr(condition, "of_dta"):
+            return is_reusable(tx, condition, fingerprint, cached)
+        call = OtherCall(tx, fingerprint, cached)
+        read = type(condition.traced_sources)(map(call.moved, condition.traced_sources))
+        if torch_regions.has_mutated_vars(tx, read):
+            return False
+        of_arguments = dataclasses.replace(condition, guards=[], traced_sources=type(read)())
+        cached.of_dta = condition.of_dta, call
+        return is_reusable(tx, of_arguments, fingerprint, cached) and condition.of_dta.holds(call)
 
     return is_reusable_by_ours
 
@@ -152,7 +175,8 @@ def _with_guards(stamp_out: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stamp_out)
     def stamp_out_with_guards(tx: Any, fingerprint: Any, cached: Any) -> Any:
         if hasattr(cached, "of_dta"):
-            for guard in cached.of_dta.guards_of(tx, fingerprint, cached):
+            traced, call = cached.of_dta
+            for guard in traced.guards_of(call):
                 tx.output.guards.add(guard)
         return stamp_out(tx, fingerprint, cached)
 
@@ -207,6 +231,7 @@ def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
 
 # Not once more, where the module is loaded again.
 if HAS_REGIONS and not hasattr(UserFunctionVariable.call_function, "of_dta"):
+    torch_regions.build_fingerprint_with_pytree = _or_pytree(torch_regions.build_fingerprint_with_pytree)
     torch_regions.build_reuse_condition = _with_our_condition(torch_regions.build_reuse_condition)
     torch_regions.is_reusable = _if_ours_holds(torch_regions.is_reusable)
     torch_regions.stamp_out_subgraph = _with_guards(torch_regions.stamp_out_subgraph)

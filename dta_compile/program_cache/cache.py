@@ -18,6 +18,11 @@ from dta_compile.program_cache.description import NotDescribed, description
 from dta_compile.program_cache.files import ProgramFile, open_folder
 from dta_compile.program_cache.pickles import from_bytes, to_bytes
 
+try:
+    import lzma as codec
+except ImportError:  # a Python that was built without it
+    import zlib as codec  # type: ignore[no-redef]
+
 FOUND = "found in the cache"  # in `Executable.seconds`, beside the seconds of the passes when they ran
 
 logger = logging.getLogger("dta_compile")
@@ -79,7 +84,7 @@ class _Entry:
             data = self.file.read()
             if data is None:
                 return None
-            assumptions, found = from_bytes(data)
+            assumptions, found = from_bytes(codec.decompress(data))
             if not isinstance(assumptions, Assumptions) or not isinstance(found, Executable):
                 raise ValueError("it holds something else")
             if not assumptions.hold(self.env):
@@ -103,6 +108,6 @@ class _Entry:
     def save(self, made: Executable) -> None:
         """Keep an executable for other processes; failing is no error."""
         try:
-            self.file.write(to_bytes((self.recorder.assumptions(), made)))
+            self.file.write(codec.compress(to_bytes((self.recorder.assumptions(), made))))
         except Exception as error:
             logger.debug("the program is not kept: %s: %s", type(error).__name__, error)

@@ -12,7 +12,7 @@ import pathlib
 from dta_compile.files import UNFINISHED, own_folder, read_own, write_whole
 
 FOLDER = "programs"  # in the folder of calibrations
-FORMAT = b"dta_compile program 2\n"
+FORMAT = b"dta_compile program 3\n"
 MOST_BYTES = 2**28  # of all files; those that were not read for longest are removed
 SUFFIX = ".program"
 ABANDONED = 3600.0  # seconds after which a file that a process was writing is nobody's

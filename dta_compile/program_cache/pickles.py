@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from dta_compile.program_cache.description import C_FUNCTIONS, MOST_BYTES, NAMESPACES, is_known_function
+from dta_compile.program_cache.tables import WITH_TABLES, as_tables
 
 # Modules, with those in them, whose classes may be read; and functions, but for sympy's, some of which evaluate text.
 MODULES = (
@@ -23,6 +24,7 @@ MODULES = (
     "dta_compile.ops",
     "dta_compile.proofs",
     "dta_compile.program_cache.assumptions",
+    "dta_compile.program_cache.tables",
     "sympy.core",
     "sympy.functions",
     "sympy.logic",
@@ -124,6 +126,7 @@ class _Pickler(pickle.Pickler):
 
 
 _Pickler.REDUCERS = (
+    (WITH_TABLES, as_tables),
     (torch._ops.OpOverload, _Pickler._operator),
     (torch.Tensor, _Pickler._tensor),
     ((torch.dtype, torch.layout, torch.memory_format), _Pickler._constant_of_torch),

@@ -19,6 +19,8 @@ threads each: with a core that has other work to do, thousands of them wait for 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -43,6 +45,7 @@ from dta_compile.ops.recurrences.pairwise_decay import (
     times,
 )
 
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]
 MOST_STATES = 2**24  # elements of states that are read at once
 
 
@@ -80,21 +83,15 @@ def forward(
         return blocks.join(out.transpose(1, 2)).to(value.dtype), kept_states(call.states, blocks)
 
 
-def backward(
-    grad_out: torch.Tensor,
-    grad_kept: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    scale: float,
-    initial: torch.Tensor,
-    blocks: Blocks,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """Gradients of query, key, value, decay, beta and the initial state, in the dtype that is computed in."""
+def backward(grad_out: torch.Tensor, grad_kept: torch.Tensor, *given: Any) -> Gradients:
+    """Gradients of query, key, value, decay, beta and the initial state, in the dtype that is computed in.
+
+    Args:
+        grad_out, grad_kept: of what `forward` returned.
+        given: the arguments of `forward`.
+    """
     with torch.no_grad():
-        call = _Call(query, key, value, decay, beta, scale, initial, blocks)
+        call = _Call(*given)
         call.run(with_output=False)
         return call.backward(grad_out, grad_kept)
 
@@ -196,9 +193,7 @@ class _Call:
             out.flatten(0, 1).baddbmm_(self.pairs.queries.flatten(0, 1), self.update.flatten(0, 1))
         return out
 
-    def backward(
-        self, grad_out: torch.Tensor, grad_kept: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    def backward(self, grad_out: torch.Tensor, grad_kept: torch.Tensor) -> Gradients:
         """After `run`; see the function."""
         grad, grads = self.heads_first(grad_out), kept_grads(grad_kept.to(self.dtype), self.blocks)
         of_update = self.pairs.queries.mT @ grad
@@ -232,7 +227,7 @@ class _Call:
         of_write: torch.Tensor,
         of_through: torch.Tensor,
         of_initial: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    ) -> Gradients:
         groups, tables = self.key.shape[1], self.blocks.on(grad.device)
         of_products, of_keys, of_beta = grad @ self.update.mT, None, None
         of_total = self._to_decay(of_read * self.read)

@@ -41,19 +41,17 @@ class Recurrence:
         like: which of the operands the result is like.
         numbers: names of constants, all of them floats.
         state: shape and dtype of the state for some operands.
-        forward: of operands, numbers, initial state and runs: the result, and the states that are kept `[n, ...]`.
-        backward: of the gradients of both, operands, numbers, initial state and runs: the gradients of the operands,
-            and of the initial state.
+        kernel: a module with functions `forward` and `backward`.
+        arguments: their arguments, but for the initial state before the last: of operands, numbers, runs, and in the
+            backward the gradients of the result and of the kept states.
     """
 
     name: str
     operands: tuple[Operand, ...]
     like: int
     state: Callable[[Sequence[torch.Tensor]], tuple[Sequence[int], torch.dtype]]
-    forward: Callable[[Tensors, tuple[float, ...], torch.Tensor, Runs], tuple[torch.Tensor, torch.Tensor]]
-    backward: Callable[
-        [torch.Tensor, torch.Tensor, Tensors, tuple[float, ...], torch.Tensor, Runs], tuple[Tensors, torch.Tensor]
-    ]
+    kernel: Any
+    arguments: Callable[[Tensors, tuple[float, ...], Runs, Tensors], tuple[Any, ...]]
     dims: tuple[str, ...]
     silent: tuple[int, ...]
     scratch: Callable[[Sequence[torch.Tensor]], tuple[float, float]]
@@ -80,6 +78,21 @@ class Recurrence:
             segments=count,
             scratch=self.scratch,
         )
+
+    def forward(
+        self, operands: Tensors, numbers: tuple[float, ...], initial: torch.Tensor, runs: Runs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result, and the states that are kept `[n, ...]`."""
+        *given, tables = self.arguments(operands, numbers, runs, ())
+        return self.kernel.forward(*given, initial, tables)
+
+    def backward(self, grad: torch.Tensor, of_kept: torch.Tensor, *forwarded: Any) -> tuple[Tensors, torch.Tensor]:
+        """Gradients of the operands and of the initial state; `forwarded` are the arguments of `forward`."""
+        operands, numbers, initial, runs = forwarded
+        grads = grad, of_kept
+        *given, tables = self.arguments(operands, numbers, runs, grads)
+        *found, of_state = self.kernel.backward(*grads, *given, initial, tables)
+        return tuple(one for one in found if one is not None), of_state
 
     def initial(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
         """The state before the first token."""
@@ -211,80 +224,24 @@ def _blocks_apart(runs: Runs, most: int, of_tokens: Tensors, of_kept: Tensors = 
     return Blocks(parts.segments, parts.kept, min(choose_size(parts.segments), most))
 
 
-def _linear_attention(
-    operands: Tensors, numbers: tuple[float, ...], initial: torch.Tensor, runs: Runs
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_attention(operands: Tensors, numbers: tuple[float, ...], runs: Runs, grads: Tensors) -> tuple[Any, ...]:
     query, key, value, decay, *betas = operands
     beta = betas[0] if betas else None
-    blocks = _blocks_apart(runs, linear_attention.longest_block(key, beta), operands)
-    return linear_attention.forward(query, key, value, decay, beta, numbers[0], initial, blocks)
+    blocks = _blocks_apart(runs, linear_attention.longest_block(key, beta), (*operands, *grads[:1]), grads[1:])
+    return query, key, value, decay, beta, numbers[0], blocks
 
 
-def _linear_attention_backward(
-    grad: torch.Tensor,
-    of_kept: torch.Tensor,
-    operands: Tensors,
-    numbers: tuple[float, ...],
-    initial: torch.Tensor,
-    runs: Runs,
-) -> tuple[Tensors, torch.Tensor]:
-    query, key, value, decay, *betas = operands
-    beta = betas[0] if betas else None
-    blocks = _blocks_apart(runs, linear_attention.longest_block(key, beta), (*operands, grad), (of_kept,))
-    *grads, of_state = linear_attention.backward(
-        grad, of_kept, query, key, value, decay, beta, numbers[0], initial, blocks
-    )
-    return tuple(found for found in grads if found is not None), of_state
+def _of_scan(operands: Tensors, numbers: tuple[float, ...], runs: Runs, grads: Tensors) -> tuple[Any, ...]:
+    return *operands, _blocks(runs, 16)
 
 
-def _selective_scan(
-    operands: Tensors, numbers: tuple[float, ...], initial: torch.Tensor, runs: Runs
-) -> tuple[torch.Tensor, torch.Tensor]:
-    value, step, matrix, entry, reading = operands
-    return selective_scan.forward(value, step, matrix, entry, reading, initial, _blocks(runs, 16))
+def _of_convolution(operands: Tensors, numbers: tuple[float, ...], runs: Runs, grads: Tensors) -> tuple[Any, ...]:
+    width = operands[1].shape[1]
 
-
-def _selective_scan_backward(
-    grad: torch.Tensor,
-    of_kept: torch.Tensor,
-    operands: Tensors,
-    numbers: tuple[float, ...],
-    initial: torch.Tensor,
-    runs: Runs,
-) -> tuple[Tensors, torch.Tensor]:
-    value, step, matrix, entry, reading = operands
-    *grads, of_state = selective_scan.backward(
-        grad, of_kept, value, step, matrix, entry, reading, initial, _blocks(runs, 16)
-    )
-    return tuple(grads), of_state
-
-
-def _ancestors(runs: Runs, width: int) -> Ancestors:
     def make() -> Ancestors:
         return Ancestors(runs.segments, width, runs.kept) if runs.rows is None else Ancestors.rows(*runs.rows, width)
 
-    return runs.derive((Ancestors, width), make)
-
-
-def _short_convolution(
-    operands: Tensors, numbers: tuple[float, ...], initial: torch.Tensor, runs: Runs
-) -> tuple[torch.Tensor, torch.Tensor]:
-    value, weight = operands
-    return short_convolution.forward(value, weight, initial, _ancestors(runs, weight.shape[1]))
-
-
-def _short_convolution_backward(
-    grad: torch.Tensor,
-    of_kept: torch.Tensor,
-    operands: Tensors,
-    numbers: tuple[float, ...],
-    initial: torch.Tensor,
-    runs: Runs,
-) -> tuple[Tensors, torch.Tensor]:
-    value, weight = operands
-    ancestors = _ancestors(runs, weight.shape[1])
-    *grads, of_state = short_convolution.backward(grad, of_kept, value, weight, initial, ancestors)
-    return tuple(grads), of_state
+    return *operands, runs.derive((Ancestors, width), make)
 
 
 # What the functions allocate, as measured on chains; in entries per token, and made bytes.
@@ -318,8 +275,8 @@ SHORT_CONVOLUTION = Recurrence(
     operands=(Operand("value", "values"), Operand("weight", "weights", has_tokens=False)),
     like=0,
     state=_convolution_state,
-    forward=_short_convolution,
-    backward=_short_convolution_backward,
+    kernel=short_convolution,
+    arguments=_of_convolution,
     dims=_CHANNELS,
     silent=(0,),
     scratch=_convolution_scratch,
@@ -329,8 +286,8 @@ GATED_DELTA_RULE = Recurrence(
     operands=(*_QUERY_KEY_VALUE, _DECAY, Operand("beta", "betas")),
     like=2,
     state=_matrix_state,
-    forward=_linear_attention,
-    backward=_linear_attention_backward,
+    kernel=linear_attention,
+    arguments=_of_attention,
     dims=_HEADS,
     silent=(1, 2),
     numbers=("scale",),
@@ -341,8 +298,8 @@ LINEAR_ATTENTION = Recurrence(
     operands=(*_QUERY_KEY_VALUE, _DECAY),
     like=2,
     state=_matrix_state,
-    forward=_linear_attention,
-    backward=_linear_attention_backward,
+    kernel=linear_attention,
+    arguments=_of_attention,
     dims=_HEADS,
     silent=(1, 2),
     numbers=("scale",),
@@ -359,8 +316,8 @@ SELECTIVE_SCAN = Recurrence(
     ),
     like=0,
     state=_scan_state,
-    forward=_selective_scan,
-    backward=_selective_scan_backward,
+    kernel=selective_scan,
+    arguments=_of_scan,
     dims=_CHANNELS,
     silent=(0, 3),
     scratch=_scan_scratch,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -51,20 +52,15 @@ def forward(
         return call.tokens_first(out).to(x.dtype), kept_states(call.states, blocks).mT
 
 
-def backward(
-    grad_out: torch.Tensor,
-    grad_kept: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    initial: torch.Tensor,
-    blocks: Blocks,
-) -> tuple[torch.Tensor, ...]:
-    """Gradients of x, dt, A, B, C and the initial state, in the dtype that is computed in."""
+def backward(grad_out: torch.Tensor, grad_kept: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+    """Gradients of x, dt, A, B, C and the initial state, in the dtype that is computed in.
+
+    Args:
+        grad_out, grad_kept: of what `forward` returned.
+        given: the arguments of `forward`.
+    """
     with torch.no_grad():
-        call = _Call(x, dt, A, B, C, initial, blocks)
+        call = _Call(*given)
         call.run()
         return call.backward(grad_out, grad_kept)
 

@@ -40,13 +40,15 @@ class Options:
     Attributes:
         chunk_size: most tokens that one chunk op runs at a time; None: 2048 as in the paper (section 3.2), or 4096 or
             8192 where the cost model says that the step gets 3% faster (a GPU waits less for its host) and the
-            activations of such a chunk are at most 0.4 of `memory_budget`.
+            activations of such a chunk are at most 0.4 of `memory_budget`; up to 65,536 in a sweep of stages, where
+            these are of one layer.
         strategy: "packed" (chunks filled with whole subtrees and siblings), "dfs" (Algorithms 1 and 3), "vanilla"
             (Algorithm 2), "dense" (no sharing, same runtime), or "auto": the cheapest of them by the cost model.
         order: leaf order of the depth-first walk: "backward_dfs" (Algorithm 1), "lexicographic" or "random".
         sweep: what runs to the end first: "chunks" (each chunk of the tree through all layers, depth first: activations
             of a chunk at a time) or "stages" (each layer over all chunks: weights, sums of gradients, keys and values
-            of a layer at a time, and hidden states of all tokens between layers), or "auto": by memory and cost.
+            of a layer at a time, and hidden states of all tokens between layers), or "auto": by memory and cost; with
+            FSDP2 around layers, stages.
         verify: compare calls with the captured program run densely, outputs and gradients: "auto" (of the first call a
             few rows and columns, in at most a tenth of its time; likewise of the first
             with code generated meanwhile), "off", the whole "first" call, or "always".

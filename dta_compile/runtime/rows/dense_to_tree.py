@@ -56,7 +56,7 @@ def require_in_bounds(item: ChunkInput, value: torch.Tensor, read: Booleans, win
         return
     entries, name, line = item.indexes
     value = value.detach()
-    if all(0 <= bound < entries for bound in torch.stack(value.aminmax()).tolist()):
+    if all(0 <= bound < entries for bound in torch.stack(value.aminmax()).cpu().tolist()):
         return
     by_entry = entries_first(value, item.layout)
     numbers = by_entry.reshape(len(by_entry), -1).cpu().numpy()

@@ -7,6 +7,7 @@ callable hides both as it is entered, and puts them back as it is left.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -15,13 +16,20 @@ from torch import nn
 FLAG = "gradient_checkpointing"
 HOOK = "make_inputs_require_grad"  # so begin the names of hooks by which checkpoints see an input that needs a gradient
 
-# By call of a compiled callable that is running, the innermost last, whether there were flags to hide.
-_hidden: list[bool] = []
+
+class _OfThread(threading.local):
+    """By call of a compiled callable that this thread runs, the innermost last, whether there were flags to hide."""
+
+    def __init__(self) -> None:
+        self.hidden: list[bool] = []
+
+
+_of_thread = _OfThread()
 
 
 def is_hidden() -> bool:
     """Whether gradient checkpointing is on outside of the compiled call that is running."""
-    return any(_hidden)
+    return any(_of_thread.hidden)
 
 
 class CheckpointFlags:
@@ -48,10 +56,10 @@ class CheckpointFlags:
             for key, hook in hooks.items():
                 if getattr(hook, "__name__", "").startswith(HOOK):
                     del module._forward_hooks[key]
-        _hidden.append(bool(flagged))
+        _of_thread.hidden.append(bool(flagged))
 
         def leave() -> None:
-            _hidden.pop()
+            _of_thread.hidden.pop()
             for module in flagged:
                 module.__dict__[FLAG] = True
             for module, hooks in hooked:

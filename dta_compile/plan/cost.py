@@ -239,11 +239,8 @@ class _Choice:
     @property
     def peak(self) -> float:
         """Bytes, besides outputs."""
-        parts, known = (
-            self.limits.parts_of(self.schedule.sweep),
-            (self.simulation.peak_stack_tokens, self.limits.head_starts),
-        )
-        return max(bytes_of_halves(self.tree, self.schedule, parts, *known))
+        parts, stack_tokens = self.limits.parts_of(self.schedule.sweep), self.simulation.peak_stack_tokens
+        return max(bytes_of_halves(self.tree, self.schedule, parts, stack_tokens, self.limits.head_starts))
 
 
 def choose(

@@ -78,11 +78,13 @@ class PartBytes(NamedTuple):
         footprint: of its chunks.
         sums: that gradients of its parameters are summed in.
         sent: that it hands to parts after it, per token.
+        returned: gradients of what it returns from the call, as they come and as they are summed onto rows.
     """
 
     footprint: Footprint
     sums: float = 0.0
     sent: float = 0.0
+    returned: float = 0.0
 
 
 def bytes_of_halves(
@@ -93,7 +95,7 @@ def bytes_of_halves(
     head_starts: IntArray | None = None,
 ) -> tuple[float, float]:
     """Most bytes that live in the first half of a schedule, and in the second: as `peak_bytes`, with the stack and its
-    gradients, sums of gradients of parameters, and what parts hand to one another.
+    gradients, sums of gradients of parameters, what parts hand to one another, and gradients of what they return.
 
     Args:
         parts: all layers as one for a sweep of chunks.
@@ -109,7 +111,7 @@ def bytes_of_halves(
         stack = footprint.kv_token * stack_tokens
         first = max(first, held + stack + forward + sent)
         # Of the later parts everything is gone by then; of what it sent there are gradients now.
-        second = max(second, held + 2 * stack + part.sums + backward + 2 * sent)
+        second = max(second, held + 2 * stack + part.sums + backward + 2 * sent + part.returned)
         held += sent + (left if len(parts) > 1 else 0.0)
     return first, second
 

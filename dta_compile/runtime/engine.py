@@ -146,7 +146,7 @@ class Engine:
         """
         wanted = [with_cache or not value.is_cache for value in self.executable.frontier]
         with no_autocast():
-            call = plan_call(self.begin(args, layers, None if layers is None else "stages"), mode, wanted)
+            call = plan_call(self.begin(args, layers), mode, wanted)
             may_leave = layers is not None and self.options.sweep == "auto" and mode == "transparent"
             if layers is not None and may_leave and layers.any_rank(not _pays_layer_by_layer(call)):
                 gather_all()
@@ -232,13 +232,14 @@ class Engine:
             plan.estimates.codegen = f"{plan.estimates.codegen}; chunks run {times:.2f}x as fast as on ATen"
 
     def begin(self, args: Sequence[Any], layers: LayerGroups | None = None, sweep: str | None = None) -> Call:
-        """A call with its prologue run; `sweep`: in place of that of the options."""
+        """A call with its prologue run; `sweep`: in place of that of the options. Layers are gathered by stages."""
         self.collect_times()
+        sweep = "stages" if layers is not None else sweep or self.options.sweep
         with torch.no_grad():
             dense = self.executable.prologue.function(*args)
         context = CallContext(
             self.executable,
-            dataclasses.replace(self.options, sweep=sweep or self.options.sweep),
+            dataclasses.replace(self.options, sweep=sweep),
             self.sizes,
             self.replays,
             self.calibration,

@@ -228,7 +228,7 @@ class Segment:
         return len(self.inputs), tuple(rows), tuple(numbers[node] for node in self.outputs)
 
 
-def segments(graph: fx.Graph, parameters: int, whole: int, of_head: Container[fx.Node] = ()) -> list[Segment]:
+def segments(graph: fx.Graph, parameters: int, whole: int, of_head: Container[fx.Node]) -> list[Segment]:
     """The segments of a chunk graph, in order: one if there is no place to cut.
 
     Args:

@@ -8,7 +8,6 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -318,20 +317,27 @@ def _bytes_of_part(call: Call, part: Part) -> PartBytes:
 
 def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, limits: Limits, wanted: Sequence[bool]) -> float:
     """Most bytes that a call and its backward allocate at one time, besides what was gathered from other ranks."""
-    frontier = list(compress(call.executable.frontier, wanted))
-    parts = limits.parts_of(plan.schedule.sweep)
-    stack_tokens, heads = plan.simulation.peak_stack_tokens, len(rows.head_positions)
+    heads, by_stages = len(rows.head_positions), plan.schedule.sweep == "stages"
+    features = [value.dtype.itemsize * math.prod(value.features) for value in call.executable.frontier]
+    stored = [heads * size if is_wanted else 0 for size, is_wanted in zip(features, wanted, strict=True)]
+    dense = [
+        call.batch * call.window(value.layout.frame)[1] * size if is_wanted else 0
+        for value, size, is_wanted in zip(call.executable.frontier, features, wanted, strict=True)
+    ]
+    parts = [
+        known._replace(returned=sum(dense[i] + stored[i] for i in part.frontier))
+        for known, part in zip(
+            limits.parts_of(plan.schedule.sweep),
+            call.executable.parts if by_stages else (call.executable.whole,),
+            strict=True,
+        )
+    ]
+    stack_tokens = plan.simulation.peak_stack_tokens
     first, second = bytes_of_halves(rows.tree, plan.schedule, parts, stack_tokens, rows.head_starts)
-    stored = sum(heads * math.prod(value.features) * value.dtype.itemsize for value in frontier)
-    dense = sum(
-        call.batch * call.window(value.layout.frame)[1] * math.prod(value.features) * value.dtype.itemsize
-        for value in frontier
-    )
-    forward = stored + first
+    forward = sum(stored) + first
     if not call.executable.training or plan.schedule.mode == "score":
-        return max(forward, stored + dense)
-    # The values, the gradients that come for them, and these summed onto rows.
-    return max(forward, 2 * dense + stored + second)
+        return max(forward, sum(stored) + sum(dense))
+    return max(forward, sum(dense) + second)  # values stay as long as the user has them
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,13 +70,15 @@ def fingerprint_of(args: Iterable[Any], kwargs: dict[str, Any]) -> InputFingerpr
         value = value.realize()
         if type(value) in (TupleVariable, ListVariable):
             return type(value), tuple(map(structure, value.items))
-        return leaves.append(value)
+        leaves.append(value)
+        return None
 
     structures = tuple(map(structure, args)), tuple((name, structure(value)) for name, value in kwargs.items())
-    tags = list(map(classify_vt, leaves))
-    if None in tags:
+    tags = [tag for tag in map(classify_vt, leaves) if tag is not None]
+    if len(tags) < len(leaves):
         return None
-    return InputFingerprint(list(zip(tags, leaves, strict=True)), [leaf.source for leaf in leaves], False, structures)
+    sources = [leaf.source for leaf in leaves]
+    return InputFingerprint(list(zip(tags, leaves, strict=True)), sources, treespec=structures)  # type: ignore[arg-type]
 
 
 def _has_written_to_containers(tx: Any) -> bool:
@@ -318,7 +320,7 @@ def _bases(source: Source) -> list[Source]:
 
 def _looked_up_in(source: Source) -> dict[str, Source]:
     """The fields of a source that are sources."""
-    fields = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}  # type: ignore[arg-type]
+    fields = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
     return {name: value for name, value in fields.items() if isinstance(value, Source)}
 
 

@@ -62,14 +62,19 @@ class Snapshot:
     """The nodes of a program's graphs, to see that a pass changes those only that it declares to rewrite."""
 
     def __init__(self, program: Program) -> None:
-        self.program, self.graphs = program, {name: _nodes(graph) for name, graph in graphs(program).items()}
+        self.program = program
+        self.graphs = self._now()
 
     def compare(self, step: Pass) -> None:
-        """Raise `ContractError` if `step` changed a graph of a field that it does not write."""
-        now = graphs(self.program)
-        for name, before in self.graphs.items():
-            if _FIELD_OF_GRAPH.get(name, "stages") not in step.writes and _nodes(now[name]) != before:
+        """Raise `ContractError` if `step` has changed a graph of a field that it does not write since this was last
+        asked of the step before."""
+        before, self.graphs = self.graphs, self._now()
+        for name, nodes in before.items():
+            if _FIELD_OF_GRAPH.get(name, "stages") not in step.writes and self.graphs[name] != nodes:
                 raise ContractError(f"{step.name} changed the graph {name!r} without declaring it")
+
+    def _now(self) -> dict[str, list[Any]]:
+        return {name: _nodes(graph) for name, graph in graphs(self.program).items()}
 
 
 _FIELD_OF_GRAPH = {

@@ -101,7 +101,7 @@ def run_passes(
             continue
         start = time.perf_counter()
         step(program)
-        sign(program, step.name)
+        sign(program, step)
         snapshot.compare(step)
         check(program, step)
         program.timings[step.name] = time.perf_counter() - start

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
+from dta_compile.executable.executable import Use
 from dta_compile.executable.layouts import Layout
 from dta_compile.passes.axes.layouts import memory_order
 from dta_compile.passes.contracts import contract
@@ -19,8 +20,8 @@ from dta_compile.passes.graphs.operators import DROPOUTS
 from dta_compile.passes.graphs.subgraph import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.masks.mixers import cache_outputs, mixing_refusal
-from dta_compile.passes.program import FrontierValue, Mixed, Program, Use, ancestors, has_tensor, where
-from dta_compile.passes.symbols import expression
+from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, where
+from dta_compile.passes.symbols import expression, sizes
 
 aten = torch.ops.aten
 
@@ -127,7 +128,10 @@ def _frontier_value(program: Program, node: fx.Node, is_cache: bool) -> Frontier
     differentiable = may_have_gradient(node) and program.training
     everywhere = (Use(layout.frame),)
     order = memory_order(node.meta["val"])
-    return FrontierValue(node, layout, features, node.meta["val"].dtype, differentiable, order, is_cache, everywhere)
+    dtype = node.meta["val"].dtype
+    return FrontierValue(
+        node.name, layout, sizes(node), features, dtype, differentiable, order, is_cache, everywhere, node
+    )
 
 
 def _refuse_absolute_strides(program: Program) -> None:

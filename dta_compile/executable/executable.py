@@ -62,9 +62,12 @@ class ChunkInput:
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """A dense value, one number a token, that is non-zero (`holds`) or zero (not `holds`)."""
+    """A value of the prologue, one number a token, that is non-zero (`holds`) or zero (not `holds`).
 
-    slot: int
+    `source` is its dense slot; for the passes, its node.
+    """
+
+    source: Any
     layout: Layout
     holds: bool
 
@@ -74,7 +77,11 @@ class Use:
     """Tokens that a frontier value is used at: those of `frame` where all `conditions` hold."""
 
     frame: Frame
-    conditions: tuple[Condition, ...] = ()
+    conditions: frozenset[Condition] = frozenset()
+
+    def __str__(self) -> str:
+        text = " and ".join(sorted(("" if c.holds else "not ") + str(c.source) for c in self.conditions))
+        return f"[{self.frame.start}:+{self.frame.length}]" + (f" where {text}" if text else "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,7 +66,7 @@ class Layout:
     @property
     def labelled(self) -> bool:
         """Whether any dimension runs over sequences or tokens."""
-        return any(axis is not None for axis in self.dims)
+        return self.dims.count(None) < len(self.dims)
 
     def __str__(self) -> str:
         return "[" + ", ".join("-" if axis is None else axis.value for axis in self.dims) + "]"

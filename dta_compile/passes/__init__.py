@@ -95,11 +95,15 @@ def run_passes(
     """
     assert {*skip, stop_after} <= {None, *(step.name for step in PASSES)}, (skip, stop_after)
     folder = _new_folder(os.environ.get("DTA_DEBUG"))
+    snapshot = Snapshot(program)
     for number, step in enumerate(passes, len(PASSES) - len(passes)):
         if step.name in skip:
             continue
         start = time.perf_counter()
-        _run(step, program)
+        step(program)
+        sign(program, step)
+        snapshot.compare(step)
+        check(program, step)
         program.timings[step.name] = time.perf_counter() - start
         if folder is not None:
             (folder / f"{number:02d}_{step.name}.txt").write_text(listing(program))
@@ -109,14 +113,6 @@ def run_passes(
     if program.rest is not None:
         run_passes(program.rest, PASSES[PASSES.index(token_axis) :], skip)
     return program
-
-
-def _run(step: Pass, program: Program) -> None:
-    before = Snapshot(program)
-    step(program)
-    sign(program, step.name)
-    before.compare(step)
-    check(program, step)
 
 
 def _new_folder(directory: str | None) -> pathlib.Path | None:

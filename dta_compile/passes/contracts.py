@@ -7,6 +7,7 @@ sees the program through a `View`, which gives it what it declares and nothing e
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable
@@ -49,7 +50,7 @@ class Pass:
         """As in `PASSES`, listings and the option `skip_passes`."""
         return self.run.__name__
 
-    @property
+    @functools.cached_property
     def writes(self) -> frozenset[str]:
         """What is different after the pass."""
         return self.fills | self.rewrites
@@ -83,21 +84,18 @@ def contract(
 
 
 class View:
-    """A program as one pass may see it."""
-
-    __slots__ = ("_pass", "_program", "_readable")
+    """A program as one pass may see it: with the fields that it only reads, and those that it writes in `_program`."""
 
     def __init__(self, program: Program, step: Pass) -> None:
-        object.__setattr__(self, "_program", program)
-        object.__setattr__(self, "_pass", step)
-        object.__setattr__(self, "_readable", step.reads | step.writes)
+        self.__dict__.update(_program=program, _pass=step)
+        self.__dict__.update({name: getattr(program, name) for name in step.reads - step.writes})
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._readable:
+        if name in self._pass.writes:
             return getattr(self._program, name)
         if name in FIELDS:
             raise ContractError(f"{self._pass.name} reads {name!r} without declaring it")
-        member = inspect.getattr_static(Program, name, None)
+        member = _member(name)
         if not hasattr(member, "__get__"):
             raise ContractError(f"passes have no business with {name!r}")
         return member.__get__(self)
@@ -106,6 +104,11 @@ class View:
         if name not in self._pass.writes:
             raise ContractError(f"{name!r} is written by {self._pass.name}, who does not declare it")
         setattr(self._program, name, value)
+
+
+@functools.cache
+def _member(name: str) -> Any:
+    return inspect.getattr_static(Program, name, None)
 
 
 def frozen(value: Any) -> Any:

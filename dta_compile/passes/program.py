@@ -13,9 +13,11 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
+from dta_compile.executable import executable
 from dta_compile.executable.chunk import ChunkGraphs, Part
+from dta_compile.executable.executable import Condition
 from dta_compile.executable.layers import HasMixers, MixerLayer
-from dta_compile.executable.layouts import Frame, Input, Layout
+from dta_compile.executable.layouts import Input, Layout
 from dta_compile.passes.stage_graphs import ChunkStages
 from dta_compile.passes.symbols import symbol_sources
 
@@ -44,42 +46,10 @@ class ChunkInput:
 
 
 @dataclasses.dataclass(frozen=True)
-class Condition:
-    """A prologue value, one number a token, that is non-zero (`holds`) or zero (not `holds`)."""
+class FrontierValue(executable.FrontierValue):
+    """A per-token value that leaves the token region; conditions of its uses have nodes for sources."""
 
     node: fx.Node
-    layout: Layout
-    holds: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Use:
-    """Tokens that a frontier value is used at: those of `frame` where all `conditions` hold."""
-
-    frame: Frame
-    conditions: frozenset[Condition] = frozenset()
-
-    def __str__(self) -> str:
-        text = " and ".join(sorted(("" if c.holds else "not ") + c.node.name for c in self.conditions))
-        return f"[{self.frame.start}:+{self.frame.length}]" + (f" where {text}" if text else "")
-
-
-@dataclasses.dataclass(frozen=True)
-class FrontierValue:
-    """A per-token value that leaves the token region: rows `[rows, *features]` of it become dense again.
-
-    `memory_order` lists its dimensions from the widest stride to the narrowest, as the epilogue was traced with.
-    Tokens that no one of `uses` covers need no row: the dense value is zero there and its gradient is ignored.
-    """
-
-    node: fx.Node
-    layout: Layout
-    features: tuple[int, ...]
-    dtype: torch.dtype
-    differentiable: bool
-    memory_order: tuple[int, ...]
-    is_cache: bool = False
-    uses: tuple[Use, ...] = ()
 
 
 @dataclasses.dataclass
@@ -174,7 +144,7 @@ class Program(HasMixers):
     def conditions(self) -> list[Condition]:
         """What the prologue has to hand over to tell where frontier values are used."""
         uses = [use for value in self.frontier for use in value.uses]
-        return sorted({one for use in uses for one in use.conditions}, key=lambda one: one.node.name)
+        return sorted({one for use in uses for one in use.conditions}, key=lambda one: one.source.name)
 
     @property
     def outputs(self) -> list[Any]:

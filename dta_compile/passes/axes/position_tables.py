@@ -37,7 +37,7 @@ def index_position_tables(program: Program) -> None:
     picked: dict[fx.Node, _Picked] = {}
     for node in list(program.graph.nodes):
         operands = node.all_input_nodes
-        if operands and tables.issuperset(operands) and _has_constant_sizes(node):
+        if operands and operands[0] in tables and tables.issuperset(operands) and _has_constant_sizes(node):
             tables.add(node)
             continue
         if looked_up := _looked_up(node, tables):
@@ -52,7 +52,8 @@ def index_position_tables(program: Program) -> None:
         picked[rows] = found
         node.replace_all_uses_with(rows)
         program.graph.erase_node(node)
-    program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in program.draws)
+    if picked:
+        program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in program.draws)
 
 
 def _has_constant_sizes(node: fx.Node) -> bool:

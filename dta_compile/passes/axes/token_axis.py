@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.executable.layouts import Axis, Frame, InputKind, Layout
+from dta_compile.executable.layouts import Axis, Frame, Input, InputKind, Layout
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import Arguments, MixesTokens, Rule, batch_and_tokens, mixer_calls
 from dta_compile.passes.axes.position_tables import index_position_tables
@@ -57,26 +57,33 @@ def token_axis(program: Program) -> None:
         dependent,
     )
     known = _Known(program)
+    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     for node in program.graph.nodes:
-        if node.op == "output":
-            continue
-        if _depends_on_parameters(program, node):
-            dependent.add(node)
-        values[node] = known.interpret(node, roots, layouts)
+        if node.op == "placeholder":
+            if inputs[node].kind in (InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA):
+                dependent.add(node)
+            values[node] = _of_input(program, node, inputs[node])
+            if has_tensor(node):
+                roots[node] = frozenset([node])
+        elif node.op != "output":
+            if has_tensor(node) and not dependent.isdisjoint(node.all_input_nodes):
+                dependent.add(node)
+            values[node] = known.interpret(node, roots, layouts)
 
 
 class _Known:
     """What was found of an operator holds for its copies in other layers, whose traced values are the same objects."""
 
     def __init__(self, program: Program) -> None:
-        self.program = program
+        self.program, self.values, self.dependent = program, program.values, program.parameter_dependent
         self.found: dict[Hashable, tuple[Layout, list[Layout | None]]] = {}
+        self.facts: dict[fx.Node, Hashable] = {}
 
     def interpret(
         self, node: fx.Node, roots: dict[fx.Node, frozenset[fx.Node]], layouts: dict[tuple[fx.Node, fx.Node], Layout]
     ) -> Value:
         """The value of a node; `roots` and `layouts` of `Program` are added to."""
-        is_known = node.op == "call_function" and node in self.program.parameter_dependent
+        is_known = node.op == "call_function" and node in self.dependent
         key = self._key(node) if is_known and node not in self.program.other_batches else None
         if key in self.found:
             value, adopted = self.found[key]
@@ -90,20 +97,20 @@ class _Known:
 
     def _key(self, node: fx.Node) -> Hashable:
         """The operator, with what rules go by of its arguments and its result."""
-        numbers = {arg: i for i, arg in enumerate(node.all_input_nodes)}
-        facts = [self._facts(arg) for arg in numbers]
+        numbers = {arg: f"%{i}" for i, arg in enumerate(node.all_input_nodes)}
+        facts = tuple(map(self._facts, numbers))
         if None in facts:
             return None
-        shown = repr(fx.node.map_arg((node.args, node.kwargs), lambda arg: f"%{numbers[arg]}"))
-        return node.target, id(node.meta["val"]), shown, tuple(facts)
+        shown = repr(fx.node.map_arg((node.args, node.kwargs), numbers.get))
+        return node.target, id(node.meta["val"]), shown, facts
 
     def _facts(self, node: fx.Node) -> Hashable:
-        value = self.program.values[node]
-        if isinstance(value, Mixed) or (isinstance(value, tuple) and any(isinstance(one, Mixed) for one in value)):
-            return None
-        traced = node.meta["val"]
-        same = id(traced) if has_tensor(node) else str(traced)
-        return same, value, node in self.program.parameter_dependent
+        if node not in self.facts:
+            value, traced = self.values[node], node.meta["val"]
+            is_mixed = any(isinstance(one, Mixed) for one in (value if isinstance(value, tuple) else [value]))
+            same = id(traced) if has_tensor(node) else str(traced)
+            self.facts[node] = None if is_mixed else (same, value, node in self.dependent)
+        return self.facts[node]
 
 
 def _find_axes(program: Program) -> None:
@@ -174,11 +181,14 @@ def _require_own_keys(calls: list[fx.Node]) -> None:
                 )
 
 
-def _depends_on_parameters(program: Program, node: fx.Node) -> bool:
-    if node.op == "placeholder":
-        kind = program.inputs[program.placeholders.index(node)].kind
-        return kind in (InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA)
-    return has_tensor(node) and any(arg in program.parameter_dependent for arg in node.all_input_nodes)
+def _of_input(program: Program, node: fx.Node, spec: Input) -> Value:
+    if not has_tensor(node):
+        return None
+    if spec.kind is InputKind.PARAMETER:
+        return Layout((None,) * node.meta["val"].dim())
+    if spec.kind is InputKind.DIFFERENTIABLE_DATA:
+        return Mixed(f"the input {spec.name} requires a gradient", node)
+    return layout_by_shape(program, node)
 
 
 def _interpret(
@@ -189,14 +199,6 @@ def _interpret(
 ) -> Value:
     if not has_tensor(node):
         return None
-    if node.op == "placeholder":
-        spec = program.inputs[program.placeholders.index(node)]
-        roots[node] = frozenset([node])
-        if spec.kind is InputKind.PARAMETER:
-            return Layout((None,) * node.meta["val"].dim())
-        if spec.kind is InputKind.DIFFERENTIABLE_DATA:
-            return Mixed(f"the input {spec.name} requires a gradient", node)
-        return layout_by_shape(program, node)
     dense = node not in program.parameter_dependent
     value = apply_rule(program, node, program.values, layouts)
     if not dense:

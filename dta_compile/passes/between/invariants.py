@@ -6,6 +6,7 @@ A rule is checked as soon as the fields it speaks of are filled, and whenever a 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from dta_compile.executable.layers import AttentionLayer
 from dta_compile.executable.layouts import Layout
 from dta_compile.ops.attention import Masking
 from dta_compile.ops.mixer import MIXERS
-from dta_compile.passes.between.listing import graphs
+from dta_compile.passes.between.listing import field_of, graphs
 from dta_compile.passes.contracts import ContractError, Pass
 from dta_compile.passes.graphs.storage import owner, storages, view_source
 from dta_compile.passes.program import Mixed, Program, has_tensor, output_node, writes_in_place
@@ -62,23 +63,19 @@ class Snapshot:
     """The nodes of a program's graphs, to see that a pass changes those only that it declares to rewrite."""
 
     def __init__(self, program: Program) -> None:
-        self.program, self.graphs = program, {name: _nodes(graph) for name, graph in graphs(program).items()}
+        self.program = program
+        self.graphs = self._now()
 
     def compare(self, step: Pass) -> None:
-        """Raise `ContractError` if `step` changed a graph of a field that it does not write."""
-        now = graphs(self.program)
-        for name, before in self.graphs.items():
-            if _FIELD_OF_GRAPH.get(name, "stages") not in step.writes and _nodes(now[name]) != before:
+        """Raise `ContractError` if `step` has changed a graph of a field that it does not write since this was last
+        asked of the step before."""
+        before, self.graphs = self.graphs, self._now()
+        for name, nodes in before.items():
+            if field_of(name) not in step.writes and self.graphs[name] != nodes:
                 raise ContractError(f"{step.name} changed the graph {name!r} without declaring it")
 
-
-_FIELD_OF_GRAPH = {
-    "lowered": "module",
-    "chunk": "chunk",
-    "prologue": "prologue",
-    "epilogue": "epilogue",
-    "row_epilogue": "row_epilogue",
-}
+    def _now(self) -> dict[str, list[Any]]:
+        return {name: _nodes(graph) for name, graph in graphs(self.program).items()}
 
 
 def _nodes(graph: fx.Graph) -> list[Any]:
@@ -177,7 +174,7 @@ def _chunk(program: Program) -> Iterator[object]:
 
 @_rule("executable graphs take the path, then what the stages before them hand over", "stages")
 def _stages(program: Program) -> Iterator[object]:
-    stages = program.stages
+    stages, signature_of = program.stages, functools.cache(_signature)
     known = set(range(stages.inputs))
     for stage, kind in stages.of_kinds():
         yield from (f"slot {slot} is read before it is written" for slot in stage.reads if slot not in known)
@@ -186,13 +183,13 @@ def _stages(program: Program) -> Iterator[object]:
         expected = {"cache_only": (len(stage.reads), 0), "forward_only": (len(stage.reads), len(stage.writes))}
         expected["forward"] = len(stage.reads), len(stage.writes) + own
         if kind.backward is not None:
-            taken, given = _signature(kind.backward)
+            taken, given = signature_of(kind.backward)
             handed = len(kind.kept) + len(kind.differentiated)
             if taken + given != handed + len(kind.gradients):  # accumulators come in where gradients came out
                 yield f"backward: {taken} inputs and {given} outputs for {handed} and {len(kind.gradients)}"
         for name, signature in expected.items():
-            if _signature(kind.graphs[name]) != signature:
-                yield f"{name}: {_signature(kind.graphs[name])} inputs and outputs for {signature}"
+            if (found := signature_of(getattr(kind, name))) != signature:
+                yield f"{name}: {found} inputs and outputs for {signature}"
     if missing := set(stages.outputs) - known:
         yield f"nothing writes slots {missing}"
 

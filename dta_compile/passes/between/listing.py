@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dta_compile.passes.contracts import FIELDS, Pass
 from dta_compile.passes.program import Program, where
 
 MADE_BY = "made_by"  # a key of `node.meta`: the name of a pass
@@ -35,11 +36,16 @@ def graphs(program: Program) -> dict[str, fx.Graph]:
     return found
 
 
-def sign(program: Program, name: str) -> None:
-    """Note that the pass of this name made the nodes that no pass before it made."""
-    for graph in graphs(program).values():
-        for node in graph.nodes:
-            node.meta.setdefault(MADE_BY, name)
+def field_of(graph: str) -> str:
+    """The field of a program that has the graph of this name."""
+    return {"lowered": "module"}.get(graph, graph if graph in FIELDS else "stages")
+
+
+def sign(program: Program, step: Pass) -> None:
+    """Note that a pass made the nodes of what it writes that no pass before it made."""
+    for name, graph in graphs(program).items():
+        for node in graph.nodes if field_of(name) in step.writes else ():
+            node.meta.setdefault(MADE_BY, step.name)
 
 
 def _text(graph: fx.Graph) -> str:

@@ -7,6 +7,7 @@ Outputs: the frontier values `[h, *features]`. The batch size is 1; `c` and `h` 
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -40,7 +41,6 @@ def chunk_graph(program: Program) -> None:
     """Fill `program.chunk`, `.region_parameters`, and add sizes used as numbers to `.constant_inputs`."""
     builder = _Builder(program)
     program.chunk = graph_module(program.module, builder.build())
-    program.chunk.graph.lint()
 
 
 class _Builder:
@@ -260,15 +260,14 @@ def _free_size(shape_env: ShapeEnv, name: str, hint: int) -> Any:
 
 
 def fake_inputs(program: Program, tokens: Any, head_rows: Any) -> list[torch.Tensor]:
-    """The inputs of `program.chunk`, in its order; to be called under a `FakeTensorMode`."""
+    """The inputs of `program.chunk`, in its order, those alike as one; to be called under a `FakeTensorMode`."""
+    strided = functools.cache(torch.empty_strided)
 
     def whole(node: fx.Node, requires_grad: bool = False) -> torch.Tensor:
         value = node.meta["val"]
-        shape, stride = [int(s) for s in value.shape], [int(s) for s in value.stride()]
-        fake = torch.empty_strided(
-            shape, stride, dtype=value.dtype, device=chunk_device(program) if value.is_meta else value.device
-        )
-        return fake.requires_grad_(requires_grad)
+        shape, stride = (tuple(map(int, sizes)) for sizes in (value.shape, value.stride()))
+        device = chunk_device(program) if value.is_meta else value.device
+        return strided(shape, stride, dtype=value.dtype, device=device, requires_grad=requires_grad)
 
     def rows(item: ChunkInput, count: Any) -> torch.Tensor:
         value = item.node.meta["val"]

@@ -76,7 +76,7 @@ def _chunks_need(program: Program) -> list[fx.Node]:
     chunk_inputs = [*program.trunk_inputs, *program.head_inputs, *program.trunk_keys, *program.head_keys]
     nodes: dict[fx.Node, None] = dict.fromkeys(item.node for item in chunk_inputs)
     nodes.update(dict.fromkeys(program.constant_inputs))
-    nodes.update(dict.fromkeys(condition.node for condition in program.conditions))
+    nodes.update(dict.fromkeys(condition.source for condition in program.conditions))
     nodes.update(dict.fromkeys(leaves_of_masks(program)))
     return list(nodes)
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dta_compile.executable.executable import Condition, Use
 from dta_compile.executable.layouts import Layout
 from dta_compile.passes.axes.layouts import argument, is_tensor
 from dta_compile.passes.contracts import contract
@@ -35,7 +36,7 @@ from dta_compile.passes.graphs.operators import (
     SUMS,
     ZERO_OF_ZERO,
 )
-from dta_compile.passes.program import Condition, FrontierValue, Program, Use, Value
+from dta_compile.passes.program import FrontierValue, Program, Value
 
 aten = torch.ops.aten
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
+from dta_compile.executable.executable import Use
 from dta_compile.executable.layouts import Layout
 from dta_compile.passes.axes.layouts import memory_order
 from dta_compile.passes.contracts import contract
@@ -19,8 +20,8 @@ from dta_compile.passes.graphs.operators import DROPOUTS
 from dta_compile.passes.graphs.subgraph import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.masks.mixers import cache_outputs, mixing_refusal
-from dta_compile.passes.program import FrontierValue, Mixed, Program, Use, ancestors, has_tensor, where
-from dta_compile.passes.symbols import expression
+from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, where
+from dta_compile.passes.symbols import expression, sizes
 
 aten = torch.ops.aten
 
@@ -42,19 +43,23 @@ def regions(program: Program) -> None:
             raise mixing_refusal(value)
     _refuse_dropout(program, live)
     candidates = [node for node in live if _could_run_per_token(program, node)]
+    weights = {node for node in program.parameter_dependent if _is_weight(program, node)}
     outputs = {node for node in program.outputs if isinstance(node, fx.Node)}
     per_token = set(candidates)
-    others = {node for node in live if node not in per_token and not _is_weight(program, node)} | {None}
-    feeds_others = {node for node in candidates if outputs & {node} or any(user in others for user in node.users)}
-    forced = before_last_mixer | {node for node in candidates if _uses_weights(program, node)}
+    others = set(live) - per_token - weights
+    feeds_others = {node for node in candidates if node in outputs or not others.isdisjoint(node.users)}
+    forced = before_last_mixer | {node for node in candidates if not weights.isdisjoint(node.all_input_nodes)}
     forced = ancestors(list(forced)) & per_token
     region = cheapest_cut(candidates, lambda node: _cost(program, node), first=forced, last=set(), leaving=feeds_others)
-    program.region = region | ancestors(list(region)) & {node for node in live if _is_weight(program, node)}
+    region |= ancestors(list(region)) & weights.intersection(live)
+    program.region = region
     caches = cache_outputs(program)
     program.frontier = [
         _frontier_value(program, node, node in caches)
         for node in live
-        if node in program.region and _is_handed_over(program, node) and _leaves(program, node, outputs)
+        if node in region
+        and (node in outputs or any(user not in region and user.op != "output" for user in node.users))
+        and _is_handed_over(program, node)
     ]
     _refuse_absolute_strides(program)
 
@@ -103,20 +108,12 @@ def _has_axes(program: Program, node: fx.Node) -> bool:
     return not isinstance(value, Layout) or value.labelled
 
 
-def _uses_weights(program: Program, node: fx.Node) -> bool:
-    return any(arg in program.parameter_dependent and _is_weight(program, arg) for arg in node.all_input_nodes)
-
-
 def _cost(program: Program, node: fx.Node) -> float:
     value = program.values[node]
     if isinstance(value, tuple):
         return float("inf")  # tuples cannot be expanded; their items can
     assert isinstance(value, Layout)
     return bytes_per_token(node, value)
-
-
-def _leaves(program: Program, node: fx.Node, outputs: set[fx.Node]) -> bool:
-    return node in outputs or any(user not in program.region and user.op != "output" for user in node.users)
 
 
 def _frontier_value(program: Program, node: fx.Node, is_cache: bool) -> FrontierValue:
@@ -131,7 +128,10 @@ def _frontier_value(program: Program, node: fx.Node, is_cache: bool) -> Frontier
     differentiable = may_have_gradient(node) and program.training
     everywhere = (Use(layout.frame),)
     order = memory_order(node.meta["val"])
-    return FrontierValue(node, layout, features, node.meta["val"].dtype, differentiable, order, is_cache, everywhere)
+    dtype = node.meta["val"].dtype
+    return FrontierValue(
+        node.name, layout, sizes(node), features, dtype, differentiable, order, is_cache, everywhere, node
+    )
 
 
 def _refuse_absolute_strides(program: Program) -> None:

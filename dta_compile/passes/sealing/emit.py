@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
@@ -16,20 +15,19 @@ from dta_compile.passes.program import Program
 from dta_compile.passes.sealing.parts import parts_of
 from dta_compile.passes.stage_graphs import ChunkStages, Memory, StageGraphs
 
-SHARED = ("working", "generated")  # fields of `ChunkGraphs`: no key, or the same everywhere
-
 
 @contract(reads=["stages"], fills=["joint", "parts"])
 def emit(program: Program) -> None:
     """Fill `program.joint` and `program.parts`."""
     codes = tuple(map(_code_of, program.stages.kinds))
     program.joint = _Emitter(program.stages, codes).graphs()
-    known: dict[Hashable, ChunkGraphs] = {}
+    known: dict[Hashable, ChunkGraphs] = {}  # parts alike share their graphs
 
-    def graphs_of_part(stages: ChunkStages, received: tuple[int, ...]) -> ChunkGraphs:
-        made = _Emitter(stages, codes, received).graphs()
-        facts = [getattr(made, field.name) for field in dataclasses.fields(made) if field.name not in SHARED]
-        return known.setdefault((*facts, *made.working.items()), made)
+    def graphs_of_part(part: ChunkStages, received: tuple[int, ...]) -> ChunkGraphs:
+        facts = part.stages, part.inputs, part.whole, part.of_head, part.outputs, part.differentiated, received
+        if facts not in known:
+            known[facts] = _Emitter(part, codes, received).graphs()
+        return known[facts]
 
     program.parts = tuple(parts_of(program.stages, graphs_of_part))
 

@@ -9,6 +9,7 @@ GPU it ends the process): an axis that is indexed by data keeps its length.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,13 +18,12 @@ import sympy
 import torch
 from torch import fx
 
+from dta_compile.executable import executable
 from dta_compile.executable.code import Code
 from dta_compile.executable.executable import (
     ChunkInput,
     Comparison,
-    Condition,
     Executable,
-    FrontierValue,
     NoRowEpilogue,
     NumberSpec,
     Output,
@@ -41,9 +41,7 @@ from dta_compile.passes.cuts.row_epilogue import row_dim, row_layout
 from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS, INDEX_ONE_AXIS, SAME_ENTRIES
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import ChunkInput as LoweredInput
-from dta_compile.passes.program import Condition as LoweredCondition
-from dta_compile.passes.program import FrontierValue as LoweredValue
-from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor, where
+from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, where
 from dta_compile.passes.symbols import expression, free_symbols, sizes, symbolic
 
 
@@ -129,26 +127,13 @@ def _chunk_input(program: Program, item: LoweredInput, slot: int, indexes: tuple
     return ChunkInput(slot, item.layout, name, node.meta.get("source") or node.name, is_input, indexes)
 
 
-def _frontier_value(value: LoweredValue, slots: Mapping[fx.Node, int]) -> FrontierValue:
-    uses = [
-        Use(use.frame, tuple(Condition(slots[c.node], c.layout, c.holds) for c in _in_order(use.conditions)))
-        for use in value.uses
-    ]
-    return FrontierValue(
-        value.node.name,
-        value.layout,
-        sizes(value.node),
-        value.features,
-        value.dtype,
-        value.differentiable,
-        value.memory_order,
-        value.is_cache,
-        tuple(uses),
-    )
+def _frontier_value(value: FrontierValue, slots: Mapping[fx.Node, int]) -> executable.FrontierValue:
+    def at_slots(use: Use) -> Use:
+        conditions = (dataclasses.replace(one, source=slots[one.source]) for one in use.conditions)
+        return Use(use.frame, frozenset(conditions))
 
-
-def _in_order(conditions: Iterable[LoweredCondition]) -> list[LoweredCondition]:
-    return sorted(conditions, key=lambda condition: (condition.node.name, condition.holds))
+    facts = {field.name: getattr(value, field.name) for field in dataclasses.fields(executable.FrontierValue)}
+    return executable.FrontierValue(**{**facts, "shape": sizes(value.node), "uses": tuple(map(at_slots, value.uses))})
 
 
 def _own_inputs(program: Program) -> list[fx.Node]:

@@ -99,7 +99,7 @@ def used_tokens(
         part = np.zeros((batch, tokens), bool)
         part[:, start : start + length] = True
         for one in use.conditions:
-            entries = to_numpy(entries_first(dense[one.slot] != 0, one.layout).reshape(-1))
+            entries = to_numpy(entries_first(dense[one.source] != 0, one.layout).reshape(-1))
             part &= over_batch(one.layout, entries, batch, tokens, window(one.layout.frame)) == one.holds
         used |= part
     return used

@@ -348,8 +348,54 @@ def _planned(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> S
     if mode == "transparent":
         known = (limits.budget, limits.footprint, limits.cost, limits.head_starts)
         keep = choose_keep(tree, options, chunks, *known)
-    schedule = build_schedule(tree, options, mode, keep, chunks)
-    return with_states(tree, schedule) if has_states else schedule
+
+    def built(keep: Keep) -> Schedule:
+        schedule = build_schedule(tree, options, mode, keep, chunks)
+        return with_states(tree, schedule) if has_states else schedule
+
+    usual = built(keep)
+    if mode != "transparent" or options.sweep != "stages" or limits.budget is None or not limits.parts:
+        return usual
+    layers, of_last = _with_what_is_left(tree, chunks, keep, limits)
+    others = len(limits.parts) - 1 - layers
+    return usual.with_parts([(others, usual), (layers, built(KEEP_ALL) if layers else usual), (1, built(of_last))])
+
+
+def _with_what_is_left(tree: PrefixTree, chunks: ChunkTree, keep: Keep, limits: Limits) -> tuple[int, Keep]:
+    """How many parts before the last one keep everything by what `keep` leaves of the budget, and what the last keeps.
+
+    That part's first backward comes right after its last forward, whose graph stays and is not counted.
+    """
+    assert limits.budget is not None
+    if keep.graphs is None:
+        return 0, keep
+    *before, last = limits.parts
+    depths, whole, left = chunks.starts_below(), limits.footprint, float(limits.budget)
+    more: list[tuple[Work, int, int]] = []  # of chunks whose graphs are not kept: work, states, tokens of kept KV
+    for index, chunk in enumerate(chunks.chunks):
+        work = chunk_work(tree, chunk, limits.head_starts)
+        if index in keep.graphs:
+            left -= whole.graph(work) + whole.state * depths[index]
+            left += 0.0 if index else last.footprint.graph(work)
+        elif index in keep.kv:
+            left -= whole.kv(chunk) + whole.state * depths[index]
+            more.append((work, 0, chunk.spine.tokens if chunk.spine else 0))
+        else:
+            more.append((work, depths[index], 0))
+
+    def costs(part: PartBytes, chunks: Sequence[tuple[Work, int, int]]) -> float:
+        one = part.footprint
+        return sum(one.graph(work) + one.state * states - one.kv_token * kv for work, states, kv in chunks)
+
+    layers = 0
+    for part in reversed(before):
+        if (left := left - costs(part, more)) < 0:
+            break
+        layers += 1
+    else:
+        if costs(last, more[0 not in keep.graphs :]) <= left:
+            return layers, KEEP_ALL
+    return layers, Keep(keep.graphs | {0}, keep.kv - {0})
 
 
 def _excess(simulation: Simulation, options: Options, limits: Limits) -> str:

@@ -101,13 +101,16 @@ def bytes_of_halves(
         parts: all layers as one for a sweep of chunks.
         stack_tokens: most tokens on the stack.
     """
-    known: dict[int, tuple[float, float, float]] = {}  # by footprint: the peaks, and what is left between the halves
+    # By footprint and ops: the peaks, and what is left between the halves.
+    known: dict[tuple[int, int], tuple[float, float, float]] = {}
     first = second = held = 0.0
-    for part in parts:
+    for number, part in enumerate(parts):
         footprint, sent = part.footprint, part.sent * tree.num_rows
-        if id(footprint) not in known:
-            known[id(footprint)] = _halves(tree, schedule, footprint, head_starts)
-        forward, backward, left = known[id(footprint)]
+        run = schedule.of_part(number)
+        key = id(footprint), id(run.ops)
+        if key not in known:
+            known[key] = _halves(tree, run, footprint, head_starts)
+        forward, backward, left = known[key]
         stack = footprint.kv_token * stack_tokens
         first = max(first, held + stack + forward + sent)
         # Of the later parts everything is gone by then; of what it sent there are gradients now.

@@ -69,10 +69,10 @@ def picture(
     columns = _segments(tree) | _ops(tree, schedule) | _levels(tree, schedule, limits) | _forwards(tree, schedule)
     columns |= _outcomes(tree, known)
     names = None if known.names is None else [str(name) for name in _counted("names", known.names, tree)]
-    _, *ops = schedule.lines()
+    ops = schedule.lines()[1 : len(schedule.ops) + 1]
     left = MOST_BYTES - compressed_size("\n".join([*ops, *(names or ())]), *columns.values())
     tokens, token_facts = _tokens(tree, known, max(left, MOST_BYTES // LEAST_SHARE))
-    settings = dataclasses.asdict(dataclasses.replace(schedule, ops=()))
+    settings = dataclasses.asdict(dataclasses.replace(schedule, ops=(), others=()))
     counted = limits.footprint.counts_tokens
     more = {
         "title": title,

@@ -97,8 +97,7 @@ class Plan:
     @property
     def keeps(self) -> bool:
         """Whether activations of more than the chunk at work are kept."""
-        peaks = self.simulation
-        return peaks.peak_stored_tokens > 0 or peaks.peak_live_tokens > self.schedule.chunk_size
+        return self.schedule.keeps
 
     def to_html(
         self,

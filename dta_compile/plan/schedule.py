@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 from dta_compile.errors import ScheduleError
 from dta_compile.plan.tree.chunk import Chunk, Slice
@@ -88,6 +90,15 @@ class Restore:
 
 Op = Anchor | Forward | Attach | Backward | Pop | Restore
 
+
+class PartOps(NamedTuple):
+    """Ops that a run of parts runs, of a sweep of stages: parts `first` to `stop`, counted from 0."""
+
+    first: int
+    stop: int
+    ops: tuple[Op, ...]
+
+
 _KINDS: dict[str, type[Op]] = {
     kind.__name__.lower(): kind for kind in (Anchor, Forward, Attach, Backward, Pop, Restore)
 }
@@ -96,9 +107,11 @@ _FLAGS = ("out", "kv")  # words after a chunk, in this order
 _STATES = "states@"  # comes after the flags, before depths
 _HEADER = "# dta schedule strategy={strategy} order={order} mode={mode} chunk_size={chunk_size}"
 _BY_STAGES = " sweep=stages"
+_PARTS = "parts {}..{} of {}:"  # the line before ops that only these run
 _HEADER_PATTERN = re.compile(
     rf"# dta schedule strategy=(\S+) order=(\S+) mode=(\S+) chunk_size=([1-9][0-9]{{0,17}})({_BY_STAGES})?"
 )
+_PARTS_PATTERN = re.compile(r"parts ([0-9]{1,9})\.\.([0-9]{1,9}) of ([0-9]{1,9}):")
 _SLICE_PATTERN = re.compile(r"s([0-9]{1,18})\[([0-9]{1,18}):([0-9]{1,18})\]")
 _STATES_PATTERN = re.compile(_STATES + r"([0-9]{1,18}(?:,[0-9]{1,18})*)")
 _SEQUENCES_PATTERN = re.compile(r"s([0-9]{1,18})(?:\.\.s([0-9]{1,18}))?")
@@ -116,7 +129,8 @@ class Schedule:
     A schedule that sweeps `stages` is one of a *part* of the model's layers: its ops up to the attach op are
     run for the first part (embeddings), then for each layer, then for the head; what follows the attach op for each of
     them in reverse. From part to part go hidden states, which are kept for every chunk of the first half; stack, graphs
-    and sums of gradients are of one part at a time.
+    and sums of gradients are of one part at a time. Some parts may run ops of their own on the same chunks, which keep
+    more, or less.
 
     Attributes:
         ops: the operations.
@@ -126,6 +140,8 @@ class Schedule:
             attached as their last tokens are reached).
         chunk_size: most tokens of a chunk that is run or restored.
         sweep: "chunks" (each op runs all layers) or "stages".
+        parts: how many parts there are, where it is known; 1 if all run the same ops.
+        others: runs of parts that run other ops than `ops`, ascending.
     """
 
     ops: tuple[Op, ...]
@@ -134,6 +150,39 @@ class Schedule:
     mode: str
     chunk_size: int
     sweep: str = "chunks"
+    parts: int = 1
+    others: tuple[PartOps, ...] = ()
+
+    def with_parts(self, numbers: Sequence[tuple[int, Schedule]]) -> Schedule:
+        """The same with these schedules' ops for so many parts each, from the first part on."""
+        runs: list[PartOps] = []
+        for number, schedule in numbers:
+            first = runs[-1].stop if runs else 0
+            if number and runs and runs[-1].ops == schedule.ops:
+                runs[-1] = runs[-1]._replace(stop=first + number)
+            elif number:
+                runs.append(PartOps(first, first + number, schedule.ops))
+        most = max(runs, key=lambda run: run.stop - run.first)
+        others = tuple(run for run in runs if run is not most)
+        return dataclasses.replace(self, ops=most.ops, parts=runs[-1].stop if others else 1, others=others)
+
+    def of_part(self, number: int) -> Schedule:
+        """What a part runs, counted from 0, as a schedule of all parts."""
+        ops = next((run.ops for run in self.others if run.first <= number < run.stop), self.ops)
+        return dataclasses.replace(self, ops=ops, parts=1, others=())
+
+    @property
+    def kinds(self) -> tuple[tuple[float, Schedule], ...]:
+        """The schedules that parts run, that of most parts first, and for what share of the parts each is."""
+        shares = [((run.stop - run.first) / self.parts, self.of_part(run.first)) for run in self.others]
+        rest = dataclasses.replace(self, parts=1, others=())
+        return (1 - sum(share for share, _ in shares), rest), *shares
+
+    @property
+    def keeps(self) -> bool:
+        """Whether activations of more than the chunk at work are kept from the first half to the second."""
+        kept = [op for op in self.halves[0] if isinstance(op, Forward) or (isinstance(op, Anchor) and op.kv)]
+        return len(kept) > (self.sweep == "chunks") or any(kind.keeps for _, kind in self.kinds[1:])
 
     @property
     def halves(self) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
@@ -150,9 +199,12 @@ class Schedule:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """The listing: a header, then line `k` for `ops[k - 1]`."""
+        """The listing: a header, then line `k` for `ops[k - 1]`, then what some parts run instead."""
         header = _HEADER.format(strategy=self.strategy, order=self.order, mode=self.mode, chunk_size=self.chunk_size)
-        return [header + (_BY_STAGES if self.sweep == "stages" else ""), *map(format_op, self.ops)]
+        lines = [header + (_BY_STAGES if self.sweep == "stages" else ""), *map(format_op, self.ops)]
+        for run in self.others:
+            lines += [_PARTS.format(run.first, run.stop - 1, self.parts), *map(format_op, run.ops)]
+        return lines
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
@@ -169,8 +221,15 @@ class Schedule:
         strategy, order, mode, chunk_size, by_stages = match.groups()
         if mode not in MODES:
             raise _syntax_error("unknown mode", number, header, ", ".join(MODES), mode)
-        ops = tuple(_parse_op(number, line) for number, line in lines[1:] if not line.startswith("#"))
-        return cls(ops, strategy, order, mode, int(chunk_size), "stages" if by_stages else "chunks")
+        rows = [(number, line) for number, line in lines[1:] if not line.startswith("#")]
+        heads = [i for i, (_, line) in enumerate(rows) if by_stages and line.startswith("parts ")]
+        ops, *others = (
+            tuple(_parse_op(*row) for row in rows[start + (start in heads) : stop])
+            for start, stop in pairwise([0, *heads, len(rows)])
+        )
+        parts, named = _parse_parts([rows[i] for i in heads])
+        runs = tuple(PartOps(*run, ops) for run, ops in zip(named, others, strict=True))
+        return cls(ops, strategy, order, mode, int(chunk_size), "stages" if by_stages else "chunks", parts, runs)
 
 
 def format_op(op: Op) -> str:
@@ -195,6 +254,20 @@ def _sequence_runs(sequences: Iterable[int]) -> Iterator[str]:
             yield from [f"s{run[0]}..s{run[-1]}"] if len(run) > 2 else [f"s{s}" for s in run]
             run = []
         run.append(sequence)
+
+
+def _parse_parts(rows: Sequence[tuple[int, str]]) -> tuple[int, list[tuple[int, int]]]:
+    """How many parts there are, and the first and the stop of the runs that these rows name."""
+    runs: list[tuple[int, int]] = []
+    parts = 1
+    for number, line in rows:
+        match = _PARTS_PATTERN.fullmatch(line)
+        first, last, of = map(int, match.groups()) if match else (0, 0, 0)
+        if not (runs[-1][1] if runs else 0) <= first <= last < of or (runs and of != parts):
+            raise _syntax_error("not a run of parts", number, line, "parts <first>..<last> of <all>:, ascending", line)
+        runs.append((first, last + 1))
+        parts = of
+    return parts, runs
 
 
 def _parse_op(number: int, line: str) -> Op:

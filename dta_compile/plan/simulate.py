@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from dta_compile.plan.schedule import Anchor, Backward, Forward, Pop, Restore, Schedule
 from dta_compile.plan.states import LiveStates
@@ -86,9 +86,13 @@ def chunk_work(tree: PrefixTree, chunk: Chunk, head_starts: IntArray | None = No
 def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> Simulation:
     """Counts of a schedule that is known to be legal, in O(ops); `verify` is for the others.
 
+    Where parts run different ops, work and what is held are averages over the parts, rounded.
+
     Args:
         head_starts: `[R + 1]` the head rows of tree row r are `head_starts[r]` to `head_starts[r + 1]`; None: one each.
     """
+    if schedule.others:
+        return _average([(share, simulate(tree, kind, head_starts)) for share, kind in schedule.kinds])
     forward, backward, rebuilt = Work(), Work(), Work()
     restored, peak = 0, Held(0, 0, 0)
     states = LiveStates(tree, schedule)
@@ -119,6 +123,20 @@ def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None 
         peak_state_gradients=states.peak_gradients,
         rebuilt=rebuilt,
     )
+
+
+def _average(shares: Sequence[tuple[float, Simulation]]) -> Simulation:
+    """Of parts that run different ops, by their shares; the stack is as high as the highest."""
+
+    def mean(values: Iterable[Any]) -> Any:
+        found = list(values)
+        if isinstance(found[0], Work):
+            return Work(*(mean(amounts) for amounts in zip(*found, strict=True)))
+        return round(sum(share * value for (share, _), value in zip(shares, found, strict=True)))
+
+    names = [field.name for field in dataclasses.fields(Simulation)]
+    found = {name: mean(getattr(one, name) for _, one in shares) for name in names}
+    return Simulation(**found | {"peak_stack_tokens": max(one.peak_stack_tokens for _, one in shares)})
 
 
 class Held(NamedTuple):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dta_compile.plan.schedule import Op, Schedule
+from dta_compile.plan.schedule import Forward, Op, Schedule
 from dta_compile.plan.simulate import Work
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 
@@ -151,6 +151,7 @@ def summarize(
             "ops",
             f"{stats.ops:,}: " + (", ".join(f"{n:,} {kind}" for kind, n in sorted(kinds.items())) or "nothing to run"),
         ),
+        *([("parts", _parts(schedule))] if schedule.others else []),
         ("recompute", f"{stats.tokens_forwarded_twice:,} tokens forwarded again ({again:.1%} of the tree)"),
         ("peaks", _peaks(stats)),
         *_estimates(estimates),
@@ -165,6 +166,14 @@ def summarize(
         lines += ["low sharing: where neighbours in lexicographic order first differ"]
         lines += ["  " + textwrap.shorten(line, _WIDTH - 2) for line in divergence(tree)]
     return "\n".join(lines)
+
+
+def _parts(schedule: Schedule) -> str:
+    """How many chunks have their graphs kept from forward to backward by which parts."""
+    runs = [(f"{run.first} to {run.stop - 1}", schedule.of_part(run.first)) for run in schedule.others]
+    kept = [(name, sum(isinstance(op, Forward) for op in run.halves[0])) for name, run in [*runs, schedule.kinds[0]]]
+    of_parts = [f"{name}: {number}" for name, number in kept[:-1]] + [f"the others: {kept[-1][1]}"]
+    return f"graphs of {len(schedule.chunks)} chunks that are kept by parts {', '.join(of_parts)} of {schedule.parts}"
 
 
 def _peaks(stats: Stats) -> str:

@@ -31,7 +31,15 @@ def verify(
         ScheduleError: a rule is broken; shows the rule, what was expected and found, and the listing around the
             offending row, which is marked `>>`.
     """
-    _Replay(tree, schedule, states).run()
+    for _, kind in schedule.kinds:
+        if kind.chunks != schedule.chunks:
+            raise ScheduleError(
+                "all parts of a sweep of stages run the same chunks",
+                where=f"one of {schedule.parts} parts",
+                expected=" ".join(map(str, schedule.chunks)),
+                got=" ".join(map(str, kind.chunks)),
+            )
+        _Replay(tree, kind, states).run()
     return simulate(tree, schedule, head_starts)
 
 

@@ -10,7 +10,6 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from dta_compile.errors import RuntimeContractError
-from dta_compile.executable.chunk import Part
 from dta_compile.executable.executable import FrontierValue
 from dta_compile.plan import Op
 from dta_compile.plan.tree.chunk import Chunk
@@ -83,7 +82,7 @@ class TreeRun:
         """Run the forward half of the schedule; what it has for other parts, then dense frontier values."""
         given = self.by_chunk(received, len(self.part.reads))
         self.call, (executor, buffers, left) = _or_keeping_nothing(
-            self.call, lambda call: forward_half(call, self.part, given)
+            self.call, lambda call: forward_half(call, self.number, given)
         )
         if self.is_last and not left:
             self.call.record(executor)
@@ -109,7 +108,8 @@ class TreeRun:
         begun = [(self.executor, self.backward_half)] if self.executor is not None else []
         self.executor, self.backward_half = None, ()  # the kept graphs serve one backward; another one recomputes
         given = self.by_chunk(received, len(self.part.reads))
-        call = self.call if begun or (self.call.by_stages and not self.call.plan.keeps) else self.call.keeping_nothing()
+        recomputes = self.call.by_stages and not self.call.plan.schedule.of_part(self.number).keeps
+        call = self.call if begun or recomputes else self.call.keeping_nothing()
 
         def run(call: PlannedCall) -> list[torch.Tensor | None]:
             executor, backward_half = begun.pop() if begun else self._again(call, given)
@@ -124,9 +124,9 @@ class TreeRun:
     def _again(self, call: PlannedCall, given: Mapping[Chunk, Sequence[torch.Tensor]]) -> tuple[Executor, Sequence[Op]]:
         """An executor for the backward half alone; outputs are there."""
         if not call.by_stages:
-            executor, _, left = forward_half(call, self.part, given)
+            executor, _, left = forward_half(call, self.number, given)
             return executor, left
-        return call.executor(self.part), call.plan.schedule.halves[1]
+        return call.executor(self.part), call.plan.schedule.of_part(self.number).halves[1]
 
     def _backpropagate(
         self,
@@ -289,15 +289,16 @@ def dense_frontier(call: PlannedCall) -> list[torch.Tensor | None]:
 
 
 def forward_half(
-    call: PlannedCall, part: Part, received: Mapping[Chunk, Sequence[torch.Tensor]]
+    call: PlannedCall, number: int, received: Mapping[Chunk, Sequence[torch.Tensor]]
 ) -> tuple[Executor, ScheduleBuffers, Sequence[Op]]:
-    """Run a schedule up to its attach op; the executor, what has been computed, and what is left of the ops."""
-    executor, training = call.executor(part), call.plan.schedule.mode != "score"
+    """Run a part's schedule up to its attach op; the executor, what has been computed, and what is left of the ops."""
+    part, schedule = call.parts[number], call.plan.schedule.of_part(number)
+    executor, training = call.executor(part), schedule.mode != "score"
     heads, device = len(executor.head_rows), executor.path.device
     wanted = [call.wanted[i] for i in part.frontier]
     outputs = output_buffers(AllRows, executor.frontier, wanted, heads, device, training)
     buffers = ScheduleBuffers(outputs, received=received)
-    left = executor.run(call.plan.schedule.ops, buffers, on_attach=lambda sequences: False)
+    left = executor.run(schedule.ops, buffers, on_attach=lambda sequences: False)
     return executor, buffers, left
 
 

@@ -5,8 +5,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dta_compile.errors import ScheduleError
 from dta_compile.options import Options
-from dta_compile.plan import CostModel, Footprint, Limits, PartBytes, PrefixTree, Rates, Work, choose, simulate, verify
+from dta_compile.plan import (
+    CostModel,
+    Footprint,
+    Forward,
+    Limits,
+    PartBytes,
+    PrefixTree,
+    Rates,
+    Schedule,
+    Work,
+    choose,
+    simulate,
+    verify,
+)
 from dta_compile.plan.cost import CANDIDATES
 from dta_compile.plan.schedule import MODES
 
@@ -114,6 +128,57 @@ def test_stages_are_swept_where_that_is_cheaper_in_the_same_memory(budget, is_as
     for sweep in ("chunks", "stages"):
         asked = dataclasses.replace(options, sweep=sweep)
         assert choose(SHARED, asked, "transparent", limits)[1].sweep == sweep
+
+
+HEAD = PartBytes(Footprint(graph_token=5, graph_head=45))
+WITH_HEAD = {"footprint": Footprint(graph_token=105, graph_head=45), "parts": (LAYER,) * 10 + (HEAD,)}
+LAYER_BYTES = 10 * SHARED.num_rows
+
+
+def kept_by_part(schedule, parts):
+    return [sum(isinstance(op, Forward) for op in schedule.of_part(part).halves[0]) for part in range(parts)]
+
+
+@pytest.mark.parametrize(
+    ("budget", "layers"),
+    [(0, 0), (LAYER_BYTES - 1, 0), (LAYER_BYTES, 1), (9.5 * LAYER_BYTES, 9), (10 * LAYER_BYTES, 10), (None, 10)],
+)
+def test_of_a_tree_of_one_chunk_the_last_layers_keep_what_fits(budget, layers):
+    """The head's backward comes right after its forward, and no other part runs between."""
+    limits = Limits(budget, cost=TOKENS_ONLY, **WITH_HEAD)
+    options = Options(chunk_size=SHARED.num_rows, strategy="packed", sweep="stages")
+    tree, schedule, _ = choose(SHARED, options, "transparent", limits)
+    assert kept_by_part(schedule, 11) == [0] * (10 - layers) + [1] * (layers + 1)
+    assert Schedule.parse(str(schedule)) == schedule
+    assert verify(tree, schedule).recomputed_tokens == round(tree.num_rows * (10 - layers) / 11)
+
+
+@pytest.mark.parametrize("layers", range(16))
+def test_what_chunks_leave_of_the_budget_the_last_layers_keep(layers):
+    limits = Limits(layers * LAYER_BYTES, cost=TOKENS_ONLY, **WITH_HEAD)
+    options = Options(chunk_size=11, strategy="packed", sweep="stages")
+    tree, schedule, _ = choose(SHARED, options, "transparent", limits)
+    verify(tree, schedule)
+    chunks, kept = len(schedule.chunks), kept_by_part(schedule, 11)
+    assert chunks > 4 and kept[:10] == sorted(kept[:10]) and kept[10]
+    tokens = [
+        sum(op.chunk.tokens for op in schedule.of_part(part).halves[0] if type(op) is Forward) for part in range(11)
+    ]
+    free = schedule.chunks[-1].tokens
+    held = 10 * sum(tokens[:10]) + 50 * (tokens[10] - free)
+    assert limits.budget - LAYER_BYTES < held <= limits.budget or kept[10] == chunks, "less is left than a layer takes"
+
+
+def test_parts_of_a_sweep_of_stages_run_the_same_chunks():
+    header = "# dta schedule strategy=packed order=lexicographic mode=score chunk_size=2 sweep=stages"
+    one, two = (
+        "anchor s0[0:2] out\npop s0[0:2]\nattach s0",
+        "anchor s0[0:1] out\nanchor s0[1:2] out\npop s0[0:2]\nattach s0",
+    )
+    tree = PrefixTree.build([[1, 2]])
+    verify(tree, Schedule.parse(f"{header}\n{one}\nparts 0..1 of 9:\n{one}"))
+    with pytest.raises(ScheduleError, match="all parts of a sweep of stages run the same chunks"):
+        verify(tree, Schedule.parse(f"{header}\n{one}\nparts 0..1 of 9:\n{two}"))
 
 
 CHAIN = [[1] * 9000]

@@ -32,6 +32,36 @@ schedules = st.builds(
     st.integers(1, 9999),
     st.sampled_from(SWEEPS),
 )
+runs = st.lists(st.tuples(st.integers(1, 9), st.lists(ops, max_size=3).map(tuple)), min_size=1, max_size=4)
+
+
+@given(schedules, runs)
+def test_parts_that_run_other_ops(schedule, runs):
+    """Neighbours with the same ops are one run, and most parts run the ops that are listed first."""
+    by_run = [(number, dataclasses.replace(schedule, ops=ops, sweep="stages")) for number, ops in runs]
+    made = dataclasses.replace(schedule, sweep="stages").with_parts(by_run)
+    expected = [one for number, one in by_run for _ in range(number)]
+    assert [made.of_part(part) for part in range(len(expected))] == expected
+    assert sum(share for share, _ in made.kinds) == pytest.approx(1)
+    assert {str(kind) for _, kind in made.kinds} == {str(one) for one in expected}
+    assert Schedule.parse(str(made)) == made
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["parts 1..0 of 3:"],
+        ["parts 0..3 of 3:"],
+        ["parts 0..1 of 3"],
+        ["parts 0..1 of 3:", "parts 1..1 of 3:"],
+        ["parts 0..1 of 3:", "parts 2..2 of 4:"],
+    ],
+)
+def test_runs_of_parts_that_are_none(lines):
+    with pytest.raises(ScheduleError, match="not a run of parts"):
+        Schedule.parse("\n".join([f"{HEADER} sweep=stages", *lines]))
+    with pytest.raises(ScheduleError, match="unknown operation"):
+        Schedule.parse("\n".join([HEADER, *lines]))
 
 
 @given(schedules)

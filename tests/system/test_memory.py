@@ -73,12 +73,14 @@ def test_the_predicted_peak_is_the_measured_one(strategy):
             assert predicted == pytest.approx(measured, rel=0.15), (tree, budget)
 
 
-def test_the_predicted_peak_of_a_sweep_of_stages_is_the_measured_one():
-    """Gradients of logits are gone when layers go backward, and hidden states are there of each."""
+@pytest.mark.parametrize("budget", [0, 14_000_000])
+def test_the_predicted_peak_of_a_sweep_of_stages_is_the_measured_one(budget):
+    """Gradients of logits are gone when layers go backward, hidden states are there of each, and a budget is enough for
+    some layers' activations."""
     torch._dynamo.reset()
     model = TinyLM(width=128, layers=6)
     model.position, model.head = torch.nn.Embedding(512, 128).double(), torch.nn.Linear(128, 100).double()
-    compiled = torch.compile(model, backend="dta", options={"sweep": "stages", "memory_budget": 0})
+    compiled = torch.compile(model, backend="dta", options={"sweep": "stages", "memory_budget": budget})
 
     def step(ids):
         logits = compiled(ids)
@@ -91,6 +93,7 @@ def test_the_predicted_peak_of_a_sweep_of_stages_is_the_measured_one():
         measured = allocated_at_the_peak(step, ids)
         predicted = dta_compile.last_plan(compiled).estimates.peak_bytes
         assert predicted == pytest.approx(measured, rel=0.12), tree
+        assert bool(budget) == (dta_compile.last_plan(compiled).schedule.of_part(6).keeps)
 
 
 def test_without_a_budget_memory_does_not_grow_with_the_branches():

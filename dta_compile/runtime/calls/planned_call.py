@@ -362,7 +362,7 @@ def _runs(plan: Plan) -> list[int]:
 def _graphs(plan: Plan) -> set[str]:
     """Names of the executable graphs that a schedule runs."""
     found: set[str] = set()
-    for op in plan.schedule.ops:
+    for op in (op for _, schedule in plan.schedule.kinds for op in schedule.ops):
         match op:
             case Anchor(_, out):
                 found.add("forward_only" if out else "cache_only")

@@ -36,7 +36,7 @@ import torch
 from dta_compile.executable.executable import Executable, TensorSpec
 from dta_compile.files import read_text, write_whole
 from dta_compile.options import Options
-from dta_compile.plan import Anchor, CostModel, MeasuredRun, Op, Rates, Work
+from dta_compile.plan import Anchor, Backward, Chunk, CostModel, Forward, MeasuredRun, Rates, Work
 
 logger = logging.getLogger("dta_compile")
 
@@ -268,13 +268,13 @@ def fit(history: RunHistory) -> Fit:
 
 
 def of_whole_chunks(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
-    """The runs of a sweep of stages as those of whole chunks: of all parts together, each op once. What computes states
-    alone is no run of a chunk."""
-    found: dict[tuple[str, Op], MeasuredRun] = {}
+    """The runs of a sweep of stages as those of whole chunks: what all parts together take. That some parts run again,
+    or only for their states, is no run of a chunk."""
+    found: dict[tuple[str, Chunk], MeasuredRun] = {}
     for run in runs:
-        if isinstance(run.op, Anchor) and not run.op.out:
+        if not isinstance(run.op, (Anchor, Forward, Backward)) or not getattr(run.op, "out", True):
             continue
-        key = run.kind, run.op
+        key = run.kind, run.op.chunk
         found[key] = run._replace(seconds=run.seconds + found[key].seconds) if key in found else run
     return list(found.values())
 

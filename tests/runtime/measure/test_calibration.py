@@ -180,7 +180,7 @@ def test_rates_follow_the_machine():
 
 
 def test_runs_of_parts_are_learned_as_those_of_chunks():
-    """A layer at a time, an op takes what all layers together do; what makes states alone is no run of a chunk."""
+    """A layer at a time, a chunk takes what all layers together do; what some run again is no run of a chunk."""
     ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7]] * 2)
     ids[1, 4:] = 9
     compiled = torch.compile(TinyLM(), backend="dta", options={**SMALL_CHUNKS, "sweep": "stages", "memory_budget": 0})
@@ -189,7 +189,11 @@ def test_runs_of_parts_are_learned_as_those_of_chunks():
     ops = [op for op in plan.schedule.ops if isinstance(op, (Anchor, Forward, Backward))]
     whole = of_whole_chunks(plan.estimates.runs)
     assert len(plan.estimates.runs) > 2 * len(ops)
-    assert [run.op for run in whole] == [op for op in ops if not isinstance(op, Anchor) or op.out]
+    chunks = plan.schedule.chunks
+    assert [(run.kind, run.op.chunk) for run in whole] == [
+        *(("forward", chunk) for chunk in chunks),
+        *(("backward", chunk) for chunk in reversed(chunks)),
+    ]
     of_first = sum(run.seconds for run in plan.estimates.runs if run.op == ops[0])
     assert whole[0].seconds == pytest.approx(of_first) and whole[0].work == chunk_work(plan.prefix_tree, ops[0].chunk)
 

@@ -185,6 +185,9 @@ OPTIONS = [
     (("chunk_size", 4), ("strategy", "dfs")),
     (("chunk_size", 3), ("strategy", "vanilla")),
     (("chunk_size", 5), ("strategy", "packed")),
+    (("chunk_size", 3), ("sweep", "stages"), ("memory_budget", 0)),
+    (("chunk_size", 2048), ("sweep", "stages"), ("memory_budget", 20_000)),
+    (("chunk_size", 4), ("sweep", "stages"), ("strategy", "dfs"), ("memory_budget", 10_000)),
 ]
 
 

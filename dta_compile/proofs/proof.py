@@ -2,20 +2,22 @@
 and segments.
 
 An entry of the mask is a term of the row, the query and the key (`elements`), the term a formula (`logic`).
-Which keys are real is what the mask says of a token and itself. That it allows just what a causal mask allows, with
-such padding, is then proven for all rows, queries and keys; what a proof assumes of the inputs is checked at every call
-(`runtime.calls.masks`). A mask that depends on numbers or tables is proven for those of each call.
+Which keys are real is what the mask says of a token and itself; where every token may attend to itself, so that no
+query is without a key, a condition on the key alone that the mask contains. That it allows just what a causal mask
+allows, with such padding, is then proven for all rows, queries and keys; what a proof assumes of the inputs is checked
+at every call (`runtime.calls.masks`). A mask that depends on numbers or tables is proven for those of each call.
 
 One assumption is of the scores and is not checked: what a finite additive mask forbids gets no weight (`FORBIDDEN`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -32,6 +34,7 @@ from dta_compile.proofs.terms import Apply, Term, Terms, in_order, subterms
 SMALL = 40  # tokens of examples in messages
 DIVISIONS = ("floor_divide", "div", "remainder", "fmod")  # by which chunks are told apart
 MOST_ROLES = 3  # functions of a token that a mask compares between query and key
+MOST_CONDITIONS = 4  # on the key alone that are tried
 
 Z3_LOCK = threading.Lock()  # z3's own context serves one thread at a time
 
@@ -71,10 +74,17 @@ def classify(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> MaskC
         for float_role, integer_role in (("binary", ""), ("bias", ""), ("binary", "binary")):
             if integer_role and is_decided:
                 break  # whatever the integers are
-            logic = Logic(Terms(in_order(term)), sizes, facts, float_role, integer_role)
+
+            def new_logic(roles: tuple[str, str] = (float_role, integer_role)) -> Logic:
+                return Logic(Terms(in_order(term)), sizes, facts, *roles)
+
+            logic, proof = new_logic(), None
             try:
-                return _Proof(term, logic).classify()
+                proof = _Proof(term, logic)
+                return proof.classify()
             except Unproven as error:
+                if proof is not None and (found := _by_a_condition(proof, new_logic)) is not None:
+                    return found
                 refused, is_decided = refused or error, True
             except Untranslatable as error:
                 is_bias = term.dtype.is_floating_point
@@ -86,18 +96,39 @@ def classify(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> MaskC
     raise refused
 
 
-class _Proof:
-    """One attempt to classify a mask, with what a `Logic` takes for granted."""
+def _by_a_condition(proof: _Proof, new_logic: Callable[[], Logic]) -> MaskClass | None:
+    """The class of a mask that lets every token attend to itself, by a condition on the key that makes it one.
 
-    def __init__(self, term: Term, logic: Logic) -> None:
+    Padding then attends to itself alone, or to real tokens as well: what it gets is nobody's concern.
+    """
+    term, logic = proof.term, proof.logic
+    if not logic.proves(proof.valid_key):
+        return None
+    of_key = [one for one in subterms(term) if one.indices - {"row"} == {"key"} and one.dtype is torch.bool]
+    for condition in [one for one in of_key if logic.reads_inputs(one)][:MOST_CONDITIONS]:
+        for is_real in (True, False):
+            other = new_logic()
+            real = condition if is_real else other.terms.apply(torch.ops.aten.logical_not.default, condition)
+            with contextlib.suppress(Unproven, Untranslatable, z3.Z3Exception):
+                return _Proof(term, other, real).classify()
+    return None
+
+
+class _Proof:
+    """One attempt to classify a mask, with what a `Logic` takes for granted.
+
+    Args:
+        real: which tokens are real, over "row" and "key"; None: those that may attend to themselves.
+    """
+
+    def __init__(self, term: Term, logic: Logic, real: Term | None = None) -> None:
         self.term, self.logic, self.terms = term, logic, logic.terms
         self.query, self.key = logic.variable("query"), logic.variable("key")
         self.allowed = self._allowed(term)
         self.compared = [logic.atoms[term] for term, tokens in logic.tokens.items() if {"query", "key"} <= tokens]
-        # A token is real if it may attend to itself.
-        self.diagonal: Term = self.terms.with_index(term, "query", "key")
-        self.valid_key = self._allowed(self.diagonal)
-        self.valid_query = self._allowed(self.terms.with_index(term, "key", "query"))
+        self.real: Term = self.terms.with_index(term, "query", "key") if real is None else real
+        self.valid_key = self._allowed(self.real)
+        self.valid_query = self._allowed(self.terms.with_index(self.real, "key", "query"))
 
     def _allowed(self, term: Term) -> z3.BoolRef:
         """Where the mask allows; raises `Unproven` if it does anything but allow and forbid."""
@@ -148,9 +179,9 @@ class _Proof:
         return max(found, key=lambda one: one.window or one.chunk or math.inf)
 
     def _valid_term(self) -> Term:
-        if self.diagonal.dtype is torch.bool:
-            return self.diagonal
-        return self.terms.apply(torch.ops.aten.eq.Scalar, self.diagonal, 0)
+        if self.real.dtype is torch.bool:
+            return self.real
+        return self.terms.apply(torch.ops.aten.eq.Scalar, self.real, 0)
 
     def _require_padding(self) -> None:
         """That a token is padding depends on the inputs, not on its place alone: any token may be real."""

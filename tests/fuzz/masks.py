@@ -90,6 +90,7 @@ FORMS = [
     "m = ($m).to(x.dtype).log()",
     "m = ($m).expand(B, H, S, S)",
     "m = ($m).logical_not().logical_not()",
+    "m = ($m) | torch.eye(S, dtype=torch.bool)",
 ]
 _MULTIPLIED = "m = (1 - $m) * -1e9"
 

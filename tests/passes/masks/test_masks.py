@@ -117,6 +117,20 @@ CLASSES = {
         "real tokens",
         [0],
     ),
+    "padding, and every token itself": (
+        lambda ids, mask: causal(ids) & mask.bool()[:, None, None, :] | torch.eye(ids.shape[1], dtype=torch.bool),
+        [(IDS, MASK), (IDS, LEFT)],
+        "real tokens where",
+        [0, 0],
+    ),
+    "hidden padding, and every token itself": (
+        lambda ids, mask: torch.zeros(()).masked_fill(
+            (~causal(ids) | (mask == 0)[:, None, None, :]) & ~torch.eye(ids.shape[1], dtype=torch.bool), float("-inf")
+        ),
+        [(IDS, MASK), (IDS, LEFT)],
+        "real tokens where",
+        [0, 0],
+    ),
     "padding that is one": (
         lambda ids, mask: causal(ids) & (mask == 1)[:, None, None],
         [(IDS, 2 * MASK - (IDS == 5).long())],
@@ -453,6 +467,12 @@ REFUSED = {
     "blocks": (
         lambda ids: causal(ids) & (positions(ids)[0] // 4 - positions(ids)[1] // 4 < 3),
         (IDS,),
+        RefusalError,
+        "hides earlier tokens",
+    ),
+    "padding that its neighbours read": (
+        lambda ids, mask: near(ids, 2) & causal(ids) | causal(ids) & mask.bool()[:, None, None, :],
+        (IDS, MASK),
         RefusalError,
         "hides earlier tokens",
     ),

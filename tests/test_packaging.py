@@ -51,7 +51,7 @@ with concurrent.futures.ThreadPoolExecutor(4) as pool:
 """
 
 
-@pytest.mark.parametrize("first", ["", "import torch._dynamo"])
+@pytest.mark.parametrize("first", [pytest.param("", marks=pytest.mark.slow), "import torch._dynamo"])
 def test_threads_find_the_backend_at_the_same_time(first):
     assert python("-c", LOOKS_FOR_IT_IN_THREADS.format(first=first), cwd=ROOT) == "1\n"
 
@@ -67,7 +67,7 @@ def test_an_unknown_name_is_an_attribute_error():
         dta_compile.no_such_name  # noqa: B018
 
 
-@pytest.mark.parametrize("order", ["dta_compile, torch", "torch, dta_compile"])
+@pytest.mark.parametrize("order", [pytest.param("dta_compile, torch", marks=pytest.mark.slow), "torch, dta_compile"])
 def test_the_backend_is_registered_once_from_a_source_tree(order):
     code = f"import {order}; print(torch._dynamo.list_backends().count('dta'))"
     assert python("-c", code, cwd=ROOT).split() == ["1"]

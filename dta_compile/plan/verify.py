@@ -34,7 +34,7 @@ def verify(
     for _, kind in schedule.kinds:
         if kind.chunks != schedule.chunks:
             raise ScheduleError(
-                "all parts of a sweep of stages run the same chunks",
+                "illegal schedule: all parts of a sweep of stages run the same chunks",
                 where=f"one of {schedule.parts} parts",
                 expected=" ".join(map(str, schedule.chunks)),
                 got=" ".join(map(str, kind.chunks)),

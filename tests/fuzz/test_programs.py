@@ -12,7 +12,7 @@ from tests.fuzz.grammar import PLAIN
 from tests.fuzz.minimise import minimised
 from tests.fuzz.program import load, verdict
 
-PROGRAMS = 6
+PROGRAMS = 4
 
 
 @pytest.mark.parametrize("number", range(PROGRAMS))

@@ -239,11 +239,12 @@ options = st.builds(
     strategy=st.sampled_from(["packed", "packed", "dfs", "vanilla", "dense"]),
     order=st.sampled_from(["backward_dfs", "lexicographic", "random"]),
     memory_budget=st.none() | st.just(0) | st.integers(10_000, 3_000_000),
+    sweep=st.sampled_from(["auto", "stages"]),
 )
 losses = st.sampled_from(sorted(LOSSES.keys() - {"group", "pairs"}))
 
 
-@settings(max_examples=10, **QUICK)
+@settings(max_examples=5, **QUICK)
 @given(case=cases, chosen=options, loss=losses)
 def test_any_batch(compiled, case, chosen, loss):
     compiled.check(case, chosen, loss)
@@ -327,7 +328,7 @@ def packings(draw):
     return [row or [[2]] for row in rows]
 
 
-@settings(max_examples=5, **QUICK)
+@settings(max_examples=3, **QUICK)
 @given(rows=packings(), chosen=options)
 def test_packed_rows(compiled, rows, chosen):
     check_packed(compiled, rows, chosen)

@@ -34,7 +34,7 @@ SPARSE = {"n_routed_experts": 4, "mlp_layer_types": ["dense"], "q_lora_rank": 16
 }
 
 
-@pytest.mark.parametrize("way", ["eager", "dta", "dense", "aot_eager"])
+@pytest.mark.parametrize("way", ["eager", "dta", "dense", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_indices_of_learned_sparse_attention(way):
     torch._dynamo.reset()
     model = build("deepseek_v32", **SPARSE)

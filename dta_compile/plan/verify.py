@@ -32,14 +32,11 @@ def verify(
             offending row, which is marked `>>`.
     """
     for _, kind in schedule.kinds:
+        replay = _Replay(tree, kind, states)
         if kind.chunks != schedule.chunks:
-            raise ScheduleError(
-                "illegal schedule: all parts of a sweep of stages run the same chunks",
-                where=f"one of {schedule.parts} parts",
-                expected=" ".join(map(str, schedule.chunks)),
-                got=" ".join(map(str, kind.chunks)),
-            )
-        _Replay(tree, kind, states).run()
+            expected, got = (" ".join(map(str, one.chunks)) for one in (schedule, kind))
+            replay.fail("all parts of a sweep of stages run the same chunks", expected, got)
+        replay.run()
     return simulate(tree, schedule, head_starts)
 
 

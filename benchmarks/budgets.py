@@ -36,6 +36,7 @@ ALL = 2**50
 RIVALS = {"checkpoint": checkpoint, "sparse-checkpoint": sparse_checkpoint}
 OURS = "packed-0"  # the method whose resident memory is measured
 MOST_TOKENS = 60_000  # of a rollout file
+TABLE_WIDTH = 110
 LIMIT = 900.0  # seconds that two steps may take in a process of their own
 
 
@@ -135,9 +136,10 @@ def main() -> int:
     if unknown := set(names) - set(builders):
         parser.error(f"unknown trees {', '.join(sorted(unknown))}; known: {', '.join(builders)}")
     results = []
+    console = Console(width=max(Console().width, TABLE_WIDTH))
     for name in names:
         results.append(measure(builders[name](), arguments.repetitions, arguments.threads))
-        show(results[-1], Console())
+        show(results[-1], console)
     if arguments.json:
         facts = {"threads": arguments.threads, "repetitions": arguments.repetitions, "torch": torch.__version__}
         Path(arguments.json).write_text(json.dumps({"facts": facts, "trees": results}, indent=1) + "\n")

@@ -14,7 +14,7 @@ from dta_compile.data import Recorded
 from dta_compile.data.tables import optional
 from dta_compile.errors import OptionError
 from dta_compile.estimate.devices import ATTENTION_SHARE, BANDWIDTH_SHARE, CALIBRATED, MATMUL_SHARE, Device
-from dta_compile.options import CHUNK_TOKENS, Options
+from dta_compile.options import Options
 from dta_compile.plan import (
     CostModel,
     Footprint,
@@ -28,6 +28,7 @@ from dta_compile.plan import (
     bytes_of_halves,
     make_plan,
 )
+from dta_compile.plan.cost import BUDGET_SHARE, chunk_sizes
 from dta_compile.plan.schedule import SWEEPS
 from dta_compile.plan.tree.prefix_tree import IntArray
 
@@ -37,8 +38,6 @@ LAYERS_OF_DEFAULTS = 28  # of the model whose launches `CostModel.of_gpu` has
 PASSES = 5.0
 ATTENTION_BACKWARD = 2.5  # operations of the backward of attention, over those of its forward
 HEAD_BACKWARD = 3.0  # the head goes over the vocabulary again, and then backward
-CHUNK_SIZES, CHUNK_SHARE = (CHUNK_TOKENS, 4096, 8192), 0.4  # as the runtime chooses from, of its budget
-BUDGET_SHARE = 0.5  # of the free memory, as the runtime has it
 # Of the device's memory, what plans may take: CUDA and the allocator have their part, and predictions were 12% off.
 USABLE = 0.9
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # that are tried
@@ -287,9 +286,8 @@ class _Step:
     def planned(self, sweep: str, name: str, budget: int | None) -> tuple[Prediction, Plan]:
         """The plan of a sweep that keeps so much, and what it comes to."""
         shape, options = self.shape, dataclasses.replace(self.options, sweep=sweep)
-        sizes = _chunk_sizes(budget or 0, self.footprint if sweep == "chunks" else self.parts[0].footprint)
-        if budget is None:
-            sizes = CHUNK_SIZES
+        footprint = self.footprint if sweep == "chunks" else self.parts[0].footprint
+        sizes = chunk_sizes(math.inf if budget is None else budget, footprint.graph_token)
         limits = Limits(budget, self.footprint, self.cost, self.heads, sizes, self.sums, self.parts)
         plan = make_plan(self.tree, options, limits=limits)
         parts, stack = limits.parts_of(sweep), plan.simulation.peak_stack_tokens
@@ -368,11 +366,6 @@ def parts_of(shape: ModelShape, ranks: Ranks) -> tuple[PartBytes, ...]:
         )
         for number in range(shape.layers)
     )
-
-
-def _chunk_sizes(budget: float, footprint: Footprint) -> tuple[int, ...]:
-    least, *larger = CHUNK_SIZES
-    return least, *(size for size in larger if size * footprint.graph_token <= CHUNK_SHARE * budget)
 
 
 def _pairs(depths: Any) -> int:

@@ -140,7 +140,7 @@ class Schedule:
             attached as their last tokens are reached).
         chunk_size: most tokens of a chunk that is run or restored.
         sweep: "chunks" (each op runs all layers) or "stages".
-        parts: how many parts there are, where it is known; 1 if all run the same ops.
+        parts: how many parts there are; 1 where all run the same ops.
         others: runs of parts that run other ops than `ops`, ascending.
     """
 

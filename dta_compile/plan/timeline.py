@@ -45,7 +45,7 @@ def op_name(op: Op) -> str:
 
 
 def op_costs(tree: PrefixTree, schedule: Schedule, limits: Limits) -> Iterator[OpCost]:
-    """Work and predicted seconds of every op; their sum is `CostModel.estimate` of the schedule's simulation."""
+    """Work and predicted seconds of every op; of a sweep of chunks they sum to what `CostModel.estimate` says."""
     cost, heads = limits.cost, limits.head_starts
     for op in schedule.ops:
         match op:

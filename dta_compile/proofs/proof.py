@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -74,16 +74,11 @@ def classify(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> MaskC
         for float_role, integer_role in (("binary", ""), ("bias", ""), ("binary", "binary")):
             if integer_role and is_decided:
                 break  # whatever the integers are
-
-            def new_logic(roles: tuple[str, str] = (float_role, integer_role)) -> Logic:
-                return Logic(Terms(in_order(term)), sizes, facts, *roles)
-
-            logic, proof = new_logic(), None
+            logic = Logic(Terms(in_order(term)), sizes, facts, float_role, integer_role)
             try:
-                proof = _Proof(term, logic)
-                return proof.classify()
+                return _Proof(term, logic).classify()
             except Unproven as error:
-                if proof is not None and (found := _by_a_condition(proof, new_logic)) is not None:
+                if (found := _by_a_condition(term, logic)) is not None:
                     return found
                 refused, is_decided = refused or error, True
             except Untranslatable as error:
@@ -96,20 +91,25 @@ def classify(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> MaskC
     raise refused
 
 
-def _by_a_condition(proof: _Proof, new_logic: Callable[[], Logic]) -> MaskClass | None:
-    """The class of a mask that lets every token attend to itself, by a condition on the key that makes it one.
+def _by_a_condition(term: Term, logic: Logic) -> MaskClass | None:
+    """The class of a mask that lets every token attend to itself, by a condition on the key that makes it one; None if
+    there is none, or none that can be shown.
 
-    Padding then attends to itself alone, or to real tokens as well: what it gets is nobody's concern.
+    Padding then attends to itself alone, or to real tokens as well. As with any padding, what it gets is not given, and
+    a gradient for it is an error.
     """
-    term, logic = proof.term, proof.logic
-    if not logic.proves(proof.valid_key):
+    undecided = (Unproven, Untranslatable, z3.Z3Exception)
+    try:
+        if not logic.proves(_Proof(term, logic).valid_key):
+            return None
+    except undecided:
         return None
     of_key = [one for one in subterms(term) if one.indices - {"row"} == {"key"} and one.dtype is torch.bool]
     for condition in [one for one in of_key if logic.reads_inputs(one)][:MOST_CONDITIONS]:
         for is_real in (True, False):
-            other = new_logic()
+            other = Logic(Terms(in_order(term)), logic.sizes, logic.facts, logic.float_role, logic.integer_role)
             real = condition if is_real else other.terms.apply(torch.ops.aten.logical_not.default, condition)
-            with contextlib.suppress(Unproven, Untranslatable, z3.Z3Exception):
+            with contextlib.suppress(*undecided):
                 return _Proof(term, other, real).classify()
     return None
 

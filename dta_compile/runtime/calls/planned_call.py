@@ -21,6 +21,7 @@ from dta_compile.integrations.checkpoint_flags import is_hidden
 from dta_compile.integrations.fully_shard import bytes_of_running
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.plan import Footprint, Limits, PartBytes, Plan, bytes_of_halves, make_plan
+from dta_compile.plan.cost import BY_STAGES, chunk_sizes
 from dta_compile.plan.schedule import Anchor, Backward, Forward
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import SplitPrefixes
@@ -28,7 +29,7 @@ from dta_compile.runtime.calls.call import Call
 from dta_compile.runtime.calls.executor import ChunkData, Executor
 from dta_compile.runtime.calls.masks import ReadMasks
 from dta_compile.runtime.calls.mixers import runtimes_of
-from dta_compile.runtime.measure.budget import BY_STAGES, chunk_sizes, default_budget
+from dta_compile.runtime.measure.budget import default_budget
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.path.interface import AnyRuntime
 from dta_compile.runtime.path.stack import PathStack

@@ -9,27 +9,14 @@ import pathlib
 
 import torch
 
-from dta_compile.options import CHUNK_TOKENS
+from dta_compile.plan.cost import BUDGET_SHARE
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-DEFAULT_SHARE = 0.5  # of the memory that is free when the call starts
-CHUNK_SIZES, CHUNK_SHARE = (CHUNK_TOKENS, *(2**n for n in range(12, 17))), 0.4  # tokens; of the budget
-BY_CHUNKS, BY_STAGES = 8192, 2**16  # most tokens of a chunk, whose activations are those of all layers, or of one
 
 
 def default_budget(device: torch.device, taken: int = 0) -> int:
     """Half of the device's free memory, in bytes, but for those that the call will have taken in any case."""
-    return max(int((free_bytes(device) - taken) * DEFAULT_SHARE), 0)
-
-
-def chunk_sizes(budget: int, bytes_per_token: float, most: int = BY_CHUNKS) -> tuple[int, ...]:
-    """The sizes of chunks to choose from where the user names none, for activations of so many bytes a token.
-
-    To launch the kernels of a layer a host takes as long for few tokens as for many: a step of a model of 1.7B
-    parameters took 2.1 s on an H100 with chunks of 2,048 tokens, 1.5 s with 4,096 and 1.3 s with 8,192.
-    """
-    least, *larger = CHUNK_SIZES
-    return least, *(size for size in larger if size <= most and size * bytes_per_token <= CHUNK_SHARE * budget)
+    return max(int((free_bytes(device) - taken) * BUDGET_SHARE), 0)
 
 
 def free_bytes(device: torch.device) -> int:

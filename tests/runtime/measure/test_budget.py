@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import dta_compile
+from dta_compile.plan.cost import chunk_sizes
 from dta_compile.runtime.calls import planned_call
 from dta_compile.runtime.measure import budget
-from dta_compile.runtime.measure.budget import chunk_sizes
 from tests.support.tiny import TinyLM, shared_ids
 
 GIB = 2**30

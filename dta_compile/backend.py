@@ -85,10 +85,14 @@ def dta(
             seconds = sum(executable.seconds.values())  # the self-check may take as long as where the passes ran
         engine = Engine(executable, captured, parsed, seconds, ranks)
     except GraphWithoutAttention as plain:
+        if plain.log is None and graph.refusal is not None and graph.training:
+            return _refused(graph.refusal, graph.module, parsed)
         return _plain(graph.module, plain.log)
     except ContractError as broken:
         return _refused(_bug(broken), graph.module, parsed)
     except RefusalError as refusal:
+        if graph.refusal is not None and not graph.training:  # attention written out, with a cache of its own perhaps
+            return _plain(graph.module, str(refusal))
         return _refused(refusal, graph.module, parsed)
     trace_artifact("dta_capture", lambda: capture_report(executable))
     if engine.rest is not None:

@@ -53,12 +53,12 @@ class Captured:
         module: Dynamo's graph; with symbolic batch and token sizes if it is for the tree.
         kind: what becomes of it.
         training: gradients are on, and flow to an input.
-        has_attention: it calls attention, or another mixer.
+        has_attention: it calls attention, or another mixer, or has attention that is written out.
         own_symbols: every size has a symbol of its own, also where sizes are equal.
         graph_break: why the graph ends before the function does, and where; None if it does not.
         local: if ranks have parts of its parameters, the graph of this rank's.
         note: a line to log, for a plain graph.
-        refusal: the error, for a refused one.
+        refusal: the error, for a refused one; for one with attention that is written out, if the passes find none.
     """
 
     module: fx.GraphModule
@@ -83,19 +83,17 @@ def classify(module: fx.GraphModule) -> Captured:
     facts = Captured(
         module, Kind.TREE, _is_training(module), has_attention, own_symbols, graph_break=dynamo.graph_break(module)
     )
-    graph = _for_the_tree(facts) if has_attention else _without_attention(facts)
+    if not has_attention:
+        refusal = written_out_attention(module)
+        facts = dataclasses.replace(facts, has_attention=refusal is not None, refusal=refusal)
+    graph = _for_the_tree(facts) if facts.has_attention else _without_attention(facts)
     if _selects_in_vain(graph):
         dynamo.trace_again_without_selections()
     return graph
 
 
 def _without_attention(graph: Captured) -> Captured:
-    """A graph that runs as it is, unless what it trains is attention in another spelling."""
-    if not graph.training:
-        return dataclasses.replace(graph, kind=Kind.PLAIN)
-    if refusal := written_out_attention(graph.module):
-        return dataclasses.replace(graph, kind=Kind.REFUSED, refusal=refusal)
-    note = NO_ATTENTION if trains_parameters(graph.module) else None
+    note = NO_ATTENTION if graph.training and trains_parameters(graph.module) else None
     return dataclasses.replace(graph, kind=Kind.PLAIN, note=note)
 
 

@@ -221,7 +221,9 @@ class Formulas(abc.ABC):
         """Whether a term depends on more than indices and numbers."""
         if isinstance(term, Apply):
             return any(map(self.reads_inputs, term.operands))
-        return isinstance(term, Entry) and term.leaf not in self.facts.scalars
+        if not isinstance(term, Entry) or term.leaf in self.facts.scalars:
+            return False
+        return term.leaf not in self.facts.tables or any(map(self.reads_inputs, term.index))
 
     def _atomic(self, term: Term) -> Value:
         """A term of one token as a function of it that may be anything, within the term's dtype."""

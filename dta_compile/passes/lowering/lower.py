@@ -30,6 +30,7 @@ from dta_compile.executable.layouts import Input, InputKind
 from dta_compile.ops import autograd_function
 from dta_compile.ops.collectives import SAME_ON_RANKS
 from dta_compile.ops.library import STOP_GRADIENT, DrawCapture, is_random
+from dta_compile.passes.axes.layouts import mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import descendants, sizes_from_inputs
 from dta_compile.passes.graphs.storage import write_to_new_values
@@ -48,6 +49,7 @@ from dta_compile.passes.lowering.places.row_products import batch_row_products
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
 from dta_compile.passes.lowering.row_loops import select_masked_writes
 from dta_compile.passes.lowering.selected_rows import spread_selected_rows
+from dta_compile.passes.lowering.written_attention import recognise_attention
 from dta_compile.passes.program import Program, ancestors, output_node, where
 from dta_compile.passes.tracing import tracing
 
@@ -76,6 +78,9 @@ def lower(program: Program) -> None:
     decompositions.spell_out_constructors(module.graph)
     decompositions.drop_empty_parts(module.graph)
     _join_gradients_of_ranks(module.graph)
+    unrecognised = recognise_attention(module.graph, set(_inputs(module, program, InputKind.PARAMETER)))
+    if unrecognised is not None and not mixer_calls(module.graph):
+        raise unrecognised
     row_loops.undo_row_loops(module.graph)
     spread_selected_rows(module.graph, set(_inputs(module, program, InputKind.PARAMETER)))
     select_masked_writes(module.graph)

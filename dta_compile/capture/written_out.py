@@ -1,15 +1,16 @@
-"""Attention in another spelling than scaled_dot_product_attention is refused, not trained densely in silence.
+"""Whether a graph that calls no attention has some all the same: then passes look for it (`written_attention`), and
+what they do not recognise is refused, not trained densely in silence.
 
-Recognised by what flows where on Dynamo's graph: a product of two activations, a softmax (or another function of a
-score) of it, and again a product with an activation, with no weights in between. Activations are what is computed from
-data and from parameters, so that a loss over embeddings that come from outside is none.
+Told by what flows where on Dynamo's graph: a product of two activations, a softmax (or another function of a score) of
+it, and again a product with an activation, with no weights in between. Activations are what is computed from data and
+from parameters, so that a loss over embeddings that come from outside is none.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -53,77 +54,27 @@ class _Origin:
 
 
 def written_out_attention(module: fx.GraphModule) -> RefusalError | None:
-    """The refusal of a graph that weighs activations by a function of products of activations; None: it has none."""
+    """The error for a graph that weighs activations by a function of products of activations, if passes do not know
+    that one; None: it has none."""
     inputs = [_of_input(node) for node in module.graph.nodes if node.op == "placeholder"]
     origins: dict[fx.Node, _Origin] = {}
     node, _ = _follow(module, inputs, origins)
     if node is None:
         return None
-    scored = _Scored.of(node, origins)
     if any(part in _name(node) for part in OPAQUE):
         what, got = f"attention through {_name(node)}, which this backend does not take apart", _name(node)
     else:
-        what = "attention is written out as matrix products and a softmax, which this backend does not take apart"
-        got = "products of activations, weighed by a function of products of activations"
-    if scored.parts:
-        got += ", with " + " and ".join(scored.parts)
+        what = "attention is written out in a way that this backend does not take apart"
+        got = "products of activations, weighed by another function of products of activations than a softmax"
     return RefusalError(
         what,
         where=where(node),
         expected="torch.nn.functional.scaled_dot_product_attention or dta_compile.attention"
         " (transformers: attn_implementation='sdpa' or 'dta')",
         got=got,
-        hint=f"{_advice(node, scored)}; options={{'fallback': 'dense'}} runs such a model without sharing",
+        hint="call dta_compile.attention, or in transformers set attn_implementation='dta'; options={'fallback': 'dense'}"
+        " runs such a model without sharing",
     )
-
-
-def _advice(node: fx.Node, scored: _Scored) -> str:
-    if "multi_head_attention" in _name(node):
-        return "project queries, keys and values with linear layers of your own, in place of nn.MultiheadAttention"
-    if not scored.is_supported:
-        return "attention whose scores get a bias of their own, or whose keys are chosen by the model, is not supported"
-    settings = f"({', '.join(scored.settings)})" if scored.settings else ""
-    return f"call dta_compile.attention{settings}, or in transformers set attn_implementation='dta'"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Scored:
-    """What happens to scores between the products.
-
-    Attributes:
-        parts: in words. settings: of `dta_compile.attention` for these.
-        is_supported: it has one for each of them.
-    """
-
-    parts: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
-    is_supported: bool = True
-
-    @classmethod
-    def of(cls, product: fx.Node, origins: Mapping[fx.Node, _Origin]) -> _Scored:
-        """Of the product of weights and values."""
-        found: dict[str, str | None] = {}
-        pending = [arg for arg in product.all_input_nodes if origins[arg].weights]
-        seen = set(pending)
-        while pending:
-            node = pending.pop()
-            name = _name(node)
-            others = [origins[arg] for arg in node.all_input_nodes if not origins[arg].scores]
-            if name in ("tanh", "tanh_"):
-                found["a soft cap (tanh)"] = "softcap=..."
-            elif name in ("topk", "scatter", "scatter_", "gather"):
-                found["a learned sparse mask"] = None
-            elif any(one.is_activation for one in others):
-                found["a bias or a mask that is computed from activations"] = None
-            elif any(one.parameters for one in others):
-                is_joined = name in ("cat", "concat", "concatenate")
-                found["attention sinks" if is_joined else "a learned bias"] = "sinks=..." if is_joined else None
-            inner = [arg for arg in node.all_input_nodes if origins[arg].scores and not _is_product(arg)]
-            pending += [arg for arg in inner if arg not in seen]
-            seen.update(inner)
-        parts = tuple(sorted(found))
-        settings = tuple(one for part in parts if (one := found[part]) is not None)
-        return cls(parts, settings, len(settings) == len(parts))
 
 
 def trains_parameters(module: fx.GraphModule) -> bool:

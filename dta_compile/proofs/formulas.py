@@ -214,8 +214,13 @@ class Formulas(abc.ABC):
 
     def _compares_inputs_as_floats(self, term: Apply) -> bool:
         """Whether a boolean is made of floating-point values of inputs, of which nothing is known."""
-        floats = (arg for arg in term.operands if arg.dtype.is_floating_point)
-        return any(not isinstance(arg, Const) and self.reads_inputs(arg) for arg in floats)
+        return any(self._may_be_any_float(arg) for arg in term.operands if arg.dtype.is_floating_point)
+
+    def _may_be_any_float(self, term: Term) -> bool:
+        """Whether a floating-point term may have values of inputs; a choice of numbers does not."""
+        if isinstance(term, Apply) and term.name == "where":
+            return any(map(self._may_be_any_float, term.operands[1:]))
+        return not isinstance(term, Const) and self.reads_inputs(term)
 
     def reads_inputs(self, term: Term) -> bool:
         """Whether a term depends on more than indices and numbers."""

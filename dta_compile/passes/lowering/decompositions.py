@@ -167,6 +167,17 @@ def drop_empty_parts(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def dropout_refusal(where: str, got: str) -> RefusalError:
+    """The error for dropout of attention's weights."""
+    return RefusalError(
+        "attention dropout cannot run over a prefix tree: every rollout would need its own random mask",
+        where=where,
+        expected="dropout_p=0.0",
+        got=got,
+        hint="set the model's attention dropout to 0, or call model.eval()",
+    )
+
+
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -189,13 +200,7 @@ def capture_attention(
         RefusalError: dropout, or tensors of a rank other than 3 and 4.
     """
     if dropout_p:
-        raise RefusalError(
-            "attention dropout cannot run over a prefix tree: every rollout would need its own random mask",
-            where=where_now(),
-            expected="dropout_p=0.0",
-            got=f"dropout_p={dropout_p}",
-            hint="set the model's attention dropout to 0, or call model.eval()",
-        )
+        raise dropout_refusal(where_now(), f"dropout_p={dropout_p}")
     operands = query, key, value
     ranks = [tensor.dim() for tensor in operands]
     if ranks not in ([3] * 3, [4] * 3):

@@ -174,17 +174,19 @@ class Arranged:
         return cls(node, own, dims)
 
     @classmethod
-    def beside(cls, node: fx.Node, dims: Sequence[Dim]) -> Arranged:
-        """A tensor that broadcasts to one of these dimensions; raises `Mismatch`."""
-        shape = list(sizes(node))
-        while len(shape) > len(dims) and shape[0] == 1:
-            shape.pop(0)
-        inner = dims[len(dims) - len(shape) :]
-        if len(shape) > len(dims) or any(
-            size != 1 and size != product(dim) for size, dim in zip(shape, inner, strict=True)
+    def beside(cls, node: fx.Node, other: fx.Node, dims: Sequence[Dim]) -> Arranged:
+        """A tensor that broadcasts to another one, which has these dimensions; raises `Mismatch`."""
+        shape, whole = node.meta["val"].shape, other.meta["val"].shape
+        if any(size != 1 for size in shape[: max(len(shape) - len(whole), 0)]):
+            raise Mismatch(f"a value of sizes {tuple(shape)} beside {tuple(whole)}")
+        own: list[Dim] = [[] for _ in shape[: max(len(shape) - len(whole), 0)]]
+        shape = shape[len(own) :]
+        for size, of_other, dim in zip(
+            shape, whole[len(whole) - len(shape) :], dims[len(whole) - len(shape) :], strict=True
         ):
-            raise Mismatch(f"a value of sizes {tuple(shape)} beside scores")
-        own = [[] if size == 1 else dim for size, dim in zip(shape, inner, strict=True)]
+            if size != 1 and size != of_other:  # that they are equal was a guard when one was added to the other
+                raise Mismatch(f"a value of sizes {tuple(shape)} beside {tuple(whole)}")
+            own.append([] if size == 1 else dim)
         return cls(node, own, own)
 
     def has(self, factor: Factor) -> bool:

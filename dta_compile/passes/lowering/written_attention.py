@@ -8,6 +8,8 @@ from what its operators do to the scores `s[b, h, q, k]`:
 * `a * tanh(c * s)` is the soft cap `a`;
 * what is added, or put in a score's place, is a mask, for the prover to judge (`passes.masks`). A number that is put
   there forbids if it is at most `FORBIDDEN`;
+* what is added and depends on the head and the key alone, as ALiBi does in the spelling of BLOOM and MPT, is one more
+  feature of the key, by which the query has a one;
 * what does not depend on the key, and is added to or taken from all scores of a query, leaves the softmax as it is;
 * a column that is concatenated to the scores, and cut off again behind the softmax, is a sink.
 
@@ -18,6 +20,8 @@ dimensions, in the order `[B, H, S, S]`.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Collection
 from typing import Any
 
@@ -31,12 +35,14 @@ from dta_compile.passes.graphs.nodes import call, descendants, filled_with
 from dta_compile.passes.graphs.operators import (
     CASTS,
     DIFFERENTIABLE_COPIES,
+    DROPOUTS,
     MASKED_FILLS,
     PRODUCTS,
     QUOTIENTS,
     SUMS,
 )
-from dta_compile.passes.lowering.factors import MOVES, Arranged, Arranger, Dim, Mismatch, leaves, moved, unify
+from dta_compile.passes.lowering.decompositions import dropout_refusal
+from dta_compile.passes.lowering.factors import MOVES, Arranged, Arranger, Dim, Factor, Mismatch, leaves, moved, unify
 from dta_compile.passes.program import has_tensor, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import FORBIDDEN
@@ -45,6 +51,7 @@ aten = torch.ops.aten
 
 MATRIX_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.baddbmm.default)
 UNARY = frozenset({aten.tanh.default, aten.neg.default})
+FLOORS = frozenset({aten.maximum.default, aten.clamp_min.default, aten.clamp_min.Tensor, aten.clamp.default})
 
 
 def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> RefusalError | None:
@@ -65,10 +72,19 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
         try:
             with graph.inserting_before(weighing):
                 _Rewrite(arranger, *found[weighing], weighing).run()
+                _tell_line(weighing)
         except Mismatch as mismatch:
             refusal = refusal or _refusal(weighing, str(mismatch))
     graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
     return refusal
+
+
+def _tell_line(node: fx.Node) -> None:
+    """The nodes that were made before one are of its line."""
+    made = node.prev
+    while made.op == "call_function" and "stack_trace" not in made.meta:
+        made.meta["stack_trace"] = node.meta.get("stack_trace")
+        made = made.prev
 
 
 def _refusal(node: fx.Node, got: str) -> RefusalError:
@@ -117,7 +133,7 @@ def _ways(node: fx.Node) -> list[fx.Node]:
     """The arguments that scores may come from."""
     if node.target in MOVES | CASTS | UNARY | MASKED_FILLS | {aten._softmax.default}:
         found = node.args[:1]
-    elif node.target in PRODUCTS | SUMS | QUOTIENTS:
+    elif node.target in PRODUCTS | SUMS | QUOTIENTS | FLOORS:
         found = node.args[:2]
     elif node.target is aten.where.self:
         found = node.args[1:3]
@@ -136,7 +152,7 @@ def _weighings(softmax: fx.Node) -> list[tuple[fx.Node, list[fx.Node]]]:
         for user in node.users:
             if _is_product(user) and node in user.args[-2:]:
                 found.append((user, steps))
-            elif user.target in MOVES | CASTS and user.args[0] is node:
+            elif user.target in MOVES | CASTS | DROPOUTS | {operator.getitem} and user.args[0] is node:
                 pending.append((user, [*steps, user]))
     return found
 
@@ -153,8 +169,8 @@ class _Scores:
         cap: that of `cap * tanh(scale * products)`; None: they were not capped.
         by: tensors or numbers of the call that they were multiplied with, or divided by.
         masks: what was put in their place (bool: where they stayed) or added.
-        constant: what must not depend on the key.
         sinks: a column beside them; `has_sinks_in_front`: before the first key.
+        constant: what was added to both, which must not depend on the key.
     """
 
     left: Arranged
@@ -165,9 +181,9 @@ class _Scores:
     cap: float | None = None
     by: list[tuple[Any, Arranged | fx.Node]] = dataclasses.field(default_factory=list)
     masks: list[Arranged] = dataclasses.field(default_factory=list)
-    constant: list[Arranged] = dataclasses.field(default_factory=list)
     sinks: Arranged | None = None
     has_sinks_in_front: bool = False
+    constant: list[Arranged] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, node: fx.Node) -> _Scores:
@@ -184,7 +200,7 @@ class _Scores:
             if beta:
                 added = node.args[0]
                 added = added if beta == 1 else call(added.graph, aten.mul.Tensor, added, beta)
-                scores.masks.append(Arranged.beside(added, scores.dims))
+                scores.masks.append(Arranged.beside(added, node, scores.dims))
         return scores
 
     def follow(self, node: fx.Node, source: fx.Node) -> None:
@@ -198,7 +214,7 @@ class _Scores:
         elif target is aten.neg.default:
             self._multiply(-1.0)
         elif target is aten.tanh.default:
-            if self.cap is not None or self.masks or self.constant or self.sinks is not None:
+            if self.cap is not None or self.masks or self.sinks is not None:
                 raise Mismatch("a tanh of scores that are capped or masked already")
             self.cap = 1.0
         elif target in PRODUCTS | QUOTIENTS:
@@ -207,6 +223,8 @@ class _Scores:
             self._add(node, source)
         elif target is aten.where.self or target in MASKED_FILLS:
             self._fill(node, source)
+        elif target in FLOORS:
+            self._floor(node, source)
         elif target is aten.cat.default:
             self._join(node, source)
         else:
@@ -222,8 +240,9 @@ class _Scores:
         """All that there is so far."""
         if number <= 0 and (self.masks or self.sinks is not None):
             raise Mismatch("masked scores of the other sign")
-        if self.sinks is not None or any(_is_added(mask) for mask in self.masks):
-            raise Mismatch("a scale of scores that have sinks or biases already")
+        if self.sinks is not None:
+            raise Mismatch("a scale of scores that have sinks already")
+        self.masks = [_scaled(mask, number) if _is_added(mask) else mask for mask in self.masks]
         if self.cap is None:
             self.scale *= number
         else:
@@ -239,7 +258,7 @@ class _Scores:
         if self.cap is not None or self.masks or self.sinks is not None:
             raise Mismatch("a scale of several numbers for scores that are capped or masked already")
         target = aten.div.Tensor if is_quotient else aten.mul.Tensor
-        self.by.append((target, self._beside(other) if has_tensor(other) else other))
+        self.by.append((target, self._beside(other, source) if has_tensor(other) else other))
 
     def _add(self, node: fx.Node, source: fx.Node) -> None:
         other = self._other(node, source)
@@ -249,13 +268,9 @@ class _Scores:
             raise Mismatch("a bias times a number")
         if not isinstance(other, fx.Node) or not has_tensor(other):
             raise Mismatch("a number added to scores")
-        added = self._beside(other)
-        if node.target is aten.sub.Tensor or sizes(other)[-1:] == (1,):
-            self.constant.append(added)
-        elif self.sinks is not None:
-            raise Mismatch("a mask of scores that have sinks already")
-        else:
-            self.masks.append(added)
+        if node.target in (aten.sub.Tensor, aten.sub.Scalar):
+            other = call(node.graph, aten.neg.default, other)
+        (self.masks if self.sinks is None else self.constant).append(self._beside(other, source))
 
     def _fill(self, node: fx.Node, source: fx.Node) -> None:
         if self.sinks is not None:
@@ -268,12 +283,18 @@ class _Scores:
         if number is None:  # known at the call, which tests it
             none = call(graph, aten.full_like.default, filler, 0.0)
             parts = (filler, none) if fills_where_true else (none, filler)
-            self.masks.append(self._beside(call(graph, aten.where.self, condition, *parts)))
+            self.masks.append(self._beside(call(graph, aten.where.self, condition, *parts), source))
             return
         if number > FORBIDDEN:
             raise Mismatch(f"scores replaced by {number:g}, which do not forbid (at most {FORBIDDEN:g} does)")
         allowed = call(graph, aten.logical_not.default, condition) if fills_where_true else condition
-        self.masks.append(self._beside(allowed))
+        self.masks.append(self._beside(allowed, source))
+
+    def _floor(self, node: fx.Node, source: fx.Node) -> None:
+        """So that forbidden scores are no infinities."""
+        floor = _number(node.args[1] if node.args[0] is source else node.args[0])
+        if floor is None or floor > FORBIDDEN or len(node.args) > 2:
+            raise Mismatch("scores that are bounded")
 
     def _join(self, node: fx.Node, source: fx.Node) -> None:
         parts = node.args[0]
@@ -289,12 +310,16 @@ class _Scores:
                 unify(one, other)
         self.sinks = sinks
 
-    def _beside(self, node: fx.Node) -> Arranged:
-        return Arranged.beside(node, self.dims)
+    def _beside(self, node: fx.Node, source: fx.Node) -> Arranged:
+        return Arranged.beside(node, source, self.dims)
 
 
 def _is_added(mask: Arranged) -> bool:
     return mask.base.meta["val"].dtype is not torch.bool
+
+
+def _scaled(mask: Arranged, number: float) -> Arranged:
+    return dataclasses.replace(mask, base=call(mask.base.graph, aten.mul.Tensor, mask.base, number))
 
 
 def _number(value: Any) -> float | None:
@@ -341,6 +366,8 @@ class _Rewrite:
             if not is_cut and node.target is aten.slice.Tensor:
                 self._require_keys(node, source, dim)
                 is_cut = True
+            elif node.target in DROPOUTS:
+                raise dropout_refusal(where(node), f"{node.target} of attention's weights")
             elif node.target in MOVES:
                 if not is_cut and node.target not in DIFFERENTIABLE_COPIES:
                     raise Mismatch("weights of sinks that are moved before the sinks are cut off")
@@ -393,11 +420,13 @@ class _Rewrite:
 
     def run(self) -> None:
         """Raises `Mismatch` where something has another place than attention has for it."""
-        keys, values = (
-            self.arranger.arrange(value, [self.batch, self.kv_heads, [self.key], leaves(features)])
-            for value, features in ((self.keys, self.scores.depth), (self.values, self.features))
-        )
+        biases = [mask for mask in self.scores.masks if self._is_of_keys(mask)]
         query, scale = self._scaled_query()
+        heads = self.kv_heads if not biases else self.heads
+        keys = self.arranger.arrange(self.keys, [self.batch, heads, [self.key], leaves(self.scores.depth)])
+        values = self.arranger.arrange(self.values, [self.batch, self.kv_heads, [self.key], leaves(self.features)])
+        if biases:
+            query, keys, scale = self._with_biases(query, keys, scale, biases)
         dtype = torch.promote_types(query.meta["val"].dtype, values.meta["val"].dtype)
         operands = [_of_dtype(one, dtype) for one in (query, keys, values)]
         masking = Masking(self._mask(dtype), False, None, 0, scale, self.scores.cap or 0.0)
@@ -406,7 +435,6 @@ class _Rewrite:
         else:
             sinks = self.arranger.arrange(self.scores.sinks, [self.heads])
             out = call(self.graph, SINK_ATTENTION_CALL, *operands, _of_dtype(sinks, dtype), *masking)
-        out.meta["stack_trace"] = self.weighing.meta.get("stack_trace")
         dims = [self.batch, self.heads, [self.token], leaves(self.features)]
         self._replace(self.weighing, self.out, Arranged(_of_dtype(out, self.weighing.meta["val"].dtype), dims, dims))
 
@@ -417,34 +445,77 @@ class _Rewrite:
         for target, by in scores.by:
             if isinstance(by, Arranged):
                 if by.has(self.key):
-                    raise Mismatch("a scale that depends on the key")
+                    continue  # a part of the mask
                 by = self.arranger.arrange(by, [self.batch, self.heads, [self.token], []], broadcast=True)
             query = call(self.graph, target, query, by)
         if scale <= 0:
             query, scale = call(self.graph, aten.mul.Tensor, query, scale), 1.0
         return query, scale
 
+    def _is_of_keys(self, mask: Arranged) -> bool:
+        """Whether it is a bias of its own for every head, which no mask of `Masking` can be, by the key alone."""
+        of_heads = any(mask.has(head) for head in self.heads)
+        return _is_added(mask) and of_heads and mask.has(self.key) and not mask.has(self.token)
+
+    def _with_biases(
+        self, query: fx.Node, keys: fx.Node, scale: float, biases: list[Arranged]
+    ) -> tuple[fx.Node, fx.Node, float]:
+        """Scores of `[scale * q, 1]` and `[k, bias]`; the scale that is left."""
+        if self.scores.cap is not None:
+            raise Mismatch("a bias of capped scores")
+        dims = [self.batch, self.heads, [self.key], list[Factor]()]
+        added = [self.arranger.arrange(bias, dims) for bias in biases]
+        bias = functools.reduce(functools.partial(call, self.graph, aten.add.Tensor), added)
+        bias = _of_dtype(bias, keys.meta["val"].dtype)
+        scaled = call(self.graph, aten.mul.Tensor, query, scale) if scale != 1.0 else query
+        one = call(self.graph, aten.full_like.default, call(self.graph, aten.slice.Tensor, query, 3, 0, 1), 1.0)
+        joined = [call(self.graph, aten.cat.default, [scaled, one], -1)]
+        joined.append(call(self.graph, aten.cat.default, [keys, bias], -1))
+        return joined[0], joined[1], 1.0
+
     def _mask(self, dtype: torch.dtype) -> fx.Node | None:
-        if any(value.has(self.key) for value in self.scores.constant):
-            raise Mismatch("a bias that depends on the key is taken from the scores")
-        arranged = [
-            self.arranger.arrange(mask, [self.batch, self.heads, [self.token], [self.key]], broadcast=True)
-            for mask in self.scores.masks
-            if not _is_added(mask) or mask.has(self.key)
-        ]
-        allowed, added = None, None
-        for one in arranged:
-            if one.meta["val"].dtype is torch.bool:
-                allowed = one if allowed is None else call(self.graph, aten.logical_and.default, allowed, one)
-            else:
-                added = one if added is None else call(self.graph, aten.add.Tensor, added, one)
-        if added is None:
-            return allowed
-        added = _of_dtype(added, dtype)
-        if allowed is None:
-            return added
-        never = call(self.graph, aten.full_like.default, added, -float("inf"))
-        return call(self.graph, aten.where.self, allowed, added, never)
+        if self.scores.sinks is not None and not all(
+            not _is_added(one) or one.has(self.key) for one in self.scores.masks
+        ):
+            raise Mismatch("something added to scores that have sinks, but not to the sinks")
+        parts = [mask for mask in self.scores.masks if not self._is_of_keys(mask)]
+        allowed = self._joined(aten.logical_and.default, [part for part in parts if not _is_added(part)])
+        added = self._joined(aten.add.Tensor, [part for part in parts if _is_added(part) and part.has(self.key)])
+        if added is not None:
+            added = _of_dtype(added, dtype)
+            if allowed is not None:
+                never = call(self.graph, aten.full_like.default, added, -float("inf"))
+                added = call(self.graph, aten.where.self, allowed, added, never)
+        return self._gated(allowed if added is None else added)
+
+    def _gated(self, mask: fx.Node | None) -> fx.Node | None:
+        """With what scores were multiplied by that depends on the key, as in `scores * causal - 1e4 * (1 - causal)`.
+
+        Where that is not one the mask has to forbid: else it gets a number there that no mask has, so that no proof
+        goes through.
+        """
+        gates = [by for _, by in self.scores.by if isinstance(by, Arranged) and by.has(self.key)]
+        if not gates:
+            return mask
+        if mask is None or not mask.meta["val"].is_floating_point():
+            raise Mismatch("a scale that depends on the key")
+        for target, gate in [one for one in self.scores.by if one[1] in gates]:
+            if target is not aten.mul.Tensor:
+                raise Mismatch("a quotient by what depends on the key")
+            gate = self._arranged(gate)
+            is_one = call(self.graph, aten.eq.Scalar, gate, 1)
+            forbidden = call(self.graph, aten.le.Scalar, mask, FORBIDDEN)
+            wrong = call(self.graph, aten.full_like.default, mask, 1.0)
+            otherwise = call(self.graph, aten.where.self, forbidden, mask, wrong)
+            mask = call(self.graph, aten.where.self, is_one, mask, otherwise)
+        return mask
+
+    def _arranged(self, mask: Arranged) -> fx.Node:
+        return self.arranger.arrange(mask, [self.batch, self.heads, [self.token], [self.key]], broadcast=True)
+
+    def _joined(self, operator: Any, parts: list[Arranged]) -> fx.Node | None:
+        nodes = [self._arranged(part) for part in parts]
+        return functools.reduce(functools.partial(call, self.graph, operator), nodes) if nodes else None
 
     def _replace(self, node: fx.Node, dims: list[Dim], out: Arranged) -> None:
         """What the product, or what moves its entries, becomes, without batch and heads in one dimension on the way."""

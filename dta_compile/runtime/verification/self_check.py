@@ -272,7 +272,7 @@ def but_for_rounding(compared: Callable[[float], Compared], change: Callable[[],
 
 
 class Rounded:
-    """The captured program on weights with differences of the size of rounding. It runs once it is asked for anything.
+    """The captured program on weights with differences of the size of its rounding. It runs once it is asked for.
 
     Args:
         args: the inputs of the run that changes are measured from.
@@ -280,11 +280,12 @@ class Rounded:
 
     def __init__(self, captured: fx.GraphModule, args: Sequence[Any]) -> None:
         self._captured, self._args = captured, args
+        self._eps = _coarsest(captured)
         self._change_of_gradients: float | None = None
 
     @functools.cached_property
     def _inputs(self) -> list[Any]:
-        return [_rounded(arg) if _is_weight(arg) else arg for arg in self._args]
+        return [_rounded(arg, self._eps) if _is_weight(arg) else arg for arg in self._args]
 
     @functools.cached_property
     def _outputs(self) -> tuple[Any, ...]:
@@ -314,8 +315,16 @@ def _is_weight(arg: Any) -> bool:
     return trained and arg.is_floating_point()
 
 
-def _rounded(value: torch.Tensor) -> torch.Tensor:
+def _coarsest(captured: fx.GraphModule) -> float:
+    """The largest rounding unit of what a program computes: a softmax in float32 rounds so whatever weights do."""
+    parts = [part for part in captured.modules() if isinstance(part, fx.GraphModule)]
+    values = [node.meta.get("example_value") for part in parts for node in part.graph.nodes]
+    floats = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    return max((torch.finfo(dtype).eps for dtype in floats), default=0.0)
+
+
+def _rounded(value: torch.Tensor, eps: float) -> torch.Tensor:
     generator = torch.Generator(value.device).manual_seed(2)
     noise = torch.randn(value.shape, generator=generator, device=value.device, dtype=torch.float32).clamp(-2, 2)
-    small = (LAST_PLACES * torch.finfo(value.dtype).eps * noise).to(value.dtype)
+    small = (LAST_PLACES * max(eps, torch.finfo(value.dtype).eps) * noise).to(value.dtype)
     return (value.detach() * (1 + small)).requires_grad_(value.requires_grad)

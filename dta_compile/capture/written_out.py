@@ -72,8 +72,8 @@ def written_out_attention(module: fx.GraphModule) -> RefusalError | None:
         expected="torch.nn.functional.scaled_dot_product_attention or dta_compile.attention"
         " (transformers: attn_implementation='sdpa' or 'dta')",
         got=got,
-        hint="call dta_compile.attention, or in transformers set attn_implementation='dta'; options={'fallback': 'dense'}"
-        " runs such a model without sharing",
+        hint="call dta_compile.attention, or in transformers set attn_implementation='dta';"
+        " options={'fallback': 'dense'} runs such a model without sharing",
     )
 
 

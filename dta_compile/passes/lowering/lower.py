@@ -35,6 +35,7 @@ from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import descendants, sizes_from_inputs
 from dta_compile.passes.graphs.storage import write_to_new_values
 from dta_compile.passes.lowering import decompositions, row_loops
+from dta_compile.passes.lowering.attention.recognise import recognise_attention
 from dta_compile.passes.lowering.decompositions import capture_attention
 from dta_compile.passes.lowering.gradient_flow import (
     CapturedInterpreter,
@@ -49,7 +50,6 @@ from dta_compile.passes.lowering.places.row_products import batch_row_products
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
 from dta_compile.passes.lowering.row_loops import select_masked_writes
 from dta_compile.passes.lowering.selected_rows import spread_selected_rows
-from dta_compile.passes.lowering.written_attention import recognise_attention
 from dta_compile.passes.program import Program, ancestors, output_node, where
 from dta_compile.passes.tracing import tracing
 
@@ -195,9 +195,23 @@ class _AttentionCapture(TorchFunctionMode):
             return capture_attention(*args, **kwargs)
         if func in (F.dropout, torch.dropout) and _dropout_is_identity(*args, **kwargs):
             return args[0] if args else kwargs["input"]
+        if func is F.multi_head_attention_forward:
+            with _calls_captured():
+                return func(*args, **kwargs)
         if func in MATMULS and not kwargs and _broadcasts(*args):
             return _matmul_without_expanding(*args)
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _calls_captured() -> Iterator[None]:
+    """Of functions in Python, whose own calls no mode sees while it handles theirs."""
+    own = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = capture_attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = own
 
 
 MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)

@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
 from dta_compile.passes.axes.shape_rules import transpose_order
-from dta_compile.passes.graphs.nodes import SizeNodes, call
+from dta_compile.passes.graphs.nodes import SizeNodes, call, filled_with
 from dta_compile.passes.graphs.operators import (
+    CASTS,
     DIFFERENTIABLE_COPIES,
     KEEP_ORDER,
     MAYBE_COPIES,
+    PRODUCTS,
+    QUOTIENTS,
     RESHAPES,
     SQUEEZES,
     TRANSPOSITIONS,
@@ -155,43 +159,58 @@ class Arranged:
         base: that other one.
         own: its dimensions.
         dims: those of the value. Factors that the base lacks are repetitions.
+        scale: of the value, by which the base is to be multiplied.
     """
 
     base: fx.Node
     own: list[Dim]
     dims: list[Dim]
+    scale: float = 1.0
 
     @classmethod
-    def of(cls, node: fx.Node) -> Arranged:
-        """With everything taken back that only moves entries; raises `Mismatch`."""
-        chain = []
-        while node.target in MOVES and not _is_part(node):
-            chain.append(node)
+    def of(cls, node: fx.Node, scaled: bool = False) -> Arranged:
+        """With everything taken back that only moves entries, and if it is to be `scaled`, that multiplies them by a
+        number; raises `Mismatch`."""
+        chain, scale = [], 1.0
+        while True:
+            if node.target in MOVES and not _is_part(node):
+                chain.append(node)
+            elif scaled and node.target in PRODUCTS | QUOTIENTS and (by := _factor_of(node)):
+                scale *= by
+            else:
+                break
             node = node.args[0]
         dims = own = whole(node)
         for one in reversed(chain):
             dims = moved(one, dims)
-        return cls(node, own, dims)
+        return cls(node, own, dims, scale)
 
     @classmethod
-    def beside(cls, node: fx.Node, other: fx.Node, dims: Sequence[Dim]) -> Arranged:
-        """A tensor that broadcasts to another one, which has these dimensions; raises `Mismatch`."""
-        shape, whole = node.meta["val"].shape, other.meta["val"].shape
-        if any(size != 1 for size in shape[: max(len(shape) - len(whole), 0)]):
-            raise Mismatch(f"a value of sizes {tuple(shape)} beside {tuple(whole)}")
-        own: list[Dim] = [[] for _ in shape[: max(len(shape) - len(whole), 0)]]
-        shape = shape[len(own) :]
-        for size, of_other, dim in zip(
-            shape, whole[len(whole) - len(shape) :], dims[len(whole) - len(shape) :], strict=True
-        ):
-            if size != 1 and size != of_other:  # that they are equal was a guard when one was added to the other
-                raise Mismatch(f"a value of sizes {tuple(shape)} beside {tuple(whole)}")
-            own.append([] if size == 1 else dim)
-        return cls(node, own, own)
+    def within(cls, node: fx.Node, dims: Sequence[Dim]) -> Arranged:
+        """A tensor that broadcasts to these dimensions, as an operator has made sure of."""
+        own: list[Dim] = [[] if size == 1 else dim for size, dim in zip(sizes(node)[::-1], dims[::-1], strict=False)]
+        if len(own) < len(sizes(node)) or len(own) > len(dims):
+            raise Mismatch(f"a value of sizes {sizes(node)} beside scores")
+        return cls(node, own[::-1], own[::-1])
 
     def has(self, factor: Factor) -> bool:
         """Whether the base has a factor, so that it is no repetition."""
         return any(factor is leaf for dim in self.own for leaf in leaves(dim))
+
+
+def _factor_of(node: fx.Node) -> float | None:
+    """The number by which a product or quotient has the sizes of its first operand; None: it is none, or zero."""
+    number = number_of(node.args[1]) if sizes(node) == sizes(node.args[0]) else None
+    return (number if node.target in PRODUCTS else 1.0 / number) if number else None
+
+
+def number_of(value: Any) -> float | None:
+    """The number that an argument is, or that all entries of it are."""
+    while isinstance(value, fx.Node) and value.target in CASTS | {aten.expand.default}:
+        value = value.args[0]
+    if isinstance(value, fx.Node):
+        value = filled_with(value)
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _is_part(node: fx.Node) -> bool:

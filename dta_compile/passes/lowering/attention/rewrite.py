@@ -1,0 +1,309 @@
+"""Attention, once its dimensions are known, as one call over `[B, H, S, D]`, in place of what it was.
+
+Keys and values that are repeated for a group of heads are taken as they were before. A bias that depends on the head
+and the key alone, as ALiBi in the spelling of BLOOM and MPT, is one more feature of the key, by which the query has a
+one. What follows the old result and only moves its entries is made of the new one, so that sequences and heads are in
+one dimension nowhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.ops.attention import ATTENTION_CALL, SINK_ATTENTION_CALL, Masking
+from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.nodes import call
+from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS
+from dta_compile.passes.lowering.attention.factors import (
+    MOVES,
+    Arranged,
+    Arranger,
+    Dim,
+    Factor,
+    Mismatch,
+    leaves,
+    moved,
+    unify,
+)
+from dta_compile.passes.lowering.attention.scores import Scores, is_added
+from dta_compile.passes.lowering.decompositions import dropout_refusal
+from dta_compile.passes.program import where
+from dta_compile.passes.symbols import sizes
+from dta_compile.proofs.mask_class import FORBIDDEN
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Attention that is to become a call, with the factors of its dimensions.
+
+    Attributes:
+        scores: what is done to the scores.
+        query, keys, values: its operands.
+        batch: the factor of sequences; none if there is one sequence.
+        heads: the factors of heads: first those of keys and values, `kv_heads`, then those of a group.
+        token, key: the factors of queries and of keys.
+        features: the dimension of values that a result has.
+        out: the dimensions of the result that is replaced.
+        is_causal: it is, besides its mask.
+    """
+
+    scores: Scores
+    query: Arranged
+    keys: Arranged
+    values: Arranged
+    batch: Dim
+    kv_heads: Dim
+    heads: Dim
+    token: Factor
+    key: Factor
+    features: Dim
+    out: list[Dim]
+    is_causal: bool
+
+    @classmethod
+    def over(
+        cls,
+        scores: Scores,
+        values: Arranged,
+        features: Dim,
+        key: Dim,
+        weights: Sequence[Dim],
+        out: list[Dim],
+        is_causal: bool = False,
+    ) -> Attention:
+        """With the dimensions `weights` of its weights, of which `key` is summed over; raises `Mismatch`."""
+        if len(leaves(key)) != 1:
+            raise Mismatch("a softmax over several dimensions, or over one key")
+        (last,) = leaves(key)
+        left, right = scores.left, scores.right
+        query, keys = (left, right) if right.has(last) else (right, left)
+        others = [leaf for leaf in leaves([part for dim in weights for part in dim]) if leaf is not last]
+        tokens = [leaf for leaf in others if leaf.size == last.size and not keys.has(leaf)]
+        if len(tokens) != 1 or not query.has(tokens[0]):
+            raise Mismatch("other queries than keys, or other dimensions than those of sequences, heads and tokens")
+        heads = [leaf for leaf in others if leaf is not tokens[0]]
+        batch = [leaf for leaf in heads if leaf.size.free_symbols]
+        if len(batch) > 1:
+            raise Mismatch("several dimensions of sequences or heads whose sizes are no numbers")
+        kv_heads = [leaf for leaf in heads if leaf not in batch and (keys.has(leaf) or values.has(leaf))]
+        heads = [*kv_heads, *(leaf for leaf in heads if leaf not in batch and leaf not in kv_heads)]
+        return cls(scores, query, keys, values, batch, kv_heads, heads, tokens[0], last, features, out, is_causal)
+
+    @classmethod
+    def written_out(cls, path: list[fx.Node], steps: list[fx.Node], weighing: fx.Node) -> Attention:
+        """Of three operators and what is between them; raises `Mismatch`.
+
+        Args:
+            path: from the product of queries and keys to the softmax.
+            steps: from behind the softmax to the product with the values.
+            weighing: that product.
+        """
+        first, *inner, softmax = path
+        scores = Scores.of(first)
+        for source, node in zip(path, inner, strict=False):
+            scores.follow(node, source)
+        dim = softmax.args[1] % len(scores.dims)
+        key, weights = scores.dims[dim], _behind(scores, steps, softmax, dim)
+        if weighing.target is aten.baddbmm.default:
+            raise Mismatch("something added to the weighed values")
+        is_left = weighing.args[0] is (steps[-1] if steps else softmax)
+        values = Arranged.of(weighing.args[1 if is_left else 0])
+        *outer, rows, columns = weights
+        *others, upper, lower = values.dims
+        for one, other in zip(outer, others, strict=True):
+            unify(one, other)
+        summed, of_values, features = (columns, upper, lower) if is_left else (rows, lower, upper)
+        unify(summed, of_values)
+        unify(summed, key)
+        out = [*outer, rows, features] if is_left else [*outer, features, columns]
+        return cls.over(scores, values, features, key, weights, out)
+
+    @classmethod
+    def called(cls, node: fx.Node) -> Attention:
+        """Of a call whose operands were arranged in another way before; raises `Mismatch`."""
+        query, keys, values = map(Arranged.of, node.args[:3])
+        masking = Masking(*node.args[3:])
+        batch, heads, tokens, depth = query.dims
+        batch_of_keys, kv_heads, key, depth_of_keys = keys.dims
+        unify(depth, depth_of_keys)
+        for of_keys, of_values in zip(keys.dims[:3], values.dims[:3], strict=True):
+            unify(of_keys, of_values)
+        unify(batch, batch_of_keys)
+        groups = sizes(node.args[0])[1] / sizes(node.args[1])[1]
+        unify(heads, kv_heads if groups == 1 else [*kv_heads, Factor(groups)])
+        dims = [batch, heads, tokens, key]
+        cap = masking.softcap or None
+        scores = Scores(query, keys, depth, dims, masking.scale / (cap or 1.0), cap)
+        if masking.mask is not None:
+            scores.masks.append(Arranged.within(masking.mask, dims))
+        if masking.segments is not None or masking.window:
+            raise Mismatch("a call of attention within segments")
+        out = [batch, heads, tokens, values.dims[3]]
+        return cls.over(scores, values, values.dims[3], key, dims, out, masking.is_causal)
+
+
+def _behind(scores: Scores, steps: list[fx.Node], softmax: fx.Node, dim: int) -> list[Dim]:
+    """The dimensions of the weights as the product with the values takes them; raises `Mismatch`."""
+    dims, is_cut, source = scores.dims, scores.sinks is None, softmax
+    for node in steps:
+        if not is_cut and node.target is aten.slice.Tensor:
+            _require_keys(scores, node, source, dim)
+            is_cut = True
+        elif node.target in DROPOUTS:
+            raise dropout_refusal(where(node), f"{node.target} of attention's weights")
+        elif node.target in MOVES:
+            if not is_cut and node.target not in DIFFERENTIABLE_COPIES:
+                raise Mismatch("weights of sinks that are moved before the sinks are cut off")
+            dims = moved(node, dims)
+        source = node
+    if not is_cut:
+        raise Mismatch("weights of sinks that are not cut off")
+    return dims
+
+
+def _require_keys(scores: Scores, node: fx.Node, source: fx.Node, dim: int) -> None:
+    """A slice leaves the weights of keys: all but the one of the sink."""
+    start = argument(node, 2, "start") or 0
+    is_along = (argument(node, 1, "dim") or 0) % len(sizes(node)) == dim
+    is_rest = start == (1 if scores.has_sinks_in_front else 0)
+    if not (is_along and is_rest and sizes(source)[dim] - sizes(node)[dim] == 1):
+        raise Mismatch("another part of the weights than those of keys")
+
+
+class Rewrite:
+    """Makes the call; new nodes come where the graph's insertion point is, right before `node`, whose place it takes.
+
+    Every method raises `Mismatch` where something has a dimension that attention has no place for.
+    """
+
+    def __init__(self, arranger: Arranger, attention: Attention, node: fx.Node) -> None:
+        self.arranger, self.attention, self.node = arranger, attention, node
+        self.call = functools.partial(call, arranger.graph)
+        self.rows = {*attention.batch, attention.token}
+
+    def run(self) -> None:
+        """Replace the old result."""
+        found, scores = self.attention, self.attention.scores
+        biases = [mask for mask in scores.masks if self._is_of_keys(mask)]
+        query, scale = self._scaled_query()
+        heads = found.heads if biases else found.kv_heads
+        keys = self.arranger.arrange(found.keys, [found.batch, heads, [found.key], leaves(scores.depth)])
+        values = self.arranger.arrange(found.values, [found.batch, found.kv_heads, [found.key], leaves(found.features)])
+        if biases:
+            query, keys, scale = *self._with_biases(query, keys, scale, biases), 1.0
+        dtype = torch.promote_types(query.meta["val"].dtype, values.meta["val"].dtype)
+        operands = [self._cast(one, dtype) for one in (query, keys, values)]
+        masking = Masking(self._mask(dtype), found.is_causal, None, 0, scale, scores.cap or 0.0)
+        if scores.sinks is None:
+            out = self.call(ATTENTION_CALL, *operands, *masking)
+        else:
+            sinks = self.arranger.arrange(scores.sinks, [found.heads])
+            out = self.call(SINK_ATTENTION_CALL, *operands, self._cast(sinks, dtype), *masking)
+        dims = [found.batch, found.heads, [found.token], leaves(found.features)]
+        self._replace(self.node, found.out, Arranged(self._cast(out, self.node.meta["val"].dtype), dims, dims))
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return node if node.meta["val"].dtype is dtype else self.call(aten._to_copy.default, node, dtype=dtype)
+
+    def _scaled_query(self) -> tuple[fx.Node, float]:
+        """The query, with what scores were multiplied by where that is no positive number, and the scale."""
+        found, scores = self.attention, self.attention.scores
+        scale = scores.scale * (scores.cap or 1.0)
+        tokens = [found.batch, found.heads, [found.token]]
+        query = self.arranger.arrange(found.query, [*tokens, leaves(scores.depth)])
+        for target, by in scores.by:
+            if isinstance(by, Arranged):
+                if by.has(found.key):
+                    continue  # a part of the mask
+                by = self.arranger.arrange(by, [*tokens, []], broadcast=True)
+            query = self.call(target, query, by)
+        if scale <= 0:
+            query, scale = self.call(aten.mul.Tensor, query, scale), 1.0
+        return query, scale
+
+    def _is_of_keys(self, mask: Arranged) -> bool:
+        """Whether it is a bias by the head and the key alone, which no mask of `Masking` can be."""
+        found = self.attention
+        is_by_head = any(mask.has(head) for head in found.heads)
+        return is_added(mask) and is_by_head and mask.has(found.key) and not mask.has(found.token)
+
+    def _with_biases(
+        self, query: fx.Node, keys: fx.Node, scale: float, biases: list[Arranged]
+    ) -> tuple[fx.Node, fx.Node]:
+        """`[scale * q, 1]` and `[k, bias]`."""
+        found = self.attention
+        if found.scores.cap is not None:
+            raise Mismatch("a bias of capped scores")
+        dims = [found.batch, found.heads, [found.key], list[Factor]()]
+        added = [self.arranger.arrange(bias, dims) for bias in biases]
+        bias = self._cast(
+            functools.reduce(functools.partial(self.call, aten.add.Tensor), added), keys.meta["val"].dtype
+        )
+        scaled = query if scale == 1 else self.call(aten.mul.Tensor, query, scale)
+        one = self.call(aten.full_like.default, self.call(aten.slice.Tensor, query, 3, 0, 1), 1.0)
+        return self.call(aten.cat.default, [scaled, one], -1), self.call(aten.cat.default, [keys, bias], -1)
+
+    def _mask(self, dtype: torch.dtype) -> fx.Node | None:
+        scores, key = self.attention.scores, self.attention.key
+        if any(value.has(key) for value in scores.constant):
+            raise Mismatch("a bias that depends on the key beside sinks")
+        parts = [mask for mask in scores.masks if not self._is_of_keys(mask)]
+        biases = [part for part in parts if is_added(part) and part.has(key)]
+        if scores.sinks is not None and len(biases) < sum(map(is_added, scores.masks)):
+            raise Mismatch("something added to scores that have sinks, but not to the sinks")
+        allowed = self._joined(aten.logical_and.default, [part for part in parts if not is_added(part)])
+        added = self._joined(aten.add.Tensor, biases)
+        if added is not None:
+            added = self._cast(added, dtype)
+            if allowed is not None:
+                never = self.call(aten.full_like.default, added, -float("inf"))
+                added = self.call(aten.where.self, allowed, added, never)
+        return self._gated(allowed if added is None else added)
+
+    def _gated(self, mask: fx.Node | None) -> fx.Node | None:
+        """With what scores were multiplied by that depends on the key, as in `scores * causal - 1e4 * (1 - causal)`.
+
+        Where that is not one the mask has to forbid: else it gets a number there that no mask has, so that no proof
+        goes through.
+        """
+        gates = [(by, one) for by, one in self.attention.scores.by if isinstance(one, Arranged)]
+        for target, gate in gates:
+            if not gate.has(self.attention.key):
+                continue
+            if mask is None or not mask.meta["val"].is_floating_point() or target is not aten.mul.Tensor:
+                raise Mismatch("a scale that depends on the key")
+            is_one = self.call(aten.eq.Scalar, self._arranged(gate), 1)
+            forbidden = self.call(aten.le.Scalar, mask, FORBIDDEN)
+            wrong = self.call(aten.full_like.default, mask, 1.0)
+            otherwise = self.call(aten.where.self, forbidden, mask, wrong)
+            mask = self.call(aten.where.self, is_one, mask, otherwise)
+        return mask
+
+    def _arranged(self, mask: Arranged) -> fx.Node:
+        found = self.attention
+        return self.arranger.arrange(mask, [found.batch, found.heads, [found.token], [found.key]], broadcast=True)
+
+    def _joined(self, operator: Any, parts: list[Arranged]) -> fx.Node | None:
+        nodes = [self._arranged(part) for part in parts]
+        return functools.reduce(functools.partial(self.call, operator), nodes) if nodes else None
+
+    def _replace(self, node: fx.Node, dims: list[Dim], out: Arranged) -> None:
+        """By what it is of the new result; where that would merge sequences with heads, first what only moves it."""
+        if self._merges(dims):
+            for user in list(node.users):
+                if user.target in MOVES and user.args[0] is node:
+                    self._replace(user, moved(user, dims), out)
+        if node.users:
+            node.replace_all_uses_with(self.arranger.arrange(out, [leaves(dim) for dim in dims]))
+
+    def _merges(self, dims: list[Dim]) -> bool:
+        parts = [set(leaves(dim)) for dim in dims]
+        return any(part & self.rows and not part <= self.rows for part in parts)

@@ -1,0 +1,205 @@
+"""What is done to attention's scores between the product of queries and keys and their softmax.
+
+Scales, a soft cap, masks that fill or are added, a column of sinks, casts. What a spelling means is derived from what
+its operators do to a score `s[b, h, q, k]`:
+
+* what multiplies it and does not depend on the key multiplies the query; a number is the scale;
+* `a * tanh(c * s)` is the soft cap `a`;
+* what is added, or put in its place, is a mask, for the prover to judge (`passes.masks`). A number that is put there
+  forbids if it is at most `FORBIDDEN`;
+* what is added to all scores of a query alike leaves the softmax as it is;
+* a column that is concatenated to the scores, and cut off again behind the softmax, is a sink.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.nodes import call
+from dta_compile.passes.graphs.operators import CASTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS
+from dta_compile.passes.lowering.attention.factors import MOVES, Arranged, Dim, Mismatch, moved, number_of, unify
+from dta_compile.passes.program import has_tensor
+from dta_compile.passes.symbols import sizes
+from dta_compile.proofs.mask_class import FORBIDDEN
+
+aten = torch.ops.aten
+
+# So that forbidden scores are no infinities.
+FLOORS = frozenset({aten.maximum.default, aten.clamp_min.default, aten.clamp_min.Tensor, aten.clamp.default})
+
+
+@dataclasses.dataclass
+class Scores:
+    """What was done to the products of queries and keys so far.
+
+    Attributes:
+        left, right: the operands, one of which is the query.
+        depth: the dimension that the product sums over.
+        dims: of the scores as they are now.
+        scale: what they were multiplied by, before the cap if there is one.
+        cap: that of `cap * tanh(scale * products)`; None: they were not capped.
+        by: tensors or numbers of the call that they were multiplied with, or divided by.
+        masks: what was put in their place (bool: where they stayed) or added.
+        sinks: a column beside them; `has_sinks_in_front`: before the first key.
+        constant: what was added to both, which must not depend on the key.
+    """
+
+    left: Arranged
+    right: Arranged
+    depth: Dim
+    dims: list[Dim]
+    scale: float = 1.0
+    cap: float | None = None
+    by: list[tuple[Any, Arranged | fx.Node]] = dataclasses.field(default_factory=list)
+    masks: list[Arranged] = dataclasses.field(default_factory=list)
+    sinks: Arranged | None = None
+    has_sinks_in_front: bool = False
+    constant: list[Arranged] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Scores:
+        """Of the product itself."""
+        left, right = (Arranged.of(arg, scaled=True) for arg in node.args[-2:])
+        *outer, rows, depth = left.dims
+        *others, depth_of_right, columns = right.dims
+        unify(depth, depth_of_right)
+        for one, other in zip(outer, others, strict=True):
+            unify(one, other)
+        scores = cls(left, right, depth, [*outer, rows, columns], left.scale * right.scale)
+        if node.target is aten.baddbmm.default:
+            beta, alpha = (float(node.kwargs.get(name, 1)) for name in ("beta", "alpha"))
+            scores.scale *= alpha
+            if beta:
+                added = node.args[0]
+                added = added if beta == 1 else call(added.graph, aten.mul.Tensor, added, beta)
+                scores.masks.append(Arranged.within(added, scores.dims))
+        return scores
+
+    def follow(self, node: fx.Node, source: fx.Node) -> None:
+        """What an operator does to them, which takes them as `source`; raises `Mismatch`."""
+        target = node.target
+        if target in MOVES:
+            self.dims = moved(node, self.dims)
+        elif target in CASTS:
+            if not node.meta["val"].is_floating_point():
+                raise Mismatch("scores as integers")
+        elif target is aten.neg.default:
+            self._multiply(-1.0)
+        elif target is aten.tanh.default:
+            if self.cap is not None or self.masks or self.sinks is not None:
+                raise Mismatch("a tanh of scores that are capped or masked already")
+            self.cap = 1.0
+        elif target in PRODUCTS | QUOTIENTS:
+            self._scale(node, source)
+        elif target in SUMS:
+            self._add(node, source)
+        elif target is aten.where.self or target in MASKED_FILLS:
+            self._fill(node, source)
+        elif target in FLOORS:
+            self._floor(node, source)
+        elif target is aten.cat.default:
+            self._join(node, source)
+        else:
+            raise Mismatch(f"{target} of scores")
+
+    def _other(self, node: fx.Node, source: fx.Node) -> Any:
+        first, second = node.args[:2]
+        if first is not source and node.target not in PRODUCTS | SUMS - {aten.sub.Tensor, aten.sub.Scalar}:
+            raise Mismatch(f"{node.target} by scores")
+        return second if first is source else first
+
+    def _multiply(self, number: float) -> None:
+        """All that there is so far."""
+        if number <= 0 and (self.masks or self.sinks is not None):
+            raise Mismatch("masked scores of the other sign")
+        if self.sinks is not None:
+            raise Mismatch("a scale of scores that have sinks already")
+        self.masks = [_scaled(mask, number) if is_added(mask) else mask for mask in self.masks]
+        if self.cap is None:
+            self.scale *= number
+        else:
+            self.cap *= abs(number)
+            self.scale *= -1.0 if number < 0 else 1.0
+
+    def _scale(self, node: fx.Node, source: fx.Node) -> None:
+        other, is_quotient = self._other(node, source), node.target in QUOTIENTS
+        number = number_of(other)
+        if number is not None:
+            self._multiply(1.0 / number if is_quotient else number)
+            return
+        if self.cap is not None or self.masks or self.sinks is not None:
+            raise Mismatch("a scale of several numbers for scores that are capped or masked already")
+        target = aten.div.Tensor if is_quotient else aten.mul.Tensor
+        self.by.append((target, self._beside(other, node) if has_tensor(other) else other))
+
+    def _add(self, node: fx.Node, source: fx.Node) -> None:
+        other = self._other(node, source)
+        if number_of(other) == 0:
+            return
+        if argument(node, 2, "alpha") not in (None, 1):
+            raise Mismatch("a bias times a number")
+        if not isinstance(other, fx.Node) or not has_tensor(other):
+            raise Mismatch("a number added to scores")
+        if node.target in (aten.sub.Tensor, aten.sub.Scalar):
+            other = call(node.graph, aten.neg.default, other)
+        (self.masks if self.sinks is None else self.constant).append(self._beside(other, node))
+
+    def _fill(self, node: fx.Node, source: fx.Node) -> None:
+        if self.sinks is not None:
+            raise Mismatch("a mask of scores that have sinks already")
+        is_where = node.target is aten.where.self
+        condition = node.args[0] if is_where else node.args[1]
+        fills_where_true = not is_where or node.args[2] is source
+        filler = node.args[2] if not is_where or not fills_where_true else node.args[1]
+        number, graph = number_of(filler), node.graph
+        if number is None:  # known at the call, which tests it
+            none = call(graph, aten.full_like.default, filler, 0.0)
+            parts = (filler, none) if fills_where_true else (none, filler)
+            self.masks.append(self._beside(call(graph, aten.where.self, condition, *parts), node))
+            return
+        if number > FORBIDDEN:
+            raise Mismatch(f"scores replaced by {number:g}, which do not forbid (at most {FORBIDDEN:g} does)")
+        allowed = call(graph, aten.logical_not.default, condition) if fills_where_true else condition
+        self.masks.append(self._beside(allowed, node))
+
+    def _floor(self, node: fx.Node, source: fx.Node) -> None:
+        """So that forbidden scores are no infinities."""
+        floor = number_of(node.args[1] if node.args[0] is source else node.args[0])
+        if floor is None or floor > FORBIDDEN or len(node.args) > 2:
+            raise Mismatch("scores that are bounded")
+
+    def _join(self, node: fx.Node, source: fx.Node) -> None:
+        parts = node.args[0]
+        if len(parts) != 2 or self.sinks is not None:
+            raise Mismatch("several columns beside the scores")
+        self.has_sinks_in_front = parts[1] is source
+        sinks = Arranged.of(parts[0] if self.has_sinks_in_front else parts[1])
+        dim = (argument(node, 1, "dim") or 0) % len(self.dims)
+        if sinks.dims[dim]:
+            raise Mismatch("several columns beside the scores")
+        for i, (one, other) in enumerate(zip(self.dims, sinks.dims, strict=True)):
+            if i != dim:
+                unify(one, other)
+        self.sinks = sinks
+
+    def _beside(self, node: fx.Node, result: fx.Node) -> Arranged:
+        """What an operator takes besides the scores, whose sizes the result has to have."""
+        if len(result.meta["val"].shape) != len(self.dims):
+            raise Mismatch("scores that are repeated")
+        if any(not dim and size != 1 for dim, size in zip(self.dims, sizes(result), strict=True)):
+            raise Mismatch("scores that are repeated")
+        return Arranged.within(node, self.dims)
+
+
+def is_added(mask: Arranged) -> bool:
+    """Whether a mask is added to scores, and does not say where they stay."""
+    return mask.base.meta["val"].dtype is not torch.bool
+
+
+def _scaled(mask: Arranged, number: float) -> Arranged:
+    return dataclasses.replace(mask, base=call(mask.base.graph, aten.mul.Tensor, mask.base, number))

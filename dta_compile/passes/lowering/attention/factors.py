@@ -206,10 +206,12 @@ def _factor_of(node: fx.Node) -> float | None:
 
 def number_of(value: Any) -> float | None:
     """The number that an argument is, or that all entries of it are."""
-    while isinstance(value, fx.Node) and value.target in CASTS | {aten.expand.default}:
+    while isinstance(value, fx.Node) and value.target in CASTS | DIFFERENTIABLE_COPIES | {aten.expand.default}:
         value = value.args[0]
     if isinstance(value, fx.Node):
-        value = filled_with(value)
+        constant = getattr(value.graph.owning_module, str(value.target), None) if value.op == "get_attr" else None
+        is_number = isinstance(constant, torch.Tensor) and constant.dim() == 0
+        value = constant.item() if is_number else filled_with(value)
     return float(value) if isinstance(value, (int, float)) else None
 
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL
-from dta_compile.passes.graphs.nodes import descendants
+from dta_compile.passes.graphs.nodes import SizeNodes, descendants, filled_with
 from dta_compile.passes.graphs.operators import CASTS, DROPOUTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranger, Mismatch
 from dta_compile.passes.lowering.attention.rewrite import Attention, Rewrite
@@ -26,6 +26,7 @@ from dta_compile.passes.symbols import sizes
 aten = torch.ops.aten
 
 MATRIX_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.baddbmm.default)
+LIKES = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 UNARY = frozenset({aten.tanh.default, aten.neg.default})
 
 
@@ -42,6 +43,7 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
     search, arranger, refusal = _Search(descendants(graph, data)), Arranger(graph), None
     softmaxes = [node for node in graph.nodes if node.target is aten._softmax.default]
     paths = {node: path for node in softmaxes if (path := search.path_to(node)) is not None}
+    _spell_out_likes(graph, {node for path in paths.values() for node in path})
     written = {weighing: (paths[node], steps) for node in paths for weighing, steps in _weighings(node)}
     for node in list(graph.nodes):
         is_merged = node.target is ATTENTION_CALL and any(map(_merges_rows, node.args[:3]))
@@ -57,6 +59,19 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
                 refusal = refusal or _refusal(node, str(mismatch))
     graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
     return refusal
+
+
+def _spell_out_likes(graph: fx.Graph, scores: Collection[fx.Node]) -> None:
+    """`zeros_like(scores)` reads nothing of scores but their sizes: so that no mask that is made of it depends on them."""
+    builder = SizeNodes(graph)
+    for node in [node for node in graph.nodes if node.target in LIKES and node.args[0] in scores]:
+        with graph.inserting_before(node):
+            shape, value = [builder.build(size) for size in sizes(node)], node.meta["val"]
+            if None not in shape:
+                kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+                full = graph.call_function(aten.full.default, (shape, filled_with(node)), kwargs)
+                full.meta = dict(node.meta)
+                node.replace_all_uses_with(full)
 
 
 def _merges_rows(node: fx.Node) -> bool:

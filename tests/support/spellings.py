@@ -1,0 +1,108 @@
+"""Attention written out, in the ways in which public models have it: `(query, key, value, attn_mask, is_causal)`, all of
+the `[B, H, S, D]` of `scaled_dot_product_attention`, whose numbers each of them gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+Tensor = torch.Tensor
+Spelling = Callable[..., Tensor]
+SPELLINGS: dict[str, Spelling] = {}
+
+
+def spelling(function: Callable[[Tensor, Tensor, Tensor, Callable[..., Tensor]], Tensor]) -> Spelling:
+    def spelled(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        if is_causal:
+            attn_mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+
+        def masked(scores: Tensor, way: str = "fill") -> Tensor:
+            if attn_mask is None:
+                return scores
+            if attn_mask.dtype is not torch.bool:
+                return scores + attn_mask
+            if way == "fill":
+                return scores.masked_fill(attn_mask.logical_not(), float("-inf"))
+            if way == "where":
+                return torch.where(attn_mask, scores, torch.finfo(scores.dtype).min)
+            return scores + torch.zeros_like(scores).masked_fill(~attn_mask, -1e30)
+
+        return function(q, k, v, masked)
+
+    SPELLINGS[function.__name__] = spelled
+    return spelled
+
+
+@spelling
+def plain(q, k, v, masked):
+    scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+    return F.softmax(masked(scores), dim=-1) @ v
+
+
+@spelling
+def einsum_by_tokens(q, k, v, masked):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    scores = masked(torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1]), "where")
+    return torch.einsum("bhqk,bkhd->bqhd", torch.softmax(scores, -1), v).transpose(1, 2)
+
+
+@spelling
+def flat_heads(q, k, v, masked):
+    batch, heads, tokens, width = q.shape
+    q, k, v = (t.reshape(batch * heads, tokens, -1) for t in (q, k, v))
+    empty = torch.empty(batch * heads, tokens, tokens, dtype=q.dtype, device=q.device)
+    scores = torch.baddbmm(empty, q, k.transpose(1, 2), beta=0, alpha=width**-0.5)
+    scores = masked(scores.view(batch, heads, tokens, tokens), "add")
+    weights = F.softmax(scores, -1).view(batch * heads, tokens, tokens)
+    return torch.bmm(weights, v).view(batch, heads, tokens, -1)
+
+
+@spelling
+def grouped(q, k, v, masked):
+    """All heads in one group of a single key head of their own: `[B, kv, G, S, S]` scores."""
+    scores = q.unsqueeze(2) @ k.unsqueeze(2).mT * q.shape[-1] ** -0.5
+    return (masked(scores.flatten(1, 2)).unflatten(1, (-1, 1)).softmax(-1) @ v.unsqueeze(2)).squeeze(2)
+
+
+@spelling
+def head_by_head(q, k, v, masked):
+    outputs = []
+    for head in range(q.shape[1]):
+        scores = q[:, head] @ k[:, head].mT / q.shape[-1] ** 0.5
+        outputs.append(masked(scores[:, None]).squeeze(1).softmax(-1) @ v[:, head])
+    return torch.stack(outputs, 1)
+
+
+@spelling
+def keys_first(q, k, v, masked):
+    scores = masked(torch.einsum("bhqd,bhkd->bhqk", q * q.shape[-1] ** -0.5, k)).transpose(2, 3)
+    return torch.einsum("bhkq,bhkd->bhqd", scores.softmax(2), v)
+
+
+@spelling
+def shifted(q, k, v, masked):
+    scores = masked(torch.matmul(q, k.mT) / torch.tensor(math.sqrt(q.shape[-1]), dtype=q.dtype))
+    scores = scores - scores.amax(-1, keepdim=True).detach()
+    return torch.matmul(scores.softmax(-1), v).contiguous()
+
+
+@spelling
+def in_place(q, k, v, masked):
+    scores = torch.matmul(q, k.mT)
+    scores /= math.sqrt(q.shape[-1])
+    scores = masked(scores)
+    scores = torch.max(scores, torch.tensor(torch.finfo(scores.dtype).min, dtype=scores.dtype))
+    return torch.matmul(F.dropout(F.softmax(scores, -1), 0.1, training=False), v)
+
+
+@spelling
+def merged_heads(q, k, v, masked):
+    """`scaled_dot_product_attention` of `[B * H, S, D]`, and what sees the mask written out beside it."""
+    batch, heads = q.shape[:2]
+    scores = masked(torch.zeros(1, 1, q.shape[2], q.shape[2], dtype=q.dtype), "where")
+    mask = scores.expand(batch, heads, -1, -1).flatten(0, 1)
+    flat = (t.flatten(0, 1) for t in (q, k, v))
+    return F.scaled_dot_product_attention(*flat, mask).unflatten(0, (batch, heads))

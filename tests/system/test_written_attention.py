@@ -1,0 +1,261 @@
+"""Attention that a model writes out gives eager's numbers over the tree, or is refused for what it is."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dta_compile
+from dta_compile.errors import RefusalError
+from tests.support.spellings import SPELLINGS
+from tests.support.tiny import VOCABULARY, WIDTH, TinyLM, after, assert_same, log_probs, shared_ids, weighted
+
+HEADS, KV_HEADS, LONGEST = 4, 2, 64
+OPTIONS = {"chunk_size": 3, "codegen": "eager", "cache_dir": "off"}
+
+
+class WrittenLM(TinyLM):
+    """A layer for each of some functions `(layer, query, key, value, pairs)`, of `[B, S, heads, D]` but for `pairs`."""
+
+    def __init__(self, *ways, kv_heads=HEADS):
+        super().__init__(layers=0)
+        self.ways, self.kv_heads, width = ways, kv_heads, WIDTH // HEADS
+        self.qkv = nn.ModuleList([nn.Linear(WIDTH, (HEADS + 2 * kv_heads) * width) for _ in ways])
+        self.register_buffer("bias", torch.ones(LONGEST, LONGEST).tril().view(1, 1, LONGEST, LONGEST))
+        self.sinks, self.scale = nn.Parameter(torch.randn(HEADS)), nn.Parameter(torch.rand(HEADS) + 0.5)
+        self.double()
+
+    def mix(self, x, pairs=None):
+        for way, project in zip(self.ways, self.qkv, strict=True):
+            q, k, v = project(x).unflatten(-1, (-1, WIDTH // HEADS)).split([HEADS, self.kv_heads, self.kv_heads], 2)
+            x = x + way(self, q, k, v, pairs).reshape(x.shape)
+        return self.norm(x)
+
+
+def assert_equals_eager(model, *args, **options):
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="dta", options=OPTIONS | options)
+
+    def step(run):
+        loss = weighted(log_probs(run(*args), args[0]))
+        loss.backward()
+        return loss.detach()
+
+    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+    return compiled
+
+
+def by_heads(*tensors):
+    return (tensor.transpose(1, 2) for tensor in tensors)
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_spellings_of_attention(has_mask):
+    """With a padding mask, too, which arrives as a tensor of pairs."""
+
+    def way(spelled):
+        def attend(model, q, k, v, pairs):
+            return spelled(*by_heads(q, k, v), pairs, is_causal=pairs is None).transpose(1, 2)
+
+        return attend
+
+    ids, real = shared_ids(4, 9), None
+    spellings = [way(spelled) for name, spelled in SPELLINGS.items() if not has_mask or name != "merged_heads"]
+    if has_mask:
+        real = torch.ones_like(ids, dtype=torch.bool)
+        real[1, -2:] = real[3, -4:] = False
+    model = WrittenLM(*spellings)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="dta", options=OPTIONS)
+
+    def step(run):
+        loss = weighted(torch.where(real[:, 1:], log_probs(run(ids, real), ids), 0) if has_mask else run(ids))
+        loss.backward()
+        return loss.detach()
+
+    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+    assert dta_compile.last_plan(compiled).stats.compression > 1
+
+
+def with_a_buffer(model, q, k, v, pairs):  # nanoGPT
+    q, k, v = by_heads(q, k, v)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(model.bias[:, :, : q.shape[2], : q.shape[2]] == 0, float("-inf"))
+    return (F.softmax(scores, -1) @ v).transpose(1, 2)
+
+
+def gated(model, q, k, v, pairs):  # GPT
+    q, k, v = by_heads(q, k, v)
+    causal = model.bias[:, :, : q.shape[2], : q.shape[2]]
+    return ((q @ k.mT * causal - 1e4 * (1 - causal)).softmax(-1) @ v).transpose(1, 2)
+
+
+def with_sinks(model, q, k, v, pairs):  # GPT-OSS
+    q, k, v = by_heads(q, k, v)
+    scores = q @ k.mT * 0.5
+    scores = scores + torch.full(scores.shape[-2:], float("-inf"), dtype=scores.dtype).triu(1)
+    sinks = model.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
+    scores = torch.cat([scores, sinks], -1)
+    scores = scores - scores.max(-1, keepdim=True).values
+    return (scores.softmax(-1)[..., :-1] @ v).transpose(1, 2)
+
+
+def with_sinks_in_front(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    scores = (q @ k.mT).masked_fill(~torch.ones(q.shape[2], q.shape[2]).tril().bool(), -1e9)
+    scores = torch.cat([model.sinks[:, None, None].expand(q.shape[0], HEADS, q.shape[2], 1), scores], -1)
+    return (scores.softmax(-1)[..., 1:] @ v).transpose(1, 2)
+
+
+def with_a_scale_a_head(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    scores = -(q @ k.mT) * model.scale[:, None, None]
+    window = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril().triu(-3)
+    return (torch.where(window, scores, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+
+def with_alibi(model, q, k, v, pairs):  # BLOOM
+    (batch, tokens), (q, k, v) = q.shape[:2], (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    slopes = torch.tensor([2.0**-i for i in range(HEADS)], dtype=q.dtype)
+    alibi = (slopes[:, None] * torch.arange(tokens))[None].expand(batch, -1, -1).reshape(-1, 1, tokens)
+    scores = alibi.baddbmm(q, k.mT, beta=1.0, alpha=0.5).view(batch, HEADS, tokens, tokens)
+    scores = scores.masked_fill(~torch.ones(tokens, tokens, dtype=torch.bool).tril(), -1e30)
+    weights = scores.softmax(-1).view(batch * HEADS, tokens, tokens)
+    return (weights @ v).view(batch, HEADS, tokens, -1).transpose(1, 2)
+
+
+def test_what_is_done_to_scores():
+    ways = with_a_buffer, gated, with_sinks, with_sinks_in_front, with_a_scale_a_head, with_alibi
+    assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
+
+
+def grouped_by_einsum(model, q, k, v, pairs):
+    q = q.unflatten(2, (KV_HEADS, -1))
+    scores = 5 * torch.tanh(torch.einsum("bqhgd,bkhd->bhgqk", q, k) / 5)
+    scores = scores.masked_fill(torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1), -1e30)
+    return torch.einsum("bhgqk,bkhd->bqhgd", scores.softmax(-1), v)
+
+
+def grouped_in_rows(model, q, k, v, pairs):
+    batch, tokens = q.shape[:2]
+    rows = q.unflatten(2, (KV_HEADS, -1)).permute(0, 2, 3, 1, 4).reshape(batch * KV_HEADS, -1, q.shape[-1])
+    k, v = (t.transpose(1, 2).flatten(0, 1) for t in (k, v))
+    scores = torch.bmm(rows, k.mT).view(batch, KV_HEADS, -1, tokens, tokens)
+    scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -1e30)
+    out = torch.bmm(scores.softmax(-1).view(batch * KV_HEADS, -1, tokens), v)
+    return out.view(batch, KV_HEADS, -1, tokens, q.shape[-1]).permute(0, 3, 1, 2, 4)
+
+
+def repeated(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    k, v = k.repeat_interleave(HEADS // KV_HEADS, 1), v.repeat_interleave(HEADS // KV_HEADS, 1)
+    scores = (q @ k.mT).masked_fill(torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1), -1e30)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def tiled(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    k, v = k.repeat(1, HEADS // KV_HEADS, 1, 1), v.repeat(1, HEADS // KV_HEADS, 1, 1)
+    scores = (q @ k.mT).masked_fill(torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1), -1e30)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def test_groups_of_heads_that_share_keys():
+    ways = grouped_by_einsum, grouped_in_rows, repeated, tiled
+    assert_equals_eager(WrittenLM(*ways, kv_heads=KV_HEADS), shared_ids(4, 9))
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_modules_of_torch(need_weights):
+    class Model(TinyLM):
+        def __init__(self):
+            super().__init__(layers=0)
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+            self.layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 8, dropout=0.0, batch_first=True)
+            self.double()
+
+        def mix(self, x, pairs=None):
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            y, _ = self.attention(x, x, x, attn_mask=mask, need_weights=need_weights)
+            return self.norm(self.layer(x + y, src_mask=mask))
+
+    assert_equals_eager(Model(), shared_ids(4, 9))
+
+
+def scored_in_no_gradient_mode(model, ids):
+    with torch.no_grad():
+        return log_probs(model(ids), ids)
+
+
+def test_scores_without_gradients():
+    model, ids = WrittenLM(with_a_buffer), shared_ids(4, 9)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="dta", options=OPTIONS)
+    assert_same(scored_in_no_gradient_mode(compiled, ids), scored_in_no_gradient_mode(model, ids))
+    assert dta_compile.last_plan(compiled).stats.compression > 1
+
+
+def bidirectional(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2)
+
+
+def hardly_masked(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    scores = (q @ k.mT).masked_fill(model.bias[:, :, : q.shape[2], : q.shape[2]] == 0, -10.0)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def gated_by_another_mask(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    tokens = q.shape[2]
+    wrong = 1e4 * (1 - model.bias[:, :, 1 : tokens + 1, :tokens])
+    return ((q @ k.mT * model.bias[:, :, :tokens, :tokens] - wrong).softmax(-1) @ v).transpose(1, 2)
+
+
+def over_queries(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    scores = (q @ k.mT).masked_fill(model.bias[:, :, : q.shape[2], : q.shape[2]] == 0, -1e30)
+    return (scores.softmax(-2) @ v).transpose(1, 2)
+
+
+def dropped(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    scores = (q @ k.mT).masked_fill(model.bias[:, :, : q.shape[2], : q.shape[2]] == 0, -1e30)
+    return (F.dropout(scores.softmax(-1), 0.1) @ v).transpose(1, 2)
+
+
+def by_distance(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    index = torch.arange(q.shape[2])
+    scores = q @ k.mT - torch.arange(1, HEADS + 1)[:, None, None] * (index[:, None] - index).abs()
+    scores = scores.masked_fill(model.bias[:, :, : q.shape[2], : q.shape[2]] == 0, -1e30)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def by_sigmoid(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    return ((q @ k.mT).sigmoid().tril() @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        (bidirectional, "bidirectional"),
+        (hardly_masked, "scores replaced by -10"),
+        (gated_by_another_mask, "values other than 0 and -inf"),
+        (over_queries, "other queries than keys"),
+        (dropped, "attention dropout cannot run"),
+        (by_distance, "ALiBi"),
+        (by_sigmoid, "another function of products of activations than a softmax"),
+    ],
+)
+def test_what_is_no_causal_attention_is_refused_by_name(way, words):
+    model, ids = WrittenLM(way), shared_ids(4, 9)
+    torch._dynamo.reset()
+    with pytest.raises(RefusalError, match=words) as caught:
+        torch.compile(model, backend="dta", options=OPTIONS)(ids)
+    assert f"in {way.__name__} |" in str(caught.value)
+    assert VOCABULARY == model(ids).shape[-1]

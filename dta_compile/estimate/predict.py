@@ -28,7 +28,7 @@ from dta_compile.plan import (
     bytes_of_halves,
     make_plan,
 )
-from dta_compile.plan.cost import BUDGET_SHARE, chunk_sizes
+from dta_compile.plan.cost import BUDGET_SHARE, BY_CHUNKS, BY_STAGES, chunk_sizes
 from dta_compile.plan.schedule import SWEEPS
 from dta_compile.plan.tree.prefix_tree import IntArray
 
@@ -286,8 +286,8 @@ class _Step:
     def planned(self, sweep: str, name: str, budget: int | None) -> tuple[Prediction, Plan]:
         """The plan of a sweep that keeps so much, and what it comes to."""
         shape, options = self.shape, dataclasses.replace(self.options, sweep=sweep)
-        footprint = self.footprint if sweep == "chunks" else self.parts[0].footprint
-        sizes = chunk_sizes(math.inf if budget is None else budget, footprint.graph_token)
+        footprint, most = (self.footprint, BY_CHUNKS) if sweep == "chunks" else (self.parts[0].footprint, BY_STAGES)
+        sizes = chunk_sizes(math.inf if budget is None else budget, footprint.graph_token, most)
         limits = Limits(budget, self.footprint, self.cost, self.heads, sizes, self.sums, self.parts)
         plan = make_plan(self.tree, options, limits=limits)
         parts, stack = limits.parts_of(sweep), plan.simulation.peak_stack_tokens

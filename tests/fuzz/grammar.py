@@ -8,6 +8,7 @@ from tests.fuzz.batches import FORMATS, Batch
 from tests.fuzz.masks import CAUSAL, masks
 from tests.fuzz.operators import MIXING, OPERATORS, RESHAPED, UNUSUAL, several_results
 from tests.fuzz.program import Finish, Layer, Part, Positions, Program
+from tests.support.spellings import SPELLINGS
 
 EMBEDDINGS = [
     Part("x = self.embed(ids)"),
@@ -94,6 +95,7 @@ ATTENTION = [
     *[Part("y = F.scaled_dot_product_attention(q, k, v, SEEN_BY)")] * 12,
     *[Part("y = F.scaled_dot_product_attention(q, k, v, SEEN_BY, scale=0.3)")] * 2,
     *[Part("y = F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], SEEN_BY, enable_gqa=True)")] * 3,
+    *[Part(f"y = SPELLINGS['{name}'](q, k, v, SEEN_BY)") for name in SPELLINGS],
     Part("y = F.scaled_dot_product_attention(q.contiguous(), k.contiguous(), v.contiguous(), SEEN_BY)"),
     Part("y = F.scaled_dot_product_attention(q, k, torch.cat([v, v * v], -1), SEEN_BY)[..., : D // H]"),
     Part(

@@ -96,6 +96,7 @@ class Program:
         code, init = ([_numbered(getattr(p, k), n) for n, p in enumerate(parts)] for k in ("code", "init"))
         if self.mask.stated:
             plain, stated = "F.scaled_dot_product_attention(", "dta_compile.attention("
+            code = [re.sub(r"SPELLINGS\[\S+\]\(", stated, line) for line in code]
             code = [line.replace(plain, stated).replace(", enable_gqa=True", "") for line in code]
         code = [line.replace("SEEN_BY", self.mask.attend) for line in code]
         real = self.mask.real or "torch.ones_like(ids, dtype=torch.bool)"
@@ -166,6 +167,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dta_compile
+from tests.support.spellings import SPELLINGS
 
 D, H, V, LONGEST = 8, 2, 13, 40
 

@@ -25,7 +25,10 @@ def spelling(function: Callable[[Tensor, Tensor, Tensor, Callable[..., Tensor]],
             if attn_mask.dtype is not torch.bool:
                 return scores + attn_mask
             if way == "fill":
-                return scores.masked_fill(attn_mask.logical_not(), float("-inf"))
+                never = (
+                    float("-inf") if is_causal else -1e30
+                )  # rows of padding, all of whose keys are hidden, are no NaN
+                return scores.masked_fill(attn_mask.logical_not(), never)
             if way == "where":
                 return torch.where(attn_mask, scores, torch.finfo(scores.dtype).min)
             return scores + torch.zeros_like(scores).masked_fill(~attn_mask, -1e30)

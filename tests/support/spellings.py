@@ -1,5 +1,8 @@
-"""Attention written out, in the ways in which public models have it: `(query, key, value, attn_mask, is_causal)`, all of
-the `[B, H, S, D]` of `scaled_dot_product_attention`, whose numbers each of them gives."""
+"""Attention written out, in the ways in which public models have it.
+
+Each is a function `(query, key, value, attn_mask, is_causal)` of `[B, H, S, D]`, whose numbers are those of
+`scaled_dot_product_attention`.
+"""
 
 from __future__ import annotations
 

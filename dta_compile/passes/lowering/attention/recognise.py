@@ -62,7 +62,7 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
 
 
 def _spell_out_likes(graph: fx.Graph, scores: Collection[fx.Node]) -> None:
-    """`zeros_like(scores)` reads nothing of scores but their sizes: so that no mask that is made of it depends on them."""
+    """`zeros_like(scores)` reads the sizes of scores alone: no mask that is made of it depends on them."""
     builder = SizeNodes(graph)
     for node in [node for node in graph.nodes if node.target in LIKES and node.args[0] in scores]:
         with graph.inserting_before(node):

@@ -51,7 +51,7 @@ def by_heads(*tensors):
     return (tensor.transpose(1, 2) for tensor in tensors)
 
 
-@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("has_mask", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_spellings_of_attention(has_mask):
     """With a padding mask, too, which arrives as a tensor of pairs."""
 

@@ -187,11 +187,18 @@ class Arranged:
 
     @classmethod
     def within(cls, node: fx.Node, dims: Sequence[Dim]) -> Arranged:
-        """A tensor that broadcasts to these dimensions, as an operator has made sure of."""
-        own: list[Dim] = [[] if size == 1 else dim for size, dim in zip(sizes(node)[::-1], dims[::-1], strict=False)]
-        if len(own) < len(sizes(node)) or len(own) > len(dims):
-            raise Mismatch(f"a value of sizes {sizes(node)} beside scores")
-        return cls(node, own[::-1], own[::-1])
+        """A tensor that broadcasts to these dimensions, as an operator has made sure of; raises `Mismatch`."""
+        shape = sizes(node)
+        if len(shape) > len(dims):
+            raise Mismatch(f"a value of sizes {shape} beside scores")
+        inner = [[] if size == 1 else dim for size, dim in zip(shape, dims[len(dims) - len(shape) :], strict=True)]
+        try:
+            found = cls.of(node)
+            for one, other in zip(found.dims, inner, strict=True):
+                unify(one, other)
+        except Mismatch:  # sizes that are only known to be equal
+            return cls(node, inner, inner)
+        return found
 
     def has(self, factor: Factor) -> bool:
         """Whether the base has a factor, so that it is no repetition."""

@@ -7,7 +7,7 @@ inputs, and
 
     an entry of a shape, `x.view(4, 12, 8)`, that has to be the number of tokens   becomes   s
     the end of a slice of an axis of `s` entries, `x[:, :11]`                      becomes   s - 1
-    an axis of T entries that meets one of `s` entries, `x + table`                becomes   table[:s]
+    an axis of T entries that meets one of `s` entries, `x + table`                becomes   its first `s` ones
 
 Each of these changes nothing where `s` is T, so that the new graph computes what the captured one does, whichever
 places were chosen: a choice that is not the number of tokens (a feature axis as wide) can only end in a refusal, as the
@@ -167,8 +167,7 @@ class OneLength:
             if isinstance(item, slice):
                 item = slice(*self._numbers((item.start, item.stop, item.step)))
                 if dim < len(shape) and self._counts(shape[dim]):
-                    start, stop = item.start, self._end(shape[dim], item.start or 0, item.stop)
-                    item = slice(self._from_end(start, shape[dim]), stop, item.step)
+                    item = self._slice(item, shape[dim])
             elif axes == 1 and dim < len(shape) and self._counts(shape[dim]):
                 item = self._from_end(item, shape[dim])
             found.append(item)
@@ -179,18 +178,23 @@ class OneLength:
         """The place of one of the last tokens, which a graph for any number of tokens has."""
         return index - hint(size) if type(index) is int and hint(size) // 2 < index < hint(size) else index
 
-    def _end(self, size: Any, start: Any, stop: Any) -> Any:
-        """The end of a slice, counted from the end of the axis if most of the axis is in it."""
-        length = hint(size)
-        if type(stop) is int and type(start) is int and start >= 0 and length // 2 < stop <= length:
-            return size - (length - stop)
-        return stop
+    def _slice(self, part: slice, size: Any) -> slice:
+        """Most of the tokens, by their number; of the last few, places counted from the end."""
+        start, stop, length = part.start or 0, part.stop, hint(size)
+        if type(start) is not int or type(stop) is not int or not 0 <= start < stop <= length:
+            return part
+        if stop - start > length // 2:
+            return slice(part.start, size - (length - stop), part.step)
+        if start > length // 2:
+            return slice(start - length, stop - length if stop < length else None, part.step)
+        return part
 
     def _narrowed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if len(args) < 4 or not isinstance(args[2], int) or not self._counts(args[0].shape[args[1]]):
             return args, kwargs
         value, dim, start, length = args[:4]
-        return (value, dim, start, self._end(value.shape[dim], start, start + length) - start), kwargs
+        part = self._slice(slice(start, start + length), value.shape[dim])
+        return (value, dim, part.start, length if part.start < 0 else part.stop - start), kwargs
 
     def _with_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         query, key = args[:2] if len(args) > 1 else (kwargs["query"], kwargs["key"])
@@ -219,7 +223,8 @@ class OneLength:
                 continue
             own = value.shape[-back]
             if isinstance(own, int) and own > 1 and own == hint(size):
-                value = torch.ops.aten.slice.Tensor(value, value.dim() - back, 0, size)
+                # Not a slice, whose strides would be numbers: torch compares them, and takes the size for one, too.
+                value = value.index_select(value.dim() - back, torch.arange(size, device=value.device))
         return value
 
     def check(self, node: fx.Node) -> None:

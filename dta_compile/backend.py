@@ -29,7 +29,7 @@ from dta_compile.passes.lowering.one_length import symbol_of_length
 from dta_compile.passes.lowering.selected_rows import SelectionRefusal
 from dta_compile.passes.program import AmbiguousAxes, where
 from dta_compile.passes.sealing.seal import seal
-from dta_compile.passes.symbols import selects_rows
+from dta_compile.passes.symbols import expression, selects_rows
 from dta_compile.program_cache.assumptions import shape_env_of
 from dta_compile.program_cache.cache import FOUND, analysed
 from dta_compile.runtime.calls.ranks import Ranks
@@ -149,7 +149,10 @@ def _for_one_length(
     try:
         with _autograd_of_our_own(), symbol_of_length(env, length) as size:
             program = Program(module, graph.training, options.codegen, graph.own_symbols, length=size)
-            return seal(run_passes(program, skip=options.skip_passes))
+            run_passes(program, skip=options.skip_passes)
+            if not expression(size).free_symbols:  # a pass took the size for a number
+                raise why
+            return seal(program)
     except AmbiguousAxes as ambiguous:
         raise ambiguous.refusal or why from None
 

@@ -82,8 +82,8 @@ class Record:
             )
         self.lengths.add(length)
         self.log_once(
-            f"the token size is a constant because of {line}: each length is compiled by itself, which takes as long as "
-            f"the first time, for up to {MOST_LENGTHS} lengths",
+            f"a graph holds for one number of tokens because of {line}: every length (up to {MOST_LENGTHS}) is "
+            "compiled by itself, and takes as long as the first",
             logging.WARNING,
         )
 

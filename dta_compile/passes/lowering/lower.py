@@ -49,6 +49,7 @@ from dta_compile.passes.lowering.places.row_products import batch_row_products
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
 from dta_compile.passes.lowering.row_loops import select_masked_writes
 from dta_compile.passes.lowering.selected_rows import spread_selected_rows
+from dta_compile.passes.lowering.shifts import shifts_to_mixers
 from dta_compile.passes.program import Program, ancestors, output_node, where
 from dta_compile.passes.tracing import tracing
 
@@ -84,6 +85,7 @@ def lower(program: Program) -> None:
     keep_places(module.graph)
     unflatten_places(module.graph)
     _forget_counts(module.graph, program)
+    shifts_to_mixers(module.graph, _inputs(module, program, *TRAINED))
     sizes_from_inputs(module.graph)
     merge_equal_values(module.graph, _inputs(module, program, *TRAINED))
     module.graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says

@@ -91,7 +91,9 @@ class OneLength:
         """The arguments of a call of the captured graph."""
         name = _name(target)
         is_arithmetic = getattr(target, "__module__", "") == "_operator"
-        made = not is_arithmetic and not any(isinstance(arg, torch.Tensor) for arg in pytree.tree_leaves((args, kwargs)))
+        made = not is_arithmetic and not any(
+            isinstance(arg, torch.Tensor) for arg in pytree.tree_leaves((args, kwargs))
+        )
         args, kwargs = self._numbers((args, kwargs), everywhere=made or name.startswith("new_"))
         if name in RESHAPES:
             return self._reshaped(args, kwargs)
@@ -140,7 +142,7 @@ class OneLength:
                 shape = [one // self.number * self.size if i in chosen else one for i, one in enumerate(entries)]
                 sizes = _with_rest(list(map(expression, shape)), numel)
                 if sizes is not None:
-                    # An axis stays itself where as many entries come before it as before: `[B, S, D]` to `[B, S, H, -1]`.
+                    # An axis stays itself where as many entries as before come before it: [B, S, D] to [B, S, H, -1].
                     kept = sum(2 if sympy.Mul(*sizes[:i]) in starts else 1 for i in chosen)
                     best, most = (shape, kept) if kept > most else (best, most)
         return best
@@ -236,8 +238,8 @@ class OneLength:
             where=where(node),
             expected=f"sizes of {self.number} that count tokens, or such that do not",
             got=f"{node.target} combines both",
-            hint="let Python not depend on the number of tokens (x.chunk(8, 1) instead of a loop over slices of so many "
-            "tokens), or pad to a length that no feature size of the model is equal to",
+            hint="let Python not depend on the number of tokens (x.chunk(8, 1) instead of a loop over slices of so "
+            "many tokens), or pad to a length that no feature size of the model is equal to",
         )
 
 

@@ -6,7 +6,7 @@
 
 Each is a value of as many tokens as the call has, whose entry `t` reads entries `t` and `t - k` of others, and whose
 first entries read something else. The slices are extended to all tokens: `x[:, 1:]` to `x`, and `x[:, :-1]`, which lies
-one token further, to `x` shifted by a token, a causal depthwise convolution with the taps 1 and 0. The first tokens are
+one token further, to `x` shifted by a token, a recurrence whose state is the token before. The first tokens are
 selected by their number. What would read a later token stays as it is, and is refused later as any mixing is.
 
 What slices are combined by is computed for the first tokens as well, over a state of zeros, and then not selected.
@@ -94,6 +94,8 @@ def shifts_to_mixers(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
 
 def _whole(node: fx.Node, tokens: sympy.Expr) -> fx.Node | None:
     """The value of a node, of shifted tokens; None if it is anything else, or no shift."""
+    if node.target is aten.slice_scatter.default and sizes(node) == sizes(node.args[1]):
+        return node.args[1]  # all entries: the outer part of `y[:, 0] = x`
     dim = _dim_of(node)
     if dim is None or sizes(node)[dim] != tokens:
         return None
@@ -215,8 +217,6 @@ class _Shifts:
     def _written(self, node: fx.Node, offset: int) -> _Extended:
         """A value whose first entries have been written over."""
         base, part, dim, start, *others = node.args
-        if dim % node.meta["val"].dim() != self._dim(node) and sizes(base) == sizes(part):
-            return self.at(part, offset)  # all entries: the outer part of `y[:, 0] = x`
         self._require(dim % node.meta["val"].dim() == self._dim(node) and (start or 0) == 0)
         if node.target is aten.slice_scatter.default:
             self._require(len(others) == 1 and type(others[0]) is int)
@@ -278,10 +278,12 @@ class _Shifts:
             rows = call(graph, aten.reshape.default, rows, [*lead, features])
         taps = [call(graph, aten.full.default, [features, n], one, **_like(node)) for n, one in ((1, 1), (count, 0))]
         weight = call(graph, aten.cat.default, taps, 1)
-        rows = call(graph, torch.ops.dta.short_convolution.default, rows, weight, None)
+        rows = call(graph, torch.ops.dta.token_shift.default, rows, weight, None)
         if len(shape) != 3:
             rows = call(graph, aten.reshape.default, rows, [*lead, *shape[2:]])
-        return rows if dim == 1 else call(graph, aten.permute.default, rows, [order.index(i) for i in range(len(order))])
+        return (
+            rows if dim == 1 else call(graph, aten.permute.default, rows, [order.index(i) for i in range(len(order))])
+        )
 
 
 def _value(arg: Any) -> Any:

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 import dta_compile
-from dta_compile import records
 from dta_compile.errors import RefusalError
 from tests.support.inside import inside
 from tests.support.tiny import SMALL_CHUNKS, WIDTH, BareLM, TinyLM, after, assert_same, shared_ids, weighted
@@ -110,7 +109,7 @@ def test_what_holds_for_one_length_runs_over_the_tree(model, tokens):
 
 
 def test_more_lengths_than_are_compiled_are_refused(monkeypatch, caplog):
-    monkeypatch.setattr(records, "MOST_LENGTHS", 1)
+    monkeypatch.setattr("dta_compile.records.MOST_LENGTHS", 1)
     model, ids = Looping(), shared_ids(3, 8)
     compiled = torch.compile(model, backend="dta", options=OPTIONS)
     compiled(shared_ids(3, 7))

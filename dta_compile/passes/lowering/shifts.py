@@ -78,7 +78,7 @@ def shifts_to_mixers(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
     calls = mixer_calls(graph)
     if not calls:
         return
-    _, tokens = batch_and_tokens(calls[0])
+    batch, tokens = batch_and_tokens(calls[0])
     if not tokens.free_symbols:
         return
     with_gradient, before = descendants(graph, parameters), ancestors(calls)
@@ -86,13 +86,12 @@ def shifts_to_mixers(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
         if node.target not in ROOTS or node not in before or node not in with_gradient or not is_float(node):
             continue
         with graph.inserting_before(node):
-            if (value := _whole(node, tokens)) is not None:
-                value.meta = {**node.meta, **value.meta}
+            if (value := _whole(node, batch, tokens)) is not None:
                 node.replace_all_uses_with(value)
     graph.eliminate_dead_code(fx.Node.is_impure)
 
 
-def _whole(node: fx.Node, tokens: sympy.Expr) -> fx.Node | None:
+def _whole(node: fx.Node, batch: sympy.Expr, tokens: sympy.Expr) -> fx.Node | None:
     """The value of a node, of shifted tokens; None if it is anything else, or no shift."""
     if node.target is aten.slice_scatter.default and sizes(node) == sizes(node.args[1]):
         return node.args[1]  # all entries: the outer part of `y[:, 0] = x`
@@ -101,12 +100,14 @@ def _whole(node: fx.Node, tokens: sympy.Expr) -> fx.Node | None:
         return None
     if node.target is aten.slice.Tensor and sizes(node.args[0])[dim] == tokens:
         return None  # all of the tokens
-    shifts = _Shifts(node, dim, tokens)
+    shifts, last = _Shifts(node, dim, batch, tokens), node.prev
     try:
         with node.meta["val"].fake_mode:  # for constructors
             found = shifts.assembled(node, 0)
     except _NoShift:
         return None
+    while (last := last.next) is not node:
+        last.meta = {**node.meta, **last.meta}
     return found.node if found.begin == 0 and shifts.any else None
 
 
@@ -124,8 +125,8 @@ def _dim_of(node: fx.Node) -> int | None:
 class _Shifts:
     """Values along one dimension of `tokens` entries."""
 
-    def __init__(self, root: fx.Node, dim: int, tokens: sympy.Expr) -> None:
-        self.root, self.graph, self.tokens = root, root.graph, tokens
+    def __init__(self, root: fx.Node, dim: int, batch: sympy.Expr, tokens: sympy.Expr) -> None:
+        self.root, self.graph, self.batch, self.tokens = root, root.graph, batch, tokens
         self.back = root.meta["val"].dim() - dim  # of the dimension, from the end
         self.any = False  # whether anything is shifted
         self._length: fx.Node | None = None
@@ -267,7 +268,7 @@ class _Shifts:
             return node
         self.any = True
         graph, dim, value = self.graph, self._dim(node), node.meta["val"]
-        self._require(dim > 0)
+        self._require(dim > 0 and sizes(node)[0] == self.batch)
         order = [0, dim, *(i for i in range(1, value.dim()) if i != dim)]
         rows = node if dim == 1 else call(graph, aten.permute.default, node, order)
         shape = rows.meta["val"].shape

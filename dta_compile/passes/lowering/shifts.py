@@ -216,13 +216,18 @@ class _Shifts:
         return found
 
     def _written(self, node: fx.Node, offset: int) -> _Extended:
-        """A value whose first entries have been written over."""
+        """A value whose first entries, or those from some entry on, have been written over."""
         base, part, dim, start, *others = node.args
-        self._require(dim % node.meta["val"].dim() == self._dim(node) and (start or 0) == 0)
-        if node.target is aten.slice_scatter.default:
-            self._require(len(others) == 1 and type(others[0]) is int)
-            return self._first(offset + others[0], self.at(part, offset), self.at(base, offset))
-        return self._first(offset + 1, self._picked(part, offset), self.at(base, offset))
+        self._require(dim % node.meta["val"].dim() == self._dim(node) and len(others) < 2)
+        if node.target is aten.select_scatter.default:
+            self._require(start == 0)
+            return self._first(offset + 1, self._picked(part, offset), self.at(base, offset))
+        start, count = start or 0, self._size(part)
+        self._require(type(start) is int and start >= 0)
+        if start + count == self._size(node):
+            return self._first(offset + start, self.at(base, offset), self.at(part, offset + start))
+        self._require(start == 0 and count.is_Integer)
+        return self._first(offset + int(count), self.at(part, offset), self.at(base, offset))
 
     def _picked(self, node: fx.Node, offset: int) -> _Extended:
         """A value of one token, without the dimension."""

@@ -70,6 +70,12 @@ def rolled_by_two(x, g):
     return x + g * before
 
 
+def written(x, g):
+    before = torch.zeros_like(x)
+    before[:, 1:] = x[:, :-1]
+    return x + g * before
+
+
 def after_a_learned_one(x, g):
     return x + torch.cat([g.expand(x.shape[0], 1, -1), x[:, :-1]], 1)
 
@@ -92,18 +98,41 @@ def of_one_length(x, g):
 
 @pytest.mark.parametrize(
     "shift",
-    [added, padded_and_cut, of_rwkv, rolled, rolled_by_two, after_a_learned_one, of_heads, twice, of_one_length],
+    [
+        added,
+        padded_and_cut,
+        of_rwkv,
+        rolled,
+        rolled_by_two,
+        written,
+        after_a_learned_one,
+        of_heads,
+        twice,
+        of_one_length,
+    ],
 )
 def test_shifts_run_over_the_tree(shift):
     check(Shifting(shift), shared_ids())
 
 
-def test_a_shift_towards_the_first_token_is_refused():
-    def after_next(x, g):
-        return x + g * torch.cat([x[:, 1:], x[:, :1]], 1)
+def joined_backwards(x, g):
+    return x + g * torch.cat([x[:, 1:], x[:, :1]], 1)
 
+
+def written_backwards(x, g):
+    after = x * g
+    after[:, :-1] = x[:, 1:]
+    return after
+
+
+def rolled_alone(x, g):
+    return x + g * torch.roll(x, 1, 1)
+
+
+@pytest.mark.parametrize("shift", [joined_backwards, written_backwards, rolled_alone])
+def test_what_reads_later_tokens_is_refused(shift):
     with pytest.raises(RefusalError, match="tokens are mixed before the last attention"):
-        torch.compile(Shifting(after_next), backend="dta", options=OPTIONS)(shared_ids())
+        torch.compile(Shifting(shift), backend="dta", options=OPTIONS)(shared_ids())
 
 
 def test_what_is_before_a_sequence_is_as_in_eager_mode_or_refused():

@@ -25,10 +25,12 @@ from dta_compile.ops.library import refused_calls
 from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
 from dta_compile.passes.contracts import ContractError
+from dta_compile.passes.lowering.one_length import symbol_of_length
 from dta_compile.passes.lowering.selected_rows import SelectionRefusal
 from dta_compile.passes.program import AmbiguousAxes, where
 from dta_compile.passes.sealing.seal import seal
-from dta_compile.passes.symbols import selects_rows
+from dta_compile.passes.symbols import expression, selects_rows
+from dta_compile.program_cache.assumptions import shape_env_of
 from dta_compile.program_cache.cache import FOUND, analysed
 from dta_compile.runtime.calls.ranks import Ranks
 from dta_compile.runtime.engine import Engine
@@ -136,9 +138,27 @@ def _compiled(graph: Captured, options: Options) -> tuple[Executable, fx.GraphMo
             dynamo.trace_again_without_selections()  # as it would be without us, Dynamo ends the graph there
         raise
     except AmbiguousAxes as ambiguous:
-        if graph.own_symbols and ambiguous.refusal is not None:
-            raise ambiguous.refusal from None
+        if graph.own_symbols and ambiguous.refusal is not None and ambiguous.length is not None:
+            return _for_one_length(graph, module, options, ambiguous.refusal, ambiguous.length), module
         dynamo.trace_again_without_duck_shapes(already=graph.own_symbols)
+
+
+def _for_one_length(
+    graph: Captured, module: fx.GraphModule, options: Options, why: RefusalError, length: int
+) -> Executable:
+    """What is run over a tree of a graph that holds for one number of tokens, as Dynamo's guards say of each call."""
+    records.current().note_length(length, why.where)
+    env = shape_env_of(module)
+    assert env is not None  # sizes were symbolic before the graph made one a constant
+    try:
+        with _autograd_of_our_own(), symbol_of_length(env, length) as size:
+            program = Program(module, graph.training, options.codegen, graph.own_symbols, length=size)
+            run_passes(program, skip=options.skip_passes)
+            if not expression(size).free_symbols:  # a pass took the size for a number
+                raise why
+            return seal(program)
+    except AmbiguousAxes as ambiguous:
+        raise ambiguous.refusal or why from None
 
 
 def _plain(module: fx.GraphModule, note: str | None, level: int = logging.INFO) -> Compiled:

@@ -17,6 +17,7 @@ logger = logging.getLogger("dta_compile")
 
 _ATTRIBUTE = "_dta_record"
 MANY_GRAPHS = 10
+MOST_LENGTHS = 8
 # What names of graph breaks have in them where Python asks for numbers of tensors.
 OF_NUMBERS = ("data-dependent", "data dependent", "item()", "tolist", "numpy", "could not guard")
 NUMBERS = (
@@ -35,6 +36,7 @@ class Record:
         plan: that of the latest call which ran over a tree.
         as_captured: why graphs run as captured, and rows share nothing there.
         graphs: how many graphs with attention Dynamo captured for it, those that run as captured included.
+        lengths: numbers of tokens that have a program each, as their graphs hold for one only.
     """
 
     engines: list[Engine] = dataclasses.field(default_factory=list)
@@ -42,6 +44,7 @@ class Record:
     plan: Plan | None = None
     as_captured: list[str] = dataclasses.field(default_factory=list)
     graphs: int = 0
+    lengths: set[int] = dataclasses.field(default_factory=set)
 
     def __reduce__(self) -> tuple[type[Record], tuple[()]]:
         """A copied or unpickled callable is compiled anew, so it starts with an empty record."""
@@ -61,6 +64,28 @@ class Record:
                 "says why",
                 self.graphs,
             )
+
+    def note_length(self, length: int, line: str) -> None:
+        """Count a number of tokens that needs a program of its own because of a line of the user's.
+
+        Raises `RefusalError` for more of them than are compiled.
+        """
+        if length not in self.lengths and len(self.lengths) == MOST_LENGTHS:
+            raise RefusalError(
+                f"this model needs a compilation for every number of tokens, and has had {MOST_LENGTHS}",
+                where=line,
+                expected=f"at most {MOST_LENGTHS} lengths: {', '.join(map(str, sorted(self.lengths)))}",
+                got=f"{length} tokens",
+                hint="pad batches to a few lengths (multiples of 1,024, say), or let Python not depend on the number: "
+                "x.chunk(8, 1) instead of a loop over slices of so many tokens, tables for the longest sequence so far "
+                "instead of the latest",
+            )
+        self.lengths.add(length)
+        self.log_once(
+            f"a graph holds for one number of tokens because of {line}: every length (up to {MOST_LENGTHS}) is "
+            "compiled by itself, and takes as long as the first",
+            logging.WARNING,
+        )
 
     def log_once(self, line: str, level: int = logging.INFO) -> None:
         """Log a line the first time only: a callable has many graphs, and generation alone makes half a dozen."""

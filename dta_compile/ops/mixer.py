@@ -66,6 +66,7 @@ class Mixer:
         silent: operands, by position, each of which leaves a state of zero alone at the tokens where it is zero.
         segments: the argument of `call`, by position, that numbers the sequences of packed rows `[B, S]`, if it is not
             None; 0 is padding. Only where there is a running state.
+        may_restart: whether its state may start anew with each sequence of a packed row where no argument says so.
         scratch: of the operands of a chunk, what running a layer forward and backward allocates besides its results, in
             bytes per token; None: as much again as `out` and as the gradients.
     """
@@ -81,6 +82,7 @@ class Mixer:
     running_state: Callable[[Sequence[torch.Tensor]], tuple[Sequence[int], torch.dtype]] | None = None
     silent: tuple[int, ...] = ()
     segments: int | None = None
+    may_restart: bool = True
     scratch: Callable[[Sequence[torch.Tensor]], tuple[float, float]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -107,7 +107,9 @@ class Program(HasMixers):
     parts: Sequence[Part] = ()
     # Of the runner: seconds by pass, and the fields that have been filled.
     timings: dict[str, float] = dataclasses.field(default_factory=dict)
-    filled: Set[str] = frozenset({"captured", "training", "codegen", "own_symbols"})
+    filled: Set[str] = frozenset({"captured", "training", "codegen", "own_symbols", "length"})
+    # The size that stands for the number of tokens where the captured graph has a constant, see `lowering.one_length`.
+    length: torch.SymInt | None = None
 
     @classmethod
     def lowered(
@@ -169,11 +171,12 @@ class AmbiguousAxes(Exception):
 
     Attributes:
         refusal: the error if every size has a symbol of its own.
+        length: of tokens, if that is a constant.
     """
 
-    def __init__(self, refusal: RefusalError | None = None) -> None:
+    def __init__(self, refusal: RefusalError | None = None, length: int | None = None) -> None:
         super().__init__()
-        self.refusal = refusal
+        self.refusal, self.length = refusal, length
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 import dta_compile
-from dta_compile.errors import RefusalError
 from tests.support.tiny import SMALL_CHUNKS, BareLM, Block, TinyLM, after, assert_same, shared_ids, weighted
 
 OPTIONS = {**SMALL_CHUNKS, "codegen": "eager"}
@@ -73,17 +72,6 @@ def test_a_model_that_is_trained_without_a_tree_is_warned_of(caplog):
         for _ in range(2):
             compiled(shared_ids() % 9).sum().backward()
     assert [record.getMessage().count("rows share nothing") for record in caplog.records] == [1]
-
-
-class Slicing(TinyLM):
-    def forward(self, ids, mask=None):
-        hidden = self.hidden(ids)
-        return sum(self.head(hidden[:, i : i + 3]).logsumexp(-1).sum() for i in range(0, hidden.shape[1], 3))
-
-
-def test_a_number_of_tokens_that_becomes_constant_is_refused_with_the_line_that_makes_it_one():
-    with pytest.raises(RefusalError, match=r"(?s)token size became a constant.*for i in range.*x\.chunk"):
-        torch.compile(Slicing(), backend="dta", options=OPTIONS)(shared_ids())
 
 
 def test_calls_that_dynamo_hands_over_no_graph_of_are_said_to_share_nothing(caplog):

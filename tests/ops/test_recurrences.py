@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dta_compile.ops.recurrences import linear_attention, selective_scan, short_convolution
+from dta_compile.ops.recurrences import linear_attention, selective_scan, short_convolution, token_shift
 from dta_compile.ops.recurrences.blocks import Blocks, Runs, choose_size
 from dta_compile.ops.recurrences.operators import RECURRENCES
 from dta_compile.ops.recurrences.short_convolution import Ancestors
@@ -172,6 +172,21 @@ def test_selective_scans_of_forests(seed):
 def test_short_convolutions_of_forests(seed, width):
     forest, kept, _ = draw(seed, longest=8)
     check_convolution(forest, kept, width)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 4))
+def test_token_shifts_are_convolutions_with_taps_of_zero_and_one(seed, count):
+    forest, kept, _ = draw(seed, longest=8)
+    ancestors, taps = Ancestors(forest, count + 1, kept), torch.zeros(CHANNELS, count + 1, dtype=torch.float64)
+    taps[:, 0] = 1
+    given = normal(forest[-1].last, CHANNELS), taps, normal(count, CHANNELS)
+    out, states = token_shift.forward(*given, ancestors)
+    torch.testing.assert_close((out, states), short_convolution.forward(*given, ancestors))
+    grads = normal(*out.shape), normal(*states.shape)
+    of_x, _, of_initial = token_shift.backward(*grads, *given, ancestors)
+    expected, _, of_expected_initial = short_convolution.backward(*grads, *given, ancestors)
+    torch.testing.assert_close((of_x, of_initial), (expected, of_expected_initial))
 
 
 def branches(spine, aboves, tokens=1):
@@ -352,6 +367,7 @@ FOREST = ((0, 70, 0, -1), (70, 80, 40, 0), (80, 83, 45, 1), (83, 90, 20, 0), (90
 RUNS = Runs(tuple(Segment(first, last, last, depth, parent) for first, last, depth, parent in FOREST), kept=(30, 70))
 SIZES = {
     "short_convolution": [(5,), (5, 4)],
+    "token_shift": [(5,), (5, 3)],
     "gated_delta_rule": [(2, 3), (2, 3), (4, 5), (4,), (4,)],
     "linear_attention": [(2, 3), (2, 3), (4, 5), (4, 3)],
     "selective_scan": [(5,), (5,), (5, 3), (3,), (3,)],

@@ -1,6 +1,7 @@
 """Recurrences as mixers: their operators over a batch, which compute, and those over a chunk, which exist to be traced.
 
     short_convolution   out = sum over j < k of weight[:, k - 1 - j] * value[t - j]                 (channel by channel)
+    token_shift         out = value[t - j] for weight [D, j + 1]
     gated_delta_rule    S = exp(decay) S;  u = beta (value - key^T S);  S = S + key u^T;  out = scale query^T S
     linear_attention    S = exp(decay) S;  S = S + key value^T;  out = scale query^T S
     selective_scan      h = exp(step A) h + (step value) B^T;  out = h C
@@ -26,7 +27,7 @@ from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.library import LIBRARY
 from dta_compile.ops.mixer import BATCH, TOKENS, Mixer, Operand, register_mixer
 from dta_compile.ops.products import are_bounded
-from dta_compile.ops.recurrences import linear_attention, selective_scan, short_convolution
+from dta_compile.ops.recurrences import linear_attention, selective_scan, short_convolution, token_shift
 from dta_compile.ops.recurrences.blocks import Blocks, Runs, choose_size
 from dta_compile.ops.recurrences.short_convolution import Ancestors
 
@@ -42,6 +43,7 @@ class Recurrence:
         numbers: names of constants, all of them floats.
         state: shape and dtype of the state for some operands.
         kernel: a module with functions `forward` and `backward`.
+        may_restart: see `Mixer`.
         arguments: their arguments, but for the initial state before the last: of operands, numbers, runs, and in the
             backward the gradients of the result and of the kept states.
     """
@@ -56,6 +58,7 @@ class Recurrence:
     silent: tuple[int, ...]
     scratch: Callable[[Sequence[torch.Tensor]], tuple[float, float]]
     numbers: tuple[str, ...] = ()
+    may_restart: bool = True
 
     @property
     def mixer(self) -> Mixer:
@@ -76,6 +79,7 @@ class Recurrence:
             running_state=self.state,
             silent=self.silent,
             segments=count,
+            may_restart=self.may_restart,
             scratch=self.scratch,
         )
 
@@ -281,6 +285,7 @@ SHORT_CONVOLUTION = Recurrence(
     silent=(0,),
     scratch=_convolution_scratch,
 )
+TOKEN_SHIFT = dataclasses.replace(SHORT_CONVOLUTION, name="token_shift", kernel=token_shift, may_restart=False)
 GATED_DELTA_RULE = Recurrence(
     name="gated_delta_rule",
     operands=(*_QUERY_KEY_VALUE, _DECAY, Operand("beta", "betas")),
@@ -324,6 +329,6 @@ SELECTIVE_SCAN = Recurrence(
 )
 
 RECURRENCES: dict[Mixer, Recurrence] = {}
-for _recurrence in (SHORT_CONVOLUTION, GATED_DELTA_RULE, LINEAR_ATTENTION, SELECTIVE_SCAN):
+for _recurrence in (SHORT_CONVOLUTION, TOKEN_SHIFT, GATED_DELTA_RULE, LINEAR_ATTENTION, SELECTIVE_SCAN):
     _define(_recurrence)
     RECURRENCES[register_mixer(_recurrence.mixer)] = _recurrence

@@ -135,7 +135,7 @@ def _find_axes(program: Program) -> None:
             hint="let Python not depend on the number: x.chunk(8, 1) instead of a loop over slices of so many tokens,"
             " tables for the longest sequence so far instead of the latest; or pass dynamic=True to torch.compile",
         )
-        raise AmbiguousAxes(refusal)  # it may have shared its symbol with a weight that is as wide
+        raise AmbiguousAxes(refusal, int(tokens))  # it may have shared its symbol with a weight that is as wide
     if any(batch.free_symbols & batch_and_tokens(call)[1].free_symbols for call in calls):
         raise AmbiguousAxes()  # not only where they are equal: `s**2 // s` is not simplified
     # A loop over sequences makes the batch size a constant: Dynamo traces anew for another one.

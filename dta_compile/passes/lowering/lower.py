@@ -45,11 +45,13 @@ from dta_compile.passes.lowering.gradient_flow import (
     tensors,
     whole,
 )
+from dta_compile.passes.lowering.one_length import OneLength
 from dta_compile.passes.lowering.places.kept_places import keep_places, unflatten_places
 from dta_compile.passes.lowering.places.row_products import batch_row_products
 from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equal_values
 from dta_compile.passes.lowering.row_loops import select_masked_writes
 from dta_compile.passes.lowering.selected_rows import spread_selected_rows
+from dta_compile.passes.lowering.shifts import shifts_to_mixers
 from dta_compile.passes.program import Program, ancestors, output_node, where
 from dta_compile.passes.tracing import tracing
 
@@ -58,7 +60,7 @@ TRAINED = InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA
 GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
 
-@contract(reads=["captured", "training"], fills=["inputs", "module", "placeholders", "draws"])
+@contract(reads=["captured", "training", "length"], fills=["inputs", "module", "placeholders", "draws"])
 def lower(program: Program) -> None:
     """Fill `program.inputs`, `.module` and `.placeholders` from `program.captured`."""
     captured = program.captured
@@ -88,6 +90,7 @@ def lower(program: Program) -> None:
     keep_places(module.graph)
     unflatten_places(module.graph)
     _forget_counts(module.graph, program)
+    shifts_to_mixers(module.graph, _inputs(module, program, *TRAINED))
     sizes_from_inputs(module.graph)
     merge_equal_values(module.graph, _inputs(module, program, *TRAINED))
     module.graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
@@ -162,12 +165,15 @@ def _trace(program: Program, flow: GradientFlow, functional: bool) -> fx.GraphMo
     """The captured graph as ATen operators; `functional` turns what is written in place into new values."""
     placeholders = [node for node in program.captured.graph.nodes if node.op == "placeholder"]
     fakes = [node.meta["example_value"] for node in placeholders]
+    length = None if program.length is None else OneLength(program.length)
+    if length is not None:
+        fakes = length.inputs(fakes)
     mode = next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None)
     mutated: list[int] = []
 
     def run(*args: Any) -> Any:
         with _AttentionCapture(), torch.no_grad(), DrawCapture() as draws:
-            return _DetachingInterpreter(program.captured, flow, RepeatedCalls()).run(*args), draws.results
+            return _DetachingInterpreter(program.captured, flow, RepeatedCalls(), length).run(*args), draws.results
 
     def run_functional(*args: Any) -> Any:
         with FunctionalTensorMode():
@@ -238,17 +244,24 @@ def _dropout_is_identity(input: Any, p: float = 0.5, train: Any = True, *args: A
 
 
 class _DetachingInterpreter(CapturedInterpreter):
-    """Runs Dynamo's graph and marks each value that autograd would not have followed."""
+    """Runs Dynamo's graph and marks each value that autograd would not have followed.
 
-    def __init__(self, module: fx.GraphModule, flow: GradientFlow, repeated: RepeatedCalls) -> None:
+    `length`: of a graph that holds for one number of tokens.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, flow: GradientFlow, repeated: RepeatedCalls, length: OneLength | None
+    ) -> None:
         super().__init__(module)
-        self.flow, self.repeated = flow, repeated
+        self.flow, self.repeated, self.length = flow, repeated, length
 
     def inside(self, body: fx.GraphModule) -> _DetachingInterpreter:
-        return _DetachingInterpreter(body, self.flow, self.repeated)
+        return _DetachingInterpreter(body, self.flow, self.repeated, self.length)
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
+        if self.length is not None:
+            self.length.check(n)
         if n.op not in ("call_function", "call_method") or not self.flow.reads_followed(n):
             return result
         known = {id(value) for value in tensors([self.env[node] for node in n.all_input_nodes])}
@@ -266,9 +279,13 @@ class _DetachingInterpreter(CapturedInterpreter):
             return None  # the flow of gradients is known already
         if name == "autograd_function_apply":
             return autograd_function.capture(args, kwargs)
+        if self.length is not None:
+            args, kwargs = self.length.rewritten(target, args, kwargs)
         return self.repeated.run(super().call_function, target, args, kwargs)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.length is not None:
+            args, kwargs = self.length.rewritten(target, args, kwargs)
         return self.repeated.run(super().call_method, target, args, kwargs)
 
 

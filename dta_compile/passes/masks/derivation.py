@@ -23,7 +23,7 @@ from dta_compile.passes.graphs.operators import QUOTIENTS, SAME_ENTRIES, ZERO_OF
 from dta_compile.passes.masks.elements import Elements
 from dta_compile.passes.masks.entries import leaf_of
 from dta_compile.passes.program import Program, ancestors, where
-from dta_compile.passes.symbols import expression, free_symbols, sizes, symbolic
+from dta_compile.passes.symbols import expression, free_symbols, hint, sizes, symbolic
 from dta_compile.proofs.logic import Logic
 from dta_compile.proofs.mask_class import MaskClass
 from dta_compile.proofs.proof import Z3_LOCK, Unproven, classify
@@ -46,7 +46,8 @@ class _Derivation:
     def __init__(self, program: Program, mask: fx.Node) -> None:
         self.program, self.mask = program, mask
         assert program.tokens is not None
-        self.sizes = {"query": program.tokens, "key": program.tokens}
+        tokens = program.tokens if program.length is None else sympy.Integer(hint(program.length))
+        self.sizes = {"query": tokens, "key": tokens}
         if program.batch is not None:
             self.sizes["row"] = program.batch
         with Z3_LOCK:

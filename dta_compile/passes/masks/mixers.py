@@ -39,7 +39,7 @@ COUNTS = (aten.cumsum.default, aten.sum.dim_IntList, aten.sum.default, aten.binc
 
 
 @contract(
-    reads=["placeholders", "inputs", "draws", "batch", "tokens", "other_batches"],
+    reads=["placeholders", "inputs", "draws", "batch", "tokens", "other_batches", "length"],
     fills=["mixers", "mixer_nodes"],
     rewrites=["module", "values", "parameter_dependent"],
 )

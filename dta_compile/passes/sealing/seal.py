@@ -42,7 +42,7 @@ from dta_compile.passes.graphs.operators import INDEX_ENTRIES, INDEX_EVERY_AXIS,
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import ChunkInput as LoweredInput
 from dta_compile.passes.program import FrontierValue, Mixed, Program, ancestors, has_tensor, where
-from dta_compile.passes.symbols import expression, free_symbols, sizes, symbolic
+from dta_compile.passes.symbols import expression, free_symbols, hint, sizes, symbolic
 
 
 def seal(program: Program) -> Executable:
@@ -202,6 +202,8 @@ KNOWN_LIBRARIES = ("aten", "prims", "dta")
 def comparison(program: Program) -> Comparison:
     """What there is to know of a program that all passes have run on."""
     guards, least = _assumed(program)
+    if program.length is not None:
+        guards = (*guards, sympy.Eq(expression(program.length), hint(program.length)))  # the captured graph's only one
     return Comparison(
         _why_incomparable(program), _precision(program), guards, least, _indexed_by_data(program), _bytes(program)
     )

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.chunk import Part
-from dta_compile.executable.executable import ChunkInput
+from dta_compile.executable.executable import ChunkInput, Executable
 from dta_compile.executable.layers import MixerLayer, RecurrentLayer
 from dta_compile.executable.pieces import NO_CODES, Codes
 from dta_compile.integrations.checkpoint_flags import is_hidden
@@ -203,8 +204,22 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     known = call.context, call.args, call.dense, call.batch, call.tokens, call.device
     planned = PlannedCall(*known, masks=masks, layout=layout, plan=plan, wanted=wanted)
     if planned.restarts:
+        _require_restarts(executable)
         _note_restarts()
     return planned
+
+
+def _require_restarts(executable: Executable) -> None:
+    """Raise for packed rows and layers that read the token before, also that of another sequence."""
+    for layer in executable.recurrent:
+        if layer.mask is None and not layer.mixer.may_restart:
+            raise RuntimeContractError(
+                "the first token of a sequence reads the one before in its row, which is of another sequence",
+                where=layer.where,
+                expected="one sequence per row",
+                got="packed rows",
+                hint="pass one sequence per row, padded on the right: tokens that rows share are computed once",
+            )
 
 
 def _read(call: Call, wanted: Sequence[bool]) -> _Read:

@@ -1,0 +1,292 @@
+"""one_length: a graph that holds for one number of tokens, lowered with a symbol in the places where it counts tokens.
+
+Python code that depends on the number of tokens (`for i in range(T)`, a table for exactly this length) makes it a
+constant of the trace, and Dynamo's guards serve such a graph to calls of that length alone. All passes tell tokens from
+features by a symbol. So the graph is lowered as another graph, which has a symbol `s` of value T for the size of the
+inputs, and
+
+    an entry of a shape, `x.view(4, 12, 8)`, that has to be the number of tokens   becomes   s
+    the end of a slice of an axis of `s` entries, `x[:, :11]`                      becomes   s - 1
+    an axis of T entries that meets one of `s` entries, `x + table`                becomes   its first `s` ones
+
+Each of these changes nothing where `s` is T, so that the new graph computes what the captured one does, whichever
+places were chosen: a choice that is not the number of tokens (a feature axis as wide) can only end in a refusal, as the
+passes prove what they do for every `s`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils import _pytree as pytree
+
+from dta_compile.errors import RefusalError
+from dta_compile.passes.program import where
+from dta_compile.passes.symbols import expression, hint
+
+RESHAPES = ("view", "reshape")
+EXPANSIONS = ("expand", "broadcast_to")
+INDEXING = ("getitem", "setitem")
+JOINS = ("cat", "concat", "concatenate", "stack")
+MOST_CHOICES = 6
+# Functions of Python's operators by another name than torch's.
+OPERATORS = {"truediv": "div", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "floordiv": "div"}
+
+
+@contextlib.contextmanager
+def symbol_of_length(env: ShapeEnv, length: int) -> Iterator[torch.SymInt]:
+    """A new size that was `length` when traced; what is assumed of it holds in this block, and leaves no guards."""
+    source = ConstantSource("number_of_tokens")
+    symbol = env.create_symbol(length, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    size = env.create_symintnode(symbol, hint=length, source=source)
+    assert isinstance(size, torch.SymInt)
+    try:
+        yield size
+    finally:
+        int(size)  # what mentions the symbol is about a number from here on, which Dynamo's own guards are about
+
+
+class OneLength:
+    """Rewrites inputs and calls of a captured graph to say `size` where they count tokens."""
+
+    def __init__(self, size: torch.SymInt) -> None:
+        self.size, self.number = size, int(hint(size))
+        self.symbol = expression(size)
+
+    def inputs(self, values: Sequence[Any]) -> list[Any]:
+        """The traced inputs, with `size` for the sizes that the trace found to be the constant."""
+        counting = {size.node._expr for value in values for size in self._counting(value)}
+        return [self._input(value, counting) for value in values]
+
+    def _counting(self, value: Any) -> Iterator[torch.SymInt]:
+        """Sizes that count tokens: of an input `[B, S, ...]`, not the first, which may be as large."""
+        shape = value.shape if isinstance(value, torch.Tensor) else ()
+        yield from filter(self._was_symbolic, shape[1:] if len(shape) > 1 else shape)
+
+    def _was_symbolic(self, size: Any) -> bool:
+        return isinstance(size, torch.SymInt) and expression(size) == self.number
+
+    def _input(self, value: Any, counting: set[sympy.Expr]) -> Any:
+        def size(one: Any) -> Any:
+            return self.size if self._was_symbolic(one) and one.node._expr in counting else one
+
+        if not isinstance(value, torch.Tensor):
+            return size(value)
+        shape = tuple(map(size, value.shape))
+        if all(one is other for one, other in zip(shape, value.shape, strict=True)):
+            return value
+        with value.fake_mode:  # type: ignore[attr-defined]
+            made = torch.empty_strided(shape, _strides(value, shape), dtype=value.dtype, device=value.device)
+        return made.requires_grad_(value.requires_grad)
+
+    def rewritten(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments of a call of the captured graph."""
+        name = _name(target)
+        is_arithmetic = getattr(target, "__module__", "") == "_operator"
+        made = not is_arithmetic and not any(
+            isinstance(arg, torch.Tensor) for arg in pytree.tree_leaves((args, kwargs))
+        )
+        args, kwargs = self._numbers((args, kwargs), everywhere=made or name.startswith("new_"))
+        if name in RESHAPES:
+            return self._reshaped(args, kwargs)
+        if name in EXPANSIONS:
+            return self._expanded(args, kwargs)
+        if name in INDEXING and isinstance(args[0], torch.Tensor):
+            args = (args[0], self._indexed(args[0], args[1]), *args[2:])
+        elif name == "narrow":
+            return self._narrowed(args, kwargs)
+        elif name == "scaled_dot_product_attention":
+            return self._with_mask(args, kwargs)
+        elif name in JOINS or _is_pointwise(name):
+            return self._aligned(args, kwargs)
+        elif is_arithmetic and any(isinstance(one, torch.SymInt) for one in args):
+            args = tuple(self.size if type(one) is int and one == self.number else one for one in args)  # B * 12
+        return args, kwargs
+
+    def _numbers(self, given: Any, everywhere: bool = False) -> Any:
+        """Arguments with a number for `s - 11` and the like: it counts from the front, and `s` may not be less.
+
+        `everywhere`: of a function that makes a tensor, which may be written to entry by entry.
+        """
+
+        def number(one: torch.SymInt) -> Any:
+            offset = expression(one) - self.symbol
+            is_near = offset.is_Integer and (everywhere or 2 * offset < -self.number)
+            return hint(one) if is_near else one
+
+        return pytree.tree_map_only(torch.SymInt, number, given)
+
+    def _reshaped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        numel = sympy.Mul(*map(expression, args[0].shape))
+        entries, structure = pytree.tree_flatten((args[1:], kwargs))
+        if self.symbol not in numel.free_symbols or not all(isinstance(one, (int, torch.SymInt)) for one in entries):
+            return args, kwargs  # no tokens, or a view as another dtype
+        given, kwargs = pytree.tree_unflatten(self._shape(args[0].shape, numel, entries), structure)
+        return (args[0], *given), kwargs
+
+    def _shape(self, old: Sequence[Any], numel: sympy.Expr, entries: list[Any]) -> list[Any]:
+        """The entries of a shape, some as multiples of the number of tokens, so that they have `numel` in all."""
+        starts = {sympy.Mul(*map(expression, old[:dim])) for dim in range(len(old))}
+        places = [i for i, one in enumerate(entries) if type(one) is int and one > 0 and one % self.number == 0]
+        best, most = entries, -1
+        for count in range(min(len(places), MOST_CHOICES) + 1):
+            for chosen in itertools.combinations(places, count):
+                shape = [one // self.number * self.size if i in chosen else one for i, one in enumerate(entries)]
+                sizes = _with_rest(list(map(expression, shape)), numel)
+                if sizes is not None:
+                    # An axis stays itself where as many entries as before come before it: [B, S, D] to [B, S, H, -1].
+                    kept = sum(2 if sympy.Mul(*sizes[:i]) in starts else 1 for i in chosen)
+                    best, most = (shape, kept) if kept > most else (best, most)
+        return best
+
+    def _expanded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        entries, structure = pytree.tree_flatten((args[1:], kwargs))
+        old = [None] * (len(entries) - args[0].dim()) + list(args[0].shape)
+        shape = [
+            self.size if entry == self.number and size is not None and self._counts(size) else entry
+            for entry, size in zip(entries, old, strict=True)
+        ]
+        given, kwargs = pytree.tree_unflatten(shape, structure)
+        return (args[0], *given), kwargs
+
+    def _counts(self, size: Any) -> bool:
+        return self.symbol in expression(size).free_symbols
+
+    def _indexed(self, value: torch.Tensor, index: Any) -> Any:
+        items = list(index) if isinstance(index, tuple) else [index]
+        shape = list(value.shape)
+        taken = [_axes_of(item) for item in items]
+        dim, found = 0, []
+        for item, axes in zip(items, taken, strict=True):
+            if isinstance(item, slice):
+                item = slice(*self._numbers((item.start, item.stop, item.step)))
+                if dim < len(shape) and self._counts(shape[dim]):
+                    item = self._slice(item, shape[dim])
+            elif axes == 1 and dim < len(shape) and self._counts(shape[dim]):
+                item = self._from_end(item, shape[dim])
+            found.append(item)
+            dim += len(shape) - sum(taken) if item is Ellipsis else axes
+        return tuple(found) if isinstance(index, tuple) else found[0]
+
+    def _from_end(self, index: Any, size: Any) -> Any:
+        """The place of one of the last tokens, which a graph for any number of tokens has."""
+        return index - hint(size) if type(index) is int and hint(size) // 2 < index < hint(size) else index
+
+    def _slice(self, part: slice, size: Any) -> slice:
+        """Most of the tokens, by their number; of the last few, places counted from the end."""
+        start, stop, length = part.start or 0, part.stop, hint(size)
+        if type(start) is not int or type(stop) is not int or not 0 <= start < stop <= length:
+            return part
+        if stop - start > length // 2:
+            return slice(part.start, size - (length - stop), part.step)
+        if start > length // 2:
+            return slice(start - length, stop - length if stop < length else None, part.step)
+        return part
+
+    def _narrowed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if len(args) < 4 or not isinstance(args[2], int) or not self._counts(args[0].shape[args[1]]):
+            return args, kwargs
+        value, dim, start, length = args[:4]
+        part = self._slice(slice(start, start + length), value.shape[dim])
+        return (value, dim, part.start, length if part.start < 0 else part.stop - start), kwargs
+
+    def _with_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        query, key = args[:2] if len(args) > 1 else (kwargs["query"], kwargs["key"])
+        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        if not isinstance(mask, torch.Tensor):
+            return args, kwargs
+        mask = self._cut(mask, (query.shape[-2], key.shape[-2]))
+        return ((*args[:3], mask, *args[4:]), kwargs) if len(args) > 3 else (args, {**kwargs, "attn_mask": mask})
+
+    def _aligned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Tensors that are combined entry by entry, each with the symbol where any of them has it."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        shapes = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if len(shapes) < 2:
+            return args, kwargs
+        longest = itertools.zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
+        wanted = [next((size for size in sizes if self._counts(size)), None) for sizes in longest][::-1]
+        return pytree.tree_unflatten(
+            [self._cut(leaf, wanted) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure
+        )
+
+    def _cut(self, value: torch.Tensor, wanted: Sequence[Any]) -> torch.Tensor:
+        """A tensor with the wanted sizes, from the last axis, where they are its own numbers."""
+        for back, size in enumerate(reversed(wanted), 1):
+            if back > value.dim() or size is None or not self._counts(size):
+                continue
+            own = value.shape[-back]
+            if isinstance(own, int) and own > 1 and own == hint(size):
+                # Not a slice, whose strides would be numbers: torch compares them, and takes the size for one, too.
+                value = value.index_select(value.dim() - back, torch.arange(size, device=value.device))
+        return value
+
+    def check(self, node: fx.Node) -> None:
+        """Raises `RefusalError` if a node has made the size a constant."""
+        if expression(self.size).free_symbols:
+            return
+        raise RefusalError(
+            "the token size is a constant of this graph, and it is not clear here which sizes count tokens",
+            where=where(node),
+            expected=f"sizes of {self.number} that count tokens, or such that do not",
+            got=f"{node.target} combines both",
+            hint="let Python not depend on the number of tokens (x.chunk(8, 1) instead of a loop over slices of so "
+            "many tokens), or pad to a length that no feature size of the model is equal to",
+        )
+
+
+def _name(target: Any) -> str:
+    """A function, operator or method by torch's name, in place or not."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    plain = name.strip("_")
+    if getattr(target, "__module__", "") == "_operator" and plain.startswith("i") and plain[1:] in _IN_PLACE:
+        plain = plain[1:]
+    return OPERATORS.get(plain, plain)
+
+
+_IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor", "pow")
+
+
+def _is_pointwise(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads)
+
+
+def _with_rest(sizes: list[sympy.Expr], numel: sympy.Expr) -> list[sympy.Expr] | None:
+    """A shape with its -1 worked out; None if it has not `numel` entries for every number of tokens."""
+    unknown = [i for i, size in enumerate(sizes) if size == -1]
+    rest = sympy.cancel(numel / sympy.Mul(*(size for size in sizes if size != -1)))
+    if not unknown:
+        return sizes if rest == 1 else None
+    if rest.as_numer_denom()[1] != 1:
+        return None
+    return [rest if i in unknown else size for i, size in enumerate(sizes)]
+
+
+def _axes_of(item: Any) -> int:
+    """How many axes an item of an index is about."""
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    return item.dim() if isinstance(item, torch.Tensor) and item.dtype is torch.bool else 1
+
+
+def _strides(value: torch.Tensor, shape: Iterable[Any]) -> list[Any]:
+    """Strides of a tensor of other sizes that lies in memory as this one does."""
+    sizes, strides = tuple(shape), list(value.stride())
+    order = sorted(range(value.dim()), key=lambda dim: (hint(strides[dim]), hint(value.shape[dim])))
+    step: Any = 1
+    number = 1
+    for dim in order:
+        if hint(strides[dim]) == number:  # dense so far
+            strides[dim] = step
+            step, number = step * sizes[dim], number * hint(sizes[dim])
+    return strides

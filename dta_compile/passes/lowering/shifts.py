@@ -1,0 +1,300 @@
+"""shifts: values of the tokens before, put together from slices, become a mixer of ours.
+
+    cat([x[:, :1], x[:, 1:] + g * x[:, :-1]], 1)
+    pad(x, (0, 0, 1, -1))                pad(x, (0, 0, 1, 0))[:, :-1]             RWKV's token shift
+    y = roll(x, 1, 1);  y[:, 0] = 0
+
+Each is a value of as many tokens as the call has, whose entry `t` reads entries `t` and `t - k` of others, and whose
+first entries read something else. The slices are extended to all tokens: `x[:, 1:]` to `x`, and `x[:, :-1]`, which lies
+one token further, to `x` shifted by a token, a recurrence whose state is the token before. The first tokens are
+selected by their number. What would read a later token stays as it is, and is refused later as any mixing is.
+
+What slices are combined by is computed for the first tokens as well, over a state of zeros, and then not selected.
+So that a gradient of zero stays one (0 * inf is NaN), only operators take part that are finite there, and so are their
+derivatives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._sympy.functions import Mod, PythonMod
+
+from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
+from dta_compile.passes.graphs.nodes import call, descendants, filled_with, is_float
+from dta_compile.passes.graphs.operators import COPIES
+from dta_compile.passes.program import ancestors, has_tensor
+from dta_compile.passes.symbols import expression, sizes
+
+aten = torch.ops.aten
+
+ROOTS = frozenset(
+    {
+        aten.cat.default,
+        aten.constant_pad_nd.default,
+        aten.select_scatter.default,
+        aten.slice.Tensor,
+        aten.slice_scatter.default,
+    }
+)
+# Pointwise operators that are finite, with finite derivatives, where a token before the first one is zero.
+FINITE = COPIES | {
+    aten._to_copy.default,
+    aten.add.Tensor,
+    aten.gelu.default,
+    aten.lerp.Scalar,
+    aten.lerp.Tensor,
+    aten.mul.Scalar,
+    aten.mul.Tensor,
+    aten.neg.default,
+    aten.relu.default,
+    aten.rsub.Scalar,
+    aten.sigmoid.default,
+    aten.silu.default,
+    aten.sub.Tensor,
+    aten.tanh.default,
+}
+
+
+class _NoShift(Exception):
+    """A value is not put together from tokens before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Extended:
+    """A value of all tokens that has the entries of another one at its places, from token `begin` on."""
+
+    node: fx.Node
+    begin: int = 0
+
+
+def shifts_to_mixers(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
+    """Rewrite values of tokens and those before them that attention comes after; `graph` is functional."""
+    calls = mixer_calls(graph)
+    if not calls:
+        return
+    batch, tokens = batch_and_tokens(calls[0])
+    if not tokens.free_symbols:
+        return
+    with_gradient, before = descendants(graph, parameters), ancestors(calls)
+    for node in list(graph.nodes):
+        if node.target not in ROOTS or node not in before or node not in with_gradient or not is_float(node):
+            continue
+        with graph.inserting_before(node):
+            if (value := _whole(node, batch, tokens)) is not None:
+                node.replace_all_uses_with(value)
+    graph.eliminate_dead_code(fx.Node.is_impure)
+
+
+def _whole(node: fx.Node, batch: sympy.Expr, tokens: sympy.Expr) -> fx.Node | None:
+    """The value of a node, of shifted tokens; None if it is anything else, or no shift."""
+    if node.target is aten.slice_scatter.default and sizes(node) == sizes(node.args[1]):
+        return node.args[1]  # all entries: the outer part of `y[:, 0] = x`
+    dim = _dim_of(node)
+    if dim is None or sizes(node)[dim] != tokens:
+        return None
+    if node.target is aten.slice.Tensor and sizes(node.args[0])[dim] == tokens:
+        return None  # all of the tokens
+    shifts, last = _Shifts(node, dim, batch, tokens), node.prev
+    try:
+        with node.meta["val"].fake_mode:  # for constructors
+            found = shifts.assembled(node, 0)
+    except _NoShift:
+        return None
+    while (last := last.next) is not node:
+        last.meta = {**node.meta, **last.meta}
+    return found.node if found.begin == 0 and shifts.any else None
+
+
+def _dim_of(node: fx.Node) -> int | None:
+    """The dimension along which a node puts entries together or cuts them off."""
+    rank = node.meta["val"].dim()
+    if node.target is aten.constant_pad_nd.default:
+        padded = [i for i, count in enumerate(node.args[1]) if not isinstance(count, int) or count != 0]
+        dims = {rank - 1 - i // 2 for i in padded}
+        return dims.pop() if len(dims) == 1 else None
+    at = {aten.cat.default: 1, aten.slice.Tensor: 1}.get(node.target, 2)
+    return (argument(node, at, "dim") or 0) % rank
+
+
+class _Shifts:
+    """Values along one dimension of `tokens` entries."""
+
+    def __init__(self, root: fx.Node, dim: int, batch: sympy.Expr, tokens: sympy.Expr) -> None:
+        self.root, self.graph, self.batch, self.tokens = root, root.graph, batch, tokens
+        self.back = root.meta["val"].dim() - dim  # of the dimension, from the end
+        self.any = False  # whether anything is shifted
+        self._length: fx.Node | None = None
+
+    def _dim(self, node: fx.Node) -> int:
+        return int(node.meta["val"].dim()) - self.back
+
+    def _size(self, node: fx.Node) -> sympy.Expr:
+        """Entries along the dimension; a value that lacks it has one."""
+        dim = self._dim(node)
+        return sizes(node)[dim] if dim >= 0 else sympy.S.One
+
+    def at(self, node: fx.Node, offset: int) -> _Extended:
+        """The value of all tokens that has entry `t` of a node at `t + offset`; raises `_NoShift`."""
+        if self._dim(node) < 0 or (self._size(node) == 1 and not any(size.free_symbols for size in sizes(node))):
+            return _Extended(node)  # no token's: a weight, a number
+        if isinstance(filler := filled_with(node), (int, float)):
+            return _Extended(self._number(node, filler))
+        if node.target is aten.fill.Tensor:
+            return self.at(node.args[1], offset)
+        if node.target is aten.expand.default and self._size(node.args[0]) == 1:
+            return self.at(node.args[0], offset)
+        try:
+            return self.assembled(node, offset)
+        except _NoShift:
+            if self._size(node) != self.tokens or offset < 0:
+                raise
+        return _Extended(self._shifted(node, offset), offset)
+
+    def assembled(self, node: fx.Node, offset: int) -> _Extended:
+        """The same, of a node that is put together or cut."""
+        if node.op != "call_function" or not has_tensor(node):
+            raise _NoShift
+        target, args = node.target, node.args
+        if target is aten.cat.default:
+            return self._joined(node, offset)
+        if target is aten.slice.Tensor:
+            start, dim = argument(node, 2, "start") or 0, (argument(node, 1, "dim") or 0) % node.meta["val"].dim()
+            if dim != self._dim(node):
+                return self._combined(node, offset)
+            self._require(type(start) is int and start >= 0 and (argument(node, 4, "step") or 1) == 1)
+            return self.at(args[0], offset - start)
+        if target is aten.constant_pad_nd.default:
+            before, after = args[1][2 * self.back - 2 : 2 * self.back]
+            self._require(_dim_of(node) == self._dim(node) and type(before) is int and type(after) is int)
+            self._require(after <= 0)
+            filler = _Extended(self._number(node, argument(node, 2, "value") or 0))
+            return self._first(offset + before, filler, self.at(args[0], offset + before))
+        if target is aten.index_select.default:
+            self._require(args[1] % node.meta["val"].dim() == self._dim(node) and self._size(args[0]) == self.tokens)
+            return self.at(args[0], offset + self._rolled_by(args[2]))
+        if target in (aten.slice_scatter.default, aten.select_scatter.default):
+            return self._written(node, offset)
+        self._require(target in FINITE and self._size(node) != self.tokens)
+        return self._combined(node, offset)
+
+    def _number(self, node: fx.Node, number: float) -> fx.Node:
+        return call(self.graph, aten.full.default, [], number, **_like(node))
+
+    def _rolled_by(self, index: fx.Node) -> int:
+        """By how many tokens `roll` moves them, which is traced as the choice of `(arange(S) + (S - k) % S) % S`."""
+        self._require(index.target is aten.fmod.Scalar and index.args[0].target is aten.add.Tensor)
+        place, start = index.args[0].args[:2]
+        length = _value(index.args[1])
+        self._require(place.target is aten.arange.default and expression(_value(place.args[0])) == self.tokens)
+        self._require(expression(length) == self.tokens)
+        begin = expression(_value(start))
+        count = self.tokens - (begin.args[0] if begin.func in (Mod, PythonMod) else begin)
+        self._require(count.is_Integer and count > 0)
+        self._require(length >= int(count))  # a guard
+        return int(count)
+
+    def _require(self, holds: Any) -> None:
+        if not holds:
+            raise _NoShift
+
+    def _joined(self, node: fx.Node, offset: int) -> _Extended:
+        """Parts after each other, of which the last has tokens to the end."""
+        self._require((argument(node, 1, "dim") or 0) % node.meta["val"].dim() == self._dim(node))
+        *first, last = node.args[0]
+        counts = [self._size(part) for part in first]
+        self._require(all(count.is_Integer for count in counts))
+        found = self.at(last, offset + int(sum(counts)))
+        for i in reversed(range(len(first))):
+            part = self.at(first[i], offset + int(sum(counts[:i])))
+            found = self._first(offset + int(sum(counts[: i + 1])), part, found)
+        return found
+
+    def _written(self, node: fx.Node, offset: int) -> _Extended:
+        """A value whose first entries, or those from some entry on, have been written over."""
+        base, part, dim, start, *others = node.args
+        self._require(dim % node.meta["val"].dim() == self._dim(node) and len(others) < 2)
+        if node.target is aten.select_scatter.default:
+            self._require(start == 0)
+            return self._first(offset + 1, self._picked(part, offset), self.at(base, offset))
+        start, count = start or 0, self._size(part)
+        self._require(type(start) is int and start >= 0)
+        if start + count == self._size(node):
+            return self._first(offset + start, self.at(base, offset), self.at(part, offset + start))
+        self._require(start == 0 and count.is_Integer)
+        return self._first(offset + int(count), self.at(part, offset), self.at(base, offset))
+
+    def _picked(self, node: fx.Node, offset: int) -> _Extended:
+        """A value of one token, without the dimension."""
+        if node.target is aten.select.int:
+            source, dim, place = node.args
+            self._require(dim % source.meta["val"].dim() == self._dim(source) and type(place) is int and place >= 0)
+            return self.at(source, offset - place)
+        self._require(node.target is aten.fill.Tensor or isinstance(filled_with(node), (int, float)))
+        return _Extended(node.args[1] if node.target is aten.fill.Tensor else self._number(node, filled_with(node)))
+
+    def _combined(self, node: fx.Node, offset: int) -> _Extended:
+        """A pointwise operator of what all its operands are at all tokens."""
+        found = {arg: self.at(arg, offset) for arg in node.all_input_nodes if has_tensor(arg)}
+
+        def at_all(arg: fx.Node) -> fx.Node:
+            return found[arg].node if arg in found else arg
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), at_all)
+        return _Extended(call(self.graph, node.target, *args, **kwargs), max(one.begin for one in found.values()))
+
+    def _first(self, count: int, first: _Extended, rest: _Extended) -> _Extended:
+        """A value before token `count`, another one from there on."""
+        self._require(rest.begin <= count)
+        if count <= 0:
+            return rest
+        length = self._size_of_call()
+        place = call(self.graph, aten.arange.default, length, device=self.root.meta["val"].device)
+        is_first = call(self.graph, aten.lt.Scalar, place, count)
+        for _ in range(self.back - 1):
+            is_first = call(self.graph, aten.unsqueeze.default, is_first, -1)
+        return _Extended(call(self.graph, aten.where.self, is_first, first.node, rest.node), first.begin)
+
+    def _size_of_call(self) -> fx.Node:
+        if self._length is None:
+            inputs = [node for node in self.graph.find_nodes(op="placeholder") if has_tensor(node)]
+            found = ((node, dim) for node in inputs for dim, size in enumerate(sizes(node)) if size == self.tokens)
+            self._length = call(self.graph, aten.sym_size.int, *next(found))
+        return self._length
+
+    def _shifted(self, node: fx.Node, count: int) -> fx.Node:
+        """A value of all tokens, `count` tokens later, with zeros before."""
+        if count == 0:
+            return node
+        self.any = True
+        graph, dim, value = self.graph, self._dim(node), node.meta["val"]
+        self._require(dim > 0 and sizes(node)[0] == self.batch)
+        order = [0, dim, *(i for i in range(1, value.dim()) if i != dim)]
+        rows = node if dim == 1 else call(graph, aten.permute.default, node, order)
+        shape = rows.meta["val"].shape
+        features = shape[2:].numel()
+        self._require(isinstance(features, int))
+        if len(shape) != 3:
+            lead = [call(graph, aten.sym_size.int, rows, i) for i in (0, 1)]
+            rows = call(graph, aten.reshape.default, rows, [*lead, features])
+        taps = [call(graph, aten.full.default, [features, n], one, **_like(node)) for n, one in ((1, 1), (count, 0))]
+        weight = call(graph, aten.cat.default, taps, 1)
+        rows = call(graph, torch.ops.dta.token_shift.default, rows, weight, None)
+        if len(shape) != 3:
+            rows = call(graph, aten.reshape.default, rows, [*lead, *shape[2:]])
+        return (
+            rows if dim == 1 else call(graph, aten.permute.default, rows, [order.index(i) for i in range(len(order))])
+        )
+
+
+def _value(arg: Any) -> Any:
+    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
+
+
+def _like(node: fx.Node) -> dict[str, Any]:
+    return {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}

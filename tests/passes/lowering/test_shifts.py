@@ -1,0 +1,156 @@
+"""Values of the tokens before, put together from slices, run over the tree as a mixer."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dta_compile
+from dta_compile.errors import RefusalError, RuntimeContractError
+from tests.support.tiny import SEGMENTS, SMALL_CHUNKS, WIDTH, BareLM, after, assert_same, shared_ids, weighted
+
+OPTIONS = {**SMALL_CHUNKS, "codegen": "eager"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.compiler.reset()
+
+
+class Shifting(BareLM):
+    def __init__(self, shift):
+        super().__init__()
+        self.shift = shift
+        self.gate = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
+
+    def hidden(self, ids, mask=None):
+        x = self.embedding(ids)
+        if mask is not None:
+            mask, zeroed = mask
+            x = x * mask[..., None] if zeroed else x
+            tokens = ids.shape[1]
+            mask = torch.ones(tokens, tokens, dtype=torch.bool).tril() & mask[:, None, None, :]
+        return self.mix(self.shift(x, self.gate), mask)
+
+
+def check(model, *args, real=1):
+    compiled = torch.compile(model, backend="dta", options=OPTIONS)
+
+    def step(run):
+        out = run(*args) * real
+        weighted(out).backward()
+        return (out,)
+
+    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+    assert dta_compile.last_plan(compiled)
+
+
+def added(x, g):
+    return torch.cat([x[:, :1], x[:, 1:] + g * x[:, :-1]], 1)
+
+
+def padded_and_cut(x, g):
+    return x + g * F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def of_rwkv(x, g):
+    before = F.pad(x, (0, 0, 1, -1))
+    return x + (before - x) * g.sigmoid()
+
+
+def rolled(x, g):
+    before = torch.roll(x, 1, 1)
+    before[:, 0] = 0
+    return x + g * before
+
+
+def rolled_by_two(x, g):
+    before = torch.roll(x, 2, dims=1)
+    before[:, :2] = x[:, :2]
+    return x + g * before
+
+
+def written(x, g):
+    before = torch.zeros_like(x)
+    before[:, 1:] = x[:, :-1]
+    return x + g * before
+
+
+def after_a_learned_one(x, g):
+    return x + torch.cat([g.expand(x.shape[0], 1, -1), x[:, :-1]], 1)
+
+
+def of_heads(x, g):
+    y = x.unflatten(-1, (2, -1)).transpose(1, 2)
+    y = torch.cat([torch.zeros_like(y[:, :, :2]), y[:, :, :-2]], 2)
+    return x + g * y.transpose(1, 2).flatten(2)
+
+
+def twice(x, g):
+    return x + added(F.silu(padded_and_cut(x, g)), g)
+
+
+def of_one_length(x, g):
+    for _ in range(x.shape[1]):
+        x = x * 0.9
+    return added(x, g)
+
+
+@pytest.mark.parametrize(
+    "shift",
+    [
+        added,
+        padded_and_cut,
+        of_rwkv,
+        rolled,
+        rolled_by_two,
+        written,
+        after_a_learned_one,
+        of_heads,
+        twice,
+        of_one_length,
+    ],
+)
+def test_shifts_run_over_the_tree(shift):
+    check(Shifting(shift), shared_ids())
+
+
+def joined_backwards(x, g):
+    return x + g * torch.cat([x[:, 1:], x[:, :1]], 1)
+
+
+def written_backwards(x, g):
+    after = x * g
+    after[:, :-1] = x[:, 1:]
+    return after
+
+
+def rolled_alone(x, g):
+    return x + g * torch.roll(x, 1, 1)
+
+
+@pytest.mark.parametrize("shift", [joined_backwards, written_backwards, rolled_alone])
+def test_what_reads_later_tokens_is_refused(shift):
+    with pytest.raises(RefusalError, match="tokens are mixed before the last attention"):
+        torch.compile(Shifting(shift), backend="dta", options=OPTIONS)(shared_ids())
+
+
+def test_what_is_before_a_sequence_is_as_in_eager_mode_or_refused():
+    model, ids, mask = Shifting(padded_and_cut), shared_ids(), torch.ones(5, 9, dtype=torch.bool)
+    mask[0, :2] = mask[2, :1] = False
+    check(model, ids, (mask, True), real=mask[..., None])
+    compiled = torch.compile(model, backend="dta", options=OPTIONS)
+    with pytest.raises(RuntimeContractError, match="padding before a sequence reaches token shift"):
+        compiled(ids, (mask, False))
+    check(model, ids, (mask.flip(1), False), real=mask.flip(1)[..., None])
+
+
+def test_packed_rows_are_refused():
+    class Packed(Shifting):
+        def forward(self, ids, segments):
+            x = self.embedding(ids)
+            heads = self.shift(x, self.gate).unflatten(-1, (2, -1))
+            return dta_compile.attention(*(heads.transpose(1, 2),) * 3, segments=segments)
+
+    with pytest.raises(RuntimeContractError, match="of another sequence"):
+        torch.compile(Packed(added), backend="dta", options=OPTIONS)(shared_ids(*SEGMENTS.shape), SEGMENTS)

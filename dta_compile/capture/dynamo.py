@@ -71,8 +71,8 @@ def trace_again_with_symbolic_sizes(graph: fx.Graph) -> None:
     """Make Dynamo trace this call once more with symbolic batch and token sizes, unless it already has.
 
     Dynamo's first trace of a call is static, but for what `_mark_at_hand` found. Inputs that are no parameters or
-    buffers of a module get their dimensions marked as dynamic (but for the features of floats); sizes 0 and 1 stay
-    special, as everywhere in torch.
+    buffers of a module get their dimensions marked as dynamic (but for the features of floats, which a bias over pairs
+    of tokens has none of); sizes 0 and 1 stay special, as everywhere in torch.
     """
     data = [node for node in graph.nodes if node.op == "placeholder" and _is_data(node)]
     marked = [_mark(node.meta["grapharg"].example, node.meta["example_value"]) for node in data]
@@ -82,7 +82,8 @@ def trace_again_with_symbolic_sizes(graph: fx.Graph) -> None:
 
 def _mark(example: torch.Tensor, traced: torch.Tensor) -> bool:
     """Mark the dimensions of an input that are numbers in its trace; whether that is new."""
-    counted = traced.dim() - 1 if traced.is_floating_point() and traced.dim() > 2 else traced.dim()
+    has_features = traced.is_floating_point() and traced.dim() > 2 and traced.shape[-2] != traced.shape[-1]
+    counted = traced.dim() - 1 if has_features else traced.dim()
     fixed = [dim for dim in range(counted) if isinstance(traced.shape[dim], int) and traced.shape[dim] > 1]
     if not fixed or getattr(example, MARKED, False):
         return False

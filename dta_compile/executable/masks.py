@@ -33,7 +33,8 @@ class MaskProgram:
         where: the user's line.
         term: an entry of it, over "row", "query" and "key"; None: it is declared, and of a constant class.
         sizes: by index variable, the size of the dimension along which it counts.
-        numbers, scalars, tables: what has to be known of a call to say the class, if that is not constant.
+        numbers, scalars, tables: what has to be known of a call to say the class, if that is not constant; tables and
+            masks over pairs of tokens with their sizes.
         items: tensors that numbers are read from, by the symbol that Dynamo knows the number by.
         fixed: tables that are the same for every call.
     """
@@ -45,7 +46,7 @@ class MaskProgram:
     sizes: Mapping[str, sympy.Expr] = dataclasses.field(default_factory=dict)
     numbers: tuple[sympy.Expr, ...] = ()
     scalars: frozenset[Leaf] = frozenset()
-    tables: frozenset[Leaf] = frozenset()
+    tables: Mapping[Leaf, tuple[sympy.Expr, ...]] = dataclasses.field(default_factory=dict)
     items: Mapping[sympy.Symbol, Leaf] = dataclasses.field(default_factory=dict)
     fixed: Mapping[Leaf, Table] = dataclasses.field(default_factory=dict)
     _classes: dict[object, MaskClass] = dataclasses.field(default_factory=dict, init=False, repr=False)
@@ -65,9 +66,13 @@ class MaskProgram:
                 raise self.refusal(error) from None
         return self._classes[facts.key]
 
+    def refused(self, got: str) -> RefusalError:
+        """The error for a mask of which `got` was found."""
+        return refusal(self.where, got, HINT, self.term)
+
     def refusal(self, unproven: Unproven) -> RefusalError:
         """The error for a mask of no supported class; where `DTA_DEBUG` says so, the query is written to a file."""
-        error = refusal(self.where, str(unproven), HINT, self.term)
+        error = self.refused(str(unproven))
         if folder := os.environ.get("DTA_DEBUG"):
             paths = (pathlib.Path(folder) / f"mask_{number:03d}.smt2" for number in itertools.count())
             path = next(path for path in paths if not path.exists())

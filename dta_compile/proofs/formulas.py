@@ -18,8 +18,11 @@ import z3
 
 from dta_compile.proofs.cases import Cases, Ranges, Untranslatable, Value, boolean, case, chain, exact_int, merged
 from dta_compile.proofs.mask_class import LONGEST_ROW
+from dta_compile.proofs.pairs import Pairs, sequences_of
 from dta_compile.proofs.tables import Facts, Table
 from dta_compile.proofs.terms import Apply, Const, Entry, Index, Number, Term, Terms, subterms
+
+aten = torch.ops.aten
 
 FEW = 3  # numbers that are told apart one by one
 TIMEOUT = 2000  # milliseconds of one question
@@ -199,6 +202,8 @@ class Formulas(abc.ABC):
         if not term.index and term.leaf in self.facts.scalars:
             number = self.facts.scalars[term.leaf]
             return z3.BoolVal(number) if isinstance(number, bool) else case(number)
+        if term.leaf in self.facts.pairs:
+            return self._of_pair(term, *self.facts.pairs[term.leaf])
         table = self.facts.tables.get(term.leaf)
         if table is None:
             raise Untranslatable(term)
@@ -209,6 +214,39 @@ class Formulas(abc.ABC):
         found = merged(_numbers_of(table, index))
         return boolean(found) if term.dtype is torch.bool else found
 
+    def _of_pair(self, term: Entry, pairs: Pairs, shape: Sequence[sympy.Expr]) -> Value:
+        """An entry of a mask whose values were tested."""
+        *rows, query, key = term.index
+        row = next((at for at in rows if not isinstance(at, Const)), self.terms.const(0))
+        if not isinstance(row, (Const, Index)) or not row.indices <= {"row"}:
+            raise Untranslatable(term)
+        i, j = self.integer(query), self.integer(key)
+        for at, size in zip((i, j), shape[-2:], strict=True):
+            if not self.proves(z3.And(at >= 0, at < self.number(size))):
+                raise Untranslatable(term, "it may read beyond the mask")
+
+        def is_real(token: Term) -> z3.BoolRef:
+            itself = self.terms.entry(term.leaf, (*rows, token, token))
+            return self._atomic(self.terms.apply(aten.eq.Scalar, itself, pairs.allowed, result=torch.bool))
+
+        within = [is_real(key)]
+        if pairs.is_causal:
+            within.append(j <= i)
+        if pairs.is_packed:
+            one, other = (self._atomic(self.terms.entry(sequences_of(term.leaf), (row, at))) for at in (query, key))
+            within.append(one == other)
+        if pairs.window is not None:
+            within.append(i - j < pairs.window)
+        anything = z3.Function(f"padding of {term.leaf.name}", *[z3.IntSort()] * 3, z3.BoolSort())
+        of_padding = z3.And(i != j, anything(self.integer(row), i, j))
+        allowed = z3.If(is_real(query), z3.And(*within), of_padding)
+        if term.dtype is torch.bool:
+            return allowed if pairs.allowed else z3.Not(allowed)
+        if pairs.hidden is None:
+            self._biased.add(term)
+        hidden = -math.inf if pairs.hidden is None else pairs.hidden
+        return Cases(((pairs.allowed, allowed), (hidden, z3.Not(allowed))))
+
     def _is_of_one_token(self, term: Term) -> bool:
         return len(term.indices - {"row"}) <= 1
 
@@ -217,10 +255,11 @@ class Formulas(abc.ABC):
         return any(self._may_be_any_float(arg) for arg in term.operands if arg.dtype.is_floating_point)
 
     def _may_be_any_float(self, term: Term) -> bool:
-        """Whether a floating-point term may have values of inputs; a choice of numbers does not."""
+        """Whether a floating-point term may have values of inputs; a choice of numbers, or what was tested, does not."""
         if isinstance(term, Apply) and term.name == "where":
             return any(map(self._may_be_any_float, term.operands[1:]))
-        return not isinstance(term, Const) and self.reads_inputs(term)
+        entries = [part for part in subterms(term) if isinstance(part, Entry)]
+        return any(self.reads_inputs(entry) and entry.leaf not in self.facts.pairs for entry in entries)
 
     def reads_inputs(self, term: Term) -> bool:
         """Whether a term depends on more than indices and numbers."""

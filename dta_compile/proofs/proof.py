@@ -28,8 +28,9 @@ from dta_compile.proofs.cases import Cases, Untranslatable, applications
 from dta_compile.proofs.formulas import Atom
 from dta_compile.proofs.logic import Logic
 from dta_compile.proofs.mask_class import FORBIDDEN, MaskClass
+from dta_compile.proofs.pairs import sequences_of
 from dta_compile.proofs.tables import Facts
-from dta_compile.proofs.terms import Apply, Term, Terms, in_order, subterms
+from dta_compile.proofs.terms import Apply, Entry, Term, Terms, in_order, subterms
 
 SMALL = 40  # tokens of examples in messages
 DIVISIONS = ("floor_divide", "div", "remainder", "fmod")  # by which chunks are told apart
@@ -197,7 +198,9 @@ class _Proof:
         """What the values that are compared between query and key may be taken for, the least first."""
         integers = [atom for atom in self.compared if atom.function.range() == z3.IntSort()]
         compared = self.compared if len(self.compared) <= MOST_ROLES else integers[:MOST_ROLES]
-        options = [("", "segment", "position") if atom in integers else ("", "segment") for atom in compared]
+        named = {sequences_of(mask) for mask in self.logic.facts.pairs}  # numbers that count nothing
+        counting = [one for one in integers if not (isinstance(one.term, Entry) and one.term.leaf in named)]
+        options = [("", "segment", "position") if atom in counting else ("", "segment") for atom in compared]
         choices = sorted(
             itertools.product(*options), key=lambda roles: (roles.count("position"), roles.count("segment"))
         )

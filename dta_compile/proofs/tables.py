@@ -9,6 +9,7 @@ from typing import Any
 import sympy
 import torch
 
+from dta_compile.proofs.pairs import Pairs
 from dta_compile.proofs.terms import Leaf
 
 MOST_RUNS = 64
@@ -60,14 +61,16 @@ class Facts:
         numbers: sizes and numbers of the call, by the expression that Dynamo knows them by.
         scalars: values of tensors without dimensions.
         tables: contents of tables.
+        pairs: masks over pairs of tokens by what their values were tested to be, with the sizes of the tensor.
     """
 
     numbers: Mapping[sympy.Expr, int | float] = dataclasses.field(default_factory=dict)
     scalars: Mapping[Leaf, bool | int | float] = dataclasses.field(default_factory=dict)
     tables: Mapping[Leaf, Table] = dataclasses.field(default_factory=dict)
+    pairs: Mapping[Leaf, tuple[Pairs, tuple[sympy.Expr, ...]]] = dataclasses.field(default_factory=dict)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for equal facts."""
-        every: tuple[Mapping[Any, Any], ...] = (self.numbers, self.scalars, self.tables)
+        every: tuple[Mapping[Any, Any], ...] = (self.numbers, self.scalars, self.tables, self.pairs)
         return tuple(tuple(sorted((repr(k), repr(v)) for k, v in each.items())) for each in every)

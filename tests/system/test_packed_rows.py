@@ -112,6 +112,29 @@ def check(model, compiled, rows, tail=0):
     return dta_compile.last_plan(compiled)
 
 
+class WithGivenMask(BareLM):
+    """Attention by a mask over pairs that it is given."""
+
+    def forward(self, ids, pairs):
+        return self.head(self.mix(self.embedding(ids), pairs))
+
+
+def test_masks_over_pairs_pack_rows_by_their_values():
+    model = WithGivenMask()
+    compiled = torch.compile(model, backend="dta")
+    ids = torch.tensor([[3, 1, 2, 3, 1, 2, 3, 1, 1], [3, 1, 2, 3, 2, 2, 3, 1, 2], [3, 1, 2, 3, 1, 2, 1, 1, 3]])
+    numbers = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1])
+    pairs = torch.ones(9, 9, dtype=torch.bool).tril() & (numbers == numbers[:, None])
+
+    def step(run):
+        out = run(ids, pairs.expand(3, 1, 9, 9).contiguous())
+        weighted(out).backward()
+        return out.detach()
+
+    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+    assert dta_compile.last_plan(compiled).stats.sequences == 6
+
+
 TOKENS = st.lists(st.integers(1, 3), min_size=1, max_size=7)  # few kinds: much is shared, also by chance
 
 

@@ -278,19 +278,6 @@ def test_gradients_switched_on_inside_a_call_without_them_are_refused():
     assert all(output.requires_grad for output in compiled(ids))
 
 
-def test_a_ready_made_mask_over_pairs_is_refused():
-    class Masked(Model):
-        def forward(self, ids, mask):
-            self.blocks[0].change = lambda block, x, q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            return super().forward(ids)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(Masked(), backend="dta")
-    mask = torch.ones(9, 9, dtype=torch.bool).tril().expand(3, 1, 9, 9)
-    with pytest.raises(RefusalError, match="a mask over pairs of tokens given as an input"):
-        compiled(torch.randint(0, VOCABULARY, (3, 9)), mask)
-
-
 def test_embeddings_that_need_gradients_are_refused():
     class FromEmbeddings(Model):
         def forward(self, x):

@@ -80,8 +80,9 @@ class _Derivation:
             raise self._refusal(got, "use one window for all heads, and rotary or learned positions instead of biases")
         of_pairs = [entry for entry in entries if len(entry.indices - {"row", "head"}) > 1]
         for entry in of_pairs:
-            if "row" in entry.indices or self.nodes[entry.leaf].op not in ("placeholder", "get_attr"):
-                raise self._pair_refusal(self.nodes[entry.leaf])
+            node = self.nodes[entry.leaf]
+            if not _is_over_pairs(node) and ("row" in entry.indices or node.op == "call_function"):
+                raise self._pair_refusal(node)
         constants = {entry.leaf for entry in entries if self.nodes[entry.leaf].op == "get_attr"}
         pairs = {entry.leaf for entry in of_pairs}
         contents = {leaf: getattr(self.program.module, str(self.nodes[leaf].target)) for leaf in pairs & constants}
@@ -95,7 +96,7 @@ class _Derivation:
             sizes=self.sizes,
             numbers=numbers,
             scalars=frozenset(entry.leaf for entry in entries if not entry.index),
-            tables=frozenset(pairs - constants),
+            tables={leaf: sizes(self.nodes[leaf]) for leaf in sorted(pairs - constants, key=str)},
             items=items,
             fixed={leaf: table for leaf, values in contents.items() if (table := read_table(values)) is not None},
         )
@@ -114,13 +115,17 @@ class _Derivation:
         return refusal(where(self.mask), got, hint, self.term)
 
     def _pair_refusal(self, node: fx.Node) -> RefusalError:
-        if node.op == "placeholder":
-            got = "a mask over pairs of tokens given as an input"
-            return self._refusal(got, "pass a [batch, tokens] padding mask instead")
+        name = f"the input {node.meta.get('source') or node.name}" if node.op == "placeholder" else node.target
         return self._refusal(
-            f"{node.target} of pairs of tokens, which is not understood in a mask",
+            f"{name} of pairs of tokens, which is not understood in a mask",
             "make the mask of comparisons of positions, of per-token conditions and of where",
         )
+
+
+def _is_over_pairs(node: fx.Node) -> bool:
+    """Whether a tensor is a mask `[S, S]`, `[B, S, S]` or `[B, 1, S, S]`, whose values a call can test."""
+    shape = sizes(node)
+    return len(shape) > 1 and sum(size != 1 for size in shape[:-2]) <= 1
 
 
 def _constant_class(mask: MaskProgram) -> MaskClass | None:

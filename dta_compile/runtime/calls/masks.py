@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -17,6 +18,7 @@ from dta_compile.errors import RuntimeContractError
 from dta_compile.executable.layers import AttentionLayer, MixerLayer, RecurrentLayer
 from dta_compile.executable.masks import MaskProgram
 from dta_compile.proofs.mask_class import BOUND, FORBIDDEN, LONGEST_ROW, MaskClass
+from dta_compile.proofs.pairs import Pairs, UnlikePair, read_pairs, sequences_of
 from dta_compile.proofs.tables import Facts, Table, read_table
 from dta_compile.proofs.terms import Entry, Evaluation, Leaf, Term, shown, subterms
 from dta_compile.runtime.path.chunk_shape import Limit
@@ -86,7 +88,7 @@ def read_masks(
     valid = reader.valid_of(distinct) if distinct else reader.unpadded()
     for one in distinct:
         reader.check(one)
-    on_host: Booleans = valid.cpu().numpy()
+    on_host: Booleans = valid.contiguous().cpu().numpy()
     starts: Booleans | None = None
     if any(one.segments or one.positions or one.chunk for one in distinct):
         rows = _Sequences.rows_of(valid)
@@ -166,7 +168,8 @@ class _Reader:
         number: Callable[[sympy.Expr], int | float],
         shape: tuple[int, int],
     ) -> None:
-        self.layers, self.dense, self.shape = layers, dense, shape
+        self.layers, self.dense, self.shape = layers, dict(dense), shape
+        self._pairs: dict[Leaf, Pairs] = {}
         self.recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
         masks = [mask for layer in layers if (mask := _mask(layer)) is not None]
         items = {symbol: leaf for mask in masks for symbol, leaf in mask.items.items()}
@@ -193,11 +196,29 @@ class _Reader:
                 raise _too_large(found)
         if mask.constant is not None:
             return mask.constant
-        expressions = [*mask.numbers, *mask.sizes.values()]
-        numbers = {symbol: self.number(symbol) for expr in expressions for symbol in expr.free_symbols}
+        tables = {leaf: table for leaf in mask.tables if (table := self._table(leaf)) is not None}
+        pairs = {leaf: (self._tested(leaf, mask), shape) for leaf, shape in mask.tables.items() if leaf not in tables}
         scalars = {leaf: self.dense[leaf.name].item() for leaf in mask.scalars}
-        tables = {leaf: table for leaf in mask.tables if (table := _table(self.dense[leaf.name])) is not None}
-        return mask.classify(Facts(numbers, scalars, {**mask.fixed, **tables}))
+        numbers: dict[sympy.Symbol, int | float] = {}
+        others = [size for shape in mask.tables.values() for size in shape if size not in (1, *mask.sizes.values())]
+        if mask.numbers or scalars or tables or others:  # what is known of pairs alone holds for all sizes
+            expressions = [*mask.numbers, *others, *mask.sizes.values()]
+            numbers = {symbol: self.number(symbol) for expr in expressions for symbol in expr.free_symbols}
+        return mask.classify(Facts(numbers, scalars, {**mask.fixed, **tables}, pairs))
+
+    def _table(self, leaf: Leaf) -> Table | None:
+        value = self.dense[leaf.name]
+        return None if math.prod(value.shape[:-2]) > 1 else _table(value)
+
+    def _tested(self, leaf: Leaf, mask: MaskProgram) -> Pairs:
+        """What the values of a mask over pairs are, tested once a call. Raises `RefusalError`."""
+        if leaf not in self._pairs:
+            try:
+                self._pairs[leaf], sequences = read_pairs(self.dense[leaf.name])
+            except UnlikePair as unlike:
+                raise mask.refused(f"{leaf}, {unlike}") from None
+            self.dense[sequences_of(leaf).name] = sequences
+        return self._pairs[leaf]
 
     def valid_of(self, classes: list[MaskClass]) -> torch.Tensor:
         """`[B, S]` real tokens, which all masks have to agree on."""

@@ -19,7 +19,8 @@ TABLES = {
     "tril": torch.ones(32, 32, dtype=torch.bool).tril(),
     "negative": torch.full((1, 1, 32, 32), float("-inf")).triu(1),
     "near": torch.arange(32) < 5,
-    "odd": torch.ones(32, 32, dtype=torch.bool).tril() & (torch.arange(32) % 2 == 0),
+    "odd": torch.ones(32, 32, dtype=torch.bool).tril()
+    & ((torch.arange(32) % 2 == 0) | torch.eye(32, dtype=torch.bool)),
     "padding_ids": torch.arange(100) != 0,
 }
 
@@ -54,6 +55,13 @@ def additive(ids, padding, dtype=torch.float64):
     hidden = (bias == 0) & (padding[:, None, None, :] == 0)
     return bias.masked_fill(hidden, least)
 
+
+DISTANCE = positions(IDS)[0] - positions(IDS)[1]
+GIVEN = causal(IDS) & (MASK[:, None] > 0)  # a mask for every row
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9, [0, 1, 1, 1, 1, 1, 1, 1, 2]])
+BLOCKS = causal(IDS) & (DOCUMENTS[:, :, None] == DOCUMENTS[:, None])
+LEAST = torch.zeros(3, 9, 9).masked_fill(~GIVEN, torch.finfo(torch.float32).min)
+SEVERAL = torch.where(DISTANCE < 0, float("-inf"), LEAST)
 
 CLASSES = {
     # name: (mask, inputs of one or two calls, what the class says, windows or sizes of chunks by call)
@@ -363,6 +371,55 @@ CLASSES = {
         "real tokens",
         [0],
     ),
+    "values with padding": (lambda ids, mask: mask, [(IDS, GIVEN[:, None])], r"causal, real .*key, key\]$", [0]),
+    "values with padding in front": (
+        lambda ids, mask: mask[:, None] & causal(ids),
+        [(IDS, causal(IDS) & (LEFT[:, None] > 0))],
+        "real tokens",
+        [0],
+    ),
+    "values with a window": (lambda ids, mask: mask[:, None], [(IDS, GIVEN & (DISTANCE < 4))], "window 4", [4]),
+    "values of packed rows": (lambda ids, mask: mask[:, None], [(IDS, BLOCKS)], "a sequence for each", [0]),
+    "values of packed rows with a window": (
+        lambda ids, mask: ~mask[:, None],
+        [(IDS, ~(BLOCKS & (DISTANCE < 3)))],
+        "window 3.*a sequence for each",
+        [3],
+    ),
+    "values of packed rows, and padding": (
+        lambda ids, mask, padding: mask[:, None] & padding[:, None, None, :],
+        [(IDS, BLOCKS, MASK > 0)],
+        r"real tokens where .*\[row, key\], a sequence",
+        [0],
+    ),
+    "values of documents": (
+        lambda ids, mask: (causal(ids) & mask)[:, None],
+        [(IDS, DOCUMENTS[:, :, None] == DOCUMENTS[:, None]), (IDS, torch.ones(3, 9, 9, dtype=torch.bool))],
+        "causal",
+        [0, 0],
+    ),
+    "values for all rows": (lambda ids, mask: mask, [(IDS, BLOCKS[0])], "a sequence for each", [0]),
+    "values of a bias": (lambda ids, mask: mask.double()[:, None], [(IDS, LEAST)], "real tokens", [0]),
+    "values of a bias, several": (lambda ids, mask: mask.double()[:, None], [(IDS, SEVERAL)], "real tokens", [0]),
+    "values of a bias, compared": (lambda ids, mask: (mask == 0)[:, None], [(IDS, LEAST)], "real tokens", [0]),
+    "values of zero and one": (
+        lambda ids, mask: torch.where(mask[:, None] == 0, float("-inf"), 0.0).double(),
+        [(IDS, GIVEN.float())],
+        "real tokens",
+        [0],
+    ),
+    "values of a longer mask": (
+        lambda ids, mask: mask[:, None, : ids.shape[1], : ids.shape[1]],
+        [(IDS, TABLES["tril"].expand(3, 32, 32).clone())],
+        "causal",
+        [0],
+    ),
+    "values that are computed": (
+        lambda ids, padding: ((padding[:, :, None] @ padding[:, None]) > 0)[:, None] & causal(ids),
+        [(IDS, MASK)],
+        "real tokens",
+        [0],
+    ),
 }
 
 
@@ -573,7 +630,7 @@ REFUSED = {
         lambda ids, table: table[: ids.shape[1], : ids.shape[1]],
         (IDS, TABLES["odd"]),
         RefusalError,
-        "table",
+        "sliding window: row 0, query 2 and key 1",
     ),
     "heads": (
         lambda ids: torch.stack([causal(ids), near(ids, 2)])[None],
@@ -581,11 +638,35 @@ REFUSED = {
         RefusalError,
         "differs between heads",
     ),
-    "a mask for every row": (
+    "values that let tokens attend to later ones": (
         lambda ids, mask: mask,
-        (IDS, TABLES["tril"][:9, :9].expand(3, 1, 9, 9)),
+        (IDS, (GIVEN | (torch.arange(9) == 3) & (MASK[:, :, None] > 0))[:, None]),
         RefusalError,
-        "a mask over pairs of tokens given as an input",
+        "attend to later ones: row 0, query 0 and key 3",
+    ),
+    "values that hide an earlier token": (
+        lambda ids, mask: mask[:, None],
+        (IDS, GIVEN & ((DISTANCE != 2) | (torch.arange(3) != 1)[:, None, None])),
+        RefusalError,
+        "another way than padding, sequences or a sliding window: row 1, query 3 and key 1",
+    ),
+    "values of two windows": (
+        lambda ids, mask: mask[:, None],
+        (IDS, GIVEN & (torch.tensor([3, 4, 3])[:, None, None] > DISTANCE)),
+        RefusalError,
+        "a window other than of 4 tokens: row 0, query 3 and key 0",
+    ),
+    "values of a slope": (
+        lambda ids, mask: mask[:, None],
+        (IDS, torch.where(GIVEN, -DISTANCE.double(), float("-inf"))),
+        RefusalError,
+        "a bias of -1.0: row 0, query 1 and key 0",
+    ),
+    "values of blocks alone": (
+        lambda ids, mask: mask[:, None],
+        (IDS, pairs(MASK, torch.eq)[:, 0]),
+        RefusalError,
+        "lets tokens attend to later ones",
     ),
     "a slope": (
         lambda ids: torch.where(causal(ids), (positions(ids)[1] - positions(ids)[0]).double(), float("-inf")),

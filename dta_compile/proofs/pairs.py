@@ -1,0 +1,161 @@
+"""Masks over pairs of tokens whose values are known at a call only: they are tested there, and proofs get the class."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from dta_compile.proofs.mask_class import FORBIDDEN
+from dta_compile.proofs.terms import Leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """What the values of a mask `[..., S, S]` were tested to be.
+
+    A token that may attend to itself is real. A real query attends to the real keys of its own sequence: to those that
+    are not after it, within `window` tokens, if that is said. What other queries attend to is anything.
+
+    Attributes:
+        allowed: the entry of a pair that is allowed.
+        hidden: the entry of any other; None: they differ, and are all at most `FORBIDDEN`.
+        is_causal, window: which keys of a sequence a query attends to.
+        is_packed: some row has several sequences.
+    """
+
+    allowed: bool | float
+    hidden: bool | float | None
+    is_causal: bool
+    window: int | None
+    is_packed: bool
+
+
+class Tested(NamedTuple):
+    """The class of a mask; `sequences` `[R, S]` has one number for all tokens of a sequence."""
+
+    pairs: Pairs
+    sequences: torch.Tensor
+
+
+def sequences_of(mask: Leaf) -> Leaf:
+    """The numbers of sequences `[R, S]` that the test of a mask over pairs finds."""
+    return dataclasses.replace(mask, name=f"{mask.name}.sequences", source=f"{mask}.sequences", dtype=torch.int64)
+
+
+class UnlikePair(Exception):
+    """The values of a mask are those of no supported class; says why."""
+
+    @classmethod
+    def at(cls, where: torch.Tensor, reason: str) -> UnlikePair:
+        """Named by the row, the query and the key of an entry."""
+        row, query, key = (int(number) for number in where)
+        return cls(f"{reason}: row {row}, query {query} and key {key}")
+
+
+@torch.no_grad()
+def read_pairs(values: torch.Tensor) -> Tested:
+    """Test the values of a mask `[S, S]`, `[B, S, S]` or `[B, 1, S, S]` on their device.
+
+    Raises:
+        UnlikePair: they are neither causal, with padding, sequences that follow one another and one window at most, nor
+            the sequences of tokens alone.
+    """
+    size = values.shape[-1]
+    if values.shape[-2] != size or not values.numel():
+        raise UnlikePair(f"which has {values.shape[-2]} queries and {size} keys")
+    values = values.reshape(-1, size, size)
+    last = values[:, : max(size - 1, 1), -1].flatten()
+    hidden = last.double().median().to(values.dtype)  # from most queries the last key is
+    if values.dtype is not torch.bool:
+        return _tested(*_allowed(values, hidden))
+
+    def tested(is_hidden: bool) -> Tested:
+        return _tested(~values if is_hidden else values, (not is_hidden, is_hidden))
+
+    try:
+        return tested(bool(hidden))
+    except UnlikePair as unlike:
+        itself = values.diagonal(dim1=1, dim2=2)
+        if 2 * int((itself == hidden).sum()) <= itself.numel():
+            raise
+        try:
+            return tested(not hidden)  # from no query, where rows are one sequence each
+        except UnlikePair:
+            raise unlike from None
+
+
+def _tested(allowed: torch.Tensor, numbers: tuple[bool | float, bool | float | None]) -> Tested:
+    """The class of a mask that allows the pairs `allowed` `[R, S, S]`, by the `numbers` of `Pairs`."""
+    tokens = torch.arange(allowed.shape[-1], device=allowed.device)
+    real = allowed.diagonal(dim1=1, dim2=2)
+    if not bool(real.any()):
+        raise UnlikePair("a mask that hides every token from itself")
+    first = allowed.view(torch.uint8).argmax(-1)
+    keys = torch.where(real, tokens, -1)
+    wrong = ((keys[:, None] >= first[..., None]) & (tokens <= tokens[:, None])).bitwise_xor_(allowed)
+    if bool((wrong.any(-1) & real).any()):
+        if (blocks := _as_blocks(allowed, numbers, real, first)) is not None:
+            return blocks
+        _require_none(wrong & real[..., None], _wrong_pair)
+    begins = real & (first == tokens)
+    sequences = torch.where(begins, tokens, 0).cummax(-1).values
+    is_packed = bool((begins.sum(-1) > 1).any())
+    return Tested(Pairs(*numbers, True, _window(real, first, sequences), is_packed), sequences)
+
+
+def _as_blocks(
+    allowed: torch.Tensor, numbers: tuple[bool | float, bool | float | None], real: torch.Tensor, first: torch.Tensor
+) -> Tested | None:
+    """The class of a mask that tells sequences apart, and not what is earlier; None: it is no such mask."""
+    same = (first[..., None] == first[:, None]) & real[:, None]
+    if bool(((same ^ allowed) & real[..., None]).any()):
+        return None
+    begin = first.gather(1, real.view(torch.uint8).argmax(-1, keepdim=True))
+    return Tested(Pairs(*numbers, False, None, bool((real & (first != begin)).any())), first)
+
+
+def _require_none(wrong: torch.Tensor, reason: Callable[[int, int, int], str]) -> None:
+    if bool(wrong.any()):
+        where = wrong.nonzero()[0]
+        raise UnlikePair.at(where, reason(*map(int, where)))
+
+
+def _allowed(
+    values: torch.Tensor, hidden: torch.Tensor
+) -> tuple[torch.Tensor, tuple[bool | float, bool | float | None]]:
+    """Where a mask of numbers allows, and its entries there and elsewhere."""
+    if not values.is_floating_point() or not bool(hidden <= FORBIDDEN):
+        allowed = values != hidden
+        number = values.flatten()[allowed.flatten().view(torch.uint8).argmax()]
+        _require_none(allowed & (values != number), lambda *_: f"more than two numbers, {number} and {hidden}")
+        return allowed, (number.item(), hidden.item())
+    allowed = ~(values <= FORBIDDEN)
+    _require_none(allowed & (values != 0), lambda row, query, key: f"a bias of {values[row, query, key]}")
+    return allowed, (0.0, hidden.item() if bool((allowed | (values == hidden)).all()) else None)
+
+
+def _window(real: torch.Tensor, first: torch.Tensor, sequences: torch.Tensor) -> int | None:
+    """The window that hides the first keys of a sequence from its last queries; None: nothing does."""
+    size = real.shape[1]
+    tokens = torch.arange(size, device=real.device)
+    limited = real & (first != sequences)
+    if not bool(limited.any()):
+        return None
+    window = int((tokens - first)[limited].max()) + 1
+    next_real = torch.where(real, tokens, size).flip(1).cummin(1).values.flip(1)
+    expected = next_real.gather(1, torch.maximum(sequences, tokens - window + 1))
+    wrong = real & (first != expected)
+    if bool(wrong.any()):
+        row, query = wrong.nonzero()[0]
+        key = torch.minimum(first, expected)[row, query]
+        raise UnlikePair.at(torch.stack([row, query, key]), f"a window other than of {window} tokens")
+    return window
+
+
+def _wrong_pair(row: int, query: int, key: int) -> str:
+    if key > query:
+        return "a mask that lets tokens attend to later ones"
+    return "a mask that hides earlier tokens in another way than padding, sequences or a sliding window"

@@ -255,7 +255,7 @@ class Formulas(abc.ABC):
         return any(self._may_be_any_float(arg) for arg in term.operands if arg.dtype.is_floating_point)
 
     def _may_be_any_float(self, term: Term) -> bool:
-        """Whether a floating-point term may have values of inputs; a choice of numbers, or what was tested, does not."""
+        """Whether a floating-point term may have values of inputs that were not tested; a choice of numbers has not."""
         if isinstance(term, Apply) and term.name == "where":
             return any(map(self._may_be_any_float, term.operands[1:]))
         entries = [part for part in subterms(term) if isinstance(part, Entry)]

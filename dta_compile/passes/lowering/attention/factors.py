@@ -217,8 +217,9 @@ def number_of(value: Any) -> float | None:
         value = value.args[0]
     if isinstance(value, fx.Node):
         constant = getattr(value.graph.owning_module, str(value.target), None) if value.op == "get_attr" else None
-        is_number = isinstance(constant, torch.Tensor) and constant.dim() == 0
-        value = constant.item() if is_number else filled_with(value)
+        if isinstance(constant, torch.Tensor) and constant.dim() == 0:
+            return float(constant)
+        value = filled_with(value)
     return float(value) if isinstance(value, (int, float)) else None
 
 

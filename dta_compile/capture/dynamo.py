@@ -527,7 +527,8 @@ def forget(code: types.CodeType, compile_id: Any) -> None:
     """Drop what Dynamo keeps of a compilation of ours, as it does itself when an object of a guard is gone."""
     for entry in _debug_get_cache_entry_list(code):
         state = entry.guard_manager.extra_state
-        if entry.compile_id == compile_id and is_ours(entry.backend) and state is not None:
+        # By identity: numbers of compilations start anew when Dynamo is reset.
+        if entry.compile_id is compile_id and is_ours(entry.backend) and state is not None:
             state.invalidate(entry, _Dropped("its callable is gone"))
 
 

@@ -85,9 +85,7 @@ class BackgroundCompile:
         return True
 
     def _read_results(self) -> None:
-        *lines, _ = _content(self._written, self._read).split(
-            b"\n"
-        )  # the last is half a line or empty
+        *lines, _ = _content(self._written, self._read).split(b"\n")  # the last is half a line or empty
         for line in lines:
             result = Result(*json.loads(line))
             self._read, self._heard = self._read + len(line) + 1, time.monotonic()

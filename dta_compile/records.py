@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from dta_compile.capture import dynamo
 from dta_compile.capture.classify import Captured
@@ -18,6 +21,7 @@ logger = logging.getLogger("dta_compile")
 _ATTRIBUTE = "_dta_record"
 MANY_GRAPHS = 10
 MOST_LENGTHS = 8
+MOST_ABANDONED = 2  # engines that are kept for nobody
 # What names of graph breaks have in them where Python asks for numbers of tensors.
 OF_NUMBERS = ("data-dependent", "data dependent", "item()", "tolist", "numpy", "could not guard")
 NUMBERS = (
@@ -103,8 +107,53 @@ def current() -> Record:
     return _of_wrapper(dynamo.current_compile_wrapper())
 
 
+class _Users:
+    """The compiled callables that an engine serves: equal ones share what Dynamo compiled for one of them.
+
+    Dynamo keeps what it has compiled as long as the function's code is there. So when all callables are gone, an engine
+    goes too, but for the latest few: a model that is made anew finds them.
+    """
+
+    abandoned: ClassVar[collections.deque[_Users]] = collections.deque()
+
+    def __init__(self) -> None:
+        self.compilation = dynamo.compiling()
+        self.records: list[Record] = []
+        self.alive: set[int] = set()
+
+    def add(self, record: Record) -> None:
+        """Note that a callable, whose call is now running, is served."""
+        self._is_wanted()
+        self.records.append(record)
+        context = dynamo.calling_context()
+        if context is not None and self.compilation is not None:
+            self.alive.add(id(context))
+            weakref.finalize(context, self.remove, id(context)).atexit = False
+
+    def remove(self, context: int) -> None:
+        """One of the callables is gone: after the last one, what has been for nobody for longest is dropped."""
+        self.alive.discard(context)
+        if self.alive:
+            return
+        self._is_wanted()
+        self.abandoned.append(self)
+        while len(self.abandoned) > MOST_ABANDONED:
+            oldest = self.abandoned.popleft()
+            for record in oldest.records:
+                record.engines.clear()
+                record.plan = None
+            if oldest.compilation is not None:
+                dynamo.forget(*oldest.compilation)
+
+    def _is_wanted(self) -> None:
+        with contextlib.suppress(ValueError):
+            self.abandoned.remove(self)
+
+
 def recorded(engine: Engine) -> Callable[..., tuple[Any, ...]]:
     """The engine as a callable that leaves each call's plan with the callable that was called."""
+    users = _Users()
+    users.add(current())
 
     def run(*args: Any) -> tuple[Any, ...]:
         before = engine.last_plan
@@ -116,6 +165,7 @@ def recorded(engine: Engine) -> Callable[..., tuple[Any, ...]]:
                 record.plan = engine.last_plan
                 if engine not in record.engines:
                     record.engines.append(engine)
+                    users.add(record)
 
     return run
 

@@ -29,7 +29,7 @@ from torch._dynamo.exc import (
     TensorifyScalarRestartAnalysis,
     UnspecializeRestartAnalysis,
 )
-from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.guards import DeletedGuardManagerWrapper, GuardBuilder
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import NumpyTensorSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -163,9 +163,9 @@ def _leave_out_uncounted() -> str:
 
 def _is_uncounted(entry: Any) -> bool:
     """Also asks whose the graph is: numbers of compilations start anew when Dynamo is reset."""
-    if entry.compile_id not in _uncounted:
-        return False
-    return is_ours(entry.backend)
+    if isinstance(entry.guard_manager, _Dropped):
+        return True
+    return entry.compile_id in _uncounted and is_ours(entry.backend)
 
 
 def is_ours(compiled: Any) -> bool:
@@ -507,6 +507,30 @@ def calling_wrapper() -> Any | None:
     """
     wrappers = (compile_wrapper_of(known.get("callback")) for known in _variables_of_calls())
     return next((wrapper for wrapper in wrappers if wrapper is not None), None)
+
+
+def calling_context() -> Any | None:
+    """What a compiled callable that is being called or compiled for has of its own: it is gone when that is."""
+    return next((known["self"] for known in _variables_of_calls() if "cleanups" in known), None)
+
+
+def compiling() -> tuple[types.CodeType, Any] | None:
+    """The function now being compiled, and the number of its compilation."""
+    translator = getattr(_calling("OutputGraph"), "root_tx", None)
+    return None if translator is None else (translator.f_code, CompileContext.current_compile_id())
+
+
+class _Dropped(DeletedGuardManagerWrapper):
+    """In the place of the guards of a compilation of ours that is dropped: Dynamo never looks at it again."""
+
+
+def forget(code: types.CodeType, compile_id: Any) -> None:
+    """Drop what Dynamo keeps of a compilation of ours, as it does itself when an object of a guard is gone."""
+    for entry in _debug_get_cache_entry_list(code):
+        state = entry.guard_manager.extra_state
+        # By identity: numbers of compilations start anew when Dynamo is reset.
+        if entry.compile_id is compile_id and is_ours(entry.backend) and state is not None:
+            state.invalidate(entry, _Dropped("its callable is gone"))
 
 
 def uncompiled(fn: Any) -> Any:

@@ -3,6 +3,7 @@
 Nothing of it may reach the steps: the process has a low priority and one thread, is told what to do by a file, is asked
 nothing (what it has done is read from a file), runs no code of the user's main module, and is ended with this process,
 with the last reference to its job, or when nothing comes of it for long. Whatever goes wrong leaves ATen in place.
+The files have no name, so nothing is left of them however both end.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pathlib
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,15 +19,16 @@ import tempfile
 import time
 import weakref
 from collections.abc import Mapping
+from typing import IO
 
 import torch
 
-from dta_compile.codegen import inductor, kept
+from dta_compile.codegen import inductor, kept, worker
 from dta_compile.codegen.worker import Job, Result
 from dta_compile.executable.code import AnySource
 
 # Of Python; then the id of this process. What it writes to its errors is to say why it ended.
-COMMAND = ("-W", "ignore", "-m", "dta_compile.codegen.worker")
+COMMAND = ("-W", "ignore", worker.__file__)
 PRIORITY = 10  # below that of the steps: these wait for memory and for Python, and leave a core to it meanwhile
 LONGEST_SILENCE = 900.0  # seconds without a result, after which the process is given up: a piece takes 1 to 15
 
@@ -48,16 +48,13 @@ class BackgroundCompile:
 
     def __init__(self, sources: Mapping[str, AnySource]) -> None:
         self.missing, self.results, self.failure = dict(sources), list[Result](), ""
-        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="dta-codegen-", dir=kept.place()))
         self._read, self._heard, self._owner = 0, time.monotonic(), os.getpid()
-        job = Job(dict(sources), torch.get_num_threads(), inductor.settings())
-        try:
-            (self._folder / "job").write_bytes(pickle.dumps(job))
-            self._process = _started(self._folder)
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
-        self._end = weakref.finalize(self, _ended, self._process, self._folder, os.getpid())
+        job = pickle.dumps(Job(dict(sources), torch.get_num_threads(), inductor.settings()))
+        folder = kept.place()
+        with contextlib.ExitStack() as files:
+            self._written, self._errors = (files.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(2))
+            self._process = _started(job, self._written, self._errors, folder)
+            self._end = weakref.finalize(self, _ended, self._process, files.pop_all(), os.getpid())
         BackgroundCompile._latest = weakref.ref(self)
 
     @classmethod
@@ -88,23 +85,25 @@ class BackgroundCompile:
         return True
 
     def _read_results(self) -> None:
-        with contextlib.suppress(FileNotFoundError), open(self._folder / "results") as file:
-            file.seek(self._read)
-            while (line := file.readline()).endswith("\n"):
-                result = Result(*json.loads(line))
-                self._read, self._heard = file.tell(), time.monotonic()
-                self.results.append(result)
-                self.missing.pop(result.key, None)
+        *lines, _ = _content(self._written, self._read).split(b"\n")  # the last is half a line or empty
+        for line in lines:
+            result = Result(*json.loads(line))
+            self._read, self._heard = self._read + len(line) + 1, time.monotonic()
+            self.results.append(result)
+            self.missing.pop(result.key, None)
 
     def _why_it_ended(self, code: int) -> str:
         """With the last line of its errors."""
-        lines: list[str] = []
-        with contextlib.suppress(OSError):
-            lines = (self._folder / "errors").read_text(errors="replace").strip().splitlines()
+        lines = _content(self._errors).decode(errors="replace").strip().splitlines()
         return f"the process beside the steps ended ({code})" + (f": {lines[-1][:150]}" if lines else "")
 
 
-def _started(folder: pathlib.Path) -> subprocess.Popen[bytes]:
+def _content(file: IO[bytes], start: int = 0) -> bytes:
+    """What a process has written so far: read without moving the position in the file, where it goes on writing."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size - start, start)
+
+
+def _started(job: bytes, written: IO[bytes], errors: IO[bytes], folder: os.PathLike[str]) -> subprocess.Popen[bytes]:
     if not sys.executable:
         raise OSError("this process does not know its Python interpreter")
     variables = {
@@ -116,13 +115,15 @@ def _started(folder: pathlib.Path) -> subprocess.Popen[bytes]:
     }
     for name in ("TORCH_TRACE", "DTA_DEBUG"):  # whose files are for this process
         variables.pop(name, None)
-    with open(folder / "errors", "wb") as errors:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(job)
+        file.seek(0)
         process = subprocess.Popen(
             [sys.executable, *COMMAND, str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdin=file,
+            stdout=written,
             stderr=errors,
-            cwd=folder,
+            cwd=folder,  # where nobody else can have put modules
             env=variables,
         )
     if hasattr(os, "setpriority"):
@@ -131,15 +132,13 @@ def _started(folder: pathlib.Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def _ended(process: subprocess.Popen[bytes], folder: pathlib.Path, owner: int) -> None:
-    """End a process and the compiler that it may have started; in a copy of the process that started it, nothing."""
-    if os.getpid() != owner:
+def _ended(process: subprocess.Popen[bytes], files: contextlib.ExitStack, owner: int) -> None:
+    """End a process and what it has started; in a copy of the process that started it, close the files alone."""
+    files.close()
+    if os.getpid() != owner or process.poll() is not None:
         return
-    if process.poll() is None:
-        if hasattr(os, "killpg"):
-            with contextlib.suppress(OSError):  # not there yet: the process makes it
-                os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)
-    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # no group yet: the process makes it
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5)

@@ -1,28 +1,27 @@
 """worker: a process that generates code beside the steps of another one, and ends with it.
 
-`python -m dta_compile.codegen.worker PARENT` runs in a folder with the file `job`; see `beside`. It keeps what
-it generates where its parent finds it (`kept`), and writes a line for every piece into the file `results`.
+`python worker.py PARENT` reads a `Job` from its input; see `background`. It keeps what it generates
+where its parent finds it (`kept`), and writes a line for every piece to its output.
+
+It is two processes. One imports nothing, not even the package, and watches: a thread could not, since importing torch
+holds Python's lock for seconds. Nor can the kernel be asked (PR_SET_PDEATHSIG): it takes the end of the thread that
+started a process for the end of the parent, and would leave the compiler.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pathlib
 import pickle
-import shutil
 import signal
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from dta_compile.executable.code import AnySource
 
-# What follows imports torch, which takes seconds, only once somebody watches the parent.
-POLL_SECONDS = 0.5  # between two looks at whether the parent is there
+POLL_SECONDS = 0.2  # between two looks at whether the parent is there
 
 
 class Job(NamedTuple):
@@ -48,24 +47,30 @@ class Result(NamedTuple):
 
 
 def main(parent: int) -> None:
-    """Do the job in the current folder."""
-    if hasattr(os, "setpgid"):
-        # A group of processes, which all end with this one and which interrupts from the keyboard do not reach. No
-        # session: Linux gives sessions equal shares of the processor, whatever the priorities in them.
-        os.setpgid(0, 0)
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    """Do the job, unless the parent ends before."""
+    # A group of processes, which all end with this one and which interrupts from the keyboard do not reach. No
+    # session: Linux gives sessions equal shares of the processor, whatever the priorities in them.
+    os.setpgid(0, 0)
+    if worker := os.fork():
+        sys.exit(_watched(parent, worker))
+    _work()
+
+
+def _work() -> None:
     import torch
 
     from dta_compile.codegen.inductor import apply
     from dta_compile.executable.code import Source
 
-    job: Job = pickle.loads(pathlib.Path("job").read_bytes())
+    output = os.dup(1)
+    os.dup2(2, 1)  # whatever inductor and compilers print is no result
+    job: Job = pickle.load(sys.stdin.buffer)
     apply(job.settings)
     for source in job.sources.values():
         for value in source.inputs if isinstance(source, Source) else ():
             if value.device.type == "cuda":
                 torch.cuda.set_device(value.device)  # no memory on the first GPU for what another one runs
-    with open("results", "a", buffering=1) as results:
+    with open(output, "w", buffering=1) as results:
         for key, source in job.sources.items():
             started = time.perf_counter()
             error = _generated(key, source, job.threads)
@@ -91,16 +96,18 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0][:200] if text else ''}"
 
 
-def _end_with(parent: int) -> None:
-    """End this process, the compiler that it may be waiting for, and its folder, once its parent has ended."""
-    folder = os.getcwd()
+def _watched(parent: int, worker: int) -> int:
+    """Wait for the process that works, and return how it ended; if the parent ends before, end all of the group."""
     while os.getppid() == parent:
+        ended, status = os.waitpid(worker, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code  # as shells say which signal it was
         time.sleep(POLL_SECONDS)
-    shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)
+    return 1
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # the folder of this file, where names of modules are those of a package
     main(int(sys.argv[1]))

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -443,3 +445,16 @@ def test_a_batch_of_one_with_a_padding_mask(lengths):
             return logits[mask]
 
         assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
+
+
+def test_engines_of_models_that_are_gone_go_but_for_the_latest():
+    engines_alive, times = weakref.WeakSet(), []
+    for width in (16, 16, 20, 24, 28, 28):
+        model = BareLM(width=width)
+        compiled = dta(model, codegen="eager")
+        weighted(compiled(shared_ids())).backward()
+        engines_alive.update(inside(compiled).engines)
+        times.append(len(engines_alive))
+        del model, compiled
+        gc.collect()
+    assert times == [1, 1, 2, 3, 3, 2]

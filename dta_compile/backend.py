@@ -15,6 +15,7 @@ from dta_compile import records
 from dta_compile.capture import dense_calls, dynamo, graph_breaks
 from dta_compile.capture.classify import Captured, Kind, classify
 from dta_compile.capture.flash_attention import with_our_attention
+from dta_compile.capture.flex_attention import without_flex_attention
 from dta_compile.capture.recurrences import refuse_final_states, with_our_convolutions
 from dta_compile.errors import DTAError, OptionError, RefusalError
 from dta_compile.executable.as_captured import as_captured
@@ -126,7 +127,7 @@ def _compiled(graph: Captured, options: Options) -> tuple[Executable, fx.GraphMo
         with _autograd_of_our_own():
             captured = graph.local.module if graph.local else graph.module
             refuse_final_states(captured)
-            module = with_our_convolutions(with_our_attention(captured))
+            module = with_our_convolutions(with_our_attention(without_flex_attention(captured)))
             program = Program(module, graph.training, options.codegen, graph.own_symbols)
             if graph.local:  # groups of ranks are this process's own
                 return seal(run_passes(program, skip=options.skip_passes)), module

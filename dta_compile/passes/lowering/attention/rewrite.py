@@ -196,7 +196,7 @@ class Rewrite:
         query, scale = self._scaled_query()
         heads = found.heads if biases else found.kv_heads
         keys = self.arranger.arrange(found.keys, [found.batch, heads, [found.key], leaves(scores.depth)])
-        values = self.arranger.arrange(found.values, [found.batch, found.kv_heads, [found.key], leaves(found.features)])
+        values = self.arranger.arrange(found.values, [found.batch, heads, [found.key], leaves(found.features)])
         if biases:
             query, keys, scale = *self._with_biases(query, keys, scale, biases), 1.0
         dtype = torch.promote_types(query.meta["val"].dtype, values.meta["val"].dtype)

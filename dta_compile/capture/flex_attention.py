@@ -1,0 +1,121 @@
+"""FlexAttention: a call of it becomes attention that is written out, which passes recognise as any other.
+
+Dynamo captures `mask_mod` and `score_mod` as graphs of indices. Here they are called on all indices at once, so that
+the mask is one of comparisons of positions, for the prover, and the function of scores one that is taken apart. Of a
+`BlockMask` only its `mask_mod` says who attends to whom; the tables of its blocks are for kernels, and what computes
+them is left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from dta_compile.errors import RefusalError
+from dta_compile.passes.program import output_node, where
+
+FLEX_ATTENTION = torch.ops.higher_order.flex_attention
+MASK_MOD = -1  # where the tables of a block mask have it
+
+
+def without_flex_attention(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph with attention written out for every call; the same graph if it has none.
+
+    Raises:
+        RefusalError: statistics of the scores are used besides the result.
+    """
+    if not any(node.target is FLEX_ATTENTION for node in module.graph.nodes):
+        return module
+    result = fx.GraphModule(module, copy.deepcopy(module.graph))
+    result.meta = module.meta
+    for node in result.graph.find_nodes(op="call_function", target=FLEX_ATTENTION):
+        query, key, value, score_mod, blocks, scale, _, *captured = node.args
+        for user in list(node.users):
+            if user.args[1] != 0:
+                raise _statistics_refusal(user)
+            with result.graph.inserting_before(user):
+                arguments = (query, key, value, score_mod, blocks[MASK_MOD], scale, *(captured or ((), ())))
+                written = result.graph.call_function(written_out, arguments)
+            written.meta = dict(user.meta)
+            user.replace_all_uses_with(written)
+            result.graph.erase_node(user)
+        result.graph.erase_node(node)
+    _drop_what_nobody_reads(result.graph)
+    result.recompile()
+    return result
+
+
+def _statistics_refusal(user: fx.Node) -> RefusalError:
+    return RefusalError(
+        "flex_attention's statistics are used besides its result",
+        where=where(user),
+        expected="flex_attention without return_lse and return_aux",
+        got="log-sum-exps, or maxima, of the scores",
+        hint="compute what needs the statistics of attention outside of the compiled function",
+    )
+
+
+def written_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., torch.Tensor],
+    mask_mod: Callable[..., torch.Tensor],
+    scale: float,
+    of_scores: Sequence[Any],
+    of_mask: Sequence[Any],
+) -> torch.Tensor:
+    """`flex_attention` of `[B, H, S, D]`, by what its functions and the tensors that they capture say."""
+    batch, heads, tokens, _ = query.shape
+    key, value = (_repeated(operand, batch, heads) for operand in (key, value))
+    index = [
+        torch.arange(size, device=query.device).view([-1 if i == dim else 1 for i in range(4)])
+        for dim, size in enumerate((batch, heads, tokens, key.shape[2]))
+    ]
+    scores = score_mod(query @ key.mT * scale, *index, *of_scores)
+    allowed = mask_mod(*index, *of_mask)
+    return scores.masked_fill(allowed.logical_not(), -math.inf).softmax(-1) @ value
+
+
+def _repeated(operand: torch.Tensor, batch: Any, heads: int) -> torch.Tensor:
+    groups = heads // operand.shape[1]
+    operand = operand if groups == 1 else operand.repeat_interleave(groups, 1)
+    return operand.expand(batch, -1, -1, -1)
+
+
+def _drop_what_nobody_reads(graph: fx.Graph) -> None:
+    """Also what writes to values that nobody reads, and the levels of a `vmap` that nothing is mapped over."""
+    needed = _sources([output_node(graph)])
+    while more := {node for node in graph.nodes if _writes_to(node) in needed and node not in needed}:
+        needed |= _sources(more)
+    maps = any(_is_of_vmap(node) for node in needed)
+    for node in reversed(list(graph.nodes)):
+        is_droppable = not node.is_impure() or (_is_of_vmap(node) and not maps) or _writes_to(node) is not None
+        if node not in needed and node.op in ("call_function", "call_method", "get_attr") and is_droppable:
+            graph.erase_node(node)
+
+
+def _sources(nodes: Any) -> set[fx.Node]:
+    found, pending = set[fx.Node](), list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _writes_to(node: fx.Node) -> fx.Node | None:
+    """The value that an operator writes to, if it is one of those that do."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_written = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+    return node.args[0] if is_written and node.args and isinstance(node.args[0], fx.Node) else None
+
+
+def _is_of_vmap(node: fx.Node) -> bool:
+    return getattr(node.target, "__module__", None) == "torch._functorch.predispatch"

@@ -11,6 +11,35 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+
+from tests.support.tiny import WIDTH, TinyLM
+
+HEADS, KV_HEADS, LONGEST = 4, 2, 64
+OPTIONS = {"chunk_size": 3, "codegen": "eager", "cache_dir": "off"}
+
+
+class WrittenLM(TinyLM):
+    """A layer for each of some functions `(layer, query, key, value, pairs)`, of `[B, S, heads, D]` but for `pairs`."""
+
+    def __init__(self, *ways, kv_heads=HEADS):
+        super().__init__(layers=0)
+        self.ways, self.kv_heads, width = ways, kv_heads, WIDTH // HEADS
+        self.qkv = nn.ModuleList([nn.Linear(WIDTH, (HEADS + 2 * kv_heads) * width) for _ in ways])
+        self.register_buffer("bias", torch.ones(LONGEST, LONGEST).tril().view(1, 1, LONGEST, LONGEST))
+        self.sinks, self.scale = nn.Parameter(torch.randn(HEADS)), nn.Parameter(torch.rand(HEADS) + 0.5)
+        self.double()
+
+    def mix(self, x, pairs=None):
+        for way, project in zip(self.ways, self.qkv, strict=True):
+            q, k, v = project(x).unflatten(-1, (-1, WIDTH // HEADS)).split([HEADS, self.kv_heads, self.kv_heads], 2)
+            x = x + way(self, q, k, v, pairs).reshape(x.shape)
+        return self.norm(x)
+
+
+def by_heads(*tensors):
+    return (tensor.transpose(1, 2) for tensor in tensors)
+
 
 Tensor = torch.Tensor
 Spelling = Callable[..., Tensor]

@@ -9,29 +9,8 @@ from torch import nn
 
 import dta_compile
 from dta_compile.errors import RefusalError
-from tests.support.spellings import SPELLINGS
+from tests.support.spellings import HEADS, KV_HEADS, OPTIONS, SPELLINGS, WrittenLM, by_heads
 from tests.support.tiny import WIDTH, TinyLM, after, assert_same, log_probs, shared_ids, weighted
-
-HEADS, KV_HEADS, LONGEST = 4, 2, 64
-OPTIONS = {"chunk_size": 3, "codegen": "eager", "cache_dir": "off"}
-
-
-class WrittenLM(TinyLM):
-    """A layer for each of some functions `(layer, query, key, value, pairs)`, of `[B, S, heads, D]` but for `pairs`."""
-
-    def __init__(self, *ways, kv_heads=HEADS):
-        super().__init__(layers=0)
-        self.ways, self.kv_heads, width = ways, kv_heads, WIDTH // HEADS
-        self.qkv = nn.ModuleList([nn.Linear(WIDTH, (HEADS + 2 * kv_heads) * width) for _ in ways])
-        self.register_buffer("bias", torch.ones(LONGEST, LONGEST).tril().view(1, 1, LONGEST, LONGEST))
-        self.sinks, self.scale = nn.Parameter(torch.randn(HEADS)), nn.Parameter(torch.rand(HEADS) + 0.5)
-        self.double()
-
-    def mix(self, x, pairs=None):
-        for way, project in zip(self.ways, self.qkv, strict=True):
-            q, k, v = project(x).unflatten(-1, (-1, WIDTH // HEADS)).split([HEADS, self.kv_heads, self.kv_heads], 2)
-            x = x + way(self, q, k, v, pairs).reshape(x.shape)
-        return self.norm(x)
 
 
 def assert_equals_eager(model, *args, **options):
@@ -45,10 +24,6 @@ def assert_equals_eager(model, *args, **options):
 
     assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
     return compiled
-
-
-def by_heads(*tensors):
-    return (tensor.transpose(1, 2) for tensor in tensors)
 
 
 @pytest.mark.parametrize("has_mask", [pytest.param(False, marks=pytest.mark.slow), True])

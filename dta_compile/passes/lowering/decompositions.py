@@ -20,6 +20,7 @@ from dta_compile.ops.attention import ATTENTION_CALL, Masking
 from dta_compile.ops.dtypes import autocast
 from dta_compile.passes.graphs.nodes import filled_with
 from dta_compile.passes.graphs.operators import FULL_VARIANTS, UNINITIALIZED
+from dta_compile.passes.lowering.attention.rewrite import dropout_refusal
 from dta_compile.passes.program import where_now
 from dta_compile.passes.symbols import sizes
 
@@ -165,17 +166,6 @@ def drop_empty_parts(graph: fx.Graph) -> None:
         if len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype:  # empty parts have a say in it
             node.replace_all_uses_with(parts[0])
             graph.erase_node(node)
-
-
-def dropout_refusal(where: str, got: str) -> RefusalError:
-    """The error for dropout of attention's weights."""
-    return RefusalError(
-        "attention dropout cannot run over a prefix tree: every rollout would need its own random mask",
-        where=where,
-        expected="dropout_p=0.0",
-        got=got,
-        hint="set the model's attention dropout to 0, or call model.eval()",
-    )
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL, SINK_ATTENTION_CALL, Masking
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import call
@@ -32,7 +33,6 @@ from dta_compile.passes.lowering.attention.factors import (
     unify,
 )
 from dta_compile.passes.lowering.attention.scores import Scores, is_added
-from dta_compile.passes.lowering.decompositions import dropout_refusal
 from dta_compile.passes.program import where
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import FORBIDDEN
@@ -148,6 +148,17 @@ class Attention:
             raise Mismatch("a call of attention within segments")
         out = [batch, heads, tokens, values.dims[3]]
         return cls.over(scores, values, values.dims[3], key, dims, out, masking.is_causal)
+
+
+def dropout_refusal(line: str, got: str) -> RefusalError:
+    """The error for dropout of attention's weights."""
+    return RefusalError(
+        "attention dropout cannot run over a prefix tree: every rollout would need its own random mask",
+        where=line,
+        expected="dropout_p=0.0",
+        got=got,
+        hint="set the model's attention dropout to 0, or call model.eval()",
+    )
 
 
 def _behind(scores: Scores, steps: list[fx.Node], softmax: fx.Node, dim: int) -> list[Dim]:

@@ -129,10 +129,6 @@ def batch_norm(block, x, q, k, v):
     return block.batch_norm(x.transpose(1, 2)).transpose(1, 2)
 
 
-def token_shift(block, x, q, k, v):
-    return F.pad(x, (0, 0, 1, 0))[:, :-1]
-
-
 def mean_pool(block, x, q, k, v):
     return x + x.mean(1, keepdim=True)
 
@@ -172,16 +168,6 @@ def data_write(block, x, q, k, v):
     x = x * 1.5
     x.data.mul_(2)
     return x.sin()
-
-
-def eager_attention(block, x, q, k, v):
-    scores = (q @ k.transpose(-1, -2)).masked_fill(~triangle(x), float("-inf"))
-    return scores.softmax(-1) @ v
-
-
-def soft_cap(block, x, q, k, v):
-    scores = torch.tanh(q @ k.transpose(-1, -2) / 5) * 5
-    return scores.masked_fill(~triangle(x), float("-inf")).softmax(-1) @ v
 
 
 class StraightThrough(torch.autograd.Function):
@@ -224,7 +210,6 @@ def straight_through(block, x, q, k, v):
         (convolution, "it convolves along the token axis"),
         (cumulative_sum, "it accumulates along the token axis"),
         (batch_norm, "the model writes to"),
-        (token_shift, "it pads along the token axis"),
         (mean_pool, "it sums along the token axis"),
         (batch_mean, "it sums along the batch axis"),
         (reversed_tokens, "it reorders along the token axis"),
@@ -237,8 +222,6 @@ def straight_through(block, x, q, k, v):
         ),
         (assigned_data, "the model assigns to the .data of a tensor"),
         (hook_on_a_gradient, "a hook on the gradient of a value"),
-        (eager_attention, "attn_implementation='sdpa'"),
-        (soft_cap, "attn_implementation='sdpa'"),
         (straight_through, "`x + (y - x).detach()` has the value of y and the gradient of x"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
@@ -306,18 +289,11 @@ def over_pairs(q, k):
 
 
 WRITTEN_OUT = {
-    "a view in between": lambda q, k, v: over_pairs(q, k).softmax(-1).flatten(0, 1).view(-1, 9, 9) @ v.flatten(0, 1),
-    "baddbmm": lambda q, k, v: torch.bmm(
-        F.softmax(torch.baddbmm(torch.zeros(6, 9, 9), q.flatten(0, 1), k.flatten(0, 1).mT), -1).float(), v.flatten(0, 1)
-    ),
     "einsum": lambda q, k, v: torch.einsum(
         "bhqk,bhkd->bhqd", torch.einsum("bhqd,bhkd->bhqk", q, k).log_softmax(-1).exp(), v
     ),
     "by hand": lambda q, k, v: (lambda w: w / w.sum(-1, keepdim=True))(over_pairs(q, k).exp()) @ v,
     "sums": lambda q, k, v: ((q[:, :, :, None] * k[:, :, None]).sum(-1).softmax(-1)[..., None] * v[:, :, None]).sum(3),
-    "checkpointed": lambda q, k, v: torch.utils.checkpoint.checkpoint(
-        lambda *qkv: over_pairs(*qkv[:2]).softmax(-1) @ qkv[2], q, k, v, use_reentrant=False
-    ),
     "operator of torch": lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0],
 }
 
@@ -337,7 +313,7 @@ class OneLayer(nn.Module):
 @pytest.mark.parametrize(
     "mix",
     [
-        pytest.param(mix, id=name, marks=[pytest.mark.slow] if name in ("baddbmm", "einsum", "by hand") else [])
+        pytest.param(mix, id=name, marks=[pytest.mark.slow] if name == "einsum" else [])
         for name, mix in WRITTEN_OUT.items()
     ],
 )
@@ -359,16 +335,13 @@ class Special(OneLayer):
 
     def __init__(self, kind):
         super().__init__(lambda q, k, v: self.attend(q, k, v))
-        self.kind, self.sinks = kind, nn.Parameter(torch.ones(HEADS))
+        self.kind = kind
         self.bias = nn.Parameter(torch.ones(HEADS, 1, 1))
 
     def attend(self, q, k, v):
         scores = scores_of(q, k)
         if self.kind == "soft cap":
             scores = (scores / 5).tanh() * 5
-        if self.kind == "sinks":
-            scores = torch.cat([scores, self.sinks[None, :, None, None].expand(*scores.shape[:-1], 1)], -1)
-            return scores.softmax(-1)[..., :-1] @ v
         if self.kind == "learned bias":
             scores = scores + self.bias
         if self.kind == "sparse":
@@ -379,10 +352,9 @@ class Special(OneLayer):
 @pytest.mark.parametrize(
     ("kind", "got", "hint"),
     [
-        ("soft cap", r"a soft cap \(tanh\)", r"dta_compile.attention\(softcap=...\)"),
-        ("sinks", "attention sinks", r"dta_compile.attention\(sinks=...\)"),
-        ("learned bias", "a learned bias", "bias of their own"),
-        ("sparse", "computed from activations", "not supported"),
+        ("soft cap", "masked already", "scaled_dot_product_attention"),
+        ("learned bias", "a learned bias that no weight depends on", "scaled_dot_product_attention"),
+        ("sparse", "a bias computed from parameters", "no learned bias"),
     ],
 )
 def test_what_is_special_about_attention_is_named(kind, got, hint):
@@ -424,17 +396,3 @@ def test_explain_reports_a_refusal_instead_of_raising():
     report = dta_compile.explain(Model(cumulative_sum), torch.randint(0, VOCABULARY, (3, 9)))
     assert report.refusal is not None
     assert "accumulates along the token axis" in str(report)
-
-
-def test_multihead_attention_is_refused_with_its_own_advice():
-    class Encoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.mix = nn.Embedding(20, 8), nn.MultiheadAttention(8, 2, batch_first=True)
-
-        def forward(self, ids):
-            x, mask = self.embedding(ids), torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
-            return self.mix(x, x, x, attn_mask=mask, need_weights=False)[0]
-
-    with pytest.raises(RefusalError, match=r"(?s)multi_head_attention.*in place of nn\.MultiheadAttention"):
-        torch.compile(Encoder(), backend="dta")(torch.randint(0, 20, (3, 7)))

@@ -279,11 +279,6 @@ def test_attention_of_other_ranks_is_refused() -> None:
         torch.compile(program, backend="dta", options=SMALL_CHUNKS)(Odd(), shared_ids(5, 9))
 
 
-def merged_heads(m: Odd, ids: torch.Tensor) -> Any:
-    query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in heads(m, m.embedding(ids)))
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
 def transposed_rows(m: Odd, ids: torch.Tensor) -> Any:
     x = m.embedding(ids).view(-1, WIDTH).view(ids.shape[1], ids.shape[0], WIDTH)
     return m.block(x.transpose(0, 1))
@@ -316,7 +311,6 @@ def strided_slice(m: Odd, ids: torch.Tensor) -> Any:
 
 
 REFUSED: list[tuple[Callable[..., Any], str, str]] = [
-    (merged_heads, "two token axes", "embedding(ids)"),
     (transposed_rows, "entries along B", ".view(ids.shape[1], ids.shape[0], WIDTH)"),
     (cumulative_table, "accumulates along the token axis", ".cumsum(0)"),
     (matrix_per_sequence, "one value per sequence", "torch.bmm"),

@@ -40,6 +40,7 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
         Why the first product of a softmax of a product could not be replaced; None: all were, or there is none.
     """
     data = [node for node in graph.find_nodes(op="placeholder") if node not in weights and has_tensor(node)]
+    learned = descendants(graph, weights)
     search, arranger, refusal = _Search(descendants(graph, data)), Arranger(graph), None
     softmaxes = [node for node in graph.nodes if node.target is aten._softmax.default]
     paths = {node: path for node in softmaxes if (path := search.path_to(node)) is not None}
@@ -52,7 +53,7 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
         try:
             with graph.inserting_before(node):
                 found = Attention.called(node) if is_merged else Attention.written_out(*written[node], node)
-                Rewrite(arranger, found, node).run()
+                Rewrite(arranger, found, node, learned).run()
                 _tell_line(node)
         except Mismatch as mismatch:
             if not is_merged:

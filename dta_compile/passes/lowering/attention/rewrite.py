@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from dta_compile.passes.lowering.attention.factors import (
     unify,
 )
 from dta_compile.passes.lowering.attention.scores import Scores, is_added
-from dta_compile.passes.program import where
+from dta_compile.passes.program import ancestors, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import FORBIDDEN
 
@@ -141,7 +141,7 @@ class Attention:
         unify(heads, kv_heads if groups == 1 else [*kv_heads, Factor(groups)])
         dims = [batch, heads, tokens, key]
         cap = masking.softcap or None
-        scores = Scores(query, keys, depth, dims, masking.scale / (cap or 1.0), cap)
+        scores = Scores(node, query, keys, depth, dims, masking.scale / (cap or 1.0), cap)
         if masking.mask is not None:
             scores.masks.append(Arranged.within(masking.mask, dims))
         if masking.segments is not None or masking.window:
@@ -193,10 +193,13 @@ class Rewrite:
     """Makes the call; new nodes come where the graph's insertion point is, right before `node`, whose place it takes.
 
     Every method raises `Mismatch` where something has a dimension that attention has no place for.
+
+    Args:
+        learned: what is computed from parameters.
     """
 
-    def __init__(self, arranger: Arranger, attention: Attention, node: fx.Node) -> None:
-        self.arranger, self.attention, self.node = arranger, attention, node
+    def __init__(self, arranger: Arranger, attention: Attention, node: fx.Node, learned: Collection[fx.Node]) -> None:
+        self.arranger, self.attention, self.node, self.learned = arranger, attention, node, learned
         self.call = functools.partial(call, arranger.graph)
         self.rows = {*attention.batch, attention.token}
 
@@ -241,9 +244,12 @@ class Rewrite:
         return query, scale
 
     def _is_of_keys(self, mask: Arranged) -> bool:
-        """Whether it is a bias by the head and the key alone, which no mask of `Masking` can be."""
+        """Whether it is a bias by the head and the key alone, which no mask of `Masking` can be.
+
+        One that is learned may choose keys, by numbers so large that scores are lost beside them.
+        """
         found = self.attention
-        is_by_head = any(mask.has(head) for head in found.heads)
+        is_by_head = any(mask.has(head) for head in found.heads) and mask.base not in self.learned
         return is_added(mask) and is_by_head and mask.has(found.key) and not mask.has(found.token)
 
     def _with_biases(
@@ -268,6 +274,9 @@ class Rewrite:
             raise Mismatch("a bias that depends on the key beside sinks")
         parts = [mask for mask in scores.masks if not self._is_of_keys(mask)]
         biases = [part for part in parts if is_added(part) and part.has(key)]
+        for part in [*scores.masks, *scores.constant]:
+            if is_added(part) and not part.has(key) and part.base in self.learned and not self._is_of_scores(part.base):
+                raise Mismatch("a learned bias that no weight depends on")  # and that eager gives a gradient of zero
         if scores.sinks is not None and len(biases) < sum(map(is_added, scores.masks)):
             raise Mismatch("something added to scores that have sinks, but not to the sinks")
         allowed = self._joined(aten.logical_and.default, [part for part in parts if not is_added(part)])
@@ -278,6 +287,10 @@ class Rewrite:
                 never = self.call(aten.full_like.default, added, -float("inf"))
                 added = self.call(aten.where.self, allowed, added, never)
         return self._gated(allowed if added is None else added)
+
+    def _is_of_scores(self, node: fx.Node) -> bool:
+        """Whether a value is computed from scores, as their largest is."""
+        return self.attention.scores.product in ancestors([node])
 
     def _gated(self, mask: fx.Node | None) -> fx.Node | None:
         """With what scores were multiplied by that depends on the key, as in `scores * causal - 1e4 * (1 - causal)`.

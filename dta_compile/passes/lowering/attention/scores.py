@@ -38,7 +38,8 @@ class Scores:
     """What was done to the products of queries and keys so far.
 
     Attributes:
-        left, right: the operands, one of which is the query.
+        product: the operator that makes them.
+        left, right: its operands, one of which is the query.
         depth: the dimension that the product sums over.
         dims: of the scores as they are now.
         scale: what they were multiplied by, before the cap if there is one.
@@ -49,6 +50,7 @@ class Scores:
         constant: what was added to both, which must not depend on the key.
     """
 
+    product: fx.Node
     left: Arranged
     right: Arranged
     depth: Dim
@@ -70,7 +72,7 @@ class Scores:
         unify(depth, depth_of_right)
         for one, other in zip(outer, others, strict=True):
             unify(one, other)
-        scores = cls(left, right, depth, [*outer, rows, columns], left.scale * right.scale)
+        scores = cls(node, left, right, depth, [*outer, rows, columns], left.scale * right.scale)
         if node.target is aten.baddbmm.default:
             beta, alpha = (float(node.kwargs.get(name, 1)) for name in ("beta", "alpha"))
             scores.scale *= alpha

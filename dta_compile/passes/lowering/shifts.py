@@ -139,15 +139,20 @@ class _Shifts:
         dim = self._dim(node)
         return sizes(node)[dim] if dim >= 0 else sympy.S.One
 
+    def _is_of_no_token(self, node: fx.Node) -> bool:
+        """Whether a value is a weight or a number, the same for all tokens."""
+        return self._dim(node) < 0 or (self._size(node) == 1 and not any(size.free_symbols for size in sizes(node)))
+
     def at(self, node: fx.Node, offset: int) -> _Extended:
         """The value of all tokens that has entry `t` of a node at `t + offset`; raises `_NoShift`."""
-        if self._dim(node) < 0 or (self._size(node) == 1 and not any(size.free_symbols for size in sizes(node))):
-            return _Extended(node)  # no token's: a weight, a number
+        if self._is_of_no_token(node):
+            return _Extended(node)
         if isinstance(filler := filled_with(node), (int, float)):
             return _Extended(self._number(node, filler))
         if node.target is aten.fill.Tensor:
             return self.at(node.args[1], offset)
         if node.target is aten.expand.default and self._size(node.args[0]) == 1:
+            self._require(self._size(node) == 1 or self._is_of_no_token(node.args[0]))
             return self.at(node.args[0], offset)
         try:
             return self.assembled(node, offset)
@@ -170,9 +175,9 @@ class _Shifts:
             self._require(type(start) is int and start >= 0 and (argument(node, 4, "step") or 1) == 1)
             return self.at(args[0], offset - start)
         if target is aten.constant_pad_nd.default:
+            self._require(_dim_of(node) == self._dim(node))
             before, after = args[1][2 * self.back - 2 : 2 * self.back]
-            self._require(_dim_of(node) == self._dim(node) and type(before) is int and type(after) is int)
-            self._require(after <= 0)
+            self._require(type(before) is int and type(after) is int and after <= 0)
             filler = _Extended(self._number(node, argument(node, 2, "value") or 0))
             return self._first(offset + before, filler, self.at(args[0], offset + before))
         if target is aten.index_select.default:
@@ -240,7 +245,10 @@ class _Shifts:
 
     def _combined(self, node: fx.Node, offset: int) -> _Extended:
         """A pointwise operator of what all its operands are at all tokens."""
-        found = {arg: self.at(arg, offset) for arg in node.all_input_nodes if has_tensor(arg)}
+        operands = [arg for arg in node.all_input_nodes if has_tensor(arg)]
+        same = (self._size(arg) == self._size(node) or self._is_of_no_token(arg) for arg in operands)
+        self._require(all(same))  # one token's value is not that of every token
+        found = {arg: self.at(arg, offset) for arg in operands}
 
         def at_all(arg: fx.Node) -> fx.Node:
             return found[arg].node if arg in found else arg

@@ -84,6 +84,7 @@ class Elements(Entries):
     ) -> None:
         super().__init__(program, terms)
         self.constant_of, self.bound_sizes = constant_of, bound_sizes
+        self._flat: dict[Term, tuple[tuple[Term, sympy.Expr], ...]] = {}
 
     def _copy(self, node: fx.Node, index: Indices) -> Term:
         return self.entry(node.args[0], index)
@@ -112,12 +113,17 @@ class Elements(Entries):
 
     def _flattened(self, parts: Sequence[tuple[Term, sympy.Expr]]) -> Term:
         """The position that indices along dimensions of these sizes have in all of them, row by row."""
-        position: Term = self._zero
-        for at, size in parts:
+        position = parts[0][0]
+        for at, size in parts[1:]:
             position = self.terms.apply(aten.add.Tensor, self._times(position, size), at)
+        if len(parts) > 1:
+            self._flat[position] = tuple(parts)
         return position
 
     def _taken_apart(self, position: Term, shape: Sequence[sympy.Expr], dims: Sequence[int]) -> dict[int, Term]:
+        parts = self._flat.get(position, ())
+        if [size for _, size in parts] == [shape[dim] for dim in dims]:  # as it was put together
+            return {dim: at for dim, (at, _) in zip(dims, parts, strict=True)}
         found: dict[int, Term] = {}
         for dim in reversed(dims[1:]):
             size = self._as_tensor(shape[dim])

@@ -302,9 +302,13 @@ class Rewrite:
         for target, gate in gates:
             if not gate.has(self.attention.key):
                 continue
-            if mask is None or not mask.meta["val"].is_floating_point() or target is not aten.mul.Tensor:
+            if mask is None or target is not aten.mul.Tensor:
                 raise Mismatch("a scale that depends on the key")
-            is_one = self.call(aten.eq.Scalar, self._arranged(gate), 1)
+            factor = self._arranged(gate)
+            if mask.meta["val"].dtype is torch.bool:
+                numbers = (self.call(aten.full_like.default, factor, number) for number in (0.0, -float("inf")))
+                mask = self.call(aten.where.self, mask, *numbers)
+            is_one = self.call(aten.eq.Scalar, factor, 1)
             forbidden = self.call(aten.le.Scalar, mask, FORBIDDEN)
             wrong = self.call(aten.full_like.default, mask, 1.0)
             otherwise = self.call(aten.where.self, forbidden, mask, wrong)

@@ -14,6 +14,7 @@ its operators do to a score `s[b, h, q, k]`:
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class Scores:
         masks: what was put in their place (bool: where they stayed) or added.
         sinks: a column beside them; `has_sinks_in_front`: before the first key.
         constant: what was added to both, which must not depend on the key.
+        filler: the largest number that scores were replaced by.
+        is_shifted: a number was added to all of them.
     """
 
     product: fx.Node
@@ -62,6 +65,8 @@ class Scores:
     sinks: Arranged | None = None
     has_sinks_in_front: bool = False
     constant: list[Arranged] = dataclasses.field(default_factory=list)
+    filler: float = -math.inf
+    is_shifted: bool = False
 
     @classmethod
     def of(cls, node: fx.Node) -> Scores:
@@ -93,7 +98,7 @@ class Scores:
         elif target is aten.neg.default:
             self._multiply(-1.0)
         elif target is aten.tanh.default:
-            if self.cap is not None or self.masks or self.sinks is not None:
+            if self.cap is not None or self.masks or self.sinks is not None or self.is_shifted:
                 raise Mismatch("a tanh of scores that are capped or masked already")
             self.cap = 1.0
         elif target in PRODUCTS | QUOTIENTS:
@@ -121,6 +126,7 @@ class Scores:
             raise Mismatch("masked scores of the other sign")
         if self.sinks is not None:
             raise Mismatch("a scale of scores that have sinks already")
+        self._forbid(self.filler * number)
         self.masks = [_scaled(mask, number) if is_added(mask) else mask for mask in self.masks]
         if self.cap is None:
             self.scale *= number
@@ -141,7 +147,8 @@ class Scores:
 
     def _add(self, node: fx.Node, source: fx.Node) -> None:
         other = self._other(node, source)
-        if number_of(other) == 0:
+        if (number := number_of(other)) is not None and abs(number) < -FORBIDDEN and self.sinks is None:
+            self.is_shifted |= number != 0  # which leaves a softmax as it is
             return
         if argument(node, 2, "alpha") not in (None, 1):
             raise Mismatch("a bias times a number")
@@ -160,24 +167,32 @@ class Scores:
         filler = node.args[2] if not is_where or not fills_where_true else node.args[1]
         number, graph = number_of(filler), node.graph
         if number is None:  # known at the call, which tests it
-            none = call(graph, aten.full_like.default, filler, 0.0)
-            parts = (filler, none) if fills_where_true else (none, filler)
+            none, wrong = (call(graph, aten.full_like.default, filler, number) for number in (0.0, 1.0))
+            forbids = call(graph, aten.le.Scalar, filler, FORBIDDEN)
+            never = call(graph, aten.where.self, forbids, filler, wrong)  # one is what no mask has
+            parts = (never, none) if fills_where_true else (none, never)
             self.masks.append(self._beside(call(graph, aten.where.self, condition, *parts), node))
             return
-        if number > FORBIDDEN:
-            raise Mismatch(f"scores replaced by {number:g}, which do not forbid (at most {FORBIDDEN:g} does)")
+        self._forbid(number)
         allowed = call(graph, aten.logical_not.default, condition) if fills_where_true else condition
         self.masks.append(self._beside(allowed, node))
+
+    def _forbid(self, filler: float) -> None:
+        """Scores are replaced by a number."""
+        if filler > FORBIDDEN:
+            raise Mismatch(f"scores replaced by {filler:g}, which do not forbid (at most {FORBIDDEN:g} does)")
+        self.filler = max(self.filler, filler)
 
     def _floor(self, node: fx.Node, source: fx.Node) -> None:
         """So that forbidden scores are no infinities."""
         floor = number_of(node.args[1] if node.args[0] is source else node.args[0])
-        if floor is None or floor > FORBIDDEN or len(node.args) > 2:
+        if floor is None or len(node.args) > 2:
             raise Mismatch("scores that are bounded")
+        self._forbid(floor)
 
     def _join(self, node: fx.Node, source: fx.Node) -> None:
         parts = node.args[0]
-        if len(parts) != 2 or self.sinks is not None:
+        if len(parts) != 2 or self.sinks is not None or self.is_shifted:
             raise Mismatch("several columns beside the scores")
         self.has_sinks_in_front = parts[1] is source
         sinks = Arranged.of(parts[0] if self.has_sinks_in_front else parts[1])

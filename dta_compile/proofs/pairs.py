@@ -69,20 +69,18 @@ def read_pairs(values: torch.Tensor) -> Tested:
     values = values.reshape(-1, size, size)
     last = values[:, : max(size - 1, 1), -1].flatten()
     hidden = last.double().median().to(values.dtype)  # from most queries the last key is
-    if values.dtype is not torch.bool:
-        return _tested(*_allowed(values, hidden))
-
-    def tested(is_hidden: bool) -> Tested:
-        return _tested(~values if is_hidden else values, (not is_hidden, is_hidden))
-
+    if values.is_floating_point() and bool((values <= FORBIDDEN).any()):
+        return _tested(*_allowed_by_bias(values, hidden))
+    allowed, shown = _allowed_by_number(values, hidden)
+    numbers = shown.item(), hidden.item()
     try:
-        return tested(bool(hidden))
+        return _tested(allowed, numbers)
     except UnlikePair as unlike:
         itself = values.diagonal(dim1=1, dim2=2)
         if 2 * int((itself == hidden).sum()) <= itself.numel():
             raise
         try:
-            return tested(not hidden)  # from no query, where rows are one sequence each
+            return _tested(~allowed, numbers[::-1])  # from no query, where rows are one sequence each
         except UnlikePair:
             raise unlike from None
 
@@ -123,18 +121,24 @@ def _require_none(wrong: torch.Tensor, reason: Callable[[int, int, int], str]) -
         raise UnlikePair.at(where, reason(*map(int, where)))
 
 
-def _allowed(
+def _allowed_by_number(values: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a mask of two numbers has not the one that hides, and its entries there."""
+    allowed = values != hidden
+    if values.dtype is torch.bool:
+        return allowed, ~hidden
+    shown = values.flatten()[allowed.flatten().view(torch.uint8).argmax()]
+    _require_none(allowed & (values != shown), lambda *_: f"more than two numbers, {shown} and {hidden}")
+    return allowed, shown
+
+
+def _allowed_by_bias(
     values: torch.Tensor, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[bool | float, bool | float | None]]:
-    """Where a mask of numbers allows, and its entries there and elsewhere."""
-    if not values.is_floating_point() or not bool(hidden <= FORBIDDEN):
-        allowed = values != hidden
-        number = values.flatten()[allowed.flatten().view(torch.uint8).argmax()]
-        _require_none(allowed & (values != number), lambda *_: f"more than two numbers, {number} and {hidden}")
-        return allowed, (number.item(), hidden.item())
+    """Where a mask that is added allows, and its entries there and elsewhere."""
     allowed = ~(values <= FORBIDDEN)
     _require_none(allowed & (values != 0), lambda row, query, key: f"a bias of {values[row, query, key]}")
-    return allowed, (0.0, hidden.item() if bool((allowed | (values == hidden)).all()) else None)
+    is_same = bool(hidden <= FORBIDDEN) and bool((allowed | (values == hidden)).all())
+    return allowed, (0.0, hidden.item() if is_same else None)
 
 
 def _window(real: torch.Tensor, first: torch.Tensor, sequences: torch.Tensor) -> int | None:

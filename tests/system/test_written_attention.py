@@ -142,8 +142,10 @@ def test_groups_of_heads_that_share_keys():
     assert_equals_eager(WrittenLM(*ways, kv_heads=KV_HEADS), shared_ids(4, 9))
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("need_weights", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_modules_of_torch(need_weights):
+    """With padding, too, which they repeat for their heads."""
+
     class Model(TinyLM):
         def __init__(self):
             super().__init__(layers=0)
@@ -152,11 +154,22 @@ def test_modules_of_torch(need_weights):
             self.double()
 
         def mix(self, x, pairs=None):
-            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-            y, _ = self.attention(x, x, x, attn_mask=mask, need_weights=need_weights)
-            return self.norm(self.layer(x + y, src_mask=mask))
+            mask, padding = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1), ~pairs[:, 0, -1]
+            y, _ = self.attention(x, x, x, padding, attn_mask=mask, need_weights=need_weights)
+            return self.norm(self.layer(x + y, src_mask=mask, src_key_padding_mask=padding))
 
-    assert_equals_eager(Model(), shared_ids(4, 9))
+    ids, real = shared_ids(4, 9), torch.ones(4, 9, dtype=torch.bool)
+    real[1, -2:] = False
+    model = Model()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="dta", options=OPTIONS)
+
+    def step(run):
+        loss = weighted(torch.where(real[:, 1:], log_probs(run(ids, real), ids), 0))
+        loss.backward()
+        return loss.detach()
+
+    assert_same(after(model, lambda: step(compiled)), after(model, lambda: step(model)))
 
 
 def scored_in_no_gradient_mode(model, ids):
@@ -180,6 +193,19 @@ def bidirectional(model, q, k, v, pairs):
 def hardly_masked(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     scores = (q @ k.mT).masked_fill(model.bias[:, :, : q.shape[2], : q.shape[2]] == 0, -10.0)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def masked_and_scaled_away(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    scores = (q @ k.mT).masked_fill(model.bias[:, :, : q.shape[2], : q.shape[2]] == 0, -1e4) * 1e-3
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def filled_by_a_buffer(model, q, k, v, pairs):  # which is zero at the call
+    q, k, v = by_heads(q, k, v)
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    scores = torch.where(later, model.bias[0, 0, 0, 1], q @ k.mT)
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
@@ -220,6 +246,8 @@ def by_sigmoid(model, q, k, v, pairs):
     [
         (bidirectional, "bidirectional"),
         (hardly_masked, "scores replaced by -10"),
+        (masked_and_scaled_away, "scores replaced by -10,"),
+        (filled_by_a_buffer, "cannot be proven causal"),
         (gated_by_another_mask, "values other than 0 and -inf"),
         (over_queries, "other queries than keys"),
         (dropped, "attention dropout cannot run"),

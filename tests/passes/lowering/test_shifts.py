@@ -53,6 +53,11 @@ def padded_and_cut(x, g):
     return x + g * F.pad(x, (0, 0, 1, 0))[:, :-1]
 
 
+def after_padded_features(x, g):
+    x = F.pad(x[..., :-4], (0, 4))
+    return x + g * F.pad(x, (0, 0, 1, -1))
+
+
 def of_rwkv(x, g):
     before = F.pad(x, (0, 0, 1, -1))
     return x + (before - x) * g.sigmoid()
@@ -108,6 +113,7 @@ def of_one_length(x, g):
         after_a_learned_one,
         of_heads,
         twice,
+        after_padded_features,
         of_one_length,
     ],
 )
@@ -129,8 +135,18 @@ def rolled_alone(x, g):
     return x + g * torch.roll(x, 1, 1)
 
 
-@pytest.mark.parametrize("shift", [joined_backwards, written_backwards, rolled_alone])
-def test_what_reads_later_tokens_is_refused(shift):
+def relative_to_the_first(x, g):
+    return torch.cat([x[:, :1], x[:, 1:] - x[:, :1]], 1)
+
+
+def after_the_first_twice(x, g):
+    return x + g * torch.cat([x[:, :1].expand(-1, 2, -1), x[:, :-2]], 1)
+
+
+@pytest.mark.parametrize(
+    "shift", [joined_backwards, written_backwards, rolled_alone, relative_to_the_first, after_the_first_twice]
+)
+def test_what_reads_other_tokens_is_refused(shift):
     with pytest.raises(RefusalError, match="tokens are mixed before the last attention"):
         torch.compile(Shifting(shift), backend="dta", options=OPTIONS)(shared_ids())
 

@@ -236,6 +236,12 @@ def by_distance(model, q, k, v, pairs):
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
+def with_changed_weights(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    scores = (q @ k.mT).masked_fill(model.bias[:, :, : q.shape[2], : q.shape[2]] == 0, -1e30)
+    return (scores.softmax(-1) * model.scale[:, None, None] @ v).transpose(1, 2)
+
+
 def by_sigmoid(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     return ((q @ k.mT).sigmoid().tril() @ v).transpose(1, 2)
@@ -252,6 +258,7 @@ def by_sigmoid(model, q, k, v, pairs):
         (over_queries, "other queries than keys"),
         (dropped, "attention dropout cannot run"),
         (by_distance, "ALiBi"),
+        (with_changed_weights, "mul.Tensor of the weights that a softmax gives"),
         (by_sigmoid, "another function of products of activations than a softmax"),
     ],
 )

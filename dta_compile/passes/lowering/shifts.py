@@ -95,6 +95,8 @@ def _whole(node: fx.Node, batch: sympy.Expr, tokens: sympy.Expr) -> fx.Node | No
     """The value of a node, of shifted tokens; None if it is anything else, or no shift."""
     if node.target is aten.slice_scatter.default and sizes(node) == sizes(node.args[1]):
         return node.args[1]  # all entries: the outer part of `y[:, 0] = x`
+    if node.target is aten.slice_scatter.default and _is_there_already(*node.args):
+        return node.args[0]  # `y[:, 1:] += x` writes its result to where it is
     dim = _dim_of(node)
     if dim is None or sizes(node)[dim] != tokens:
         return None
@@ -109,6 +111,19 @@ def _whole(node: fx.Node, batch: sympy.Expr, tokens: sympy.Expr) -> fx.Node | No
     while (last := last.next) is not node:
         last.meta = {**node.meta, **last.meta}
     return found.node if found.begin == 0 and shifts.any else None
+
+
+def _is_there_already(base: fx.Node, part: fx.Node, *place: Any) -> bool:
+    """Whether what is written to a value are its own entries, at their places."""
+    is_slice = part.target is aten.slice.Tensor and tuple(part.args[1:]) == place
+    return is_slice and _unsliced(part.args[0]) is _unsliced(base)
+
+
+def _unsliced(node: fx.Node) -> fx.Node:
+    """What a slice is of, if that is all of it."""
+    while node.target is aten.slice.Tensor and sizes(node) == sizes(node.args[0]):
+        node = node.args[0]
+    return node
 
 
 def _dim_of(node: fx.Node) -> int | None:

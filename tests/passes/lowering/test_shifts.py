@@ -53,6 +53,12 @@ def padded_and_cut(x, g):
     return x + g * F.pad(x, (0, 0, 1, 0))[:, :-1]
 
 
+def written_over_itself(x, g):
+    y = x.clone()
+    y[:, 1:] += g * x[:, :-1]
+    return y
+
+
 def after_padded_features(x, g):
     x = F.pad(x[..., :-4], (0, 4))
     return x + g * F.pad(x, (0, 0, 1, -1))
@@ -113,6 +119,7 @@ def of_one_length(x, g):
         after_a_learned_one,
         of_heads,
         twice,
+        written_over_itself,
         after_padded_features,
         of_one_length,
     ],

@@ -45,7 +45,11 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
     softmaxes = [node for node in graph.nodes if node.target is aten._softmax.default]
     paths = {node: path for node in softmaxes if (path := search.path_to(node)) is not None}
     _spell_out_likes(graph, {node for path in paths.values() for node in path})
-    written = {weighing: (paths[node], steps) for node in paths for weighing, steps in _weighings(node)}
+    weighings = {node: _weighings(node) for node in paths}
+    written = {weighing: (paths[node], steps) for node in paths for weighing, steps in weighings[node]}
+    for softmax in [node for node in paths if not weighings[node] and node.users]:
+        changed = _first_change(softmax)
+        refusal = refusal or _refusal(changed, f"{changed.target} of the weights that a softmax gives")
     for node in list(graph.nodes):
         is_merged = node.target is ATTENTION_CALL and any(map(_merges_rows, node.args[:3]))
         if node not in written and not is_merged:
@@ -160,3 +164,11 @@ def _weighings(softmax: fx.Node) -> list[tuple[fx.Node, list[fx.Node]]]:
             elif user.target in MOVES | CASTS | DROPOUTS | {operator.getitem} and user.args[0] is node:
                 pending.append((user, [*steps, user]))
     return found
+
+
+def _first_change(softmax: fx.Node) -> fx.Node:
+    """What is done to the weights of a softmax first, where no product takes them."""
+    node = softmax
+    while len(node.users) == 1 and (user := next(iter(node.users))).target in MOVES | CASTS:
+        node = user
+    return next(iter(node.users), node)

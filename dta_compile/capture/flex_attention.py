@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from dta_compile.errors import RefusalError
-from dta_compile.passes.program import output_node, where
+from dta_compile.passes.program import ancestors, output_node, where
 
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 MASK_MOD = -1  # where the tables of a block mask have it
@@ -90,24 +90,14 @@ def _repeated(operand: torch.Tensor, batch: Any, heads: int) -> torch.Tensor:
 
 def _drop_what_nobody_reads(graph: fx.Graph) -> None:
     """Also what writes to values that nobody reads, and the levels of a `vmap` that nothing is mapped over."""
-    needed = _sources([output_node(graph)])
+    needed = ancestors([output_node(graph)])
     while more := {node for node in graph.nodes if _writes_to(node) in needed and node not in needed}:
-        needed |= _sources(more)
+        needed |= ancestors(list(more))
     maps = any(_is_of_vmap(node) for node in needed)
     for node in reversed(list(graph.nodes)):
         is_droppable = not node.is_impure() or (_is_of_vmap(node) and not maps) or _writes_to(node) is not None
         if node not in needed and node.op in ("call_function", "call_method", "get_attr") and is_droppable:
             graph.erase_node(node)
-
-
-def _sources(nodes: Any) -> set[fx.Node]:
-    found, pending = set[fx.Node](), list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
 
 
 def _writes_to(node: fx.Node) -> fx.Node | None:

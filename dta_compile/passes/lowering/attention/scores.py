@@ -126,7 +126,8 @@ class Scores:
             raise Mismatch("masked scores of the other sign")
         if self.sinks is not None:
             raise Mismatch("a scale of scores that have sinks already")
-        self._forbid(self.filler * number)
+        if self.filler > -math.inf:
+            self._forbid(self.filler * number)
         self.masks = [_scaled(mask, number) if is_added(mask) else mask for mask in self.masks]
         if self.cap is None:
             self.scale *= number

@@ -49,8 +49,8 @@ class Scores:
         masks: what was put in their place (bool: where they stayed) or added.
         sinks: a column beside them; `has_sinks_in_front`: before the first key.
         constant: what was added to both, which must not depend on the key.
-        filler: the largest number that scores were replaced by.
-        is_shifted: a number was added to all of them.
+        filler: the largest number that scores were replaced by, less what had been added to them.
+        shift: the number that was added to all of them.
     """
 
     product: fx.Node
@@ -66,7 +66,7 @@ class Scores:
     has_sinks_in_front: bool = False
     constant: list[Arranged] = dataclasses.field(default_factory=list)
     filler: float = -math.inf
-    is_shifted: bool = False
+    shift: float = 0.0
 
     @classmethod
     def of(cls, node: fx.Node) -> Scores:
@@ -98,7 +98,7 @@ class Scores:
         elif target is aten.neg.default:
             self._multiply(-1.0)
         elif target is aten.tanh.default:
-            if self.cap is not None or self.masks or self.sinks is not None or self.is_shifted:
+            if self.cap is not None or self.masks or self.sinks is not None or self.shift:
                 raise Mismatch("a tanh of scores that are capped or masked already")
             self.cap = 1.0
         elif target in PRODUCTS | QUOTIENTS:
@@ -128,6 +128,7 @@ class Scores:
             raise Mismatch("a scale of scores that have sinks already")
         if self.filler > -math.inf:
             self._forbid(self.filler * number)
+        self.shift *= number
         self.masks = [_scaled(mask, number) if is_added(mask) else mask for mask in self.masks]
         if self.cap is None:
             self.scale *= number
@@ -138,6 +139,8 @@ class Scores:
     def _scale(self, node: fx.Node, source: fx.Node) -> None:
         other, is_quotient = self._other(node, source), node.target in QUOTIENTS
         number = number_of(other)
+        if is_quotient and number == 0:
+            raise Mismatch("scores divided by zero")
         if number is not None:
             self._multiply(1.0 / number if is_quotient else number)
             return
@@ -149,7 +152,8 @@ class Scores:
     def _add(self, node: fx.Node, source: fx.Node) -> None:
         other = self._other(node, source)
         if (number := number_of(other)) is not None and abs(number) < -FORBIDDEN and self.sinks is None:
-            self.is_shifted |= number != 0  # which leaves a softmax as it is
+            is_less = node.target in (aten.sub.Tensor, aten.sub.Scalar)
+            self.shift += -number if is_less else number  # which leaves a softmax as it is
             return
         if argument(node, 2, "alpha") not in (None, 1):
             raise Mismatch("a bias times a number")
@@ -174,7 +178,7 @@ class Scores:
             parts = (never, none) if fills_where_true else (none, never)
             self.masks.append(self._beside(call(graph, aten.where.self, condition, *parts), node))
             return
-        self._forbid(number)
+        self._forbid(number - self.shift)
         allowed = call(graph, aten.logical_not.default, condition) if fills_where_true else condition
         self.masks.append(self._beside(allowed, node))
 
@@ -189,11 +193,11 @@ class Scores:
         floor = number_of(node.args[1] if node.args[0] is source else node.args[0])
         if floor is None or len(node.args) > 2:
             raise Mismatch("scores that are bounded")
-        self._forbid(floor)
+        self._forbid(floor - self.shift)
 
     def _join(self, node: fx.Node, source: fx.Node) -> None:
         parts = node.args[0]
-        if len(parts) != 2 or self.sinks is not None or self.is_shifted:
+        if len(parts) != 2 or self.sinks is not None or self.shift:
             raise Mismatch("several columns beside the scores")
         self.has_sinks_in_front = parts[1] is source
         sinks = Arranged.of(parts[0] if self.has_sinks_in_front else parts[1])

@@ -26,8 +26,6 @@ if not torch.cuda.is_available():
 from dta_compile.options import Options  # noqa: E402 - after the line above
 from dta_compile.program_cache import cache  # noqa: E402
 
-cache.open_folder = lambda folder: None
-
 
 def pytest_addoption(parser):
     parser.addoption("--sweep", help="run every compiled call that names no sweep with this one: chunks or stages")
@@ -43,3 +41,11 @@ def pytest_configure(config):
 def batches():
     """Strategy for small batches of random trees, deep chains and wide fans."""
     return BATCHES
+
+
+@pytest.fixture(scope="module")
+def analysed_anew():
+    """Programs are analysed by the tests of a module themselves: they watch passes, or change them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "open_folder", lambda folder: None)
+        yield

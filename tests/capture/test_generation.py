@@ -126,7 +126,7 @@ def test_gradients_through_the_returned_cache_are_refused(model):
         keys.sum().backward()
 
 
-def test_a_cache_that_nobody_reads_is_not_computed(model):
+def test_a_cache_that_nobody_reads_is_not_computed(analysed_anew, model):
     eager = copy.deepcopy(model)
     model.compile(backend="dta", options={"verify": "off"})
     ids = fork(prompts()[0])

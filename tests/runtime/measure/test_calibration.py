@@ -442,7 +442,7 @@ def test_a_bad_folder_is_named_with_its_key(value):
 # In the engine
 
 
-def test_a_compiled_model_is_calibrated_and_says_so(tmp_path):
+def test_a_compiled_model_is_calibrated_and_says_so(analysed_anew, tmp_path):
     model = TinyLM()
     compiled = torch.compile(model, backend="dta", options={**SMALL_CHUNKS, "cache_dir": tmp_path})
     ids, plans = shared_ids(), []

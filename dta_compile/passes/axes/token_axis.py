@@ -34,6 +34,8 @@ from dta_compile.passes.symbols import expression, sizes
 
 aten = torch.ops.aten
 
+LEARNED_PROMPT = "as for a learned prompt among the tokens"  # in the reason of a value
+
 
 @contract(
     reads=["inputs", "placeholders", "draws"],
@@ -322,7 +324,7 @@ def _without_axes(program: Program, node: fx.Node) -> Value:
     shaped = layout_by_shape(program, node)
     if node in program.parameter_dependent and is_labelled(shaped):
         return Mixed(
-            f"{node.target} gives a weight a batch or token axis, as for a learned prompt among the tokens", node
+            f"{node.target} gives a weight a batch or token axis, {LEARNED_PROMPT}", node
         )
     return shaped
 

@@ -20,7 +20,7 @@ from dta_compile.ops.attention import ATTENTION_MIXERS, Masking
 from dta_compile.ops.library import is_random
 from dta_compile.ops.mixer import MIXERS, Mixer
 from dta_compile.passes.axes.layouts import mixer_calls, through_copies
-from dta_compile.passes.axes.token_axis import own_mixer_calls
+from dta_compile.passes.axes.token_axis import LEARNED_PROMPT, own_mixer_calls
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import First, is_float
 from dta_compile.passes.graphs.operators import CASTS, RESHAPES
@@ -117,6 +117,15 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
         hint = (
             "compute it inside the compiled function; if the model broke into several graphs, remove the graph break"
             " (stages of a pipeline cannot run over a tree)"
+        )
+    elif LEARNED_PROMPT in mixed.reason:
+        return RefusalError(
+            "a learned prompt stands among the tokens: it has no token ids, which rows could be told apart by",
+            where=where(mixed.node),
+            expected="embeddings that are looked up by token ids",
+            got=mixed.reason,
+            hint="give the prompt ids of its own at the end of the embedding table and put those in front of each row"
+            " (all else can be frozen by a mask on its gradient), or train adapters (LoRA)",
         )
     elif mixed.node.op == "call_module":
         hint = (

@@ -17,16 +17,18 @@ from typing import Any
 import torch._dynamo.config
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.fuzz import metamorphic, program as drawn_program
+from tests.fuzz import metamorphic
+from tests.fuzz import program as drawn_program
 from tests.fuzz.grammar import programs
+from tests.fuzz.metamorphic import BAD
 from tests.fuzz.minimise import minimised
 from tests.fuzz.program import Program
 
 BLOCK = 25  # programs of one process, whose memory and whose crashes are its own
 MANY = 1_000_000  # programs between two seeds
-SECONDS = 1800  # for a block
+SECONDS = 5400  # for a block
 ATTEMPTS = 40  # to make a failing program smaller
-BAD = ("wrong", "crashed")
+
 WORTHWHILE = 60  # percent that must run rather than be refused
 
 

@@ -16,6 +16,7 @@ from tests.fuzz.grammar import OPTIONS
 from tests.fuzz.program import Program, load
 from tests.fuzz.relations import Call, Values, Weighted, changes, gradients, relations, weigh
 
+BAD = ("wrong", "crashed")
 OTHER_OPTIONS, CHANGES = 2, 4  # tried on a program: each of them compiles anew
 
 
@@ -99,7 +100,7 @@ class _Trial:
         if not all(torch.isfinite(value).all() for value in expected.values()):
             raise _Discarded("eager: not finite")
         shaken = gradients(perturbed := oracle.perturbed(oracle.seeded(self.make)), perturbed, (base,))
-        if not self._error(shaken, expected) <= oracle.PERTURBATION * oracle.STEEPEST:
+        if not self._error(shaken, expected) <= max(oracle.PERTURBATION * oracle.STEEPEST, self.tolerance):
             raise _Discarded("eager: magnifies rounding")
         return base, expected
 

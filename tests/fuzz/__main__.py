@@ -1,4 +1,5 @@
-"""Many drawn programs on all cores: `make fuzz N=2000 SEED=7`. What is drawn depends on N and SEED alone."""
+"""Many drawn programs on all cores: `make fuzz N=2000 SEED=7`, or `make fuzz-relations`, which asks them for what
+tests/fuzz/relations.py lists. What is drawn depends on N and SEED alone."""
 
 from __future__ import annotations
 
@@ -16,15 +17,18 @@ from typing import Any
 import torch._dynamo.config
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from tests.fuzz import metamorphic
+from tests.fuzz import program as drawn_program
 from tests.fuzz.grammar import programs
+from tests.fuzz.metamorphic import BAD
 from tests.fuzz.minimise import minimised
-from tests.fuzz.program import Program, verdict
+from tests.fuzz.program import Program
 
 BLOCK = 25  # programs of one process, whose memory and whose crashes are its own
 MANY = 1_000_000  # programs between two seeds
-SECONDS = 1800  # for a block
+SECONDS = 5400  # for a block
 ATTEMPTS = 40  # to make a failing program smaller
-BAD = ("wrong", "crashed")
+
 WORTHWHILE = 60  # percent that must run rather than be refused
 
 
@@ -42,8 +46,9 @@ def drawn(number: int) -> Program:
     return found[-1]
 
 
-def run_block(count: int, first: int, smaller: bool) -> None:
+def run_block(count: int, first: int, smaller: bool, relations: bool) -> None:
     """Prints a line of JSON before and after each program."""
+    verdict = metamorphic.verdict if relations else drawn_program.verdict
     torch.set_num_threads(1)
     torch._dynamo.config.fake_tensor_cache_enabled = False
     for number in range(first, first + count):
@@ -51,20 +56,20 @@ def run_block(count: int, first: int, smaller: bool) -> None:
         print(json.dumps({"number": number, "source": program.source()}), flush=True)
         kind, detail = verdict(program)
         if kind in BAD and smaller:
-            program = minimised(program, kind, ATTEMPTS)
+            program = minimised(program, kind, ATTEMPTS, verdict)
             kind, detail = verdict(program)
         source = program.source() if kind in BAD else ""
         print(json.dumps({"number": number, "kind": kind, "detail": detail, "source": source}), flush=True)
 
 
-def collect(count: int, first: int, smaller: bool) -> list[dict[str, Any]]:
+def collect(count: int, first: int, flags: list[str]) -> list[dict[str, Any]]:
     """The verdicts of a block, run in a process of its own."""
     command = [sys.executable, "-m", "tests.fuzz", "-n", str(count), "--block", str(first)]
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "DTA_CACHE_DIR": cache}
         try:
             done = subprocess.run(
-                command + ["--as-drawn"] * (not smaller),
+                command + flags,
                 capture_output=True,
                 text=True,
                 timeout=SECONDS,
@@ -120,15 +125,17 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("fuzz_failures"))
     parser.add_argument("--as-drawn", action="store_true", help="do not make failing programs smaller")
+    parser.add_argument("--relations", action="store_true", help="metamorphic relations in place of eager's results")
     parser.add_argument("--block", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.block is not None:
-        run_block(options.n, options.block, not options.as_drawn)
+        run_block(options.n, options.block, not options.as_drawn, options.relations)
         return 0
     blocks = [(min(BLOCK, options.n - start), MANY * options.seed + start) for start in range(0, options.n, BLOCK)]
+    flags = ["--as-drawn"] * options.as_drawn + ["--relations"] * options.relations
     found: list[dict[str, Any]] = []
     with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
-        tasks = [pool.submit(collect, n, first, not options.as_drawn) for n, first in blocks]
+        tasks = [pool.submit(collect, n, first, flags) for n, first in blocks]
         for task in concurrent.futures.as_completed(tasks):
             found += task.result()
             counts = collections.Counter(one["kind"] for one in found)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tests.fuzz.batches import Batch
 from tests.fuzz.grammar import PLAIN, PLAIN_LAYER
 from tests.fuzz.program import Program, verdict
 
 
-def minimised(program: Program, kind: str, attempts: int = 60) -> Program:
+def minimised(
+    program: Program,
+    kind: str,
+    attempts: int = 60,
+    judge: Callable[[Program], tuple[str, str]] = verdict,
+) -> Program:
     """The smallest program found that comes to the same kind of verdict, in so many attempts."""
     improved = True
     while improved:
@@ -19,7 +24,7 @@ def minimised(program: Program, kind: str, attempts: int = 60) -> Program:
             if not attempts:
                 return program
             attempts -= 1
-            if verdict(smaller)[0] == kind:
+            if judge(smaller)[0] == kind:
                 program, improved = smaller, True
                 break
     return program

@@ -1,7 +1,7 @@
-"""simplify: exact identities in a functional graph, for what derivative formulas leave behind.
+"""Simplify a functional graph by exact identities, for patterns of derivative formulas. Called by the pass `joint`.
 
-The derivative of `x.pow(2).mean(-1)` comes as `s.expand(...) / n * (2.0 * x.pow(1.0))`: four passes over values of full
-size where `(s / n * 2.0).expand(...) * x` needs one. That of a rotation pads two halves with zeros to add them.
+The derivative of `x.pow(2).mean(-1)` is traced as `s.expand(...) / n * (2.0 * x.pow(1.0))`: four passes over values of
+full size where `(s / n * 2.0).expand(...) * x` needs one. That of a rotation pads two halves with zeros and adds them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Apply the rules to every node, in order: a rule sees arguments that are simple already."""
+    """Apply the identities to every node in graph order, so that arguments are simplified before their users."""
     for node in list(graph.nodes):
         with graph.inserting_before(node):
             replacement = next(filter(None, (rule(node) for rule in IDENTITIES)), None)
@@ -33,9 +33,9 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _fits(node: fx.Node, replacement: fx.Node) -> bool:
-    """Whether what reads a value finds it in memory as it was traced, or does not mind.
+    """Return whether a replacement has the memory format of the node, or every user gives the same result with it.
 
-    What is not expanded any more may have been viewed in ways in which an expanded value cannot be.
+    Users may view the replaced value in ways in which an expanded one cannot be viewed.
     """
     value = replacement.meta["val"]
     return same_memory_format(value, node.meta["val"]) or all(
@@ -44,7 +44,7 @@ def _fits(node: fx.Node, replacement: fx.Node) -> bool:
 
 
 def _keeps_its_result(user: fx.Node, node: fx.Node, value: torch.Tensor) -> bool:
-    """Whether an operator's result stays what it is, its place in memory included, with `value` for a node."""
+    """Return whether the result of `user` keeps its memory format if `value` replaces `node`."""
     if not is_pointwise(user):
         return False
     args, kwargs = fx.node.map_arg((user.args, user.kwargs), lambda arg: value if arg is node else arg.meta["val"])
@@ -52,12 +52,12 @@ def _keeps_its_result(user: fx.Node, node: fx.Node, value: torch.Tensor) -> bool
 
 
 def _aliased(node: fx.Node) -> fx.Node | None:
-    """`x.detach()` is x: nothing differentiates the graph. So is the alias that autograd makes since torch 2.14."""
+    """`x.detach()` is x: the graph is not differentiated again. So is the alias of autograd since torch 2.14."""
     return node.args[0] if node.target in ALIASES else None
 
 
 def _same_on_ranks(node: fx.Node) -> fx.Node | None:
-    """Its derivative is all that the operator is for."""
+    """`SAME_ON_RANKS` is the identity, whose derivative has been traced already."""
     return node.args[0] if node.target is SAME_ON_RANKS else None
 
 
@@ -102,7 +102,7 @@ def _is_doubling(node: fx.Node) -> bool:
 
 
 def _parts_joined(node: fx.Node) -> fx.Node | None:
-    """The sum of two values that are zero but in one part of a dimension each is both parts concatenated."""
+    """The sum of two parts of a dimension, each padded with zeros to all of it, is their concatenation."""
     if node.target is not aten.add.Tensor or node.kwargs or not all(_is_padded(arg) for arg in node.args):
         return None
     first, second = sorted(node.args, key=_start)
@@ -115,7 +115,7 @@ def _parts_joined(node: fx.Node) -> fx.Node | None:
 
 
 def _is_padded(node: Any) -> bool:
-    """`slice_backward(part, sizes, dim, start, stop, step)` with numbers for all but the sizes."""
+    """Return whether a node is `slice_backward(part, sizes, dim, start, stop, step)` with constants after the sizes."""
     if not isinstance(node, fx.Node) or node.target is not aten.slice_backward.default:
         return False
     return all(isinstance(arg, int) and arg >= 0 for arg in node.args[2:]) and node.args[5] == 1
@@ -130,7 +130,7 @@ def _shape(node: fx.Node) -> list[str]:
 
 
 def _sparse_log_softmax_gradient(node: fx.Node) -> fx.Node | None:
-    """The gradient of a gathered log-softmax, `G - exp(y) * sum(G)` with G zero but for a few entries, without G.
+    """The gradient of a gathered log-softmax is `G - exp(y) * sum(G)`, with few entries of G not zero: avoid dense G.
 
     Scattering the entries onto `exp(y) * -sum(entries)` saves two values of the vocabulary's size.
     """

@@ -19,7 +19,7 @@ FIELDS = frozenset(field.name for field in dataclasses.fields(Program)) - {"timi
 
 
 class ContractError(AssertionError):
-    """A pass touched a field that it does not declare, or left a program that breaks an invariant."""
+    """Raised if a pass touches a field that it does not declare, or leaves a program that breaks an invariant."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -149,7 +149,9 @@ class Program(HasMixers):
     def conditions(self) -> list[Condition]:
         """The conditions of all uses of frontier values, each once; the prologue computes their sources."""
         uses = [use for value in self.frontier for use in value.uses]
-        return sorted({one for use in uses for one in use.conditions}, key=lambda one: one.source.name)
+        return sorted(
+            {condition for use in uses for condition in use.conditions}, key=lambda condition: condition.source.name
+        )
 
     @property
     def outputs(self) -> list[Any]:

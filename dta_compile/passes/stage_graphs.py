@@ -158,10 +158,10 @@ class ChunkStages:
     def kept_of_stages(self) -> list[list[KeptValue]]:
         """The kept values of each stage, with places as ("slot", slot) or ("saved <stage>", position), and storages of
         the chunk."""
-        kept = []
+        kept_values = []
         for number, (stage, kind) in enumerate(self.of_kinds()):
             slots = {"read": stage.reads, "written": stage.writes}
-            kept.append(
+            kept_values.append(
                 [
                     value._replace(
                         place=(
@@ -174,7 +174,7 @@ class ChunkStages:
                     for value in kind.kept
                 ]
             )
-        return kept
+        return kept_values
 
     @functools.cached_property
     def kept_bytes(self) -> Bytes:

@@ -65,10 +65,10 @@ def squeeze(node: fx.Node, arguments: Arguments) -> Layout:
     layout, shape = arguments[source], sizes(source)
     chosen = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
     chosen = {dim % len(shape) for dim in ([chosen] if isinstance(chosen, int) else chosen)}
-    kept = [i for i in range(len(shape)) if not (i in chosen and shape[i] == 1)]
-    if layout.token_dim is not None and layout.token_dim not in kept:
+    remaining = [i for i in range(len(shape)) if not (i in chosen and shape[i] == 1)]
+    if layout.token_dim is not None and layout.token_dim not in remaining:
         raise MixesTokens("it drops the axis of a single token")
-    return Layout(tuple(layout.dims[i] for i in kept), layout.frame)
+    return Layout(tuple(layout.dims[i] for i in remaining), layout.frame)
 
 
 def expand(node: fx.Node, arguments: Arguments) -> Layout:

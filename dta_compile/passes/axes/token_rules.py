@@ -361,7 +361,9 @@ def rule_for(target: Any) -> Rule | None:
     if not is_tagged_pointwise(target):
         return None
     # Some return one number for the whole tensor (aten.equal).
-    return pointwise if all(isinstance(one.type, torch.TensorType) for one in target._schema.returns) else None
+    return (
+        pointwise if all(isinstance(returned.type, torch.TensorType) for returned in target._schema.returns) else None
+    )
 
 
 def register_token_rule(op: Any, rule: Rule) -> None:

@@ -27,7 +27,7 @@ Violations = Callable[[Program], Iterable[object]]
 
 @dataclasses.dataclass(frozen=True)
 class Invariant:
-    """A rule.
+    """One rule of the table.
 
     Attributes:
         text: the rule in words, for the error.
@@ -182,10 +182,10 @@ def _stages(program: Program) -> Iterator[object]:
         expected = {"cache_only": (len(stage.reads), 0), "forward_only": (len(stage.reads), len(stage.writes))}
         expected["forward"] = len(stage.reads), len(stage.writes) + own
         if kind.backward is not None:
-            taken, given = signature_of(kind.backward)
+            inputs, outputs = signature_of(kind.backward)
             handed = len(kind.kept) + len(kind.differentiated)
-            if taken + given != handed + len(kind.gradients):  # `accumulate` turns outputs into inputs
-                yield f"backward: {taken} inputs and {given} outputs for {handed} and {len(kind.gradients)}"
+            if inputs + outputs != handed + len(kind.gradients):  # `accumulate` turns outputs into inputs
+                yield f"backward: {inputs} inputs and {outputs} outputs for {handed} and {len(kind.gradients)}"
         for name, signature in expected.items():
             if (found := signature_of(getattr(kind, name))) != signature:
                 yield f"{name}: {found} inputs and outputs for {signature}"

@@ -24,7 +24,7 @@ CAST = {"dtype", "device", "layout", "memory_format"}  # keywords that change nu
 
 
 class Kind(enum.Enum):
-    """The function of the logits that a value is."""
+    """Functions of the logits."""
 
     LOGITS = "z"
     LOG_PROBS = "log p"
@@ -36,7 +36,7 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """How logits z follow from the linear layer's output: a bias, then divisions (True) and multiplications (False)."""
+    """Bias and steps from the linear layer's output to logits z; a step is a division (True) or a product (False)."""
 
     bias: fx.Node | None = None
     steps: tuple[tuple[bool, Any], ...] = ()

@@ -244,7 +244,7 @@ def _joined(found: list[list[fx.Node]], levels: dict[fx.Node, int]) -> Iterable[
         keys = [(levels[cluster[0]], source) for source in _widest_inputs(cluster)]
         others = {id(joined[key]): joined[key] for key in keys if key in joined}.values()
         members = [*itertools.chain.from_iterable(others), *cluster]
-        keys += [key for key, other in joined.items() if any(other is one for one in others)]
+        keys += [key for key, other in joined.items() if any(other is another for another in others)]
         joined.update(dict.fromkeys(keys, members))
     return {id(cluster): cluster for cluster in joined.values()}.values()
 

@@ -5,8 +5,8 @@ Mixer operators become method calls on `path`, the runtime's stack, which every 
 A minimum cut of the forward graph decides which values are saved and which are rematerialised in the backward. Saving
 a value costs `TOUCHED_PER_SAVED` times its bytes. Recomputing it costs the bytes that its operator reads and writes, as
 operators that run one by one are bound by memory bandwidth. So values are recomputed where that touches less than
-`TOUCHED_PER_SAVED` bytes per byte saved, counted over whole chains of operators: `silu(gate) * up` is recomputed; a
-rotated query is saved, and so is the small `rsqrt` of a normalisation, which needs a whole row to be read again.
+`TOUCHED_PER_SAVED` bytes per byte that is then not kept, counted over whole chains of operators: `silu(gate) * up` is
+recomputed; a rotated query is saved, and so is the small `rsqrt` of a normalisation, since that reads a whole row.
 
 Matrix products, attention, softmax, sorting and all operators not known to be cheap are never recomputed. A view of a
 whole value costs nothing, and is not saved beside its base. A view of a part (V of a fused QKV projection) may be
@@ -167,7 +167,7 @@ class _OnPath(Subgraph):
         call.meta = dict(node.meta)
         if mixer.scratch is not None:
             operands = mixer.operands_of(node.args[2:] if backward else node.args[1:])
-            call.meta["scratch"] = mixer.scratch([one.meta["val"] for one in operands])[1 if backward else 0]
+            call.meta["scratch"] = mixer.scratch([operand.meta["val"] for operand in operands])[1 if backward else 0]
         return call
 
 
@@ -195,7 +195,7 @@ def forward_graph(trace: JointTrace, outputs: Iterable[fx.Node]) -> fx.GraphModu
 def backward_graph(trace: JointTrace, saved: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[int]]:
     """Build the graph from inputs, saved values and tangents to input gradients; also return the inputs that it takes.
 
-    A recomputed value is placed right before the first gradient operator that reads it, so that it lives shortly.
+    A recomputed value is placed right before the first gradient operator that reads it, so that its lifetime is short.
     """
     tangents = list(trace.tangents.values())
     boundary = {*trace.primals, *saved, *tangents}

@@ -130,7 +130,7 @@ def _shape(node: fx.Node) -> list[str]:
 
 
 def _sparse_log_softmax_gradient(node: fx.Node) -> fx.Node | None:
-    """The gradient of a gathered log-softmax is `G - exp(y) * sum(G)`, with few entries of G not zero: avoid dense G.
+    """The gradient of a gathered log-softmax is `G - exp(y) * sum(G)`; only a few entries of G are not zero.
 
     Scattering the entries onto `exp(y) * -sum(entries)` saves two values of the vocabulary's size.
     """

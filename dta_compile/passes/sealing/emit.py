@@ -132,7 +132,7 @@ class _Emitter:
             )
 
     def _anchors(self) -> list[bool | None]:
-        """Return `Stage.only_states` by stage: an anchor runs stages with mixers, and the stages that these depend on."""
+        """Return `Stage.only_states` by stage: an anchor runs stages with mixers, and stages that these depend on."""
         needed: set[int] = set()
         only_states: list[bool | None] = []
         for stage in reversed(self.chunk.stages):
@@ -166,7 +166,9 @@ class _Emitter:
         chunk, anchors, live = self.chunk, self._anchors(), _Live()
         left = Counter(slot for stage in chunk.stages for slot in stage.reads)
         returned = set() if name == "cache_only" else set(chunk.outputs)
-        kept = {value.memory for values in chunk.kept_of_stages for value in values} if name == "forward" else set()
+        kept_memory = (
+            {value.memory for values in chunk.kept_of_stages for value in values} if name == "forward" else set()
+        )
         peaks: list[Bytes] = [Bytes()]
         for number, (stage, kind) in enumerate(chunk.of_kinds()):
             if name == "cache_only" and anchors[number] is None:
@@ -182,7 +184,7 @@ class _Emitter:
                     live.add(value.memory, value.bytes)
             for slot in {*stage.reads, *stage.writes} - returned:
                 storage = chunk.memory_of_slots.get(slot)
-                if not left[slot] and storage is not None and storage[0] not in kept:
+                if not left[slot] and storage is not None and storage[0] not in kept_memory:
                     live.remove(storage[0])
         return tuple(peaks)
 

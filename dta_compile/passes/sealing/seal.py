@@ -215,7 +215,7 @@ def _why_incomparable(program: Program) -> str:
             return f"{node.target} draws random numbers"
         if node.target in COLLECTIVES or "c10d" in str(getattr(node.target, "namespace", "")):
             return f"{node.target} waits for other ranks"
-    if any(layer.mask is not None for one in programs_of(program)[1:] for layer in one.attention):
+    if any(layer.mask is not None for batch in programs_of(program)[1:] for layer in batch.attention):
         return "it runs the model on batches of several sizes, with masks of their own"
     return "it indexes by rounded values" if indices_from_values(program) else ""
 

@@ -20,6 +20,7 @@ from dta_compile.passes.graphs.operators import KEEP_ORDER_IN_PLACE, VIEWS_OF_OR
 from dta_compile.passes.graphs.storage import storages, view_source
 from dta_compile.passes.program import Program, output_node, writes_in_place
 from dta_compile.passes.stage_graphs import StageGraphs
+from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
 
@@ -78,7 +79,7 @@ def _merge_views(graph: fx.Graph) -> None:
     for node in views:
         if node.target in VIEWS_OF_ORDER:
             node.target, node.args = aten.view.default, (_origin(node), *node.args[1:])
-            if node not in returned and _shape(node) == _shape(node.args[0]):
+            if node not in returned and sizes(node) == sizes(node.args[0]):
                 node.replace_all_uses_with(node.args[0])
                 continue
         same = known.setdefault((node.target, node.args, tuple(node.kwargs.items())), node)
@@ -102,10 +103,6 @@ def _origin(node: fx.Node) -> fx.Node:
     return source
 
 
-def _shape(node: fx.Node) -> list[str]:
-    return [str(size) for size in node.meta["val"].shape]
-
-
 def _group_additions(graph: fx.Graph) -> None:
     """Add small gradients to their accumulators in one call at the end of the graph."""
     groups: dict[Hashable, dict[fx.Node, fx.Node]] = {}  # by dtypes: additions by accumulator
@@ -124,7 +121,7 @@ def _group_additions(graph: fx.Graph) -> None:
 
 def _is_small(target: fx.Node, value: Any) -> bool:
     """Return whether two tensors have the same shape, of at most `SMALL` entries."""
-    if not isinstance(value, fx.Node) or _shape(target) != _shape(value):
+    if not isinstance(value, fx.Node) or sizes(target) != sizes(value):
         return False
     entries = target.meta["val"].numel()
     return isinstance(entries, int) and entries <= SMALL

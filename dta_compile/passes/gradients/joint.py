@@ -31,7 +31,7 @@ from dta_compile.passes.gradients.simplify import simplify
 from dta_compile.passes.gradients.stage_traces import StageTrace, TracedStage, traced_stages
 from dta_compile.passes.graphs.nodes import sizes_from_inputs
 from dta_compile.passes.graphs.storage import owner, write_to_new_values
-from dta_compile.passes.program import Program, output_node, where
+from dta_compile.passes.program import Program, output_node, where_now
 from dta_compile.passes.stage_graphs import ChunkStages, KeptValue, Memory, StageGraphs, StageOfChunk
 from dta_compile.passes.symbols import expression
 from dta_compile.passes.tracing import tracing
@@ -125,7 +125,8 @@ def _with_backward(
         *(("saved", own.index(node)) if node in own else ("written", trace.outputs.index(node)) for node in saved),
     ]
     kept = [
-        KeptValue(place, *memory.of(node), memory.head_dim(node)) for place, node in zip(places, nodes, strict=True)
+        KeptValue(place, *memory.of(node), trace.sizes.head_dim(node.meta["val"]))
+        for place, node in zip(places, nodes, strict=True)
     ]
     position = {node: i for i, node in enumerate(nodes)}
     gradients = [i for i, gradient in enumerate(trace.gradients) if gradient is not None]
@@ -159,10 +160,6 @@ class _Memory:
         source = owner(node)
         size = self.sizes.bytes(source.meta["val"]) if node in self.per_chunk else Bytes()
         return self.known.get(source, ("saved", source.name)), size
-
-    def head_dim(self, node: fx.Node) -> int | None:
-        """Return the dimension of a value that runs over head rows; None if there is none."""
-        return self.sizes.head_dim(node.meta["val"])
 
 
 def _sources(trace: JointTrace) -> list[frozenset[int]]:
@@ -223,11 +220,9 @@ def _traced(function: Any, *inputs: Any) -> fx.GraphModule:
     try:
         return make_fx(function, _allow_non_fake_inputs=True)(*inputs)
     except Exception as error:
-        probe = fx.Graph().placeholder("traced")
-        probe.meta = dict(fx.traceback.get_current_meta())
         raise RefusalError(
             "torch cannot differentiate this operation over a free number of tokens",
-            where=where(probe),
+            where=where_now(),
             got=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
             hint="write it with other operations",
         ) from error

@@ -17,6 +17,7 @@ from dta_compile.ops.collectives import SAME_ON_RANKS
 from dta_compile.passes.graphs.nodes import call, filled_with, is_pointwise
 from dta_compile.passes.graphs.operators import ALIASES, EXCHANGES, SCALINGS
 from dta_compile.passes.graphs.storage import same_memory_format
+from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
 
@@ -78,8 +79,8 @@ def _scaled_after_expand(node: fx.Node) -> fx.Node | None:
     """`s.expand(...) / n` is `(s / n).expand(...)`."""
     if node.target not in SCALINGS or node.args[0].target is not aten.expand.default:
         return None
-    small, *sizes = node.args[0].args
-    return call(node.graph, aten.expand.default, call(node.graph, node.target, small, *node.args[1:]), *sizes)
+    small, *shape = node.args[0].args
+    return call(node.graph, aten.expand.default, call(node.graph, node.target, small, *node.args[1:]), *shape)
 
 
 def _doubling_moved(node: fx.Node) -> fx.Node | None:
@@ -89,9 +90,9 @@ def _doubling_moved(node: fx.Node) -> fx.Node | None:
     expanded, doubled = node.args
     if expanded.target is not aten.expand.default or not _is_doubling(doubled):
         return None
-    small, *sizes = expanded.args
+    small, *shape = expanded.args
     x, factor = doubled.args
-    small = call(node.graph, aten.expand.default, call(node.graph, aten.mul.Scalar, small, factor), *sizes)
+    small = call(node.graph, aten.expand.default, call(node.graph, aten.mul.Scalar, small, factor), *shape)
     return call(node.graph, aten.mul.Tensor, small, x)
 
 
@@ -109,7 +110,7 @@ def _parts_joined(node: fx.Node) -> fx.Node | None:
     dim, start = second.args[2], second.args[3]
     size = second.meta["val"].shape[dim]
     covers = _start(first) == 0 and first.args[4] == start and isinstance(size, int) and second.args[4] >= size
-    if not covers or first.args[2] != dim or _shape(first) != _shape(second):
+    if not covers or first.args[2] != dim or sizes(first) != sizes(second):
         return None
     return call(node.graph, aten.cat.default, [first.args[0], second.args[0]], dim)
 
@@ -125,10 +126,6 @@ def _start(padded: fx.Node) -> int:
     return padded.args[3]
 
 
-def _shape(node: fx.Node) -> list[str]:
-    return [str(size) for size in node.meta["val"].shape]
-
-
 def _sparse_log_softmax_gradient(node: fx.Node) -> fx.Node | None:
     """The gradient of a gathered log-softmax is `G - exp(y) * sum(G)`; only a few entries of G are not zero.
 
@@ -141,11 +138,11 @@ def _sparse_log_softmax_gradient(node: fx.Node) -> fx.Node | None:
         return None
     zeros, scattered, index, entries = gradient.args
     rank = output.meta["val"].dim()
-    same = _shape(zeros) == _shape(output) and zeros.meta["val"].dtype == output.meta["val"].dtype == dtype
-    if not same or scattered % rank != dim % rank or filled_with(zeros) != 0 or _shape(index) != _shape(entries):
+    same = sizes(zeros) == sizes(output) and zeros.meta["val"].dtype == output.meta["val"].dtype == dtype
+    if not same or scattered % rank != dim % rank or filled_with(zeros) != 0 or sizes(index) != sizes(entries):
         return None
     others = [i for i in range(rank) if i != dim % rank]
-    if any(_shape(index)[i] != _shape(output)[i] for i in others):  # a gather may leave rows out
+    if any(sizes(index)[i] != sizes(output)[i] for i in others):  # a gather may leave rows out
         return None
     total = call(node.graph, aten.neg.default, call(node.graph, aten.sum.dim_IntList, entries, [dim], True))
     dense = call(node.graph, aten.mul.Tensor, call(node.graph, aten.exp.default, output), total)

@@ -46,13 +46,10 @@ class Subgraph:
         self.graph.output(tuple(self.copies[value] if isinstance(value, fx.Node) else value for value in values))
 
 
-def inputs_of(node: fx.Node) -> Iterable[fx.Node]:
-    """Return the nodes that a node reads."""
-    return node.all_input_nodes
-
-
 def missing(
-    node: fx.Node, known: Container[fx.Node], needs: Callable[[fx.Node], Iterable[fx.Node]] = inputs_of
+    node: fx.Node,
+    known: Container[fx.Node],
+    needs: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes,
 ) -> list[fx.Node]:
     """Return a node and its dependencies (by `needs`) that are not in `known`, in topological order."""
     order: dict[fx.Node, None] = {}

@@ -78,7 +78,7 @@ class Program(HasMixers):
     input_layouts: Mapping[tuple[fx.Node, fx.Node], Layout] = dataclasses.field(default_factory=dict)
     parameter_dependent: Set[fx.Node] = frozenset()
     roots: Mapping[fx.Node, frozenset[fx.Node]] = dataclasses.field(default_factory=dict)
-    other_batches: Set[fx.Node] = frozenset()  # nodes that only attention over a batch of other sizes depends on
+    other_batches: Set[fx.Node] = frozenset()  # nodes that mixers over other sizes depend on, and no other mixers
     # mixers
     mixers: Sequence[MixerLayer] = ()  # in graph order; a layer's index is its position here
     mixer_nodes: Sequence[fx.Node] = ()  # their calls

@@ -40,11 +40,11 @@ def index_position_tables(program: Program) -> None:
         if operands and operands[0] in tables and tables.issuperset(operands) and _has_constant_sizes(node):
             tables.add(node)
             continue
-        if looked_up := _looked_up(node, tables):
+        if looked_up := _rows_of_embedding(node, tables):
             picked[node] = looked_up
             continue
         with program.graph.inserting_before(node):
-            source = _picked(node, tables, picked)
+            source = _rows_of(node, tables, picked)
             if source is None:
                 continue
             rows = program.graph.call_function(aten.index_select.default, (source.table, source.dim, source.index))
@@ -60,7 +60,7 @@ def _has_constant_sizes(node: fx.Node) -> bool:
     return is_tensor(node) and not free_symbols(sizes(node))
 
 
-def _looked_up(node: fx.Node, tables: set[fx.Node]) -> _Picked | None:
+def _rows_of_embedding(node: fx.Node, tables: set[fx.Node]) -> _Picked | None:
     """Return the rows that an embedding picks; None if some rows (padding) have gradients of their own kind."""
     if node.target is not aten.embedding.default or node.args[0] not in tables or len(node.args) > 2:
         return None
@@ -68,11 +68,11 @@ def _looked_up(node: fx.Node, tables: set[fx.Node]) -> _Picked | None:
     return _Picked(table, 0, index) if len(sizes(index)) == 1 else None
 
 
-def _picked(node: fx.Node, tables: set[fx.Node], picked: dict[fx.Node, _Picked]) -> _Picked | None:
+def _rows_of(node: fx.Node, tables: set[fx.Node], picked: dict[fx.Node, _Picked]) -> _Picked | None:
     """Return the rows that a node picks from a table; None if it does anything else."""
     if node.target is aten.cat.default:
-        return _joined(node, [picked.get(part) for part in node.args[0]])
-    moved = _moved_dim(node)
+        return _concatenated(node, [picked.get(part) for part in node.args[0]])
+    moved = _selected_dim(node)
     if moved is None or not has_tensor(node):
         return None
     source, dim = node.args[0], moved % node.args[0].meta["val"].dim()
@@ -84,10 +84,10 @@ def _picked(node: fx.Node, tables: set[fx.Node], picked: dict[fx.Node, _Picked])
         return None
     else:
         known = picked[source]
-    return dataclasses.replace(known, index=_same_done_to(node, known.index, dim))
+    return dataclasses.replace(known, index=_apply_to_rows(node, known.index, dim))
 
 
-def _joined(node: fx.Node, parts: list[_Picked | None]) -> _Picked | None:
+def _concatenated(node: fx.Node, parts: list[_Picked | None]) -> _Picked | None:
     """Return the rows of a concatenation of rows of one table."""
     first, dim = parts[0], argument(node, 1, "dim") or 0
     if first is None or dim % node.meta["val"].dim() != first.dim:
@@ -98,7 +98,7 @@ def _joined(node: fx.Node, parts: list[_Picked | None]) -> _Picked | None:
     return dataclasses.replace(first, index=_call(node, node.meta["val"].shape[first.dim], aten.cat.default, indices))
 
 
-def _moved_dim(node: fx.Node) -> int | None:
+def _selected_dim(node: fx.Node) -> int | None:
     """Return the dimension along which a node picks entries; None if it does anything else."""
     if node.target is aten.slice.Tensor:
         return argument(node, 1, "dim") or 0
@@ -109,7 +109,7 @@ def _moved_dim(node: fx.Node) -> int | None:
     return None
 
 
-def _same_done_to(node: fx.Node, index: fx.Node, dim: int) -> fx.Node:
+def _apply_to_rows(node: fx.Node, index: fx.Node, dim: int) -> fx.Node:
     """Apply to the row numbers the operator that a node applies to a table along `dim`."""
     changed = [0] if node.target is aten.flip.default else 0
     return _call(node, node.meta["val"].shape[dim], node.target, index, changed, *node.args[2:])

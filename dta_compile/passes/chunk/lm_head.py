@@ -55,7 +55,7 @@ def lm_head(program: Program) -> None:
     trained = _trained(program)
     for linear in layers:
         reductions = Reading(linear, values, trained).reductions
-        if reductions and not _feed_back(linear, reductions):
+        if reductions and not _depend_on_logits(linear, reductions):
             for scaling in dict.fromkeys(reduction.meaning.scaling for reduction in reductions):
                 own = [reduction for reduction in reductions if reduction.meaning.scaling == scaling]
                 _Fusion(linear, scaling, own, values).replace()
@@ -103,7 +103,7 @@ def _operands(reductions: Sequence[Reduction]) -> list[fx.Node]:
     return [value for value in dict.fromkeys(operands) if isinstance(value, fx.Node)]
 
 
-def _feed_back(linear: fx.Node, reductions: Sequence[Reduction]) -> bool:
+def _depend_on_logits(linear: fx.Node, reductions: Sequence[Reduction]) -> bool:
     """Return whether labels or scales are computed from the logits of `linear`."""
     return linear in ancestors(_operands(reductions))
 

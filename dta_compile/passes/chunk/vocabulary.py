@@ -141,7 +141,7 @@ class Reading:
         if left.kind is not Kind.PROBS:
             left, right = right, left
         kinds = {Kind.LOG_PROBS: Kind.PROBS_LOG_PROBS, Kind.LOGITS: Kind.PROBS_LOGITS}
-        if left.kind is not Kind.PROBS or right.kind not in kinds or not _alike(node, left, right):
+        if left.kind is not Kind.PROBS or right.kind not in kinds or not _of_same_logits(node, left, right):
             return None
         joined = dataclasses.replace(left, kind=kinds[right.kind], factor=left.factor * right.factor)
         return dataclasses.replace(joined, detached=left.detached or right.detached)
@@ -187,7 +187,7 @@ class Reading:
     def _subtract(self, node: fx.Node) -> Meaning | None:
         """`z - logsumexp(z)` are log-probs."""
         value, normaliser = (self.meanings.get(arg) for arg in node.args)
-        if value is None or normaliser is None or not _alike(node, value, normaliser):
+        if value is None or normaliser is None or not _of_same_logits(node, value, normaliser):
             return None
         is_log_prob = value.kind is Kind.LOGITS and normaliser.kind is Kind.LOGSUMEXP and normaliser.factor == 1
         fits = is_log_prob and self._is_per_row(*node.args)
@@ -250,7 +250,7 @@ def _is_number(by: Any) -> bool:
     return isinstance(by, (int, float)) and math.isfinite(by) and by != 0
 
 
-def _alike(node: fx.Node, one: Meaning, other: Meaning) -> bool:
+def _of_same_logits(node: fx.Node, one: Meaning, other: Meaning) -> bool:
     """Return whether two operands are of the same scaled logits, and gradients flow to both or to neither."""
     without_gradient = all(user.target is aten.detach.default for user in node.users)
     return one.scaling == other.scaling and (one.detached == other.detached or without_gradient)

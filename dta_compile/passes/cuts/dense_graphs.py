@@ -39,7 +39,7 @@ def dense_graphs(program: Program) -> None:
     """Fill `program.prologue`, `.epilogue`, the values that pass between them, and `.row_epilogue`."""
     frontier = {value.node for value in program.frontier}
     outputs = [node for node in program.outputs if isinstance(node, fx.Node)]
-    draws = place_draws(program, _chunks_need(program))
+    draws = place_draws(program, _read_by_chunks(program))
 
     def is_dense(node: fx.Node) -> bool:
         return _is_dense_tensor(program, node) and node not in draws.late
@@ -65,14 +65,14 @@ def dense_graphs(program: Program) -> None:
 
 def prologue_nodes(program: Program) -> list[fx.Node]:
     """Return the nodes that the prologue computes for chunks and for the epilogue."""
-    return list(dict.fromkeys([*_chunks_need(program), *program.epilogue_dense_inputs]))
+    return list(dict.fromkeys([*_read_by_chunks(program), *program.epilogue_dense_inputs]))
 
 
 def _is_dense_tensor(program: Program, node: fx.Node) -> bool:
     return has_tensor(node) and node not in program.parameter_dependent and node.op != "output"
 
 
-def _chunks_need(program: Program) -> list[fx.Node]:
+def _read_by_chunks(program: Program) -> list[fx.Node]:
     chunk_inputs = [*program.trunk_inputs, *program.head_inputs, *program.trunk_keys, *program.head_keys]
     nodes: dict[fx.Node, None] = dict.fromkeys(item.node for item in chunk_inputs)
     nodes.update(dict.fromkeys(program.constant_inputs))

@@ -114,7 +114,7 @@ def _nonzero(program: Program) -> dict[fx.Node, frozenset[Conditions]]:
             continue
         branches = _branches(program, node)
         if branches:
-            parts = [_both(of(operand), condition) for operand, condition in branches]
+            parts = [_and_also(of(operand), condition) for operand, condition in branches]
         else:
             operands = _zero_if_zero(node)
             parts = [ALWAYS] if operands is None else [of(operand) for operand in operands]
@@ -123,7 +123,7 @@ def _nonzero(program: Program) -> dict[fx.Node, frozenset[Conditions]]:
     return nonzero
 
 
-def _both(conditions: frozenset[Conditions], condition: Condition) -> frozenset[Conditions]:
+def _and_also(conditions: frozenset[Conditions], condition: Condition) -> frozenset[Conditions]:
     return frozenset(all_of | {condition} for all_of in conditions)
 
 

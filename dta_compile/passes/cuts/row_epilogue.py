@@ -62,7 +62,7 @@ def _layouts(program: Program, nodes: Sequence[fx.Node]) -> dict[fx.Node, Value]
         if node not in own:
             continue
         if not has_tensor(node):
-            if node.target in (aten.sym_stride.int, aten.sym_storage_offset.default) and _of_rows(node, values):
+            if node.target in (aten.sym_stride.int, aten.sym_storage_offset.default) and _reads_rows(node, values):
                 return Mixed(f"{node.target} depends on how the batch lies in memory", node)
             continue
         values[node] = _of_call(program, node, values)
@@ -152,14 +152,14 @@ def _has_rows(program: Program, node: fx.Node, values: dict[fx.Node, Value]) -> 
     return isinstance(value, Layout) and value.batch_dim == 0
 
 
-def _of_rows(node: fx.Node, values: dict[fx.Node, Value]) -> bool:
+def _reads_rows(node: fx.Node, values: dict[fx.Node, Value]) -> bool:
     return any(is_labelled(values.get(arg)) for arg in node.all_input_nodes)
 
 
 def _counts_rows(node: fx.Node, values: dict[fx.Node, Value]) -> bool:
     """Return whether a size is that of a value that is cut to one row."""
     if node.target is aten.sym_numel.default:
-        return _of_rows(node, values)
+        return _reads_rows(node, values)
     if node.target is not aten.sym_size.int:
         return False
     source, dim = node.args
@@ -171,14 +171,14 @@ def _take_shape_of_row(copy: fx.Node, layout: Value, batch: fx.Node) -> None:
     assert isinstance(layout, Layout)
     shape = list(copy.args[1] if len(copy.args) > 1 else copy.kwargs["size"])
     with copy.graph.inserting_before(copy):
-        new = tuple(_of_row(size, axis, batch) for size, axis in zip(shape, layout.dims, strict=True))
+        new = tuple(_size_of_row(size, axis, batch) for size, axis in zip(shape, layout.dims, strict=True))
     if len(copy.args) > 1:
         copy.args = (copy.args[0], list(new), *copy.args[2:])
     else:
         copy.kwargs = {**copy.kwargs, "size": list(new)}
 
 
-def _of_row(size: Any, axis: Axis | None, batch: fx.Node) -> Any:
+def _size_of_row(size: Any, axis: Axis | None, batch: fx.Node) -> Any:
     if axis is Axis.BATCH:
         return 1
     if axis in PER_ROW and size != -1:

@@ -55,11 +55,11 @@ def _accumulate(module: fx.GraphModule, are_parameters: Sequence[bool]) -> None:
             # A gradient may be a placeholder that a stage passes on; accumulators come after all of these.
             with graph.inserting_before(first_call if part.op == "placeholder" else part.next):
                 _add(graph, accumulator, part)
-    graph.eliminate_dead_code(is_impure_node=_acts)
+    graph.eliminate_dead_code(is_impure_node=_has_side_effects)
     module.recompile()
 
 
-def _acts(node: fx.Node) -> bool:
+def _has_side_effects(node: fx.Node) -> bool:
     """Return whether a node has side effects: accumulations, and mixers, which add state gradients to the path."""
     return node.op in ("placeholder", "output", "call_method") or writes_in_place(node)
 

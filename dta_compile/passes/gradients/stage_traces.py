@@ -242,14 +242,14 @@ def segments(graph: fx.Graph, parameters: int, whole: int, of_head: Container[fx
     inner = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     repeated = {node for node in inner if node not in returned and (node not in per_token or _is_size(node))}
     trained = descendants(graph, placeholders[:parameters])
-    nodes = _with_layers([node for node in inner if node not in repeated])
-    nodes = _with_readers(nodes, [node for node in nodes if node in of_head and node not in trained])
+    nodes = _behind_inputs([node for node in inner if node not in repeated])
+    nodes = _before_readers(nodes, [node for node in nodes if node in of_head and node not in trained])
     cuts = [0, *_cuts(nodes, trained), len(nodes)]
     parts = [nodes[start:stop] for start, stop in itertools.pairwise(cuts) if start < stop]
     return [_segment(part, returned, repeated) for part in parts]
 
 
-def _with_layers(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+def _behind_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Move values that are only returned (the states of a layer) right behind their inputs: those that neither a mixer
     depends on, nor anything computed from the last mixer."""
     mixers = [node for node in nodes if mixer_of_chunk(node.target)]
@@ -264,7 +264,7 @@ def _with_layers(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return sorted(nodes, key=positions.__getitem__)
 
 
-def _with_readers(nodes: Sequence[fx.Node], late: Sequence[fx.Node]) -> list[fx.Node]:
+def _before_readers(nodes: Sequence[fx.Node], late: Sequence[fx.Node]) -> list[fx.Node]:
     """Move `late` nodes right before their first reader: labels, for example, which are prepared long before they are
     compared with anything."""
     positions = {node: i for i, node in enumerate(nodes)}

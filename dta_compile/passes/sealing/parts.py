@@ -20,11 +20,11 @@ Emit = Callable[[ChunkStages, tuple[int, ...]], ChunkGraphs]
 
 def parts_of(chunk: ChunkStages, emit: Emit) -> list[Part]:
     """Return the parts of a chunk, in order; one part if the chunk is a single stage."""
-    bounds = [*_begins(chunk), len(chunk.stages)]
+    bounds = [*_first_stages(chunk), len(chunk.stages)]
     return [_part(chunk, first, stop, emit) for first, stop in itertools.pairwise(bounds)]
 
 
-def _begins(chunk: ChunkStages) -> list[int]:
+def _first_stages(chunk: ChunkStages) -> list[int]:
     """Return the stages that parts begin with. Only values over tokens cross between parts: a value over head rows
     stays in its part, since a backward may run for a part of the head rows."""
     stages = chunk.stages
@@ -61,15 +61,15 @@ def _part(chunk: ChunkStages, first: int, stop: int, emit: Emit) -> Part:
         stages=tuple(
             stage._replace(
                 layers=tuple(map(layers.index, stage.layers)),
-                reads=_of(local, stage.reads),
-                writes=_of(local, stage.writes),
+                reads=_renumbered(local, stage.reads),
+                writes=_renumbered(local, stage.writes),
             )
             for stage in stages
         ),
         inputs=len(inputs) + len(reads),
         whole=sum(slot < chunk.whole for slot in inputs),
         of_head=frozenset(local[slot] for slot in chunk.of_head.intersection(inputs)),
-        outputs=_of(local, outputs),
+        outputs=_renumbered(local, outputs),
         differentiated=tuple(differentiated),
     )
     memory = dict(chunk.memory_of_slots[slot] for slot in writes)
@@ -84,5 +84,5 @@ def _part(chunk: ChunkStages, first: int, stop: int, emit: Emit) -> Part:
     )
 
 
-def _of(local: dict[int, int], slots: Sequence[int]) -> tuple[int, ...]:
+def _renumbered(local: dict[int, int], slots: Sequence[int]) -> tuple[int, ...]:
     return tuple(local[slot] for slot in slots)

@@ -7,13 +7,11 @@ rows (`stage_traces`). The joint graph is then partitioned into a forward and a 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dta_compile.errors import RefusalError
@@ -27,11 +25,9 @@ from dta_compile.passes.gradients.partition import (
     forward_graph,
     states_of,
 )
-from dta_compile.passes.gradients.simplify import simplify
 from dta_compile.passes.gradients.stage_traces import StageTrace, TracedStage, traced_stages
-from dta_compile.passes.graphs.nodes import sizes_from_inputs
-from dta_compile.passes.graphs.storage import owner, write_to_new_values
-from dta_compile.passes.program import Program, output_node, where_now
+from dta_compile.passes.graphs.storage import owner
+from dta_compile.passes.program import Program, output_node
 from dta_compile.passes.stage_graphs import ChunkStages, KeptValue, Memory, StageGraphs, StageOfChunk
 from dta_compile.passes.symbols import expression
 from dta_compile.passes.tracing import tracing
@@ -190,9 +186,7 @@ def _traced_stages(program: Program, grad_outputs: list[int]) -> tuple[list[Trac
         }
         with gradients:
             parameters, of_head = len(program.region_parameters), len(program.head_inputs) + 1
-            traced = traced_stages(
-                program.chunk, primals, tangents, parameters, of_head, len(program.trunk_inputs), _functional_trace
-            )
+            traced = traced_stages(program.chunk, primals, tangents, parameters, of_head, len(program.trunk_inputs))
     for size in (tokens, head_rows):
         if not expression(size).free_symbols:
             raise RefusalError(
@@ -202,27 +196,3 @@ def _traced_stages(program: Program, grad_outputs: list[int]) -> tuple[list[Trac
                 hint="pass options={'fallback': 'dense'}, and please report the model",
             )
     return traced, ChunkSizes(tokens, head_rows)
-
-
-def _functional_trace(
-    function: Callable[..., Any], inputs: list[torch.Tensor], tangents: list[torch.Tensor]
-) -> fx.GraphModule:
-    """Trace a function of inputs and tangents by `make_fx`, functionalise and simplify the trace."""
-    trace = _traced(function, inputs, tangents)
-    if not write_to_new_values(trace.graph):  # some derivatives mutate values that others read
-        trace = _traced(torch.func.functionalize(trace, remove="mutations"), inputs, tangents)
-    sizes_from_inputs(trace.graph)  # else the backward would recompute a value only for its size
-    simplify(trace.graph)
-    return trace
-
-
-def _traced(function: Any, *inputs: Any) -> fx.GraphModule:
-    try:
-        return make_fx(function, _allow_non_fake_inputs=True)(*inputs)
-    except Exception as error:
-        raise RefusalError(
-            "torch cannot differentiate this operation over a free number of tokens",
-            where=where_now(),
-            got=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
-            hint="write it with other operations",
-        ) from error

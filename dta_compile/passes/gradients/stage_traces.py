@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from dta_compile.errors import RefusalError
 from dta_compile.ops.mixer import mixer_of_backward, mixer_of_chunk
-from dta_compile.passes.graphs.nodes import descendants, is_item
+from dta_compile.passes.gradients.simplify import simplify
+from dta_compile.passes.graphs.nodes import descendants, is_item, sizes_from_inputs
+from dta_compile.passes.graphs.storage import write_to_new_values
 from dta_compile.passes.graphs.subgraph import Subgraph, graph_module, missing
-from dta_compile.passes.program import ancestors, output_node
-
-# Traces a function of a list of inputs and a list of tangents.
-Tracer = Callable[[Callable[..., Any], list[torch.Tensor], list[torch.Tensor]], fx.GraphModule]
+from dta_compile.passes.program import ancestors, output_node, where_now
 
 
 @dataclasses.dataclass(eq=False)
@@ -82,9 +83,8 @@ class _Kind:
         root: fx.GraphModule,
         inputs: list[torch.Tensor],
         flags: tuple[tuple[bool, ...], tuple[bool, ...]],
-        tracer: Tracer,
     ) -> None:
-        self.inputs, self.flags, self._tracer = inputs, flags, tracer
+        self.inputs, self.flags = inputs, flags
         self._layers = {layer: i for i, layer in enumerate(segment.layers)}
         self._function = segment.module(root)
         self.outputs: list[torch.Tensor] = list(self._function(*inputs))
@@ -94,7 +94,7 @@ class _Kind:
         """Return the joint graph for gradients of these outputs; it is traced once per set of outputs."""
         key = tuple((i, _facts(tangent)) for i, tangent in tangents.items())
         if key not in self._traces:
-            module = self._tracer(self._differentiated(list(tangents)), self.inputs, [*tangents.values()])
+            module = _functional_trace(self._differentiated(list(tangents)), self.inputs, [*tangents.values()])
             for node in module.graph.nodes:
                 if mixer_of_chunk(node.target) or mixer_of_backward(node.target):
                     node.args = (self._layers[node.args[0]], *node.args[1:])
@@ -121,7 +121,6 @@ def traced_stages(
     parameters: int,
     head_inputs: int,
     trunk_inputs: int,
-    tracer: Tracer,
 ) -> list[TracedStage]:
     """Trace the stages of a chunk graph, in order; the caller enables or disables gradients.
 
@@ -131,7 +130,6 @@ def traced_stages(
         parameters: number of inputs that may get a gradient, the first ones.
         head_inputs: number of inputs that run over head rows, the last ones.
         trunk_inputs: number of inputs that run over tokens, before the `head_inputs`.
-        tracer: traces a function of inputs and tangents.
     """
     placeholders = list(chunk.graph.find_nodes(op="placeholder"))
     values: dict[fx.Node, torch.Tensor] = dict(zip(placeholders, primals, strict=True))
@@ -143,10 +141,34 @@ def traced_stages(
         flags = tuple(node in weights for node in segment.inputs), tuple(node in of_head for node in segment.inputs)
         key = segment.signature(), tuple(map(_facts, inputs)), flags
         if key not in kinds:
-            kinds[key] = _Kind(segment, chunk, [_stand_in(value) for value in inputs], flags, tracer)
+            kinds[key] = _Kind(segment, chunk, [_stand_in(value) for value in inputs], flags)
         values |= zip(segment.outputs, kinds[key].outputs, strict=True)
         stages.append((segment, kinds[key]))
     return _with_traces(stages, _result_gradients(chunk, values, tangents))
+
+
+def _functional_trace(
+    function: Callable[..., Any], inputs: list[torch.Tensor], tangents: list[torch.Tensor]
+) -> fx.GraphModule:
+    """Trace a function of inputs and tangents by `make_fx`, functionalise and simplify the trace."""
+    trace = _make_fx(function, inputs, tangents)
+    if not write_to_new_values(trace.graph):  # some derivatives mutate values that others read
+        trace = _make_fx(torch.func.functionalize(trace, remove="mutations"), inputs, tangents)
+    sizes_from_inputs(trace.graph)  # else the backward would recompute a value only for its size
+    simplify(trace.graph)
+    return trace
+
+
+def _make_fx(function: Any, *inputs: Any) -> fx.GraphModule:
+    try:
+        return make_fx(function, _allow_non_fake_inputs=True)(*inputs)
+    except Exception as error:
+        raise RefusalError(
+            "torch cannot differentiate this operation over a free number of tokens",
+            where=where_now(),
+            got=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
+            hint="write it with other operations",
+        ) from error
 
 
 def _result_gradients(

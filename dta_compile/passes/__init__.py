@@ -1,23 +1,23 @@
-"""From a captured graph to executable regions: one ordered list of passes over one `Program`.
+"""Compile a captured graph: `PASSES`, the ordered list of passes over one `Program`, and `run_passes`.
 
-lower          Dynamo's graph -> functional ATen graph, attention as one opaque op
-input_sizes    which inputs are weights, and which sizes of ids are constants
-token_axis     which dimensions run over sequences and tokens, and what mixes them
-mixers         the mixer layers; of attention, masks proven causal and KV heads un-repeated
-regions        prologue | token region | epilogue, and the frontier between the last two
-prefix_key     trunk | head, and which inputs make two prefixes the same
-head_rows      at which tokens the head is needed: not where the loss ignores it
-chunk_graph    the token region as a function of one chunk
-lm_head        log-probs and entropies over a large vocabulary, without logits
-dense_graphs   prologue and epilogue as modules
-other_batches  an epilogue that has attention over a batch of other sizes, as a program of its own
-joint          forward and backward of a chunk, for each kind of stage
-accumulate     parameter gradients added in place
-codegen        what lies between matrix products and attention as generated code
-host_calls     views and small additions, fewer than were traced
-in_place       results written over what dies with them
-working_memory bytes that a graph allocates at its peak
-emit           the graphs as code, and the stages that call it
+lower          lower Dynamo's graph to functional ATen, with attention as one opaque operator
+input_sizes    tell weights from data among the inputs, and make feature sizes of ids constants
+token_axis     infer the layout of every value: the dimensions over sequences and tokens; find token-mixing operators
+mixers         collect the mixer layers; prove attention masks causal, undo the repetition of KV heads
+regions        cut into prologue, token region and epilogue; find the frontier between the last two
+prefix_key     cut the token region into trunk and head; choose the inputs by which two prefixes are equal
+head_rows      restrict the head to tokens that the outputs depend on: not those that the loss ignores
+chunk_graph    build the token region as a function of one chunk
+lm_head        compute log-probs and entropies over a large vocabulary without materialising logits
+dense_graphs   build prologue and epilogue as modules
+other_batches  make an epilogue with attention over a batch of other sizes a program of its own
+joint          cut the chunk into stages; trace and partition forward and backward of each kind of stage
+accumulate     add parameter gradients into accumulators in place
+codegen        outline operators between matrix products and attention as generated code
+host_calls     reduce the number of calls: views, transposed weights, small additions
+in_place       write results over arguments that have no later use
+working_memory compute the bytes that each graph allocates at its peak
+emit           turn the graphs into code, and the stages into numbers of slots
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ logger = logging.getLogger("dta_compile")
 def run_passes(
     program: Program, passes: Sequence[Pass] = PASSES, skip: Collection[str] = (), stop_after: str | None = None
 ) -> Program:
-    """Run passes in order; between them the program's invariants are checked.
+    """Run passes in order, and check the program's invariants after each.
 
     `DTA_DEBUG=<directory>` writes the program's listing after every pass to a folder there.
 
     Args:
         skip: names of passes to leave out; a program runs without those that `may_be_skipped`.
-        stop_after: name of the last pass to run; None: run all. What is left unfilled cannot be run.
+        stop_after: name of the last pass to run; None: run all. A program stopped early cannot be executed.
 
     Raises:
         ContractError: a pass breaks its contract or an invariant, which is a bug of ours.
@@ -116,7 +116,7 @@ def run_passes(
 
 
 def _new_folder(directory: str | None) -> pathlib.Path | None:
-    """`graph_000` for the first graph that is compiled, and so on; None without a directory."""
+    """Make the next unused folder `graph_000`, `graph_001`, ... of a directory; None without a directory."""
     if not directory:
         return None
     numbers = (pathlib.Path(directory) / f"graph_{number:03d}" for number in itertools.count())

@@ -1,4 +1,4 @@
-"""How many bytes values take for a chunk of any size: linear functions of its numbers of tokens and of head rows."""
+"""Sizes of traced values in bytes, as linear functions of a chunk's numbers of tokens and of head rows."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from dta_compile.passes.symbols import expression
 
 
 class Bytes(NamedTuple):
-    """Bytes for a chunk: `fixed + per_token * tokens + per_head_row * head_rows`."""
+    """Linear function of a chunk's size: `fixed + per_token * tokens + per_head_row * head_rows` bytes."""
 
     fixed: float = 0.0
     per_token: float = 0.0
     per_head_row: float = 0.0
 
     def at(self, tokens: float, head_rows: float) -> float:
-        """Bytes for so many tokens and head rows."""
+        """Return the bytes for these numbers of tokens and head rows."""
         return self.fixed + self.per_token * tokens + self.per_head_row * head_rows
 
     def times(self, factor: float) -> Bytes:
-        """All three parts multiplied."""
+        """Return the function multiplied by a factor."""
         return Bytes(*(factor * number for number in self))
 
     def plus(self, other: Bytes) -> Bytes:
-        """The sum of two functions."""
+        """Return the sum of two functions."""
         return Bytes(*(a + b for a, b in zip(self, other, strict=True)))
 
     def minus(self, other: Bytes) -> Bytes:
-        """The difference of two functions."""
+        """Return the difference of two functions."""
         return Bytes(*(a - b for a, b in zip(self, other, strict=True)))
 
 
 Peaks = tuple[Bytes, ...]
-"""Bytes at a peak: the maximum of several functions."""
+"""Bytes at a peak: the maximum of several linear functions."""
 
 
 class ChunkSizes:
-    """Sizes of traced values in terms of the chunk's number of tokens and of head rows."""
+    """Sizes of traced values, given the symbols of the chunk's numbers of tokens and head rows."""
 
     def __init__(self, tokens: torch.SymInt, head_rows: torch.SymInt) -> None:
         self.symbols = (expression(tokens), expression(head_rows))
         self._known: dict[Any, Bytes] = {}
 
     def bytes(self, value: Any) -> Bytes:
-        """Bytes of the elements of a tensor, or of all tensors of a tuple."""
+        """Return the bytes of a tensor's elements, or of all tensors of a tuple together."""
         if isinstance(value, (tuple, list)):
             return total(self.bytes(item) for item in value)
         if not isinstance(value, torch.Tensor):
@@ -58,7 +58,7 @@ class ChunkSizes:
         return size
 
     def head_dim(self, value: torch.Tensor) -> int | None:
-        """The dimension of a tensor that runs over head rows."""
+        """Return the dimension of a tensor that runs over head rows; None if there is none."""
         return next((i for i, size in enumerate(value.shape) if expression(size) == self.symbols[1]), None)
 
     def _linear(self, size: int | torch.SymInt) -> Bytes:
@@ -71,7 +71,7 @@ class ChunkSizes:
 
 
 def total(parts: Iterable[Bytes]) -> Bytes:
-    """The sum of all."""
+    """Return the sum of some functions."""
     return functools.reduce(Bytes.plus, parts, Bytes())
 
 

@@ -1,7 +1,7 @@
-"""What a pass declares of the program it works on, and how that is held against what it does.
+"""Contracts of passes: the fields of a `Program` that a pass declares to read, fill and rewrite, enforced as it runs.
 
-A field of a `Program` is filled by one pass, and from then on frozen but for passes that declare to rewrite it. A pass
-sees the program through a `View`, which gives it what it declares and nothing else.
+A field is filled by one pass, and frozen from then on except for passes that declare to rewrite it. A pass sees the
+program through a `View` that has only the declared fields.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FIELDS = frozenset(field.name for field in dataclasses.fields(Program)) - {"timi
 
 
 class ContractError(AssertionError):
-    """A pass did what it does not declare, or left the program in a state that breaks an invariant."""
+    """Raised if a pass touches a field that it does not declare, or leaves a program that breaks an invariant."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,11 +27,11 @@ class Pass:
     """A pass and its contract.
 
     Attributes:
-        run: the pass itself.
-        reads: fields that earlier passes filled.
-        fills: fields that nobody filled before.
-        rewrites: fields of earlier passes that it replaces, or whose graphs it changes.
-        may_be_skipped: the program runs without it, only slower or with more memory.
+        run: the function of the pass.
+        reads: fields filled by earlier passes.
+        fills: fields that no pass has filled before.
+        rewrites: fields of earlier passes that the pass replaces, or whose graphs it changes.
+        may_be_skipped: the program runs without the pass, only slower or with more memory.
     """
 
     run: Callable[[Program], None]
@@ -47,19 +47,19 @@ class Pass:
 
     @property
     def name(self) -> str:
-        """As in `PASSES`, listings and the option `skip_passes`."""
+        """The name in listings and in the option `skip_passes`."""
         return self.run.__name__
 
     @functools.cached_property
     def writes(self) -> frozenset[str]:
-        """What is different after the pass."""
+        """The fields that differ after the pass."""
         return self.fills | self.rewrites
 
     def __call__(self, program: Program) -> None:
-        """Run over a program whose fields are what the passes before it left.
+        """Run the pass over a program as the passes before it left it.
 
         Raises:
-            ContractError: the pass touches what it does not declare, or runs too early or twice.
+            ContractError: the pass touches a field that it does not declare, or runs too early or twice.
         """
         if missing := (self.reads | self.rewrites) - program.filled:
             raise ContractError(f"{self.name} needs what no pass before it filled: {', '.join(sorted(missing))}")
@@ -75,7 +75,7 @@ class Pass:
 def contract(
     *, reads: Iterable[str] = (), fills: Iterable[str] = (), rewrites: Iterable[str] = (), may_be_skipped: bool = False
 ) -> Callable[[Callable[[Program], None]], Pass]:
-    """Makes a function over a `Program` a `Pass`; the arguments are those of `Pass`."""
+    """Return a decorator that makes a function over a `Program` a `Pass`; the arguments are those of `Pass`."""
 
     def declare(run: Callable[[Program], None]) -> Pass:
         return Pass(run, frozenset(reads), frozenset(fills), frozenset(rewrites), may_be_skipped)
@@ -84,7 +84,7 @@ def contract(
 
 
 class View:
-    """A program as one pass may see it: with the fields that it only reads, and those that it writes in `_program`."""
+    """A program restricted to the declared fields of one pass; fields that the pass writes are those of `_program`."""
 
     def __init__(self, program: Program, step: Pass) -> None:
         self.__dict__.update(_program=program, _pass=step)
@@ -112,7 +112,7 @@ def _member(name: str) -> Any:
 
 
 def frozen(value: Any) -> Any:
-    """A container that cannot be changed; anything else as it is."""
+    """Return a container as an immutable one; return anything else unchanged."""
     match value:
         case list():
             return tuple(value)

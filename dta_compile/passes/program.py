@@ -1,4 +1,7 @@
-"""What the passes read and write: one captured call on its way from Dynamo's graph to executable regions."""
+"""`Program`, the data that passes read and write: a captured call between Dynamo's graph and its `Executable`.
+
+Also the few questions about nodes that every pass asks: `ancestors`, `has_tensor`, `where`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ OUR_FOLDER = str(pathlib.Path(__file__).parents[1])
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """A value whose tokens depend on each other (or that cannot be shown not to); `reason` says why."""
+    """A value whose tokens depend on each other, or cannot be proven not to; `reason` says why."""
 
     reason: str
     node: fx.Node
@@ -38,7 +41,7 @@ Value = Layout | Mixed | tuple["Layout | Mixed", ...] | None
 
 @dataclasses.dataclass
 class ChunkInput:
-    """A prologue value that chunks read: gathered by row, by column, by sequence, or whole."""
+    """A prologue value that chunks read: gathered by token `[B, S]`, by column `[S]`, by sequence `[B]`, or whole."""
 
     node: fx.Node
     layout: Layout
@@ -47,27 +50,27 @@ class ChunkInput:
 
 @dataclasses.dataclass(frozen=True)
 class FrontierValue(executable.FrontierValue):
-    """A per-token value that leaves the token region; conditions of its uses have nodes for sources."""
+    """A per-token value that leaves the token region; the sources of its uses' conditions are FX nodes."""
 
     node: fx.Node
 
 
 @dataclasses.dataclass
 class Program(HasMixers):
-    """A captured call and all that the passes found out about it, in pass order; see `contracts` for who writes what.
+    """A captured call and the results of the passes, in pass order; each pass declares the fields that it writes.
 
     Containers are frozen once the pass that fills them has run.
     """
 
     captured: fx.GraphModule
     training: bool
-    codegen: str = "eager"  # as in `Options`; what is done, once the pass of this name has run
-    own_symbols: bool = False  # Dynamo gave every size a symbol of its own, also where sizes are equal
+    codegen: str = "eager"  # the option; after the pass of this name, what was generated
+    own_symbols: bool = False  # traced without duck shaping: equal sizes have different symbols
     # lower
     inputs: Sequence[Input] = ()
     module: fx.GraphModule = None
     placeholders: Sequence[fx.Node] = ()
-    draws: Sequence[fx.Node] = ()  # nodes that draw random numbers, in order
+    draws: Sequence[fx.Node] = ()  # random operators, in graph order
     # token_axis
     batch: sympy.Expr | None = None
     tokens: sympy.Expr | None = None
@@ -75,9 +78,9 @@ class Program(HasMixers):
     input_layouts: Mapping[tuple[fx.Node, fx.Node], Layout] = dataclasses.field(default_factory=dict)
     parameter_dependent: Set[fx.Node] = frozenset()
     roots: Mapping[fx.Node, frozenset[fx.Node]] = dataclasses.field(default_factory=dict)
-    other_batches: Set[fx.Node] = frozenset()  # leads to attention over other sizes only
+    other_batches: Set[fx.Node] = frozenset()  # nodes that mixers over other sizes depend on, and no other mixers
     # mixers
-    mixers: Sequence[MixerLayer] = ()  # in order; a layer's index is its place here
+    mixers: Sequence[MixerLayer] = ()  # in graph order; a layer's index is its position here
     mixer_nodes: Sequence[fx.Node] = ()  # their calls
     # regions
     region: Set[fx.Node] = frozenset()
@@ -97,18 +100,18 @@ class Program(HasMixers):
     prologue: fx.GraphModule = None
     epilogue: fx.GraphModule = None
     epilogue_dense_inputs: Sequence[fx.Node] = ()
-    row_epilogue: fx.GraphModule | Mixed | None = None  # of one row; Mixed: why there is none
+    row_epilogue: fx.GraphModule | Mixed | None = None  # the epilogue of one row; Mixed: why there is none
     # other_batches
-    rest: Program | None = None  # in place of the epilogue, if that has attention over a batch of other sizes
+    rest: Program | None = None  # replaces an epilogue that has attention over a batch of other sizes
     # joint
     stages: ChunkStages = None  # type: ignore[assignment]
     # emit
     joint: ChunkGraphs = None  # type: ignore[assignment]
     parts: Sequence[Part] = ()
-    # Of the runner: seconds by pass, and the fields that have been filled.
+    # Written by `run_passes`: seconds by pass, and the fields that have been filled.
     timings: dict[str, float] = dataclasses.field(default_factory=dict)
     filled: Set[str] = frozenset({"captured", "training", "codegen", "own_symbols", "length"})
-    # The size that stands for the number of tokens where the captured graph has a constant, see `lowering.one_length`.
+    # The symbolic number of tokens of a graph that was captured with a constant one, see `lowering.one_length`.
     length: torch.SymInt | None = None
 
     @classmethod
@@ -121,7 +124,7 @@ class Program(HasMixers):
         inputs: Sequence[Input],
         placeholders: Sequence[fx.Node],
     ) -> Program:
-        """A program whose captured graph is lowered already, and draws no random numbers."""
+        """Make a program of a captured graph that is lowered already and has no random operators."""
         program = cls(module, training, codegen, own_symbols, inputs, module, placeholders)
         program.filled |= {"inputs", "module", "placeholders", "draws"}
         return program
@@ -133,20 +136,22 @@ class Program(HasMixers):
 
     @property
     def input_symbols(self) -> dict[sympy.Symbol, tuple[int, int | None]]:
-        """Where the inputs of a call give each symbol: the input, and its dimension, or None if it is the number."""
+        """By symbol, the input of a call that defines it and the dimension of it; None: the input is that number."""
         return symbol_sources(node.meta["val"] for node in self.placeholders)
 
     def layout(self, node: fx.Node) -> Layout:
-        """The layout of a node that is known to be a token-wise single tensor."""
+        """Return the layout of a node that is known to be one token-wise tensor."""
         value = self.values[node]
         assert isinstance(value, Layout), (node, value)
         return value
 
     @property
     def conditions(self) -> list[Condition]:
-        """What the prologue has to hand over to tell where frontier values are used."""
+        """The conditions of all uses of frontier values, each once; the prologue computes their sources."""
         uses = [use for value in self.frontier for use in value.uses]
-        return sorted({one for use in uses for one in use.conditions}, key=lambda one: one.source.name)
+        return sorted(
+            {condition for use in uses for condition in use.conditions}, key=lambda condition: condition.source.name
+        )
 
     @property
     def outputs(self) -> list[Any]:
@@ -155,10 +160,10 @@ class Program(HasMixers):
 
 
 class GraphWithoutAttention(Exception):
-    """Raised by a pass to say that the captured graph is not for the tree: it runs as it is.
+    """Raised by a pass when the captured graph is not for the tree: it runs as captured.
 
     Attributes:
-        log: a line to log (None: not worth one).
+        log: a line to log; None: log nothing.
     """
 
     def __init__(self, log: str | None) -> None:
@@ -167,11 +172,11 @@ class GraphWithoutAttention(Exception):
 
 
 class AmbiguousAxes(Exception):
-    """Raised by a pass when a size may share its symbol with another one, so that the axes cannot be told apart.
+    """Raised by a pass when two equal sizes may share a symbol (duck shaping), so that axes cannot be told apart.
 
     Attributes:
-        refusal: the error if every size has a symbol of its own.
-        length: of tokens, if that is a constant.
+        refusal: the error to raise if every size has a symbol of its own already.
+        length: the number of tokens, if it is a constant.
     """
 
     def __init__(self, refusal: RefusalError | None = None, length: int | None = None) -> None:
@@ -180,12 +185,12 @@ class AmbiguousAxes(Exception):
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
-    """The node of a graph that returns its results."""
+    """Return the output node of a graph."""
     return next(iter(reversed(graph.nodes)))
 
 
 def has_tensor(node: fx.Node) -> bool:
-    """Whether the value of a node is a tensor, or a tuple with one in it."""
+    """Return whether the value of a node is a tensor, or a tuple with a tensor in it."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) or (
         isinstance(value, (tuple, list)) and any(isinstance(item, torch.Tensor) for item in value)
@@ -193,18 +198,18 @@ def has_tensor(node: fx.Node) -> bool:
 
 
 def writes_in_place(node: fx.Node) -> bool:
-    """Whether an operator changes one of its arguments."""
+    """Return whether a node's operator mutates one of its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and _is_mutable(node.target)
 
 
 @functools.cache
 def _is_mutable(operator: torch._ops.OpOverload) -> bool:
-    """Asking schemas again and again is slow."""
+    """Return whether a schema is mutable; cached, since asking schemas is slow."""
     return operator._schema.is_mutable
 
 
 def ancestors(nodes: list[fx.Node], stop: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
-    """`nodes` and everything they are computed from; the inputs of a node for which `stop` holds are not followed."""
+    """Return `nodes` and all that they are computed from; inputs of a node for which `stop` holds are not followed."""
     found: set[fx.Node] = set()
     pending = list(nodes)
     while pending:
@@ -217,7 +222,7 @@ def ancestors(nodes: list[fx.Node], stop: Callable[[fx.Node], bool] = lambda nod
 
 
 def where(node: fx.Node) -> str:
-    """The user's source line that a node came from: the innermost recorded frame outside torch and this package."""
+    """Return the user's source line of a node: the innermost recorded frame outside torch and this package."""
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.splitlines() if line.strip() and not set(line.strip()) <= set("^~ ")]
     frames = [i for i, line in enumerate(lines) if line.startswith("File ")]
@@ -229,7 +234,7 @@ def where(node: fx.Node) -> str:
 
 
 def where_now() -> str:
-    """The user's source line of the node that is being traced."""
+    """Return the user's source line of the node that is being traced."""
     meta = fx.traceback.get_current_meta()
     probe = fx.Graph().placeholder("traced")
     probe.meta = dict(meta)

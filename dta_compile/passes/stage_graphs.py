@@ -1,4 +1,4 @@
-"""The graphs of a chunk between the passes: those of each kind of stage, and how stages hang together."""
+"""Stages of a chunk between the passes `joint` and `emit`: the graphs of each kind, and the slots that stages share."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ __all__ = ["ChunkStages", "KeptValue", "Memory", "StageGraphs", "StageOfChunk"]
 
 GRAPHS = ("cache_only", "forward_only", "forward", "backward")
 
-# The memory that a value is in: "read" and "written" with a position (or, in a chunk, a slot), "saved" with a name.
+# The storage of a value. In a stage: ("read" | "written" | "saved", position). In a chunk: ("slot", slot) or
+# ("saved", number of the stage, position).
 Memory = tuple[str | int, ...]
 
 
 class KeptValue(NamedTuple):
-    """A value that is kept for the backward of a stage.
+    """A value that a stage keeps for its backward.
 
     Attributes:
-        place: ("read", i), ("written", i) or ("saved", i): where the forward has it.
-        memory: what it lies in.
-        bytes: of that memory, if it belongs to a chunk; of parameters none.
-        head_dim: the dimension that runs over head rows.
+        place: ("read", i), ("written", i) or ("saved", i): the input or output of the forward that it is.
+        memory: its storage.
+        bytes: the bytes of that storage if it belongs to a chunk; zero for parameters.
+        head_dim: the dimension that runs over head rows; None if there is none.
     """
 
     place: tuple[str, int]
@@ -39,24 +40,24 @@ class KeptValue(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StageGraphs:
-    """A kind of stage. Its graphs take `path`, then what the stage reads.
+    """Graphs of one kind of stage. The forward graphs take `path`, then the values that the stage reads.
 
     Attributes:
         cache_only: writes the states of its mixers to the path; returns nothing.
-        forward_only: writes states, returns what the stage writes.
-        forward: writes states, returns what the stage writes, then the saved values.
+        forward_only: writes states, returns the values that the stage writes.
+        forward: writes states, returns the values that the stage writes, then the saved values.
         backward: takes `path`, the `kept` values and gradients of the `differentiated` ones, and (after the accumulate
             pass) accumulators for the `parameters` among the `gradients`; returns the other gradients.
-        kept: in the order of `backward`.
-        states: for each mixer, where its states are among the kept values.
-        differentiated: positions of what is written whose gradients are taken.
-        gradients: positions of what is read that gets a gradient; `parameters`: those of them that are parameters.
-        sources: for each of `gradients`, the positions of what is written that it comes from.
-        written: the memory of what is written, and its bytes, if it belongs to a chunk.
-        state_bytes: what its mixers keep on the path, per token.
-        separable: the backward may be run for some of the head rows.
-        transposed: positions of what is read that the graphs but the backward take transposed, as products read it.
-        working: per graph, the bytes that it allocates at its peak. The backward's includes the values that it is
+        kept: the values kept for the backward, in the order of its inputs.
+        states: for each mixer, the positions of its states among the kept values.
+        differentiated: positions of the written values whose gradients are taken.
+        gradients: positions of the read values that get a gradient; `parameters`: those that are parameters.
+        sources: for each of `gradients`, the positions of the written values that it comes from.
+        written: the storage of each written value, and its bytes if it belongs to a chunk.
+        state_bytes: bytes per token that its mixers keep on the path.
+        separable: the backward may be run for a part of the head rows.
+        transposed: positions of the read values that the forward graphs take transposed, as matrix products read them.
+        working: per graph, the bytes that it allocates at its peak, for the backward with the values that it is
             handed and frees.
     """
 
@@ -78,17 +79,17 @@ class StageGraphs:
 
     @property
     def graphs(self) -> dict[str, fx.GraphModule]:
-        """The graphs that there are, by name; without a backward, `forward` is `forward_only`."""
+        """The graphs by name; without a backward, `forward` is `forward_only`."""
         return {name: module for name in GRAPHS if (module := getattr(self, name)) is not None}
 
     @property
     def modules(self) -> list[fx.GraphModule]:
-        """The graphs, each once."""
+        """The distinct graphs."""
         return list(dict.fromkeys(self.graphs.values()))
 
 
 class StageOfChunk(NamedTuple):
-    """A stage: the position of its kind, the numbers of its mixers' layers, and the slots that it reads and writes."""
+    """A stage: the position of its kind, the indices of its mixer layers, and the slots that it reads and writes."""
 
     kind: int
     layers: tuple[int, ...]
@@ -101,14 +102,14 @@ class ChunkStages:
     """The stages of a chunk, in order, and their kinds.
 
     Attributes:
-        sizes: of values, in terms of tokens and head rows.
-        inputs: how many inputs a chunk has, which are the first slots.
-        whole: how many of these do not run over tokens or head rows, the first ones: parameters and constants.
-        of_head: the inputs that run over head rows.
+        sizes: computes bytes of values from the numbers of tokens and head rows.
+        inputs: the number of inputs of a chunk; they are the first slots.
+        whole: the number of inputs that do not run over tokens or head rows (parameters, constants); they come first.
+        of_head: slots of the inputs that run over head rows.
         outputs: slots of the frontier values.
         differentiated: positions of the frontier values whose gradients the backward takes.
-        generated: the code that graphs call, if any is generated for them.
-        bodies: of the pieces that graphs call.
+        generated: the generated code that the graphs call, if there is any.
+        bodies: by piece that the graphs call, its graph.
     """
 
     kinds: tuple[StageGraphs, ...]
@@ -124,29 +125,28 @@ class ChunkStages:
 
     @property
     def modules(self) -> list[fx.GraphModule]:
-        """The graphs of all kinds, each once."""
+        """The distinct graphs of all kinds."""
         return list(dict.fromkeys(module for kind in self.kinds for module in kind.modules))
 
     def of_kinds(self) -> Iterator[tuple[StageOfChunk, StageGraphs]]:
-        """Every stage with its graphs."""
+        """Yield every stage with its graphs."""
         return ((stage, self.kinds[stage.kind]) for stage in self.stages)
 
     def whole_reads(self, stage: StageOfChunk) -> set[int]:
-        """The positions of what a stage reads of parameters and constants."""
+        """Return the positions of a stage's reads that are parameters or constants."""
         return {i for i, slot in enumerate(stage.reads) if slot < self.whole}
 
     @functools.cached_property
     def memory_of_slots(self) -> dict[int, tuple[Memory, Bytes]]:
-        """By slot that a stage writes, the memory that it is in, and its bytes: a stage may write a view of what it
-        reads."""
-        found: dict[int, tuple[Memory, Bytes]] = {}
+        """By slot that a stage writes, its storage and bytes; a view has the storage of the slot that it is of."""
+        memory_of: dict[int, tuple[Memory, Bytes]] = {}
         for number, (stage, kind) in enumerate(self.of_kinds()):
             for slot, (memory, size) in zip(stage.writes, kind.written, strict=True):
-                found[slot] = self._memory(number, memory, found), size
-        return found
+                memory_of[slot] = self._memory(number, memory, memory_of), size
+        return memory_of
 
     def _memory(self, number: int, memory: Memory, known: dict[int, tuple[Memory, Bytes]]) -> Memory:
-        """The memory of a value of a stage, as a memory of the chunk."""
+        """Return a storage of a stage as a storage of the chunk."""
         kind, place = memory
         stage = self.stages[number]
         if kind == "saved":
@@ -156,12 +156,12 @@ class ChunkStages:
 
     @functools.cached_property
     def kept_of_stages(self) -> list[list[KeptValue]]:
-        """What each stage's backward takes, with slots for positions and memory of the chunk; of saved values the
-        stage's own numbers, after its number."""
-        found = []
+        """The kept values of each stage, with places as ("slot", slot) or ("saved <stage>", position), and storages of
+        the chunk."""
+        kept_values = []
         for number, (stage, kind) in enumerate(self.of_kinds()):
             slots = {"read": stage.reads, "written": stage.writes}
-            found.append(
+            kept_values.append(
                 [
                     value._replace(
                         place=(
@@ -174,10 +174,10 @@ class ChunkStages:
                     for value in kind.kept
                 ]
             )
-        return found
+        return kept_values
 
     @functools.cached_property
     def kept_bytes(self) -> Bytes:
-        """What one chunk keeps for its backward."""
+        """The bytes that one chunk keeps for its backward, each storage once."""
         memory = {value.memory: value.bytes for values in self.kept_of_stages for value in values}
         return functools.reduce(Bytes.plus, memory.values(), Bytes())

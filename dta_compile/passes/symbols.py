@@ -1,4 +1,4 @@
-"""Sizes and numbers of a trace as expressions of its symbols."""
+"""Sizes and numbers of a trace (SymInt, SymFloat, SymBool) as sympy expressions of its symbols, without guards."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 
 def expression(size: Any) -> sympy.Expr:
-    """A size with everything the shape environment learned substituted; comparing expressions leaves no guard."""
+    """Return a size as an expression, with all replacements of the ShapeEnv; comparing expressions adds no guard."""
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
 
 
 def symbolic(value: Any) -> Any:
-    """The expression of a size, number or truth value that is symbolic; None for anything else."""
+    """Return the expression of a SymInt, SymFloat or SymBool; None for anything else."""
     return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else None
 
 
 def sizes(node: fx.Node) -> tuple[sympy.Expr, ...]:
-    """The shape of a node's value."""
+    """Return the shape of a node's value as expressions."""
     return tuple(map(expression, node.meta["val"].shape))
 
 
 def free_symbols(expressions: Iterable[sympy.Expr]) -> set[sympy.Symbol]:
-    """The symbols that occur in any of some expressions."""
+    """Return the symbols that occur in any of some expressions."""
     return {symbol for expr in expressions for symbol in expr.free_symbols}
 
 
 def hint(size: Any) -> Any:
-    """The number that a size had when it was traced, without a guard; None if it depends on data."""
+    """Return the number that a size had during tracing, without adding a guard; None if it is unbacked."""
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def symbol_sources(values: Iterable[Any]) -> dict[sympy.Symbol, tuple[int, int | None]]:
-    """Where inputs give each symbol: the position of the input, and its dimension, or None if it is the number."""
-    found: dict[sympy.Symbol, tuple[int, int | None]] = {}
+    """By symbol, return the position of the input that defines it and the dimension; None: the input is that number."""
+    sources: dict[sympy.Symbol, tuple[int, int | None]] = {}
     for index, value in enumerate(values):
         for dim, size in enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]:
             if isinstance(symbol := symbolic(size), sympy.Symbol):
-                found.setdefault(symbol, (index, dim))
-    return found
+                sources.setdefault(symbol, (index, dim))
+    return sources
 
 
 def selects_rows(graph: fx.Graph) -> bool:
-    """Whether a value has a size that is known from the data alone, as that of the rows that a condition selects."""
+    """Return whether a value has an unbacked size, like the number of rows that a boolean index selects."""
     values = (
         value for node in graph.nodes for key in ("val", "example_value") if (value := node.meta.get(key)) is not None
     )
@@ -56,5 +56,5 @@ def selects_rows(graph: fx.Graph) -> bool:
 
 
 def depends_on_data(size: Any) -> bool:
-    """Whether a size, or the expression of one, has a symbol that no input gives."""
+    """Return whether a size, or the expression of one, has an unbacked symbol."""
     return not isinstance(size, int) and bool(free_unbacked_symbols(size))

@@ -1,4 +1,4 @@
-"""Tracing with free sizes, without what torch does beside it for others."""
+"""`tracing`, the context in which passes call `make_fx` with symbolic sizes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.fx.experimental import proxy_tensor
 
 @contextlib.contextmanager
 def tracing(mode: FakeTensorMode | None) -> Iterator[None]:
-    """Around `make_fx` over fake tensors of a mode; new nodes are noted to come from the line of those that run.
+    """Set up `make_fx` over fake tensors of a mode; new nodes take the stack trace of the node that is interpreted.
 
-    Two of torch's services take a fifth of the time and have no use here: its cache of fake tensors (looking a result
-    with symbolic sizes up takes longer than computing it, and layers that are copies are not traced again) and a second
-    description of each value, `meta["tensor_meta"]`.
+    Two services of torch are switched off, which take a fifth of the time and have no use here: the FakeTensor cache
+    (with symbolic sizes a lookup takes longer than computing the result, and layers that are copies are not traced
+    again) and the second description of each value, `meta["tensor_meta"]`.
     """
     with contextlib.ExitStack() as stack:
         if mode is not None:

@@ -1,1 +1,1 @@
-"""Which dimensions of every value run over sequences and tokens, and which operators mix tokens."""
+"""Layout inference: which dimensions of every value run over sequences and tokens, and which operators mix tokens."""

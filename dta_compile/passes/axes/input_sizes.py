@@ -1,7 +1,7 @@
-"""input_sizes: which inputs of a call are weights, and which of their sizes are constants.
+"""input_sizes: find the inputs of a call that are weights, and make sizes of weights and ids constant.
 
-Dynamo was asked for symbolic sizes of all inputs but the parameters of modules, since what counts rows and tokens is
-not known before the mixers are. Making a size constant leaves a guard: another number is traced anew.
+Dynamo traces all inputs except parameters of modules with symbolic sizes, since the sizes that count rows and tokens
+are known only from the mixer calls. Making a size constant adds a guard, so another number is traced anew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 @contract(reads=["module", "placeholders", "own_symbols"], rewrites=["inputs"])
 def input_sizes(program: Program) -> None:
-    """Give computed weights their kind in `program.inputs`, and weights and ids constant feature sizes."""
+    """Mark computed weights as parameters in `program.inputs`, and make feature sizes of weights and ids constant."""
     calls = [batch_and_tokens(call) for call in mixer_calls(program.graph)]
     tokens = {length for _, length in calls}
     counting = free_symbols(size for both in calls for size in both)
@@ -42,9 +42,9 @@ def input_sizes(program: Program) -> None:
 
 
 def _codebooks(node: fx.Node, counting: set[sympy.Symbol], tokens: set[sympy.Expr]) -> list[int]:
-    """Dimensions of ids `[B, S, K]` or `[B, K, S]` that count neither rows nor tokens.
+    """Return the dimensions of ids `[B, S, K]` or `[B, K, S]` that count neither rows nor tokens.
 
-    The second dimension does if no other has the number of tokens: it may count other tokens (labels `[B, S - 1, K]`).
+    The second dimension counts tokens if no dimension has their number: these may be others (labels `[B, S - 1, K]`).
     """
     first = 1 if tokens.intersection(sizes(node)) else 2
     return [i for i, size in enumerate(sizes(node)) if i >= first and not size.free_symbols <= counting]

@@ -1,4 +1,5 @@
-"""The algebra of layouts: how the axes of operands combine, and what it means that an operator mixes tokens."""
+"""The algebra of layouts, which token rules are written with: combine axes and frames of operands, or raise
+`MixesTokens`; and finding the mixer calls of a graph."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ Rule = Callable[[fx.Node, "Arguments"], "Layout | tuple[Layout, ...]"]
 
 
 class MixesTokens(Exception):
-    """The operator makes one token's value depend on another's (or on another sequence's)."""
+    """Raised by a token rule whose operator makes a token's value depend on other tokens or other sequences."""
 
 
 class Arguments:
-    """The layouts of a node's arguments, and the adoption of dense inputs into a frame.
+    """Layouts of a node's arguments, with the frames that dense arguments adopt.
 
-    A value computed outside the token region (shifted labels, say) carries no frame of its own: its token axis takes
-    the frame of the token-region value that it is combined with. `adopted` records that, per argument.
+    A dense value, computed outside the token region (shifted labels, for example), has no frame of its own: its token
+    axis takes the frame of the token-region value that it is combined with. `adopted` records this per argument.
     """
 
     def __init__(self, layouts: dict[fx.Node, Layout], dense: Callable[[fx.Node], bool]) -> None:
@@ -40,13 +41,13 @@ class Arguments:
         return self.adopted.get(node) or self.layouts[node]
 
     def adopt(self, node: fx.Node, layout: Layout) -> None:
-        """Let a dense argument take on a layout: that of the tokens it is combined with."""
+        """Give a dense argument the layout of the tokens that it is combined with."""
         if layout != self.layouts[node]:
             self.adopted[node] = layout
 
 
 def memory_order(value: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions from the widest stride to the narrowest, as copies of the value have them (preserve_format)."""
+    """Return the dimensions of a copy of a value (preserve_format) from the widest stride to the narrowest."""
     shape, strides = (list(map(hint, numbers)) for numbers in (value.shape, value.stride()))
     copy = torch.empty_like(torch.empty_strided(shape, strides, device="meta"))
     return tuple(sorted(range(len(shape)), key=lambda dim: (-int(copy.stride()[dim]), dim)))
@@ -59,9 +60,9 @@ def broadcast(
     beside: Layout | None = None,
     at_left: bool = False,
 ) -> Layout:
-    """Layout of an elementwise result: operands aligned at the right, at most one axis a dimension, one frame.
+    """Return the layout of a pointwise result: operands aligned at the right, one axis per dimension, one frame.
 
-    `beside` is the layout of one more operand, which is no argument of the node. `at_left`: aligned there instead.
+    `beside` is the layout of one more operand that is no argument of the node. `at_left` aligns operands at the left.
     """
     operands = [arg for arg in (operands or node.all_input_nodes) if is_tensor(arg)]
     layouts = [arguments[arg] for arg in operands] + ([beside] if beside else [])
@@ -85,7 +86,7 @@ def _aligned(layout: Layout, rank: int, dim: int, at_left: bool) -> Axis | None:
 
 
 def _adopt_operand(arg: fx.Node, result: Layout, rank: int, arguments: Arguments, at_left: bool) -> None:
-    """Give a dense operand the axes and frame of the result where its sizes say that it has them."""
+    """Give a dense operand the axes and frame of the result where its sizes match; raise `MixesTokens` elsewhere."""
     layout, shape = arguments[arg], sizes(arg)
     dims = list(layout.dims)
     for own, size in enumerate(shape):
@@ -105,7 +106,7 @@ def _adopt_operand(arg: fx.Node, result: Layout, rank: int, arguments: Arguments
 
 
 def unify_frames(frames: Sequence[Frame | None]) -> Frame | None:
-    """The one frame that all operands agree on; operands without a start (dense values) take the others'."""
+    """Return the common frame of all operands; frames without a start (dense values) take the start of the others."""
     known = [frame for frame in frames if frame is not None]
     if not known:
         return None
@@ -119,7 +120,7 @@ def unify_frames(frames: Sequence[Frame | None]) -> Frame | None:
 
 
 def single_token_axis(layout: Layout) -> Layout:
-    """The layout, if it runs over tokens once and over sequences once; else raises `MixesTokens`."""
+    """Return the layout; raise `MixesTokens` if two dimensions run over tokens, or two over sequences."""
     axes = [axis for axis in layout.dims if axis is not None]
     if sum(axis.is_over_tokens for axis in axes) > 1:
         raise MixesTokens("it compares every token with every other")
@@ -129,7 +130,7 @@ def single_token_axis(layout: Layout) -> Layout:
 
 
 def require_feature(layout: Layout, dim: int, what: str) -> int:
-    """`dim` made non-negative; raises unless it is a feature dimension."""
+    """Return `dim` as a non-negative number; raise `MixesTokens` unless it is a feature dimension."""
     dim = dim % max(len(layout.dims), 1)
     axis = layout.dims[dim] if layout.dims else None
     if axis is not None:
@@ -138,7 +139,7 @@ def require_feature(layout: Layout, dim: int, what: str) -> int:
 
 
 def argument(node: fx.Node, position: int, name: str) -> Any:
-    """An argument by the operator's own schema: given by position, by name, or its default."""
+    """Return an argument of a call, passed by position or by name, or else its default in the operator's schema."""
     schema = node.target._schema.arguments if hasattr(node.target, "_schema") else ()
     if position < len(node.args):
         return node.args[position]
@@ -147,12 +148,12 @@ def argument(node: fx.Node, position: int, name: str) -> Any:
 
 
 def is_tensor(node: Any) -> bool:
-    """Whether an argument is a node whose value is one tensor."""
+    """Return whether an argument is a node whose value is one tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def through_copies(node: fx.Node) -> fx.Node:
-    """The value that a node only copies, or slices everything of."""
+    """Follow copies and slices of whole dimensions back to their source."""
     while node.target in DIFFERENTIABLE_COPIES or (
         node.target is aten.slice.Tensor and sizes(node) == sizes(node.args[0])
     ):
@@ -161,11 +162,11 @@ def through_copies(node: fx.Node) -> fx.Node:
 
 
 def mixer_calls(graph: fx.Graph) -> list[fx.Node]:
-    """The calls, in order."""
+    """Return the mixer calls of a graph, in order."""
     return [node for node in graph.nodes if node.target in MIXERS]
 
 
 def batch_and_tokens(call: fx.Node) -> tuple[sympy.Expr, sympy.Expr]:
-    """The sizes that a call is over, by its first operand: for attention, the query `[B, heads, S, D]`."""
+    """Return the numbers of sequences and tokens of a mixer call, from its first operand (query `[B, heads, S, D]`)."""
     mixer, shape = MIXERS[call.target], sizes(call.args[0])
     return shape[mixer.batch_dim], shape[mixer.token_dim]

@@ -1,4 +1,4 @@
-"""Rules for operators that only move values around: views, slices, concatenations, padding."""
+"""Token rules for operators that only move entries: views, slices, concatenations, padding."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def permuted(order: Callable[[fx.Node, int], list[int]]) -> Rule:
 
 
 def transpose_order(node: fx.Node, rank: int) -> list[int]:
-    """`transpose` and `t`: two dimensions change places."""
+    """Return the dimension order of `transpose` and `t`, which exchange two dimensions."""
     order = list(range(rank))
     if rank > 1:
         first, second = (node.args[1], node.args[2]) if len(node.args) > 2 else (0, 1)
@@ -52,7 +52,7 @@ def transpose_order(node: fx.Node, rank: int) -> list[int]:
 
 
 def unsqueeze(node: fx.Node, arguments: Arguments) -> Layout:
-    """A feature dimension more."""
+    """Rule for `unsqueeze`: it adds a feature dimension."""
     layout = arguments[node.args[0]]
     dims = list(layout.dims)
     dims.insert(node.args[1] % (len(dims) + 1), None)
@@ -60,19 +60,19 @@ def unsqueeze(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def squeeze(node: fx.Node, arguments: Arguments) -> Layout:
-    """Dimensions of size one less; never the token axis."""
+    """Rule for `squeeze`: it removes dimensions of size one, which must not be the token axis."""
     source = node.args[0]
     layout, shape = arguments[source], sizes(source)
     chosen = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
     chosen = {dim % len(shape) for dim in ([chosen] if isinstance(chosen, int) else chosen)}
-    kept = [i for i in range(len(shape)) if not (i in chosen and shape[i] == 1)]
-    if layout.token_dim is not None and layout.token_dim not in kept:
+    remaining = [i for i in range(len(shape)) if not (i in chosen and shape[i] == 1)]
+    if layout.token_dim is not None and layout.token_dim not in remaining:
         raise MixesTokens("it drops the axis of a single token")
-    return Layout(tuple(layout.dims[i] for i in kept), layout.frame)
+    return Layout(tuple(layout.dims[i] for i in remaining), layout.frame)
 
 
 def expand(node: fx.Node, arguments: Arguments) -> Layout:
-    """Feature dimensions repeated or added; an axis that was not there cannot come from nothing."""
+    """Rule for `expand`: it repeats or adds feature dimensions, but must not add a batch or token axis."""
     source = node.args[0]
     layout, before, after = arguments[source], sizes(source), sizes(node)
     added = len(after) - len(before)
@@ -88,7 +88,7 @@ def expand(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def view(node: fx.Node, arguments: Arguments) -> Layout:
-    """Reshape: axes may stay, merge (batch, token) into rows, or split rows; they never merge with features."""
+    """Rule for reshapes: axes may stay, merge (batch, token) into rows, or split rows, never merge with features."""
     source = node.args[0]
     layout, before, after = arguments[source], sizes(source), sizes(node)
     dims: list[Axis | None] = [None] * len(after)
@@ -110,17 +110,17 @@ def view(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def _keep_single_token(layout: Layout, dims: list[Axis | None], after: Sequence[sympy.Expr]) -> None:
-    """The axis of a window of one token stays one, wherever there is a dimension of its size."""
+    """Keep the token axis of a window of one token: it is the first unlabelled dimension of size one."""
     if layout.token_dim is None or Layout(tuple(dims)).token_dim is not None:
         return
-    place = next((j for j, size in enumerate(after) if size == 1 and dims[j] is None), None)
-    if place is None:
+    dim = next((j for j, size in enumerate(after) if size == 1 and dims[j] is None), None)
+    if dim is None:
         raise MixesTokens("it drops the axis of a single token")
-    dims[place] = Axis.TOKEN
+    dims[dim] = Axis.TOKEN
 
 
 def reshape_groups(before: Sequence[sympy.Expr], after: Sequence[sympy.Expr]) -> list[tuple[list[int], list[int]]]:
-    """Smallest runs of dimensions with equal products, left to right, for a reshape of `before` to `after`."""
+    """Group the dimensions of a reshape into the smallest runs with equal products before and after, left to right."""
     groups, i, j = [], 0, 0
     while i < len(before) or j < len(after):
         group_in, group_out = [i] if i < len(before) else [], [j] if j < len(after) else []
@@ -140,7 +140,7 @@ def reshape_groups(before: Sequence[sympy.Expr], after: Sequence[sympy.Expr]) ->
 
 
 def slice_(node: fx.Node, arguments: Arguments) -> Layout:
-    """A slice of features, or a window of tokens: the frame moves, the values stay."""
+    """Rule for `slice`: along features, or a window of tokens, which moves the frame."""
     source = node.args[0]
     dim = argument(node, 1, "dim") or 0
     layout, before, after = arguments[source], sizes(source), sizes(node)
@@ -162,12 +162,12 @@ def slice_(node: fx.Node, arguments: Arguments) -> Layout:
         )
     start = argument(node, 2, "start") or 0
     start = start.meta["val"] if isinstance(start, fx.Node) else start
-    first = expression(start) + (before[dim] if start < 0 else 0)  # comparing a symbolic start leaves a guard
+    first = expression(start) + (before[dim] if start < 0 else 0)  # comparing a symbolic start adds a guard
     return Layout(layout.dims, Frame(sympy.simplify(layout.frame.start + first), after[dim]))
 
 
 def cat(node: fx.Node, arguments: Arguments) -> Layout:
-    """Parts beside each other along a feature dimension."""
+    """Rule for `cat` along a feature dimension."""
     parts, dim = list(node.args[0]), argument(node, 1, "dim") or 0
     parts = [part for part in parts if len(sizes(part)) > 1 or sizes(part) != (0,)]
     for part in parts:
@@ -176,14 +176,14 @@ def cat(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def stack(node: fx.Node, arguments: Arguments) -> Layout:
-    """Parts beside each other along a new feature dimension."""
+    """Rule for `stack` along a new feature dimension."""
     layout = broadcast(node, arguments, list(node.args[0]))
     dim = (argument(node, 1, "dim") or 0) % (len(layout.dims) + 1)
     return Layout((*layout.dims[:dim], None, *layout.dims[dim:]), layout.frame)
 
 
 def split(node: fx.Node, arguments: Arguments) -> tuple[Layout, ...]:
-    """Parts of a feature dimension, a result each; `unbind` drops the dimension."""
+    """Rule for `split` and `unbind` of a feature dimension; `unbind` drops it."""
     layout = arguments[node.args[0]]
     is_unbind = node.target is aten.unbind.int
     dim = require_feature(layout, argument(node, 1 if is_unbind else 2, "dim") or 0, "splits")
@@ -193,14 +193,14 @@ def split(node: fx.Node, arguments: Arguments) -> tuple[Layout, ...]:
 
 
 def select(node: fx.Node, arguments: Arguments) -> Layout:
-    """One entry of a feature dimension."""
+    """Rule for `select`: one entry of a feature dimension."""
     layout = arguments[node.args[0]]
     dim = require_feature(layout, node.args[1], "selects one entry")
     return Layout(layout.dims[:dim] + layout.dims[dim + 1 :], layout.frame)
 
 
 def written_slice(node: fx.Node, arguments: Arguments) -> Layout:
-    """slice_scatter and select_scatter along a feature dimension (what `x[..., a:b] = y` becomes)."""
+    """Rule for `slice_scatter` and `select_scatter` along a feature dimension (`x[..., a:b] = y`, functionalised)."""
     layout, part = arguments[node.args[0]], arguments[node.args[1]]
     dim = require_feature(layout, argument(node, 2, "dim") or 0, "writes a part")
     others = layout.dims if node.target is aten.slice_scatter.default else (*layout.dims[:dim], *layout.dims[dim + 1 :])
@@ -210,7 +210,7 @@ def written_slice(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def constant_pad(node: fx.Node, arguments: Arguments) -> Layout:
-    """Entries added to feature dimensions."""
+    """Rule for padding of feature dimensions."""
     layout = arguments[node.args[0]]
     for i in range(len(node.args[1]) // 2):
         if tuple(node.args[1][2 * i : 2 * i + 2]) != (0, 0):
@@ -219,7 +219,7 @@ def constant_pad(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def repeat(node: fx.Node, arguments: Arguments) -> Layout:
-    """Feature dimensions repeated, and new ones in front."""
+    """Rule for `repeat`: it repeats feature dimensions, and may add some in front."""
     layout, repeats = arguments[node.args[0]], node.args[1]
     added = len(repeats) - len(layout.dims)
     for i, axis in enumerate(layout.dims):
@@ -229,27 +229,27 @@ def repeat(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def diagonal(node: fx.Node, arguments: Arguments) -> Layout:
-    """Two feature dimensions become one, the last."""
+    """Rule for `diagonal`: two feature dimensions become one, the last."""
     layout = arguments[node.args[0]]
-    taken = {require_feature(layout, argument(node, i, f"dim{i - 1}"), "takes the diagonal") for i in (2, 3)}
-    return Layout((*(axis for i, axis in enumerate(layout.dims) if i not in taken), None), layout.frame)
+    removed = {require_feature(layout, argument(node, i, f"dim{i - 1}"), "takes the diagonal") for i in (2, 3)}
+    return Layout((*(axis for i, axis in enumerate(layout.dims) if i not in removed), None), layout.frame)
 
 
 def unfold(node: fx.Node, arguments: Arguments) -> Layout:
-    """Windows of a feature dimension, along a new last one."""
+    """Rule for `unfold`: windows of a feature dimension, whose entries run along a new last dimension."""
     layout = arguments[node.args[0]]
     require_feature(layout, node.args[1], "takes windows")
     return Layout((*layout.dims, None), layout.frame)
 
 
 def view_as_complex(node: fx.Node, arguments: Arguments) -> Layout:
-    """The last feature dimension holds real and imaginary parts."""
+    """Rule for `view_as_complex`: it drops the last feature dimension, which holds real and imaginary parts."""
     layout = arguments[node.args[0]]
     require_feature(layout, -1, "pairs real and imaginary parts")
     return Layout(layout.dims[:-1], layout.frame)
 
 
 def view_as_real(node: fx.Node, arguments: Arguments) -> Layout:
-    """Real and imaginary parts in a new last feature dimension."""
+    """Rule for `view_as_real`: it adds a last feature dimension for real and imaginary parts."""
     layout = arguments[node.args[0]]
     return Layout((*layout.dims, None), layout.frame)

@@ -1,7 +1,7 @@
-"""token_axis: for every value of the lowered graph, which dimensions run over sequences and tokens, if that is clear.
+"""token_axis: infer for every value of the lowered graph which dimensions run over sequences and tokens.
 
-An abstract interpretation with the rules of `token_rules`. Findings stay attached to nodes, so that a refusal can name
-the operation and the user's line.
+This is an abstract interpretation by the rules of `token_rules`. A value whose tokens depend on each other is `Mixed`,
+with the node and the reason, so that later refusals can name the operator and the user's line.
 """
 
 from __future__ import annotations

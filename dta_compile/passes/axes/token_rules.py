@@ -1,7 +1,7 @@
-"""Which operators work on every token by itself, and where the token axis of their result lies.
+"""Token rules: the operators that work on every token by itself, and the layouts of their results.
 
-A rule takes a node and the layouts of its tensor arguments and returns the layout of its result (a tuple of layouts for
-several results), or raises `MixesTokens`. An operator without a rule mixes tokens.
+A rule takes a node and the layouts of its tensor arguments, and returns the layout of its result (a tuple of layouts
+for several results) or raises `MixesTokens`. An operator without a rule mixes tokens. `token_axis` applies them.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from dta_compile.passes.symbols import sizes
 aten = torch.ops.aten
 
 TOKEN_RULES: dict[Any, Rule] = {}
-REGISTERED: set[Any] = set()  # the operators whose rules users gave
+REGISTERED: set[Any] = set()  # operators with a rule registered by users
 
 
 def pointwise(node: fx.Node, arguments: Arguments) -> Layout | tuple[Layout, ...]:
-    """Rule for an operator that works elementwise with broadcasting."""
+    """Rule for pointwise operators with broadcasting."""
     layout, results = broadcast(node, arguments), node.meta.get("val")
     return (layout,) * len(results) if isinstance(results, (tuple, list)) else layout
 
 
 def along_features(what: str, dim_argument: int, keepdim_argument: int | None = None, results: int = 1) -> Rule:
-    """Rule for an operator that works along given dimensions, which must be features.
+    """Return the rule for an operator along given dimensions, which must be features.
 
-    `keepdim_argument` None: the shape stays; else the dimensions are dropped unless that argument is true.
+    With `keepdim_argument` None the shape stays; else the dimensions are dropped unless that argument is true.
     """
 
     def rule(node: fx.Node, arguments: Arguments) -> Layout | tuple[Layout, ...]:
@@ -73,7 +73,7 @@ def along_features(what: str, dim_argument: int, keepdim_argument: int | None = 
 
 
 def matmul(left: int, right: int) -> Rule:
-    """Rule for mm-like operators: argument `left` [m, k] times argument `right` [k, n]; k must be a feature."""
+    """Return the rule for operators like mm: argument `left` `[m, k]` times `right` `[k, n]`; k must be a feature."""
 
     def rule(node: fx.Node, arguments: Arguments) -> Layout:
         a, b = arguments[node.args[left]], arguments[node.args[right]]
@@ -97,7 +97,7 @@ def _same_axis(a: Axis | None, b: Axis | None) -> Axis | None:
 
 
 def embedding(node: fx.Node, arguments: Arguments) -> Layout:
-    """A row of a table for every index."""
+    """Rule for `embedding`: one row of a table for every index."""
     table, index = arguments[node.args[0]], arguments[node.args[1]]
     if table.labelled:
         raise MixesTokens("it looks up rows of a table that is itself computed per token")
@@ -111,14 +111,14 @@ def embedding(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def along_the_last(node: fx.Node, arguments: Arguments) -> Layout:
-    """Parts of the last dimension that other ranks have, which must be features."""
+    """Rule for collectives over parts of the last dimension on other ranks; these must be features."""
     layout = arguments[node.args[0]]
     require_feature(layout, -1, "gathers from other ranks")
     return layout
 
 
 def index_tensor(node: fx.Node, arguments: Arguments) -> Layout:
-    """`x[..., index]` over features, with index tensors that may themselves be per token."""
+    """Rule for `x[..., index]` over features, with index tensors that may themselves be per token."""
     table = arguments[node.args[0]]
     chosen = [i for i, index in enumerate(node.args[1]) if index is not None]
     indices = [node.args[1][i] for i in chosen]
@@ -128,28 +128,28 @@ def index_tensor(node: fx.Node, arguments: Arguments) -> Layout:
             raise MixesTokens("it selects by a mask, so that the result's size depends on the data")
     picked = broadcast(node, arguments, indices)
     rest = [axis for i, axis in enumerate(table.dims) if i not in chosen]
-    place = chosen[0] if chosen == list(range(chosen[0], chosen[-1] + 1)) else 0
-    dims = (*rest[:place], *picked.dims, *rest[place:])
+    first = chosen[0] if chosen == list(range(chosen[0], chosen[-1] + 1)) else 0
+    dims = (*rest[:first], *picked.dims, *rest[first:])
     return single_token_axis(Layout(dims, unify_frames([table.frame, picked.frame])))
 
 
 def index_put(node: fx.Node, arguments: Arguments) -> Layout:
-    """`x[..., index] = y` over features with constant indices; `row_loops` has what can be done with masks."""
+    """Rule for `x[..., index] = y` over features with constant indices; `lowering/row_loops` handles masks."""
     source, indices, value = node.args[:3]
-    target, given = arguments[source], arguments[value]
+    target, part = arguments[source], arguments[value]
     if any(index is not None and index.meta["val"].dtype is torch.bool for index in indices):
         raise MixesTokens("it writes different values where a mask says")
     written = index_tensor(node, arguments)
     if any(arguments[index].labelled for index in indices if index is not None) or written.frame != target.frame:
         raise MixesTokens("it writes at indices that differ between tokens")
     for i, size in enumerate(sizes(value)):
-        if size != 1 and given.dims[i] is not written.dims[len(written.dims) - len(given.dims) + i]:
+        if size != 1 and part.dims[i] is not written.dims[len(written.dims) - len(part.dims) + i]:
             raise MixesTokens("it writes values that lie differently along the batch and token axes")
-    return Layout(target.dims, unify_frames([target.frame, given.frame]))
+    return Layout(target.dims, unify_frames([target.frame, part.frame]))
 
 
 def index_select(node: fx.Node, arguments: Arguments) -> Layout:
-    """Entries of a feature dimension; the index takes its place, with its own axes."""
+    """Rule for `index_select` of a feature dimension, which the axes of the index replace."""
     source, dim, index = node.args
     layout = arguments[source]
     dim = require_feature(layout, dim, "selects")
@@ -159,14 +159,14 @@ def index_select(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def gather(node: fx.Node, arguments: Arguments) -> Layout:
-    """Entries of a feature dimension, chosen token by token."""
+    """Rule for `gather` along a feature dimension, by an index per token."""
     source, dim, index = node.args[:3]
     require_feature(arguments[source], dim, "gathers")
     return _along_others(source, index, dim, arguments)
 
 
 def scatter(node: fx.Node, arguments: Arguments) -> Layout:
-    """Entries of a feature dimension overwritten, chosen token by token."""
+    """Rule for `scatter` along a feature dimension, by an index per token."""
     source, dim, index = node.args[:3]
     require_feature(arguments[source], dim, "scatters")
     _along_others(source, index, dim, arguments)
@@ -176,7 +176,7 @@ def scatter(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def _along_others(source: fx.Node, other: fx.Node, dim: int, arguments: Arguments) -> Layout:
-    """Two tensors whose dimensions other than `dim` must be the same axes in the same frame; the layout of `other`."""
+    """Return the layout of `other`; raise `MixesTokens` unless its axes, except at `dim`, and frame are `source`'s."""
     mine, theirs = arguments[source], arguments[other]
     rank = len(mine.dims)
     dim %= max(rank, 1)
@@ -200,7 +200,7 @@ def _along_others(source: fx.Node, other: fx.Node, dim: int, arguments: Argument
 
 
 def normalization(results: int) -> Rule:
-    """Rule for layer and RMS norms over the last `len(normalized_shape)` dimensions, with their statistics."""
+    """Return the rule for layer and RMS norms over the last `len(normalized_shape)` dimensions, with statistics."""
 
     def rule(node: fx.Node, arguments: Arguments) -> tuple[Layout, ...]:
         layout = arguments[node.args[0]]
@@ -214,7 +214,7 @@ def normalization(results: int) -> Rule:
 
 
 def triangle(node: fx.Node, arguments: Arguments) -> Layout:
-    """`tril` and `triu` of two feature dimensions."""
+    """Rule for `tril` and `triu` of two feature dimensions."""
     layout = arguments[node.args[0]]
     for dim in (-1, -2):
         require_feature(layout, dim, "cuts a triangle")
@@ -222,14 +222,14 @@ def triangle(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def bucketize(node: fx.Node, arguments: Arguments) -> Layout:
-    """A number of each value, by boundaries that are the same for all."""
+    """Rule for `bucketize` with boundaries that are the same for all tokens."""
     if arguments[node.args[1]].labelled:
         raise MixesTokens("it sorts into boundaries that are computed per token")
     return arguments[node.args[0]]
 
 
 def convolution(node: fx.Node, arguments: Arguments) -> Layout:
-    """A convolution whose kernel is one token wide is a linear map of every token."""
+    """Rule for convolutions with a kernel one token wide, which are linear maps of every token."""
     _, weight, _, stride, padding = node.args[:5]
     layout = arguments[node.args[0]]
     require_feature(layout, 1, "convolves")
@@ -239,25 +239,25 @@ def convolution(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def at_experts(node: fx.Node, arguments: Arguments) -> Layout:
-    """Products with the weights of experts, which every place chooses; a sum over a token's experts."""
-    *places, weight, _ = node.args
+    """Rule for products of (token, expert) slots with the experts' weights, and for the sum over a token's experts."""
+    *slots, weight, _ = node.args
     if arguments[weight].labelled:
         raise MixesTokens("its experts' weights are computed per token")
-    rows, expert = places[:2]
-    lined_up = broadcast(node, arguments, places, at_left=True)
+    rows, expert = slots[:2]
+    joined = broadcast(node, arguments, slots, at_left=True)
     rank = len(arguments[expert].dims)
-    if lined_up.dims[rank - 1] is not None and len(arguments[rows].dims) == rank:
+    if joined.dims[rank - 1] is not None and len(arguments[rows].dims) == rank:
         raise MixesTokens("it takes the experts of one token for those of others")
     require_feature(arguments[rows], -1, "contracts")
-    dims = lined_up.dims[:rank]
+    dims = joined.dims[:rank]
     if node.target is EXPERT_SUM:
         require_feature(Layout(dims), -1, "sums")
         dims = dims[:-1]
-    return Layout((*dims, None), lined_up.frame)
+    return Layout((*dims, None), joined.frame)
 
 
 def mixing(node: fx.Node, arguments: Arguments) -> Layout:
-    """The operators that may look along the token axis, all of whose operands are over the same tokens."""
+    """Rule for mixers, the operators that may read along the token axis: all operands must be over the same tokens."""
     mixer = MIXERS[node.target]
     operands, batch_dim = [value for _, value in mixer.over_tokens(node.args)], mixer.batch_dim
     first, both = arguments[operands[0]], " and ".join(operand.plural for operand in mixer.operands[:2])
@@ -279,7 +279,7 @@ def mixing(node: fx.Node, arguments: Arguments) -> Layout:
 
 
 def item(node: fx.Node, arguments: Arguments) -> Layout:
-    """Stands in the table, so that `getitem` counts as known; what it gives is its argument's."""
+    """Entry of the table for `getitem`, which `token_axis` resolves itself, so that it counts as known."""
     raise AssertionError("getitem is resolved by the token_axis pass")
 
 
@@ -353,15 +353,17 @@ _register(item, operator.getitem)
 
 
 def rule_for(target: Any) -> Rule | None:
-    """The rule of an operator, `pointwise` for those that torch itself tags so, or None."""
+    """Return the rule of an operator; `pointwise` if torch tags it so; None if there is none."""
     if target in TOKEN_RULES:
         return TOKEN_RULES[target]
     if target in MIXERS:
         return mixing
     if not is_tagged_pointwise(target):
         return None
-    # Some give a number for the whole tensor (aten.equal).
-    return pointwise if all(isinstance(one.type, torch.TensorType) for one in target._schema.returns) else None
+    # Some return one number for the whole tensor (aten.equal).
+    return (
+        pointwise if all(isinstance(returned.type, torch.TensorType) for returned in target._schema.returns) else None
+    )
 
 
 def register_token_rule(op: Any, rule: Rule) -> None:

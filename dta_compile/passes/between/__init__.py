@@ -1,1 +1,1 @@
-"""What the runner does between passes: the invariants that it checks, and a program as text."""
+"""Services of `run_passes` between passes: invariants of a program, and its listing as text."""

@@ -1,6 +1,6 @@
-"""What holds of a program between passes: one table of rules.
+"""Invariants of a `Program` between passes: one table of rules, `INVARIANTS`.
 
-A rule is checked as soon as the fields it speaks of are filled, and whenever a pass has written one of them since.
+A rule is checked once all its fields are filled, after every pass that writes one of them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Violations = Callable[[Program], Iterable[object]]
 
 @dataclasses.dataclass(frozen=True)
 class Invariant:
-    """A rule.
+    """One rule of the table.
 
     Attributes:
-        text: what holds.
-        fields: of a program, that it speaks of.
-        violations: what breaks it, each printed as it is.
+        text: the rule in words, for the error.
+        fields: the fields of a program that the rule is about.
+        violations: yields every violation, in words, for the error.
     """
 
     text: str
@@ -55,20 +55,19 @@ def check(program: Program, step: Pass) -> None:
     """Raise `ContractError` for the first rule that `step` broke."""
     for rule in INVARIANTS:
         if rule.fields <= program.filled and rule.fields & step.writes:
-            for found in rule.violations(program):
-                raise ContractError(f"after {step.name}: {rule.text}; not so: {found}")
+            for violation in rule.violations(program):
+                raise ContractError(f"after {step.name}: {rule.text}; not so: {violation}")
 
 
 class Snapshot:
-    """The nodes of a program's graphs, to see that a pass changes those only that it declares to rewrite."""
+    """Copy of the nodes of a program's graphs, by which changes that a pass does not declare are detected."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.graphs = self._now()
 
     def compare(self, step: Pass) -> None:
-        """Raise `ContractError` if `step` has changed a graph of a field that it does not write since this was last
-        asked of the step before."""
+        """Raise `ContractError` if `step` has changed a graph of a field that it does not write; take a new copy."""
         before, self.graphs = self.graphs, self._now()
         for name, nodes in before.items():
             if field_of(name) not in step.writes and self.graphs[name] != nodes:
@@ -84,9 +83,9 @@ def _nodes(graph: fx.Graph) -> list[Any]:
 
 @_rule("every input of the call is a placeholder of the lowered graph, in order", "inputs", "placeholders", "module")
 def _inputs(program: Program) -> Iterator[object]:
-    found = [node for node in program.graph.nodes if node.op == "placeholder"]
-    if found != list(program.placeholders) or len(found) != len(program.inputs):
-        yield f"{len(program.inputs)} inputs, {len(program.placeholders)} of {len(found)} placeholders"
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    if placeholders != list(program.placeholders) or len(placeholders) != len(program.inputs):
+        yield f"{len(program.inputs)} inputs, {len(program.placeholders)} of {len(placeholders)} placeholders"
 
 
 @_rule("the lowered graph is functional, and each of its nodes knows its value", "module")
@@ -97,7 +96,7 @@ def _functional(program: Program) -> Iterator[object]:
 
 
 def _has_value(node: fx.Node) -> bool:
-    """Calls of operators have, but for those that only check something."""
+    """Return whether a node must have a value: calls do, except assertions, which return nothing."""
     return node.op == "call_function" and (
         not isinstance(node.target, torch._ops.OpOverload) or bool(node.target._schema.returns)
     )
@@ -165,11 +164,11 @@ def _closed_trunk(program: Program) -> Iterator[object]:
     *("chunk", "region_parameters", "constant_inputs", "trunk_inputs", "head_inputs", "frontier"),
 )
 def _chunk(program: Program) -> Iterator[object]:
-    taken = sum(node.op == "placeholder" for node in program.chunk.graph.nodes)
+    inputs = sum(node.op == "placeholder" for node in program.chunk.graph.nodes)
     parts = program.region_parameters, program.constant_inputs, program.trunk_inputs, program.head_inputs
-    given = len(output_node(program.chunk.graph).args[0])
-    if taken != sum(map(len, parts)) + 1 or given != len(program.frontier):
-        yield f"{taken} inputs for {' + '.join(str(len(part)) for part in parts)} + 1, {given} outputs"
+    outputs = len(output_node(program.chunk.graph).args[0])
+    if inputs != sum(map(len, parts)) + 1 or outputs != len(program.frontier):
+        yield f"{inputs} inputs for {' + '.join(str(len(part)) for part in parts)} + 1, {outputs} outputs"
 
 
 @_rule("executable graphs take the path, then what the stages before them hand over", "stages")
@@ -183,10 +182,10 @@ def _stages(program: Program) -> Iterator[object]:
         expected = {"cache_only": (len(stage.reads), 0), "forward_only": (len(stage.reads), len(stage.writes))}
         expected["forward"] = len(stage.reads), len(stage.writes) + own
         if kind.backward is not None:
-            taken, given = signature_of(kind.backward)
+            inputs, outputs = signature_of(kind.backward)
             handed = len(kind.kept) + len(kind.differentiated)
-            if taken + given != handed + len(kind.gradients):  # accumulators come in where gradients came out
-                yield f"backward: {taken} inputs and {given} outputs for {handed} and {len(kind.gradients)}"
+            if inputs + outputs != handed + len(kind.gradients):  # `accumulate` turns outputs into inputs
+                yield f"backward: {inputs} inputs and {outputs} outputs for {handed} and {len(kind.gradients)}"
         for name, signature in expected.items():
             if (found := signature_of(getattr(kind, name))) != signature:
                 yield f"{name}: {found} inputs and outputs for {signature}"
@@ -195,7 +194,7 @@ def _stages(program: Program) -> Iterator[object]:
 
 
 def _signature(module: fx.GraphModule) -> tuple[int, int]:
-    """Inputs besides the path, and outputs."""
+    """Return the numbers of inputs, without the path, and of outputs."""
     return len(module.graph.find_nodes(op="placeholder")) - 1, len(output_node(module.graph).args[0])
 
 
@@ -207,24 +206,24 @@ def _written_over(program: Program) -> Iterator[object]:
 
 
 def _stale_reads(graph: fx.Graph) -> Iterator[str]:
-    """Reads of memory through a value that was made before the memory was written over."""
-    version: dict[Any, fx.Node] = {}  # of a piece of memory: the last node that wrote over it
-    seen: dict[fx.Node, dict[Any, fx.Node | None]] = {}  # by value: the versions of its memory when it was made
+    """Yield the reads of a storage through a value that is older than the last write over the storage."""
+    version: dict[Any, fx.Node] = {}  # by storage: the last node that wrote over it
+    seen: dict[fx.Node, dict[Any, fx.Node | None]] = {}  # by value: the versions of its storages when it was computed
     for node in graph.nodes:
         for arg in node.all_input_nodes:
-            for memory, of in seen.get(arg, {}).items():
-                if version.get(memory) is not of:
-                    yield f"{node.name} reads {arg.name}, which {version[memory].name} wrote over"
-        written = {memory for arg in _written(node) for memory in storages(arg)}
+            for storage, writer in seen.get(arg, {}).items():
+                if version.get(storage) is not writer:
+                    yield f"{node.name} reads {arg.name}, which {version[storage].name} wrote over"
+        written = {storage for arg in _written(node) for storage in storages(arg)}
         version |= dict.fromkeys(written, node)
         source = view_source(node)
         older = seen.get(source, {}) if source is not None and not written else {}
         if has_tensor(node):
-            seen[node] = {memory: older.get(memory, version.get(memory)) for memory in storages(node)}
+            seen[node] = {storage: older.get(storage, version.get(storage)) for storage in storages(node)}
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a node writes over; not (views of) accumulators, which the graph is given to add to."""
+    """Return the arguments that a node writes over, except (views of) accumulators, which are meant to be written."""
     if not writes_in_place(node):
         return []
     pairs = zip(node.args, node.target._schema.arguments, strict=False)

@@ -1,4 +1,4 @@
-"""A program as text: every graph node by node, with the pass that made the node and the user's line behind it."""
+"""Print a program as text: every node of every graph, with the pass that made it and the user's source line."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import fx
 from dta_compile.passes.contracts import FIELDS, Pass
 from dta_compile.passes.program import Program, where
 
-MADE_BY = "made_by"  # a key of `node.meta`: the name of a pass
+MADE_BY = "made_by"  # key of `node.meta`: the name of the pass that made the node
 
 
 def listing(program: Program) -> str:
-    """All graphs that a program has so far."""
+    """Return all graphs of a program as text."""
     return "\n\n".join(f"# {name}\n{_text(graph)}" for name, graph in graphs(program).items())
 
 
 def graphs(program: Program) -> dict[str, fx.Graph]:
-    """The graphs that a program has so far, by name; those of generated code are named as they are called."""
+    """Return the graphs of a program by name; those of generated code have the names of their pieces."""
     stages = program.stages
     modules = {
         "lowered": program.module,
@@ -31,18 +31,18 @@ def graphs(program: Program) -> dict[str, fx.Graph]:
     }
     for number, kind in enumerate(stages.kinds if stages else ()):
         modules |= {f"{name}_{number}": module for name, module in kind.graphs.items()}
-    found = {name: module.graph for name, module in modules.items() if isinstance(module, fx.GraphModule)}
-    found |= {piece.__name__: body.graph for piece, body in stages.bodies.items()} if stages else {}
-    return found
+    by_name = {name: module.graph for name, module in modules.items() if isinstance(module, fx.GraphModule)}
+    by_name |= {piece.__name__: body.graph for piece, body in stages.bodies.items()} if stages else {}
+    return by_name
 
 
 def field_of(graph: str) -> str:
-    """The field of a program that has the graph of this name."""
+    """Return the field of a program that has the graph of this name."""
     return {"lowered": "module"}.get(graph, graph if graph in FIELDS else "stages")
 
 
 def sign(program: Program, step: Pass) -> None:
-    """Note that a pass made the nodes of what it writes that no pass before it made."""
+    """Record in `node.meta` the pass that made each node: the first one that wrote its graph."""
     for name, graph in graphs(program).items():
         for node in graph.nodes if field_of(name) in step.writes else ():
             node.meta.setdefault(MADE_BY, step.name)
@@ -68,8 +68,8 @@ def _statement(node: fx.Node) -> str:
             arguments = node.args[1:]
         case _:
             called, arguments = _name(node.target), node.args
-    given = [_shown(arg) for arg in arguments] + [f"{key}={_shown(value)}" for key, value in node.kwargs.items()]
-    return f"{name} = {called}({', '.join(given)})"
+    shown = [_shown(arg) for arg in arguments] + [f"{key}={_shown(value)}" for key, value in node.kwargs.items()]
+    return f"{name} = {called}({', '.join(shown)})"
 
 
 def _name(target: Any) -> str:

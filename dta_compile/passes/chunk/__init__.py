@@ -1,1 +1,1 @@
-"""The token region as a function of one chunk, and its head without logits."""
+"""The token region as a graph of one chunk, and its LM head without materialised logits."""

@@ -1,8 +1,8 @@
-"""chunk_graph: the token region as a function of one chunk.
+"""chunk_graph: rewrite the token region as a graph of one chunk.
 
-Inputs, in order: the region's parameters; constants; the trunk's inputs `[c, *features]` of the chunk's `c` tokens;
-`head_rows [h]`, which chunk token each head row reads; the head's inputs `[h, *features]`.
-Outputs: the frontier values `[h, *features]`. The batch size is 1; `c` and `h` are free.
+Its inputs are, in order, the region's parameters; constants; the trunk's inputs `[c, *features]` of the chunk's `c`
+tokens; `head_rows` `[h]`, the chunk token of each head row; and the head's inputs `[h, *features]`. Its outputs are the
+frontier values `[h, *features]`. The batch size is 1; `c` and `h` are symbolic.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""lm_head: log-probs and entropies over a large vocabulary without the logits of a chunk.
+"""lm_head: compute log-probs and entropies over a large vocabulary without materialising a chunk's logits.
 
-A linear layer to the vocabulary whose logits serve nothing but reductions over it (`vocabulary` reads which) becomes
-one `dta::linear_log_prob`, which goes over the vocabulary block by block. With `log_softmax` a chunk would hold several
-values of `[h, V]`: logits, their cast to float32, log-probs until the backward, and their gradients.
+A linear layer whose logits are used only in reductions over the vocabulary (`vocabulary` recognises them) becomes one
+`dta::linear_log_prob`, which goes over the vocabulary block by block. With `log_softmax` a chunk would hold several
+values `[h, V]`: logits, their cast to float32, log-probs until the backward, and their gradients.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dta_compile.passes.graphs.operators import LINEAR_LAYERS, TRANSPOSITIONS
 from dta_compile.passes.program import Program, ancestors
 
 aten = torch.ops.aten
-# The backward computes the logits again, a fourth matrix product beside three. From about here on that costs less than
-# going through memory with the logits: their rows are several times as long as those of any other value.
+# The backward recomputes the logits, a fourth matrix product beside three. From about this size on that costs less than
+# moving logits through memory, whose rows are then several times as long as those of any other value.
 LEAST_VOCABULARY = 2**15
 
 
@@ -46,7 +46,7 @@ LEAST_VOCABULARY = 2**15
     may_be_skipped=True,
 )
 def lm_head(program: Program) -> None:
-    """Rewrite `program.chunk`."""
+    """Fuse the LM heads of `program.chunk` with the reductions of their logits."""
     graph = program.chunk.graph
     layers = [node for node in graph.nodes if _is_large(node)]
     if not layers:
@@ -55,7 +55,7 @@ def lm_head(program: Program) -> None:
     trained = _trained(program)
     for linear in layers:
         reductions = Reading(linear, values, trained).reductions
-        if reductions and not _feed_back(linear, reductions):
+        if reductions and not _depend_on_logits(linear, reductions):
             for scaling in dict.fromkeys(reduction.meaning.scaling for reduction in reductions):
                 own = [reduction for reduction in reductions if reduction.meaning.scaling == scaling]
                 _Fusion(linear, scaling, own, values).replace()
@@ -72,23 +72,23 @@ def _is_large(node: fx.Node) -> bool:
 
 
 def _values(program: Program) -> dict[fx.Node, Any]:
-    """Fake tensors of the chunk graph's nodes, which carry those of the whole batch."""
+    """Return fake tensors of the chunk graph's nodes; `meta["val"]` of these nodes is over the whole batch."""
     shape_env = ShapeEnv()
-    found: dict[fx.Node, Any] = {}
+    values: dict[fx.Node, Any] = {}
 
     class Recorder(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
-            found[n] = super().run_node(n)
-            return found[n]
+            values[n] = super().run_node(n)
+            return values[n]
 
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     with mode, enable_python_dispatcher(), torch._C._DisableAutocast(), torch.no_grad():
         Recorder(program.chunk, garbage_collect_values=False).run(*fake_inputs(program, *free_sizes(shape_env)))
-    return found
+    return values
 
 
 def _trained(program: Program) -> set[fx.Node]:
-    """What depends on parameters that are trained."""
+    """Return the nodes of the chunk graph that depend on trained parameters."""
     parameters = program.chunk.graph.find_nodes(op="placeholder")
     pairs = zip(program.region_parameters, parameters, strict=False)  # parameters come first
     trained = (node for spec, node in pairs if spec.requires_grad and program.training)
@@ -96,20 +96,20 @@ def _trained(program: Program) -> set[fx.Node]:
 
 
 def _operands(reductions: Sequence[Reduction]) -> list[fx.Node]:
-    """What the operator reads besides the linear layer's input and weight."""
+    """Return the operands of the fused operator besides the linear layer's input and weight."""
     scalings = [reduction.meaning.scaling for reduction in reductions]
-    found = [reduction.labels for reduction in reductions] + [scaling.bias for scaling in scalings]
-    found += [by for scaling in scalings for _, by in scaling.steps]
-    return [value for value in dict.fromkeys(found) if isinstance(value, fx.Node)]
+    operands = [reduction.labels for reduction in reductions] + [scaling.bias for scaling in scalings]
+    operands += [by for scaling in scalings for _, by in scaling.steps]
+    return [value for value in dict.fromkeys(operands) if isinstance(value, fx.Node)]
 
 
-def _feed_back(linear: fx.Node, reductions: Sequence[Reduction]) -> bool:
-    """Whether labels or scales are themselves computed from these logits."""
+def _depend_on_logits(linear: fx.Node, reductions: Sequence[Reduction]) -> bool:
+    """Return whether labels or scales are computed from the logits of `linear`."""
     return linear in ancestors(_operands(reductions))
 
 
 class _Fusion:
-    """One operator for all reductions of the same logits."""
+    """Replacement of all reductions of the same scaled logits by one operator."""
 
     def __init__(
         self, linear: fx.Node, scaling: Scaling, reductions: list[Reduction], values: dict[fx.Node, Any]
@@ -147,7 +147,7 @@ class _Fusion:
                 self.linear.prepend(node)
 
     def _temperature(self) -> fx.Node | None:
-        """What the layer's output is divided by: None (nothing), `[]` or `[rows, 1]`."""
+        """Return the divisor of the layer's output: None (1), or a tensor `[]` or `[rows, 1]`."""
         number, tensors = 1.0, []
         for divides, by in self.scaling.steps:
             if isinstance(by, fx.Node):
@@ -168,7 +168,7 @@ class _Fusion:
         return self._cast(flat, self.values[scale].dtype, self.dtype)
 
     def _labels(self) -> tuple[fx.Node | None, dict[fx.Node, tuple[int, int]]]:
-        """All labels side by side, `[rows, K]`, and which columns those of each gather are."""
+        """Return all labels concatenated, `[rows, K]`, and the columns of each gather's labels."""
         columns: dict[fx.Node, tuple[int, int]] = {}
         parts, stop = [], 0
         for reduction in self.reductions:
@@ -184,14 +184,14 @@ class _Fusion:
         return (self._call(aten.cat.default, parts, 1) if len(parts) > 1 else next(iter(parts), None)), columns
 
     def _weight(self, transposed: fx.Node) -> fx.Node:
-        """The layer's weight `[V, H]`, as the parameter that it is: a cast to the product's dtype is the operator's."""
+        """Return the layer's weight `[V, H]` without casts to the product's dtype, which the operator does itself."""
         node, is_transposed = self._before_cast(transposed), True
         while node.target in TRANSPOSITIONS and swaps(node):
             node, is_transposed = self._before_cast(node.args[0]), not is_transposed
         return self._call(aten.t.default, node) if is_transposed else node
 
     def _before_cast(self, node: fx.Node) -> fx.Node:
-        """The source of a cast to the dtype of the linear layer."""
+        """Return the source of a cast to the linear layer's dtype; return any other node unchanged."""
         if node.target is not aten._to_copy.default or node.kwargs.keys() - CAST:
             return node
         value, source = self.values[node], self.values[node.args[0]]
@@ -199,7 +199,7 @@ class _Fusion:
         return node.args[0] if to_layer and value.device == source.device else node
 
     def _result(self, reduction: Reduction, results: Results, columns: dict[fx.Node, tuple[int, int]]) -> fx.Node:
-        """The value of a reduction, in its shape and dtype."""
+        """Compute the value of a reduction from the operator's results, in its shape and dtype."""
         meaning, value = reduction.meaning, self.values[reduction.node]
         if reduction.labels is not None:
             source = results.log_prob if meaning.kind is Kind.LOG_PROBS else results.logit
@@ -218,7 +218,7 @@ class _Fusion:
         return self._call(aten.detach.default, result) if meaning.detached else result
 
     def _picked(self, gather: Reduction, source: fx.Node, start: int, stop: int) -> fx.Node:
-        """Columns of `[rows, K]` in the shape of a gather's result."""
+        """Return columns of `[rows, K]` in the shape of a gather's result."""
         value, dim = self.values[gather.node], gather.node.args[1] % self.values[gather.node].dim()
         part = self._call(aten.slice.Tensor, source, 1, start, stop)
         others = [size for i, size in enumerate(value.shape) if i != dim]

@@ -1,7 +1,8 @@
-"""What the values made of a head's logits mean: shifted and scaled logits, log-probs, probabilities, their products.
+"""Interpret values computed from an LM head's logits: scaled logits, log-probs, probabilities, and their products.
 
-`Reading` walks from a linear layer to the reductions over the vocabulary that end all ways from it: entries picked by
-labels, log-sum-exps, expectations. Any other use of a value of the vocabulary's size, and nothing is read.
+`Reading` follows the uses of a linear layer to the reductions over the vocabulary at which all of them must end:
+entries gathered by labels, log-sum-exps, expectations. If a value of the vocabulary's size has any other use, there
+are no reductions, and the pass `lm_head` leaves the layer as it is.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, PRODU
 
 aten = torch.ops.aten
 
-CAST = {"dtype", "device", "layout", "memory_format"}  # keywords that change no number but by rounding
+CAST = {"dtype", "device", "layout", "memory_format"}  # keywords that change numbers at most by rounding
 
 
 class Kind(enum.Enum):
-    """What is computed from the logits."""
+    """Functions of the logits."""
 
     LOGITS = "z"
     LOG_PROBS = "log p"
     PROBS = "p"
     PROBS_LOG_PROBS = "p log p"
     PROBS_LOGITS = "p z"
-    LOGSUMEXP = "log sum exp z"  # the one kind without the vocabulary
+    LOGSUMEXP = "log sum exp z"  # the only kind without a vocabulary dimension
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """How logits z come from the linear layer's output: a bias, then divisions (True) and multiplications (False)."""
+    """Bias and steps from the linear layer's output to logits z; a step is a division (True) or a product (False)."""
 
     bias: fx.Node | None = None
     steps: tuple[tuple[bool, Any], ...] = ()
@@ -43,7 +44,7 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class Meaning:
-    """A value: `factor` times a `kind` of the logits with a `scaling`; `detached`: no gradient flows through it."""
+    """A value as `factor` times `kind` of logits with a `scaling`; `detached`: no gradient flows through it."""
 
     kind: Kind
     scaling: Scaling = Scaling()
@@ -53,7 +54,7 @@ class Meaning:
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """A node that reduces the vocabulary of a value away; `labels` are what a gather picks."""
+    """A node that reduces a value over the vocabulary; `labels` are the indices of a gather."""
 
     node: fx.Node
     meaning: Meaning
@@ -61,15 +62,15 @@ class Reduction:
 
 
 class Reading:
-    """What follows from the logits of one linear layer.
+    """Meanings of all values computed from the logits of one linear layer.
 
     Args:
         linear: the layer's output, `[rows, V]`.
         values: fake tensors of all nodes of the graph.
-        trained: nodes that depend on trained parameters; a scale must not.
+        trained: nodes that depend on trained parameters, which scales must not.
 
     Attributes:
-        reductions: all ends, in graph order; empty if the logits have another use.
+        reductions: the reductions that all uses end at, in graph order; empty if the logits have another use.
     """
 
     def __init__(self, linear: fx.Node, values: dict[fx.Node, Any], trained: set[fx.Node]) -> None:
@@ -90,22 +91,22 @@ class Reading:
             node = node.next
 
     def vocabulary_dim(self, node: fx.Node) -> int:
-        """The dimension of a value that runs over the vocabulary."""
+        """Return the dimension of a value that runs over the vocabulary."""
         sizes = self.values[node].shape
         return next(dim for dim, size in enumerate(sizes) if isinstance(size, int) and size == self.vocabulary)
 
     def _read(self, node: fx.Node) -> bool:
         rule = READING_RULES.get(node.target)
-        found = rule(self, node) if rule is not None and not (node.kwargs.keys() - CAST) else None
-        if isinstance(found, Reduction):
-            self.reductions.append(found)
-            if found.labels is None and found.meaning.kind is Kind.LOGITS:
-                self.meanings[node] = dataclasses.replace(found.meaning, kind=Kind.LOGSUMEXP)
-        elif found is not None:
-            self.meanings[node] = found
-        return found is not None
+        result = rule(self, node) if rule is not None and not (node.kwargs.keys() - CAST) else None
+        if isinstance(result, Reduction):
+            self.reductions.append(result)
+            if result.labels is None and result.meaning.kind is Kind.LOGITS:
+                self.meanings[node] = dataclasses.replace(result.meaning, kind=Kind.LOGSUMEXP)
+        elif result is not None:
+            self.meanings[node] = result
+        return result is not None
 
-    # Rules: what a node means, given what its arguments mean; None if that is not known.
+    # Rules: the meaning of a node, given the meanings of its arguments; None if it is unknown.
 
     def _copy(self, node: fx.Node) -> Meaning | None:
         value, source = self.values[node], self.values[node.args[0]]
@@ -115,7 +116,7 @@ class Reading:
         return dataclasses.replace(meaning, detached=meaning.detached or node.target is aten.detach.default)
 
     def _reshape(self, node: fx.Node) -> Meaning | None:
-        """One that leaves the order of rows and vocabulary as it is, apart from dimensions of size one."""
+        """A reshape keeps the meaning if it only adds or removes dimensions of size one."""
         before, after = self._long_dims(node.args[0]), self._long_dims(node)
         return self.meanings[node.args[0]] if before == after else None
 
@@ -140,7 +141,7 @@ class Reading:
         if left.kind is not Kind.PROBS:
             left, right = right, left
         kinds = {Kind.LOG_PROBS: Kind.PROBS_LOG_PROBS, Kind.LOGITS: Kind.PROBS_LOGITS}
-        if left.kind is not Kind.PROBS or right.kind not in kinds or not _alike(node, left, right):
+        if left.kind is not Kind.PROBS or right.kind not in kinds or not _of_same_logits(node, left, right):
             return None
         joined = dataclasses.replace(left, kind=kinds[right.kind], factor=left.factor * right.factor)
         return dataclasses.replace(joined, detached=left.detached or right.detached)
@@ -156,14 +157,15 @@ class Reading:
         return dataclasses.replace(meaning, factor=meaning.factor / by if divides else meaning.factor * by)
 
     def _is_scale(self, value: fx.Node, by: Any) -> bool:
-        """A number other than zero, or a tensor with one number for all or for every row, without gradient."""
+        """Return whether `by` is a number other than zero, or a tensor without gradient that has one number per row, or
+        one for all."""
         if not isinstance(by, fx.Node):
             return _is_number(by)
         scale = self.values[by]
         return by not in self.trained and scale.is_floating_point() and self._is_per_row(value, by)
 
     def _is_per_row(self, value: fx.Node, other: fx.Node) -> bool:
-        """Whether `other` broadcasts to a value of the vocabulary's size with one number for every row, or for all."""
+        """Return whether `other` broadcasts to `value` with one number per row, or one for all."""
         shape, sizes = self._sizes(value), self._sizes(other)
         shape[self.vocabulary_dim(value)] = "1"
         missing = len(shape) - len(sizes)
@@ -171,7 +173,7 @@ class Reading:
         return missing >= 0 and all(size in ("1", whole) for size, whole in zip(sizes, shape, strict=True))
 
     def _add(self, node: fx.Node) -> Meaning | None:
-        """A bias, next to the linear layer."""
+        """A sum is the logits with a bias if it directly follows the linear layer."""
         left, right = node.args
         value, bias = (left, right) if left in self.meanings else (right, left)
         meaning = self.meanings[value]
@@ -183,9 +185,9 @@ class Reading:
         return dataclasses.replace(meaning, scaling=Scaling(bias)) if last and unchanged else None
 
     def _subtract(self, node: fx.Node) -> Meaning | None:
-        """`z - logsumexp(z)`."""
+        """`z - logsumexp(z)` are log-probs."""
         value, normaliser = (self.meanings.get(arg) for arg in node.args)
-        if value is None or normaliser is None or not _alike(node, value, normaliser):
+        if value is None or normaliser is None or not _of_same_logits(node, value, normaliser):
             return None
         is_log_prob = value.kind is Kind.LOGITS and normaliser.kind is Kind.LOGSUMEXP and normaliser.factor == 1
         fits = is_log_prob and self._is_per_row(*node.args)
@@ -237,7 +239,7 @@ class Reading:
         return [dim % rank for dim in dims or range(rank)] == [self.vocabulary_dim(value)]
 
     def _sizes(self, node: fx.Node) -> list[str]:
-        """Sizes by name: symbolic ones are not to be compared by the numbers that they stand for in the trace."""
+        """Return sizes as text: symbolic ones must not be compared by their hints."""
         return [str(size) for size in self.values[node].shape]
 
     def _long_dims(self, node: fx.Node) -> list[str]:
@@ -248,8 +250,8 @@ def _is_number(by: Any) -> bool:
     return isinstance(by, (int, float)) and math.isfinite(by) and by != 0
 
 
-def _alike(node: fx.Node, one: Meaning, other: Meaning) -> bool:
-    """Whether two operands are of the same logits, and gradients flow to both or to none of them."""
+def _of_same_logits(node: fx.Node, one: Meaning, other: Meaning) -> bool:
+    """Return whether two operands are of the same scaled logits, and gradients flow to both or to neither."""
     without_gradient = all(user.target is aten.detach.default for user in node.users)
     return one.scaling == other.scaling and (one.detached == other.detached or without_gradient)
 

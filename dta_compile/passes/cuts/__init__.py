@@ -1,1 +1,1 @@
-"""The graph cut in prologue, trunk, head and epilogue, and what each of them takes and returns."""
+"""Cuts of the lowered graph into prologue, trunk, head and epilogue, and the values that pass between them."""

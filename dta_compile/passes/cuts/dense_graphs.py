@@ -1,7 +1,7 @@
-"""dense_graphs: prologue and epilogue as executable graphs over the whole batch.
+"""dense_graphs: build prologue and epilogue as executable graphs over the whole batch.
 
-The prologue takes all inputs of the call and returns what the other parts need; the epilogue takes all inputs, the
-dense frontier values and those prologue values, and returns the outputs of the call under ordinary autograd.
+The prologue takes all inputs of the call and returns the values that chunks and the epilogue need. The epilogue takes
+all inputs, the dense frontier values and prologue values, and returns the outputs of the call under ordinary autograd.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor
     fills=["prologue_nodes", "prologue", "epilogue", "epilogue_dense_inputs", "row_epilogue"],
 )
 def dense_graphs(program: Program) -> None:
-    """Fill `program.prologue`, `.epilogue`, what passes between them, and `.row_epilogue`."""
+    """Fill `program.prologue`, `.epilogue`, the values that pass between them, and `.row_epilogue`."""
     frontier = {value.node for value in program.frontier}
     outputs = [node for node in program.outputs if isinstance(node, fx.Node)]
-    draws = place_draws(program, _chunks_need(program))
+    draws = place_draws(program, _read_by_chunks(program))
 
     def is_dense(node: fx.Node) -> bool:
         return _is_dense_tensor(program, node) and node not in draws.late
@@ -64,15 +64,15 @@ def dense_graphs(program: Program) -> None:
 
 
 def prologue_nodes(program: Program) -> list[fx.Node]:
-    """What the prologue hands over: to chunks, and to the epilogue."""
-    return list(dict.fromkeys([*_chunks_need(program), *program.epilogue_dense_inputs]))
+    """Return the nodes that the prologue computes for chunks and for the epilogue."""
+    return list(dict.fromkeys([*_read_by_chunks(program), *program.epilogue_dense_inputs]))
 
 
 def _is_dense_tensor(program: Program, node: fx.Node) -> bool:
     return has_tensor(node) and node not in program.parameter_dependent and node.op != "output"
 
 
-def _chunks_need(program: Program) -> list[fx.Node]:
+def _read_by_chunks(program: Program) -> list[fx.Node]:
     chunk_inputs = [*program.trunk_inputs, *program.head_inputs, *program.trunk_keys, *program.head_keys]
     nodes: dict[fx.Node, None] = dict.fromkeys(item.node for item in chunk_inputs)
     nodes.update(dict.fromkeys(program.constant_inputs))
@@ -84,7 +84,7 @@ def _chunks_need(program: Program) -> list[fx.Node]:
 def graph_of(
     program: Program, received: list[fx.Node], outputs: Iterable[Any], draws: Sequence[fx.Node] = ()
 ) -> fx.GraphModule:
-    """A graph from the call's inputs (and `received` values) to `outputs`, with `draws` and what all of them need."""
+    """Build a graph from the call's inputs and `received` values to `outputs`; random operators `draws` run in it."""
     outputs, part = list(outputs), Subgraph()
     part.add_inputs(program.placeholders)
     part.add_inputs(received, "received_")

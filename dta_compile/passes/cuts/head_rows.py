@@ -1,15 +1,15 @@
-"""head_rows: at which tokens the frontier values are used, so that the head runs on the rows of those only.
+"""head_rows: find the tokens at which frontier values are used, so that the head runs on rows of these tokens only.
 
-A loss over labels ignores most tokens of a rollout: `where(labels != -100, nll, 0)`. Two facts about a frontier value
-`x` show that no row is needed where a condition on the call's inputs does not hold:
+A loss over labels ignores most tokens of a rollout: `where(labels != -100, nll, 0)`. A frontier value `x` needs no row
+where a condition on the call's inputs does not hold, if one of two facts is proven there:
 
-* nothing reads it there: on every way from `x` to the outputs a selection takes another value (seen in the epilogue);
-* it is zero there, and so is its gradient: `x` itself is a selection between a value and zero (seen in the region).
+* no output depends on it: on every path from `x` to the outputs a selection takes another value (in the epilogue);
+* it is zero, and so is its gradient: `x` itself is a selection between a value and zero (in the token region).
 
-In both cases zero at such a token gives the same outputs, and what gradient arrives there is to be dropped, even if it
-is infinite: in the epilogue it flows to other frontier values only, since what uses weights token by token belongs to
-the region. Multiplying by a mask of zeros and ones is no selection, for `0 * inf` is not zero; the backward, which sees
-the gradients themselves, skips those tokens.
+In both cases zero at such a token gives the same outputs, and a gradient that arrives there is dropped, even if it is
+infinite: in the epilogue it flows to other frontier values only, since all token-wise uses of weights belong to the
+region. A product with a mask of zeros and ones is no selection, because `0 * inf` is not zero; the backward, which
+knows the gradients themselves, skips those tokens.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from dta_compile.passes.program import FrontierValue, Program, Value
 
 aten = torch.ops.aten
 
-Conditions = frozenset[Condition]  # all of them hold
-ALWAYS: frozenset[Conditions] = frozenset([frozenset()])  # sets of conditions: those of at least one hold
+Conditions = frozenset[Condition]  # a conjunction
+ALWAYS: frozenset[Conditions] = frozenset([frozenset()])  # a disjunction of conjunctions, here of the empty one
 NEVER: frozenset[Conditions] = frozenset()
-MOST_USES = 8  # beyond that a value counts as used everywhere
+MOST_USES = 8  # a value with more uses counts as used everywhere
 
 
 @contract(
@@ -52,7 +52,7 @@ MOST_USES = 8  # beyond that a value counts as used everywhere
     may_be_skipped=True,
 )
 def head_rows(program: Program) -> None:
-    """Narrow `uses` of every frontier value."""
+    """Narrow the `uses` of every frontier value."""
     reads, nonzero = _reads(program), _nonzero(program)
     narrowed = []
     for value in program.frontier:
@@ -64,16 +64,16 @@ def head_rows(program: Program) -> None:
 
 
 def _combined(value: FrontierValue, reads: Iterable[Use], nonzero: frozenset[Conditions]) -> tuple[Use, ...]:
-    """The tokens at which a value is both read and not zero, without what is part of another use."""
+    """Return the tokens at which a value is both read and not zero, without uses that are part of another use."""
     uses = {Use(read.frame, read.conditions | conditions) for read in reads for conditions in nonzero}
     widest = [
-        use for use in uses if not any(use.frame == one.frame and one.conditions < use.conditions for one in uses)
+        use for use in uses if not any(use.frame == other.frame and other.conditions < use.conditions for other in uses)
     ]
     return tuple(sorted(widest, key=str)) if len(widest) <= MOST_USES else value.uses
 
 
 def _reads(program: Program) -> dict[fx.Node, frozenset[Use]]:
-    """For frontier values and token-wise values of the epilogue: at which tokens the call's outputs depend on them."""
+    """By frontier value and token-wise value of the epilogue, return the tokens at which outputs depend on it."""
     frontier = {value.node for value in program.frontier}
     reads: dict[fx.Node, frozenset[Use]] = {}
     for node in reversed(program.graph.nodes):
@@ -87,7 +87,7 @@ def _reads(program: Program) -> dict[fx.Node, frozenset[Use]]:
 
 
 def _read_by(program: Program, user: fx.Node, node: fx.Node, reads: dict[fx.Node, frozenset[Use]]) -> frozenset[Use]:
-    """At which tokens `user` reads `node` for the outputs."""
+    """Return the tokens at which outputs depend on `node` through `user`."""
     if user.target is aten.sym_size.int:
         return frozenset()
     if user not in reads:  # an output, or an operator that mixes tokens
@@ -103,46 +103,46 @@ def _everywhere(program: Program, node: fx.Node) -> frozenset[Use]:
 
 
 def _nonzero(program: Program) -> dict[fx.Node, frozenset[Conditions]]:
-    """For the region's values: where they may be other than zero, whatever the parameters are."""
-    found: dict[fx.Node, frozenset[Conditions]] = {}
+    """By value of the region, return the conditions under which it may be other than zero, for any parameters."""
+    nonzero: dict[fx.Node, frozenset[Conditions]] = {}
 
     def of(arg: Any) -> frozenset[Conditions]:
-        return NEVER if _is_zero(program, arg) else found.get(arg, ALWAYS)
+        return NEVER if _is_zero(program, arg) else nonzero.get(arg, ALWAYS)
 
     for node in program.graph.nodes:
         if node not in program.region:
             continue
         branches = _branches(program, node)
         if branches:
-            parts = [_both(of(operand), condition) for operand, condition in branches]
+            parts = [_and_also(of(operand), condition) for operand, condition in branches]
         else:
             operands = _zero_if_zero(node)
             parts = [ALWAYS] if operands is None else [of(operand) for operand in operands]
         union = frozenset().union(*parts)
-        found[node] = union if len(union) <= MOST_USES else ALWAYS
-    return found
+        nonzero[node] = union if len(union) <= MOST_USES else ALWAYS
+    return nonzero
 
 
-def _both(conditions: frozenset[Conditions], condition: Condition) -> frozenset[Conditions]:
-    return frozenset(one | {condition} for one in conditions)
+def _and_also(conditions: frozenset[Conditions], condition: Condition) -> frozenset[Conditions]:
+    return frozenset(all_of | {condition} for all_of in conditions)
 
 
 def _branches(program: Program, node: fx.Node) -> list[tuple[Any, Condition]]:
-    """The operands that a selection takes its entries from, and when it takes each; empty if `node` is none."""
+    """Return the operands of a selection, each with the condition under which it is taken; empty for other nodes."""
     if node.target is aten.where.self:
-        mask, taken, other = node.args
+        mask, value, other = node.args
     elif node.target in MASKED_FILLS:
-        other, mask, taken = node.args
+        other, mask, value = node.args
     else:
         return []
     layout = _mask_layout(program, node, mask)
     if layout is None:
         return []
-    return [(taken, Condition(mask, layout, True)), (other, Condition(mask, layout, False))]
+    return [(value, Condition(mask, layout, True)), (other, Condition(mask, layout, False))]
 
 
 def _mask_layout(program: Program, node: fx.Node, mask: fx.Node) -> Layout | None:
-    """The layout of a mask with one number a token that is computed without parameters; None for other masks."""
+    """Return the layout of a mask that has one number per token and needs no parameters; None for other masks."""
     value = program.values[node]
     own = program.input_layouts.get((node, mask), program.values[mask])
     if mask in program.parameter_dependent or not isinstance(own, Layout) or not own.labelled:
@@ -154,7 +154,7 @@ def _mask_layout(program: Program, node: fx.Node, mask: fx.Node) -> Layout | Non
 
 
 def _zero_if_zero(node: fx.Node) -> list[Any] | None:
-    """The operands of which all have to be zero for the result to be zero; None if nothing is known."""
+    """Return operands such that the result is zero if all of them are; None if nothing is known."""
     if node.target in ZERO_OF_ZERO:
         return [node.args[0]]
     if node.target in SUMS:
@@ -163,20 +163,20 @@ def _zero_if_zero(node: fx.Node) -> list[Any] | None:
         first, second = node.args[:2]
         return [first] if _is_finite(second) else [second] if _is_finite(first) else None
     if node.target in QUOTIENTS:
-        by = node.args[1]  # integers may be zero
+        by = node.args[1]  # not a tensor of integers, which may be zero
         return [node.args[0]] if not is_tensor(by) and _is_finite(by) and by != 0 else None
     return None
 
 
 def _is_finite(factor: Any) -> bool:
-    """A number, or integers: `0 * factor` is zero."""
+    """Return whether `0 * factor` is zero: the factor is a finite number or a tensor of integers."""
     if is_tensor(factor):
         return not (factor.meta["val"].is_floating_point() or factor.meta["val"].is_complex())
     return isinstance(factor, (int, float)) and math.isfinite(factor)
 
 
 def _is_zero(program: Program, arg: Any) -> bool:
-    """Whether an argument is the constant zero."""
+    """Return whether an argument is the constant zero."""
     if not isinstance(arg, fx.Node):
         return isinstance(arg, (int, float)) and arg == 0
     if arg.op == "get_attr":
@@ -193,5 +193,5 @@ def _is_token_wise(value: Value) -> bool:
 
 
 def _frame(value: Value) -> Any:
-    """The tokens that a token-wise value covers."""
+    """Return the token positions that a token-wise value covers."""
     return value[0].frame if isinstance(value, tuple) else value.frame  # type: ignore[union-attr]

@@ -1,8 +1,8 @@
-"""other_batches: a function may run the model on batches of several sizes (chosen and rejected answers, say).
+"""other_batches: handle functions that run the model on batches of several sizes (chosen and rejected answers).
 
-The regions so far are those of the first batch; attention over the others is left in the epilogue. Then that is taken
-for a captured graph of its own, with the dense frontier values among its inputs: a `Program` over the next batch, with
-a prefix tree of its own, whose epilogue may again be one. Ordinary autograd joins them.
+The regions found so far are those of the first batch; attention over the others is left in the epilogue. Such an
+epilogue becomes a captured graph of its own, with the dense frontier values among its inputs: a `Program` over the next
+batch, with its own prefix tree, whose epilogue may again be a program. Ordinary autograd connects them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dta_compile.passes.program import Program, where
     rewrites=["prologue_nodes", "prologue", "epilogue_dense_inputs"],
 )
 def other_batches(program: Program) -> None:
-    """Fill `program.rest` if there is attention left; it starts with what the pass `lower` fills."""
+    """Fill `program.rest` if the epilogue has mixers: a program in the state that the pass `lower` leaves."""
     left = mixer_calls(program.epilogue.graph)
     if not left:
         return
@@ -40,7 +40,7 @@ def other_batches(program: Program) -> None:
             hint="please report the model",
         )
     _refuse_random_operators(program)
-    # What needs no gradient is computed again: masks are proven on how they are made.
+    # Values without gradient are computed again, not received: masks are proven from the operators that compute them.
     received = [value.node for value in program.frontier]
     module = graph_of(program, received, program.outputs)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -70,5 +70,5 @@ def _refuse_random_operators(program: Program) -> None:
 
 
 def programs_of(program: Program) -> list[Program]:
-    """A program and those of its further batches."""
+    """Return a program and the programs of its further batches."""
     return [program] if program.rest is None else [program, *programs_of(program.rest)]

@@ -1,7 +1,8 @@
-"""prefix_key: split the token region at its last mixer, and say which inputs make two prefixes the same.
+"""prefix_key: cut the token region at its last mixer into trunk and head, and find the prefix key.
 
-The trunk decides what later tokens see; the head does not. Inputs that only the head reads (labels) are no part of the
-prefix key, so that they never split a prefix: one trunk row may have several head rows.
+Later tokens depend on the trunk, never on the head. The prefix key consists of the values that determine the trunk's
+inputs: tokens with equal keys of themselves and all tokens before are one token of the tree. Inputs that only the head
+reads (labels) are not part of it, so they never split a prefix: one trunk row may have several head rows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dta_compile.passes.program import ChunkInput, Program, ancestors, where
     fills=["trunk", "trunk_inputs", "head_inputs", "constant_inputs", "trunk_keys", "head_keys"],
 )
 def prefix_key(program: Program) -> None:
-    """Fill `program.trunk`, the chunk inputs of trunk and head, and the prologue values that key them."""
+    """Fill `program.trunk`, the chunk inputs of trunk and head, and the prologue values that determine those."""
     nodes = [node for node in program.graph.nodes if node in program.region]
     seen_later = ancestors(list(program.mixer_nodes))
     inputs = _chunk_inputs(program, nodes)
@@ -37,7 +38,7 @@ def prefix_key(program: Program) -> None:
         last=reads_head_inputs & per_token.keys(),
         leaving=frontier,
     )
-    # A weight (a transposed matrix) belongs wherever it is used; here it only has to come before the trunk.
+    # Values of weights alone (a transposed matrix) may be used in both parts, so they belong to the trunk, the first.
     program.trunk = trunk | {node for node in nodes if node not in per_token}
     program.trunk_inputs = [item for item in inputs if any(user in program.trunk for user in _users(program, item))]
     program.head_inputs = [item for item in inputs if any(user not in program.trunk for user in _users(program, item))]
@@ -48,8 +49,8 @@ def prefix_key(program: Program) -> None:
 
 
 def _chunk_inputs(program: Program, nodes: list[fx.Node]) -> list[ChunkInput]:
-    """Every dense value with a batch or token axis that the region reads, once per layout that it is read with."""
-    found: dict[tuple[fx.Node, Layout], ChunkInput] = {}
+    """Return the dense values with a batch or token axis that the region reads, once per layout that one is read in."""
+    inputs: dict[tuple[fx.Node, Layout], ChunkInput] = {}
     for node in nodes:
         for arg in node.all_input_nodes:
             if arg in program.parameter_dependent or not isinstance(program.values.get(arg), Layout):
@@ -64,9 +65,9 @@ def _chunk_inputs(program: Program, nodes: list[fx.Node]) -> list[ChunkInput]:
                     expected="a value over all tokens, or one combined with token values of the same positions",
                     got=f"{arg.name} with {layout.frame.length} tokens",
                 )
-            if (arg, layout) not in found:
-                found[arg, layout] = ChunkInput(arg, layout, f"input_{len(found)}")
-    return list(found.values())
+            if (arg, layout) not in inputs:
+                inputs[arg, layout] = ChunkInput(arg, layout, f"input_{len(inputs)}")
+    return list(inputs.values())
 
 
 def _users(program: Program, item: ChunkInput) -> list[fx.Node]:
@@ -90,18 +91,18 @@ def _cost(program: Program, node: fx.Node) -> float:
 
 
 def _constant_inputs(program: Program, nodes: list[fx.Node]) -> list[fx.Node]:
-    """Dense values without batch or token axis that the region reads: buffers, scales."""
-    found: dict[fx.Node, None] = {}
+    """Return the dense values without batch or token axis that the region reads: buffers, scales."""
+    constants: dict[fx.Node, None] = {}
     for node in nodes:
         for arg in node.all_input_nodes:
             value = program.input_layouts.get((node, arg), program.values.get(arg))
             if arg not in program.parameter_dependent and isinstance(value, Layout) and not value.labelled:
-                found[arg] = None
-    return list(found)
+                constants[arg] = None
+    return list(constants)
 
 
 def _keys(program: Program, inputs: list[ChunkInput]) -> list[ChunkInput]:
-    """The values that determine these inputs: what they are computed from, position by position, back to its roots."""
+    """Return the values that determine some inputs, position by position."""
     keys: dict[tuple[fx.Node, Layout], ChunkInput] = {}
     for item in inputs:
         for root in _key_roots(program, item):
@@ -112,26 +113,26 @@ def _keys(program: Program, inputs: list[ChunkInput]) -> list[ChunkInput]:
 
 
 def _key_roots(program: Program, item: ChunkInput) -> list[fx.Node]:
-    """What determines a value over all tokens, position by position; a shifted or per-sequence one is its own key.
+    """Return the values that determine an input position by position; a shifted or per-sequence one is its own key.
 
-    Its roots, or on the way there what has one number for each token: sequences at other columns of a batch have
-    positions in common, not the columns and segments that these are computed from.
+    These are its roots, or nearer values with one number per token: sequences at different columns of a packed row have
+    equal positions, but not the columns and segments from which positions are computed.
     """
     whole = item.layout == program.values[item.node] and item.layout.frame is not None
     if not whole:
         return [item.node]
-    found, pending, seen = set[fx.Node](), [item.node], set[fx.Node]()
+    roots, pending, seen = set[fx.Node](), [item.node], set[fx.Node]()
     while pending:
         node = pending.pop()
         if node in seen:
             continue
         seen.add(node)
         if program.roots[node] == {node} or _is_one_number_per_token(program, node, item.layout):
-            found.add(node)
+            roots.add(node)
         else:
             pending += [arg for arg in node.all_input_nodes if arg in program.roots]
-    readable = all(isinstance(program.values[node], Layout) for node in found)
-    return sorted(found, key=lambda node: node.name) if readable else [item.node]
+    readable = all(isinstance(program.values[node], Layout) for node in roots)
+    return sorted(roots, key=lambda node: node.name) if readable else [item.node]
 
 
 def _is_one_number_per_token(program: Program, node: fx.Node, like: Layout) -> bool:

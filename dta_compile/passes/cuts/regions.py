@@ -1,7 +1,7 @@
-"""regions: cut the graph into prologue (no parameters), token region (one value per token), and epilogue (the rest).
+"""regions: cut the graph into prologue (needs no parameters), token region (one value per token) and epilogue.
 
-The token region ends where the fewest bytes per token leave it: after the log-prob, not after the logits. What uses
-parameters token by token (the LM head) always belongs to it. The values that leave it are the frontier.
+The token region ends where the fewest bytes per token leave it: after log-probs, not after logits. All token-wise uses
+of parameters (the LM head) belong to it. The values that leave it are the frontier.
 """
 
 from __future__ import annotations

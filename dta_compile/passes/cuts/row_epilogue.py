@@ -1,9 +1,8 @@
-"""The epilogue as a graph of one row of the batch, for losses that are attached row by row.
+"""Build the epilogue as a graph of one row of the batch, for streaming mode, which evaluates losses row by row.
 
-The row has a batch axis of size one, wherever that is the shape of a value, and the batch has the size that it has,
-wherever that is a number in a formula (`log_prob / ids.shape[0]`). Which of the two a size is in an operator follows
-from what the operator takes: reshapes and expansions take the shape of their result, whose batch axis is known; all
-others take numbers.
+Where the batch size is part of a shape, it becomes one; where it is a number in a formula (`log_prob / ids.shape[0]`),
+it stays the size of the batch. The operator tells which: reshapes and expansions take the shape of their result, whose
+batch axis is known; all others take numbers. Called by `dense_graphs`.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ PER_ROW = tuple(axis for axis in Axis if axis.is_over_sequences)
 
 
 def row_epilogue(program: Program, nodes: Sequence[fx.Node], received: Sequence[fx.Node]) -> fx.GraphModule | Mixed:
-    """The graph `(batch, *inputs, *received) -> outputs` of a row, or why there is none.
+    """Return the graph `(batch, *inputs, *received) -> outputs` of a row; `Mixed` with the reason if there is none.
 
     Args:
-        nodes: those of the epilogue, in order, without what it receives.
-        received: values that it gets besides the inputs of the call, cut to one row.
+        nodes: the nodes of the epilogue, in order, without those that it receives.
+        received: values that the graph gets besides the inputs of the call, cut to one row.
     """
     values = _layouts(program, nodes)
     if isinstance(values, Mixed):
@@ -56,14 +55,14 @@ def row_epilogue(program: Program, nodes: Sequence[fx.Node], received: Sequence[
 
 
 def _layouts(program: Program, nodes: Sequence[fx.Node]) -> dict[fx.Node, Value] | Mixed:
-    """Which dimensions of every value run over the batch, by the rules of the token axis, blind to tokens."""
+    """Return the batch axes of every value, by the token rules, but with token axes as features."""
     own = {node for node in nodes if node.op != "placeholder"}
     values = {node: row_layout(program, node) for node in program.graph.nodes if node not in own}
     for node in nodes:
         if node not in own:
             continue
         if not has_tensor(node):
-            if node.target in (aten.sym_stride.int, aten.sym_storage_offset.default) and _of_rows(node, values):
+            if node.target in (aten.sym_stride.int, aten.sym_storage_offset.default) and _reads_rows(node, values):
                 return Mixed(f"{node.target} depends on how the batch lies in memory", node)
             continue
         values[node] = _of_call(program, node, values)
@@ -90,7 +89,7 @@ def _of_call(program: Program, node: fx.Node, values: dict[fx.Node, Value]) -> V
 
 
 def _expanded(program: Program, node: fx.Node, layout: Layout) -> Value:
-    """Repeated along anything but the batch; the rule of the token axis refuses tokens, too."""
+    """Return the layout of an expansion, which must not be along the batch (the token rule refuses tokens, too)."""
     after = sizes(node)
     before = (*(sympy.Integer(1),) * (len(after) - len(layout.dims)), *sizes(node.args[0]))
     dims = (*(None,) * (len(after) - len(layout.dims)), *layout.dims)
@@ -101,7 +100,7 @@ def _expanded(program: Program, node: fx.Node, layout: Layout) -> Value:
 
 
 def _reshaped(program: Program, node: fx.Node, layout: Layout) -> Value:
-    """Reshaped within rows: whatever is merged with the batch axis comes after it, and again when it is split off."""
+    """Return the layout of a reshape within rows: dimensions merged with the batch axis must follow it."""
     before, after = sizes(node.args[0]), sizes(node)
     dims: list[Axis | None] = [None] * len(after)
     for group_in, group_out in reshape_groups(before, after):
@@ -109,7 +108,7 @@ def _reshaped(program: Program, node: fx.Node, layout: Layout) -> Value:
         if not any(merged):
             continue
         first = next(j for j in group_out if after[j] != 1)
-        entries = sympy.cancel(after[first] / program.batch)  # of every row
+        entries = sympy.cancel(after[first] / program.batch)  # per row
         whole = entries.as_numer_denom()[1] == 1 and not _depends_on_batch(program, entries)
         if merged[0] is None or any(merged[1:]) or not whole:
             return Mixed(f"{node.target} reshapes {before} to {after}, across the batch axis", node)
@@ -118,17 +117,17 @@ def _reshaped(program: Program, node: fx.Node, layout: Layout) -> Value:
 
 
 def row_layout(program: Program, node: fx.Node) -> Value:
-    """The batch axes of a value that the epilogue receives, or of an input of the call."""
+    """Return the batch axes of a value that the epilogue receives, or of an input of the call."""
     value = program.values.get(node)
     if isinstance(value, Mixed) and node not in program.parameter_dependent and program.batch is not None:
-        # Two token axes say nothing about the batch.
+        # A value with two token axes is `Mixed`, but its batch axis is known by its size.
         axes = [axis_of_size(program, size, dim)[0] for dim, size in enumerate(node.meta["val"].shape)]
         value = Layout(tuple(axes))
     return _without_tokens(value)
 
 
 def row_dim(layout: Value) -> int | None:
-    """The dimension along which a value is cut to one row: BATCH, or ROWS if it holds several entries of every row."""
+    """Return the dimension along which a value is cut to one row: BATCH, or ROWS with several entries per row."""
     dims = layout.dims if isinstance(layout, Layout) else ()
     return next((dims.index(axis) for axis in PER_ROW if axis in dims), None)
 
@@ -146,21 +145,21 @@ def _depends_on_batch(program: Program, size: sympy.Expr) -> bool:
 
 
 def _has_rows(program: Program, node: fx.Node, values: dict[fx.Node, Value]) -> bool:
-    """Whether a value's first dimension is the batch; that of a single row is 1."""
+    """Return whether a value's first dimension is the batch, or of size 1 in a graph of a single row."""
     if program.batch is None:
         return sizes(node)[:1] == (1,)
     value = values.get(node)
     return isinstance(value, Layout) and value.batch_dim == 0
 
 
-def _of_rows(node: fx.Node, values: dict[fx.Node, Value]) -> bool:
+def _reads_rows(node: fx.Node, values: dict[fx.Node, Value]) -> bool:
     return any(is_labelled(values.get(arg)) for arg in node.all_input_nodes)
 
 
 def _counts_rows(node: fx.Node, values: dict[fx.Node, Value]) -> bool:
-    """Whether a size is read off a value that the row has only a part of."""
+    """Return whether a size is that of a value that is cut to one row."""
     if node.target is aten.sym_numel.default:
-        return _of_rows(node, values)
+        return _reads_rows(node, values)
     if node.target is not aten.sym_size.int:
         return False
     source, dim = node.args
@@ -168,18 +167,18 @@ def _counts_rows(node: fx.Node, values: dict[fx.Node, Value]) -> bool:
 
 
 def _take_shape_of_row(copy: fx.Node, layout: Value, batch: fx.Node) -> None:
-    """Give an operator the shape of a row of its result."""
+    """Replace the shape that an operator takes by that of one row of its result."""
     assert isinstance(layout, Layout)
     shape = list(copy.args[1] if len(copy.args) > 1 else copy.kwargs["size"])
     with copy.graph.inserting_before(copy):
-        new = tuple(_of_row(size, axis, batch) for size, axis in zip(shape, layout.dims, strict=True))
+        new = tuple(_size_of_row(size, axis, batch) for size, axis in zip(shape, layout.dims, strict=True))
     if len(copy.args) > 1:
         copy.args = (copy.args[0], list(new), *copy.args[2:])
     else:
         copy.kwargs = {**copy.kwargs, "size": list(new)}
 
 
-def _of_row(size: Any, axis: Axis | None, batch: fx.Node) -> Any:
+def _size_of_row(size: Any, axis: Axis | None, batch: fx.Node) -> Any:
     if axis is Axis.BATCH:
         return 1
     if axis in PER_ROW and size != -1:

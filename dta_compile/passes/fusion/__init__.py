@@ -1,1 +1,1 @@
-"""Generated code for what lies between matrix products and attention."""
+"""Generated code for operators between matrix products and attention, and fewer calls of the host."""

@@ -1,19 +1,18 @@
-"""codegen: generated code for what lies between the matrix products and the attention calls of a chunk.
+"""codegen: replace the operators between matrix products and attention calls of a chunk by generated code.
 
-Each executable graph is cut at the calls that a library runs best; the operators between two of them become one piece
-(`outline`), and every distinct piece is compiled once by inductor, for all numbers of tokens and head rows.
-Layers that are alike have the same pieces. What is saved between forward and backward was chosen before and stays.
-Attention of a chunk on a CPU, which is written in C++ (`executable.native`), is compiled with them and counted as one.
+Each executable graph is cut at the calls that a library runs best. The operators between two of these become one piece
+(`outline`), and inductor compiles every distinct piece once, for all numbers of tokens and head rows. Equal layers have
+the same pieces. The saved values of the backward were chosen before and stay. Attention of a chunk on a CPU, which is
+written in C++ (`executable.native`), is compiled with the pieces and counts as one.
 
-This comes before `in_place`: pieces are functions without side effects, and inductor places their values by itself.
+The pass runs before `in_place`: pieces are functional, and inductor plans the memory inside them itself.
 
-What `codegen="auto"` generates, it generates beside the steps (`codegen.background`): they run on ATen until all code
-that was asked for is there. A call runs what there was when it began, to its end, its backward included.
+With `codegen="auto"` a background process compiles (`codegen.background`), and steps run on ATen until all code is
+there. A call runs with the code that existed when it began, its backward included.
 
-On a CPU, generated code saves passes over memory and calls of operators: 3% to 7% of a step without sharing, of a
-model of 4 layers with hidden size 256 (medians of 7, two threads), and compiled attention 10% or more, for 15 to 30
-seconds of one core, once: what was generated is found by later processes (`codegen.kept`). So "auto" leaves it out of
-small steps only.
+On a CPU, generated code saves passes over memory and operator calls: 3% to 7% of a step without sharing for a model of
+4 layers with hidden size 256 (medians of 7, two threads), and compiled attention saves 10% or more. It costs 15 to 30
+seconds of one core, once, since later processes find the code (`codegen.kept`). So "auto" skips only small steps.
 """
 
 from __future__ import annotations
@@ -36,33 +35,36 @@ if TYPE_CHECKING:
 
     from dta_compile.passes.program import Program
 
-# "auto": by device type, the bytes that the chunks of a first batch without sharing keep for the backward from which on
-# code is generated; what is kept grows as what generated code saves. To be measured on CUDA.
+# "auto" generates code if a first batch without sharing keeps at least so many bytes for the backward, by device type:
+# these bytes grow like the time that generated code saves. To be measured on CUDA.
 WORTHWHILE = {"cuda": 0, "cpu": 2**28}
 
 
 @contract(reads=["mixers", "mixer_nodes"], rewrites=["codegen", "stages"], may_be_skipped=True)
 def codegen(program: Program) -> None:
-    """Set `program.codegen` to what is done, "eager" or "inductor", and rewrite the executable graphs."""
-    beside = program.codegen == "auto"
-    if beside:
+    """Resolve `program.codegen` to "eager" or "inductor"; for the latter, outline pieces in the executable graphs."""
+    in_background = program.codegen == "auto"
+    if in_background:
         program.codegen = choice(program)
     if program.codegen == "eager":
         return
     stages, known = program.stages, Known()
-    native = [TreeAttention()] if any(TreeAttention.takes(one, device_of(program)) for one in program.mixers) else []
+    native = (
+        [TreeAttention()] if any(TreeAttention.takes(layer, device_of(program)) for layer in program.mixers) else []
+    )
     for module in stages.modules:
         module.graph = outlined(module.graph, stages.sizes, known)
         module.graph.lint()
     pieces = {name: pieces_of(kind.graphs[name] for kind in stages.kinds if name in kind.graphs) for name in GRAPHS}
-    pieces["cache_only"] = list(dict.fromkeys([*pieces["cache_only"], *pieces["forward_only"]]))  # stages run either
+    # An anchor runs `cache_only` for some stages and `forward_only` for others.
+    pieces["cache_only"] = list(dict.fromkeys([*pieces["cache_only"], *pieces["forward_only"]]))
     program.stages = dataclasses.replace(
-        stages, generated=GeneratedCode(pieces, native, beside), bodies=dict(known.values())
+        stages, generated=GeneratedCode(pieces, native, in_background), bodies=dict(known.values())
     )
 
 
 def choice(program: Program) -> str:
-    """What "auto" stands for: generated code where it pays, as far as the first batch tells."""
+    """Resolve "auto" by the sizes of the first batch."""
     mixer, value = program.mixers[0].mixer, program.mixer_nodes[0].meta["val"]
     kept = program.stages.kept_bytes
     batch, tokens = (hint(value.shape[dim]) or 0 for dim in (mixer.batch_dim, mixer.token_dim))
@@ -70,18 +72,18 @@ def choice(program: Program) -> str:
 
 
 def choice_for(device: str, kept: float) -> str:
-    """The same, by what a first batch without sharing keeps for the backward."""
+    """Resolve "auto" by the bytes that a first batch without sharing keeps for the backward."""
     least = WORTHWHILE.get(device)
     return "inductor" if least is not None and kept >= least else "eager"
 
 
 def device_of(program: Program) -> str:
-    """The type of the device that the layers were traced on."""
+    """Return the type of the device that the layers were traced on."""
     value: torch.Tensor = program.mixer_nodes[0].meta["val"]
     return value.device.type
 
 
 def pieces_of(modules: Iterable[fx.GraphModule]) -> list[Piece]:
-    """The pieces that some graphs call, each once."""
+    """Return the distinct pieces that some graphs call."""
     targets = (node.target for module in modules for node in module.graph.nodes)
     return list(dict.fromkeys(target for target in targets if isinstance(target, Piece)))

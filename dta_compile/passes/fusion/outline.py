@@ -1,13 +1,13 @@
-"""Clusters of a graph as calls of pieces: operators that one generated kernel can run.
+"""Outline clusters of operators that one generated kernel can run, as calls of pieces. Called by the pass `codegen`.
 
-Pointwise operators, reductions over rows and copies are clustered; matrix products, attention, lookups and whatever
-writes in place stay between the clusters. Every operator has a level, the number of such calls that must come before
-it: clusters are connected operators of one level, so none of them waits for a call that waits for itself. A value that
-later levels read, as a forward value computed again for the backward, moves to the first of them, and what is made of
-it for an accumulation goes along: nothing waits for those. Clusters of one level that share one of the widest values
-that each reads are one: it is read once.
+Pointwise operators, reductions over rows and copies are clustered. Matrix products, attention, lookups and in-place
+operators stay as calls between the clusters. The level of an operator is the number of such calls that must come before
+it. A cluster consists of connected operators of one level, so that no cluster depends on a call that depends on it. A
+value that only later levels read (a rematerialised forward value) moves to the first of these, and values computed from
+it that only accumulations read follow it, since nothing waits for them. Clusters of one level that share one of the
+widest inputs of each are merged, so that it is read once.
 
-Views belong to no cluster: they cost nothing, so whatever reads one makes it for itself.
+Views belong to no cluster: they cost nothing, so every reader makes its own.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ from dta_compile.passes.program import ancestors, has_tensor, writes_in_place
 from dta_compile.passes.symbols import expression, free_symbols
 
 Known = dict[Source, tuple[Piece, fx.GraphModule]]
-"""Pieces, and their bodies."""
+"""Pieces and their bodies, by source."""
 
 
 def outlined(graph: fx.Graph, sizes: ChunkSizes, known: Known) -> fx.Graph:
-    """The graph with its clusters as calls of pieces: those in `known` if they are the same, else new ones."""
+    """Return the graph with its clusters as calls of pieces; new pieces are added to `known`."""
     return _Outliner(graph, sizes, known).build()
 
 
 @dataclasses.dataclass(eq=False)
 class _Cluster:
-    """Operators that become a piece.
+    """Operators that become one piece.
 
     Attributes:
-        nodes: in the order of the graph.
-        inputs: what they read from outside.
-        outputs: what the piece returns, and all nodes that make it: see `_Outliner._as_read`.
+        nodes: the operators in graph order.
+        inputs: the values that they read from outside.
+        outputs: per result of the piece, all nodes that it replaces (a value and views of it), see
+            `_Outliner._as_read`.
     """
 
     nodes: list[fx.Node]
@@ -59,7 +60,7 @@ class _Cluster:
 
 
 class _Outliner(Subgraph):
-    """Copies a graph in its order; a cluster is called, and a view is made, right before it is first needed."""
+    """Copy of a graph in order, in which clusters are called, and views made, right before their first reader."""
 
     def __init__(self, graph: fx.Graph, sizes: ChunkSizes, known: Known) -> None:
         super().__init__()
@@ -69,10 +70,10 @@ class _Outliner(Subgraph):
             self.copied(node)
         self.sizes = SizeNodes(self.graph)
         available = self.sizes.sources.keys() & set(self.symbols)
-        found = [nodes for nodes in clusters(graph) if _symbols(nodes) <= available]
-        self.members = set(itertools.chain.from_iterable(found))
+        fused = [nodes for nodes in clusters(graph) if _symbols(nodes) <= available]
+        self.members = set(itertools.chain.from_iterable(fused))
         self.cluster_of: dict[fx.Node, _Cluster] = {}
-        for nodes in found:
+        for nodes in fused:
             inside = set(nodes)
             outputs = [self._as_read(node, inside) for node in nodes if not inside.issuperset(self.readers[node])]
             cluster = _Cluster(nodes, _inputs(nodes), outputs)
@@ -93,7 +94,7 @@ class _Outliner(Subgraph):
         return [arg for arg in needed if not self._is_size(arg)]
 
     def _is_size(self, node: fx.Node) -> bool:
-        """Whether a node is a size that need not be asked for at every place where it is used."""
+        """Return whether a node is a size that can be computed from sizes of the graph's inputs."""
         value = node.meta.get("val")
         return (
             isinstance(value, torch.SymInt)
@@ -105,8 +106,8 @@ class _Outliner(Subgraph):
         return self.sizes.build(expression(node.meta["val"])) if self._is_size(node) else super().argument(node)
 
     def _as_read(self, node: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
-        """What a piece returns of one of its values, as all nodes that make it: a view of the value, if the others read
-        nothing else, as generated code writes it in any shape. Other pieces take the value and view it themselves."""
+        """Return the nodes that a result of the piece replaces: a value, and a view of it if all readers outside read
+        this view, since generated code writes any shape. Other pieces read the value and view it themselves."""
         others = set(self.readers[node]) - inside
         return [node] if others & self.members else self._viewed([node], others)
 
@@ -120,8 +121,8 @@ class _Outliner(Subgraph):
         return is_view(view) and any(user in others or self._is_read_by(others, user) for user in view.users)
 
     def _call(self, cluster: _Cluster) -> None:
-        found = _symbols(cluster.nodes)
-        sizes: list[Any] = [self.sizes.build(symbol) for symbol in self.symbols if symbol in found]
+        occurring = _symbols(cluster.nodes)
+        sizes: list[Any] = [self.sizes.build(symbol) for symbol in self.symbols if symbol in occurring]
         outputs = [alike[0] for alike in cluster.outputs]
         piece = self._piece(cluster, sizes, outputs)
         results = self.graph.call_function(piece, (*sizes, *(self.copies[node] for node in cluster.inputs)))
@@ -132,7 +133,7 @@ class _Outliner(Subgraph):
             self.copies |= dict.fromkeys(alike, item)
 
     def _piece(self, cluster: _Cluster, sizes: list[fx.Node], outputs: list[fx.Node]) -> Piece:
-        """The one with the same operators for inputs of the same shapes, whichever of the chunk's sizes these have."""
+        """Return the known piece with the same operators and input shapes, up to names of sizes, or a new one."""
         body = _body(cluster.nodes, sizes, cluster.inputs, outputs)
         symbols = [expression(node.meta["val"]) for node in sizes]
         values = [node.meta["val"] for node in cluster.inputs]
@@ -143,13 +144,13 @@ class _Outliner(Subgraph):
 
 
 def _inputs(cluster: list[fx.Node]) -> list[fx.Node]:
-    """What a cluster reads from outside, in the order of its reading."""
+    """Return the values that a cluster reads from outside, in the order in which it reads them."""
     members = set(cluster)
     return list(dict.fromkeys(source for node in cluster for source in sources(node) if source not in members))
 
 
 def _symbols(cluster: list[fx.Node]) -> set[sympy.Symbol]:
-    """The sizes that occur in a cluster."""
+    """Return the symbols of the sizes that occur in a cluster."""
     inputs = set(_inputs(cluster))
     read = ancestors(cluster, stop=lambda node: node in inputs or not has_tensor(node))
     return free_symbols(expression(size) for node in read for size in _sizes(node.meta["val"]))
@@ -166,7 +167,7 @@ def _sizes(value: Any) -> Iterator[int | torch.SymInt]:
 
 
 def _body(cluster: list[fx.Node], sizes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.Graph:
-    """A cluster as a graph of its own; names depend on its operators alone, so that equal ones print alike."""
+    """Build the graph of a cluster; node names depend only on its operators, so that equal clusters print alike."""
     body, copies = fx.Graph(), dict[fx.Node, Any]()
     for kind, nodes in (("size", sizes), ("input", inputs)):
         for i, node in enumerate(nodes):
@@ -190,7 +191,7 @@ def _body(cluster: list[fx.Node], sizes: list[fx.Node], inputs: list[fx.Node], o
 
 
 def source_of(body: fx.Graph, symbols: Sequence[sympy.Symbol], values: Sequence[torch.Tensor]) -> Source:
-    """Of a graph whose placeholders are sizes, named by `symbols` in the shapes of `values`, then tensors."""
+    """Return the source of a graph whose placeholders are sizes (`symbols` in the shapes of `values`), then tensors."""
     code = body.python_code("self")
     used = set(re.findall(r"\w+", code.src))
     names = ((name, value) for name, value in sorted(code.globals.items()) if name in used)
@@ -213,11 +214,11 @@ def _input(value: torch.Tensor, renamed: dict[sympy.Symbol, sympy.Symbol]) -> In
     return Input(value.dtype, value.device, shape, strides)
 
 
-LEAST_OPERATORS = 2  # one by itself runs as well where it is
+LEAST_OPERATORS = 2  # a single operator is no faster as a piece
 
 
 def clusters(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Those with at least two operators that read something, in no order; each in the order of the graph."""
+    """Return the clusters with at least two operators other than constructors, each in graph order."""
     fused = _fusible(graph)
     levels = _levels(graph, fused)
     cluster_of: dict[fx.Node, list[fx.Node]] = {}
@@ -230,26 +231,26 @@ def clusters(graph: fx.Graph) -> list[list[fx.Node]]:
                     joined = [*other, *joined]
                     cluster_of.update((member, joined) for member in joined)
             cluster_of[node] = joined
-    found = list({id(cluster): cluster for cluster in cluster_of.values()}.values())
+    all_clusters = list({id(cluster): cluster for cluster in cluster_of.values()}.values())
     order = {node: i for i, node in enumerate(graph.nodes)}
-    paying = [cluster for cluster in found if sum(map(_pays, cluster)) >= LEAST_OPERATORS]
+    paying = [cluster for cluster in all_clusters if sum(map(_pays, cluster)) >= LEAST_OPERATORS]
     return [sorted(cluster, key=order.__getitem__) for cluster in _joined(paying, levels)]
 
 
 def _joined(found: list[list[fx.Node]], levels: dict[fx.Node, int]) -> Iterable[list[fx.Node]]:
-    """The same, with those of one level as one that read the same of their widest inputs."""
+    """Merge clusters of one level that share one of their widest inputs."""
     joined: dict[tuple[int, fx.Node], list[fx.Node]] = {}
     for cluster in found:
         keys = [(levels[cluster[0]], source) for source in _widest_inputs(cluster)]
         others = {id(joined[key]): joined[key] for key in keys if key in joined}.values()
         members = [*itertools.chain.from_iterable(others), *cluster]
-        keys += [key for key, other in joined.items() if any(other is one for one in others)]
+        keys += [key for key, other in joined.items() if any(other is another for another in others)]
         joined.update(dict.fromkeys(keys, members))
     return {id(cluster): cluster for cluster in joined.values()}.values()
 
 
 def _widest_inputs(cluster: list[fx.Node]) -> list[fx.Node]:
-    """Those of a cluster's inputs that have the most numbers for a token or head row."""
+    """Return the inputs of a cluster with the most entries per token or head row."""
     members, widths = set(cluster), dict[fx.Node, int]()
     for source in dict.fromkeys(source for node in cluster for source in sources(node)):
         sizes = [expression(tensor.numel()) for tensor in _tensors(source)] if source not in members else []
@@ -258,24 +259,24 @@ def _widest_inputs(cluster: list[fx.Node]) -> list[fx.Node]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a value is in the memory of another one and can be made again wherever it is read."""
+    """Return whether a value is a view that can be made again wherever it is read."""
     maker = node.args[0] if is_item(node) else node
     return view_source(node) is not None and not writes_in_place(maker) and _has_known_sizes(maker)
 
 
 def sources(node: fx.Node) -> list[fx.Node]:
-    """The values that a clustered operator reads, views being traced back to what they are views of."""
+    """Return the values that a clustered operator reads, views replaced by the values that they are of."""
     return list(dict.fromkeys(_base(arg) for arg in node.all_input_nodes if has_tensor(arg)))
 
 
 def readers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For every value that is no view, the nodes that read it or a view of it; views do not count."""
-    found: dict[fx.Node, list[fx.Node]] = {node: [] for node in graph.nodes}
+    """By value that is no view, return the nodes other than views that read it or a view of it."""
+    reading: dict[fx.Node, list[fx.Node]] = {node: [] for node in graph.nodes}
     for node in graph.nodes:
         if not is_view(node):
             for source in dict.fromkeys(map(_base, node.all_input_nodes)):
-                found[source].append(node)
-    return found
+                reading[source].append(node)
+    return reading
 
 
 def _base(node: fx.Node) -> fx.Node:
@@ -285,11 +286,11 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _fusible(graph: fx.Graph) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    fusible: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.args and node.args[0] in found if is_item(node) else _is_fusible(node):
-            found.add(node)
-    return found
+        if node.args and node.args[0] in fusible if is_item(node) else _is_fusible(node):
+            fusible.add(node)
+    return fusible
 
 
 def _is_fusible(node: fx.Node) -> bool:
@@ -307,7 +308,7 @@ def _tensors(node: fx.Node) -> Iterable[torch.Tensor]:
 
 
 def _has_known_sizes(node: fx.Node) -> bool:
-    """Whether the numbers that an operator takes can be computed from the sizes of the graph's inputs."""
+    """Return whether the sizes that an operator takes can be computed from those of the graph's inputs."""
     return all(has_tensor(arg) or is_polynomial(arg.meta.get("val")) for arg in node.all_input_nodes)
 
 
@@ -316,22 +317,24 @@ def _pays(node: fx.Node) -> bool:
 
 
 def _levels(graph: fx.Graph, fused: set[fx.Node]) -> dict[fx.Node, int]:
-    """How many calls outside of clusters come before each node: as few as can be, then as many as its readers allow."""
+    """Return the level of each node: the least possible one, then raised as far as its readers allow."""
     levels: dict[fx.Node, int] = {}
     for node in graph.nodes:
         levels[node] = _least_level(node, fused, levels)
-    found = readers(graph)
-    loose: set[fx.Node] = set()  # read by accumulations alone, which may wait
+    consumers = readers(graph)
+    loose: set[fx.Node] = set()  # read only by accumulations, which may be late
     for node in reversed(graph.nodes):
-        several = is_item(node) or any(map(is_item, found[node]))  # results of one operator stay together
+        several = is_item(node) or any(map(is_item, consumers[node]))  # results of one operator stay together
         if node not in fused or several:
             continue
-        if all((writes_in_place(reader) and not found[reader]) or reader in loose for reader in found[node]):
+        if all((writes_in_place(reader) and not consumers[reader]) or reader in loose for reader in consumers[node]):
             loose.add(node)
-            later = [levels[reader] for reader in found[node] if reader in fused and levels[reader] > levels[node]]
+            later = [levels[reader] for reader in consumers[node] if reader in fused and levels[reader] > levels[node]]
             levels[node] = min(later, default=levels[node])
-        elif not fused.isdisjoint(found[node]):
-            bound = [reader for reader in found[node] if reader not in loose and (reader in fused or found[reader])]
+        elif not fused.isdisjoint(consumers[node]):
+            bound = [
+                reader for reader in consumers[node] if reader not in loose and (reader in fused or consumers[reader])
+            ]
             levels[node] = min((levels[reader] for reader in bound), default=levels[node])
     for node in graph.nodes:
         if node in loose:

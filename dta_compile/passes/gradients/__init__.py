@@ -1,1 +1,1 @@
-"""Forward and backward of a chunk: what is saved between them, and where gradients are added up."""
+"""Forward and backward of a chunk: stages, their joint graphs, the partition at saved values, and accumulation."""

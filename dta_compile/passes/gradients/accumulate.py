@@ -1,8 +1,8 @@
-"""accumulate: parameter gradients are added into accumulators inside the backward graph, without full-size temporaries.
+"""accumulate: add parameter gradients into accumulators inside the backward graphs, without full-size temporaries.
 
-A matrix product that ends in a gradient becomes `addmm_` into the accumulator, an embedding's gradient an `index_add_`
-of the chunk's rows, products of experts are added to those that were hit, and a language-model head adds block by
-block; anything else is added. The parts of a sum are added one by one.
+A matrix product whose result is a gradient becomes `addmm_` into the accumulator, and an embedding's gradient an
+`index_add_` of the chunk's rows. Products of experts are added only to experts that were chosen, and an LM head adds
+block by block. Any other gradient is added by `add_`. The summands of a gradient are added one by one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ aten = torch.ops.aten
 
 @contract(rewrites=["stages"])
 def accumulate(program: Program) -> None:
-    """Rewrite the backward graphs: they take an accumulator for each gradient of a parameter as their last inputs, and
-    return the other gradients.
+    """Rewrite the backward graphs of `program.stages` to take an accumulator per parameter gradient as their last
+    inputs, and to return the other gradients.
 
     Accumulators have the shape of the parameter and `statistics_dtype` of its dtype: sums over chunks in float32.
     """
@@ -52,20 +52,20 @@ def _accumulate(module: fx.GraphModule, are_parameters: Sequence[bool]) -> None:
     in_heads = _add_in_heads(graph, parts)
     for part, accumulator in parts:
         if part not in in_heads:
-            # A placeholder is its own gradient where a stage hands one on; accumulators come after all of them.
+            # A gradient may be a placeholder that a stage passes on; accumulators come after all of these.
             with graph.inserting_before(first_call if part.op == "placeholder" else part.next):
                 _add(graph, accumulator, part)
-    graph.eliminate_dead_code(is_impure_node=_acts)
+    graph.eliminate_dead_code(is_impure_node=_has_side_effects)
     module.recompile()
 
 
-def _acts(node: fx.Node) -> bool:
-    """What works in place: accumulations, and mixers, which add gradients of their states to the path."""
+def _has_side_effects(node: fx.Node) -> bool:
+    """Return whether a node has side effects: accumulations, and mixers, which add state gradients to the path."""
     return node.op in ("placeholder", "output", "call_method") or writes_in_place(node)
 
 
 def _summands(grad: fx.Node) -> list[fx.Node]:
-    """A gradient as a sum: a weight that is used twice (a tied embedding) gets each part as soon as there is one."""
+    """Return the summands of a gradient: one per use of a weight that is used twice (a tied embedding)."""
     is_sum = grad.target is aten.add.Tensor and not grad.kwargs
     if not is_sum or any(part.meta["val"].shape != grad.meta["val"].shape for part in grad.all_input_nodes):
         return [grad]
@@ -73,17 +73,17 @@ def _summands(grad: fx.Node) -> list[fx.Node]:
 
 
 def _add_in_heads(graph: fx.Graph, parts: list[tuple[fx.Node, fx.Node]]) -> set[fx.Node]:
-    """Let language-model heads add what they give to accumulators themselves; returns the parts that this covers."""
+    """Let LM-head operators add their gradients to accumulators themselves; return the gradients that they add."""
     heads: dict[fx.Node, list[tuple[int, tuple[fx.Node, fx.Node]]]] = {}
     for part, accumulator in parts:
         source, _ = _untranspose(part)
         if is_item(source) and source.args[0].target is LINEAR_LOG_PROB_BACKWARD:
             heads.setdefault(source.args[0], []).append((source.args[1], (part, accumulator)))
     added: set[fx.Node] = set()
-    for head, found in heads.items():
-        items = dict(found)
-        # Not if one result goes to several parameters, or is not the gradient of one: weights that are computed.
-        if sorted(i for i, _ in found) == [i for i in (1, 2) if Backward.of(head.args).wanted[i]]:
+    for head, results in heads.items():
+        items = dict(results)
+        # Not if a result goes to several parameters, or to none, as with a computed weight.
+        if sorted(i for i, _ in results) == [i for i in (1, 2) if Backward.of(head.args).wanted[i]]:
             _add_in_head(graph, head, items)
             added |= {part for part, _ in items.values()}
     return added
@@ -141,7 +141,7 @@ def _untranspose(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def _add_rows(graph: fx.Graph, accumulator: fx.Node, grad: fx.Node, dtype: torch.dtype) -> None:
-    """The gradient of `embedding(weight, index)`: add each token's gradient to its row (not to the padding row)."""
+    """Add an embedding's gradient: that of each token to the row of its index, except for the padding row."""
     rows, index, _, padding = grad.args[:4]
     width = int(grad.meta["val"].shape[1])
     flat_index = call(graph, aten.reshape.default, index, [-1])

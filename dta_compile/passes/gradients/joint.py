@@ -1,20 +1,17 @@
-"""joint: forward and backward graphs of a chunk, stage by stage.
+"""joint: cut the chunk graph into stages, and make forward and backward graphs of each kind of stage.
 
-The chunk graph is differentiated symbolically by tracing `torch.autograd.grad` over fake tensors with a free number of
-chunk tokens and head rows, once for each kind of stage (`stage_traces`). Each trace is then cut in two
-(`partition`).
+Each kind of stage is traced once with `torch.autograd.grad` over fake tensors, with symbolic numbers of tokens and head
+rows (`stage_traces`). The joint graph is then partitioned into a forward and a backward (`partition`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dta_compile.errors import RefusalError
@@ -28,11 +25,9 @@ from dta_compile.passes.gradients.partition import (
     forward_graph,
     states_of,
 )
-from dta_compile.passes.gradients.simplify import simplify
 from dta_compile.passes.gradients.stage_traces import StageTrace, TracedStage, traced_stages
-from dta_compile.passes.graphs.nodes import sizes_from_inputs
-from dta_compile.passes.graphs.storage import owner, write_to_new_values
-from dta_compile.passes.program import Program, output_node, where
+from dta_compile.passes.graphs.storage import owner
+from dta_compile.passes.program import Program, output_node
 from dta_compile.passes.stage_graphs import ChunkStages, KeptValue, Memory, StageGraphs, StageOfChunk
 from dta_compile.passes.symbols import expression
 from dta_compile.passes.tracing import tracing
@@ -54,13 +49,13 @@ aten = torch.ops.aten
     rewrites=["training", "frontier"],
 )
 def joint(program: Program) -> None:
-    """Fill `program.stages`."""
+    """Fill `program.stages`; drop from the frontier's differentiable values those of frozen parameters alone."""
     candidates = _differentiable(program) if program.training else []
     traced, sizes = _traced_stages(program, candidates)
-    program.stages = stages = _hung_together(program, traced, candidates, sizes)
+    program.stages = stages = _connected(program, traced, candidates, sizes)
     program.frontier = [
         dataclasses.replace(value, differentiable=i in stages.differentiated) if i in candidates else value
-        for i, value in enumerate(program.frontier)  # those computed from frozen parameters alone are not
+        for i, value in enumerate(program.frontier)
     ]
     program.training = bool(stages.differentiated)
 
@@ -69,16 +64,17 @@ def _differentiable(program: Program) -> list[int]:
     return [i for i, value in enumerate(program.frontier) if value.differentiable and not value.is_cache]
 
 
-def _hung_together(
+def _connected(
     program: Program, traced: Sequence[TracedStage], candidates: Sequence[int], sizes: ChunkSizes
 ) -> ChunkStages:
-    """The stages with their slots; of those candidates that depend on trained parameters the gradients are taken."""
+    """Assign slots to the values that stages read and write. Of the `candidates` for differentiation, those that depend
+    on trained parameters are differentiated."""
     graph = program.chunk.graph
     slots = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     inputs, stages = len(slots), list[StageOfChunk]()
-    kinds = {trace: i for i, trace in enumerate(dict.fromkeys(one.trace for one in traced))}
-    taken = set[int]()  # slots whose gradients are taken by a stage
-    for segment, trace in ((one.segment, one.trace) for one in traced):
+    kinds = {trace: i for i, trace in enumerate(dict.fromkeys(item.trace for item in traced))}
+    taken = set[int]()  # slots whose gradients a stage takes
+    for segment, trace in ((item.segment, item.trace) for item in traced):
         slots |= {node: len(slots) + i for i, node in enumerate(segment.outputs)}
         reads, writes = ([slots[node] for node in nodes] for nodes in (segment.inputs, segment.outputs))
         stages.append(StageOfChunk(kinds[trace], tuple(segment.layers), tuple(reads), tuple(writes)))
@@ -98,7 +94,7 @@ def _hung_together(
 
 
 def _graphs_of(stage: StageTrace, sizes: ChunkSizes, training: bool) -> StageGraphs:
-    """The graphs of a kind of stage; in `training`, states are saved also where nothing has a gradient."""
+    """Partition the joint graph of a kind of stage; in `training`, states are saved even if nothing has a gradient."""
     trace = JointTrace(stage, sizes)
     saved = choose_saved(trace) if training else []
     memory = _Memory(trace)
@@ -125,7 +121,8 @@ def _with_backward(
         *(("saved", own.index(node)) if node in own else ("written", trace.outputs.index(node)) for node in saved),
     ]
     kept = [
-        KeptValue(place, *memory.of(node), memory.head_dim(node)) for place, node in zip(places, nodes, strict=True)
+        KeptValue(place, *memory.of(node), trace.sizes.head_dim(node.meta["val"]))
+        for place, node in zip(places, nodes, strict=True)
     ]
     position = {node: i for i, node in enumerate(nodes)}
     gradients = [i for i, gradient in enumerate(trace.gradients) if gradient is not None]
@@ -140,12 +137,12 @@ def _with_backward(
         gradients=tuple(gradients),
         parameters=tuple(i for i in gradients if stage.is_parameter[i]),
         sources=tuple(_sources(trace)),
-        separable=not any(one.head_dim is None and node in of_head for one, node in zip(kept, nodes, strict=True)),
+        separable=not any(value.head_dim is None and node in of_head for value, node in zip(kept, nodes, strict=True)),
     )
 
 
 class _Memory:
-    """The memory of values of a stage."""
+    """Storages of a stage's values: of outputs ("written", i), of inputs ("read", i), of others ("saved", name)."""
 
     def __init__(self, trace: JointTrace) -> None:
         self.sizes, self.per_chunk = trace.sizes, trace.per_token()
@@ -155,18 +152,14 @@ class _Memory:
         self.known |= {node: ("read", i) for i, node in enumerate(trace.primals)}
 
     def of(self, node: fx.Node) -> tuple[Memory, Bytes]:
-        """What a value lies in, and the bytes of that, if it belongs to a chunk."""
+        """Return the storage of a value, and its bytes if it depends on the chunk."""
         source = owner(node)
         size = self.sizes.bytes(source.meta["val"]) if node in self.per_chunk else Bytes()
         return self.known.get(source, ("saved", source.name)), size
 
-    def head_dim(self, node: fx.Node) -> int | None:
-        """The dimension of a value that runs over head rows."""
-        return self.sizes.head_dim(node.meta["val"])
-
 
 def _sources(trace: JointTrace) -> list[frozenset[int]]:
-    """For each gradient, which tangents it depends on."""
+    """Return, for each gradient, the positions of the tangents that it depends on."""
     dependent = {i: trace.depending_on([tangent]) for i, tangent in trace.tangents.items()}
     return [
         frozenset(i for i, nodes in dependent.items() if gradient in nodes)
@@ -176,7 +169,7 @@ def _sources(trace: JointTrace) -> list[frozenset[int]]:
 
 
 def _traced_stages(program: Program, grad_outputs: list[int]) -> tuple[list[TracedStage], ChunkSizes]:
-    """The stages of the chunk graph with the traces of their kinds."""
+    """Trace the stages of the chunk graph; refuse graphs that work for one number of tokens or head rows only."""
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     tokens, head_rows = free_sizes(shape_env)
@@ -193,9 +186,7 @@ def _traced_stages(program: Program, grad_outputs: list[int]) -> tuple[list[Trac
         }
         with gradients:
             parameters, of_head = len(program.region_parameters), len(program.head_inputs) + 1
-            traced = traced_stages(
-                program.chunk, primals, tangents, parameters, of_head, len(program.trunk_inputs), _functional_trace
-            )
+            traced = traced_stages(program.chunk, primals, tangents, parameters, of_head, len(program.trunk_inputs))
     for size in (tokens, head_rows):
         if not expression(size).free_symbols:
             raise RefusalError(
@@ -205,29 +196,3 @@ def _traced_stages(program: Program, grad_outputs: list[int]) -> tuple[list[Trac
                 hint="pass options={'fallback': 'dense'}, and please report the model",
             )
     return traced, ChunkSizes(tokens, head_rows)
-
-
-def _functional_trace(
-    function: Callable[..., Any], inputs: list[torch.Tensor], tangents: list[torch.Tensor]
-) -> fx.GraphModule:
-    """`make_fx` of a function of inputs and tangents, without writes in place."""
-    trace = _traced(function, inputs, tangents)
-    if not write_to_new_values(trace.graph):  # what some derivatives write is no dataflow
-        trace = _traced(torch.func.functionalize(trace, remove="mutations"), inputs, tangents)
-    sizes_from_inputs(trace.graph)  # a value asked for its size would be recomputed in the backward
-    simplify(trace.graph)
-    return trace
-
-
-def _traced(function: Any, *inputs: Any) -> fx.GraphModule:
-    try:
-        return make_fx(function, _allow_non_fake_inputs=True)(*inputs)
-    except Exception as error:
-        probe = fx.Graph().placeholder("traced")
-        probe.meta = dict(fx.traceback.get_current_meta())
-        raise RefusalError(
-            "torch cannot differentiate this operation over a free number of tokens",
-            where=where(probe),
-            got=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
-            hint="write it with other operations",
-        ) from error

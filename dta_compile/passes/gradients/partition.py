@@ -1,17 +1,16 @@
-"""partition: a stage's joint trace cut into forward and backward graphs at the values that the forward saves.
+"""Partition a stage's joint graph into forward and backward graphs at the saved values. Called by the pass `joint`.
 
-Every operator of a mixer becomes a call on `path`, the runtime's stack, which each graph takes as its first input.
+Mixer operators become method calls on `path`, the runtime's stack, which every graph takes as its first input.
 
-What is saved, and what the backward computes again, is a minimum cut of the forward graph. Keeping a value costs
-`TOUCHED_PER_SAVED` times its bytes; computing it again costs the bytes that its operator reads and writes, as operators
-that run one by one are bound by memory bandwidth. So values are recomputed where that touches less than
-`TOUCHED_PER_SAVED` bytes for every byte that is then not kept, a chain of operators being paid for as a whole:
-`silu(gate) * up` is recomputed, a rotated query is kept, and so is the small `rsqrt` of a normalisation, since a whole
-row is read to make it.
+A minimum cut of the forward graph decides which values are saved and which are rematerialised in the backward. Saving
+a value costs `TOUCHED_PER_SAVED` times its bytes. Recomputing it costs the bytes that its operator reads and writes, as
+operators that run one by one are bound by memory bandwidth. So values are recomputed where that touches less than
+`TOUCHED_PER_SAVED` bytes per byte that is then not kept, counted over whole chains of operators: `silu(gate) * up` is
+recomputed; a rotated query is saved, and so is the small `rsqrt` of a normalisation, since that reads a whole row.
 
-Matrix products, attention, softmax, sorting, and whatever else is not known to be cheap are never repeated. A view
-costs nothing and is not kept beside the memory it is in. A view of a part (the values in a fused QKV projection) may be
-copied, so that the rest of that memory is not kept alive.
+Matrix products, attention, softmax, sorting and all operators not known to be cheap are never recomputed. A view of a
+whole value costs nothing, and is not saved beside its base. A view of a part (V of a fused QKV projection) may be
+copied, so that the rest of the storage is not kept alive.
 """
 
 from __future__ import annotations
@@ -36,15 +35,14 @@ aten = torch.ops.aten
 
 
 class JointTrace:
-    """The joint graph of a kind of stage: from what it reads and gradients of what it writes to what it writes and
-    gradients of what it reads.
+    """Joint graph of one kind of stage: from inputs and output gradients to outputs and input gradients.
 
     Attributes:
-        sizes: of its values, in terms of tokens and head rows.
-        primals: what the stage reads.
-        outputs: what it writes.
-        tangents: gradients of the outputs that are differentiated, by position.
-        gradients: per primal; None where it gets none.
+        sizes: computes bytes of values from the numbers of tokens and head rows.
+        primals: the values that the stage reads.
+        outputs: the values that it writes.
+        tangents: by position of a differentiated output, its gradient.
+        gradients: the gradient of each primal; None if it has none.
     """
 
     def __init__(self, trace: StageTrace, sizes: ChunkSizes) -> None:
@@ -58,59 +56,58 @@ class JointTrace:
 
     @property
     def mixing(self) -> list[fx.Node]:
-        """The mixers' operators, a layer each."""
+        """The mixer operators, one per layer."""
         return [node for node in self.module.graph.nodes if mixer_of_chunk(node.target)]
 
     @property
     def states(self) -> list[fx.Node]:
-        """What all layers keep on the path: keys and values, for attention."""
+        """The states of all layers, which go on the path: keys and values, for attention."""
         return list(dict.fromkeys(state for node in self.mixing for state in states_of(node)))
 
     @property
     def backward_results(self) -> list[fx.Node]:
-        """Gradients, and the calls that leave gradients of states on the path."""
+        """The gradients, and the mixers' backward operators, which add state gradients to the path."""
         leaving = [node for node in self.module.graph.nodes if mixer_of_backward(node.target)]
         return [*(gradient for gradient in self.gradients if gradient is not None), *leaving]
 
     def per_token(self) -> set[fx.Node]:
-        """What depends on the chunk's inputs or their number; the rest is made of parameters alone."""
+        """Return the values that depend on the chunk's tokens or head rows; the others are of parameters alone."""
         return self.depending_on(node for node in self.primals if runs_over_chunk(node))
 
     def depending_on(self, sources: Iterable[fx.Node]) -> set[fx.Node]:
-        """`sources` and all that is computed from them."""
+        """Return `sources` and all values computed from them."""
         return descendants(self.module.graph, sources)
 
 
 def runs_over_chunk(node: fx.Node) -> bool:
-    """Whether a value has a dimension of tokens or head rows."""
+    """Return whether a value has a dimension of tokens or head rows."""
     return any(not isinstance(size, int) for size in node.meta["val"].shape)
 
 
 def states_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """What a mixer's operator keeps on the path."""
+    """Return the states that a mixer operator puts on the path."""
     mixer = mixer_of_chunk(node.target)
     assert mixer is not None
     return mixer.states_of(node.args[1:])
 
 
 def choose_saved(trace: JointTrace) -> list[fx.Node]:
-    """The values to save: states of all layers that the stage makes, then others. Copies of views may be added to the
-    trace.
+    """Return the values to save: the states that the stage computes, then others. May add copies of views to the trace.
 
-    No weights: what depends on parameters alone is cheap to redo, and would be kept once per chunk.
+    Values of parameters alone are not saved: they are cheap to recompute, and would be kept once per chunk.
     """
     forward = ancestors([*trace.outputs, *trace.mixing]) & trace.per_token()
     forward |= {node for node in trace.module.graph.nodes if is_item(node) and node.args[0] in forward}
     backward = [node for node in ancestors(trace.backward_results) if node not in forward]
     read = dict.fromkeys(arg for node in _in_order(trace, backward) for arg in node.all_input_nodes if arg in forward)
-    kept = [
+    saved = [
         _copied(trace, node) if view_source(node) is not None else node
         for node in saved_values(forward, read, trace.states, trace.sizes)
     ]
     states = [state for state in trace.states if state.op != "placeholder"]
-    boundary = {*trace.primals, *trace.tangents.values(), *states, *kept}
+    boundary = {*trace.primals, *trace.tangents.values(), *states, *saved}
     computed = ancestors(trace.backward_results, stop=boundary.__contains__)
-    others = [_as_read(node, computed - boundary) for node in kept if node in computed and node.op != "placeholder"]
+    others = [_as_read(node, computed - boundary) for node in saved if node in computed and node.op != "placeholder"]
     return list(dict.fromkeys([*states, *_in_order(trace, others)]))
 
 
@@ -120,7 +117,7 @@ def _in_order(trace: JointTrace, nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def _copied(trace: JointTrace, view: fx.Node) -> fx.Node:
-    """A copy of a view of a part, in the place of the view: it alone can be kept."""
+    """Replace a view of a part by its copy, which can be saved without its base."""
     with trace.module.graph.inserting_after(view):
         copy = call(trace.module.graph, aten.clone.default, view)
     copy.meta = {**view.meta, **copy.meta}
@@ -129,7 +126,7 @@ def _copied(trace: JointTrace, view: fx.Node) -> fx.Node:
 
 
 def _as_read(node: fx.Node, computed: set[fx.Node]) -> fx.Node:
-    """A view of the whole value, if that is how the backward reads it: then it need not make the view again."""
+    """Return the view of a value that the backward reads, if it reads only one view, of the whole value."""
     while True:
         readers = [user for user in node.users if user in computed]
         if len(readers) != 1 or view_source(readers[0]) is not node or not _same_elements(readers[0], node):
@@ -143,14 +140,14 @@ def _same_elements(view: fx.Node, node: fx.Node) -> bool:
 
 
 class _OnPath(Subgraph):
-    """A part whose mixers are calls on `path`, its first input."""
+    """Part of a joint graph in which mixers are method calls on `path`, the first input."""
 
     def __init__(self, sizes: ChunkSizes) -> None:
         super().__init__()
         self.sizes, self.path = sizes, self.graph.placeholder("path")
 
     def add_inputs(self, nodes: Iterable[fx.Node], prefix: str = "") -> None:
-        """Inputs whose `meta["memory"]` names the memory that they are in, of so many bytes."""
+        """Add placeholders whose `meta["memory"]` has the name and bytes of their storage."""
         nodes = list(nodes)
         super().add_inputs(nodes, prefix)
         for node in nodes:
@@ -158,7 +155,7 @@ class _OnPath(Subgraph):
             self.copies[node].meta = {**node.meta, "memory": (memory.name, self.sizes.bytes(memory.meta["val"]))}
 
     def call(self, method: str, *arguments: Any) -> fx.Node:
-        """A call of a method of the path."""
+        """Add a call of a method of the path."""
         return self.graph.call_method(method, (self.path, *fx.node.map_arg(arguments, self.argument)))
 
     def copied(self, node: fx.Node) -> fx.Node:
@@ -170,16 +167,16 @@ class _OnPath(Subgraph):
         call.meta = dict(node.meta)
         if mixer.scratch is not None:
             operands = mixer.operands_of(node.args[2:] if backward else node.args[1:])
-            call.meta["scratch"] = mixer.scratch([one.meta["val"] for one in operands])[1 if backward else 0]
+            call.meta["scratch"] = mixer.scratch([operand.meta["val"] for operand in operands])[1 if backward else 0]
         return call
 
 
 def forward_graph(trace: JointTrace, outputs: Iterable[fx.Node]) -> fx.GraphModule:
-    """The part of the forward that computes `outputs` and writes the states of every layer to the path."""
+    """Build the graph that computes `outputs` and writes the states of every layer to the path."""
     outputs = list(outputs)
     computed = ancestors(outputs)
     for node in reversed(trace.mixing):
-        # A layer whose result nobody reads still has to leave its states for later chunks.
+        # A layer whose result is not needed still writes its states, for later chunks.
         if node not in computed:
             mixer = mixer_of_chunk(node.target)
             runs = mixer is not None and mixer.running_state is not None
@@ -196,9 +193,9 @@ def forward_graph(trace: JointTrace, outputs: Iterable[fx.Node]) -> fx.GraphModu
 
 
 def backward_graph(trace: JointTrace, saved: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[int]]:
-    """From inputs, saved values and tangents to the gradients of inputs; also returns which inputs it takes.
+    """Build the graph from inputs, saved values and tangents to input gradients; also return the inputs that it takes.
 
-    Every gradient is computed in its turn, and what it reads right before it: a recomputed value does not wait.
+    A recomputed value is placed right before the first gradient operator that reads it, so that its lifetime is short.
     """
     tangents = list(trace.tangents.values())
     boundary = {*trace.primals, *saved, *tangents}
@@ -212,32 +209,32 @@ def backward_graph(trace: JointTrace, saved: Sequence[fx.Node]) -> tuple[fx.Grap
     gradients = [node for node in trace.gradients if node is not None]
     in_turn = trace.depending_on(tangents) & computed
     for node in [*_in_order(trace, in_turn), *gradients]:
-        for one in missing(node, part.copies):
-            part.copied(one)
+        for required in missing(node, part.copies):
+            part.copied(required)
     part.set_outputs(gradients)
     return graph_module(trace.module, part.graph), inputs
 
 
 TOUCHED_PER_SAVED = 8
 NEVER = float("inf")
-NOMINAL_ROWS = 1024  # costs are those of a chunk with as many tokens and head rows
+NOMINAL_ROWS = 1024  # tokens and head rows of the chunk that costs are computed for
 
 
 def saved_values(
     forward: set[fx.Node], read: Iterable[fx.Node], states: Iterable[fx.Node], sizes: ChunkSizes
 ) -> list[fx.Node]:
-    """The cheapest values to keep, in graph order.
+    """Return the cheapest values to save.
 
     Args:
-        forward: what the forward computes from the chunk's inputs, these included.
-        read: those of `forward` that the backward reads.
-        states: what mixers keep on the path; their memory is always kept.
+        forward: the values that the forward computes from the chunk's inputs, and these inputs.
+        read: the values of `forward` that the backward reads.
+        states: states of mixers, whose storages are always kept.
     """
     return _Cut(forward, [*read, *states], {owner(node) for node in states}, sizes).solve()
 
 
 class _Cut:
-    """The network. A value is two nodes: "had" by the backward in whatever way, and "made" by the backward."""
+    """Network of the minimum cut. A value is two nodes: "had" (the backward needs it) and "made" (it recomputes it)."""
 
     def __init__(self, forward: set[fx.Node], read: list[fx.Node], pinned: set[fx.Node], sizes: ChunkSizes) -> None:
         self.forward, self.read, self.pinned, self.sizes = forward, read, pinned, sizes
@@ -259,7 +256,7 @@ class _Cut:
         return [node for node in added if (node, "had") in backward and (node, "made") not in backward]
 
     def _add(self, node: fx.Node) -> list[fx.Node]:
-        """Add a value; returns the values that it is computed from, if it may be computed again."""
+        """Add a value; return the values that it is computed from, if it may be recomputed."""
         keep, make = self._cost_of_keeping(node), self._cost_of_making(node)
         self._edge((node, "had"), (node, "made"), keep)
         if make == NEVER:
@@ -275,7 +272,7 @@ class _Cut:
         self.network.add_edge(tail, head, **({} if capacity == NEVER else {"capacity": capacity}))
 
     def _stored(self, node: fx.Node) -> fx.Node:
-        """The node that stands for a value: views of a whole value are as good as the value."""
+        """Return the node that represents a value: a view of a whole value is represented by its base."""
         while (source := view_source(node)) is not None and not self._is_part(node):
             node = source
         return node

@@ -1,7 +1,7 @@
-"""simplify: exact identities in a functional graph, for what derivative formulas leave behind.
+"""Simplify a functional graph by exact identities, for patterns of derivative formulas. Called by the pass `joint`.
 
-The derivative of `x.pow(2).mean(-1)` comes as `s.expand(...) / n * (2.0 * x.pow(1.0))`: four passes over values of full
-size where `(s / n * 2.0).expand(...) * x` needs one. That of a rotation pads two halves with zeros to add them.
+The derivative of `x.pow(2).mean(-1)` is traced as `s.expand(...) / n * (2.0 * x.pow(1.0))`: four passes over values of
+full size where `(s / n * 2.0).expand(...) * x` needs one. That of a rotation pads two halves with zeros and adds them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from dta_compile.ops.collectives import SAME_ON_RANKS
 from dta_compile.passes.graphs.nodes import call, filled_with, is_pointwise
 from dta_compile.passes.graphs.operators import ALIASES, EXCHANGES, SCALINGS
 from dta_compile.passes.graphs.storage import same_memory_format
+from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Apply the rules to every node, in order: a rule sees arguments that are simple already."""
+    """Apply the identities to every node in graph order, so that arguments are simplified before their users."""
     for node in list(graph.nodes):
         with graph.inserting_before(node):
             replacement = next(filter(None, (rule(node) for rule in IDENTITIES)), None)
@@ -33,9 +34,9 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _fits(node: fx.Node, replacement: fx.Node) -> bool:
-    """Whether what reads a value finds it in memory as it was traced, or does not mind.
+    """Return whether a replacement has the memory format of the node, or every user gives the same result with it.
 
-    What is not expanded any more may have been viewed in ways in which an expanded value cannot be.
+    Users may view the replaced value in ways in which an expanded one cannot be viewed.
     """
     value = replacement.meta["val"]
     return same_memory_format(value, node.meta["val"]) or all(
@@ -44,7 +45,7 @@ def _fits(node: fx.Node, replacement: fx.Node) -> bool:
 
 
 def _keeps_its_result(user: fx.Node, node: fx.Node, value: torch.Tensor) -> bool:
-    """Whether an operator's result stays what it is, its place in memory included, with `value` for a node."""
+    """Return whether the result of `user` keeps its memory format if `value` replaces `node`."""
     if not is_pointwise(user):
         return False
     args, kwargs = fx.node.map_arg((user.args, user.kwargs), lambda arg: value if arg is node else arg.meta["val"])
@@ -52,12 +53,12 @@ def _keeps_its_result(user: fx.Node, node: fx.Node, value: torch.Tensor) -> bool
 
 
 def _aliased(node: fx.Node) -> fx.Node | None:
-    """`x.detach()` is x: nothing differentiates the graph. So is the alias that autograd makes since torch 2.14."""
+    """`x.detach()` is x: the graph is not differentiated again. So is the alias of autograd since torch 2.14."""
     return node.args[0] if node.target in ALIASES else None
 
 
 def _same_on_ranks(node: fx.Node) -> fx.Node | None:
-    """Its derivative is all that the operator is for."""
+    """`SAME_ON_RANKS` is the identity, whose derivative has been traced already."""
     return node.args[0] if node.target is SAME_ON_RANKS else None
 
 
@@ -78,8 +79,8 @@ def _scaled_after_expand(node: fx.Node) -> fx.Node | None:
     """`s.expand(...) / n` is `(s / n).expand(...)`."""
     if node.target not in SCALINGS or node.args[0].target is not aten.expand.default:
         return None
-    small, *sizes = node.args[0].args
-    return call(node.graph, aten.expand.default, call(node.graph, node.target, small, *node.args[1:]), *sizes)
+    small, *shape = node.args[0].args
+    return call(node.graph, aten.expand.default, call(node.graph, node.target, small, *node.args[1:]), *shape)
 
 
 def _doubling_moved(node: fx.Node) -> fx.Node | None:
@@ -89,9 +90,9 @@ def _doubling_moved(node: fx.Node) -> fx.Node | None:
     expanded, doubled = node.args
     if expanded.target is not aten.expand.default or not _is_doubling(doubled):
         return None
-    small, *sizes = expanded.args
+    small, *shape = expanded.args
     x, factor = doubled.args
-    small = call(node.graph, aten.expand.default, call(node.graph, aten.mul.Scalar, small, factor), *sizes)
+    small = call(node.graph, aten.expand.default, call(node.graph, aten.mul.Scalar, small, factor), *shape)
     return call(node.graph, aten.mul.Tensor, small, x)
 
 
@@ -102,20 +103,20 @@ def _is_doubling(node: fx.Node) -> bool:
 
 
 def _parts_joined(node: fx.Node) -> fx.Node | None:
-    """The sum of two values that are zero but in one part of a dimension each is both parts concatenated."""
+    """The sum of two parts of a dimension, each padded with zeros to all of it, is their concatenation."""
     if node.target is not aten.add.Tensor or node.kwargs or not all(_is_padded(arg) for arg in node.args):
         return None
     first, second = sorted(node.args, key=_start)
     dim, start = second.args[2], second.args[3]
     size = second.meta["val"].shape[dim]
     covers = _start(first) == 0 and first.args[4] == start and isinstance(size, int) and second.args[4] >= size
-    if not covers or first.args[2] != dim or _shape(first) != _shape(second):
+    if not covers or first.args[2] != dim or sizes(first) != sizes(second):
         return None
     return call(node.graph, aten.cat.default, [first.args[0], second.args[0]], dim)
 
 
 def _is_padded(node: Any) -> bool:
-    """`slice_backward(part, sizes, dim, start, stop, step)` with numbers for all but the sizes."""
+    """Return whether a node is `slice_backward(part, sizes, dim, start, stop, step)` with constants after the sizes."""
     if not isinstance(node, fx.Node) or node.target is not aten.slice_backward.default:
         return False
     return all(isinstance(arg, int) and arg >= 0 for arg in node.args[2:]) and node.args[5] == 1
@@ -125,12 +126,8 @@ def _start(padded: fx.Node) -> int:
     return padded.args[3]
 
 
-def _shape(node: fx.Node) -> list[str]:
-    return [str(size) for size in node.meta["val"].shape]
-
-
 def _sparse_log_softmax_gradient(node: fx.Node) -> fx.Node | None:
-    """The gradient of a gathered log-softmax, `G - exp(y) * sum(G)` with G zero but for a few entries, without G.
+    """The gradient of a gathered log-softmax is `G - exp(y) * sum(G)`; only a few entries of G are not zero.
 
     Scattering the entries onto `exp(y) * -sum(entries)` saves two values of the vocabulary's size.
     """
@@ -141,11 +138,11 @@ def _sparse_log_softmax_gradient(node: fx.Node) -> fx.Node | None:
         return None
     zeros, scattered, index, entries = gradient.args
     rank = output.meta["val"].dim()
-    same = _shape(zeros) == _shape(output) and zeros.meta["val"].dtype == output.meta["val"].dtype == dtype
-    if not same or scattered % rank != dim % rank or filled_with(zeros) != 0 or _shape(index) != _shape(entries):
+    same = sizes(zeros) == sizes(output) and zeros.meta["val"].dtype == output.meta["val"].dtype == dtype
+    if not same or scattered % rank != dim % rank or filled_with(zeros) != 0 or sizes(index) != sizes(entries):
         return None
     others = [i for i in range(rank) if i != dim % rank]
-    if any(_shape(index)[i] != _shape(output)[i] for i in others):  # a gather may leave rows out
+    if any(sizes(index)[i] != sizes(output)[i] for i in others):  # a gather may leave rows out
         return None
     total = call(node.graph, aten.neg.default, call(node.graph, aten.sum.dim_IntList, entries, [dim], True))
     dense = call(node.graph, aten.mul.Tensor, call(node.graph, aten.exp.default, output), total)

@@ -1,11 +1,11 @@
-"""The stages of a chunk graph, and the joint trace of each kind of them.
+"""Cut a chunk graph into stages, and trace the joint graph of each kind of stage. Called by the pass `joint`.
 
-A stage is a segment of the chunk graph. Those that compute the same are of one kind, which is traced with its
-derivative once: what differentiates a chunk takes time by its kinds of layers, not by their number.
+A stage is a segment of the chunk graph. Segments with equal signatures (copies of one another) are of one kind, which
+is traced with its derivative once: the time to differentiate a chunk grows with kinds of layers, not with layers.
 
-The cuts are between two mixers, wherever the fewest values are alive. In a decoder that is after every residual
-connection, where all that later layers read is the hidden state; what no parameter has a part in, as tables of
-positions, does not count. Which segments are copies of one another is told by their signatures.
+Cuts are wherever, between two mixers, the fewest values are alive. In a decoder that is after every residual
+connection, where later layers read only the hidden state. Values that depend on no parameter (tables of positions) do
+not count.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from dta_compile.errors import RefusalError
 from dta_compile.ops.mixer import mixer_of_backward, mixer_of_chunk
-from dta_compile.passes.graphs.nodes import descendants, is_item
+from dta_compile.passes.gradients.simplify import simplify
+from dta_compile.passes.graphs.nodes import descendants, is_item, sizes_from_inputs
+from dta_compile.passes.graphs.storage import write_to_new_values
 from dta_compile.passes.graphs.subgraph import Subgraph, graph_module, missing
-from dta_compile.passes.program import ancestors, output_node
-
-# Traces a function of lists of tensors.
-Tracer = Callable[[Callable[..., Any], list[torch.Tensor], list[torch.Tensor]], fx.GraphModule]
+from dta_compile.passes.program import ancestors, output_node, where_now
 
 
 @dataclasses.dataclass(eq=False)
 class StageTrace:
-    """The joint graph of a kind of stage, in which its mixers' layers count from zero.
+    """Joint graph of one kind of stage, whose mixer layers are numbered from zero.
 
     Attributes:
-        module: from what the stage reads and gradients of what it writes to what it writes and gradients.
-        is_parameter: of what it reads, which are parameters of the chunk graph.
-        is_of_head: of what it reads, which depend on head rows.
-        differentiated: positions of what it writes whose gradients it takes.
+        module: from inputs and output gradients to outputs and input gradients.
+        is_parameter: per input, whether it is a parameter of the chunk graph.
+        is_of_head: per input, whether it depends on head rows.
+        differentiated: positions of the outputs whose gradients are taken.
+        written: the number of outputs.
     """
 
     module: fx.GraphModule
@@ -46,12 +48,12 @@ class StageTrace:
 
     @property
     def placeholders(self) -> list[fx.Node]:
-        """Inputs, then gradients."""
+        """The inputs, then the output gradients."""
         return list(self.module.graph.find_nodes(op="placeholder"))
 
     @property
     def results(self) -> list[Any]:
-        """What is written, then gradients by input: None where there is none."""
+        """The outputs, then the gradient of each input; None for inputs without one."""
         return list(output_node(self.module.graph).args[0])
 
 
@@ -60,8 +62,8 @@ class TracedStage:
     """A stage of a chunk graph.
 
     Attributes:
-        segment: its nodes.
-        trace: of its kind.
+        segment: the nodes of the stage.
+        trace: the joint graph of its kind.
     """
 
     segment: Segment
@@ -69,10 +71,10 @@ class TracedStage:
 
 
 class _Kind:
-    """Segments with one signature, which read values of the same kind.
+    """Segments with equal signatures and equal properties of their inputs.
 
     Attributes:
-        inputs, outputs: stand-ins for what it reads and returns.
+        inputs, outputs: fake tensors for the values that a segment reads and returns.
     """
 
     def __init__(
@@ -81,19 +83,18 @@ class _Kind:
         root: fx.GraphModule,
         inputs: list[torch.Tensor],
         flags: tuple[tuple[bool, ...], tuple[bool, ...]],
-        tracer: Tracer,
     ) -> None:
-        self.inputs, self.flags, self._tracer = inputs, flags, tracer
+        self.inputs, self.flags = inputs, flags
         self._layers = {layer: i for i, layer in enumerate(segment.layers)}
         self._function = segment.module(root)
         self.outputs: list[torch.Tensor] = list(self._function(*inputs))
         self._traces: dict[Hashable, StageTrace] = {}
 
     def trace(self, tangents: Mapping[int, torch.Tensor]) -> StageTrace:
-        """Its joint trace, where these of its outputs have gradients."""
+        """Return the joint graph for gradients of these outputs; it is traced once per set of outputs."""
         key = tuple((i, _facts(tangent)) for i, tangent in tangents.items())
         if key not in self._traces:
-            module = self._tracer(self._differentiated(list(tangents)), self.inputs, [*tangents.values()])
+            module = _functional_trace(self._differentiated(list(tangents)), self.inputs, [*tangents.values()])
             for node in module.graph.nodes:
                 if mixer_of_chunk(node.target) or mixer_of_backward(node.target):
                     node.args = (self._layers[node.args[0]], *node.args[1:])
@@ -103,12 +104,12 @@ class _Kind:
     def _differentiated(self, positions: Sequence[int]) -> Callable[..., Any]:
         def differentiate(inputs: list[torch.Tensor], tangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
             outputs = self._function(*inputs)
-            leaves = [one for one in inputs if one.requires_grad]
-            found: Sequence[torch.Tensor | None] = [None] * len(leaves)
+            leaves = [leaf for leaf in inputs if leaf.requires_grad]
+            computed: Sequence[torch.Tensor | None] = [None] * len(leaves)
             if tangents:
-                found = torch.autograd.grad([outputs[i] for i in positions], leaves, tangents, allow_unused=True)
-            gradients = iter(found)
-            return [*outputs, *(next(gradients) if one.requires_grad else None for one in inputs)]
+                computed = torch.autograd.grad([outputs[i] for i in positions], leaves, tangents, allow_unused=True)
+            gradients = iter(computed)
+            return [*outputs, *(next(gradients) if leaf.requires_grad else None for leaf in inputs)]
 
         return differentiate
 
@@ -120,63 +121,85 @@ def traced_stages(
     parameters: int,
     head_inputs: int,
     trunk_inputs: int,
-    tracer: Tracer,
 ) -> list[TracedStage]:
-    """The stages of a chunk graph, in order; to be called with gradients on, if there are any.
+    """Trace the stages of a chunk graph, in order; the caller enables or disables gradients.
 
     Args:
-        primals: stand-ins for the inputs of the chunk graph.
-        tangents: stand-ins for the gradients of its results, by position.
-        parameters: how many of the inputs may get a gradient, the first ones.
-        head_inputs: how many of the inputs count head rows, the last ones.
-        trunk_inputs: how many of the inputs before those count tokens.
-        tracer: traces a function of inputs and tangents.
+        primals: fake tensors for the inputs of the chunk graph.
+        tangents: fake tensors for the gradients of its results, by position.
+        parameters: number of inputs that may get a gradient, the first ones.
+        head_inputs: number of inputs that run over head rows, the last ones.
+        trunk_inputs: number of inputs that run over tokens, before the `head_inputs`.
     """
     placeholders = list(chunk.graph.find_nodes(op="placeholder"))
     values: dict[fx.Node, torch.Tensor] = dict(zip(placeholders, primals, strict=True))
     weights, of_head = set(placeholders[:parameters]), descendants(chunk.graph, placeholders[-head_inputs:])
     kinds: dict[Hashable, _Kind] = {}
-    found: list[tuple[Segment, _Kind]] = []
+    stages: list[tuple[Segment, _Kind]] = []
     for segment in segments(chunk.graph, parameters, len(primals) - head_inputs - trunk_inputs, of_head):
         inputs = [values[node] for node in segment.inputs]
         flags = tuple(node in weights for node in segment.inputs), tuple(node in of_head for node in segment.inputs)
         key = segment.signature(), tuple(map(_facts, inputs)), flags
         if key not in kinds:
-            kinds[key] = _Kind(segment, chunk, [_stand_in(value) for value in inputs], flags, tracer)
+            kinds[key] = _Kind(segment, chunk, [_stand_in(value) for value in inputs], flags)
         values |= zip(segment.outputs, kinds[key].outputs, strict=True)
-        found.append((segment, kinds[key]))
-    return _with_traces(found, _given(chunk, values, tangents))
+        stages.append((segment, kinds[key]))
+    return _with_traces(stages, _result_gradients(chunk, values, tangents))
 
 
-def _given(
+def _functional_trace(
+    function: Callable[..., Any], inputs: list[torch.Tensor], tangents: list[torch.Tensor]
+) -> fx.GraphModule:
+    """Trace a function of inputs and tangents by `make_fx`, functionalise and simplify the trace."""
+    trace = _make_fx(function, inputs, tangents)
+    if not write_to_new_values(trace.graph):  # some derivatives mutate values that others read
+        trace = _make_fx(torch.func.functionalize(trace, remove="mutations"), inputs, tangents)
+    sizes_from_inputs(trace.graph)  # else the backward would recompute a value only for its size
+    simplify(trace.graph)
+    return trace
+
+
+def _make_fx(function: Any, *inputs: Any) -> fx.GraphModule:
+    try:
+        return make_fx(function, _allow_non_fake_inputs=True)(*inputs)
+    except Exception as error:
+        raise RefusalError(
+            "torch cannot differentiate this operation over a free number of tokens",
+            where=where_now(),
+            got=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
+            hint="write it with other operations",
+        ) from error
+
+
+def _result_gradients(
     chunk: fx.GraphModule, values: Mapping[fx.Node, torch.Tensor], tangents: Mapping[int, torch.Tensor]
 ) -> dict[fx.Node, torch.Tensor]:
-    """By result, the gradient that it gets, of those that have any."""
-    results, given = list(output_node(chunk.graph).args[0]), dict[fx.Node, torch.Tensor]()
+    """Return the gradients of the chunk graph's results, of those that require one."""
+    results, gradients = list(output_node(chunk.graph).args[0]), dict[fx.Node, torch.Tensor]()
     for i, tangent in tangents.items():
         if values[results[i]].requires_grad:
-            _give(given, results[i], tangent)
-    return given
+            _add_gradient(gradients, results[i], tangent)
+    return gradients
 
 
-def _with_traces(stages: Sequence[tuple[Segment, _Kind]], given: dict[fx.Node, torch.Tensor]) -> list[TracedStage]:
-    """From the last stage to the first: what one differentiates decides what those before it do."""
-    found = []
+def _with_traces(stages: Sequence[tuple[Segment, _Kind]], gradients: dict[fx.Node, torch.Tensor]) -> list[TracedStage]:
+    """Trace stages from the last to the first: input gradients of a stage are output gradients of earlier ones."""
+    traced = []
     for segment, kind in reversed(stages):
-        trace = kind.trace({i: given[node] for i, node in enumerate(segment.outputs) if node in given})
-        found.append(TracedStage(segment, trace))
+        trace = kind.trace({i: gradients[node] for i, node in enumerate(segment.outputs) if node in gradients})
+        traced.append(TracedStage(segment, trace))
         for node, gradient in zip(segment.inputs, trace.results[trace.written :], strict=True):
             if gradient is not None:
-                _give(given, node, gradient.meta["val"])
-    return found[::-1]
+                _add_gradient(gradients, node, gradient.meta["val"])
+    return traced[::-1]
 
 
-def _give(given: dict[fx.Node, torch.Tensor], node: fx.Node, gradient: torch.Tensor) -> None:
-    given[node] = given[node] + gradient if node in given else gradient
+def _add_gradient(gradients: dict[fx.Node, torch.Tensor], node: fx.Node, gradient: torch.Tensor) -> None:
+    gradients[node] = gradients[node] + gradient if node in gradients else gradient
 
 
 def _facts(value: torch.Tensor) -> Hashable:
-    """What a trace takes from its inputs."""
+    """Return the properties of an input that a trace depends on."""
     return str(value.shape), str(value.stride()), value.dtype, value.device, value.requires_grad
 
 
@@ -185,18 +208,18 @@ def _stand_in(value: torch.Tensor) -> torch.Tensor:
     return new.requires_grad_(value.requires_grad)
 
 
-# A segment of fewer nodes is not worth a trace.
+# Least number of nodes of a segment, below which a trace of its own does not pay.
 LEAST_NODES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Consecutive nodes of a graph, as a function of what they read.
+    """Consecutive nodes of a graph, as a function of the values that they read.
 
     Attributes:
-        inputs: the values from outside of it.
-        nodes: in order, with the sizes and constants that they read.
-        outputs: those of the nodes that others read, or the graph returns.
+        inputs: the values that the nodes read from outside.
+        nodes: the nodes in order, including the sizes and constants that they read.
+        outputs: the nodes that other segments read or the graph returns.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -205,11 +228,11 @@ class Segment:
 
     @property
     def layers(self) -> list[int]:
-        """The numbers of its mixers' layers, in order."""
+        """The indices of its mixer layers, in order."""
         return [int(node.args[0]) for node in self.nodes if mixer_of_chunk(node.target)]
 
     def module(self, root: fx.GraphModule) -> fx.GraphModule:
-        """The function."""
+        """Return the segment as a module."""
         part = Subgraph()
         part.add_inputs(self.inputs)
         for node in self.nodes:
@@ -218,7 +241,7 @@ class Segment:
         return graph_module(root, part.graph)
 
     def signature(self) -> Hashable:
-        """The same for segments that compute the same, but for the numbers of their layers."""
+        """Return a key that is equal for segments that compute the same, up to the indices of their layers."""
         numbers = {node: f"\0{i}" for i, node in enumerate((*self.inputs, *self.nodes))}
         layers = {layer: i for i, layer in enumerate(dict.fromkeys(self.layers))}
         rows = []
@@ -229,47 +252,47 @@ class Segment:
 
 
 def segments(graph: fx.Graph, parameters: int, whole: int, of_head: Container[fx.Node]) -> list[Segment]:
-    """The segments of a chunk graph, in order: one if there is no place to cut.
+    """Cut a chunk graph into segments, in order; return one segment if there is nowhere to cut.
 
     Args:
-        parameters: how many of the inputs are parameters, the first ones.
-        whole: how many of the inputs do not run over tokens or head rows, the first ones.
-        of_head: what depends on the inputs that run over head rows.
+        parameters: number of inputs that are parameters, the first ones.
+        whole: number of inputs that do not run over tokens or head rows, the first ones.
+        of_head: the nodes that depend on inputs that run over head rows.
     """
     placeholders = list(graph.find_nodes(op="placeholder"))
     per_token, returned = descendants(graph, placeholders[whole:]), set(output_node(graph).all_input_nodes)
     inner = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     repeated = {node for node in inner if node not in returned and (node not in per_token or _is_size(node))}
     trained = descendants(graph, placeholders[:parameters])
-    nodes = _with_layers([node for node in inner if node not in repeated])
-    nodes = _with_readers(nodes, [node for node in nodes if node in of_head and node not in trained])
+    nodes = _behind_inputs([node for node in inner if node not in repeated])
+    nodes = _before_readers(nodes, [node for node in nodes if node in of_head and node not in trained])
     cuts = [0, *_cuts(nodes, trained), len(nodes)]
     parts = [nodes[start:stop] for start, stop in itertools.pairwise(cuts) if start < stop]
     return [_segment(part, returned, repeated) for part in parts]
 
 
-def _with_layers(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """In an order in which what is returned in the end, as the states of a layer, comes right after what it is made of:
-    what neither a mixer depends on nor anything that the last one has a part in."""
+def _behind_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Move values that are only returned (the states of a layer) right behind their inputs: those that neither a mixer
+    depends on, nor anything computed from the last mixer."""
     mixers = [node for node in nodes if mixer_of_chunk(node.target)]
     if not mixers:
         return list(nodes)
-    kept = ancestors([*mixers, *descendants(mixers[0].graph, mixers[-1:])])
+    needed = ancestors([*mixers, *descendants(mixers[0].graph, mixers[-1:])])
     last = nodes.index(mixers[-1])
-    places: dict[fx.Node, int] = {}
+    positions: dict[fx.Node, int] = {}
     for i, node in enumerate(nodes):
-        made = max((places[arg] for arg in node.all_input_nodes if arg in places), default=i)
-        places[node] = made if made < last and node not in kept else i
-    return sorted(nodes, key=places.__getitem__)
+        earliest = max((positions[arg] for arg in node.all_input_nodes if arg in positions), default=i)
+        positions[node] = earliest if earliest < last and node not in needed else i
+    return sorted(nodes, key=positions.__getitem__)
 
 
-def _with_readers(nodes: Sequence[fx.Node], late: Sequence[fx.Node]) -> list[fx.Node]:
-    """In an order in which some come right before what reads them first: labels, say, which are made ready long before
-    there is anything to compare with them."""
-    places = {node: i for i, node in enumerate(nodes)}
+def _before_readers(nodes: Sequence[fx.Node], late: Sequence[fx.Node]) -> list[fx.Node]:
+    """Move `late` nodes right before their first reader: labels, for example, which are prepared long before they are
+    compared with anything."""
+    positions = {node: i for i, node in enumerate(nodes)}
     for node in reversed(late):
-        places[node] = min((places[user] for user in _users(node) if user in places), default=places[node])
-    return sorted(nodes, key=places.__getitem__)  # which keeps the order of those at one place
+        positions[node] = min((positions[user] for user in _users(node) if user in positions), default=positions[node])
+    return sorted(nodes, key=positions.__getitem__)  # stable: nodes with equal keys keep their order
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -279,7 +302,8 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _segment(nodes: Sequence[fx.Node], returned: set[fx.Node], repeated: set[fx.Node]) -> Segment:
-    """With its own of the `repeated` nodes that it reads: sizes, and what is made of weights and constants alone."""
+    """Make a segment of nodes and of copies of the `repeated` nodes that they read: sizes, and values of weights and
+    constants alone."""
     members = set(nodes)
     order: dict[fx.Node, None] = {}
 
@@ -298,8 +322,8 @@ def _users(node: fx.Node) -> list[fx.Node]:
 
 
 def _cuts(nodes: Sequence[fx.Node], counted: Container[fx.Node]) -> list[int]:
-    """Positions to cut before; what precedes the first mixer, or follows the last, is cut where layers end: a layer may
-    have several mixers, and more values are alive between them."""
+    """Return the positions to cut before. Nodes before the first mixer, or after the last, are cut where as few values
+    are alive as between layers; a layer may have several mixers, with more values alive between them."""
     mixers = [i for i, node in enumerate(nodes) if mixer_of_chunk(node.target)]
     if len(mixers) < 2:
         return []
@@ -309,22 +333,22 @@ def _cuts(nodes: Sequence[fx.Node], counted: Container[fx.Node]) -> list[int]:
         min((alive[i] for i in range(first + 1, second + 1) if not tuples[i]), default=-1)
         for first, second in itertools.pairwise(mixers)
     ]
-    found = [0]
+    cuts = [0]
     gaps = itertools.pairwise([-1, *mixers, len(nodes) - 1])
     between_layers = min((limit for limit in least if limit >= 0), default=-1)
     for (first, second), limit in zip(gaps, [between_layers, *least, between_layers], strict=True):
         for i in range(first + 1, second + 1):
             if alive[i] != limit or tuples[i]:
                 continue
-            if i - found[-1] >= LEAST_NODES or len(found) == 1:
-                found.append(i)
-            elif len(found) == 2:  # however little comes before the first layer, this is to be like the others
-                found[1] = i
-    return found[1:]
+            if i - cuts[-1] >= LEAST_NODES or len(cuts) == 1:
+                cuts.append(i)
+            elif len(cuts) == 2:  # the first layer is to equal the others, so no nodes before it join it
+                cuts[1] = i
+    return cuts[1:]
 
 
 def _alive(nodes: Sequence[fx.Node], weight: Callable[[fx.Node], int]) -> list[int]:
-    """Before every position, the weight of the values made so far that are read from there on."""
+    """Return for every position the weight of the values that are computed before it and read at or after it."""
     position: dict[Any, int] = {node: i for i, node in enumerate(nodes)}
     changes = [0] * (len(nodes) + 2)
     for i, node in enumerate(nodes):

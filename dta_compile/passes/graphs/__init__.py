@@ -1,1 +1,1 @@
-"""What passes share: properties of operators, questions about nodes, sizes and storage, subgraphs, and minimum cuts."""
+"""Shared by all passes: properties of operators, predicates of nodes, sizes, storage, subgraphs, and minimum cuts."""

@@ -1,8 +1,8 @@
-"""Small questions about the nodes of traced graphs, and making new ones that carry their value as traced ones do.
+"""Predicates of the nodes of traced graphs, and constructors of new nodes with `meta["val"]`.
 
-Sizes of intermediate values become arithmetic on the sizes of inputs, so that a size alone keeps no value alive: a
-reshape of sliced logits asks the slice for its number of tokens. Left as it is, that question would make the slice a
-frontier value of `[B, S, V]`, or pull the model into the epilogue.
+`sizes_from_inputs` turns sizes of intermediate values into arithmetic on sizes of inputs, so that `sym_size` keeps no
+value alive. A reshape of sliced logits, for example, reads its number of tokens from the slice; left as it is, this
+would make the slice a frontier value of `[B, S, V]`, or pull the model into the epilogue.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ aten = torch.ops.aten
 
 
 def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A node at the insertion point; its value is what the operator gives for the values of its arguments."""
+    """Insert a call at the insertion point; its value is computed from the values of its arguments."""
     node = graph.call_function(target, args, kwargs)
-    with enable_python_dispatcher():  # some operators know symbolic sizes only so: expand in that of baddbmm
+    with enable_python_dispatcher():  # some operators accept symbolic sizes only with it (expand inside baddbmm)
         node.meta["val"] = target(*fx.node.map_arg(args, lambda arg: arg.meta["val"]), **kwargs)
     return node
 
 
 class First:
-    """Which nodes compute the same: `ids.eq(1).cumsum(1)` may be written once for each layer. `draws` never do."""
+    """Common subexpressions: `ids.eq(1).cumsum(1)` may be written once for each layer. `draws` are never common."""
 
     def __init__(self, draws: Collection[fx.Node]) -> None:
         self._draws = set(draws)
@@ -41,7 +41,7 @@ class First:
         self._computed: dict[tuple[Any, str], fx.Node] = {}
 
     def like(self, node: fx.Node) -> fx.Node:
-        """The first node asked for that computes the same as this one."""
+        """Return the first node passed to `like` that computes the same as this one."""
         if node.op != "call_function" or node in self._draws:
             return node
         if node not in self._known:
@@ -51,49 +51,49 @@ class First:
 
 
 def is_item(node: fx.Node) -> bool:
-    """Whether a node picks one of several results of an operator."""
+    """Return whether a node picks one of several results of an operator."""
     return bool(node.target is operator.getitem)
 
 
 def is_float(node: fx.Node) -> bool:
-    """Whether a node's value is a tensor of floating-point numbers."""
+    """Return whether a node's value is a floating-point tensor."""
     value = node.meta["val"]
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def may_have_gradient(node: fx.Node) -> bool:
-    """Whether a node's value is a tensor of floating-point or complex numbers."""
+    """Return whether a node's value is a floating-point or complex tensor."""
     value = node.meta["val"]
     return is_float(node) or (isinstance(value, torch.Tensor) and value.is_complex())
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether an operator computes a new value entry by entry, the same each time."""
+    """Return whether an operator is pointwise, functional and deterministic."""
     return is_tagged_pointwise(node.target) and not writes_in_place(node)
 
 
 def filled_with(node: fx.Node) -> Any:
-    """What a constructor writes to every entry, a number or a node that is one; None: it is none of `FILLS`."""
+    """Return the number, or the node of one, that a constructor fills its result with; None: it is not in `FILLS`."""
     position = FILL_ARGUMENTS.get(node.target)
     return FILL_NUMBERS.get(node.target) if position is None else node.args[position]
 
 
 def is_uniform(node: fx.Node) -> bool:
-    """Whether a value has one number in every entry: chunks make their own, of their own size."""
+    """Return whether a value has one constant in every entry; chunks make such values anew, in their own size."""
     return node.target is aten.full.default and not isinstance(node.args[1], fx.Node)
 
 
 def descendants(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """`nodes` and everything that is computed from them; what they are computed from: `program.ancestors`."""
-    found = set(nodes)
+    """Return `nodes` and everything computed from them (the opposite of `program.ancestors`)."""
+    reached = set(nodes)
     for node in graph.nodes:
-        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if node.op != "output" and not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    return reached
 
 
 def swaps(node: fx.Node) -> bool:
-    """Whether a transposition of a matrix is one: it may name the same dimension twice, or leave the order."""
+    """Return whether a transposition of a matrix exchanges its dimensions: it may name one twice, or keep the order."""
     if node.target is aten.t.default:
         return True
     first, second = node.args[1:] if node.target is aten.transpose.int else (0, node.args[1][0])
@@ -101,7 +101,7 @@ def swaps(node: fx.Node) -> bool:
 
 
 def sizes_from_inputs(graph: fx.Graph) -> None:
-    """Replace every size that is read off an intermediate value, if it is a sum of products of input sizes."""
+    """Replace every size of an intermediate value that is a polynomial of sizes of inputs by arithmetic on those."""
     builder = SizeNodes(graph)
     for node in list(graph.nodes):
         value = node.meta.get("val")
@@ -116,7 +116,7 @@ def sizes_from_inputs(graph: fx.Graph) -> None:
 
 
 def is_polynomial(value: Any) -> bool:
-    """Whether a size is a sum of products of symbols and integers, as `SizeNodes` can compute it."""
+    """Return whether a size is a sum of products of symbols and integers, which `SizeNodes` can compute."""
     return isinstance(value, (int, torch.SymInt)) and all(
         isinstance(part, (sympy.Integer, sympy.Symbol, sympy.Add, sympy.Mul))
         for part in sympy.preorder_traversal(expression(value))
@@ -124,7 +124,7 @@ def is_polynomial(value: Any) -> bool:
 
 
 class SizeNodes:
-    """Nodes of a graph that compute sizes from those of its inputs so far."""
+    """Nodes of a graph that compute sizes from sizes of the inputs that it has at construction."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -133,9 +133,9 @@ class SizeNodes:
         self.built: dict[sympy.Expr, fx.Node] = {}
 
     def build(self, expr: sympy.Expr) -> fx.Node | int | None:
-        """Nodes that compute an expression, before the current insertion point; None if it is not a polynomial.
+        """Compute an expression before the current insertion point; None if it is not a polynomial.
 
-        Insertion points come in the order of the graph: what was built before is there.
+        Insertion points must come in graph order, so that nodes built earlier can be reused.
         """
         if isinstance(expr, sympy.Integer):
             return int(expr)

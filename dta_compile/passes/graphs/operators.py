@@ -1,7 +1,7 @@
-"""The properties of ATen operators that passes ask for: each is a set of overloads, stated once.
+"""Properties of ATen operators that passes ask for, each declared once as a set of overloads.
 
-What a pass does with an operator, its rule, stays with the pass (`token_rules`, `elements`, `vocabulary`, `simplify`).
-Where two passes mean nearly the same, the difference is written as one: a union or a difference of properties.
+The rule of a pass for an operator stays with the pass (`token_rules`, `elements`, `vocabulary`, `simplify`).
+Properties that are nearly the same are written as unions or differences of each other.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ aten = torch.ops.aten
 
 # ---- Entries of the first argument
 
-# The argument itself, in its memory; `detach` has no gradient.
+# The argument itself, in its storage; `detach` has no gradient.
 ALIASES = frozenset({aten.alias.default, aten.detach.default})
-# The same entries in the same places.
+# The same entries at the same indices.
 COPIES = ALIASES | {aten.clone.default, aten.lift_fresh_copy.default}
-# Those of them that the gradient goes through, so that a value may stand for its copy.
+# Copies that gradients flow through, so that a value may replace its copy.
 DIFFERENTIABLE_COPIES = COPIES - {aten.detach.default}
-# The same in another dtype or on another device, which may round.
+# The same entries in another dtype (perhaps rounded) or on another device.
 CASTS = frozenset({aten._to_copy.default})
 
-# The same entries in the same order, in the shape that the second argument says.
+# The same entries in the same order; the second argument is the shape of the result.
 VIEWS_OF_ORDER = frozenset({aten.view.default, aten._unsafe_view.default})  # never copied
 RESHAPES = VIEWS_OF_ORDER | {aten.reshape.default}
 # The second argument is the shape of the result; `expand` repeats entries.
 TAKE_A_SHAPE = RESHAPES | {aten.expand.default}
-# Without dimensions of one entry.
+# Remove dimensions of size one.
 SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
 # The same entries in the same order.
 KEEP_ORDER = RESHAPES | SQUEEZES | {aten.unsqueeze.default}
-# Those that are never copied: so is any view of the result a view of the argument.
+# The ones that never copy: every view of the result is a view of the argument.
 KEEP_ORDER_IN_PLACE = KEEP_ORDER - {aten.reshape.default}
-# Two dimensions exchanged: the same done again is the argument.
+# Exchange two dimensions; applied twice they give the argument.
 EXCHANGES = frozenset({aten.t.default, aten.transpose.int})
-# Dimensions in another order; of a matrix at most exchanged (`nodes.swaps`).
+# Permute dimensions; those of a matrix are exchanged or kept (`nodes.swaps`).
 TRANSPOSITIONS = EXCHANGES | {aten.permute.default}
-# All of these, and parts: entries of the argument in other places.
+# Entries of the argument at other indices: all of the above, and slices.
 MOVES = KEEP_ORDER | TAKE_A_SHAPE | TRANSPOSITIONS | {aten.select.int, aten.slice.Tensor}
-# Every entry of the result is one of the first argument, maybe rounded.
+# Every entry of the result is an entry of the first argument, perhaps rounded.
 SAME_ENTRIES = MOVES | COPIES | CASTS
-# Results in the memory of the first argument, although the schema does not say so.
+# Results in the storage of the first argument, although the schema does not declare it.
 UNDECLARED_VIEWS = frozenset({aten._unsafe_view.default})
-# The argument itself, or new memory if it does not lie there as it should.
+# The argument itself, or a copy if its strides are not as required.
 MAYBE_COPIES = frozenset({aten.contiguous.default})
 
-# Entries of the arguments as parts of a larger result.
+# Copy the entries of the arguments into parts of a larger result.
 ASSEMBLIES = frozenset(
     {
         aten.cat.default,
@@ -61,9 +61,9 @@ ASSEMBLIES = frozenset(
     }
 )
 
-# ---- Constructors: entries that no argument has.
+# ---- Constructors: entries that come from no argument
 
-# One number everywhere: the number, by operator; or the argument that it is, by position.
+# Fill with one number: by operator, that number, or the position of the argument that gives it.
 FILL_NUMBERS = {
     aten.new_ones.default: 1,
     aten.new_zeros.default: 0,
@@ -80,9 +80,9 @@ FILL_ARGUMENTS = {
     aten.scalar_tensor.default: 0,
 }
 FILLS = frozenset({*FILL_NUMBERS, *FILL_ARGUMENTS})
-# Any numbers.
+# Results with arbitrary entries.
 UNINITIALIZED = frozenset({aten.empty.memory_format, aten.new_empty.default})
-# Of a given size: `aten.full` in other words. Derivatives make them to scatter into.
+# Constructors of a given size that `aten.full` replaces. Derivatives scatter into them.
 FULL_VARIANTS = UNINITIALIZED | {
     aten.new_full.default,
     aten.new_ones.default,
@@ -91,7 +91,7 @@ FULL_VARIANTS = UNINITIALIZED | {
     aten.zeros.default,
 }
 RANGES = frozenset({aten.arange.default, aten.arange.start, aten.arange.start_step})
-# Cheaper to make again than to read; lowering leaves no `FULL_VARIANTS`.
+# Cheaper to compute again than to read; lowering leaves no `FULL_VARIANTS`.
 CONSTRUCTORS = RANGES | (FILLS - FULL_VARIANTS)
 
 # ---- Arithmetic
@@ -99,21 +99,21 @@ CONSTRUCTORS = RANGES | (FILLS - FULL_VARIANTS)
 SUMS = frozenset({aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar})
 PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 QUOTIENTS = frozenset({aten.div.Tensor, aten.div.Scalar})
-# Products and quotients with a number; sums, products and quotients of any two tensors.
+# Products and quotients with a number; sums, products and quotients of two tensors.
 SCALINGS = frozenset({aten.mul.Scalar, aten.div.Scalar})
 OF_TWO_TENSORS = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor})
-# The same with both arguments exchanged, unless one is scaled (`alpha`).
+# Commutative, unless one argument is scaled (`alpha`).
 COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor})
 
 MASKED_FILLS = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor})
-# Pointwise, but not tagged so by every torch.
+# Pointwise, but not tagged so by every version of torch.
 UNTAGGED_POINTWISE = MASKED_FILLS | {aten.where.self, aten.floor_divide.default}
-# Zeros (of either sign), if the first argument is zero everywhere.
+# Zero (of either sign) everywhere if the first argument is.
 ZERO_OF_ZERO = SAME_ENTRIES | {aten.neg.default, aten.abs.default, aten.sum.dim_IntList, aten.mean.dim}
 
-# What loops over sequences do to a row. Entry by entry, to one tensor:
+# Operators in Python loops over sequences, on one row: pointwise on one tensor,
 UNARY = CASTS | {aten.detach.default, aten.exp.default, aten.neg.default}
-# and along dimensions that the second argument names:
+# and along the dimensions that the second argument names.
 ALONG_DIMENSIONS = frozenset(
     {
         aten._log_softmax.default,
@@ -126,11 +126,11 @@ ALONG_DIMENSIONS = frozenset(
 
 # ---- What an operator costs
 
-# Reads and writes each entry once, as pointwise operators do.
+# Read and write each entry once, like pointwise operators.
 ONE_PASS = COPIES | CASTS | ASSEMBLIES | CONSTRUCTORS
-# Reads of a table what it writes, and no more.
+# Read only as many entries of a table as they write.
 LOOKUPS = frozenset({aten.embedding.default, aten.gather.default, aten.index_select.default})
-# Reads every row twice, or takes as long.
+# Read every row twice, or take as long.
 ROW_REDUCTIONS = frozenset(
     {
         aten.amax.default,
@@ -142,7 +142,7 @@ ROW_REDUCTIONS = frozenset(
         aten.var_mean.correction,
     }
 )
-# All that one generated kernel can reduce: also softmax, which is too dear to repeat, totals and gradients.
+# Reductions that one generated kernel can compute: also softmax (too expensive to recompute), totals and gradients.
 REDUCTIONS = ROW_REDUCTIONS | {
     aten._log_softmax.default,
     aten._log_softmax_backward_data.default,
@@ -153,16 +153,16 @@ REDUCTIONS = ROW_REDUCTIONS | {
     aten.native_layer_norm_backward.default,
     aten.sum.default,
 }
-# A matrix times a weight `[k, n]`, the last argument; plus a bias.
+# A matrix times a weight `[k, n]`, the last argument, perhaps plus a bias.
 LINEAR_LAYERS = frozenset({aten.mm.default, aten.addmm.default})
 
 # ---- Random numbers
 
 DROPOUTS = frozenset({aten.native_dropout.default, aten.bernoulli.p})
 
-# ---- Indices. These are packets, all overloads of an operator: what is captured may have any.
+# ---- Indices. These are packets (all overloads), since captured graphs may have any overload.
 
-# One axis, the second argument, is read or written where the third argument says.
+# Read or write one axis, the second argument, at the indices of the third.
 INDEX_ONE_AXIS = frozenset(
     {
         aten.gather,
@@ -175,14 +175,14 @@ INDEX_ONE_AXIS = frozenset(
         aten.scatter_reduce,
     }
 )
-# Each axis, where its item of the second argument says.
+# Read or write each axis at the indices of its item of the second argument.
 INDEX_EVERY_AXIS = frozenset({aten._unsafe_index, aten._unsafe_index_put, aten.index, aten.index_put})
-# Entries by their number in the whole tensor.
+# Read or write entries by their number in the flattened tensor.
 INDEX_ENTRIES = frozenset({aten.put, aten.take})
 
 # ---- In place
 
-# By operator: the one that gives the same, written over its first argument.
+# By operator, the variant that writes its result over the first argument.
 IN_PLACE_VARIANTS = {
     aten.add.Tensor: aten.add_.Tensor,
     aten.add.Scalar: aten.add_.Scalar,
@@ -200,5 +200,5 @@ FUNCTIONAL_VARIANTS = {variant: operator for operator, variant in IN_PLACE_VARIA
 
 
 def is_tagged_pointwise(operator: Any) -> bool:
-    """Whether torch says that an operator computes entry by entry, in place or not, and it is the same each time."""
+    """Return whether torch tags an operator as pointwise, in place or not, and it is deterministic."""
     return torch.Tag.pointwise in getattr(operator, "tags", ()) and not is_random(operator)

@@ -1,7 +1,7 @@
-"""Whose memory a value lives in; writes over values that nothing else reads, as the new values that they amount to.
+"""Storage of values: who allocates it, who reads it last; and functionalisation of writes to temporaries.
 
-Composite operators of torch write over their own temporaries (`rms_norm` adds its epsilon so, on CPUs). Undoing that in
-the graph saves tracing all of it once more with functionalisation, which other writes need.
+Composite operators of torch write over their own temporaries (on CPUs `rms_norm` adds its epsilon in place). Undoing
+these writes in the graph saves tracing it once more with torch's functionalisation, which all other writes need.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dta_compile.passes.graphs.operators import FUNCTIONAL_VARIANTS, MAYBE_COPIE
 from dta_compile.passes.program import has_tensor, writes_in_place
 from dta_compile.passes.symbols import expression
 
-Storage = tuple[fx.Node | str, int]  # the node that allocates (the name of an input's), and which of its results
+Storage = tuple[fx.Node | str, int]  # the node that allocates it (or the name of an input's), position of the result
 
 
 def same_memory_format(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two values have the same dtype, sizes and strides."""
+    """Return whether two values have the same dtype, sizes and strides."""
     if one.dtype != other.dtype or one.dim() != other.dim():
         return False
     if one is other:
@@ -31,7 +31,7 @@ def same_memory_format(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def view_source(node: fx.Node) -> fx.Node | None:
-    """The argument whose memory a node's result is in: for views, their items, and operators that work in place."""
+    """Return the argument whose storage a node's result is in (of a view, an item of one, an in-place operator)."""
     if is_item(node):
         return view_source(node.args[0])
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -42,7 +42,7 @@ def view_source(node: fx.Node) -> fx.Node | None:
 
 @functools.cache
 def _viewed_argument(operator: torch._ops.OpOverload) -> int | None:
-    """The position of the argument whose memory an operator's result is in; asking schemas again and again is slow."""
+    """Return the position of the argument that an operator's result aliases; cached, since asking schemas is slow."""
     if operator in UNDECLARED_VIEWS:
         return 0
     schema = operator._schema
@@ -52,14 +52,14 @@ def _viewed_argument(operator: torch._ops.OpOverload) -> int | None:
 
 
 def owner(node: fx.Node) -> fx.Node:
-    """The node that made the memory of a value: an operator, an item of an operator's results, or a placeholder."""
+    """Return the node that allocated the storage of a value: an operator, an item of its results, or a placeholder."""
     while (source := view_source(node)) is not None:
         node = source
     return node
 
 
 def storages(node: fx.Node) -> list[Storage]:
-    """The memory that a node's result is in: several pieces if it is a tuple, or if it may be a copy."""
+    """Return the storages of a node's result: several if it is a tuple, or if it may be a view or a copy."""
     if not has_tensor(node):
         return []
     copies: list[Storage] = []
@@ -76,16 +76,16 @@ def storages(node: fx.Node) -> list[Storage]:
 
 
 def last_uses(nodes: Iterable[fx.Node]) -> dict[Storage, fx.Node]:
-    """By piece of memory, the last of some nodes, given in order, that makes, reads or writes it."""
-    found: dict[Storage, fx.Node] = {}
+    """By storage, return the last of some nodes, in execution order, that allocates, reads or writes it."""
+    last_use: dict[Storage, fx.Node] = {}
     for node in nodes:
         for value in (node, *node.all_input_nodes):
-            found |= dict.fromkeys(storages(value), node)
-    return found
+            last_use |= dict.fromkeys(storages(value), node)
+    return last_use
 
 
 def write_to_new_values(graph: fx.Graph) -> bool:
-    """Replace such writes; False: there are others."""
+    """Functionalise writes to temporaries that nothing else reads; return False if other writes are left."""
     return all(_replaced(node) for node in list(graph.nodes) if writes_in_place(node))
 
 

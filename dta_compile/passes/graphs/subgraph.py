@@ -1,4 +1,4 @@
-"""Parts of a graph as graphs of their own."""
+"""Copies of parts of an FX graph, and the minimum cuts by which graphs are split."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dta_compile.passes.program import ancestors
 
 
 class Subgraph:
-    """A new graph with copies of nodes of another one.
+    """A new graph that receives copies of another graph's nodes.
 
     Attributes:
         graph: the new graph.
-        copies: by node of the other graph, what stands for it in this one.
+        copies: by node of the other graph, its copy or replacement in the new one.
     """
 
     def __init__(self) -> None:
@@ -28,33 +28,30 @@ class Subgraph:
         self.copies: dict[fx.Node, Any] = {}
 
     def add_inputs(self, nodes: Iterable[fx.Node], prefix: str = "") -> None:
-        """Take the values of some nodes as inputs."""
+        """Add a placeholder for each of some nodes."""
         for node in nodes:
             self.copies[node] = self.graph.placeholder(prefix + node.name)
 
     def copied(self, node: fx.Node) -> fx.Node:
-        """A copy of a node whose arguments are there."""
+        """Copy a node whose arguments have been copied."""
         self.copies[node] = copy = self.graph.node_copy(node, self.argument)
         return copy
 
     def argument(self, node: fx.Node) -> Any:
-        """What a copy reads in the place of a node."""
+        """Return the argument that replaces a node in copies of its users."""
         return self.copies[node]
 
     def set_outputs(self, values: Iterable[Any]) -> None:
-        """Return the copies of nodes, and whatever is none as it is."""
+        """Add an output node: the copies of nodes, and other values unchanged."""
         self.graph.output(tuple(self.copies[value] if isinstance(value, fx.Node) else value for value in values))
 
 
-def inputs_of(node: fx.Node) -> Iterable[fx.Node]:
-    """The nodes that a node reads."""
-    return node.all_input_nodes
-
-
 def missing(
-    node: fx.Node, known: Container[fx.Node], needs: Callable[[fx.Node], Iterable[fx.Node]] = inputs_of
+    node: fx.Node,
+    known: Container[fx.Node],
+    needs: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes,
 ) -> list[fx.Node]:
-    """A node and what it needs that is not known yet, in an order to compute them in."""
+    """Return a node and its dependencies (by `needs`) that are not in `known`, in topological order."""
     order: dict[fx.Node, None] = {}
     opened: set[fx.Node] = set()
     pending = [] if node in known else [node]
@@ -72,7 +69,7 @@ def missing(
 
 
 def graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
-    """A module that generates its code when it is first called: most graphs are only read, or rewritten before that."""
+    """Make a module that generates code at its first call: most graphs are never run, or rewritten before."""
     return _LazyGraphModule(root, graph)
 
 
@@ -83,35 +80,35 @@ def cheapest_cut(
     last: set[fx.Node],
     leaving: set[fx.Node],
 ) -> set[fx.Node]:
-    """Which of `nodes` to run in the first of two parts so that the values crossing to the second cost least.
+    """Return the nodes of the first of two parts, such that the values that cross to the second cost least.
 
-    The result is closed under inputs (among `nodes`), contains `first` and avoids `last`. A node of it pays `cost` once
+    The part is closed under inputs (among `nodes`), contains `first` and avoids `last`. A node in it pays `cost` once
     if any user is in the second part or if it is in `leaving`. Of equally cheap cuts the one with fewest nodes wins.
     """
     members = dict.fromkeys(nodes)
-    given = ancestors(list(first)) & members.keys()  # is in the first part, whatever is chosen
+    fixed = ancestors(list(first)) & members.keys()  # fixed: in the first part in every cut
     network = nx.DiGraph()
     network.add_node("source")
     network.add_node("sink")
     for node in members:
-        users = [user for user in node.users if user in members and user not in given]
-        if node in given and not users and node not in leaving and node not in last:
+        users = [user for user in node.users if user in members and user not in fixed]
+        if node in fixed and not users and node not in leaving and node not in last:
             continue
-        network.add_edge("source" if node in given else (node, "in"), (node, "out"), capacity=cost(node))
+        network.add_edge("source" if node in fixed else (node, "in"), (node, "out"), capacity=cost(node))
         for user in users:
             network.add_edge((node, "out"), (user, "in"))
-            if node not in given:
+            if node not in fixed:
                 network.add_edge((user, "in"), (node, "in"))
         if node in last:
-            network.add_edge("source" if node in given else (node, "in"), "sink")
+            network.add_edge("source" if node in fixed else (node, "in"), "sink")
         if node in leaving:
             network.add_edge((node, "out"), "sink")
     reachable = source_side(network)
-    return given | {node for node in members if (node, "in") in reachable}
+    return fixed | {node for node in members if (node, "in") in reachable}
 
 
 def source_side(network: nx.DiGraph) -> set[Any]:
-    """The smallest source side of a minimum cut between the nodes "source" and "sink"."""
+    """Return the smallest source side of a minimum cut between the nodes "source" and "sink"."""
     residual = nx.algorithms.flow.shortest_augmenting_path(network, "source", "sink")
     open_edges = nx.subgraph_view(
         residual, filter_edge=lambda u, v: residual[u][v]["flow"] < residual[u][v]["capacity"]
@@ -120,12 +117,12 @@ def source_side(network: nx.DiGraph) -> set[Any]:
 
 
 def bytes_per_token(node: fx.Node, layout: Layout) -> float:
-    """Bytes of one token's share of a value: its feature dimensions times the size of an element."""
+    """Return the bytes per token of a value: the product of its feature dimensions and the element size."""
     value = node.meta["val"]
     features = [int(size) for size, axis in zip(value.shape, layout.dims, strict=True) if axis is None]
     return float(math.prod(features) * value.element_size())
 
 
 def is_per_token(layout: Layout) -> bool:
-    """Whether a chunk has a row of the value for every token (of its sequence, if the value has no token axis)."""
+    """Return whether a chunk has one row of the value per token (that of its sequence, without a token axis)."""
     return layout.row_dim is not None

@@ -1,1 +1,1 @@
-"""Results written in place, and how many bytes a chunk's graph takes at its peak."""
+"""Memory of the executable graphs: results written in place, and the bytes that each graph allocates at its peak."""

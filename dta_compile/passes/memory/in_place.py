@@ -1,6 +1,7 @@
-"""in_place: operators write over an argument that dies with them, instead of into new memory.
+"""in_place: write results over an argument that has no later use, instead of into new memory.
 
-Fresh memory is what costs on a CPU (every page is mapped and zeroed when it is first touched), and the peak anywhere.
+New memory is slow on a CPU, where every page is mapped and zeroed when it is first touched, and adds to the peak on
+every device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dta_compile.passes.program import Program, has_tensor, writes_in_place
 
 @contract(rewrites=["stages"], may_be_skipped=True)
 def in_place(program: Program) -> None:
-    """Rewrite the executable graphs of `program.stages`."""
+    """Replace operators of the executable graphs of `program.stages` by their in-place variants where that is safe."""
     for module in program.stages.modules:
         _write_over_dying(module.graph)
         module.recompile()
@@ -32,7 +33,7 @@ def _write_over_dying(graph: fx.Graph) -> None:
             for args in _argument_orders(node):
                 if _may_overwrite(node, args[0], args[1:], last_use):
                     node.target, node.args = IN_PLACE_VARIANTS[node.target], args
-                    # From here on the result is the argument's memory.
+                    # From here on the result has the argument's storage.
                     last_use |= dict.fromkeys(storages(args[0]), last_use.pop((node, 0)))
                     break
 
@@ -55,7 +56,7 @@ def _may_overwrite(node: fx.Node, value: Any, others: tuple[Any, ...], last_use:
 
 
 def _overlaps(value: fx.Node) -> bool:
-    """Whether several entries may share memory, as in an expanded tensor."""
+    """Return whether several entries may share memory, like in an expanded tensor."""
     tensor = value.meta["val"]
     return any(stride == 0 and not (isinstance(size, int) and size == 1) for size, stride in _dims(tensor))
 

@@ -1,9 +1,9 @@
-"""working_memory: how many bytes each graph of a chunk allocates at its peak, as a function of the chunk's size.
+"""working_memory: compute the bytes that each graph of a stage allocates at its peak, as functions of the chunk's size.
 
-A graph is walked in its order of execution. A tensor is alive from the node that makes it to the last node that reads
-it or a view of it: the generated code drops every name after its last use. Inputs are not counted, but for those that
-are handed over and freed. A piece of generated code counts with its results alone: what else it needs while it runs
-is a few numbers per row, as whole intermediate values stay in registers.
+A graph is walked in execution order. A tensor is alive from the node that allocates it to the last node that reads it
+or a view of it, since the generated code deletes every name after its last use. Inputs are counted only if the graph
+frees them. A piece of generated code counts with its results alone: it keeps intermediate values in registers, and
+needs beside them a few numbers per row.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def working_memory(program: Program) -> None:
 
 
 def peaks_of(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = False) -> Peaks:
-    """The peak as a maximum of linear functions; what the graph returns counts from when it is made to the end.
+    """Return the peak as a maximum of linear functions; results of the graph count from their allocation to the end.
 
     With `frees_inputs`, inputs whose size depends on the chunk count until their last use.
     """
@@ -71,7 +71,7 @@ def peaks_of(graph: fx.Graph, sizes: ChunkSizes, frees_inputs: bool = False) -> 
 
 
 def _inputs(graph: fx.Graph) -> Iterable[tuple[Storage, Bytes]]:
-    """The memory of the inputs whose size depends on the chunk; several of them may be in the same."""
+    """Yield the storages of inputs whose size depends on the chunk; several inputs may share one."""
     for node in graph.find_nodes(op="placeholder"):
         name, size = node.meta.get("memory", ("", Bytes()))
         if size.per_token or size.per_head_row:
@@ -89,14 +89,14 @@ def _allocations(node: fx.Node, sizes: ChunkSizes) -> Iterable[tuple[Storage, By
 
 
 def _scratch(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
-    """What a node allocates besides its results while it runs, at one or several moments."""
+    """Return the bytes that a node allocates besides its results, at each moment of its run that may be the peak."""
     if "scratch" in node.meta:
         return [Bytes(per_token=node.meta["scratch"])]
     if node.op == "call_method" and node.target == "mix":
-        results = node.meta["val"]  # of attention, the prefix's part of the output, before the two are merged
+        results = node.meta["val"]  # attention: the output over the prefix, before it is merged with the chunk's
         return [sizes.bytes(results[0] if isinstance(results, (tuple, list)) else results)]
     if node.op == "call_method" and node.target == "mix_backward":
-        return [sizes.bytes(node.meta["val"])]  # of attention, gradients from the prefix, and of repeated heads
+        return [sizes.bytes(node.meta["val"])]  # attention: gradients from the prefix, and of repeated heads
     if node.target in head_operators.OPERATORS:
         return _scratch_of_head(node, sizes)
     if node.target in experts.OPERATORS:
@@ -108,7 +108,7 @@ def _scratch(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
 
 
 def _casts(node: fx.Node, sizes: ChunkSizes) -> Bytes:
-    """On a CPU, pointwise operators first copy the operands of another dtype than the one that they compute in."""
+    """Return the bytes of operands that a pointwise operator on a CPU first copies to the dtype that it computes in."""
     values = [arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
     operands = [value for value in values if value.dim() and value.dtype is not torch.bool]
     if not is_tagged_pointwise(node.target) or any(value.device.type != "cpu" for value in operands):
@@ -120,41 +120,41 @@ def _casts(node: fx.Node, sizes: ChunkSizes) -> Bytes:
 
 
 def add_peak(peaks: list[Bytes], candidate: Bytes) -> None:
-    """Keep the functions that no other one exceeds for every chunk."""
+    """Add a function to a maximum, and drop the functions that another one exceeds for every chunk."""
     if not any(all(a <= b for a, b in zip(candidate, known, strict=True)) for known in peaks):
         peaks[:] = [known for known in peaks if not all(a <= b for a, b in zip(known, candidate, strict=True))]
         peaks.append(candidate)
 
 
 def _scratch_of_experts(node: fx.Node, sizes: ChunkSizes) -> Bytes:
-    """Operands sorted by expert, products before they are put back in order, and the order itself."""
+    """Return the bytes of operands sorted by expert, of products before they are reordered, and of the order itself."""
     values = {
         formal.name: arg.meta["val"]
         for formal, arg in zip(node.target._schema.arguments, node.args, strict=True)
         if isinstance(arg, fx.Node)
     }
     expert, first = values["expert"], values["rows" if "rows" in values else "left"]
-    places = sizes.bytes(expert).times(1 / expert.dtype.itemsize)
-    bytes_per_place, fixed = 3 * torch.int64.itemsize, 0  # sorted numbers, their places, and places by token
+    slots = sizes.bytes(expert).times(1 / expert.dtype.itemsize)  # (token, expert) pairs
+    bytes_per_slot, fixed = 3 * torch.int64.itemsize, 0  # sorted experts, their slots, and slots by token
     if "weight" in values:
         columns = values["weight"].shape[2 if node.args[-1] else 1]
-        bytes_per_place += (first.shape[-1] + columns) * first.dtype.itemsize
-        if node.target is EXPERT_SUM:  # products times scales, and the same in the dtype that they are summed in
+        bytes_per_slot += (first.shape[-1] + columns) * first.dtype.itemsize
+        if node.target is EXPERT_SUM:  # products times scales, and a copy in the dtype of the sum
             dtype = torch.promote_types(first.dtype, values["scale"].dtype)
             wide = statistics_dtype(dtype)
-            bytes_per_place += columns * (dtype.itemsize + (wide.itemsize if wide != dtype else 0))
+            bytes_per_slot += columns * (dtype.itemsize + (wide.itemsize if wide != dtype else 0))
             if wide != dtype:
-                bytes_per_place += columns * wide.itemsize / max(expert.shape[-1], 1)
+                bytes_per_slot += columns * wide.itemsize / max(expert.shape[-1], 1)
     else:
         left, right = values["left"], values["right"]
-        bytes_per_place += (left.shape[-1] + right.shape[-1]) * left.dtype.itemsize
+        bytes_per_slot += (left.shape[-1] + right.shape[-1]) * left.dtype.itemsize
         if node.target is EXPERT_PRODUCTS_ and values["total"].dtype != left.dtype:
-            fixed = left.shape[-1] * right.shape[-1] * left.dtype.itemsize  # of one expert, rounded
-    return places.times(bytes_per_place).plus(Bytes(fixed))
+            fixed = left.shape[-1] * right.shape[-1] * left.dtype.itemsize  # the rounded product of one expert
+    return slots.times(bytes_per_slot).plus(Bytes(fixed))
 
 
 def _scratch_of_head(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
-    """What an operator of a head allocates besides its results, at each of the moments when that may be most."""
+    """Return the bytes that an LM-head operator allocates besides its results, at each moment that may be the peak."""
     if node.target is head_operators.LINEAR_LOG_PROB:
         (head, needs_both, dtype), wanted = head_operators.Forward.of(node.args), None
     else:
@@ -169,12 +169,12 @@ def _scratch_of_head(node: fx.Node, sizes: ChunkSizes) -> list[Bytes]:
     rows = sizes.bytes(hidden).times(1 / (width * narrow.itemsize))
     rounded = 0 if narrow == dtype else narrow.itemsize
     cast = Bytes(columns * width * narrow.itemsize if weight.dtype != narrow else 0)
-    # For a mean, probabilities and their logarithms. Kernels need the product alone.
+    # A mean needs probabilities and their logarithms. Kernels need only the product.
     by_torch = max((1 + needs_both) * dtype.itemsize, dtype.itemsize + rounded)
     logits = rows.times(columns * (narrow.itemsize if by_kernels.fits(head, dtype) else by_torch)).plus(cast)
     if wanted is None or narrow == wide:
         return [logits]
-    # Products with the logits' gradient are rounded, and then added to sums of a wider dtype.
+    # Products with the logits' gradient are rounded, then added to sums of a wider dtype.
     both = narrow.itemsize + wide.itemsize
     gradient, sums = rows.times(columns * narrow.itemsize), rows.times(width * wide.itemsize)
     if node.target is head_operators.LINEAR_LOG_PROB_BACKWARD and wanted.weight:

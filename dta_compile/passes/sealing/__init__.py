@@ -1,1 +1,1 @@
-"""The end of compiling: a program as the plain data that the runtime takes."""
+"""The end of compiling: a `Program` becomes an `Executable`, the plain data that the runtime takes."""

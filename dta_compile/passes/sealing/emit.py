@@ -1,4 +1,4 @@
-"""emit: the executable graphs as code, and the stages of a chunk, and of each part of it, as numbers of slots."""
+"""emit: turn the executable graphs into code, and the stages of a chunk and of its parts into numbers of slots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def emit(program: Program) -> None:
     """Fill `program.joint` and `program.parts`."""
     codes = tuple(map(_code_of, program.stages.kinds))
     program.joint = _Emitter(program.stages, codes).graphs()
-    known: dict[Hashable, ChunkGraphs] = {}  # parts alike share their graphs
+    known: dict[Hashable, ChunkGraphs] = {}  # equal parts share their graphs
 
     def graphs_of_part(part: ChunkStages, received: tuple[int, ...]) -> ChunkGraphs:
         facts = part.stages, part.inputs, part.whole, part.of_head, part.outputs, part.differentiated, received
@@ -33,14 +33,14 @@ def emit(program: Program) -> None:
 
 
 def _code_of(kind: StageGraphs) -> StageCode:
-    """A kind of stage as code; a graph that has several names is one code."""
+    """Return the code of a kind of stage; a graph with several names has one code."""
     code = functools.cache(Code.of)
     backward = None if kind.backward is None else code(kind.backward, boxed=True)
     return StageCode(code(kind.cache_only), code(kind.forward_only), code(kind.forward), backward)
 
 
 class _Emitter:
-    """Numbers what stages hand to each other."""
+    """Builds the `ChunkGraphs` of a chunk or a part: numbers slots and kept values, and computes peaks."""
 
     def __init__(self, chunk: ChunkStages, codes: Sequence[StageCode], received: tuple[int, ...] = ()) -> None:
         self.chunk, self.codes, self.received = chunk, codes, received
@@ -51,7 +51,7 @@ class _Emitter:
         inputs = {value.place[1] for values in chunk.kept_of_stages for value in values if value.place[0] == "slot"}
         self.backward_inputs = sorted(slot for slot in inputs if slot < chunk.inputs)
         crossing = inputs - set(self.backward_inputs)
-        # What is kept, in the order in which the forward has it.
+        # The kept values, in the order in which the forward computes them.
         places: list[tuple[str, int]] = [("slot", slot) for slot in self.backward_inputs]
         self.keeps: list[tuple[int, ...]] = []
         for number, (stage, kind) in enumerate(stages):
@@ -94,7 +94,7 @@ class _Emitter:
         )
 
     def _slot(self, slot: int) -> int:
-        """A slot, those of transposes being between those of inputs and the others."""
+        """Return the number of a slot in the executable, where slots of transposes follow those of inputs."""
         return slot if slot < self.chunk.inputs else slot + len(self.transposed)
 
     def _stages(self) -> Iterable[Stage]:
@@ -102,11 +102,11 @@ class _Emitter:
         stages = list(chunk.of_kinds())
         reads = [slot for stage in chunk.stages for slot in stage.reads]
         left = Counter(reads)
-        taken: set[int] = set()  # kept values that a stage before takes
+        taken: set[int] = set()  # kept values that an earlier stage takes
         last_kept: list[tuple[int, ...]] = []
         for (_, kind), values in zip(stages, chunk.kept_of_stages, strict=True):
             positions = [self.position[value.place] for value in values] if kind.backward else []
-            last_kept.append(tuple(dict.fromkeys(one for one in positions if one not in taken)))
+            last_kept.append(tuple(dict.fromkeys(position for position in positions if position not in taken)))
             taken |= set(positions)
         anchors = self._anchors()
         for number, (stage, kind) in enumerate(stages):
@@ -132,41 +132,43 @@ class _Emitter:
             )
 
     def _anchors(self) -> list[bool | None]:
-        """By stage, see `Stage.only_states`: a stage runs for its mixers, or for what later ones need of it."""
+        """Return `Stage.only_states` by stage: an anchor runs stages with mixers, and stages that these depend on."""
         needed: set[int] = set()
-        found: list[bool | None] = []
+        only_states: list[bool | None] = []
         for stage in reversed(self.chunk.stages):
             is_read = not needed.isdisjoint(stage.writes)
             runs = is_read or bool(stage.layers)
-            found.append(not is_read if runs else None)
+            only_states.append(not is_read if runs else None)
             needed |= set(stage.reads) if runs else set()
-        return found[::-1]
+        return only_states[::-1]
 
     def _sources(self) -> dict[int, set[int]]:
-        """By slot, the frontier values that its gradient comes from."""
+        """By slot, return the positions of the frontier values that its gradient comes from."""
         chunk = self.chunk
-        found: dict[int, set[int]] = {}
+        sources: dict[int, set[int]] = {}
         for i in chunk.differentiated:
-            found.setdefault(chunk.outputs[i], set()).add(i)
+            sources.setdefault(chunk.outputs[i], set()).add(i)
         for stage, kind in reversed(list(chunk.of_kinds())):
             for position, written in zip(kind.gradients, kind.sources, strict=True):
                 for i in written:
-                    found.setdefault(stage.reads[position], set()).update(found.get(stage.writes[i], ()))
-        return found
+                    sources.setdefault(stage.reads[position], set()).update(sources.get(stage.writes[i], ()))
+        return sources
 
     def _working(self) -> dict[str, tuple[Linear, ...]]:
-        """The peaks of whole chunks."""
+        """Return the peaks of a whole chunk, by graph."""
         peaks = {name: self._forward_peaks(name) for name in ("cache_only", "forward_only", "forward")}
         if self.chunk.differentiated:
             peaks["backward"] = self._backward_peaks()
         return {name: tuple((*map(float, part),) for part in parts) for name, parts in peaks.items()}  # type: ignore[misc]
 
     def _forward_peaks(self, name: str) -> Peaks:
-        """Of the forward graph of a name: what each stage allocates beside what those before it left."""
+        """Return the peaks of a forward graph: each stage allocates on top of what earlier stages have left."""
         chunk, anchors, live = self.chunk, self._anchors(), _Live()
         left = Counter(slot for stage in chunk.stages for slot in stage.reads)
         returned = set() if name == "cache_only" else set(chunk.outputs)
-        kept = {value.memory for values in chunk.kept_of_stages for value in values} if name == "forward" else set()
+        kept_memory = (
+            {value.memory for values in chunk.kept_of_stages for value in values} if name == "forward" else set()
+        )
         peaks: list[Bytes] = [Bytes()]
         for number, (stage, kind) in enumerate(chunk.of_kinds()):
             if name == "cache_only" and anchors[number] is None:
@@ -181,13 +183,14 @@ class _Emitter:
                 if value.memory[0] == "saved":
                     live.add(value.memory, value.bytes)
             for slot in {*stage.reads, *stage.writes} - returned:
-                found = chunk.memory_of_slots.get(slot)
-                if not left[slot] and found is not None and found[0] not in kept:
-                    live.remove(found[0])
+                storage = chunk.memory_of_slots.get(slot)
+                if not left[slot] and storage is not None and storage[0] not in kept_memory:
+                    live.remove(storage[0])
         return tuple(peaks)
 
     def _backward_peaks(self) -> Peaks:
-        """Of the backward: what each stage allocates beside what is kept for those after it, and their gradients."""
+        """Return the peaks of the backward: each stage allocates on top of values kept for earlier stages, and of the
+        gradients that these take."""
         chunk, held, tangents = self.chunk, _Live(), _Live()
         stages = list(zip(chunk.of_kinds(), chunk.kept_of_stages, strict=True))
         for value in (value for values in chunk.kept_of_stages for value in values):
@@ -195,19 +198,19 @@ class _Emitter:
         for i in chunk.differentiated:
             tangents.add(("slot", chunk.outputs[i]), self._gradient(chunk.outputs[i]))
         memories = [{value.memory for value in values} if kind.backward else set() for (_, kind), values in stages]
-        uses = Counter(memory for found in memories for memory in found)
+        uses = Counter(memory for handed_over in memories for memory in handed_over)
         peaks: list[Bytes] = [held.total.plus(tangents.total)]
-        for ((stage, kind), values), found in zip(reversed(stages), reversed(memories), strict=True):
+        for ((stage, kind), values), handed_over in zip(reversed(stages), reversed(memories), strict=True):
             if kind.backward is None:
                 continue
-            handed = total({value.memory: value.bytes for value in values}.values())  # which the stage's peak counts
+            handed = total({value.memory: value.bytes for value in values}.values())  # counted in the stage's peak
             for i in kind.differentiated:
                 tangents.remove(("slot", stage.writes[i]))
             others = held.total.minus(handed).plus(tangents.total)
             for peak in kind.working["backward"]:
                 add_peak(peaks, others.plus(peak))
-            uses.subtract(found)
-            for memory in found:
+            uses.subtract(handed_over)
+            for memory in handed_over:
                 if not uses[memory]:
                     held.remove(memory)
             for i in kind.gradients:
@@ -216,23 +219,23 @@ class _Emitter:
         return tuple(peaks)
 
     def _gradient(self, slot: int) -> Bytes:
-        """Bytes of a value's gradient: as many as the value has."""
+        """Return the bytes of a slot's gradient: those of the slot, or zero for inputs of the chunk."""
         return self.chunk.memory_of_slots[slot][1] if slot in self.chunk.memory_of_slots else Bytes()
 
 
 class _Live:
-    """Memory that is allocated, and its bytes in all."""
+    """Allocated storages, and their total bytes."""
 
     def __init__(self) -> None:
         self.sizes: dict[Memory, Bytes] = {}
         self.total = Bytes()
 
     def add(self, memory: Memory, size: Bytes) -> None:
-        """Allocate, if it is not there."""
+        """Allocate a storage, if it is not allocated yet."""
         if memory not in self.sizes:
             self.sizes[memory] = size
             self.total = self.total.plus(size)
 
     def remove(self, memory: Memory) -> None:
-        """Free, if it is there."""
+        """Free a storage, if it is allocated."""
         self.total = self.total.minus(self.sizes.pop(memory, Bytes()))

@@ -1,7 +1,7 @@
-"""The parts of a chunk: stages that run over all chunks of a tree before those after them do.
+"""Parts of a chunk: runs of stages that run over all chunks of a tree before the next part does. Called by `emit`.
 
-A part is what is kept between forward and backward for: its inputs stay, what it computes is computed again. So parts
-are layers: one begins where tokens are mixed, the last one where head rows are read.
+A part is the unit of rematerialisation: its inputs are kept between forward and backward, and all that it computes is
+computed again. So parts are layers: a part begins at each stage with a mixer, the last one where head rows are read.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dta_compile.executable.chunk import ChunkGraphs, Part
 from dta_compile.passes.chunk_bytes import total
 from dta_compile.passes.stage_graphs import ChunkStages
 
-# Makes graphs to be run of stages and the slots of what they receive.
+# Makes executable graphs from stages and the slots that they receive from other parts.
 Emit = Callable[[ChunkStages, tuple[int, ...]], ChunkGraphs]
 
 
 def parts_of(chunk: ChunkStages, emit: Emit) -> list[Part]:
-    """The parts of a chunk, in order; one if it is a single stage."""
-    bounds = [*_begins(chunk), len(chunk.stages)]
+    """Return the parts of a chunk, in order; one part if the chunk is a single stage."""
+    bounds = [*_first_stages(chunk), len(chunk.stages)]
     return [_part(chunk, first, stop, emit) for first, stop in itertools.pairwise(bounds)]
 
 
-def _begins(chunk: ChunkStages) -> list[int]:
-    """The stages that parts begin with. What crosses from part to part runs over tokens: a value over head rows
-    stays in its part, as a backward may be for some of the head rows."""
+def _first_stages(chunk: ChunkStages) -> list[int]:
+    """Return the stages that parts begin with. Only values over tokens cross between parts: a value over head rows
+    stays in its part, since a backward may run for a part of the head rows."""
     stages = chunk.stages
     begins = {number for number, stage in enumerate(stages) if stage.layers}
     begins |= {number for number, stage in enumerate(stages) if not chunk.of_head.isdisjoint(stage.reads)}
@@ -39,8 +39,8 @@ def _begins(chunk: ChunkStages) -> list[int]:
 
 
 def _part(chunk: ChunkStages, first: int, stop: int, emit: Emit) -> Part:
-    """Some stages as a chunk of their own: its inputs are those of the chunk's that they read, then what other parts
-    write, its outputs what other parts read, then frontier values; its mixers' layers count from zero."""
+    """Make some stages a chunk of their own. Its inputs are the chunk's inputs that they read, then slots of other
+    parts; its outputs are slots that later parts read, then frontier values. Its mixer layers count from zero."""
     stages = chunk.stages[first:stop]
     own = [slot for stage in stages for slot in stage.writes]
     is_last = stop == len(chunk.stages)
@@ -61,15 +61,15 @@ def _part(chunk: ChunkStages, first: int, stop: int, emit: Emit) -> Part:
         stages=tuple(
             stage._replace(
                 layers=tuple(map(layers.index, stage.layers)),
-                reads=_of(local, stage.reads),
-                writes=_of(local, stage.writes),
+                reads=_renumbered(local, stage.reads),
+                writes=_renumbered(local, stage.writes),
             )
             for stage in stages
         ),
         inputs=len(inputs) + len(reads),
         whole=sum(slot < chunk.whole for slot in inputs),
         of_head=frozenset(local[slot] for slot in chunk.of_head.intersection(inputs)),
-        outputs=_of(local, outputs),
+        outputs=_renumbered(local, outputs),
         differentiated=tuple(differentiated),
     )
     memory = dict(chunk.memory_of_slots[slot] for slot in writes)
@@ -84,5 +84,5 @@ def _part(chunk: ChunkStages, first: int, stop: int, emit: Emit) -> Part:
     )
 
 
-def _of(local: dict[int, int], slots: Sequence[int]) -> tuple[int, ...]:
+def _renumbered(local: dict[int, int], slots: Sequence[int]) -> tuple[int, ...]:
     return tuple(local[slot] for slot in slots)

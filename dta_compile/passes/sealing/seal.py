@@ -1,9 +1,9 @@
-"""seal: what the passes found out, as an `Executable`: nodes become slots, graphs code, symbolic sizes expressions.
+"""Seal a program as an `Executable`: nodes become slots, graphs code, and symbolic sizes expressions.
 
-The self-check has to know by what the sizes may be cut, and what may differ between two runs. Every size of the program
-is an expression in symbols, so that its inputs may be cut to any sizes that the guards of the trace allow; what the
-data then means does not matter, for both programs get the same. What must not happen is an index out of bounds (on a
-GPU it ends the process): an axis that is indexed by data keeps its length.
+`Comparison` tells the self-check to which sizes inputs may be cut, and what may differ between two runs. Every size is
+an expression in symbols, so inputs may be cut to any sizes that the guards of the trace allow; the meaning of the data
+does not matter, since both programs get the same. An index must not get out of bounds, which ends the process on a GPU,
+so an axis that is indexed by data keeps its length.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from dta_compile.passes.symbols import expression, free_symbols, hint, sizes, sy
 
 
 def seal(program: Program) -> Executable:
-    """The executable of a program that all passes have run on."""
+    """Return the executable of a program that all passes have run on."""
     slots = {node: slot for slot, node in enumerate(program.prologue_nodes)}
     indexed = _indexed_by(program)
 
@@ -88,14 +88,14 @@ def seal(program: Program) -> Executable:
 
 
 def _values(program: Program) -> tuple[TensorSpec | NumberSpec | None, ...]:
-    """Of the inputs; one object for all that are alike, as those of layers are."""
+    """Return the specs of the inputs; equal specs are one object, since layers have many."""
     known: dict[Any, Any] = {}
     specs = (spec(node.meta["val"]) for node in program.placeholders)
-    return tuple(known.setdefault(one, one) for one in specs)
+    return tuple(known.setdefault(value, value) for value in specs)
 
 
 def spec(value: Any) -> TensorSpec | NumberSpec | None:
-    """What is known of a traced value before any call; None: nothing."""
+    """Return the shape, dtype and device of a traced tensor, or the expression of a number; None for other values."""
     if isinstance(value, torch.Tensor):
         return TensorSpec(tuple(map(expression, value.shape)), value.dtype, value.device)
     if (expr := symbolic(value)) is not None:
@@ -104,20 +104,20 @@ def spec(value: Any) -> TensorSpec | NumberSpec | None:
 
 
 def _indexed_by(program: Program) -> dict[fx.Node, tuple[int, str, str]]:
-    """By dense value that chunks index parameters or values of a token by: see `ChunkInput.indexes`."""
-    found: dict[fx.Node, tuple[int, str, str]] = {}
+    """By dense value that is an index into parameters or features of a token, return its `ChunkInput.indexes`."""
+    indexes: dict[fx.Node, tuple[int, str, str]] = {}
     for node in program.region:
         packet: Any = getattr(node.target, "overloadpacket", None)
         at = POSITIONS_OF_INDEX.get(packet)
         if at is not None:
             dim = node.args[1] if at == 2 else 0
             size, index = node.args[0].meta["val"].shape[dim], node.args[at]
-            if isinstance(size, int) and size <= found.get(index, (size,))[0]:
+            if isinstance(size, int) and size <= indexes.get(index, (size,))[0]:
                 source = index
                 while source.target in SAME_ENTRIES:
                     source = source.args[0]
-                found[index] = size, source.meta.get("source") or source.name, where(node)
-    return found
+                indexes[index] = size, source.meta.get("source") or source.name, where(node)
+    return indexes
 
 
 def _chunk_input(program: Program, item: LoweredInput, slot: int, indexes: tuple[int, str, str] | None) -> ChunkInput:
@@ -129,7 +129,7 @@ def _chunk_input(program: Program, item: LoweredInput, slot: int, indexes: tuple
 
 def _frontier_value(value: FrontierValue, slots: Mapping[fx.Node, int]) -> executable.FrontierValue:
     def at_slots(use: Use) -> Use:
-        conditions = (dataclasses.replace(one, source=slots[one.source]) for one in use.conditions)
+        conditions = (dataclasses.replace(condition, source=slots[condition.source]) for condition in use.conditions)
         return Use(use.frame, frozenset(conditions))
 
     facts = {field.name: getattr(value, field.name) for field in dataclasses.fields(executable.FrontierValue)}
@@ -137,7 +137,7 @@ def _frontier_value(value: FrontierValue, slots: Mapping[fx.Node, int]) -> execu
 
 
 def _own_inputs(program: Program) -> list[fx.Node]:
-    """The inputs of the call, as the epilogue has them."""
+    """Return the epilogue's placeholders of the call's inputs."""
     return list(program.epilogue.graph.find_nodes(op="placeholder"))[: len(program.inputs)]
 
 
@@ -193,14 +193,14 @@ def _regions(program: Program) -> dict[str, int]:
 
 aten = torch.ops.aten
 
-# Where an index is among the arguments of operators that read entries by it, none of them by numbers below zero.
+# Position of the index among the arguments of operators that read entries by it, and refuse negative indices.
 POSITIONS_OF_INDEX = {aten.gather: 2, aten.index_select: 2, aten.embedding: 1}
 
 KNOWN_LIBRARIES = ("aten", "prims", "dta")
 
 
 def comparison(program: Program) -> Comparison:
-    """What there is to know of a program that all passes have run on."""
+    """Return the facts that the self-check needs of a program that all passes have run on."""
     guards, least = _assumed(program)
     if program.length is not None:
         guards = (*guards, sympy.Eq(expression(program.length), hint(program.length)))  # the captured graph's only one
@@ -215,27 +215,27 @@ def _why_incomparable(program: Program) -> str:
             return f"{node.target} draws random numbers"
         if node.target in COLLECTIVES or "c10d" in str(getattr(node.target, "namespace", "")):
             return f"{node.target} waits for other ranks"
-    if any(layer.mask is not None for one in programs_of(program)[1:] for layer in one.attention):
+    if any(layer.mask is not None for batch in programs_of(program)[1:] for layer in batch.attention):
         return "it runs the model on batches of several sizes, with masks of their own"
     return "it indexes by rounded values" if indices_from_values(program) else ""
 
 
 def _precision(program: Program) -> torch.dtype:
-    """The least precise dtype that values which depend on parameters are computed in."""
+    """Return the least precise dtype among values that depend on parameters."""
     values = [node.meta["val"] for node in program.parameter_dependent if is_tensor(node)]
     dtypes = {value.dtype.to_real() for value in values if _is_rounded(value)} or {torch.float64}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def choices(program: Program) -> set[fx.Node]:
-    """Where the program chooses (an expert, a token) by values that are rounded: another choice is no error."""
-    found = set()
+    """Return the discrete choices (of an expert, a token) that depend on parameters: rounding may change them."""
+    chosen = set()
     for node in program.parameter_dependent:
         values = node.meta.get("val")
         results = values if isinstance(values, (tuple, list)) else [values]
         if any(isinstance(value, torch.Tensor) and not _is_rounded(value) for value in results):
-            found.add(node)
-    return found
+            chosen.add(node)
+    return chosen
 
 
 def _is_rounded(value: torch.Tensor) -> bool:
@@ -243,7 +243,7 @@ def _is_rounded(value: torch.Tensor) -> bool:
 
 
 def _assumed(program: Program) -> tuple[tuple[sympy.Basic, ...], dict[sympy.Symbol, sympy.Expr]]:
-    """Guards of the trace, and least values of the symbols that inputs give."""
+    """Return the guards of the trace, and the least values of the symbols that inputs define."""
     symbolic = [size for node in program.placeholders for size in _symbolic(node)]
     if not symbolic:
         return (), {}
@@ -261,19 +261,19 @@ def _symbolic(node: fx.Node) -> Iterator[torch.SymInt]:
 
 
 def _indexed_by_data(program: Program) -> frozenset[sympy.Symbol]:
-    """Symbols in the sizes of axes that are read or written by an index which is computed from inputs."""
-    computed: set[fx.Node] = set()  # from tensors that the call is given
-    found: set[sympy.Symbol] = set()
+    """Return the symbols in sizes of axes that are indexed by values computed from tensor inputs."""
+    computed: set[fx.Node] = set()  # from tensor inputs
+    symbols: set[sympy.Symbol] = set()
     for node in program.graph.nodes:
         if (is_tensor(node) and node.op == "placeholder") or any(arg in computed for arg in node.all_input_nodes):
             computed.add(node)
         if node.op in ("call_function", "call_module"):
-            found |= free_symbols(_indexed_sizes(node, computed, program))
-    return frozenset(found)
+            symbols |= free_symbols(_indexed_sizes(node, computed, program))
+    return frozenset(symbols)
 
 
 def _indexed_sizes(node: fx.Node, computed: set[fx.Node], program: Program) -> Iterator[sympy.Expr]:
-    """Sizes that an operator's indices must stay below."""
+    """Yield the sizes that an operator's indices must stay below."""
     packet, args = getattr(node.target, "overloadpacket", None), node.args
     shape = sizes(args[0]) if args and is_tensor(args[0]) else ()
     if packet in INDEX_ONE_AXIS and shape:
@@ -294,7 +294,7 @@ def _indexed_sizes(node: fx.Node, computed: set[fx.Node], program: Program) -> I
 
 
 def indices_from_values(program: Program) -> bool:
-    """Whether values are turned into whole numbers that something is indexed by: others may be out of bounds."""
+    """Return whether floating-point values are cast to integers that index: rounding may put these out of bounds."""
     rounded: set[fx.Node] = set()
     for node in program.graph.nodes:
         value = node.meta.get("val")
@@ -308,7 +308,7 @@ def indices_from_values(program: Program) -> bool:
 
 
 def _may_do_anything(node: fx.Node) -> bool:
-    """An assertion about data, or an operator of others that takes integers: perhaps indices."""
+    """Return whether an operator is an assertion, or one of another library that takes integers (perhaps indices)."""
     if "_assert" in str(node.target):
         return True
     if node.op == "call_function" and getattr(node.target, "namespace", "aten") in KNOWN_LIBRARIES:
@@ -318,12 +318,13 @@ def _may_do_anything(node: fx.Node) -> bool:
 
 
 def _bytes(program: Program) -> dict[Shape, int]:
-    """All intermediate values of two programs, and scores of attention; gradients of parameters come to that."""
-    found = collections.Counter[Shape]()
+    """By shape, return the bytes per entry of all intermediate values and attention scores of two programs, without
+    gradients of parameters."""
+    bytes_of = collections.Counter[Shape]()
     for node in program.parameter_dependent:
         if is_tensor(node) and node.op != "placeholder":
-            found[sizes(node)] += 2 * node.meta["val"].dtype.itemsize
+            bytes_of[sizes(node)] += 2 * node.meta["val"].dtype.itemsize
     for layer in program.attention:
         batch, heads, tokens, _ = sizes(program.mixer_nodes[layer.index])
-        found[batch, heads, tokens, tokens] += 2 * layer.dtype.itemsize
-    return dict(found)
+        bytes_of[batch, heads, tokens, tokens] += 2 * layer.dtype.itemsize
+    return dict(bytes_of)

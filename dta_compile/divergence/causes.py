@@ -78,7 +78,7 @@ class Difference(NamedTuple):
 def cause_of_text(text: Difference) -> str:
     """Classify a difference by what has to be ignored for both sides to be equal."""
     left, right = text.words()
-    if _without(left, r"\s+", "") == _without(right, r"\s+", ""):
+    if re.sub(r"\s+", "", left) == re.sub(r"\s+", "", right):
         return WHITESPACE
     times = _TIME.sub("<time>", left), _TIME.sub("<time>", right)
     if _same(*times):
@@ -111,10 +111,6 @@ def cause_of_tokens(left: list[int], right: list[int]) -> str:
 def is_about_tools(text: str) -> bool:
     """Return whether a text contains definitions of tools."""
     return _TOOLS.search(text) is not None
-
-
-def _without(text: str, pattern: str, instead: str) -> str:
-    return re.sub(pattern, instead, text)
 
 
 def _same(left: str, right: str) -> bool:

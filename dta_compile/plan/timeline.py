@@ -10,7 +10,7 @@ import numpy as np
 from dta_compile.plan.cost import Limits
 from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule, format_op
-from dta_compile.plan.simulate import Held, Work, chunk_work, held_tokens
+from dta_compile.plan.simulate import Work, chunk_work, held_tokens
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.views.traces.chrome import TICKS, Counter, Event, Process, Track, as_speedscope
 
@@ -73,8 +73,7 @@ def processes(
         rank: rank that the tracks are named after.
         epoch: origin of the measured run's times (seconds since 1970); None: the start of the run.
     """
-    held = list(held_tokens(schedule))
-    levels = _levels(tree, schedule, limits, held)
+    levels = _levels(tree, schedule, limits)
     traces = [_predicted(tree, schedule, limits, levels, rank)]
     if estimates.runs:
         begin = 0.0 if epoch is None or estimates.began is None else estimates.began - epoch
@@ -128,16 +127,17 @@ def _short(op: Op) -> str:
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 3] + "..."
 
 
-def _levels(tree: PrefixTree, schedule: Schedule, limits: Limits, held: list[Held]) -> list[dict[str, float]]:
+def _levels(tree: PrefixTree, schedule: Schedule, limits: Limits) -> list[dict[str, float]]:
     """Return the tokens held after every op by counter name, and bytes where they are known."""
     footprint = limits.footprint
     levels: list[dict[str, float]] = [
-        {"stack tokens": one.stack, "live tokens": one.live, "stored tokens": one.stored} for one in held
+        {"stack tokens": held.stack, "live tokens": held.live, "stored tokens": held.stored}
+        for held in held_tokens(schedule)
     ]
     if not footprint.counts_tokens:
-        for level, one in zip(levels, bytes_by_op(tree, schedule, footprint, limits.head_starts), strict=True):
-            level["live bytes"] = one.kept + footprint.kv_token * level["stack tokens"]
-            level["peak bytes of the op"] = one.peak + footprint.kv_token * level["stack tokens"]
+        for level, live in zip(levels, bytes_by_op(tree, schedule, footprint, limits.head_starts), strict=True):
+            level["live bytes"] = live.kept + footprint.kv_token * level["stack tokens"]
+            level["peak bytes of the op"] = live.peak + footprint.kv_token * level["stack tokens"]
     return levels
 
 

@@ -150,9 +150,7 @@ class _Fragment:
 _Bin = list[_Fragment]
 
 
-def pack(
-    tree: PrefixTree, chunk_size: int, order: str = "backward_dfs", seed: int = 0
-) -> tuple[list[Chunk], list[int]]:
+def pack(tree: PrefixTree, chunk_size: int, order: str = "backward_dfs") -> tuple[list[Chunk], list[int]]:
     """Pack the tree into chunks; return them in backward order, and the parent of each (see `ChunkTree`).
 
     Takes O(M log M) for M nodes (linear but for sorting siblings by size). Nodes are cut only if they are longer than
@@ -164,7 +162,7 @@ def pack(
     """
     packer = _Packer(tree, chunk_size)
     packer.run()
-    return packer.listed(order, seed)
+    return packer.listed(order)
 
 
 class _Packer:
@@ -227,11 +225,11 @@ class _Packer:
         self.bins.append(members)
         self.place.append((node, depth))
 
-    def listed(self, order: str, seed: int) -> tuple[list[Chunk], list[int]]:
+    def listed(self, order: str) -> tuple[list[Chunk], list[int]]:
         """Return the chunks in backward order, and the parent of each."""
         chunks = [self._chunk(members) for members in self.bins]
         parents = self._parents()
-        postorder = self._postorder(chunks, parents, order, seed)
+        postorder = self._postorder(chunks, parents, order)
         number = {index: n for n, index in enumerate(postorder)}
         number[-1] = -1
         return [chunks[index] for index in postorder], [number[parents[index]] for index in postorder]
@@ -252,11 +250,11 @@ class _Packer:
             for node, depth in self.place
         ]
 
-    def _postorder(self, chunks: Sequence[Chunk], parents: Sequence[int], order: str, seed: int) -> list[int]:
+    def _postorder(self, chunks: Sequence[Chunk], parents: Sequence[int], order: str) -> list[int]:
         children: list[list[int]] = [[] for _ in range(len(chunks) + 1)]  # the last entry is for the root
         for index, parent in enumerate(parents):
             children[parent].append(index)
-        rank = self._ranks(chunks, parents, order, seed)
+        rank = self._ranks(chunks, parents, order)
         postorder, pending = [], [len(chunks)]
         while pending:  # preorder with children in reverse, read backwards
             index = pending.pop()
@@ -264,9 +262,9 @@ class _Packer:
             pending += sorted(children[index], key=lambda child: (chunks[child].start, rank[child]))
         return postorder[:0:-1]
 
-    def _ranks(self, chunks: Sequence[Chunk], parents: Sequence[int], order: str, seed: int) -> Sequence[float]:
+    def _ranks(self, chunks: Sequence[Chunk], parents: Sequence[int], order: str) -> Sequence[float]:
         if order == "random":
-            generator = random.Random(seed)
+            generator = random.Random(0)
             return [generator.random() for _ in chunks]
         if order == "lexicographic":
             return [min(fragment.node for fragment in members) for members in self.bins]

@@ -33,6 +33,7 @@ from dta_compile.plan import (
 )
 from dta_compile.plan.cost import BUDGET_SHARE, BY_CHUNKS, BY_STAGES, chunk_sizes
 from dta_compile.plan.schedule import SWEEPS
+from dta_compile.plan.simulate import causal_pairs
 from dta_compile.plan.tree.prefix_tree import IntArray
 
 NUMBER, SUM = 2, 4  # bytes of a 16-bit weight, activation or gradient, and of a float32 sum of gradients
@@ -334,7 +335,7 @@ class _Step:
         tree, heads, footprint, cost = self.tree, self.heads, self.footprint, self.cost
         lengths = tree.lengths
         per_token = float(heads[-1]) / max(tree.num_rows, 1)
-        pairs, tree_pairs = _pairs(lengths), _pairs(tree.stop) - _pairs(tree.start)
+        pairs, tree_pairs = causal_pairs(lengths), causal_pairs(tree.stop) - causal_pairs(tree.start)
         dense = Work(len(lengths), len(lengths), int(lengths.sum()), pairs, int(lengths.sum() * per_token))
         packed = Work(1, 1, tree.num_rows, tree_pairs, int(heads[-1]))
         fixed = self.ranks.held(self.shape) + self.ranks.gathered(self.shape, "stages")
@@ -362,9 +363,8 @@ def parts_of(shape: ModelShape, ranks: Ranks) -> tuple[PartBytes, ...]:
 
     The first part includes the embedding, and the last one the head. Parts pass hidden states on.
     """
-    graph = shape.outputs / shape.layers * NUMBER
-    working = {name: ((0.0, times * shape.widest * NUMBER, 0.0),) for name, times in WORKING.items()}
-    footprint = Footprint(graph, kv_token=shape.kv_width * NUMBER, working=working)
+    graph, kv = shape.outputs / shape.layers * NUMBER, shape.kv_width * NUMBER
+    footprint = dataclasses.replace(footprint_of(shape), graph_token=graph, kv_token=kv)
     last = shape.layers - 1
     outside = {0: max(shape.outside - shape.head, 0) if last else shape.outside, last: min(shape.head, shape.outside)}
     return tuple(
@@ -375,10 +375,6 @@ def parts_of(shape: ModelShape, ranks: Ranks) -> tuple[PartBytes, ...]:
         )
         for number in range(shape.layers)
     )
-
-
-def _pairs(depths: Any) -> int:
-    return int((depths * (depths + 1)).sum()) // 2
 
 
 # Keys of configurations for the number of experts, and the number of experts per token.

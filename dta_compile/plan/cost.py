@@ -17,7 +17,7 @@ from dta_compile.options import CHUNK_TOKENS, Options
 from dta_compile.plan.peak_memory import Footprint, PartBytes, bytes_of_halves
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule, rebuilt_slices
 from dta_compile.plan.schedule import SWEEPS, Schedule
-from dta_compile.plan.simulate import Simulation, Work, chunk_work, simulate
+from dta_compile.plan.simulate import Simulation, Work, causal_pairs, chunk_work, simulate
 from dta_compile.plan.states import with_states
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.chunk_tree import ChunkTree, chunk_tree
@@ -432,8 +432,7 @@ def _dense_at_least(tree: PrefixTree, options: Options, mode: str) -> Simulation
     """Return lower bounds of the counts of any dense schedule of these sequences."""
     lengths = tree.lengths
     launches = int((-(-lengths // options.chunk_tokens)).sum())
-    tokens, pairs = int(lengths.sum()), int((lengths * (lengths + 1)).sum()) // 2
-    once = Work(launches, launches, tokens, pairs, 0)
+    once = Work(launches, launches, int(lengths.sum()), causal_pairs(lengths), 0)
     return Simulation(
         ops=launches,
         forward=once,

@@ -19,11 +19,11 @@ from dta_compile.plan.peak_memory import Footprint
 from dta_compile.plan.picture import Known, picture
 from dta_compile.plan.scalars import scalars
 from dta_compile.plan.schedule import Schedule
-from dta_compile.plan.simulate import Simulation
+from dta_compile.plan.simulate import Simulation, causal_pairs
 from dta_compile.plan.summary import Estimates, Stats, summarize
 from dta_compile.plan.timeline import processes, tree_as_speedscope
 from dta_compile.plan.tree.lexicographic import each
-from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
+from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import SplitPrefixes, with_routes
 from dta_compile.plan.verify import verify
 from dta_compile.views.traces.chrome import Process, as_chrome_trace
@@ -77,14 +77,14 @@ class Plan:
         """Figures of the tree and the schedule."""
         tree, simulation = self.prefix_tree, self.simulation
         tokens = int(tree.lengths.sum())
-        tree_pairs = _causal_pairs(tree.stop) - _causal_pairs(tree.start)
+        tree_pairs = causal_pairs(tree.stop) - causal_pairs(tree.start)
         return Stats(
             sequences=len(tree.lengths),
             tokens=tokens,
             tree_tokens=tree.num_rows,
             compression=_ratio(tokens, tree.num_rows),
             leaf_compression=_ratio(int(tree.stop[tree.leaves].sum()), tree.num_rows),
-            attention_compression=_ratio(_causal_pairs(tree.lengths), tree_pairs),
+            attention_compression=_ratio(causal_pairs(tree.lengths), tree_pairs),
             leaves=len(tree.leaves),
             longest_path=int(tree.stop.max(initial=0)),
             ops=simulation.ops,
@@ -261,10 +261,6 @@ def plan(
         tree, split = with_routes(tree, routes)
     planned = make_plan(tree, parsed, mode=mode, limits=limits, split=split)
     return dataclasses.replace(planned, sequences=ids)
-
-
-def _causal_pairs(lengths: IntArray) -> int:
-    return int((lengths * (lengths + 1)).sum()) // 2
 
 
 def _ratio(numerator: int, denominator: int) -> float:

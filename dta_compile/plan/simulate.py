@@ -12,7 +12,7 @@ from dta_compile.plan.states import LiveStates
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 
-__all__ = ["Held", "Simulation", "Work", "attention_pairs", "chunk_work", "held_tokens", "simulate"]
+__all__ = ["Held", "Simulation", "Work", "attention_pairs", "causal_pairs", "chunk_work", "held_tokens", "simulate"]
 
 
 class Work(NamedTuple):
@@ -187,6 +187,11 @@ class _Gauge:
 
     def remove(self, chunk: Chunk) -> None:
         self.total -= self.held.pop(chunk, 0)
+
+
+def causal_pairs(lengths: IntArray) -> int:
+    """Return the query-key pairs of causal attention over whole paths of these lengths."""
+    return int((lengths * (lengths + 1)).sum()) // 2
 
 
 def attention_pairs(part: Slice) -> int:

@@ -289,7 +289,7 @@ def gram_hashes(tokens: Ints) -> Hashes:
 def _resume(a: Ints, b: Ints, i: int, j: int, ahead_a: Hashes, ahead_b: Hashes) -> tuple[int, int, int] | None:
     """Return how many tokens to skip in each sequence and the equal run after that; None if there is no such run."""
     best: tuple[float, int, int, int] | None = None
-    for x, y in _places(a, b, i, j, ahead_a, ahead_b):
+    for x, y in _resume_offsets(a, b, i, j, ahead_a, ahead_b):
         run = common_run(a, b, i + x, j + y)
         weight = PURE if not (x and y) else 1.0
         score = weight * run / (x + y + GRAM)
@@ -298,7 +298,7 @@ def _resume(a: Ints, b: Ints, i: int, j: int, ahead_a: Hashes, ahead_b: Hashes) 
     return None if best is None else best[1:]
 
 
-def _places(a: Ints, b: Ints, i: int, j: int, ahead_a: Hashes, ahead_b: Hashes) -> Iterator[tuple[int, int]]:
+def _resume_offsets(a: Ints, b: Ints, i: int, j: int, ahead_a: Hashes, ahead_b: Hashes) -> Iterator[tuple[int, int]]:
     """Yield candidate offsets at which both sequences may be equal again."""
     for window in (*WINDOWS, max(len(ahead_a), len(ahead_b), 1)):
         offsets = list(_common(ahead_a[:window], ahead_b[:window]))

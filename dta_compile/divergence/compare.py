@@ -65,12 +65,12 @@ def _in_order(batch: Batch, order: list[int]) -> list[Comparison]:
         comparison = _best(batch, references, sequence)
         comparisons.append(comparison)
         references.add(sequence)
-        _note_writing(batch, comparison)
+        _record_written(batch, comparison)
     return comparisons
 
 
 def _is_earlier(batch: Batch, comparison: Comparison) -> bool:
-    """Return whether a sequence is an earlier turn: it has tokens that its reference lacks, which else continues it."""
+    """Return whether a sequence is an earlier turn: its reference continues it, but has fewer tokens up to its end."""
     if not comparison.hunks or batch.sequences[comparison.sequence].turn is not None:
         return False
     last = comparison.hunks[-1]
@@ -164,7 +164,7 @@ def _begins_a_turn(batch: Batch, reference: int, hunk: Hunk) -> bool:
     return hunk.a0 < AT_BEGIN or not wrote[hunk.a0 - AT_BEGIN]
 
 
-def _note_writing(batch: Batch, comparison: Comparison) -> None:
+def _record_written(batch: Batch, comparison: Comparison) -> None:
     """Record the tokens of a sequence that the policy wrote: its spans, and those aligned with written ones before."""
     sequence, reference = comparison.sequence, comparison.reference
     recorded = batch.sequences[sequence]

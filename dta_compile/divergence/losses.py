@@ -111,18 +111,18 @@ def find_losses(sequences: Sequence[Recorded], decode: Decode | None = None) -> 
     tree_tokens = PrefixTree.build([sequence.tokens for sequence in sequences]).num_rows
     arrays = [np.asarray(sequence.tokens, np.int64) for sequence in sequences]
     batch = Batch(sequences, arrays, decode, {})
-    comparisons = _with_thinking(batch, compare_all(batch))
+    comparisons = _reclassify_thinking(batch, compare_all(batch))
     names = Counter(cause for comparison in comparisons for cause in comparison.causes)
-    losses = [_without(batch, comparisons, tree_tokens, name, names[name], name.__eq__) for name in names]
+    losses = [_loss_of(batch, comparisons, tree_tokens, name, names[name], name.__eq__) for name in names]
     causes = sorted((loss for loss in losses if loss.gained > 0), key=lambda loss: (-loss.gained, loss.name))
     together = None
     if causes:
-        together = _without(batch, comparisons, tree_tokens, "all of these", sum(names.values()), lambda name: True)
+        together = _loss_of(batch, comparisons, tree_tokens, "all of these", sum(names.values()), lambda name: True)
     tokens = sum(map(len, arrays))
     return Losses(len(arrays), tokens, tree_tokens, tuple(causes), together, "token ids" if decode is None else "text")
 
 
-def _without(
+def _loss_of(
     batch: Batch,
     comparisons: Sequence[Comparison],
     before: int,
@@ -178,7 +178,7 @@ def _text(decode: Decode | None, tokens: list[int]) -> str:
     return f"{show(tokens[:SHOWN])} ... {show(tokens[-SHOWN:])}"
 
 
-def _with_thinking(batch: Batch, comparisons: list[Comparison]) -> list[Comparison]:
+def _reclassify_thinking(batch: Batch, comparisons: list[Comparison]) -> list[Comparison]:
     """Reclassify removed blocks as thinking if nearly all have the same first token and the same last token (its tags).
 
     For batches without a tokenizer, which would show the tags, and without the policy's spans, which `compare` uses.

@@ -131,20 +131,20 @@ def exchange_whole_chunks(order: LexicographicOrder, groups: Groups, seconds: Tr
     if work < 0:
         return
 
-    def of(group: Group) -> float:
+    def price(group: Group) -> float:
         return seconds(_tree(order, groups.items.positions(group.members)))
 
-    each = [of(group) for group in groups.groups]
+    prices = [price(group) for group in groups.groups]
     while work > 0:
-        slowest = int(np.argmax(each))
+        slowest = int(np.argmax(prices))
         for trade in groups.trades(slowest, each=_TRIES)[:_TRIES]:
             both = groups.after(slowest, trade)
             work -= sum(len(group.members) for group in both)
-            mine, theirs = map(of, both)
-            if max(mine, theirs) < each[slowest]:
+            mine, theirs = map(price, both)
+            if max(mine, theirs) < prices[slowest]:
                 for number, group, new in zip((slowest, trade.partner), both, (mine, theirs), strict=True):
                     groups.take(number, group)
-                    each[number] = new
+                    prices[number] = new
                 break
         else:
             return

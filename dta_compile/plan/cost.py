@@ -246,7 +246,7 @@ class _Choice:
 
     @classmethod
     def of(cls, tree: PrefixTree, options: Options, mode: str, limits: Limits) -> _Choice:
-        schedule = _planned(tree, options, mode, limits)
+        schedule = _build(tree, options, mode, limits)
         return cls(tree, limits, schedule, simulate(tree, schedule, limits.head_starts))
 
     @property
@@ -275,9 +275,9 @@ def choose(
     """
     limits = limits or Limits()
     if options.sweep != "auto":
-        best, reason = _chosen(tree, options, mode, limits.of_sweep(options.sweep))
+        best, reason = _choose_for_sweep(tree, options, mode, limits.of_sweep(options.sweep))
     else:
-        best, reason = _chosen(tree, dataclasses.replace(options, sweep="chunks"), mode, limits)
+        best, reason = _choose_for_sweep(tree, dataclasses.replace(options, sweep="chunks"), mode, limits)
         if mode == "transparent" and _may_sweep_stages(best, limits):
             of_strategy = dataclasses.replace(options, strategy=best.schedule.strategy)
             best, why = _best_sweep(tree, of_strategy, mode, limits)
@@ -297,7 +297,7 @@ def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -
 
     def chosen(sweep: str, budget: int) -> _Choice:
         known = dataclasses.replace(limits.of_sweep(sweep), budget=budget)
-        return _chosen(tree, dataclasses.replace(options, sweep=sweep), mode, known)[0]
+        return _choose_for_sweep(tree, dataclasses.replace(options, sweep=sweep), mode, known)[0]
 
     nothing = {sweep: chosen(sweep, 0) for sweep in SWEEPS}
     least = {sweep: choice.peak for sweep, choice in nothing.items()}
@@ -311,7 +311,7 @@ def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -
     return best, f"; sweeps {best.schedule.sweep}: at least {bytes_of_both}"
 
 
-def _chosen(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[_Choice, str]:
+def _choose_for_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[_Choice, str]:
     """Choose strategy and chunk size for one sweep (see `choose`)."""
     sizes = limits.chunk_sizes if options.chunk_size is None else (options.chunk_size,)
     options = dataclasses.replace(options, chunk_size=sizes[0])
@@ -340,7 +340,7 @@ def _cheapest_strategy(tree: PrefixTree, options: Options, mode: str, limits: Li
     for strategy in CANDIDATES:
         run, known = tree, limits
         if strategy == "dense":
-            bound = limits.cost.estimate(_dense_at_least(tree, options, mode))
+            bound = limits.cost.estimate(_dense_lower_bound(tree, options, mode))
             if bound > min(choice.seconds for choice in choices):
                 costs["dense >="] = bound
                 continue
@@ -359,7 +359,7 @@ def _cheapest_strategy(tree: PrefixTree, options: Options, mode: str, limits: Li
     return best, f"auto, by estimated cost ({limits.cost.source}): {relative}{refused}"
 
 
-def _planned(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Schedule:
+def _build(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Schedule:
     has_states = limits.footprint.has_states
     chunks = chunk_tree(tree, options, has_states)
     keep = KEEP_ALL
@@ -374,12 +374,12 @@ def _planned(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> S
     usual = built(keep)
     if mode != "transparent" or options.sweep != "stages" or limits.budget is None or not limits.parts:
         return usual
-    layers, of_last = _with_what_is_left(tree, chunks, keep, limits)
+    layers, of_last = _spend_rest(tree, chunks, keep, limits)
     others = len(limits.parts) - 1 - layers
     return usual.with_parts([(others, usual), (layers, built(KEEP_ALL) if layers else usual), (1, built(of_last))])
 
 
-def _with_what_is_left(tree: PrefixTree, chunks: ChunkTree, keep: Keep, limits: Limits) -> tuple[int, Keep]:
+def _spend_rest(tree: PrefixTree, chunks: ChunkTree, keep: Keep, limits: Limits) -> tuple[int, Keep]:
     """Spend the rest of the budget after `keep` on parts that keep everything, from the last part backwards.
 
     Returns how many parts before the last one keep everything, and what the last part keeps. Its first backward comes
@@ -428,7 +428,7 @@ def _excess(simulation: Simulation, options: Options, limits: Limits) -> str:
     return f"{held:,} > {allowed:,} tokens" if held > allowed + options.chunk_tokens else ""
 
 
-def _dense_at_least(tree: PrefixTree, options: Options, mode: str) -> Simulation:
+def _dense_lower_bound(tree: PrefixTree, options: Options, mode: str) -> Simulation:
     """Return lower bounds of the counts of any dense schedule of these sequences."""
     lengths = tree.lengths
     launches = int((-(-lengths // options.chunk_tokens)).sum())

@@ -120,9 +120,9 @@ def _ops(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
         "kind": np.array(kinds, np.int64),
         "part": np.array(part_of, np.int64),
         "stackSequence": np.array(stack, np.int64),
-        "attachFirst": _firsts(attached),
+        "attachFirst": _offsets(attached),
         "attached": np.array([sequence for group in attached for sequence in group], np.int64),
-        "partFirst": _firsts(ranges),
+        "partFirst": _offsets(ranges),
         "partTokens": np.array([part.tokens for part in parts], np.int64),
         "rangeStart": flat[:, 0],
         "rangeStop": flat[:, 1],
@@ -145,7 +145,7 @@ def _ranges(tree: PrefixTree, part: Chunk | Slice) -> list[tuple[int, int]]:
     return tree.row_ranges(part.sequence, part.start, part.stop)
 
 
-def _firsts(groups: Sequence[Sequence[Any]]) -> IntArray:
+def _offsets(groups: Sequence[Sequence[Any]]) -> IntArray:
     """Return the offset of each group in their concatenation, and the end of the last one."""
     return np.cumsum([0, *map(len, groups)])
 

@@ -36,10 +36,10 @@ def with_states(tree: PrefixTree, schedule: Schedule) -> Schedule:
         op = ops[position]
         match op:
             case Restore(part):
-                restored.setdefault(sources[position], set()).update(_taken(needed, part.start))
+                restored.setdefault(sources[position], set()).update(_pop_above(needed, part.start))
             case Anchor(chunk) | Forward(chunk):
                 if chunk.spine is not None:
-                    depths = restored.pop(position, set()).union(_taken(needed, chunk.start))
+                    depths = restored.pop(position, set()).union(_pop_above(needed, chunk.start))
                     ops[position] = dataclasses.replace(op, states=tuple(sorted(depths)))
                 _include(needed, chunk.start)
             case Backward(chunk):
@@ -62,7 +62,7 @@ def _sources(tree: PrefixTree, ops: Sequence[Op]) -> dict[int, int]:
     return sources
 
 
-def _taken(depths: list[int], start: int) -> list[int]:
+def _pop_above(depths: list[int], start: int) -> list[int]:
     """Remove and return the depths greater than `start` from an ascending list."""
     at = bisect_right(depths, start)
     removed = depths[at:]
@@ -148,7 +148,7 @@ class LiveStates:
         self.peak, self.peak_gradients = max(self.peak, alive), max(self.peak_gradients, waiting)
         self._release(dropped or [])
         if isinstance(op, Backward) and op.chunk.spine is not None:
-            _taken(self._waiting, op.chunk.start)
+            _pop_above(self._waiting, op.chunk.start)
         return alive + waiting
 
     def _put(self, states: list[State]) -> None:

@@ -170,31 +170,31 @@ class _Packer:
         self.tree, self.chunk_size = tree, chunk_size
         self.sequence: list[int] = tree.sequence.tolist()
         self.bins: list[_Bin] = []  # finished chunks
-        self.place: list[tuple[int, int]] = []  # of every bin: node whose token it continues, depth where it starts
+        self.origins: list[tuple[int, int]] = []  # by bin: node whose token it continues, depth where it starts
 
     def run(self) -> None:
         tree = self.tree
-        left: dict[int, _Fragment] = {}  # by node: the fragment that its parent still has to place
+        remainders: dict[int, _Fragment] = {}  # by node: the fragment that its parent still has to place
         start, stop = tree.start.tolist(), tree.stop.tolist()
         for node in reversed(range(len(stop))):  # preorder numbers: children before their parents
-            below = [left.pop(child) for child in tree.children(node)]
-            left[node] = self._join(node, start[node], stop[node], below)
-        for members in self._packed([left[root] for root in tree.roots]):
+            below = [remainders.pop(child) for child in tree.children(node)]
+            remainders[node] = self._join(node, start[node], stop[node], below)
+        for members in self._packed([remainders[root] for root in tree.roots]):
             self._finish(members, -1, 0)
 
     def _join(self, node: int, start: int, stop: int, below: _Bin) -> _Fragment:
         """Return the fragment that `node` leaves to its parent; bins that it cannot join become chunks."""
         length, room = stop - start, self.chunk_size
-        taken, is_open = below, any(fragment.open for fragment in below)
+        joined, is_open = below, any(fragment.open for fragment in below)
         if length + _size(below) > room or sum(fragment.open for fragment in below) > 1:
             bins = sorted(self._packed(below), key=_size)
             # Joining any bin saves the same one chunk; the smallest leaves most room for the parent.
-            taken = bins[0] if bins and _saves_a_chunk(length, _size(bins[0]), room) else []
-            finished = bins[1:] if taken else bins
+            joined = bins[0] if bins and _saves_a_chunk(length, _size(bins[0]), room) else []
+            finished = bins[1:] if joined else bins
             for members in finished:
                 self._finish(members, node, stop)
-            is_open = bool(finished) or any(fragment.open for fragment in taken)
-        fragment = _Fragment(node, start, stop, length + _size(taken), is_open, taken)
+            is_open = bool(finished) or any(fragment.open for fragment in joined)
+        fragment = _Fragment(node, start, stop, length + _size(joined), is_open, joined)
         while fragment.size > room:  # a long node is cut from its end
             fragment = self._cut(fragment)
         return fragment
@@ -223,7 +223,7 @@ class _Packer:
 
     def _finish(self, members: _Bin, node: int, depth: int) -> None:
         self.bins.append(members)
-        self.place.append((node, depth))
+        self.origins.append((node, depth))
 
     def listed(self, order: str) -> tuple[list[Chunk], list[int]]:
         """Return the chunks in backward order, and the parent of each."""
@@ -247,7 +247,7 @@ class _Packer:
             parts.sort()
         return [
             pieces[node][bisect_left(pieces[node], (depth, -1)) - 1][1] if node >= 0 else -1
-            for node, depth in self.place
+            for node, depth in self.origins
         ]
 
     def _postorder(self, chunks: Sequence[Chunk], parents: Sequence[int], order: str) -> list[int]:

@@ -125,7 +125,7 @@ class _Replay:
         return rows
 
     def check_packed(self, chunk: Chunk, rows: IntArray) -> None:
-        """Check that branches continue the stack or an earlier slice, and that all their descendants are in the chunk."""
+        """Check that branches continue the stack or an earlier slice, and have all their descendants in the chunk."""
         first = chunk.slices[0]
         if len(np.unique(rows)) < len(rows):
             self.fail("slices of a chunk do not overlap", "distinct tokens", str(chunk))

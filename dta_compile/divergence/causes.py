@@ -170,7 +170,6 @@ def rewrite_all(
     """Rewrite all sequences with some causes undone: the reference's side of a hunk replaces the sequence's own.
 
     Args:
-        arrays: tokens of the sequences.
         comparisons: one per sequence, references before the sequences compared with them.
         undone: returns whether to undo a cause.
     """

@@ -186,8 +186,7 @@ class Batch:
     """Sequences of a batch, and what is known of them.
 
     Attributes:
-        sequences: the sequences as read.
-        arrays: their tokens.
+        arrays: tokens of the sequences.
         decode: decodes token ids; None: there is no tokenizer.
         wrote: by sequence, mask of the tokens that the policy wrote, as far as known; filled in by `compare_all`.
     """

@@ -62,7 +62,6 @@ class Prediction:
     """Predicted time and memory of one way to run a step.
 
     Attributes:
-        name: name of the way.
         seconds: seconds of forward and backward.
         bytes: peak bytes on a rank, including the model, its gradients and the optimiser.
         forwarded_twice: tokens that are forwarded again.
@@ -86,7 +85,6 @@ class Ranks:
     """Ranks that divide a batch, and the share of the model that each of them holds.
 
     Attributes:
-        count: number of ranks.
         shard: "none" (each rank holds all) or "fsdp" (weights, gradients and optimiser states are sharded; layers are
             gathered to run).
         optimizer: key of `OPTIMIZERS`.
@@ -131,7 +129,6 @@ class Estimate:
         best: the fastest of `ours` that fits; None: none fits.
         batches: number of micro-batches that each rank accumulates gradients over, so that a plan fits.
         usable: bytes of the device that plans may take.
-        ranks: the ranks that were assumed.
         ranks_needed: if no plan fits, number of ranks with "fsdp" that would do; None: not known.
     """
 
@@ -208,9 +205,6 @@ def estimate(
     """Predict time and memory of a training step.
 
     Args:
-        sequences: the batch.
-        shape: sizes of the model.
-        device: the device of every rank.
         options: `memory_budget` replaces the default budget; `chunk_size` and `sweep` are used as given.
         cost: measured rates; by default, a roofline of the device.
         ranks: ranks that divide the sequences; the prediction is for the rank with the largest tree.
@@ -398,7 +392,6 @@ class ModelShape:
 
     Attributes:
         name: architecture and source of the configuration.
-        parameters: all parameters.
         active: parameters of the matrix products that one token runs, without the head.
         outputs: outputs of the matrix products and attention for one token, without the head.
         widest: outputs of one layer.

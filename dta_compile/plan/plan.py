@@ -198,7 +198,6 @@ def make_plan(
 
     Args:
         sequences: 1-D integer sequences (see `PrefixTree.build`), or their tree.
-        options: options of the compiled function.
         mode: see `build_schedule`.
         limits: properties of the model and the machine, as far as known.
         segments, split: see `Plan`.

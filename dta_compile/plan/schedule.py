@@ -34,7 +34,6 @@ class Anchor:
     """Run `chunk` forward without a graph, and push the KV of its spine onto the stack.
 
     Attributes:
-        chunk: the chunk.
         out: write its outputs.
         kv: keep the KV of its spine for `Restore` until the chunk's backward.
         states: ascending depths of the spine, `start < depth <= stop`, at which the running state of recurrent mixers
@@ -135,7 +134,6 @@ class Schedule:
     exist for one part at a time. Some parts may have ops of their own on the same chunks, to keep more or less.
 
     Attributes:
-        ops: the ops.
         strategy: planner strategy that made it.
         order: leaf order that it follows.
         mode: "score" (outputs only), "transparent" (all outputs, one attach, then backward) or "streaming" (losses

@@ -78,7 +78,6 @@ class Groups:
     """Division of items into K groups.
 
     Attributes:
-        items: the items divided.
         groups: the K groups.
         costs: `[K]` cost of every group.
     """

@@ -18,7 +18,6 @@ class RunCosts:
     """Tree cost, as an integer, of the sequences at positions `[a, b)` of the lexicographic order, in O(1).
 
     Attributes (lists are indexed by position):
-        order: lexicographic order of the sequences.
         alone: cost of the sequence on its own.
         total: cost of the tree of all sequences up to and including this one.
         repeated: cost that a cut before this position adds to the sum over groups: the tokens shared across it.

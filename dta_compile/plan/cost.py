@@ -57,8 +57,8 @@ class CostModel:
     """Linear cost model: seconds as a linear function of a schedule's work.
 
     The defaults are derived from the arithmetic of a model of about 2B parameters on a current datacentre GPU
-    (4 GFLOP a token, 0.2 MFLOP a query-key pair), so only their ratios matter. Their launch cost is the overhead per
-    chunk where the host computes by itself.
+    (4 GFLOP a token, 0.2 MFLOP a query-key pair) and are meant as ratios. Their launch cost is the overhead per chunk
+    where the host computes by itself.
 
     Attributes:
         forward, backward: rates of chunk runs.

@@ -1,4 +1,4 @@
-"""Where the sequences of a batch could share more than they do, why they do not, and what that costs."""
+"""Diagnose lost sharing in a batch: where near-equal sequences diverge, by which causes, and what that costs."""
 
 from dta_compile.divergence.losses import CauseOfLoss, Losses, Place, find_losses
 

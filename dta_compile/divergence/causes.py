@@ -1,4 +1,7 @@
-"""Sequences side by side, and what a difference is: time stamps, identifiers, thinking that was left out, ..."""
+"""Align two sequences, classify their differences (time stamps, identifiers, stripped thinking, ...), and undo them.
+
+`compare` aligns every sequence with an earlier one; `losses` undoes all differences of a cause to count its tokens.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ _TIME = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 _UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
-# Hexadecimal words; words with a digit in them; numbers; and words of mixed case as random identifiers have them.
+# UUIDs, hexadecimal numbers, words with a digit, numbers, and words of mixed case such as random identifiers.
 _ID = re.compile(
     rf"{_UUID}|\b0x[0-9a-fA-F]+\b|[A-Za-z0-9_\-]*\d[A-Za-z0-9_\-]*|\b(?=[A-Za-z]*[a-z][A-Z])[A-Za-z]{{8,}}\b",
     re.IGNORECASE,
@@ -53,11 +56,11 @@ _ID = re.compile(
 _TOOLS = re.compile(r'<tools?>|"parameters"|"function"|"inputSchema"|"input_schema"|"properties"|"description"')
 _WORD_END, _WORD_BEGIN = re.compile(r"\S*\Z"), re.compile(r"\A\S*")
 _PARTS = re.compile(r"[^\s,;{}\[\]()]+")
-_LEAST_PARTS = 2  # words that a change of order needs
+_LEAST_PARTS = 2  # fewest parts that can change order
 
 
 class Difference(NamedTuple):
-    """The text of a difference: what is alike before it, both sides, what is alike after it."""
+    """Text of a difference: equal text before it, both sides, equal text after it."""
 
     before: str
     left: str
@@ -65,24 +68,24 @@ class Difference(NamedTuple):
     after: str
 
     def words(self) -> tuple[str, str]:
-        """Both sides with the rest of the words in which they begin and end."""
-        # An empty alternative always matches.
+        """Return both sides, extended to whole words."""
+        # Both patterns match the empty string, so they always match.
         begin = match[0] if (match := _WORD_END.search(self.before)) else ""
         end = match[0] if (match := _WORD_BEGIN.search(self.after)) else ""
         return begin + self.left + end, begin + self.right + end
 
 
 def cause_of_text(text: Difference) -> str:
-    """The cause of a difference, by what has to be disregarded for both sides to be the same."""
+    """Classify a difference by what has to be ignored for both sides to be equal."""
     left, right = text.words()
-    if _without(left, r"\s+", "") == _without(right, r"\s+", ""):
+    if re.sub(r"\s+", "", left) == re.sub(r"\s+", "", right):
         return WHITESPACE
     times = _TIME.sub("<time>", left), _TIME.sub("<time>", right)
     if _same(*times):
         return TIMES
-    if _same(*(_ID.sub("<id>", one) for one in (left, right))):
+    if _same(*(_ID.sub("<id>", side) for side in (left, right))):
         return IDS
-    if _same(*(_ID.sub("<id>", one) for one in times)):  # of both: what comes first is what splits
+    if _same(*(_ID.sub("<id>", side) for side in times)):  # times and ids differ: blame the first difference
         first = _first_difference(left, right)
         return TIMES if any(match.start() <= first < match.end() for match in _TIME.finditer(left)) else IDS
     if _same_parts(left, right):
@@ -91,13 +94,13 @@ def cause_of_text(text: Difference) -> str:
         return THINKING if MARKS_OF_THINKING.search(text.left) else REMOVED
     if not text.left.strip():
         return INSERTED
-    # Of thinking a template may leave empty marks, or put the break after them elsewhere.
+    # A template that strips thinking may leave empty tags, or move the line break after them.
     marks = MARKS_OF_THINKING.search(text.left) is not None and len(text.left) > 2 * len(text.right)
     return THINKING if marks else REPLACED
 
 
 def cause_of_tokens(left: list[int], right: list[int]) -> str:
-    """The cause as far as ids alone show it: by what was removed, inserted or replaced."""
+    """Classify a difference by token ids alone: removed, inserted, reordered or replaced."""
     if not right:
         return REMOVED
     if not left:
@@ -106,16 +109,12 @@ def cause_of_tokens(left: list[int], right: list[int]) -> str:
 
 
 def is_about_tools(text: str) -> bool:
-    """Whether a text has definitions of tools in it."""
+    """Return whether a text contains definitions of tools."""
     return _TOOLS.search(text) is not None
 
 
-def _without(text: str, pattern: str, instead: str) -> str:
-    return re.sub(pattern, instead, text)
-
-
 def _same(left: str, right: str) -> bool:
-    """Alike but for white space and for how often something disregarded occurs in a row."""
+    """Return whether two texts are equal up to white space and repetitions of a placeholder."""
 
     def plain(text: str) -> str:
         return re.sub(r"(<time>|<id>)(?:[\s,+\-:.TZ]*\1)+", r"\1", " ".join(text.split()))
@@ -137,13 +136,13 @@ Ints = NDArray[np.int64]
 
 
 class Comparison(NamedTuple):
-    """A sequence compared with an earlier one.
+    """Comparison of a sequence with an earlier one.
 
     Attributes:
-        sequence, reference: their numbers; no reference is -1.
-        shared: tokens that are alike from the beginning.
-        hunks: where they differ after that, as far as they could be alike.
-        causes: of every hunk.
+        sequence, reference: indices of both; a reference of -1 is none.
+        shared: length of the common prefix.
+        hunks: differences after it, up to where the sequences have contents of their own.
+        causes: cause of every hunk.
     """
 
     sequence: int
@@ -154,30 +153,30 @@ class Comparison(NamedTuple):
 
 
 class Rewritten(NamedTuple):
-    """New tokens, where the boundaries `[n + 1]` between the old ones are among them, and whether any differ."""
+    """Rewritten sequence: new tokens, position in them of every old token boundary `[n + 1]`, whether it changed."""
 
     tokens: Ints
     places: Ints
     is_new: bool
 
     def part(self, start: int, stop: int) -> Ints:
-        """What became of the old tokens `[start, stop)`."""
+        """Return the new tokens in place of the old tokens `[start, stop)`."""
         return self.tokens[self.places[start] : self.places[stop]]
 
 
 def rewrite_all(
     arrays: Sequence[Ints], comparisons: Sequence[Comparison], undone: Callable[[str], bool]
 ) -> list[Rewritten]:
-    """All sequences with some causes undone: the reference's side of a hunk takes the place of the sequence's own.
+    """Rewrite all sequences with some causes undone: the reference's side of a hunk replaces the sequence's own.
 
     Args:
-        comparisons: in an order in which references come first.
-        undone: whether a cause is.
+        comparisons: one per sequence, references before the sequences compared with them.
+        undone: returns whether to undo a cause.
     """
     done: dict[int, Rewritten] = {}
-    for one in comparisons:
-        own = arrays[one.sequence]
-        done[one.sequence] = _rewritten(own, done.get(one.reference), one, undone)
+    for comparison in comparisons:
+        own = arrays[comparison.sequence]
+        done[comparison.sequence] = _rewritten(own, done.get(comparison.reference), comparison, undone)
     return [done[i] for i in range(len(arrays))]
 
 
@@ -217,18 +216,18 @@ def _rewritten(own: Ints, model: Rewritten | None, comparison: Comparison, undon
 
 Hashes = NDArray[np.uint64]
 
-GRAM = 8  # tokens that have to agree for two sequences to be alike again
-SHORTEST_TAIL = 2  # ... or all that is left of the first one, if it is at least so much
-WINDOWS = (64, 1024, 16384)  # tokens ahead that are searched, one after the other; then all
-CANDIDATES = 8  # nearest places to go on that are compared
-PURE = 4.0  # how much more likely something was only left out, or only put in
-MOST_HUNKS = 256  # of one alignment; sequences that differ in more places are told apart no further
+GRAM = 8  # tokens that have to be equal for an alignment to resume
+SHORTEST_TAIL = 2  # ... or the last tokens of the first sequence, if there are at least 2 of them
+WINDOWS = (64, 1024, 16384)  # tokens ahead that are searched, in turn; then all
+CANDIDATES = 8  # nearest points to resume that are compared
+PURE = 4.0  # weight of a pure deletion or insertion, which is likelier than a replacement
+MOST_HUNKS = 256  # of an alignment; the rest becomes the last hunk
 
 _FACTORS = np.random.default_rng(0).integers(1, 2**63, GRAM, dtype=np.uint64) | np.uint64(1)
 
 
 class Hunk(NamedTuple):
-    """Tokens `[a0, a1)` of one sequence in the place of `[b0, b1)` of the other, and how many are alike after them."""
+    """Difference: tokens `[a0, a1)` of one sequence against `[b0, b1)` of the other, then `run` equal tokens."""
 
     a0: int
     a1: int
@@ -238,24 +237,24 @@ class Hunk(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether the sequences are never alike again."""
+        """Whether no equal tokens follow."""
         return self.run == 0
 
 
 def align(a: Ints, b: Ints, start: int) -> list[Hunk]:
-    """Where two sequences differ that are alike up to `start`: hunks in order, each followed by a run that is alike.
+    """Align two sequences that are equal up to `start`: return hunks in order, each followed by a run of equal tokens.
 
-    A greedy comparison: after a difference both go on where, for the fewest tokens skipped, the most are alike. What
-    is left at the ends is a hunk without a run.
+    Greedy: after a difference it resumes where the most tokens are equal for the fewest skipped. The unequal rests at
+    the ends form a hunk without a run.
     """
     hashes_a, hashes_b = gram_hashes(a[start:]), gram_hashes(b[start:])
     hunks: list[Hunk] = []
     i = j = start
     while i < len(a) and j < len(b) and len(hunks) < MOST_HUNKS:
-        found = _resume(a, b, i, j, hashes_a[i - start :], hashes_b[j - start :])
-        if found is None:
+        match = _resume(a, b, i, j, hashes_a[i - start :], hashes_b[j - start :])
+        if match is None:
             break
-        x, y, run = found
+        x, y, run = match
         hunks.append(Hunk(i, i + x, j, j + y, run))
         i, j = i + x + run, j + y + run
     if i < len(a) or j < len(b):
@@ -264,7 +263,7 @@ def align(a: Ints, b: Ints, start: int) -> list[Hunk]:
 
 
 def common_run(a: Ints, b: Ints, i: int = 0, j: int = 0) -> int:
-    """How many tokens are alike from `a[i]` and `b[j]` on."""
+    """Return the number of equal tokens from `a[i]` and `b[j]` on."""
     size, done, step = min(len(a) - i, len(b) - j), 0, 64
     while done < size:
         step = min(step, size - done)
@@ -276,20 +275,20 @@ def common_run(a: Ints, b: Ints, i: int = 0, j: int = 0) -> int:
 
 
 def gram_hashes(tokens: Ints) -> Hashes:
-    """`[max(n - GRAM + 1, 0)]` a hash of every run of `GRAM` tokens."""
+    """Hash every n-gram of `GRAM` tokens: `[max(n - GRAM + 1, 0)]`."""
     count = max(len(tokens) - GRAM + 1, 0)
     values = tokens.astype(np.uint64) + np.uint64(1)
     total = np.zeros(count, np.uint64)
-    for place, factor in enumerate(_FACTORS):
-        part = values[place : place + count] * factor
+    for offset, factor in enumerate(_FACTORS):
+        part = values[offset : offset + count] * factor
         total += part ^ (part >> np.uint64(29))
     return total
 
 
 def _resume(a: Ints, b: Ints, i: int, j: int, ahead_a: Hashes, ahead_b: Hashes) -> tuple[int, int, int] | None:
-    """Tokens to skip in both and the run that follows; None if nothing that is left is alike."""
+    """Return how many tokens to skip in each sequence and the equal run after that; None if there is no such run."""
     best: tuple[float, int, int, int] | None = None
-    for x, y in _places(a, b, i, j, ahead_a, ahead_b):
+    for x, y in _resume_offsets(a, b, i, j, ahead_a, ahead_b):
         run = common_run(a, b, i + x, j + y)
         weight = PURE if not (x and y) else 1.0
         score = weight * run / (x + y + GRAM)
@@ -298,12 +297,12 @@ def _resume(a: Ints, b: Ints, i: int, j: int, ahead_a: Hashes, ahead_b: Hashes) 
     return None if best is None else best[1:]
 
 
-def _places(a: Ints, b: Ints, i: int, j: int, ahead_a: Hashes, ahead_b: Hashes) -> Iterator[tuple[int, int]]:
-    """Places at which both sequences may be alike again."""
+def _resume_offsets(a: Ints, b: Ints, i: int, j: int, ahead_a: Hashes, ahead_b: Hashes) -> Iterator[tuple[int, int]]:
+    """Yield candidate offsets at which both sequences may be equal again."""
     for window in (*WINDOWS, max(len(ahead_a), len(ahead_b), 1)):
-        found = list(_common(ahead_a[:window], ahead_b[:window]))
-        if found or window >= max(len(ahead_a), len(ahead_b)):
-            yield from found
+        offsets = list(_common(ahead_a[:window], ahead_b[:window]))
+        if offsets or window >= max(len(ahead_a), len(ahead_b)):
+            yield from offsets
             break
     left_out = np.flatnonzero(ahead_a == ahead_b[0])[:1] if len(ahead_b) else np.zeros(0, int)
     put_in = np.flatnonzero(ahead_b == ahead_a[0])[:1] if len(ahead_a) else np.zeros(0, int)
@@ -316,7 +315,7 @@ def _places(a: Ints, b: Ints, i: int, j: int, ahead_a: Hashes, ahead_b: Hashes) 
 
 
 def _common(one: Hashes, other: Hashes) -> Iterator[tuple[int, int]]:
-    """Offsets of hashes that both have, first occurrences, nearest first."""
+    """Yield offsets of the first occurrences of common hashes, nearest first."""
     left, first = np.unique(one, return_index=True)
     right, second = np.unique(other, return_index=True)
     _, at_left, at_right = np.intersect1d(left, right, assume_unique=True, return_indices=True)

@@ -1,4 +1,8 @@
-"""Every sequence of a batch compared with the earlier one that it could have shared most with."""
+"""Compare every sequence of a batch with the earlier one that it could have shared most with.
+
+`References` proposes earlier sequences, `causes` aligns two sequences and classifies hunks, and `reordered` finds
+stretches of hunks that contain the same tokens in another order.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +42,15 @@ AT_BEGIN = 4  # tokens between the begin of a turn and its thinking
 
 
 def compare_all(batch: Batch) -> list[Comparison]:
-    """All sequences, references first.
+    """Compare all sequences; return the comparisons, references first.
 
-    Where turns are not known, a prompt without thinking may be shorter than the turn before it. Sequences that turn out
-    to be earlier than their reference are put before it, and all are compared again.
+    If turns are not known, a prompt without thinking may be shorter than the turn before it. Sequences that turn out to
+    be earlier than their reference are moved before it, and all sequences are compared again.
     """
     order = order_of(batch.sequences, batch.arrays)
     comparisons = _in_order(batch, order)
     for _ in range(ROUNDS):
-        earlier = [(one.sequence, one.reference) for one in comparisons if _is_earlier(batch, one)]
+        earlier = [(pair.sequence, pair.reference) for pair in comparisons if _is_earlier(batch, pair)]
         if not earlier:
             break
         order = moved_before(order, earlier)
@@ -56,17 +60,17 @@ def compare_all(batch: Batch) -> list[Comparison]:
 
 def _in_order(batch: Batch, order: list[int]) -> list[Comparison]:
     references = References(batch.sequences, batch.arrays, order)
-    found = []
+    comparisons = []
     for sequence in order:
         comparison = _best(batch, references, sequence)
-        found.append(comparison)
+        comparisons.append(comparison)
         references.add(sequence)
-        _note_writing(batch, comparison)
-    return found
+        _record_written(batch, comparison)
+    return comparisons
 
 
 def _is_earlier(batch: Batch, comparison: Comparison) -> bool:
-    """Whether a sequence has more in it than its reference, which otherwise continues it: an earlier turn."""
+    """Return whether a sequence is an earlier turn: its reference continues it, but has fewer tokens up to its end."""
     if not comparison.hunks or batch.sequences[comparison.sequence].turn is not None:
         return False
     last = comparison.hunks[-1]
@@ -92,7 +96,7 @@ def _best(batch: Batch, references: References, sequence: int) -> Comparison:
 
 
 def _candidates(references: References, sequence: int) -> Iterator[int]:
-    """Earlier sequences that may have the same contents, likeliest first."""
+    """Yield earlier sequences that may have the same contents, likeliest first."""
     tried = {-1}
     for choose in (references.previous_turn, references.similar, references.nearest):
         chosen = choose(sequence)
@@ -118,7 +122,7 @@ def _compare(batch: Batch, reference: int, sequence: int) -> Comparison:
 
 
 def _cause(batch: Batch, reference: int, sequence: int, hunk: Hunk) -> str | None:
-    """The cause of a difference; None if nothing was lost by it: from there on the sequences have their own content."""
+    """Return the cause of a difference; None if it is no loss, because each sequence has its own contents after it."""
     left = batch.arrays[reference][hunk.a0 : hunk.a1].tolist()
     right = batch.arrays[sequence][hunk.b0 : hunk.b1].tolist()
     if batch.decode is None or len(left) + len(right) > MOST_TEXT:
@@ -126,7 +130,7 @@ def _cause(batch: Batch, reference: int, sequence: int, hunk: Hunk) -> str | Non
     else:
         cause = cause_of_text(_difference(batch, reference, sequence, hunk))
     if cause == REMOVED and _begins_a_turn(batch, reference, hunk):
-        return THINKING  # what the policy wrote first is gone, what it wrote then is still there
+        return THINKING  # the first tokens that the policy wrote in the turn are gone, later ones are still there
     is_enough = hunk.run >= max(LEAST_RUN, len(left), len(right))
     return cause if cause != REPLACED or is_enough else None
 
@@ -141,7 +145,7 @@ def _difference(batch: Batch, reference: int, sequence: int, hunk: Hunk) -> Diff
 
 
 def _is_own(batch: Batch, reference: int, sequence: int, hunk: Hunk) -> bool:
-    """Whether the policy wrote something else in each: not a loss, they are different answers."""
+    """Return whether a difference is between two answers of the policy, which is not a loss."""
     if batch.are_of_one(reference, sequence):
         return False
     left = batch.wrote[reference][hunk.a0 : hunk.a1]
@@ -153,18 +157,18 @@ def _is_own(batch: Batch, reference: int, sequence: int, hunk: Hunk) -> bool:
 
 
 def _begins_a_turn(batch: Batch, reference: int, hunk: Hunk) -> bool:
-    """Whether the tokens on the reference's side are the first that the policy wrote in a turn, but not the last."""
+    """Return whether the reference's side holds the first tokens, but not the last, that the policy wrote in a turn."""
     wrote = batch.wrote[reference]
     if hunk.a1 >= len(wrote) or not wrote[hunk.a0 : hunk.a1].all() or not wrote[hunk.a1]:
         return False
     return hunk.a0 < AT_BEGIN or not wrote[hunk.a0 - AT_BEGIN]
 
 
-def _note_writing(batch: Batch, comparison: Comparison) -> None:
-    """What the policy wrote in a sequence: its own spans, and what is alike to what it wrote in the reference."""
+def _record_written(batch: Batch, comparison: Comparison) -> None:
+    """Record the tokens of a sequence that the policy wrote: its spans, and those aligned with written ones before."""
     sequence, reference = comparison.sequence, comparison.reference
-    one = batch.sequences[sequence]
-    wrote = one.loss_mask() if one.spans is not None else np.zeros(len(one), bool)
+    recorded = batch.sequences[sequence]
+    wrote = recorded.loss_mask() if recorded.spans is not None else np.zeros(len(recorded), bool)
     if reference >= 0:
         before = batch.wrote[reference]
         wrote[: comparison.shared] |= before[: comparison.shared]
@@ -179,13 +183,12 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences with what is known of them.
+    """Sequences of a batch, and what is known of them.
 
     Attributes:
-        sequences: as they were read.
-        arrays: their tokens.
-        decode: text of token ids; None: there is no tokenizer.
-        wrote: by sequence, which tokens the policy wrote, as far as that is known; filled in by `compare_all`.
+        arrays: tokens of the sequences.
+        decode: decodes token ids; None: there is no tokenizer.
+        wrote: by sequence, mask of the tokens that the policy wrote, as far as known; filled in by `compare_all`.
     """
 
     sequences: Sequence[Recorded]
@@ -194,35 +197,35 @@ class Batch:
     wrote: dict[int, NDArray[np.bool_]]
 
     def text(self, sequence: int, start: int, stop: int) -> str:
-        """The text of some tokens of a sequence; there has to be a tokenizer."""
+        """Return the text of tokens of a sequence; requires a tokenizer."""
         assert self.decode is not None
         return self.decode(self.arrays[sequence][max(start, 0) : stop].tolist())
 
     def are_of_one(self, one: int, other: int) -> bool:
-        """Whether two sequences are known to be of one trajectory."""
+        """Return whether two sequences are known to be of one trajectory."""
         trajectory = self.sequences[one].trajectory
         return trajectory is not None and trajectory == self.sequences[other].trajectory
 
     def are_of_two(self, one: int, other: int) -> bool:
-        """Whether two sequences are known to be of different trajectories."""
+        """Return whether two sequences are known to be of different trajectories."""
         known = {self.sequences[one].trajectory, self.sequences[other].trajectory}
         return len(known) == 2 and None not in known
 
 
-SAME = 0.85  # of what differs in a stretch, token by token, from which on it is the same in another order
-LEAST = 6  # tokens that differ in such a stretch, on either side
-FARTHEST = 64  # hunks of one stretch
-AROUND, MOST_TEXT = 64, 2048  # tokens beside a stretch, and of it, that are looked at for what they are about
+SAME = 0.85  # least share of common tokens for the two sides of a stretch to count as reordered
+LEAST = 6  # fewest differing tokens of such a stretch, on either side
+FARTHEST = 64  # hunks of a stretch
+AROUND, MOST_TEXT = 64, 2048  # tokens beside a stretch, and of it, whose text is searched for definitions of tools
 
 _MAY_BEGIN = (None, REMOVED, INSERTED, REPLACED, ORDER, TOOLS)
-_MAY_BE_WITHIN = (*_MAY_BEGIN, IDS)  # as in names that are counted up
+_MAY_BE_WITHIN = (*_MAY_BEGIN, IDS)  # reordered parts may have numbered names
 
 
 def reordered(
     batch: Batch, reference: int, sequence: int, hunks: Sequence[Hunk], causes: Sequence[str | None]
 ) -> list[str | None]:
-    """The causes of hunks, where stretches of them put together have the same tokens on both sides: order."""
-    found = list(causes)
+    """Return the causes of the hunks, after marking stretches with the same tokens on both sides as reordered."""
+    marked = list(causes)
     first = 0
     while first < len(hunks):
         last = _stretch(batch.arrays[reference], batch.arrays[sequence], hunks, causes, first)
@@ -230,13 +233,13 @@ def reordered(
             first += 1
             continue
         kind = _kind(batch, reference, hunks[first], hunks[last])
-        found[first : last + 1] = [kind] * (last + 1 - first)
+        marked[first : last + 1] = [kind] * (last + 1 - first)
         first = last + 1
-    return found
+    return marked
 
 
 def _stretch(a: Ints, b: Ints, hunks: Sequence[Hunk], causes: Sequence[str | None], first: int) -> int | None:
-    """The last hunk of the shortest stretch from `first` on that has the same on both sides; None if there is none."""
+    """Return the last hunk of the shortest reordered stretch that begins with hunk `first`; None if there is none."""
     left: list[Ints] = []
     right: list[Ints] = []
     for last in range(first, min(first + FARTHEST, len(hunks))):
@@ -259,54 +262,54 @@ def _kind(batch: Batch, reference: int, first: Hunk, last: Hunk) -> str:
 
 
 def _share(left: Sequence[Ints], right: Sequence[Ints]) -> float:
-    """How many tokens of the larger side the other one has as well."""
+    """Return the share of the larger side's tokens that the other side has as well, whatever their order."""
     one, other = np.concatenate(left), np.concatenate(right)
     values, at = np.unique(np.concatenate([one, other]), return_inverse=True)
     counts = [np.bincount(part, minlength=len(values)) for part in (at[: len(one)], at[len(one) :])]
     return float(np.minimum(*counts).sum()) / max(len(one), len(other), 1)
 
 
-SAMPLED = np.uint64(4)  # one in so many runs of tokens is remembered, chosen by what it is
-MOST_OWNERS = 16  # sequences that are remembered for bringing the same tokens
-MOST_VOTED, MOST_COMPARED = 32, 2  # sequences with something in common; of these, compared by each criterion
+SAMPLED = np.uint64(4)  # one in 4 n-grams is indexed, chosen by its hash
+MOST_OWNERS = 16  # sequences indexed per n-gram
+MOST_VOTED, MOST_COMPARED = 32, 2  # sequences with common n-grams that are ranked; compared by each criterion
 
 
 class References:
-    """The sequences so far, and where their contents were first seen.
+    """Index of the sequences so far, by sampled n-grams of their new contents.
 
-    Add the sequences one by one in an order in which earlier turns come first.
+    Add the sequences one by one, earlier turns first.
     """
 
     def __init__(self, sequences: Sequence[Recorded], arrays: Sequence[NDArray[np.int64]], order: list[int]) -> None:
         self._arrays = arrays
         self._shared, self._nearest = _nearest_earlier(PrefixTree.build(arrays), order)
         self._previous = _previous_turns(sequences, order)
-        self._owners: dict[int, list[int]] = {}  # by the hash of some tokens, the first sequences that brought them
+        self._owners: dict[int, list[int]] = {}  # by hash of an n-gram: the first sequences with it
 
     def shared(self, sequence: int) -> int:
-        """Tokens that it shares with an earlier one, as it is."""
+        """Return the longest prefix that a sequence shares with an earlier one, in tokens."""
         return int(self._shared[sequence])
 
     def nearest(self, sequence: int) -> int:
-        """The earlier one that it shares most with; -1 if there is none."""
+        """Return the earlier sequence with the longest shared prefix; -1 if there is none."""
         return int(self._nearest[sequence])
 
     def previous_turn(self, sequence: int) -> int:
-        """The turn before it of its own trajectory; -1 if there is none, or that is not known."""
+        """Return the previous turn of the same trajectory; -1 if there is none, or it is not known."""
         return self._previous[sequence]
 
     def similar(self, sequence: int) -> list[int]:
-        """Earlier ones that brought what it does not share: those with most of it, and those alike for longest."""
-        votes = Counter(owner for one in self._samples(sequence) for owner in self._owners.get(one, ()))
+        """Return earlier sequences with n-grams of its unshared tail: those with the longest prefix, and with most."""
+        votes = Counter(owner for gram in self._samples(sequence) for owner in self._owners.get(gram, ()))
         own = self._arrays[sequence]
-        found = [owner for owner, _ in votes.most_common(MOST_VOTED)]
-        longest = sorted(found, key=lambda owner: -common_run(self._arrays[owner], own))
-        return list(dict.fromkeys([*longest[:MOST_COMPARED], *found[:MOST_COMPARED]]))
+        owners = [owner for owner, _ in votes.most_common(MOST_VOTED)]
+        longest = sorted(owners, key=lambda owner: -common_run(self._arrays[owner], own))
+        return list(dict.fromkeys([*longest[:MOST_COMPARED], *owners[:MOST_COMPARED]]))
 
     def add(self, sequence: int) -> None:
-        """Remember what it brings."""
-        for one in self._samples(sequence):
-            owners = self._owners.setdefault(one, [])
+        """Index the unshared tail of a sequence."""
+        for gram in self._samples(sequence):
+            owners = self._owners.setdefault(gram, [])
             if len(owners) < MOST_OWNERS and sequence not in owners:
                 owners.append(sequence)
 
@@ -317,7 +320,7 @@ class References:
 
 
 def order_of(sequences: Sequence[Recorded], arrays: Sequence[NDArray[np.int64]]) -> list[int]:
-    """Earlier turns first, where they are known; else what shares less with others, then what is shorter."""
+    """Sort sequences by turn where it is known, else by how little they share with neighbours, then by length."""
     tree = PrefixTree.build(arrays)
     depth = np.zeros(len(arrays), np.int64)
     depth[tree.order] = np.maximum(tree.common, np.append(tree.common[1:], 0)) if len(arrays) else 0
@@ -330,40 +333,40 @@ def order_of(sequences: Sequence[Recorded], arrays: Sequence[NDArray[np.int64]])
 
 
 def moved_before(order: list[int], pairs: Sequence[tuple[int, int]]) -> list[int]:
-    """The order with the first one of every pair put right before the second one."""
-    places: dict[int, float] = {sequence: place for place, sequence in enumerate(order)}
+    """Move the first sequence of every pair right before the second one, unless it is earlier already."""
+    ranks: dict[int, float] = {sequence: rank for rank, sequence in enumerate(order)}
     for first, second in pairs:
-        places[first] = min(places[first], places[second] - 0.5)
-    return sorted(order, key=lambda sequence: places[sequence])
+        ranks[first] = min(ranks[first], ranks[second] - 0.5)
+    return sorted(order, key=lambda sequence: ranks[sequence])
 
 
 def _previous_turns(sequences: Sequence[Recorded], order: list[int]) -> list[int]:
     latest: dict[int | str, int] = {}
-    found = [-1] * len(sequences)
-    for one in order:
-        trajectory = sequences[one].trajectory
+    previous = [-1] * len(sequences)
+    for sequence in order:
+        trajectory = sequences[sequence].trajectory
         if trajectory is not None:
-            found[one] = latest.get(trajectory, -1)
-            latest[trajectory] = one
-    return found
+            previous[sequence] = latest.get(trajectory, -1)
+            latest[trajectory] = sequence
+    return previous
 
 
 def _nearest_earlier(tree: PrefixTree, order: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For every sequence the most tokens that it shares with one before it in `order`, and which one that is.
+    """Return, for every sequence, its longest shared prefix with a sequence before it in `order`, and that sequence.
 
-    In lexicographic order that is the next or the previous one of those that are left when all later ones are taken
-    away, the last one first.
+    Removes sequences from a doubly linked list in lexicographic order, the last of `order` first. When a sequence is
+    removed, only earlier ones are left, and the nearest is one of its neighbours in the list.
     """
     count = len(order)
     position = np.empty(count, np.int64)
     position[tree.order] = np.arange(count)
     before, after = list(range(-1, count - 1)), list(range(1, count + 1))
-    common = [*tree.common.tolist(), 0]  # with the one before it that is left
+    common = [*tree.common.tolist(), 0]  # tokens shared with the previous sequence in the list
     shared, nearest = np.zeros(count, np.int64), np.full(count, -1, np.int64)
     for sequence in reversed(order):
-        place = int(position[sequence])
-        left, right = before[place], after[place]
-        with_left, with_right = (common[place] if left >= 0 else -1), (common[right] if right < count else -1)
+        at = int(position[sequence])
+        left, right = before[at], after[at]
+        with_left, with_right = (common[at] if left >= 0 else -1), (common[right] if right < count else -1)
         best = left if with_left >= with_right else right
         if max(with_left, with_right) >= 0:
             shared[sequence], nearest[sequence] = max(with_left, with_right), tree.order[best]
@@ -371,5 +374,5 @@ def _nearest_earlier(tree: PrefixTree, order: list[int]) -> tuple[NDArray[np.int
             after[left] = right
         if right < count:
             before[right] = left
-            common[right] = min(common[place], common[right])
+            common[right] = min(common[at], common[right])
     return shared, nearest

@@ -1,4 +1,4 @@
-"""What a step will take before there is a model or a GPU: tokens, memory by budget, time, and against what."""
+"""Predict time and memory of a training step from a model configuration, without the model or a GPU."""
 
 from dta_compile.estimate.devices import DEVICES, Device, device_named
 from dta_compile.estimate.predict import (

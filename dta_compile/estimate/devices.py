@@ -1,4 +1,4 @@
-"""Peak figures of devices, and what of them a step reaches."""
+"""Peak figures of devices, and the shares of them that a step reaches."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = [
     "device_named",
 ]
 
-# Shares of the peaks that one profile reached: Qwen3-1.7B on an H100, chunks of 8,192 tokens (benchmarks/GPU.md):
-# 0.47 s of matrix products and 0.40 s of attention in a step; the rest of its kernels took about 0.16 s.
+# Shares of the peaks in one profile: Qwen3-1.7B on an H100 with chunks of 8,192 tokens (benchmarks/GPU.md), a step of
+# which spent 0.47 s in matrix products, 0.40 s in attention and about 0.16 s in other kernels.
 MATMUL_SHARE, ATTENTION_SHARE, BANDWIDTH_SHARE = 0.70, 0.30, 0.60
-# Factors either way. Steps measured there took 0.80 to 1.02 of what is predicted; other devices were not measured;
-# rates that were fitted to runs of a model say by themselves how far off they are, and do not know other batches.
+# Uncertainty, as a factor either way: for an H100, other devices, and rates fitted to runs of the model. Steps measured
+# on the H100 took 0.80 to 1.02 of the prediction; no other device was measured; fitted rates may miss other batches.
 ON_THE_SAME, ON_ANOTHER, CALIBRATED = 1.35, 2.0, 1.2
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Peak figures of a device by its maker's data sheet: dense, without sparsity.
+    """Peak figures of a device from its data sheet, without sparsity.
 
     Attributes:
-        name: of the product.
-        tflops: of matrix products of 16-bit numbers with float32 sums, in 1e12 operations a second.
-        bandwidth: of its memory, in bytes a second.
-        memory: bytes.
+        name: product name.
+        tflops: peak of 16-bit matrix products with float32 accumulation, in 1e12 operations per second.
+        bandwidth: memory bandwidth in bytes per second.
+        memory: memory in bytes.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Device:
 
     @property
     def uncertainty(self) -> float:
-        """Factor either way in which a step by these figures may lie."""
+        """Factor by which the time of a step may be off, either way, if predicted from these figures."""
         return ON_THE_SAME if self == DEVICES["h100"] else ON_ANOTHER
 
 
@@ -63,13 +63,14 @@ DEVICES = {
 def device_named(
     name: str, tflops: float | None = None, bandwidth: float | None = None, memory: float | None = None
 ) -> Device:
-    """A device of `DEVICES`, or any other by its peak figures, which go before those of the table.
+    """Return a device of `DEVICES`, or any other device given all its peak figures.
 
     Args:
-        tflops, bandwidth, memory: as in `Device`.
+        name: key of `DEVICES`, or any name.
+        tflops, bandwidth, memory: as in `Device`; they override the figures of the table.
 
     Raises:
-        OptionError: it is not in the table, and not all figures are given; or a figure is not positive.
+        OptionError: the device is not in the table and a figure is missing; or a figure is not positive.
     """
     for key, value in (("tflops", tflops), ("bandwidth", bandwidth), ("memory", memory)):
         if value is not None and not value > 0:

@@ -1,4 +1,7 @@
-"""Predictions for a model, a device and a batch: the planner's own choices, priced by a roofline or a calibration."""
+"""Predict a step for a model, a device and a batch: plans by the real planner, priced by a roofline or measured rates.
+
+`dta estimate` calls `model_shape` and `estimate`.
+"""
 
 from __future__ import annotations
 
@@ -30,41 +33,41 @@ from dta_compile.plan import (
 )
 from dta_compile.plan.cost import BUDGET_SHARE, BY_CHUNKS, BY_STAGES, chunk_sizes
 from dta_compile.plan.schedule import SWEEPS
+from dta_compile.plan.simulate import causal_pairs
 from dta_compile.plan.tree.prefix_tree import IntArray
 
-NUMBER, SUM = 2, 4  # bytes of a 16-bit weight, activation or gradient, and of a sum of gradients in float32
-LAYERS_OF_DEFAULTS = 28  # of the model whose launches `CostModel.of_gpu` has
-# Passes over the outputs of matrix products that norms, rotations, activations and residuals make, forward.
+NUMBER, SUM = 2, 4  # bytes of a 16-bit weight, activation or gradient, and of a float32 sum of gradients
+LAYERS_OF_DEFAULTS = 28  # layers of the model whose launch costs `CostModel.of_gpu` has
+# Passes of the forward over the outputs of matrix products, by norms, rotations, activations and residuals.
 PASSES = 5.0
-ATTENTION_BACKWARD = 2.5  # operations of the backward of attention, over those of its forward
-HEAD_BACKWARD = 3.0  # the head goes over the vocabulary again, and then backward
-# Of the device's memory, what plans may take: CUDA and the allocator have their part, and predictions were 12% off.
+ATTENTION_BACKWARD = 2.5  # operations of attention's backward, relative to its forward
+HEAD_BACKWARD = 3.0  # relative to the head's forward: the logits are recomputed, then go backward
+# Share of the device's memory that plans may take: CUDA and the allocator need some, and predictions were 12% off.
 USABLE = 0.9
-BATCHES = (1, 2, 4, 8, 16, 32, 64)  # that are tried
+BATCHES = (1, 2, 4, 8, 16, 32, 64)  # numbers of micro-batches to try
 MOST_RANKS = 4096
-LEAST_BUDGET = 1e8  # bytes worth keeping
-# Bytes of a parameter that optimisers keep. Mixed precision has float32 weights besides, and two float32 moments.
+LEAST_BUDGET = 1e8  # bytes: a smaller budget is not worth a plan
+# Bytes per parameter of the optimiser. Mixed precision keeps float32 weights and two float32 moments.
 OPTIMIZERS = {"none": 0, "sgd": 0, "adamw": 12, "adamw-bf16": 4, "adamw-8bit": 2}
 SHARDS = ("none", "fsdp")
-# How many times as long eager steps took as what is predicted for them (benchmarks/GPU.md): the least and the most.
+# Measured over predicted seconds of eager steps (benchmarks/GPU.md): least and most.
 RIVALS = {"dense": (1.0, 1.8), "dense, checkpointed": (1.7, 3.7)}
 RIVALS |= dict.fromkeys(("packed tree", "packed tree, checkpointed"), (1.1, 1.7))
 WORKING = {"cache_only": 2.0, "forward_only": 2.0, "forward": 2.0, "backward": 4.0}  # times the outputs of a layer
-CHECKPOINT = 1.0  # forward runs more of a dense step with checkpoints
+CHECKPOINT = 1.0  # extra forwards of a dense step with checkpointing
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """One way to run a step.
+    """Predicted time and memory of one way to run a step.
 
     Attributes:
-        name: of the way.
-        seconds: of forward and backward.
-        bytes: on a rank at the peak, with the model, its gradients and the optimiser.
-        forwarded_twice: tokens.
-        factors: seconds may be so many times as long, at least and at most.
-        sweep, budget: options that plans of ours are made with.
-        chunk_size: most tokens of a chunk; 0 where there are none.
+        seconds: seconds of forward and backward.
+        bytes: peak bytes on a rank, including the model, its gradients and the optimiser.
+        forwarded_twice: tokens that are forwarded again.
+        factors: range of the actual seconds, as a least and a greatest multiple of `seconds`.
+        sweep, budget: options of the plan, where it is one of ours.
+        chunk_size: most tokens of a chunk; 0: the way has no chunks.
     """
 
     name: str
@@ -79,12 +82,12 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """The ranks that divide a batch among them, and what each of them holds of the model.
+    """Ranks that divide a batch, and the share of the model that each of them holds.
 
     Attributes:
-        count: ranks.
-        shard: "none" (each holds all) or "fsdp" (weights, gradients and states are divided; what runs is gathered).
-        optimizer: of `OPTIMIZERS`.
+        shard: "none" (each rank holds all) or "fsdp" (weights, gradients and optimiser states are sharded; layers are
+            gathered to run).
+        optimizer: key of `OPTIMIZERS`.
     """
 
     count: int = 1
@@ -93,41 +96,40 @@ class Ranks:
 
     @property
     def holders(self) -> int:
-        """Ranks that parameters are divided among."""
+        """Number of ranks that parameters are sharded over."""
         return self.count if self.shard == "fsdp" else 1
 
     def held(self, shape: ModelShape) -> float:
-        """Bytes that a rank holds all the time: weights, gradients, states of the optimiser."""
+        """Return the bytes that a rank always holds: weights, gradients, optimiser states."""
         return shape.parameters * float(NUMBER + NUMBER + OPTIMIZERS[self.optimizer]) / self.holders
 
     def gathered(self, shape: ModelShape, sweep: str) -> float:
-        """Bytes of weights that are together while a step runs, besides: all, or two layers and what is of no layer."""
+        """Return the extra bytes of weights gathered during a step: all, or two layers and those outside layers."""
         if self.holders == 1:
             return 0.0
         return NUMBER * float(shape.parameters if sweep == "chunks" else shape.outside + 2 * shape.layer)
 
     def summed(self, parameters: float) -> float:
-        """Bytes of the gradients of parameters until they are final: float32 sums; of sharded ones all, not reduced."""
+        """Return the bytes of parameter gradients until final: float32 sums and, if sharded, unreduced gradients."""
         return parameters * float(SUM + (NUMBER if self.holders > 1 else 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a step of a batch comes to.
+    """Predictions for a step of a batch.
 
     Attributes:
-        plan: the best one: the fastest that fits, or the one that needs least.
-        head_rows: distinct uses of the head.
-        fixed_bytes: of weights, gradients and the optimiser on a rank.
-        ours: by sweep and budget.
-        others: dense and packed tree.
-        source: of the times, in words.
-        uncertainty: factor either way in which times of ours may lie.
-        best: the fastest of ours that fits; None: none does.
-        batches: that each rank runs one after another, their gradients added up, for any to fit.
+        plan: the fastest plan that fits, or else the one that needs the least memory.
+        head_rows: head rows of the micro-batch (distinct uses of the head).
+        fixed_bytes: bytes of weights, gradients and the optimiser on a rank.
+        ours: predictions for plans of ours, by sweep and budget.
+        others: predictions for dense training and the packed tree.
+        source: origin of the times, in words.
+        uncertainty: factor by which times of ours may be off, either way.
+        best: the fastest of `ours` that fits; None: none fits.
+        batches: number of micro-batches that each rank accumulates gradients over, so that a plan fits.
         usable: bytes of the device that plans may take.
-        ranks: what it is for.
-        ranks_needed: if none fits, how many ranks would do by "fsdp"; None: that is not known.
+        ranks_needed: if no plan fits, number of ranks with "fsdp" that would do; None: not known.
     """
 
     plan: Plan
@@ -145,9 +147,9 @@ class Estimate:
 
 
 def cost_of(shape: ModelShape, device: Device) -> CostModel:
-    """Seconds by a roofline: operations over a share of the peak, other passes over a share of the bandwidth.
+    """Return a roofline cost model: operations at a share of the peak, other passes at a share of the bandwidth.
 
-    What a host adds per chunk is that of `CostModel.of_gpu`, by layers.
+    The launch cost per chunk is that of `CostModel.of_gpu`, scaled by the number of layers.
     """
     matmul, bandwidth = device.tflops * 1e12 * MATMUL_SHARE, device.bandwidth * BANDWIDTH_SHARE
     token = 2 * shape.active / matmul + PASSES * shape.outputs * NUMBER / bandwidth
@@ -169,7 +171,7 @@ def cost_of(shape: ModelShape, device: Device) -> CostModel:
 
 
 def footprint_of(shape: ModelShape) -> Footprint:
-    """Bytes that chunks take: outputs of matrix products are kept, what lies between them is computed again."""
+    """Return the footprint of chunks: outputs of matrix products are kept, values between them rematerialised."""
     working = {name: ((0.0, times * shape.widest * NUMBER, 0.0),) for name, times in WORKING.items()}
     return Footprint(
         graph_token=shape.outputs * NUMBER,
@@ -179,15 +181,15 @@ def footprint_of(shape: ModelShape) -> Footprint:
 
 
 def head_starts_of(tree: PrefixTree, sequences: Sequence[Recorded]) -> IntArray:
-    """`[R + 1]` head rows of every tree row: distinct next tokens that are trained on (see `simulate`)."""
+    """Return `head_starts` `[R + 1]` (see `simulate`): a tree row has a head row per distinct trained next token."""
     rows, labels = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    at, of_token = 0, tree.token_rows()
-    for one in sequences:
-        size = len(one)
-        trained = np.flatnonzero(one.loss_mask()[1:])
-        rows.append(of_token[at : at + size][trained])
-        labels.append(np.asarray(one.tokens, np.int64)[1:][trained])
-        at += size
+    offset, of_token = 0, tree.token_rows()
+    for sequence in sequences:
+        size = len(sequence)
+        trained = np.flatnonzero(sequence.loss_mask()[1:])
+        rows.append(of_token[offset : offset + size][trained])
+        labels.append(np.asarray(sequence.tokens, np.int64)[1:][trained])
+        offset += size
     pairs = np.unique(np.stack([np.concatenate(rows), np.concatenate(labels)], axis=1), axis=0)
     return np.concatenate([[0], np.cumsum(np.bincount(pairs[:, 0], minlength=tree.num_rows))])
 
@@ -200,31 +202,31 @@ def estimate(
     cost: CostModel | None = None,
     ranks: Ranks | None = None,
 ) -> Estimate:
-    """Predict a step.
+    """Predict time and memory of a training step.
 
     Args:
-        options: a `memory_budget` stands for the default one; `chunk_size` and `sweep` are taken as they are.
-        cost: measured rates, in place of the roofline.
-        ranks: that divide the sequences among them; what is predicted is the rank with the largest tree.
+        options: `memory_budget` replaces the default budget; `chunk_size` and `sweep` are used as given.
+        cost: measured rates; by default, a roofline of the device.
+        ranks: ranks that divide the sequences; the prediction is for the rank with the largest tree.
     """
     ranks, usable = ranks or Ranks(), USABLE * device.memory
     factor = device.uncertainty if cost is None else CALIBRATED
     step = _Step(shape, ranks, options, cost or cost_of(shape, device), (1 / factor, factor))
-    for batches in (*BATCHES, 1):  # all at once again, if nothing fits
+    for batches in (*BATCHES, 1):  # back to one batch if nothing fits
         step.take(_largest(sequences, ranks.count * batches), batches)
         least = {sweep: step.planned(sweep, "nothing kept", 0) for sweep in step.sweeps}
-        leanest, _ = min(least.values(), key=lambda found: found[0].bytes)
+        leanest, _ = min(least.values(), key=lambda way: way[0].bytes)
         if leanest.bytes <= usable or ranks.held(shape) > usable:
             break
-    made = [one for sweep, nothing in least.items() for one in step.by_budget(sweep, nothing, device.memory, usable)]
-    fitting = [found for found in made if found[0].bytes <= usable]
-    best = min(fitting, key=lambda found: (found[0].seconds, found[0].bytes)) if fitting else None
-    _, plan = best or min(made, key=lambda found: found[0].bytes)
+    ways = [way for sweep, nothing in least.items() for way in step.by_budget(sweep, nothing, device.memory, usable)]
+    fitting = [way for way in ways if way[0].bytes <= usable]
+    best = min(fitting, key=lambda way: (way[0].seconds, way[0].bytes)) if fitting else None
+    _, plan = best or min(ways, key=lambda way: way[0].bytes)
     return Estimate(
         plan,
         int(step.heads[-1]),
         ranks.held(shape),
-        tuple(found for found, _ in made),
+        tuple(way for way, _ in ways),
         tuple(step.others()),
         step.cost.source,
         factor,
@@ -237,10 +239,10 @@ def estimate(
 
 
 def _largest(sequences: Sequence[Recorded], count: int) -> list[Recorded]:
-    """Of so many groups that share little with each other, the one with the largest tree."""
+    """Balance the sequences over `count` groups, and return the group with the largest tree."""
     if count == 1:
         return list(sequences)
-    groups = balance([one.tokens for one in sequences], count)
+    groups = balance([sequence.tokens for sequence in sequences], count)
     trees = {
         number: PrefixTree.build([sequences[i].tokens for i in group]) for number, group in enumerate(groups) if group
     }
@@ -249,7 +251,7 @@ def _largest(sequences: Sequence[Recorded], count: int) -> list[Recorded]:
 
 
 def _ranks_needed(shape: ModelShape, ranks: Ranks, leanest: Prediction, usable: float) -> int | None:
-    """Ranks among which the model can be divided for a step to fit, if each runs as large a tree."""
+    """Return how many ranks have to shard the model for a step to fit, if each runs as large a tree."""
     running = leanest.bytes - ranks.held(shape) - ranks.gathered(shape, leanest.sweep)
     count = max(ranks.count, 2)
     while count <= MOST_RANKS:
@@ -261,11 +263,11 @@ def _ranks_needed(shape: ModelShape, ranks: Ranks, leanest: Prediction, usable: 
 
 
 class _Step:
-    """A step of a rank, and the ways to run it.
+    """Step of one rank, and the ways to run it.
 
     Attributes:
-        sweeps: to choose from.
-        tree, heads: of a batch of it, see `take`.
+        sweeps: sweeps to choose from.
+        tree, heads: prefix tree and `head_starts` of one micro-batch (see `take`).
     """
 
     def __init__(
@@ -279,12 +281,12 @@ class _Step:
         self.take([], 1)
 
     def take(self, sequences: Sequence[Recorded], batches: int) -> None:
-        """Predict for the tree of these sequences, run so many times."""
-        self.tree = PrefixTree.build([one.tokens for one in sequences])
+        """Set the micro-batch: predictions are for the tree of `sequences`, run `batches` times."""
+        self.tree = PrefixTree.build([sequence.tokens for sequence in sequences])
         self.heads, self.batches = head_starts_of(self.tree, sequences), batches
 
     def planned(self, sweep: str, name: str, budget: int | None) -> tuple[Prediction, Plan]:
-        """The plan of a sweep that keeps so much, and what it comes to."""
+        """Plan a sweep with a budget, and return its prediction and the plan."""
         shape, options = self.shape, dataclasses.replace(self.options, sweep=sweep)
         footprint, most = (self.footprint, BY_CHUNKS) if sweep == "chunks" else (self.parts[0].footprint, BY_STAGES)
         sizes = chunk_sizes(math.inf if budget is None else budget, footprint.graph_token, most)
@@ -292,9 +294,9 @@ class _Step:
         plan = make_plan(self.tree, options, limits=limits)
         parts, stack = limits.parts_of(sweep), plan.simulation.peak_stack_tokens
         first, second = bytes_of_halves(plan.prefix_tree, plan.schedule, parts, stack, plan.limits.head_starts)
-        # Gradients of keys and values are sums as well, and those are wider.
+        # KV gradients are float32 sums, wider than the KV that `bytes_of_halves` counts for them.
         second += stack * max(part.footprint.kv_token for part in parts) * (SUM / NUMBER - 1)
-        found = Prediction(
+        prediction = Prediction(
             f"{sweep}, {name}",
             self.batches * plan.estimates.seconds,
             self.ranks.held(shape) + self.ranks.gathered(shape, sweep) + max(first, second),
@@ -304,34 +306,34 @@ class _Step:
             budget,
             plan.schedule.chunk_size,
         )
-        return found, plan
+        return prediction, plan
 
     def by_budget(
         self, sweep: str, nothing: tuple[Prediction, Plan], memory: float, usable: float
     ) -> list[tuple[Prediction, Plan]]:
-        """With the default budget, or as much of it as fits; nothing kept; and all."""
+        """Plan a sweep with its budget (the default one is halved until it fits), with nothing kept, and with all."""
         budget = self.options.memory_budget
         if is_default := budget is None:
             sums = self.sums if sweep == "chunks" else max(part.sums for part in self.parts)
             free = memory - self.ranks.held(self.shape) - self.ranks.gathered(self.shape, sweep) - sums
             budget = int(max(free, 0) * BUDGET_SHARE)
-        found = self.planned(sweep, f"{budget / 1e9:.1f} GB kept", budget)
-        while is_default and found[0].bytes > usable >= nothing[0].bytes and budget > LEAST_BUDGET:
+        planned = self.planned(sweep, f"{budget / 1e9:.1f} GB kept", budget)
+        while is_default and planned[0].bytes > usable >= nothing[0].bytes and budget > LEAST_BUDGET:
             budget //= 2
-            found = self.planned(sweep, f"{budget / 1e9:.1f} GB kept", budget)
+            planned = self.planned(sweep, f"{budget / 1e9:.1f} GB kept", budget)
         everything = self.planned(sweep, "all kept", None)
-        return [nothing, everything] if is_default and budget <= LEAST_BUDGET else [found, nothing, everything]
+        return [nothing, everything] if is_default and budget <= LEAST_BUDGET else [planned, nothing, everything]
 
     def others(self) -> list[Prediction]:
-        """Rivals, scaled as they were measured: one sequence at a time, and the tree in a masked row."""
+        """Predict the alternatives, scaled as measured: dense (a sequence at a time), and the tree in a masked row."""
         tree, heads, footprint, cost = self.tree, self.heads, self.footprint, self.cost
         lengths = tree.lengths
         per_token = float(heads[-1]) / max(tree.num_rows, 1)
-        pairs, tree_pairs = _pairs(lengths), _pairs(tree.stop) - _pairs(tree.start)
+        pairs, tree_pairs = causal_pairs(lengths), causal_pairs(tree.stop) - causal_pairs(tree.start)
         dense = Work(len(lengths), len(lengths), int(lengths.sum()), pairs, int(lengths.sum() * per_token))
         packed = Work(1, 1, tree.num_rows, tree_pairs, int(heads[-1]))
         fixed = self.ranks.held(self.shape) + self.ranks.gathered(self.shape, "stages")
-        longest, found = int(lengths.max(initial=0)), []
+        longest, predictions = int(lengths.max(initial=0)), []
         for name, work, size in (("dense", dense, longest), ("packed tree", packed, tree.num_rows)):
             kept = fixed + footprint.graph_token * size
             layer = fixed + self.shape.hidden * NUMBER * self.shape.layers * size
@@ -346,16 +348,17 @@ class _Step:
                 middle = math.sqrt(least * most)
                 factors = least / middle * self.factors[0], most / middle * self.factors[1]
                 scaled = self.batches * middle * seconds
-                found.append(Prediction(way, scaled, size_in_bytes, self.batches * twice, factors))
-        return found
+                predictions.append(Prediction(way, scaled, size_in_bytes, self.batches * twice, factors))
+        return predictions
 
 
 def parts_of(shape: ModelShape, ranks: Ranks) -> tuple[PartBytes, ...]:
-    """Bytes of the parts that a sweep of stages runs, a layer each: the first one with the embedding and the last one
-    with the head; what they hand on are hidden states."""
-    graph = shape.outputs / shape.layers * NUMBER
-    working = {name: ((0.0, times * shape.widest * NUMBER, 0.0),) for name, times in WORKING.items()}
-    footprint = Footprint(graph, kv_token=shape.kv_width * NUMBER, working=working)
+    """Return the bytes of the parts of a sweep of stages, a part a layer.
+
+    The first part includes the embedding, and the last one the head. Parts pass hidden states on.
+    """
+    graph, kv = shape.outputs / shape.layers * NUMBER, shape.kv_width * NUMBER
+    footprint = dataclasses.replace(footprint_of(shape), graph_token=graph, kv_token=kv)
     last = shape.layers - 1
     outside = {0: max(shape.outside - shape.head, 0) if last else shape.outside, last: min(shape.head, shape.outside)}
     return tuple(
@@ -368,16 +371,12 @@ def parts_of(shape: ModelShape, ranks: Ranks) -> tuple[PartBytes, ...]:
     )
 
 
-def _pairs(depths: Any) -> int:
-    return int((depths * (depths + 1)).sum()) // 2
-
-
-# Names under which configurations have the number of experts, and of those that a token takes.
+# Keys of configurations for the number of experts, and the number of experts per token.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TAKEN = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
 
 
-# Sizes of a configuration: the least and the most that is taken, several times that of any model.
+# Accepted range of the sizes in a configuration; the upper ends are several times those of any model.
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), (1, 512)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), (1, 2**14)),
@@ -389,20 +388,19 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model.
+    """Sizes of a model, as numbers of elements.
 
     Attributes:
-        name: architecture and where the configuration is from.
-        parameters: all of them.
-        active: parameters of matrix products that one token takes part in, the head left out.
-        outputs: numbers that the matrix products of one token give, the head left out; attention's among them.
-        widest: of them, those of one layer.
+        name: architecture and source of the configuration.
+        active: parameters of the matrix products that one token runs, without the head.
+        outputs: outputs of the matrix products and attention for one token, without the head.
+        widest: outputs of one layer.
         head: parameters of the head.
-        layers, attention_layers: decoder layers; of them, those with attention.
-        attention_width: numbers of the queries of a token in a layer.
-        kv_width: numbers of its keys and values in a layer.
-        hidden: numbers of a hidden state.
-        layer, outside: parameters of the largest decoder layer, and of none: embedding, head, the last norm.
+        layers, attention_layers: number of decoder layers, and of those with attention.
+        attention_width: queries of a token in a layer.
+        kv_width: keys and values of a token in a layer.
+        hidden: hidden size.
+        layer, outside: parameters of the largest decoder layer, and outside all of them (embedding, head, final norm).
     """
 
     name: str
@@ -421,18 +419,18 @@ class ModelShape:
 
 
 def model_shape(config: str) -> ModelShape:
-    """The sizes of a model of transformers.
+    """Return the sizes of a transformers model, which is built on the meta device.
 
     Args:
-        config: a `config.json`, the folder of one, or a name that transformers' AutoConfig knows.
+        config: a `config.json`, its folder, or a name that transformers' AutoConfig knows.
 
     Raises:
         MissingPackageError: transformers or torch is not installed.
-        OptionError: it is no configuration of a causal language model.
+        OptionError: not a configuration of a causal language model.
     """
     transformers = optional("transformers", "dta estimate")
     torch = optional("torch", "dta estimate")
-    if config.endswith(".json") and not Path(config).exists():  # a name of the hub takes its time to be missing
+    if config.endswith(".json") and not Path(config).exists():  # fail fast: the hub takes long to miss a name
         raise OptionError("there is no such configuration", got=config)
     try:
         path = Path(config)
@@ -444,7 +442,7 @@ def model_shape(config: str) -> ModelShape:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(read, trust_remote_code=False)
         return _shape(model, read.get_text_config(), config)
-    except Exception as error:  # of transformers, huggingface_hub and whatever a model's own code raises
+    except Exception as error:  # transformers, huggingface_hub and the model's code may raise anything
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise OptionError(
             "not a configuration of a causal language model",
@@ -454,7 +452,7 @@ def model_shape(config: str) -> ModelShape:
 
 
 def _check(config: Any) -> None:
-    """Sizes that a model can have: one with others would be built for hours, or its configuration."""
+    """Raise ValueError unless all sizes are in range; otherwise building the model or its config may take hours."""
     for key, value in config.items() if isinstance(config, dict) else ():
         least, most = SIZES.get(key, (0, 0))
         if value is None or not most:
@@ -465,8 +463,8 @@ def _check(config: Any) -> None:
 
 def _shape(model: Any, config: Any, source: str) -> ModelShape:
     share = _share_of_experts(config)
-    embeddings = (one for one in model.modules() if type(one).__name__.endswith("Embedding"))
-    tables = {id(one.weight) for one in embeddings if hasattr(one, "weight")}
+    embeddings = (module for module in model.modules() if type(module).__name__.endswith("Embedding"))
+    tables = {id(module.weight) for module in embeddings if hasattr(module, "weight")}
     head = model.get_output_embeddings()
     tables.add(id(head.weight))
     active = outputs = 0.0
@@ -475,7 +473,7 @@ def _shape(model: Any, config: Any, source: str) -> ModelShape:
             continue
         part = share if "expert" in name and "shared" not in name else 1.0
         active += part * value.numel()
-        # Experts are [E, out, in]; a part of the E is taken, and in all of them as many numbers are given.
+        # Experts are [E, out, in]: a token takes a share of the E, and gets `out` numbers from each.
         outputs += part * (value.shape[0] * value.shape[1] if value.dim() == 3 else value.shape[0])
     heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
     size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -484,7 +482,7 @@ def _shape(model: Any, config: Any, source: str) -> ModelShape:
     attention = sum("linear" not in kind and "mamba" not in kind and "conv" not in kind for kind in kinds)
     outputs += attention * heads * size
     parameters = sum(value.numel() for value in model.parameters())
-    lists = (one for one in model.modules() if type(one).__name__ == "ModuleList" and len(one) == layers)
+    lists = (module for module in model.modules() if type(module).__name__ == "ModuleList" and len(module) == layers)
     decoder: Any = max(lists, key=_numel, default=[])
     sizes = [_numel(layer) for layer in decoder] or [parameters // layers]
     return ModelShape(
@@ -509,7 +507,7 @@ def _numel(module: Any) -> int:
 
 
 def _share_of_experts(config: Any) -> float:
-    """The part of the experts that a token takes."""
+    """Return the share of the experts that a token takes, 1.0 without experts."""
     count = next((getattr(config, key) for key in EXPERTS if getattr(config, key, None)), None)
-    taken = next((getattr(config, key) for key in TAKEN if getattr(config, key, None)), None)
-    return float(taken) / float(count) if count and taken else 1.0
+    per_token = next((getattr(config, key) for key in TAKEN if getattr(config, key, None)), None)
+    return float(per_token) / float(count) if count and per_token else 1.0

@@ -1,4 +1,4 @@
-"""Prefix trees, schedules and plans: numpy and networkx, never torch."""
+"""Plan a batch: prefix tree, chunks, schedule, cost model, verifier and load balancing. Never imports torch."""
 
 from __future__ import annotations
 

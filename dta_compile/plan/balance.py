@@ -1,4 +1,7 @@
-"""Load balancing over ranks: contiguous groups in lexicographic order (paper Algorithm 4), or subtrees dealt out."""
+"""Balance sequences over ranks: contiguous groups in lexicographic order (paper Algorithm 4), or subtrees dealt out.
+
+`balance` starts from the best contiguous groups. `division/` supplies their costs, the partitioners and local search.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,18 @@ from dta_compile.plan.division.run_costs import Items, RunCosts, contiguous_grou
 from dta_compile.plan.tree.lexicographic import IntArray, LexicographicOrder, lexicographic_order
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 
-NEAR_ENOUGH = 2**10  # the largest cost may be above its bound by one part of so many
-WORTH_DEALING = 2**7  # the same after exchanges between contiguous groups, with which dealing out is tried as well
-IMPROVED = 2  # divisions by dealing out that exchanges improve
-ROUNDS = 64  # of exchanges, and two for every group
-FEW_CHUNKS = 32  # of a group, up to which whole chunks count: one more is a hundredth of its time, or more
+NEAR_ENOUGH = 2**10  # search stops within 1/1024 of the lower bound of the largest cost
+WORTH_DEALING = 2**7  # dealing out is skipped if exchanges bring contiguous groups within 1/128 of the lower bound
+IMPROVED = 2  # dealt divisions that local search improves
+ROUNDS = 64  # of local search, plus two per group
+FEW_CHUNKS = 32  # chunks a group, up to which whole chunks are priced: one more costs at least about 1% of its time
 
 
 class TreeCost(Protocol):
-    """A model that prices the tokens of a tree, as `CostModel` does."""
+    """Interface of a model that prices the tokens of a tree, like `CostModel`."""
 
     def tree_rates(self) -> tuple[float, float]:
-        """Seconds per token of the tree and per attention pair; a token at depth d takes part in d + 1 pairs."""
+        """Return seconds per token of the tree and per attention pair; a token at depth d has d + 1 pairs."""
 
 
 def balance(
@@ -35,25 +38,25 @@ def balance(
     cost: Literal["tree_tokens"] | TreeCost = "tree_tokens",
     contiguous: bool = False,
 ) -> list[list[int]]:
-    """Groups of sequence indices whose largest tree cost is small, no larger than that of the best contiguous groups.
+    """Divide sequences into groups, minimising the largest tree cost; never worse than the best contiguous groups.
 
-    Groups that are contiguous in lexicographic order keep shared prefixes together (paper Algorithm 4); of the cuts
-    with the same least largest cost, those are taken at which the groups share least. Unless that is as good as any
-    division can be, subtrees that share little are dealt out freely as well, by longest processing time and by largest
-    differencing, and subtrees are exchanged between groups while that makes the most expensive one cheaper. The
-    cheapest division is taken. Takes O(N + K log N log C) after the sort, C being the cost of everything, and for
-    exchanges a time that grows with K.
+    Groups that are contiguous in lexicographic order keep shared prefixes together (paper Algorithm 4). Among cuts
+    with the same least largest cost, those with the fewest tokens shared across them are chosen. If the result is not
+    within 1/1024 of the lower bound, subtrees that share little are also dealt out freely (longest processing time,
+    largest differencing, MULTIFIT), and local search exchanges subtrees between groups while the most expensive group
+    gets cheaper. The cheapest division is returned. Takes O(N + K log N log C) after the sort, where C is the cost of
+    the whole tree; the time of local search grows with K.
 
     Args:
         sequences: 1-D integer sequences (see `PrefixTree.build`), their order, or their tree.
-        num_groups: K >= 1. Exactly K groups come back, none of them empty if there are at least K sequences; else
+        num_groups: K >= 1. Exactly K groups are returned. None is empty if there are at least K sequences; otherwise
             the surplus groups at the end are empty.
-        cost: of a group's tree. "tree_tokens" counts its tokens, as the paper does; a cost model, such as the
-            calibrated `CostModel`, prices tokens and attention pairs.
-        contiguous: only groups that are contiguous in lexicographic order.
+        cost: cost of a group's tree. "tree_tokens" counts its tokens (as in the paper); a cost model such as the
+            calibrated `CostModel` prices tokens and attention pairs.
+        contiguous: allow only groups that are contiguous in lexicographic order.
 
     Returns:
-        The groups, each in lexicographic order, by where in it their first sequences are.
+        Groups of sequence indices, each in lexicographic order; groups are ordered by their first sequence.
 
     Raises:
         PlanError: K < 1, a sequence that is not a run of integers, or an unusable cost.
@@ -75,7 +78,7 @@ def balance(
 
 
 def _divide(costs: RunCosts, num_groups: int, contiguous: bool, seconds: TreeSeconds | None) -> list[IntArray]:
-    """Positions of the lexicographic order, ascending, in every group."""
+    """Return every group as ascending positions of the lexicographic order."""
     runs = contiguous_groups(costs, num_groups)
     few = int((costs.order.lengths - costs.order.common).sum()) <= FEW_CHUNKS * CHUNK_TOKENS * num_groups
     least, largest = costs.bound(num_groups), max(costs(a, b) for a, b in runs)
@@ -85,19 +88,19 @@ def _divide(costs: RunCosts, num_groups: int, contiguous: bool, seconds: TreeSec
     best = _cheapest(items, np.searchsorted(items.starts, [a for a, _ in runs]), least)
     if few and seconds:
         exchange_whole_chunks(costs.order, best, seconds)
-    found = [items.positions(group.members) for group in best.groups]
-    return sorted(found, key=lambda positions: int(positions[0]))
+    groups = [items.positions(group.members) for group in best.groups]
+    return sorted(groups, key=lambda positions: int(positions[0]))
 
 
 def _cheapest(items: Items, begins: IntArray, least: int) -> Groups:
-    """The cheapest of the divisions tried; `begins` are the items at which contiguous groups begin."""
+    """Return the cheapest division found; `begins` are the first items of the contiguous groups."""
     target, rounds = least + least // NEAR_ENOUGH, ROUNDS + 2 * len(begins)
     in_order = Groups(items, np.split(np.arange(len(items)), begins[1:]))
     if exchange(in_order, target, rounds) or in_order.costs.max() <= least + least // WORTH_DEALING:
         return in_order
     dealt = [Groups(items, members) for members in deals(items, len(begins), least)]
-    dealt = sorted((one for one in dealt if not one.has_empty), key=Groups.rank)[:IMPROVED]
-    any(exchange(one, target, rounds) for one in dealt)
+    dealt = sorted((division for division in dealt if not division.has_empty), key=Groups.rank)[:IMPROVED]
+    any(exchange(division, target, rounds) for division in dealt)
     return min([in_order, *dealt], key=Groups.rank)
 
 
@@ -118,37 +121,37 @@ def _rates(cost: Literal["tree_tokens"] | TreeCost) -> tuple[float, float]:
 
 TreeSeconds = Callable[[PrefixTree], float]
 
-_WORK = 2**14  # sequences that are planned, those of groups that are tried again; it bounds the time
-_TRIES = 16  # exchanges of a round, those first that look best by tokens and pairs
+_WORK = 2**14  # budget of sequences whose trees are priced, retries included: bounds the time
+_TRIES = 16  # exchanges priced per round, best estimates by tokens and pairs first
 
 
 def exchange_whole_chunks(order: LexicographicOrder, groups: Groups, seconds: TreeSeconds) -> None:
-    """Exchange subtrees as long as that makes the slowest group faster, `seconds` being asked for whole trees."""
+    """Exchange subtrees while the slowest group gets faster; `seconds` prices a whole tree, chunk by chunk."""
     work = _WORK - len(order.order)
     if work < 0:
         return
 
-    def of(group: Group) -> float:
+    def price(group: Group) -> float:
         return seconds(_tree(order, groups.items.positions(group.members)))
 
-    each = [of(group) for group in groups.groups]
+    prices = [price(group) for group in groups.groups]
     while work > 0:
-        slowest = int(np.argmax(each))
+        slowest = int(np.argmax(prices))
         for trade in groups.trades(slowest, each=_TRIES)[:_TRIES]:
             both = groups.after(slowest, trade)
             work -= sum(len(group.members) for group in both)
-            mine, theirs = map(of, both)
-            if max(mine, theirs) < each[slowest]:
+            mine, theirs = map(price, both)
+            if max(mine, theirs) < prices[slowest]:
                 for number, group, new in zip((slowest, trade.partner), both, (mine, theirs), strict=True):
                     groups.take(number, group)
-                    each[number] = new
+                    prices[number] = new
                 break
         else:
             return
 
 
 def _tree(order: LexicographicOrder, positions: IntArray) -> PrefixTree:
-    """Tree of the sequences at some positions of the order, ascending, numbered from 0 on; `forks` are left out."""
+    """Build the tree of the sequences at ascending `positions`, renumbered from 0; its `forks` are zeros."""
     count = len(positions)
     common = np.zeros(count, np.int64)
     if count > 1:

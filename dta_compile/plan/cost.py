@@ -1,4 +1,8 @@
-"""What schedules cost by a linear model, and the choices made by it: what to keep, and the strategy `auto`."""
+"""Linear cost model of schedules, and the planner's choices by it.
+
+`choose` picks strategy, chunk size and sweep for a batch; `choose_keep` picks the graphs and KV that stay in memory
+between forward and backward.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from dta_compile.options import CHUNK_TOKENS, Options
 from dta_compile.plan.peak_memory import Footprint, PartBytes, bytes_of_halves
 from dta_compile.plan.planner import KEEP_ALL, KEEP_NOTHING, Keep, build_schedule, rebuilt_slices
 from dta_compile.plan.schedule import SWEEPS, Schedule
-from dta_compile.plan.simulate import Simulation, Work, chunk_work, simulate
+from dta_compile.plan.simulate import Simulation, Work, causal_pairs, chunk_work, simulate
 from dta_compile.plan.states import with_states
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.chunk_tree import ChunkTree, chunk_tree
@@ -21,13 +25,13 @@ from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 
 __all__ = ["CostModel", "Limits", "Rates", "choose", "choose_keep", "chunk_sizes"]
 
-CANDIDATES = ("packed", "dfs", "vanilla", "dense")  # the first of equal cost is taken
+CANDIDATES = ("packed", "dfs", "vanilla", "dense")  # the first one wins a tie
 _PACKED = Options(strategy="packed")
-STATES_SHARE = 0.1  # of a layer's forward: what makes its states, a norm and products with weights of keys and values
-BUDGET_SHARE = 0.5  # of the memory that is free when a call starts
-CHUNK_SIZES, CHUNK_SHARE = (CHUNK_TOKENS, *(2**n for n in range(12, 17))), 0.4  # tokens; of the budget
-BY_CHUNKS, BY_STAGES = 8192, 2**16  # most tokens of a chunk, whose activations are those of all layers, or of one
-LEAST_GAIN = 0.03  # of the estimated seconds, for which larger chunks are taken, which need more memory
+STATES_SHARE = 0.1  # share of a layer's forward that computes its states: a norm and the key and value projections
+BUDGET_SHARE = 0.5  # default budget, as a share of the memory that is free when a call starts
+CHUNK_SIZES, CHUNK_SHARE = (CHUNK_TOKENS, *(2**n for n in range(12, 17))), 0.4  # tokens; share of the budget
+BY_CHUNKS, BY_STAGES = 8192, 2**16  # most tokens of a chunk if activations of all layers, or of one layer, are held
+LEAST_GAIN = 0.03  # share of the estimated seconds that larger chunks, which need more memory, must save
 
 
 class Rates(NamedTuple):
@@ -40,7 +44,7 @@ class Rates(NamedTuple):
     head: float
 
     def seconds(self, work: Work) -> float:
-        """Seconds that so much work takes."""
+        """Return the seconds that `work` takes."""
         return sum(rate * amount for rate, amount in zip(self, work, strict=True))
 
 
@@ -50,15 +54,16 @@ _BACKWARD = Rates(4e-3, 4e-5, 1.6e-5, 1.6e-9, 4e-6)
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """Seconds as a linear function of a schedule's work.
+    """Linear cost model: seconds as a linear function of a schedule's work.
 
-    The defaults are ratios for a model of about 2B parameters on a current datacentre GPU, worked out from its
-    arithmetic: 4 GFLOP a token, 0.2 MFLOP a query-key pair. A launch is what a host adds that computes by itself.
+    The defaults are derived from the arithmetic of a model of about 2B parameters on a current datacentre GPU
+    (4 GFLOP a token, 0.2 MFLOP a query-key pair) and are meant as ratios. Their launch cost is the overhead per chunk
+    where the host computes by itself.
 
     Attributes:
         forward, backward: rates of chunk runs.
         restore: seconds per token whose KV is copied back.
-        source: where the rates come from.
+        source: origin of the rates, for messages.
     """
 
     forward: Rates = _FORWARD
@@ -68,32 +73,32 @@ class CostModel:
 
     @classmethod
     def of_gpu(cls) -> CostModel:
-        """The defaults where a host launches a thousand kernels for a chunk, which keep the GPU waiting.
+        """Return the defaults with a GPU's launch cost: about a thousand kernels a chunk, for which the GPU waits.
 
-        As measured on an H100 with a model of 28 layers: a step with 16, 8 and 4 chunks took 2.1, 1.5 and 1.3 seconds.
+        Measured on an H100 with a model of 28 layers: a step with 16, 8 and 4 chunks took 2.1, 1.5 and 1.3 seconds.
         """
         return cls(_FORWARD._replace(launch=2e-2), _BACKWARD._replace(launch=3.5e-2))
 
     def forward_seconds(self, work: Work) -> float:
-        """Seconds of a chunk run without its backward."""
+        """Return the forward seconds of a chunk run."""
         return self.forward.seconds(work)
 
     def tree_rates(self) -> tuple[float, float]:
-        """Seconds of forward and backward per token of a tree, with its head row, and per query-key pair.
+        """Return seconds of forward and backward per tree token (with one head row) and per query-key pair.
 
-        What `balance` goes by. The schedule is made after the groups, so launches are those of full chunks.
+        `balance` uses them. Groups are made before schedules, so launches are counted as if all chunks were full.
         """
         token = sum(rates.token + rates.head + rates.launch / CHUNK_TOKENS for rates in (self.forward, self.backward))
         return token, self.forward.pair + self.backward.pair
 
     def tree_seconds(self, tree: PrefixTree) -> float:
-        """Seconds of forward and backward of a tree in packed chunks that are all kept, of as many tokens as usual."""
+        """Return seconds of forward and backward of a tree in packed chunks of default size, all graphs kept."""
         chunks = chunk_tree(tree, _PACKED).chunks
         work = reduce(Work.plus, (chunk_work(tree, chunk) for chunk in chunks), Work())
         return self.forward.seconds(work) + self.backward.seconds(work)
 
     def estimate(self, simulation: Simulation) -> float:
-        """Seconds that a schedule with these counts takes."""
+        """Return the seconds that a schedule with these counts takes."""
         s = simulation
         again = STATES_SHARE * self.forward.seconds(s.rebuilt._replace(pairs=0))
         run = self.forward.seconds(s.forward) + self.backward.seconds(s.backward)
@@ -109,25 +114,25 @@ def choose_keep(
     cost: CostModel,
     head_starts: IntArray | None = None,
 ) -> Keep:
-    """What to keep from the first to the second phase: the most seconds saved per byte first, within `budget` bytes.
+    """Choose greedily, by seconds saved per byte, what to keep between the phases within `budget` bytes.
 
-    A chunk may keep the KV of its spine, which saves running it again for what continues it, or its graph, which saves
-    its second forward too; either with the running states at which its spine is continued. None keeps all, 0 nothing.
-    The chunk that goes backward first keeps its graph in any case and is not counted, unless other parts run between
-    its forward and its backward.
+    A chunk may keep the KV of its spine, which saves rebuilding the spine for the chunks that continue it, or its
+    graph, which saves its second forward too; either includes the running states at which its spine is continued.
+    A budget of None keeps all, 0 nothing. The chunk that goes backward first always keeps its graph and is not counted,
+    except in a sweep of stages, where other parts run between its forward and its backward.
     """
     if budget is None:
         return KEEP_ALL
     if budget <= 0:
         return KEEP_NOTHING
-    rebuilt = dict.fromkeys(range(len(chunks.chunks)), 0.0)  # seconds to put spines on the stack again
+    rebuilt = dict.fromkeys(range(len(chunks.chunks)), 0.0)  # by chunk: seconds to put its spine on the stack again
     share = STATES_SHARE if options.sweep == "stages" else 1.0
-    if options.strategy != "vanilla":  # which rebuilds with graphs that stay
+    if options.strategy != "vanilla":  # vanilla rebuilds spines with graphs, which then stay
         for index, part in rebuilt_slices(tree, options, chunks):
             work = chunk_work(tree, Chunk(part), head=False)._replace(launches=1)
             rebuilt[index] += share * cost.forward_seconds(work) - cost.restore * part.tokens
     states = [footprint.state * depths for depths in chunks.starts_below()]
-    upgrades: list[tuple[float, int, float, bool]] = []  # seconds saved per byte, chunk, bytes, graph rather than KV
+    upgrades: list[tuple[float, int, float, bool]] = []  # seconds saved per byte, chunk, bytes, whether it is a graph
     for index, chunk in enumerate(chunks.chunks):
         if index == 0 and options.sweep != "stages":
             continue
@@ -140,7 +145,7 @@ def choose_keep(
         else:
             upgrades.append(((again + below) / max(graph, 1.0), index, graph, True))
     graphs, left = set(), float(budget)
-    stored: dict[int, float] = {}  # bytes of the KV that is kept on its own
+    stored: dict[int, float] = {}  # by chunk: bytes of KV kept without a graph
     for _, index, size, is_graph in sorted(upgrades, key=lambda entry: (-entry[0], entry[1])):
         more = size - stored.get(index, 0.0)
         if more > left:
@@ -155,17 +160,17 @@ def choose_keep(
 
 
 def chunk_sizes(budget: float, bytes_per_token: float, most: int = BY_CHUNKS) -> tuple[int, ...]:
-    """The sizes of chunks to choose from where the user names none, for activations of so many bytes a token.
+    """Return the chunk sizes to choose from if the user sets none, given a budget and activation bytes per token.
 
-    To launch the kernels of a layer a host takes as long for few tokens as for many: a step of a model of 1.7B
-    parameters took 2.1 s on an H100 with chunks of 2,048 tokens, 1.5 s with 4,096 and 1.3 s with 8,192.
+    Larger chunks amortise kernel launches, whose host time does not depend on the number of tokens: a step of a model
+    of 1.7B parameters took 2.1 s on an H100 with chunks of 2,048 tokens, 1.5 s with 4,096 and 1.3 s with 8,192.
     """
     least, *larger = CHUNK_SIZES
     return least, *(size for size in larger if size <= most and size * bytes_per_token <= CHUNK_SHARE * budget)
 
 
 class OfMachine(NamedTuple):
-    """Of `Limits`, what ranks that run a call together have to agree on."""
+    """Fields of `Limits` that ranks running a call together have to agree on."""
 
     budget: int | None
     cost: CostModel
@@ -175,19 +180,18 @@ class OfMachine(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the planner knows of the model and the machine.
+    """Properties of the model and the machine that the planner uses.
 
     Attributes:
         budget: bytes that may be kept from the first to the second phase; None keeps all.
         footprint: bytes per token and chunk, and of running states if the model has any.
-        cost: seconds per amount of work.
-        head_starts: of the shared tree, see `simulate`; None: one head row per token.
-        chunk_sizes: for users who name none, the sizes of chunks to choose from, ascending. Multiples of the 64 tokens
-            that recurrences compute in one go.
-        sums: bytes that gradients of all parameters are summed in.
-        parts: bytes of each part that a sweep of stages runs; none: not known.
-        is_asked_for: the budget is the user's own, not a share of what is free.
-        by_stages: budget and chunk sizes of a sweep of stages, where they are others.
+        cost: cost model.
+        head_starts: head rows of the shared tree (see `simulate`); None: one head row per token.
+        chunk_sizes: ascending sizes to choose from if the user sets none; multiples of the recurrences' block of 64.
+        sums: bytes of the buffers in which gradients of all parameters are summed.
+        parts: bytes of each part of a sweep of stages; empty: not known.
+        is_asked_for: whether the user set the budget; otherwise it is a share of the free memory.
+        by_stages: budget and chunk sizes of a sweep of stages, where they differ.
     """
 
     budget: int | None = None
@@ -201,11 +205,11 @@ class Limits:
     by_stages: tuple[int, tuple[int, ...]] | None = None
 
     def parts_of(self, sweep: str) -> Sequence[PartBytes]:
-        """The parts that a sweep goes through: all layers are one where chunks are swept."""
+        """Return the parts that a sweep goes through; a sweep of chunks has one part with all layers."""
         return self.parts if sweep == "stages" else (PartBytes(self.footprint, self.sums),)
 
     def of_sweep(self, sweep: str) -> Limits:
-        """The same with the budget and the sizes of chunks of a sweep."""
+        """Return these limits with the budget and the chunk sizes of a sweep."""
         if sweep != "stages" or self.by_stages is None:
             return self
         budget, sizes = self.by_stages
@@ -213,18 +217,18 @@ class Limits:
 
     @property
     def of_machine(self) -> OfMachine:
-        """What depends on the machine and on what it has run, not on the model."""
+        """Fields that depend on the machine and its earlier runs, not on the model."""
         return OfMachine(self.budget, self.cost, self.chunk_sizes, self.by_stages)
 
     def agreed(self, others: Sequence[OfMachine]) -> Limits:
-        """The same for several machines: the least memory, and the first one's rates."""
-        budget = min((one.budget for one in others if one.budget is not None), default=None)
-        sizes = min((one.chunk_sizes for one in others), key=len)
-        by_stages = min((one.by_stages for one in others if one.by_stages is not None), default=None)
+        """Return the limits that several ranks agree on: the least memory, and the rates of the first rank."""
+        budget = min((machine.budget for machine in others if machine.budget is not None), default=None)
+        sizes = min((machine.chunk_sizes for machine in others), key=len)
+        by_stages = min((machine.by_stages for machine in others if machine.by_stages is not None), default=None)
         return dataclasses.replace(self, budget=budget, cost=others[0].cost, chunk_sizes=sizes, by_stages=by_stages)
 
     def unshared(self, shared: PrefixTree, unshared: PrefixTree) -> Limits:
-        """The same for the tree without sharing, whose tokens have as many head rows on average."""
+        """Return the limits for the unshared tree, giving each token the shared tree's average number of head rows."""
         if self.head_starts is None:
             return self
         per_token = float(self.head_starts[-1]) / max(shared.num_rows, 1)
@@ -233,7 +237,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """A schedule, the tree that it is for, what is known of that, and the estimated seconds."""
+    """Candidate schedule with its tree, the limits for that tree, and its counts."""
 
     tree: PrefixTree
     limits: Limits
@@ -242,7 +246,7 @@ class _Choice:
 
     @classmethod
     def of(cls, tree: PrefixTree, options: Options, mode: str, limits: Limits) -> _Choice:
-        schedule = _planned(tree, options, mode, limits)
+        schedule = _build(tree, options, mode, limits)
         return cls(tree, limits, schedule, simulate(tree, schedule, limits.head_starts))
 
     @property
@@ -251,7 +255,7 @@ class _Choice:
 
     @property
     def peak(self) -> float:
-        """Bytes, besides outputs."""
+        """Peak bytes, without outputs."""
         parts, stack_tokens = self.limits.parts_of(self.schedule.sweep), self.simulation.peak_stack_tokens
         return max(bytes_of_halves(self.tree, self.schedule, parts, stack_tokens, self.limits.head_starts))
 
@@ -259,21 +263,21 @@ class _Choice:
 def choose(
     tree: PrefixTree, options: Options, mode: str, limits: Limits | None = None
 ) -> tuple[PrefixTree, Schedule, str]:
-    """Tree to run on, schedule, and why: what was asked for, or else the cheapest strategy and size of chunks.
+    """Choose strategy, chunk size and sweep, as asked for or else the cheapest; return tree, schedule and reason.
 
-    A strategy that must hold graphs of more bytes than the budget (and one chunk) is no candidate. Dense is planned
-    only if a lower bound of its cost does not rule it out, since its schedule is as long as the batch without sharing.
-    The strategy is chosen with the least size of chunks; larger ones are taken where they are cheaper by 3%.
+    A strategy that must hold graphs of more bytes than the budget plus one chunk is no candidate ("vanilla" alone can).
+    Dense is planned only if a lower bound of its cost does not rule it out, because its schedule is as long as the
+    unshared batch. The strategy is chosen with the smallest chunk size; a larger size is taken if it is cheaper by 3%.
 
-    Stages are swept where that is cheaper in the memory that is free; where the user says how much may be kept, in the
-    same memory: that of the leaner sweep that keeps nothing, and the budget. Where all fits into what is free, there is
-    nothing to choose.
+    Stages are swept where that is cheaper. Each sweep is given the memory that is free for it; if the user set the
+    budget, both get the same memory: the peak of the leaner sweep that keeps nothing, plus the budget. Sweeps are not
+    compared if a sweep of chunks recomputes nothing within the free memory.
     """
     limits = limits or Limits()
     if options.sweep != "auto":
-        best, reason = _chosen(tree, options, mode, limits.of_sweep(options.sweep))
+        best, reason = _choose_for_sweep(tree, options, mode, limits.of_sweep(options.sweep))
     else:
-        best, reason = _chosen(tree, dataclasses.replace(options, sweep="chunks"), mode, limits)
+        best, reason = _choose_for_sweep(tree, dataclasses.replace(options, sweep="chunks"), mode, limits)
         if mode == "transparent" and _may_sweep_stages(best, limits):
             of_strategy = dataclasses.replace(options, strategy=best.schedule.strategy)
             best, why = _best_sweep(tree, of_strategy, mode, limits)
@@ -288,27 +292,27 @@ def _may_sweep_stages(by_chunks: _Choice, limits: Limits) -> bool:
 
 
 def _best_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[_Choice, str]:
-    """The cheaper sweep by a strategy, and the least bytes that each of them needs."""
+    """Return the cheaper sweep of one strategy, and a reason that names the least bytes that each sweep needs."""
     assert limits.budget is not None
 
     def chosen(sweep: str, budget: int) -> _Choice:
         known = dataclasses.replace(limits.of_sweep(sweep), budget=budget)
-        return _chosen(tree, dataclasses.replace(options, sweep=sweep), mode, known)[0]
+        return _choose_for_sweep(tree, dataclasses.replace(options, sweep=sweep), mode, known)[0]
 
     nothing = {sweep: chosen(sweep, 0) for sweep in SWEEPS}
-    least = {sweep: one.peak for sweep, one in nothing.items()}
+    least = {sweep: choice.peak for sweep, choice in nothing.items()}
     left = {sweep: int(min(least.values()) + limits.budget - least[sweep]) for sweep in SWEEPS}
     free = {sweep: limits.of_sweep(sweep).budget or 0 for sweep in SWEEPS}
-    if not limits.is_asked_for and any(free.values()):  # where nothing is free, what is in any case may not fit
+    if not limits.is_asked_for and any(free.values()):  # a sweep with nothing free is out: its least may not fit
         left = {sweep: budget or -1 for sweep, budget in free.items()}
-    found = [chosen(sweep, left[sweep]) if left[sweep] else nothing[sweep] for sweep in SWEEPS if left[sweep] >= 0]
-    best = min(found, key=lambda one: one.seconds)
+    choices = [chosen(sweep, left[sweep]) if left[sweep] else nothing[sweep] for sweep in SWEEPS if left[sweep] >= 0]
+    best = min(choices, key=lambda choice: choice.seconds)
     bytes_of_both = ", ".join(f"{sweep} {size / 2**20:,.0f} MiB" for sweep, size in least.items())
     return best, f"; sweeps {best.schedule.sweep}: at least {bytes_of_both}"
 
 
-def _chosen(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[_Choice, str]:
-    """As `choose`, for one sweep."""
+def _choose_for_sweep(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[_Choice, str]:
+    """Choose strategy and chunk size for one sweep (see `choose`)."""
     sizes = limits.chunk_sizes if options.chunk_size is None else (options.chunk_size,)
     options = dataclasses.replace(options, chunk_size=sizes[0])
     if options.strategy == "auto":
@@ -322,39 +326,40 @@ def _chosen(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tu
         if best.tree.num_rows <= best.schedule.chunk_size:
             break
         larger = dataclasses.replace(options, strategy=strategy, chunk_size=size)
-        found = _Choice.of(best.tree, larger, mode, best.limits)
-        if found.seconds < (1 - LEAST_GAIN) * best.seconds:
-            reason += f"; chunks of {size:,} {found.seconds / best.seconds:.2f} of {best.schedule.chunk_size:,}"
-            best = found
+        choice = _Choice.of(best.tree, larger, mode, best.limits)
+        if choice.seconds < (1 - LEAST_GAIN) * best.seconds:
+            reason += f"; chunks of {size:,} {choice.seconds / best.seconds:.2f} of {best.schedule.chunk_size:,}"
+            best = choice
     return best, reason
 
 
 def _cheapest_strategy(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> tuple[_Choice, str]:
-    found: list[_Choice] = []
+    choices: list[_Choice] = []
     costs: dict[str, float] = {}
     refused = ""
     for strategy in CANDIDATES:
         run, known = tree, limits
         if strategy == "dense":
-            bound = limits.cost.estimate(_dense_at_least(tree, options, mode))
-            if bound > min(choice.seconds for choice in found):
+            bound = limits.cost.estimate(_dense_lower_bound(tree, options, mode))
+            if bound > min(choice.seconds for choice in choices):
                 costs["dense >="] = bound
                 continue
             run = tree.unshared()
             known = limits.unshared(tree, run)
         choice = _Choice.of(run, dataclasses.replace(options, strategy=strategy), mode, known)
-        if strategy == "vanilla" and (excess := _excess(choice.simulation, options, limits)):  # others keep to it
+        # The other strategies keep to the budget by construction.
+        if strategy == "vanilla" and (excess := _excess(choice.simulation, options, limits)):
             refused += f"; {strategy} holds graphs of {excess}"
             continue
         costs[strategy] = choice.seconds
-        found.append(choice)
-    best = min(found, key=lambda choice: choice.seconds)
+        choices.append(choice)
+    best = min(choices, key=lambda choice: choice.seconds)
     least = best.seconds
     relative = ", ".join(f"{name} {cost / least if least else 1:.2f}" for name, cost in costs.items())
     return best, f"auto, by estimated cost ({limits.cost.source}): {relative}{refused}"
 
 
-def _planned(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Schedule:
+def _build(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Schedule:
     has_states = limits.footprint.has_states
     chunks = chunk_tree(tree, options, has_states)
     keep = KEEP_ALL
@@ -369,15 +374,16 @@ def _planned(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> S
     usual = built(keep)
     if mode != "transparent" or options.sweep != "stages" or limits.budget is None or not limits.parts:
         return usual
-    layers, of_last = _with_what_is_left(tree, chunks, keep, limits)
+    layers, of_last = _spend_rest(tree, chunks, keep, limits)
     others = len(limits.parts) - 1 - layers
     return usual.with_parts([(others, usual), (layers, built(KEEP_ALL) if layers else usual), (1, built(of_last))])
 
 
-def _with_what_is_left(tree: PrefixTree, chunks: ChunkTree, keep: Keep, limits: Limits) -> tuple[int, Keep]:
-    """How many parts before the last one keep everything by what `keep` leaves of the budget, and what the last keeps.
+def _spend_rest(tree: PrefixTree, chunks: ChunkTree, keep: Keep, limits: Limits) -> tuple[int, Keep]:
+    """Spend the rest of the budget after `keep` on parts that keep everything, from the last part backwards.
 
-    That part's first backward comes right after its last forward, whose graph stays and is not counted.
+    Returns how many parts before the last one keep everything, and what the last part keeps. Its first backward comes
+    right after its last forward, so the graph of that forward stays and is not counted.
     """
     assert limits.budget is not None
     if keep.graphs is None:
@@ -397,8 +403,8 @@ def _with_what_is_left(tree: PrefixTree, chunks: ChunkTree, keep: Keep, limits: 
             more.append((work, depths[index], 0))
 
     def costs(part: PartBytes, amounts: Sequence[tuple[Work, int, int]]) -> float:
-        one = part.footprint
-        return sum(one.graph(work) + one.state * states - one.kv_token * kv for work, states, kv in amounts)
+        size = part.footprint
+        return sum(size.graph(work) + size.state * states - size.kv_token * kv for work, states, kv in amounts)
 
     layers = 0
     for part in reversed(before):
@@ -412,7 +418,7 @@ def _with_what_is_left(tree: PrefixTree, chunks: ChunkTree, keep: Keep, limits: 
 
 
 def _excess(simulation: Simulation, options: Options, limits: Limits) -> str:
-    """Says by how much live graphs exceed the budget; empty if they do not."""
+    """Say by how much live graphs exceed the budget; return an empty string if they do not."""
     if limits.budget is None:
         return ""
     per_token = limits.footprint.graph_token + limits.footprint.graph_head
@@ -422,12 +428,11 @@ def _excess(simulation: Simulation, options: Options, limits: Limits) -> str:
     return f"{held:,} > {allowed:,} tokens" if held > allowed + options.chunk_tokens else ""
 
 
-def _dense_at_least(tree: PrefixTree, options: Options, mode: str) -> Simulation:
-    """Counts that no dense schedule of these sequences can be below."""
+def _dense_lower_bound(tree: PrefixTree, options: Options, mode: str) -> Simulation:
+    """Return lower bounds of the counts of any dense schedule of these sequences."""
     lengths = tree.lengths
     launches = int((-(-lengths // options.chunk_tokens)).sum())
-    tokens, pairs = int(lengths.sum()), int((lengths * (lengths + 1)).sum()) // 2
-    once = Work(launches, launches, tokens, pairs, 0)
+    once = Work(launches, launches, int(lengths.sum()), causal_pairs(lengths), 0)
     return Simulation(
         ops=launches,
         forward=once,

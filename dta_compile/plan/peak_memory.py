@@ -1,4 +1,4 @@
-"""Bytes: what chunks that are kept take, and the peak of a whole schedule."""
+"""Predict bytes: graphs, KV and running states that chunks keep, and the peak memory of a schedule."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Linear = tuple[float, float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Bytes that a model's chunks take.
+    """Bytes per token, head row and depth of a model's chunks.
 
     Attributes:
-        graph_token, graph_head: what a kept graph holds per token and per head row.
+        graph_token, graph_head: activations of a kept graph per token and per head row.
         kv_token: keys and values of one token, all layers.
-        working: what lives while a graph runs, as the largest of several linear functions; by the name of the graph:
-            "cache_only", "forward_only", "forward", "backward" (whose graph is freed as it runs, and counts).
-        state: the running states of all recurrent layers at one depth; 0 says that the model has none. Gradients of
-            them are taken for as large, so where these are wider (float32 at least), theirs is the size to give.
+        working: bytes live while a graph runs, as the largest of several linear functions, by graph: "cache_only",
+            "forward_only", "forward" or "backward" (which includes its own graph, freed as it runs).
+        state: running states of all recurrent layers at one depth; 0: the model has none. Gradients of states count
+            the same, so give their size where they are wider (at least float32).
     """
 
     graph_token: float = 1.0
@@ -39,7 +39,7 @@ class Footprint:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether no bytes are known: what a graph keeps of a token counts as one."""
+        """Whether no bytes are known, and the activations of one token count as 1."""
         return self.graph_token == Footprint.graph_token
 
     @property
@@ -48,37 +48,37 @@ class Footprint:
         return self.state > 0
 
     def graph(self, work: Work) -> float:
-        """Bytes of a kept graph."""
+        """Return the bytes of a kept graph."""
         return self.graph_token * work.tokens + self.graph_head * work.heads
 
     def kv(self, chunk: Chunk) -> float:
-        """Bytes of the KV of a chunk's spine."""
+        """Return the bytes of the KV of a chunk's spine."""
         return self.kv_token * chunk.spine.tokens if chunk.spine is not None else 0.0
 
     def while_running(self, graph: str, work: Work) -> float:
-        """Bytes that live at the peak of a graph's run, its results included."""
+        """Return the bytes live at the peak of a graph's run, its results included."""
         return max((a + b * work.tokens + c * work.heads for a, b, c in self.working.get(graph, ())), default=0.0)
 
 
 def peak_bytes(
     tree: PrefixTree, schedule: Schedule, footprint: Footprint, head_starts: IntArray | None = None
 ) -> tuple[float, float]:
-    """Most bytes that live while a schedule runs, in its first phase and after its (first) attach.
+    """Return the peak bytes of a schedule in its first phase and from its first attach on.
 
-    Counts kept graphs and KV, running states wherever they are, gradients of these, and what works while a graph runs;
-    not the KV on the stack, accumulators, outputs.
+    Counts kept graphs and KV, all running states and their gradients, and the working memory of running graphs; not the
+    KV on the stack, accumulators or outputs.
     """
     return _halves(tree, schedule, footprint, head_starts)[:2]
 
 
 class PartBytes(NamedTuple):
-    """Bytes that a part of the layers takes, or all of them, in a step.
+    """Bytes that a part of the model (or all of it) takes in a step.
 
     Attributes:
-        footprint: of its chunks.
-        sums: that gradients of its parameters are summed in.
-        sent: that it hands to parts after it, per token.
-        returned: gradients of what it returns from the call, as they come and as they are summed onto rows.
+        footprint: footprint of its chunks.
+        sums: buffers in which gradients of its parameters are summed.
+        sent: values that it passes to later parts, per token.
+        returned: gradients of its outputs of the call, both as they arrive and summed onto rows.
     """
 
     footprint: Footprint
@@ -94,14 +94,16 @@ def bytes_of_halves(
     stack_tokens: int,
     head_starts: IntArray | None = None,
 ) -> tuple[float, float]:
-    """Most bytes that live in the first half of a schedule, and in the second: as `peak_bytes`, with the stack and its
-    gradients, sums of gradients of parameters, what parts hand to one another, and gradients of what they return.
+    """Return the peak bytes of the first and the second half of a schedule, all parts included.
+
+    Counts everything that `peak_bytes` does, and the stack and its gradients, sums of parameter gradients, values
+    passed between parts, and gradients of outputs.
 
     Args:
-        parts: all layers as one for a sweep of chunks.
+        parts: the parts of a sweep of stages; one part with all layers for a sweep of chunks.
         stack_tokens: most tokens on the stack.
     """
-    # By footprint and ops: the peaks, and what is left between the halves.
+    # By footprint and ops: peaks of both halves, and bytes kept between them.
     known: dict[tuple[int, int], tuple[float, float, float]] = {}
     first = second = held = 0.0
     for number, part in enumerate(parts):
@@ -113,7 +115,7 @@ def bytes_of_halves(
         forward, backward, left = known[key]
         stack = footprint.kv_token * stack_tokens
         first = max(first, held + stack + forward + sent)
-        # Of the later parts everything is gone by then; of what it sent there are gradients now.
+        # The second half runs the parts in reverse: later parts are freed, and gradients of sent values are here.
         second = max(second, held + 2 * stack + part.sums + backward + 2 * sent + part.returned)
         held += sent + (left if len(parts) > 1 else 0.0)
     return first, second
@@ -134,7 +136,7 @@ def _halves(
 
 
 class LiveBytes(NamedTuple):
-    """Bytes that an op leaves in kept graphs and KV, and the most that live as it runs (see `peak_bytes`)."""
+    """Bytes of kept graphs and KV after an op, and the peak while it runs (see `peak_bytes`)."""
 
     kept: float
     peak: float
@@ -143,7 +145,7 @@ class LiveBytes(NamedTuple):
 def bytes_by_op(
     tree: PrefixTree, schedule: Schedule, footprint: Footprint, head_starts: IntArray | None = None
 ) -> Iterator[LiveBytes]:
-    """What lives during and after every op of a legal schedule."""
+    """Yield the live bytes during and after every op of a legal schedule."""
     graphs: dict[Chunk, float] = {}
     stored: dict[Chunk, float] = {}
     total = 0.0

@@ -1,4 +1,4 @@
-"""A plan as a page: its tree, its schedule and what is known of its sequences, as columns for `dta_compile.views`."""
+"""Turn a plan into the columns of an HTML page (`views.page`): tree, schedule, and data of its sequences."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from dta_compile.plan.tree.lexicographic import as_integers, each
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 from dta_compile.views.page import Column, compressed_size, decoder, page, tokens_in
 
-# Deflated, of all data: as base64 and with the scripts just below 3 MB. Tokens have what the rest leaves of it, or a
-# small part of their own beside more operations and segments than anybody looks at.
+# Most deflated bytes of all data; with base64 and the scripts the page stays just below 3 MB. Tokens get the bytes that
+# the other columns leave, but at least 1/20, however many ops and segments there are.
 MOST_BYTES, LEAST_SHARE = 2_080_000, 20
 
 ROLES = ("other", "system", "user", "tool", "thinking", "answer")
-# By what chat templates mark messages with, the role that follows; None: it is named next.
+# Role that follows each marker of chat templates; None: the template names the role after the marker.
 MARKS: dict[str, str | None] = dict.fromkeys(("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|start|>"))
 MARKS |= {"<think>": "thinking", "</think>": "answer", "<tool_response>": "tool", "</tool_response>": "user"}
 MARKS |= {"<|system|>": "system", "<|user|>": "user", "<|assistant|>": "answer", "<|observation|>": "tool"}
-NAME_TOKENS = 12  # a name is looked for in fewer
+NAME_TOKENS = 12  # tokens after a marker that are searched for the name of the role
 NAMES = {"system": "system", "developer": "system", "user": "user", "assistant": "answer", "model": "answer"}
 NAMES |= {"tool": "tool", "ipython": "tool", "observation": "tool"}
 KINDS = tuple(kind.__name__.lower() for kind in (Anchor, Forward, Restore, Pop, Attach, Backward))
@@ -38,14 +38,14 @@ KINDS = tuple(kind.__name__.lower() for kind in (Anchor, Forward, Restore, Pop, 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Known:
-    """What is known of the sequences of a plan besides their tree; all may be left out.
+    """Optional data of a plan's sequences, besides their tree.
 
     Attributes:
         sequences: token ids of every sequence.
-        tokenizer: decodes them, see `dta_compile.views.page.decoder`.
+        tokenizer: decodes them (see `dta_compile.views.page.decoder`).
         rewards: a number for every sequence.
-        loss_masks: for every sequence the tokens that are trained on: a mask `[n]` of booleans, or half-open ranges.
-        names: of every sequence.
+        loss_masks: tokens that are trained on, for every sequence: a boolean mask `[n]`, or half-open ranges.
+        names: name of every sequence.
     """
 
     sequences: Iterable[Any] | None = None
@@ -58,13 +58,13 @@ class Known:
 def picture(
     tree: PrefixTree, schedule: Schedule, limits: Limits, facts: Mapping[str, Any], known: Known, title: str
 ) -> str:
-    """The text of the page.
+    """Return the text of the page.
 
     Args:
         facts: figures and texts that are shown as they are.
 
     Raises:
-        PlanError: what is known is not of the plan's sequences.
+        PlanError: `known` does not fit the plan's sequences.
     """
     columns = _segments(tree) | _ops(tree, schedule) | _levels(tree, schedule, limits) | _forwards(tree, schedule)
     columns |= _outcomes(tree, known)
@@ -87,7 +87,7 @@ def picture(
 
 
 def _segments(tree: PrefixTree) -> dict[str, Column]:
-    """By segment in preorder, and by sequence. `order`: sequences in lexicographic order, a row of the picture each."""
+    """Return columns by segment (in preorder) and by sequence; `order` gives the rows of the picture."""
     return {
         "parent": tree.parent,
         "stop": tree.stop,
@@ -99,9 +99,9 @@ def _segments(tree: PrefixTree) -> dict[str, Column]:
 
 
 def _ops(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
-    """By op its kind, its chunk or slice among the distinct ones, and the sequence whose path is on the stack after it.
+    """Return columns by op: kind, index of its distinct chunk or slice, sequence whose path is on the stack after it.
 
-    `partRange` points from a chunk or slice to ranges of tree tokens, as `chunkRange` does from what attaches.
+    `partFirst` points from a chunk or slice to its ranges of tree tokens, `attachFirst` from an op to its sequences.
     """
     parts: dict[Chunk | Slice, int] = {}
     kinds, part_of, stack, attached = [], [], [], []
@@ -115,14 +115,14 @@ def _ops(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
         stack.append(path)
         attached.append(op.sequences if isinstance(op, Attach) else ())
     ranges = [_ranges(tree, part) for part in parts]
-    flat = np.array([edge for one in ranges for edge in one], np.int64).reshape(-1, 2)
+    flat = np.array([edge for group in ranges for edge in group], np.int64).reshape(-1, 2)
     return {
         "kind": np.array(kinds, np.int64),
         "part": np.array(part_of, np.int64),
         "stackSequence": np.array(stack, np.int64),
-        "attachFirst": _firsts(attached),
-        "attached": np.array([sequence for one in attached for sequence in one], np.int64),
-        "partFirst": _firsts(ranges),
+        "attachFirst": _offsets(attached),
+        "attached": np.array([sequence for group in attached for sequence in group], np.int64),
+        "partFirst": _offsets(ranges),
         "partTokens": np.array([part.tokens for part in parts], np.int64),
         "rangeStart": flat[:, 0],
         "rangeStop": flat[:, 1],
@@ -145,13 +145,13 @@ def _ranges(tree: PrefixTree, part: Chunk | Slice) -> list[tuple[int, int]]:
     return tree.row_ranges(part.sequence, part.start, part.stop)
 
 
-def _firsts(groups: Sequence[Sequence[Any]]) -> IntArray:
-    """Where each group begins if all are put one after the other, and where the last one ends."""
+def _offsets(groups: Sequence[Sequence[Any]]) -> IntArray:
+    """Return the offset of each group in their concatenation, and the end of the last one."""
     return np.cumsum([0, *map(len, groups)])
 
 
 def _levels(tree: PrefixTree, schedule: Schedule, limits: Limits) -> dict[str, Column]:
-    """What is held after every op, and while it runs, as the simulation has it."""
+    """Return the tokens held after every op and, where known, the bytes kept after it and live while it runs."""
     held = np.array(list(held_tokens(schedule)), np.int64).reshape(-1, 3)
     columns: dict[str, Column] = dict(zip(("stack", "live", "stored"), held.T, strict=True))
     if not limits.footprint.counts_tokens:
@@ -161,7 +161,7 @@ def _levels(tree: PrefixTree, schedule: Schedule, limits: Limits) -> dict[str, C
 
 
 def _forwards(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
-    """Runs of tree tokens that are forwarded equally often, and that one chunk writes the outputs of."""
+    """Return runs of tree tokens that are forwarded equally often, and runs whose outputs one chunk writes."""
     times = np.zeros(tree.num_rows + 1, np.int64)
     owner = np.full(tree.num_rows, -1, np.int64)
     numbers: dict[Chunk | Slice, int] = {}
@@ -180,18 +180,18 @@ def _forwards(tree: PrefixTree, schedule: Schedule) -> dict[str, Column]:
 
 
 def _runs(name: str, values: IntArray) -> dict[str, Column]:
-    """Runs of equal values: where each starts, and its value."""
+    """Run-length encode: return the start and the value of every run."""
     starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1)) if len(values) else np.zeros(0, np.int64)
     return {f"{name}Start": starts, f"{name}Value": values[starts]}
 
 
 def _outcomes(tree: PrefixTree, known: Known) -> dict[str, Column]:
-    """Rewards by sequence, and by run of tree tokens how many sequences train on them."""
+    """Return rewards by sequence, and the number of sequences that train on each run of tree tokens."""
     columns: dict[str, Column] = {}
     if known.rewards is not None:
-        given = _counted("rewards", known.rewards, tree)
+        rewards = _counted("rewards", known.rewards, tree)
         try:
-            columns["reward"] = np.array([float(reward) for reward in given], np.float64)
+            columns["reward"] = np.array([float(reward) for reward in rewards], np.float64)
         except (TypeError, ValueError) as error:
             raise PlanError("rewards are not numbers", expected="one for every sequence", got=str(error)) from error
         if not np.isfinite(columns["reward"]).all():
@@ -209,7 +209,7 @@ def _outcomes(tree: PrefixTree, known: Known) -> dict[str, Column]:
 
 
 def _spans(sequence: int, mask: Any, length: int) -> list[tuple[int, int]]:
-    """Half-open ranges of positions, from a mask or from ranges."""
+    """Convert a loss mask, or ranges, to half-open ranges of positions."""
     array = np.asarray(mask.detach().cpu().numpy() if hasattr(mask, "detach") else mask)
     if array.ndim == 1 and array.dtype == np.bool_ and len(array) == length:
         edges = np.flatnonzero(np.diff(np.concatenate([[False], array, [False]])))
@@ -233,46 +233,46 @@ def _tokens(tree: PrefixTree, known: Known, most: int) -> tuple[dict[str, Column
     if known.sequences is None:
         if decode is not None:
             raise PlanError("a tokenizer without tokens", hint="pass sequences=..., the token ids of every sequence")
-        # The tree itself knows by what neighbours differ; in a compiled call that is codes of its inputs.
+        # Show the tokens at which neighbours differ, which the tree has; in a compiled call these are codes of inputs.
         forks = {"common": tree.common, "fork": tree.forks.reshape(-1)} if tree.shared else {}
         return forks, {"ends": None, "texts": None}
     arrays = _sequences(tree, known.sequences)
-    columns = (arrays[one][start:stop] for one, start, stop in zip(tree.sequence, tree.start, tree.stop, strict=True))
+    columns = (arrays[i][start:stop] for i, start, stop in zip(tree.sequence, tree.start, tree.stop, strict=True))
     rows = np.concatenate([np.zeros(0, np.int64), *(column.astype(np.int64) for column in columns)])
-    found = tokens_in(rows, tree.stop - tree.start, decode, most)
-    facts = {"ends": found.ends, "texts": list(found.texts) if decode is not None else None, "roles": ROLES}
+    tokens = tokens_in(rows, tree.stop - tree.start, decode, most)
+    facts = {"ends": tokens.ends, "texts": list(tokens.texts) if decode is not None else None, "roles": ROLES}
     roles = {} if decode is None else _roles(tree, rows, decode)
-    return {"token": found.entries, "vocabulary": found.ids} | roles, facts
+    return {"token": tokens.entries, "vocabulary": tokens.ids} | roles, facts
 
 
 def _roles(tree: PrefixTree, rows: IntArray, decode: Callable[[list[int]], str]) -> dict[str, Column]:
-    """Runs of tree tokens by the role of the message that they are of, by the marks of chat templates; none without."""
+    """Return runs of tree tokens by the role of their message, found by markers of chat templates, if there are any."""
     texts = {number: decode([number]) for number in np.unique(rows).tolist()}
     marks = {number: MARKS[text.strip()] for number, text in texts.items() if text.strip() in MARKS}
     if not marks:
         return {}
-    found = np.zeros(len(rows), np.int64)
-    places = np.flatnonzero(np.isin(rows, list(marks)))
-    at_end: list[tuple[str, str | None]] = []  # by segment: the role there, and the name that is not at its end yet
+    roles = np.zeros(len(rows), np.int64)
+    markers = np.flatnonzero(np.isin(rows, list(marks)))
+    at_end: list[tuple[str, str | None]] = []  # by segment: role at its end, and the name read so far if incomplete
     for parent, start, size in zip(tree.parent.tolist(), tree.row.tolist(), tree.stop - tree.start, strict=True):
         role, begun = at_end[parent] if parent >= 0 else (ROLES[0], None)
         stop = start + int(size)
-        edges = places[np.searchsorted(places, start) : np.searchsorted(places, stop)].tolist()
+        edges = markers[np.searchsorted(markers, start) : np.searchsorted(markers, stop)].tolist()
         for first, last in pairwise([start, *edges, stop]):
             if first in edges:
                 role, begun = marks[int(rows[first])] or ROLES[0], None if marks[int(rows[first])] else ""
             if begun is not None:
                 named = first + (first in edges)
-                begun += "".join(texts[one] for one in rows[named : min(last, named + NAME_TOKENS)].tolist())
-                if name := re.match(r"\s*(\w+)\W", begun if last == stop else f"{begun}\n"):  # a mark ends it, too
+                begun += "".join(texts[token] for token in rows[named : min(last, named + NAME_TOKENS)].tolist())
+                if name := re.match(r"\s*(\w+)\W", begun if last == stop else f"{begun}\n"):  # a marker ends it too
                     role, begun = NAMES.get(name[1], ROLES[0]), None
-            found[first:last] = ROLES.index(role)
+            roles[first:last] = ROLES.index(role)
         at_end.append((role, begun))
-    return _runs("role", found)
+    return _runs("role", roles)
 
 
 def _sequences(tree: PrefixTree, sequences: Iterable[Any]) -> list[npt.NDArray[Any]]:
-    """The sequences as arrays, which must share what they share in the tree."""
+    """Return the sequences as arrays; raise `PlanError` unless they share the prefixes that they share in the tree."""
     arrays = [
         as_integers(sequence, f"sequence {index}")
         for index, sequence in enumerate(_counted("sequences", sequences, tree))
@@ -291,7 +291,7 @@ def _other_sequences(where: str, expected: str, got: str) -> PlanError:
 
 
 def _counted(name: str, values: Iterable[Any], tree: PrefixTree) -> list[Any]:
-    found, sequences = each(values), len(tree.lengths)
-    if len(found) != sequences:
-        raise PlanError(f"{name} are not one for every sequence", expected=f"{sequences} of them", got=f"{len(found)}")
-    return found
+    items, count = each(values), len(tree.lengths)
+    if len(items) != count:
+        raise PlanError(f"{name} are not one for every sequence", expected=f"{count} of them", got=f"{len(items)}")
+    return items

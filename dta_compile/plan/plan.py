@@ -1,4 +1,7 @@
-"""A plan: the prefix tree of a batch, the schedule over it, and the numbers that tell whether it pays."""
+"""Plans: the prefix tree of a batch, the verified schedule over it, and the figures that show whether sharing pays.
+
+`plan` is the public entry point, without a model; the runtime calls `make_plan` for every call.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from dta_compile.plan.peak_memory import Footprint
 from dta_compile.plan.picture import Known, picture
 from dta_compile.plan.scalars import scalars
 from dta_compile.plan.schedule import Schedule
-from dta_compile.plan.simulate import Simulation
+from dta_compile.plan.simulate import Simulation, causal_pairs
 from dta_compile.plan.summary import Estimates, Stats, summarize
 from dta_compile.plan.timeline import processes, tree_as_speedscope
 from dta_compile.plan.tree.lexicographic import each
-from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
+from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.plan.tree.split_prefixes import SplitPrefixes, with_routes
 from dta_compile.plan.verify import verify
 from dta_compile.views.traces.chrome import Process, as_chrome_trace
@@ -30,19 +33,19 @@ __all__ = ["Plan", "make_plan", "plan"]
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """A verified plan; `print(plan)` shows a summary, `print(plan.schedule)` the operations.
+    """Verified plan; `print(plan)` shows a summary, `print(plan.schedule)` the ops.
 
     Attributes:
-        prefix_tree: the tree that is run; without sharing if the strategy is dense.
-        schedule: the operations, verified against the tree.
-        simulation: what the operations cost.
-        options: as asked for; the strategy that "auto" chose is `schedule.strategy`.
-        reason: why this strategy.
-        estimates: time and memory.
-        segments: `(row, segment)` of every sequence, where rows of the batch are packed; None: sequence i is row i.
-        split: what splits prefixes of equal tokens; None: nothing does.
-        limits: what the planner knew of the model and the machine.
-        sequences: token ids of every sequence, if they are known (of a compiled call they are not kept).
+        prefix_tree: the tree that is run; an unshared one if the strategy is dense.
+        schedule: the ops, verified against the tree.
+        simulation: counts of the schedule.
+        options: the options as given; the strategy that "auto" chose is `schedule.strategy`.
+        reason: why this strategy was chosen.
+        estimates: predicted and measured time and memory.
+        segments: `(row, segment)` of every sequence if rows of the batch are packed; None: sequence i is row i.
+        split: keys that split prefixes of equal tokens; None: there are none.
+        limits: properties of the model and the machine that the planner used.
+        sequences: token ids of every sequence, if known (a compiled call does not keep them).
     """
 
     prefix_tree: PrefixTree
@@ -58,30 +61,30 @@ class Plan:
 
     @cached_property
     def tokens_lost(self) -> dict[str, int]:
-        """By what else than token ids decides whether prefixes are the same, the tokens that are run because of it.
+        """Extra tokens that are run because keys other than token ids split prefixes, by name of the keys.
 
-        Routes of experts that were recorded and are replayed, for one: a token with two routes is run twice.
+        Replayed routes of experts are such a key: a token with two recorded routes is run twice.
         """
         return self.split.tokens() if self.split else {}
 
     @cached_property
     def tree(self) -> Any:
-        """The prefix tree as a `networkx.DiGraph` (see `PrefixTree.graph`)."""
+        """Prefix tree as a `networkx.DiGraph` (see `PrefixTree.graph`)."""
         return self.prefix_tree.graph()
 
     @cached_property
     def stats(self) -> Stats:
-        """What the tree and the schedule come to, in numbers."""
+        """Figures of the tree and the schedule."""
         tree, simulation = self.prefix_tree, self.simulation
         tokens = int(tree.lengths.sum())
-        tree_pairs = _causal_pairs(tree.stop) - _causal_pairs(tree.start)
+        tree_pairs = causal_pairs(tree.stop) - causal_pairs(tree.start)
         return Stats(
             sequences=len(tree.lengths),
             tokens=tokens,
             tree_tokens=tree.num_rows,
             compression=_ratio(tokens, tree.num_rows),
             leaf_compression=_ratio(int(tree.stop[tree.leaves].sum()), tree.num_rows),
-            attention_compression=_ratio(_causal_pairs(tree.lengths), tree_pairs),
+            attention_compression=_ratio(causal_pairs(tree.lengths), tree_pairs),
             leaves=len(tree.leaves),
             longest_path=int(tree.stop.max(initial=0)),
             ops=simulation.ops,
@@ -96,7 +99,7 @@ class Plan:
 
     @property
     def keeps(self) -> bool:
-        """Whether activations of more than the chunk at work are kept."""
+        """Whether activations of more than one chunk are kept from forward to backward."""
         return self.schedule.keeps
 
     def to_html(
@@ -112,51 +115,51 @@ class Plan:
     ) -> None:
         """Write the plan as one HTML file that opens from disk and needs no network.
 
-        It shows the tree, the schedule, and tokens and bytes held, linked with each other. Of huge plans it has the
-        first and last tokens of each segment only, and says so.
+        The page links the tree, the schedule, and the tokens and bytes held. For huge plans it has only the first and
+        last tokens of each segment, and says so.
 
         Args:
             path: the file to write.
             sequences: token ids of every sequence, as planned; by default `self.sequences`.
-            tokenizer: shows tokens as text: anything with `decode(list[int]) -> str`, such as a tokenizer of
+            tokenizer: decodes tokens to text: anything with `decode(list[int]) -> str`, such as a tokenizer of
                 transformers or a `tokenizers.Tokenizer`.
             rewards: a number for every sequence, to colour by.
-            loss_masks: for every sequence the tokens that are trained on, to colour by: a mask `[n]` of booleans, or
+            loss_masks: for every sequence the tokens that are trained on, to colour by: a boolean mask `[n]`, or
                 half-open ranges `(start, stop)` such as `Rollout.spans`.
-            names: what each sequence is called; s0, s1, ... if left out.
-            title: of the page.
+            names: name of every sequence; by default s0, s1, ...
+            title: title of the page.
 
         Raises:
-            PlanError: these are not of the plan's sequences, or the tokenizer cannot decode.
+            PlanError: an argument does not fit the plan's sequences, or the tokenizer cannot decode.
             OSError: the file cannot be written.
         """
-        given = self.sequences if sequences is None else sequences
-        known = Known(given, tokenizer, rewards, loss_masks, names)
+        ids = self.sequences if sequences is None else sequences
+        known = Known(ids, tokenizer, rewards, loss_masks, names)
         facts = {"summary": str(self), "stats": dataclasses.asdict(self.stats), "shared": self.prefix_tree.shared}
         text = picture(self.prefix_tree, self.schedule, self.limits, facts, known, title)
         write_output(path, text)
 
     def scalars(self) -> dict[str, float]:
-        """Figures by flat names such as `dta/compression`, for TensorBoard, wandb and the like; numbers only.
+        """Return the figures as numbers by flat names such as `dta/compression`, for TensorBoard, wandb and the like.
 
-        Of a compiled call, seconds and throughput are there once it was measured (`last_plan` waits for that).
+        For a compiled call, seconds and throughput are included once it was measured (`last_plan` waits for that).
         """
         return scalars(self.stats, self.estimates)
 
     def trace_processes(self, rank: int = 0, epoch: float | None = None) -> list[Process]:
-        """What `to_chrome_trace` writes of one rank; times count from `epoch` (seconds since 1970) or its own begin."""
+        """Return one rank's part of `to_chrome_trace`, timed from `epoch` (seconds since 1970) or its own start."""
         return processes(self.prefix_tree, self.schedule, self.limits, self.estimates, rank, epoch)
 
     def to_chrome_trace(self, path: str | PathLike[str], rank: int = 0) -> None:
-        """Write the schedule in time as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open.
+        """Write the schedule's timeline as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
 
-        Predicted by the cost model and, after a run, measured: a track per stream, and curves of the tokens on the
-        stack, under live graphs and with KV alone kept, and of bytes where the plan knows them.
-        `dta_compile.distributed.to_chrome_trace` writes those of all ranks into one file.
+        Contains the timeline that the cost model predicts and, after a run, the measured one: a track per stream, and
+        curves of the tokens on the stack, with live graphs and with only KV kept, and of bytes where they are known.
+        `dta_compile.distributed.to_chrome_trace` writes the traces of all ranks into one file.
 
         Args:
             path: the file to write.
-            rank: what the tracks are called after.
+            rank: rank that the tracks are named after.
 
         Raises:
             OSError: the file cannot be written.
@@ -164,7 +167,9 @@ class Plan:
         write_output(path, as_chrome_trace(self.trace_processes(rank), self.scalars()))
 
     def to_speedscope(self, path: str | PathLike[str]) -> None:
-        """Write the prefix tree as a flame graph for https://www.speedscope.app: its tokens, and all sequences'.
+        """Write the prefix tree as a flame graph for https://www.speedscope.app, weighted by tokens.
+
+        It has two profiles: tokens of the tree, and tokens of all sequences.
 
         Raises:
             OSError: the file cannot be written.
@@ -189,12 +194,12 @@ def make_plan(
     segments: Sequence[tuple[int, int]] | None = None,
     split: SplitPrefixes | None = None,
 ) -> Plan:
-    """Plan for a batch: builds its tree, chooses the strategy, schedules and verifies.
+    """Plan a batch: build its tree, choose strategy and schedule, and verify the schedule.
 
     Args:
         sequences: 1-D integer sequences (see `PrefixTree.build`), or their tree.
         mode: see `build_schedule`.
-        limits: what is known of the model and the machine.
+        limits: properties of the model and the machine, as far as known.
         segments, split: see `Plan`.
 
     Raises:
@@ -220,16 +225,16 @@ def plan(
     routes: Iterable[Any] | None = None,
     **options: Any,
 ) -> Plan:
-    """Plan for a batch, without a model and without torch.
+    """Plan a batch, without a model and without torch.
 
     Args:
-        sequences: token ids of every sequence: 1-D arrays, lists or tensors of integers.
+        sequences: token ids of every sequence: 1-D arrays, lists or tensors of integers; or a `PrefixTree`.
         mode: "score", "transparent" or "streaming" (see `build_schedule`).
-        bytes_per_token: activations that one token's graph keeps; what a `memory_budget` is spent on.
-        kv_bytes_per_token: keys and values of one token, all layers; 0: KV is not kept on its own.
-        state_bytes: running states of the recurrent layers at one depth; 0: the model has none.
-        routes: for every sequence `[n, ...]` what was recorded of its tokens and is replayed, such as the experts of
-            every layer: tokens are shared where it is the same.
+        bytes_per_token: bytes of activations that the graph keeps for one token; a `memory_budget` is spent on them.
+        kv_bytes_per_token: bytes of keys and values of one token, all layers; 0: KV is not kept without its graph.
+        state_bytes: bytes of the running states of the recurrent layers at one depth; 0: the model has none.
+        routes: for every sequence, integers `[n, ...]` that were recorded for its tokens and are replayed, such as the
+            experts of every layer. Tokens are shared only where they are equal.
         options: as in `torch.compile(..., options={...})` (see `Options`). Without a `memory_budget` all graphs are
             kept from forward to backward.
 
@@ -249,16 +254,12 @@ def plan(
             raise OptionError(f"bad value for {name}", expected=f"a number from 0 to {MOST_BYTES}", got=str(value)[:80])
     footprint = Footprint(graph_token=bytes_per_token or 1.0, kv_token=kv_bytes_per_token, state=state_bytes)
     limits, split = Limits(parsed.memory_budget, footprint), None
-    given = None if isinstance(sequences, PrefixTree) else each(sequences)
-    tree: Iterable[Any] | PrefixTree = sequences if given is None else given
+    ids = None if isinstance(sequences, PrefixTree) else each(sequences)
+    tree: Iterable[Any] | PrefixTree = sequences if ids is None else ids
     if routes is not None:
         tree, split = with_routes(tree, routes)
-    made = make_plan(tree, parsed, mode=mode, limits=limits, split=split)
-    return dataclasses.replace(made, sequences=given)
-
-
-def _causal_pairs(lengths: IntArray) -> int:
-    return int((lengths * (lengths + 1)).sum()) // 2
+    planned = make_plan(tree, parsed, mode=mode, limits=limits, split=split)
+    return dataclasses.replace(planned, sequences=ids)
 
 
 def _ratio(numerator: int, denominator: int) -> float:

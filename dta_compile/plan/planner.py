@@ -1,7 +1,7 @@
-"""From chunks to a schedule: one walk for every strategy, in every mode.
+"""Turn a chunk tree into a schedule, by one walk for all strategies and modes.
 
-Chunks go backward one after the other in the order of the chunk tree; a first phase that only computes outputs runs
-them in the reverse of that order, so that what is kept is needed soonest.
+Backwards run in the order of the chunk tree. The first phase, which computes outputs only, runs the chunks in reverse
+order, so that the graphs and KV kept last are needed first.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["KEEP_ALL", "KEEP_NOTHING", "Keep", "build_schedule", "rebuilt_slices
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """What the transparent mode keeps from its first to its second phase.
+    """Graphs and KV that the transparent mode keeps from its first to its second phase.
 
     Attributes:
-        graphs: chunks (positions in the chunk tree) whose graphs are kept; None: all. The first chunk's always is:
-            its backward comes right after its forward.
-        kv: chunks that keep the KV of their spine only.
+        graphs: chunks (positions in the chunk tree) whose graphs are kept; None: all. In a sweep of chunks the graph of
+            chunk 0 is always kept, because its backward comes right after its forward.
+        kv: chunks that keep only the KV of their spine.
     """
 
     graphs: frozenset[int] | None = None
@@ -43,15 +43,15 @@ KEEP_NOTHING = Keep(frozenset())
 def build_schedule(
     tree: PrefixTree, options: Options, mode: str, keep: Keep = KEEP_ALL, chunks: ChunkTree | None = None
 ) -> Schedule:
-    """Schedule for all sequences of `tree`.
+    """Build the schedule for all sequences of `tree`.
 
     Args:
-        tree: for the strategy "dense" an unshared one.
-        options: `chunk_size`, `order` and `strategy` ("packed", "dfs", "vanilla" or "dense") are used.
+        tree: the prefix tree; an unshared one for the strategy "dense".
+        options: `chunk_size`, `order`, `sweep` and `strategy` ("packed", "dfs", "vanilla" or "dense") are used.
         mode: "score" (outputs only), "transparent" (all outputs first, then one attach, then backward) or
             "streaming" (the paper's loop: losses attached as their last tokens are reached).
-        keep: what the transparent mode keeps.
-        chunks: `chunk_tree(tree, options)`, if it is at hand.
+        keep: graphs and KV that the transparent mode keeps.
+        chunks: `chunk_tree(tree, options)`, if the caller has it.
 
     Raises:
         PlanError: unknown mode, or a strategy that cannot run on this tree.
@@ -71,7 +71,7 @@ def build_schedule(
 
 
 def rebuilt_slices(tree: PrefixTree, options: Options, chunks: ChunkTree) -> Iterator[tuple[int, Slice]]:
-    """What the second phase puts on the stack again if nothing is kept: parts of the spines of chunks (positions)."""
+    """Yield the parts of spines that the second phase rebuilds on the stack if nothing is kept, with their chunks."""
     walk = _Walk(tree, options, chunks)
     walk.outputs(KEEP_NOTHING, training=True)
     for index, chunk in enumerate(chunks.chunks):
@@ -81,12 +81,12 @@ def rebuilt_slices(tree: PrefixTree, options: Options, chunks: ChunkTree) -> Ite
 
 
 class _Walk:
-    """Emits ops while tracking what is on the stack and which chunks are kept.
+    """Emitter of ops that tracks the stack and the kept chunks.
 
     Attributes:
-        ops: so far.
-        stacked: chunks whose spines are on the stack, from the bottom; the last one up to `depth`.
-        level: for every chunk its place in `stacked`, -1 if it is not there.
+        ops: ops emitted so far.
+        stacked: chunks whose spines are on the stack, bottom first; the last one up to `depth`.
+        level: for every chunk its index in `stacked`, -1 if it is not there.
         live: chunks with a live graph.
         stored: chunks whose spine's KV is kept.
     """
@@ -104,8 +104,10 @@ class _Walk:
         self.stored: set[int] = set()
 
     def outputs(self, keep: Keep, training: bool) -> None:
-        """Phase 1: all outputs, every token once; one attach of all sequences. Scoring leaves the stack empty, and so
-        does a sweep of stages: other parts run before the second phase."""
+        """Emit phase 1: compute all outputs, every token once, then attach all sequences.
+
+        Scoring leaves the stack empty, and so does a sweep of stages: other parts run before the second phase.
+        """
         first_stays = not self.by_stages
         for index in reversed(range(len(self.chunks))):
             self.pop(self.chunks[index].start)
@@ -122,7 +124,7 @@ class _Walk:
         self.attach(range(len(self.tree.lengths)))
 
     def backwards(self) -> None:
-        """Phase 2: chunk after chunk, rebuild the stack below it, run it again if its graph was not kept, backward."""
+        """Emit phase 2: for every chunk, rebuild the stack below it, rerun it if its graph was not kept, backward."""
         for index in range(len(self.chunks)):
             self.put_path(index)
             if index not in self.live:
@@ -130,13 +132,13 @@ class _Walk:
             self.backward(index)
 
     def streaming(self) -> None:
-        """The paper's loop (Algorithms 2 and 3): forward to a chunk, attach the losses that end in it, backward.
+        """Emit the paper's loop (Algorithms 2 and 3): forward to a chunk, attach losses that end in it, backward.
 
-        Algorithm 3 forwards a whole suffix with a graph, and its upper part once more without. Here only the chunk at
-        hand has a graph, since what is above it is recomputed anyway.
+        Algorithm 3 forwards a whole suffix with a graph, and its upper part once more without. Here only the current
+        chunk has a graph, because the tokens above it are recomputed anyway.
         """
         ending = self._sequences_ending()
-        written = [chunk.start for chunk in self.chunks]  # depth to which the outputs of a spine are written
+        written = [chunk.start for chunk in self.chunks]  # depth up to which the outputs of each spine are written
         for index, chunk in enumerate(self.chunks):
             for above, part in self.missing(index):
                 written[above] = max(written[above], part.stop)
@@ -150,8 +152,8 @@ class _Walk:
             self.attach(self._empty())
 
     def missing(self, index: int) -> list[tuple[int, Slice]]:
-        """Chunks above a chunk and the parts of their spines that are not on the stack, from the bottom."""
-        found = []
+        """Return the chunks above a chunk with the parts of their spines that the stack lacks, bottom first."""
+        parts = []
         limit, above = self.chunks[index].start, self.parent[index]
         while above >= 0:
             spine, level = self.chunks[above].spine, self.level[above]
@@ -160,20 +162,20 @@ class _Walk:
             if level >= 0:
                 low = self.chunks[self.stacked[level + 1]].start if level + 1 < len(self.stacked) else self.depth
             if low < limit:
-                found.append((above, Slice(spine.sequence, low, limit)))
+                parts.append((above, Slice(spine.sequence, low, limit)))
             if level >= 0:
                 break
             limit, above = spine.start, self.parent[above]
-        return found[::-1]
+        return parts[::-1]
 
     def put_path(self, index: int, out: bool = False) -> None:
-        """Complete the stack below a chunk: what is kept is copied, the rest is run again."""
+        """Complete the stack below a chunk: restore kept spines, run the others again."""
         missing = self.missing(index)
-        for kept, run in groupby(missing, key=lambda found: found[0] in self.live or found[0] in self.stored):
+        for kept, run in groupby(missing, key=lambda entry: entry[0] in self.live or entry[0] in self.stored):
             parts = list(run)
             if kept:
                 self.ops += [Restore(part) for _, part in parts]
-            elif self.by_stages:  # what these read is there for whole chunks; they run no further than their states
+            elif self.by_stages:  # hidden states exist for whole chunks only; these anchors stop at keys and values
                 for above, _ in parts:
                     self.ops.append(Anchor(self.chunks[above]))
                     self.put(above, self.chunks[above])
@@ -181,7 +183,7 @@ class _Walk:
             elif self.vanilla:
                 for above, _ in parts:
                     self.forward(above, out)
-            else:  # without graphs the bounds of chunks do not matter: as few runs as possible
+            else:  # without graphs the bounds of chunks do not matter: use as few runs as possible
                 first, last = parts[0][1], parts[-1][1]
                 pieces = cut(last.sequence, first.start, last.stop, self.options.chunk_tokens, self.block)
                 self.ops += [Anchor(Chunk(piece), out) for piece in pieces]
@@ -189,7 +191,7 @@ class _Walk:
                 self.put(above, Chunk(part))
 
     def put(self, index: int, chunk: Chunk) -> None:
-        """The spine of chunk `index`, or a part of it, goes on the stack."""
+        """Track that the spine of chunk `index`, or a part of it, goes on the stack."""
         if chunk.spine is None:
             return
         while self.stacked and self.stacked[-1] != self.parent[index] and self.stacked[-1] != index:
@@ -218,7 +220,7 @@ class _Walk:
             self.ops.append(Attach(due))
 
     def pop(self, depth: int) -> None:
-        """Pop down to `depth`."""
+        """Emit a pop down to `depth`, if the stack is deeper."""
         if self.depth <= depth:
             return
         spine = self.chunks[self.stacked[-1]].spine
@@ -229,7 +231,7 @@ class _Walk:
             self.level[self.stacked.pop()] = -1
 
     def _sequences_ending(self) -> list[list[int]]:
-        """For every chunk the sequences whose last token it holds."""
+        """Return, for every chunk, the sequences whose last token it holds."""
         tree = self.tree
         owner = np.empty(tree.num_rows, np.int64)
         for index, chunk in enumerate(self.chunks):

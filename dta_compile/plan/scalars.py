@@ -1,4 +1,4 @@
-"""The figures of a plan by flat names, for what draws curves."""
+"""Figures of a plan as flat scalars, for TensorBoard, wandb and log lines."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ PREFIX = "dta/"
 
 
 def scalars(stats: Stats, estimates: Estimates) -> dict[str, float]:
-    """All numbers of `Stats`, and what is known of time and memory; see `Plan.scalars`."""
-    found: dict[str, float] = {PREFIX + name: float(value) for name, value in dataclasses.asdict(stats).items()}
-    found[PREFIX + "predicted_seconds"] = estimates.seconds
+    """Return all fields of `Stats`, and time and memory as far as known (see `Plan.scalars`)."""
+    values: dict[str, float] = {PREFIX + name: float(value) for name, value in dataclasses.asdict(stats).items()}
+    values[PREFIX + "predicted_seconds"] = estimates.seconds
     if (measured := estimates.measured_seconds) is not None:
-        found[PREFIX + "seconds"] = measured
+        values[PREFIX + "seconds"] = measured
         if measured > 0:
-            found[PREFIX + "tokens_per_second"] = stats.tokens / measured
-            found[PREFIX + "prediction_error"] = estimates.seconds / measured - 1
+            values[PREFIX + "tokens_per_second"] = stats.tokens / measured
+            values[PREFIX + "prediction_error"] = estimates.seconds / measured - 1
     if estimates.peak_bytes is not None:
-        found[PREFIX + "predicted_peak_bytes"] = float(estimates.peak_bytes)
+        values[PREFIX + "predicted_peak_bytes"] = float(estimates.peak_bytes)
     if (counts := estimates.replays) is not None:
         for name, value in dataclasses.asdict(counts).items():
-            found[f"{PREFIX}cuda_graphs_{name}"] = float(value)
-    return found
+            values[f"{PREFIX}cuda_graphs_{name}"] = float(value)
+    return values
 
 
 def step_line(stats: Stats, estimates: Estimates, strategy: str) -> str:
-    """A call in one line, for logs."""
+    """Format a call as one log line."""
     shared = f"{stats.tree_tokens:,} run (C {stats.compression:.2f})"
     runs = f"{strategy}, {stats.launches:,} launches, {stats.tokens_forwarded_twice:,} tokens forwarded twice"
     text = f"{stats.sequences:,} sequences, {stats.tokens:,} tokens, {shared}, {runs}"

@@ -1,4 +1,4 @@
-"""Schedules: the closed set of operations that the runtime executes, with a text form that parses back."""
+"""Schedules: a closed set of ops that the runtime executes, and their text form, which parses back."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ SWEEPS = ("chunks", "stages")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Anchor:
-    """Run `chunk` forward without a graph; the KV of its spine becomes the top of the stack.
+    """Run `chunk` forward without a graph, and push the KV of its spine onto the stack.
 
-    `out`: its outputs are written. `kv`: the KV of its spine is kept for `Restore` until the chunk's backward.
-    `states`: ascending depths of the spine, `start < depth <= stop`, at which the running state of recurrent mixers
-    (after so many tokens of the path) is put on the stack, and kept where the KV is.
+    Attributes:
+        out: write its outputs.
+        kv: keep the KV of its spine for `Restore` until the chunk's backward.
+        states: ascending depths of the spine, `start < depth <= stop`, at which the running state of recurrent mixers
+            (after the first `depth` tokens of the path) is pushed too, and kept wherever the KV is.
     """
 
     chunk: Chunk
@@ -46,7 +48,7 @@ class Anchor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Forward:
-    """As `Anchor`, keeping the graph, the KV and the running states until the chunk's `Backward`."""
+    """Like `Anchor`, but keep the graph, the KV and the running states until the chunk's `Backward`."""
 
     chunk: Chunk
     out: bool = False
@@ -55,17 +57,17 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attach:
-    """The losses of `sequences` become due: all their outputs have been written."""
+    """Make the losses of `sequences` due; all their outputs have been written."""
 
     sequences: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Backward:
-    """Consume the graph of `chunk`; the gradients of the KV that it read are added to the stack below it.
+    """Consume the graph of `chunk`, and add the gradients of the KV that it read to the stack below it.
 
-    The spine's KV gradients are taken off the stack. Running states likewise: the one at the chunk's start gets a
-    gradient, and those that wait for states of the spine are taken.
+    Takes the gradients of the spine's KV off the stack. Running states likewise: the state at the chunk's start gets a
+    gradient, and gradients waiting for states of the spine are taken.
     """
 
     chunk: Chunk
@@ -80,9 +82,9 @@ class Pop:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restore:
-    """Copy the KV of `part`, which lies in the spine of a kept chunk (graph or KV), onto the top of the stack.
+    """Copy the KV of `part`, a part of the spine of a kept chunk (graph or KV), onto the top of the stack.
 
-    The running states that the chunk keeps at depths `part.start < depth <= part.stop` come back too.
+    Running states that the chunk keeps at depths `part.start < depth <= part.stop` are restored too.
     """
 
     part: Slice
@@ -92,7 +94,7 @@ Op = Anchor | Forward | Attach | Backward | Pop | Restore
 
 
 class PartOps(NamedTuple):
-    """Ops that a run of parts runs, of a sweep of stages: parts `first` to `stop`, counted from 0."""
+    """Ops of the consecutive parts `[first, stop)`, counted from 0, in a sweep of stages."""
 
     first: int
     stop: int
@@ -102,12 +104,12 @@ class PartOps(NamedTuple):
 _KINDS: dict[str, type[Op]] = {
     kind.__name__.lower(): kind for kind in (Anchor, Forward, Attach, Backward, Pop, Restore)
 }
-MOST_SEQUENCES = 2**24  # of a run of them
+MOST_SEQUENCES = 2**24  # in a run such as s0..s9: bounds what a line of text can allocate
 _FLAGS = ("out", "kv")  # words after a chunk, in this order
-_STATES = "states@"  # comes after the flags, before depths
+_STATES = "states@"  # prefix of the list of depths, after the flags
 _HEADER = "# dta schedule strategy={strategy} order={order} mode={mode} chunk_size={chunk_size}"
 _BY_STAGES = " sweep=stages"
-_PARTS = "parts {}..{} of {}:"  # the line before ops that only these run
+_PARTS = "parts {}..{} of {}:"  # the line before ops that only these parts run
 _HEADER_PATTERN = re.compile(
     rf"# dta schedule strategy=(\S+) order=(\S+) mode=(\S+) chunk_size=([1-9][0-9]{{0,17}})({_BY_STAGES})?"
 )
@@ -119,29 +121,27 @@ _SEQUENCES_PATTERN = re.compile(r"s([0-9]{1,18})(?:\.\.s([0-9]{1,18}))?")
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Operations in the order of execution.
+    """Ops in order of execution.
 
-    The stack holds the KV of one root path, depths `[0, depth)`. `anchor`, `forward` and `restore` of a slice that
-    starts above the stack's top first cut the stack to its start; then depth is the slice's stop. Running states of
-    recurrent mixers cannot be cut out of others, so the stack holds them at some depths, of `(0, depth]`: a chunk that
-    starts at a depth above 0 reads the one there, in its forward and in its backward (see `with_states`).
+    The stack holds the KV of one root path, depths `[0, depth)`. `anchor`, `forward` and `restore` of a slice with
+    start < depth first cut the stack to that start; afterwards `depth` is the slice's stop. The running state of a
+    recurrent mixer cannot be sliced by depth, so the stack holds snapshots at some depths in `(0, depth]`: a chunk that
+    starts at a depth above 0 reads the state there, in its forward and in its backward (see `with_states`).
 
-    A schedule that sweeps `stages` is one of a *part* of the model's layers: its ops up to the attach op are
-    run for the first part (embeddings), then for each layer, then for the head; what follows the attach op for each of
-    them in reverse. From part to part go hidden states, which are kept for every chunk of the first half; stack, graphs
-    and sums of gradients are of one part at a time. Some parts may run ops of their own on the same chunks, which keep
-    more, or less.
+    In a sweep of `stages` the schedule is that of one *part* of the model: the ops up to the attach op run for the
+    first part (embeddings), then for each layer, then for the head; the ops after it run for the parts in reverse.
+    Hidden states pass from part to part and are kept for every chunk of the first half; stack, graphs and gradient sums
+    exist for one part at a time. Some parts may have ops of their own on the same chunks, to keep more or less.
 
     Attributes:
-        ops: the operations.
         strategy: planner strategy that made it.
         order: leaf order that it follows.
         mode: "score" (outputs only), "transparent" (all outputs, one attach, then backward) or "streaming" (losses
             attached as their last tokens are reached).
         chunk_size: most tokens of a chunk that is run or restored.
         sweep: "chunks" (each op runs all layers) or "stages".
-        parts: how many parts there are; 1 where all run the same ops.
-        others: runs of parts that run other ops than `ops`, ascending.
+        parts: number of parts; 1 where all run the same ops.
+        others: runs of parts whose ops differ from `ops`, ascending.
     """
 
     ops: tuple[Op, ...]
@@ -154,7 +154,7 @@ class Schedule:
     others: tuple[PartOps, ...] = ()
 
     def with_parts(self, numbers: Sequence[tuple[int, Schedule]]) -> Schedule:
-        """The same with these schedules' ops for so many parts each, from the first part on."""
+        """Return this schedule with other ops for some parts: `(number of parts, schedule)` from the first part on."""
         runs: list[PartOps] = []
         for number, schedule in numbers:
             first = runs[-1].stop if runs else 0
@@ -167,39 +167,39 @@ class Schedule:
         return dataclasses.replace(self, ops=most.ops, parts=runs[-1].stop if others else 1, others=others)
 
     def of_part(self, number: int) -> Schedule:
-        """What a part runs, counted from 0, as a schedule of all parts."""
+        """Return the ops of part `number`, counted from 0, as a schedule of all parts."""
         ops = next((run.ops for run in self.others if run.first <= number < run.stop), self.ops)
         return dataclasses.replace(self, ops=ops, parts=1, others=())
 
     @property
     def kinds(self) -> tuple[tuple[float, Schedule], ...]:
-        """The schedules that parts run, that of most parts first, and for what share of the parts each is."""
+        """Distinct schedules of the parts, each with its share of the parts; that of most parts comes first."""
         shares = [((run.stop - run.first) / self.parts, self.of_part(run.first)) for run in self.others]
         rest = dataclasses.replace(self, parts=1, others=())
         return (1 - sum(share for share, _ in shares), rest), *shares
 
     @property
     def keeps(self) -> bool:
-        """Whether activations of more than the chunk at work are kept from the first half to the second."""
+        """Whether activations of more than one chunk are kept from the first half to the second."""
         kept = [op for op in self.halves[0] if isinstance(op, Forward) or (isinstance(op, Anchor) and op.kv)]
         return len(kept) > (self.sweep == "chunks") or any(kind.keeps for _, kind in self.kinds[1:])
 
     @property
     def halves(self) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-        """The ops up to the first attach op, which belongs to them, and those after it."""
+        """Ops up to and including the first attach op, and the ops after it."""
         middle = next((i + 1 for i, op in enumerate(self.ops) if isinstance(op, Attach)), len(self.ops))
         return self.ops[:middle], self.ops[middle:]
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """The chunks of the first half, in order."""
+        """Chunks of the first half, in order."""
         return tuple(op.chunk for op in self.halves[0] if isinstance(op, (Anchor, Forward)))
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """The listing: a header, then line `k` for `ops[k - 1]`, then what some parts run instead."""
+        """Return the listing: a header, line `k` for `ops[k - 1]`, then the ops of parts that have their own."""
         header = _HEADER.format(strategy=self.strategy, order=self.order, mode=self.mode, chunk_size=self.chunk_size)
         lines = [header + (_BY_STAGES if self.sweep == "stages" else ""), *map(format_op, self.ops)]
         for run in self.others:
@@ -208,10 +208,10 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Schedule from its text, `parse(str(s)) == s`; blank lines and lines of comment (`#`) may be added.
+        """Parse a schedule, so that `parse(str(s)) == s`; blank lines and comment lines (`#`) are skipped.
 
         Raises:
-            ScheduleError: names the line, what was expected and what was found there.
+            ScheduleError: bad syntax; names the line, what was expected and what was found.
         """
         lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
         number, header = lines[0] if lines else (1, "")
@@ -233,7 +233,7 @@ class Schedule:
 
 
 def format_op(op: Op) -> str:
-    """One line of the listing."""
+    """Format an op as a line of the listing."""
     match op:
         case Attach(sequences):
             words = list(_sequence_runs(sequences))
@@ -247,7 +247,7 @@ def format_op(op: Op) -> str:
 
 
 def _sequence_runs(sequences: Iterable[int]) -> Iterator[str]:
-    """`s0..s15 s18`: runs of consecutive sequences, short ones spelled out."""
+    """Yield runs of consecutive sequences, such as `s0..s15 s18`; runs of one or two are spelled out."""
     run: list[int] = []
     for sequence in [*sequences, -1]:
         if run and sequence != run[-1] + 1:
@@ -257,7 +257,7 @@ def _sequence_runs(sequences: Iterable[int]) -> Iterator[str]:
 
 
 def _parse_parts(rows: Sequence[tuple[int, str]]) -> tuple[int, list[tuple[int, int]]]:
-    """How many parts there are, and the first and the stop of the runs that these rows name."""
+    """Parse `parts` lines: return the number of parts and the `(first, stop)` of every run."""
     runs: list[tuple[int, int]] = []
     parts = 1
     for number, line in rows:

@@ -1,4 +1,4 @@
-"""Counts what a schedule costs, without tensors."""
+"""Simulate a schedule without tensors: count its work, and the tokens and states that it holds."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dta_compile.plan.states import LiveStates
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 
-__all__ = ["Held", "Simulation", "Work", "attention_pairs", "chunk_work", "held_tokens", "simulate"]
+__all__ = ["Held", "Simulation", "Work", "attention_pairs", "causal_pairs", "chunk_work", "held_tokens", "simulate"]
 
 
 class Work(NamedTuple):
-    """Amounts of work that the cost model prices.
+    """Amount of work, in the units that the cost model prices.
 
     Attributes:
         launches: chunk runs.
         slices: slices of these chunks.
         tokens: tokens of these chunks.
         pairs: query-key pairs, the prefix and the query itself included.
-        heads: rows of the head.
+        heads: head rows.
     """
 
     launches: int = 0
@@ -33,26 +33,26 @@ class Work(NamedTuple):
     heads: int = 0
 
     def plus(self, other: Work) -> Work:
-        """The sum of two amounts."""
+        """Return the sum of two amounts."""
         return Work(*map(operator.add, self, other))
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What a legal schedule costs.
+    """Counts of a legal schedule.
 
     Attributes:
-        ops: operations.
+        ops: number of ops.
         forward, backward: work of the anchor and forward ops, and of the backward ops.
-        recomputed_tokens: tokens forwarded again: forward tokens less the tokens of the tree.
+        recomputed_tokens: tokens forwarded again: forward tokens minus the tokens of the tree.
         restored_tokens: tokens whose KV is copied back.
         peak_stack_tokens: most tokens on the stack.
         peak_live_tokens: most tokens whose graphs are live at one time.
         peak_stored_tokens: most tokens whose KV alone is kept at one time.
-        peak_states: most running states at one time, on the stack and of kept chunks (once if both); one is that of
-            all layers at one depth.
-        peak_state_gradients: most depths of the stack at which the running state waits with a gradient.
-        rebuilt: in a sweep of stages, work of the anchor ops that compute states alone.
+        peak_states: most running states at one time, on the stack or kept (counted once if both); one state covers all
+            layers at one depth.
+        peak_state_gradients: most depths of the stack whose running state has a gradient waiting.
+        rebuilt: in a sweep of stages, work of the anchors that compute states only.
     """
 
     ops: int
@@ -74,7 +74,7 @@ class Simulation:
 
 
 def chunk_work(tree: PrefixTree, chunk: Chunk, head_starts: IntArray | None = None, head: bool = True) -> Work:
-    """Work of running a chunk once; `head_starts` as in `simulate`, `head=False` for a run without outputs."""
+    """Count the work of running a chunk once; `head_starts` as in `simulate`, `head=False`: a run without outputs."""
     slices = chunk.slices
     tokens = chunk.tokens
     heads = tokens if head else 0
@@ -84,12 +84,12 @@ def chunk_work(tree: PrefixTree, chunk: Chunk, head_starts: IntArray | None = No
 
 
 def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> Simulation:
-    """Counts of a schedule that is known to be legal, in O(ops); `verify` is for the others.
+    """Count a schedule that is known to be legal, in O(ops); `verify` checks and counts any other.
 
-    Where parts run different ops, work and what is held are averages over the parts, rounded.
+    Where parts run different ops, the counts are averages over the parts, rounded.
 
     Args:
-        head_starts: `[R + 1]` the head rows of tree row r are `head_starts[r]` to `head_starts[r + 1]`; None: one each.
+        head_starts: `[R + 1]` tree row r has the head rows `[head_starts[r], head_starts[r + 1])`; None: one each.
     """
     if schedule.others:
         return _average([(share, simulate(tree, kind, head_starts)) for share, kind in schedule.kinds])
@@ -126,26 +126,26 @@ def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None 
 
 
 def _average(shares: Sequence[tuple[float, Simulation]]) -> Simulation:
-    """Of parts that run different ops, by their shares; the stack is as high as the highest."""
+    """Average the counts of parts that run different ops, weighted by share; the stack peak is the maximum."""
 
     def mean(values: Iterable[Any]) -> Any:
-        found = list(values)
-        if isinstance(found[0], Work):
-            return Work(*(mean(amounts) for amounts in zip(*found, strict=True)))
-        return round(sum(share * value for (share, _), value in zip(shares, found, strict=True)))
+        by_part = list(values)
+        if isinstance(by_part[0], Work):
+            return Work(*(mean(amounts) for amounts in zip(*by_part, strict=True)))
+        return round(sum(share * value for (share, _), value in zip(shares, by_part, strict=True)))
 
     names = [field.name for field in dataclasses.fields(Simulation)]
-    found = {name: mean(getattr(one, name) for _, one in shares) for name in names}
-    return Simulation(**found | {"peak_stack_tokens": max(one.peak_stack_tokens for _, one in shares)})
+    averages = {name: mean(getattr(counts, name) for _, counts in shares) for name in names}
+    return Simulation(**averages | {"peak_stack_tokens": max(counts.peak_stack_tokens for _, counts in shares)})
 
 
 class Held(NamedTuple):
-    """Tokens that are held after an op.
+    """Tokens held after an op.
 
     Attributes:
-        stack: on the stack.
-        live: whose graphs are live.
-        stored: whose KV alone is kept.
+        stack: tokens on the stack.
+        live: tokens whose graphs are live.
+        stored: tokens of which only the KV is kept.
     """
 
     stack: int
@@ -154,7 +154,7 @@ class Held(NamedTuple):
 
 
 def held_tokens(schedule: Schedule) -> Iterator[Held]:
-    """What is held after every op of a legal schedule."""
+    """Yield the tokens held after every op of a legal schedule."""
     depth, live, stored = 0, _Gauge(), _Gauge()
     for op in schedule.ops:
         match op:
@@ -175,7 +175,7 @@ def held_tokens(schedule: Schedule) -> Iterator[Held]:
 
 
 class _Gauge:
-    """Tokens held by chunks."""
+    """Running total of the tokens held by chunks."""
 
     def __init__(self) -> None:
         self.held: dict[Chunk, int] = {}
@@ -189,6 +189,11 @@ class _Gauge:
         self.total -= self.held.pop(chunk, 0)
 
 
+def causal_pairs(lengths: IntArray) -> int:
+    """Return the query-key pairs of causal attention over whole paths of these lengths."""
+    return int((lengths * (lengths + 1)).sum()) // 2
+
+
 def attention_pairs(part: Slice) -> int:
-    """Query-key pairs of a slice: each token reads itself and all above it."""
+    """Return the query-key pairs of a slice: each token reads itself and all above it."""
     return (part.stop * (part.stop + 1) - part.start * (part.start + 1)) // 2

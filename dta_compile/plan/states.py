@@ -1,6 +1,6 @@
-"""Running states of recurrent mixers: at which depths a schedule keeps them, and how many are alive as it runs.
+"""Place snapshots of running states of recurrent mixers in a schedule, and count the live ones.
 
-Unlike KV a running state cannot be sliced by depth: it is there at the depths where a chunk put a snapshot of it.
+Unlike KV, a running state cannot be sliced by depth: it exists only at depths where a chunk took a snapshot.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from dta_compile.plan.tree.prefix_tree import PrefixTree
 
 Kept = TypeVar("Kept")
 State = tuple[int, int]
-"""Its depth, and the number of the run that it is of."""
+"""Depth, and number of the run that computed it."""
 
 
 def with_states(tree: PrefixTree, schedule: Schedule) -> Schedule:
-    """A legal schedule whose chunks keep running states where later ops need them, and nowhere else.
+    """Return a legal schedule whose chunks keep running states where later ops need them, and nowhere else.
 
-    Backwards from the end, with the depths of the path at which later ops read the state: whatever put a depth on the
-    stack must have kept the state there, and a restore hands this on to the run that it copies from.
+    A liveness analysis, backwards from the last op: it tracks the depths of the path at which later ops read the state.
+    The op that put a depth on the stack must keep the state there; a restore passes this on to the run that it copies.
     """
     sources = _sources(tree, schedule.ops)
-    restored: dict[int, set[int]] = {}  # by position of the source: the depths that restores need of it
+    restored: dict[int, set[int]] = {}  # by position of the source: depths that restores need from it
     needed: list[int] = []  # ascending
     ops = list(schedule.ops)
     for position in reversed(range(len(ops))):
         op = ops[position]
         match op:
             case Restore(part):
-                restored.setdefault(sources[position], set()).update(_taken(needed, part.start))
+                restored.setdefault(sources[position], set()).update(_pop_above(needed, part.start))
             case Anchor(chunk) | Forward(chunk):
                 if chunk.spine is not None:
-                    depths = restored.pop(position, set()).union(_taken(needed, chunk.start))
+                    depths = restored.pop(position, set()).union(_pop_above(needed, chunk.start))
                     ops[position] = dataclasses.replace(op, states=tuple(sorted(depths)))
                 _include(needed, chunk.start)
             case Backward(chunk):
@@ -48,7 +48,7 @@ def with_states(tree: PrefixTree, schedule: Schedule) -> Schedule:
 
 
 def _sources(tree: PrefixTree, ops: Sequence[Op]) -> dict[int, int]:
-    """By position of a restore, that of the anchor or forward whose spine it copies from; -1 if nothing is kept."""
+    """Map the position of a restore to that of the anchor or forward whose spine it copies; -1 if none is kept."""
     kept, sources = _KeptSpines[int](tree), {}
     for position, op in enumerate(ops):
         match op:
@@ -62,39 +62,39 @@ def _sources(tree: PrefixTree, ops: Sequence[Op]) -> dict[int, int]:
     return sources
 
 
-def _taken(depths: list[int], start: int) -> list[int]:
-    """Take what is below `start` off the end of ascending depths."""
+def _pop_above(depths: list[int], start: int) -> list[int]:
+    """Remove and return the depths greater than `start` from an ascending list."""
     at = bisect_right(depths, start)
-    taken = depths[at:]
+    removed = depths[at:]
     del depths[at:]
-    return taken
+    return removed
 
 
 def _include(depths: list[int], depth: int) -> None:
-    """Add a depth to ascending ones if it is not there; the state at depth 0 is zero and nobody's to keep."""
+    """Insert a depth into an ascending list, once; depth 0 is left out, because the state there is zero."""
     at = bisect_left(depths, depth)
     if depth and depths[at : at + 1] != [depth]:
         depths.insert(at, depth)
 
 
 def _kept_spine(op: Anchor | Forward) -> Slice | None:
-    """The spine that is kept for restores, if one is."""
+    """Return the spine that the op keeps for restores, if any."""
     return op.chunk.spine if isinstance(op, Forward) or op.kv else None
 
 
 class _KeptSpines(Generic[Kept]):
-    """What is kept of spines, to be found by any part of theirs. A spine replaces one with the same first token."""
+    """Values kept per spine, looked up by any part of the spine. A spine replaces one with the same first token."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self.tree = tree
-        self.first_row = np.full(tree.num_rows, -1)  # of the spine that covers the row
-        self.kept: dict[int, Kept] = {}  # by the first row
+        self.first_row = np.full(tree.num_rows, -1)  # by row: first row of the spine that covers it
+        self.kept: dict[int, Kept] = {}  # by first row of the spine
 
-    def keep(self, spine: Slice, what: Kept) -> None:
+    def keep(self, spine: Slice, value: Kept) -> None:
         ranges = self.tree.row_ranges(spine.sequence, spine.start, spine.stop)
         for start, stop in ranges:
             self.first_row[start:stop] = ranges[0][0]
-        self.kept[ranges[0][0]] = what
+        self.kept[ranges[0][0]] = value
 
     def forget(self, spine: Slice) -> Kept | None:
         return self.kept.pop(self.tree.row_at(spine.sequence, spine.start), None)
@@ -104,11 +104,11 @@ class _KeptSpines(Generic[Kept]):
 
 
 class LiveStates:
-    """Counts the running states that are alive as a legal schedule runs, and the gradients that wait for them.
+    """Counter of running states that are alive while a legal schedule runs, and of their waiting gradients.
 
     Attributes:
-        peak: most states at one time; one that is on the stack and kept counts once, since nothing is copied.
-        peak_gradients: most gradients at one time; a backward leaves its own before it takes those of its spine.
+        peak: most states at one time; a state on the stack that is also kept counts once, since nothing is copied.
+        peak_gradients: most gradients at one time; a backward adds its own before it takes those of its spine.
     """
 
     def __init__(self, tree: PrefixTree, schedule: Schedule) -> None:
@@ -116,12 +116,12 @@ class LiveStates:
         self._in_use = any(isinstance(op, (Anchor, Forward)) and op.states for op in schedule.ops)
         self._path: list[State] = []  # on the stack, ascending
         self._kept = _KeptSpines[list[State]](tree)
-        self._holders: Counter[State] = Counter()  # the stack and a kept chunk
-        self._waiting: list[int] = []  # ascending depths
+        self._holders: Counter[State] = Counter()  # reference counts: the stack and a kept chunk
+        self._waiting: list[int] = []  # ascending depths at which a gradient waits
         self._runs = 0
 
     def step(self, op: Op) -> int:
-        """Go on by one op; the most states and gradients that there are as it runs."""
+        """Advance by one op; return the most states plus gradients that exist while it runs."""
         if not self._in_use:
             return 0
         before, dropped = len(self._holders), None
@@ -148,7 +148,7 @@ class LiveStates:
         self.peak, self.peak_gradients = max(self.peak, alive), max(self.peak_gradients, waiting)
         self._release(dropped or [])
         if isinstance(op, Backward) and op.chunk.spine is not None:
-            _taken(self._waiting, op.chunk.start)
+            _pop_above(self._waiting, op.chunk.start)
         return alive + waiting
 
     def _put(self, states: list[State]) -> None:
@@ -168,5 +168,5 @@ class LiveStates:
 
 
 def _after(depth: int) -> tuple[int, float]:
-    """Sorts after all states at a depth."""
+    """Return a key that sorts after all states at a depth."""
     return depth, float("inf")

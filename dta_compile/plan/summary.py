@@ -1,4 +1,4 @@
-"""The figures of a plan and its one-screen summary, with the place where neighbours diverge when they share little."""
+"""Figures of a plan, and its one-screen summary, which shows where neighbours diverge if they share little."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _LARGEST_GROUPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Figures of a plan; tokens unless said otherwise.
+    """Figures of a plan, in tokens unless stated otherwise.
 
     Attributes:
         sequences, leaves, ops, launches: counts.
-        tokens, tree_tokens: of all sequences, of the tree that is run.
+        tokens, tree_tokens: tokens of all sequences, and of the tree that is run.
         compression: `tokens / tree_tokens` (the paper's C).
-        leaf_compression: as `compression`, of the distinct sequences that are no strict prefix of another.
-        attention_compression: causal query-key pairs of the sequences / of the tree.
+        leaf_compression: `compression` of the distinct sequences that are not a strict prefix of another.
+        attention_compression: causal query-key pairs of the sequences, divided by those of the tree.
         longest_path: depth of the tree.
-        tokens_forwarded_twice: forward work beyond one forward of the tree.
-        peak_stack_tokens, peak_live_tokens, peak_stored_tokens: most tokens on the KV stack, under live graphs, and
-            with their KV kept alone.
-        peak_states, peak_state_gradients: most running states alive, and depths at which one waits with a gradient.
+        tokens_forwarded_twice: tokens forwarded beyond one forward of the tree.
+        peak_stack_tokens, peak_live_tokens, peak_stored_tokens: most tokens on the KV stack, with live graphs, and
+            with only their KV kept.
+        peak_states, peak_state_gradients: most running states alive, and most depths with a state gradient waiting.
     """
 
     sequences: int
@@ -57,11 +57,11 @@ class Stats:
 
 @dataclasses.dataclass
 class ReplayCounts:
-    """What became of the chunk runs that CUDA graphs were meant for, and what the graphs hold.
+    """Counts of the chunk runs that CUDA graphs were meant for, and the graphs' memory.
 
     Attributes:
-        recorded, replayed, eager: graphs recorded in this call, runs that were replayed, runs without a graph.
-        bytes: of memory that graphs of this model hold by now.
+        recorded, replayed, eager: graphs recorded in this call, runs replayed, runs without a graph.
+        bytes: memory that graphs of this model hold so far.
     """
 
     recorded: int = 0
@@ -71,15 +71,15 @@ class ReplayCounts:
 
 
 class MeasuredRun(NamedTuple):
-    """One run of a chunk's graph.
+    """Measured run of a chunk's graph.
 
     Attributes:
         kind: "forward" or "backward".
-        work: what it amounts to.
-        seconds: that it took.
-        op: of the schedule.
-        start: seconds from the begin of the first run to its own.
-        launched, launch_seconds: the same of the host, which on a GPU only launches it.
+        work: amount of work.
+        seconds: duration.
+        op: op of the schedule.
+        start: start time, in seconds after the start of the first run.
+        launched, launch_seconds: start and duration on the host, which only launches kernels if there is a GPU.
     """
 
     kind: str
@@ -93,21 +93,21 @@ class MeasuredRun(NamedTuple):
 
 @dataclasses.dataclass
 class Estimates:
-    """What a run was expected to take, and what it took.
+    """Predicted and measured time and memory of a run.
 
     Attributes:
-        seconds: of all chunk runs, by the cost model.
-        measured_seconds: filled in by the runtime as the schedule runs; None before, and without a runtime.
-        peak_bytes: most bytes that the run allocates at one time; None: the runtime's sizes are not known.
-        gathered_bytes: of them, parameters gathered from other ranks, and whole gradients not reduced yet.
-        cost_source: what the cost model rests on.
-        replays: what became of the runs that CUDA graphs were meant for; None: of none.
-        codegen: what code was generated for it; None: none.
-        self_check: what comparing the compiled program with the captured one came to; None: not compared.
-        notes: what a user may not have meant, in sentences.
-        runs: of chunks, as they were measured; empty before.
-        began: when the first of them did (seconds since 1970).
-        stream: what they ran on.
+        seconds: predicted seconds of all chunk runs, by the cost model.
+        measured_seconds: measured seconds, filled in by the runtime; None before the run, or without a runtime.
+        peak_bytes: predicted peak allocation of the run; None: the runtime's sizes are not known.
+        gathered_bytes: part of `peak_bytes`: parameters gathered from other ranks, and whole gradients not yet reduced.
+        cost_source: origin of the cost model's rates.
+        replays: CUDA graph counts; None: no run was meant for a CUDA graph.
+        codegen: generated code, in words; None: none.
+        self_check: result of comparing the compiled program with the captured one; None: not compared.
+        notes: sentences on settings that may be unintended.
+        runs: measured runs of chunks; empty before the run.
+        began: start of the first run (seconds since 1970).
+        stream: name of the stream or device that the chunks ran on.
     """
 
     seconds: float
@@ -133,7 +133,7 @@ def summarize(
     segments: Sequence[tuple[int, int]] | None = None,
     tokens_lost: Mapping[str, int] | None = None,
 ) -> str:
-    """Counts, strategy and reason, ops by kind and peaks in at most 24 lines of 100 columns."""
+    """Format counts, strategy and reason, ops by kind and peaks in at most 24 lines of 100 columns."""
     kinds = Counter(type(op).__name__.lower() for op in schedule.ops)
     again = stats.tokens_forwarded_twice / max(stats.tree_tokens, 1)
     rows = [
@@ -169,7 +169,7 @@ def summarize(
 
 
 def _parts(schedule: Schedule) -> str:
-    """How many chunks have their graphs kept from forward to backward by which parts."""
+    """Say how many chunks have their graphs kept from forward to backward, by runs of parts."""
     runs = [(f"{run.first} to {run.stop - 1}", schedule.of_part(run.first)) for run in schedule.others]
     kept = [(name, sum(isinstance(op, Forward) for op in run.halves[0])) for name, run in [*runs, schedule.kinds[0]]]
     of_parts = [f"{name}: {number}" for name, number in kept[:-1]] + [f"the others: {kept[-1][1]}"]
@@ -187,7 +187,7 @@ def _peaks(stats: Stats) -> str:
 
 
 def _split(stats: Stats, tokens_lost: Mapping[str, int]) -> str:
-    """What else than token ids splits prefixes, and what sharing would be without it."""
+    """Name the keys besides token ids that split prefixes, and the compression without each."""
     parts = (
         f"{lost:,} tokens more because of {name} (C {stats.tokens / max(stats.tree_tokens - lost, 1):.2f} without)"
         for name, lost in tokens_lost.items()
@@ -196,7 +196,7 @@ def _split(stats: Stats, tokens_lost: Mapping[str, int]) -> str:
 
 
 def divergence(tree: PrefixTree) -> list[str]:
-    """Where lexicographic neighbours first differ: the largest groups of equal depth, and a histogram by decade."""
+    """Say where lexicographic neighbours first differ: the largest groups of equal depth, a histogram by decade."""
     lengths = tree.lengths[tree.order]
     shorter = np.minimum(lengths[1:], lengths[:-1])
     differs = np.flatnonzero(tree.common[1:] < shorter) + 1
@@ -221,7 +221,7 @@ def _row(label: str, text: str) -> list[str]:
 
 
 def _estimates(known: Estimates) -> list[tuple[str, str]]:
-    """Time, memory, generated code and the self-check, as far as the runtime has told."""
+    """Format time, memory, generated code and the self-check, as far as the runtime has filled them in."""
     rows: list[tuple[str, str]] = []
     if known.measured_seconds is not None:
         predicted = f"{known.seconds:.3g} s predicted ({known.cost_source})"
@@ -242,7 +242,7 @@ def _estimates(known: Estimates) -> list[tuple[str, str]]:
 
 
 def _packed(segments: Sequence[tuple[int, int]]) -> str:
-    """Which sequences are segments of which row: `row 0 is s0..s3, row 1 is s4`."""
+    """Map packed rows to sequences: `row 0 is s0..s3, row 1 is s4`."""
     counts = Counter(row for row, _ in segments)
     stops = dict(zip(counts, accumulate(counts.values()), strict=True))
     firsts = {row: stop - counts[row] for row, stop in stops.items()}
@@ -259,7 +259,7 @@ def _attention(stats: Stats, tree: PrefixTree) -> str:
 
 
 def _possible_compression(tree: PrefixTree) -> float:
-    """Compression of the sequences if prefixes were shared, whether this tree shares them or not."""
+    """Return the compression that sharing prefixes gives, whether or not this tree shares them."""
     tokens = int(tree.lengths.sum())
     unique = tokens - int(tree.common.sum())
     return tokens / unique if unique else 1.0

@@ -1,4 +1,4 @@
-"""A schedule in time: as the cost model predicts it, and as its runs were measured."""
+"""Timeline of a schedule, predicted by the cost model and measured, as events of trace viewers (`views.traces`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from dta_compile.plan.cost import Limits
 from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule, format_op
-from dta_compile.plan.simulate import Held, Work, chunk_work, held_tokens
+from dta_compile.plan.simulate import Work, chunk_work, held_tokens
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.views.traces.chrome import TICKS, Counter, Event, Process, Track, as_speedscope
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from dta_compile.plan.summary import Estimates
 
 SECOND = 1_000_000 * TICKS
-LONGEST_NAME = 60  # characters of an op's name in a trace; the whole text is among its facts
+LONGEST_NAME = 60  # characters of an op's name in a trace; the event's facts hold the whole text
 
 
 class OpCost(NamedTuple):
-    """What an op amounts to, and the seconds that this takes by the cost model."""
+    """Work of an op, and the seconds that the cost model predicts for it."""
 
     op: Op
     work: Work
@@ -30,7 +30,7 @@ class OpCost(NamedTuple):
 
 
 def op_name(op: Op) -> str:
-    """The op in a few words, for traces and profilers: `forward s8[0:451]+4 branches`."""
+    """Return a short name of the op for traces and profilers: `forward s8[0:451]+4 branches`."""
     kind = type(op).__name__.lower()
     match op:
         case Attach(sequences):
@@ -45,7 +45,7 @@ def op_name(op: Op) -> str:
 
 
 def op_costs(tree: PrefixTree, schedule: Schedule, limits: Limits) -> Iterator[OpCost]:
-    """Work and predicted seconds of every op; of a sweep of chunks they sum to what `CostModel.estimate` says."""
+    """Yield work and predicted seconds of every op; in a sweep of chunks they sum to `CostModel.estimate`."""
     cost, heads = limits.cost, limits.head_starts
     for op in schedule.ops:
         match op:
@@ -67,19 +67,18 @@ def op_costs(tree: PrefixTree, schedule: Schedule, limits: Limits) -> Iterator[O
 def processes(
     tree: PrefixTree, schedule: Schedule, limits: Limits, estimates: Estimates, rank: int, epoch: float | None = None
 ) -> list[Process]:
-    """What a trace shows of one rank's plan: the prediction, and the measured run if there was one.
+    """Return the trace of one rank's plan: the prediction, and the measured run if there was one.
 
     Args:
-        rank: whose plan it is.
-        epoch: the time (seconds since 1970) that the measured run's times count from; None: its own begin.
+        rank: rank that the tracks are named after.
+        epoch: origin of the measured run's times (seconds since 1970); None: the start of the run.
     """
-    held = list(held_tokens(schedule))
-    levels = _levels(tree, schedule, limits, held)
-    found = [_predicted(tree, schedule, limits, levels, rank)]
+    levels = _levels(tree, schedule, limits)
+    traces = [_predicted(tree, schedule, limits, levels, rank)]
     if estimates.runs:
         begin = 0.0 if epoch is None or estimates.began is None else estimates.began - epoch
-        found.append(_measured(schedule, estimates, levels, rank, begin))
-    return found
+        traces.append(_measured(schedule, estimates, levels, rank, begin))
+    return traces
 
 
 def _predicted(
@@ -99,7 +98,7 @@ def _predicted(
 def _measured(
     schedule: Schedule, estimates: Estimates, levels: list[dict[str, float]], rank: int, begin: float
 ) -> Process:
-    """Host and stream apart, where a stream ran what the host launched; on a CPU they are one."""
+    """Return the measured run; host and stream have a track each, except on a CPU, where they are the same."""
     position = {id(op): number for number, op in enumerate(schedule.ops)}
     runs: list[Event] = []
     launches: list[Event] = []
@@ -128,16 +127,17 @@ def _short(op: Op) -> str:
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 3] + "..."
 
 
-def _levels(tree: PrefixTree, schedule: Schedule, limits: Limits, held: list[Held]) -> list[dict[str, float]]:
-    """What is held after every op, by name; bytes where they are known."""
+def _levels(tree: PrefixTree, schedule: Schedule, limits: Limits) -> list[dict[str, float]]:
+    """Return the tokens held after every op by counter name, and bytes where they are known."""
     footprint = limits.footprint
     levels: list[dict[str, float]] = [
-        {"stack tokens": one.stack, "live tokens": one.live, "stored tokens": one.stored} for one in held
+        {"stack tokens": held.stack, "live tokens": held.live, "stored tokens": held.stored}
+        for held in held_tokens(schedule)
     ]
     if not footprint.counts_tokens:
-        for level, one in zip(levels, bytes_by_op(tree, schedule, footprint, limits.head_starts), strict=True):
-            level["live bytes"] = one.kept + footprint.kv_token * level["stack tokens"]
-            level["peak bytes of the op"] = one.peak + footprint.kv_token * level["stack tokens"]
+        for level, live in zip(levels, bytes_by_op(tree, schedule, footprint, limits.head_starts), strict=True):
+            level["live bytes"] = live.kept + footprint.kv_token * level["stack tokens"]
+            level["peak bytes of the op"] = live.peak + footprint.kv_token * level["stack tokens"]
     return levels
 
 
@@ -150,7 +150,7 @@ def _ticks(seconds: float) -> int:
 
 
 def tree_as_speedscope(tree: PrefixTree, title: str) -> str:
-    """The tree as a file of speedscope: tokens of each segment, once and as often as sequences have them."""
+    """Format the tree as a speedscope file with two weights a segment: its tokens, and those of all its sequences."""
     sizes = tree.stop - tree.start
     below = np.zeros(len(sizes) + 1, np.int64)
     np.add.at(below, tree.end_node, 1)

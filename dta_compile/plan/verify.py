@@ -1,4 +1,4 @@
-"""Replays schedules without tensors, and rejects what is illegal."""
+"""Verify schedules: replay them without tensors and reject any that breaks a rule. Every schedule passes here."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _WINDOW = 6  # rows of the listing shown on either side of the offending one
 def verify(
     tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None, states: bool = False
 ) -> Simulation:
-    """Replays `schedule` against `tree` and returns its counts (see `simulate`).
+    """Replay `schedule` against `tree`, and return its counts (see `simulate`).
 
-    `states`: it is for a model with running states, which every chunk must find at its start.
+    `states`: the model has running states, so every chunk must find the state at its start on the stack.
 
     Raises:
         ScheduleError: a rule is broken; shows the rule, what was expected and found, and the listing around the
-            offending row, which is marked `>>`.
+            offending line, which is marked `>>`.
     """
     for _, kind in schedule.kinds:
         replay = _Replay(tree, kind, states)
         if kind.chunks != schedule.chunks:
-            expected, got = (" ".join(map(str, one.chunks)) for one in (schedule, kind))
+            expected, got = (" ".join(map(str, side.chunks)) for side in (schedule, kind))
             replay.fail("all parts of a sweep of stages run the same chunks", expected, got)
         replay.run()
     return simulate(tree, schedule, head_starts)
 
 
 class _Replay:
-    """The state that the rules of legality are about, one entry per tree row unless said otherwise.
+    """Abstract state that the rules refer to; arrays have one entry per tree row unless stated otherwise.
 
-    Rows not backpropagated yet on which gradients wait are a prefix of the stack: its first `gradient_depth` tokens.
+    The rows with waiting gradients, not yet backpropagated, are always the first `gradient_depth` tokens of the stack.
     """
 
     def __init__(self, tree: PrefixTree, schedule: Schedule, has_states: bool) -> None:
@@ -56,12 +56,12 @@ class _Replay:
         self.gradient_depth = 0
         self.written = np.zeros(tree.num_rows, np.bool_)
         self.finished = np.zeros(tree.num_rows, np.bool_)  # backpropagated
-        self.graph = np.zeros(tree.num_rows, np.int32)  # number of the live graph that covers the row, 0 for none
-        self.kept = np.zeros(tree.num_rows, np.int32)  # number of the forward or anchor that keeps its KV, 0 for none
-        self.kept_spines: dict[int, IntArray] = {}  # their rows, by the first
-        self.kept_states: dict[int, tuple[int, ...]] = {}  # by the number
-        self.live: dict[Chunk, int] = {}  # chunk -> number of its graph
-        self.runs = 0  # numbers given away
+        self.graph = np.zeros(tree.num_rows, np.int32)  # number of the run whose live graph covers the row, 0 for none
+        self.kept = np.zeros(tree.num_rows, np.int32)  # number of the run that keeps the row's KV, 0 for none
+        self.kept_spines: dict[int, IntArray] = {}  # rows of a kept spine, by its first row
+        self.kept_states: dict[int, tuple[int, ...]] = {}  # depths of the states that a run keeps, by its number
+        self.live: dict[Chunk, int] = {}  # chunk -> number of the run that made its graph
+        self.runs = 0  # forward and anchor ops so far; numbered from 1
         self.attached = np.zeros(len(tree.lengths), np.bool_)  # per sequence
         self.complete = np.zeros(len(tree.stop), np.bool_)  # per node: all outputs of its path are written
         self.last_row = tree.row + tree.stop - tree.start - 1  # per node
@@ -70,7 +70,7 @@ class _Replay:
         self.children = np.bincount(self.parent_row[self.parent_row >= 0], minlength=tree.num_rows)
         self.counts = np.zeros(tree.num_rows + 1, np.int64)  # scratch; the last entry is for row -1
         self.open_children = self.children.copy()  # not backpropagated yet
-        # Sequences that end here and are not attached yet.
+        # Number of sequences that end at the row and are not attached yet.
         self.unattached = np.bincount(self.last_row[tree.end_node[tree.end_node >= 0]], minlength=tree.num_rows)
 
     def run(self) -> None:
@@ -107,7 +107,7 @@ class _Replay:
             self.fail("chunks hold at most chunk_size tokens", f"<= {self.schedule.chunk_size}", f"{tokens}")
 
     def check_chunk(self, chunk: Chunk) -> IntArray:
-        """Rows of a chunk, slice after slice."""
+        """Check a chunk by itself, and return its rows, slice after slice."""
         if not chunk.slices:
             self.fail("a chunk has slices", "a spine or a branch", "neither")
         for part in chunk.slices:
@@ -125,7 +125,7 @@ class _Replay:
         return rows
 
     def check_packed(self, chunk: Chunk, rows: IntArray) -> None:
-        """The branches hang from the stack or from earlier slices, and nothing hangs from them but branches."""
+        """Check that branches continue the stack or an earlier slice, and have all their descendants in the chunk."""
         first = chunk.slices[0]
         if len(np.unique(rows)) < len(rows):
             self.fail("slices of a chunk do not overlap", "distinct tokens", str(chunk))
@@ -147,7 +147,7 @@ class _Replay:
             )
 
     def check_prefix(self, part: Slice) -> None:
-        """The KV that `part` reads, all tokens of its path above it, is on the stack."""
+        """Check that the stack holds the KV that `part` reads: all tokens of its path above it."""
         if part.start > self.depth or not self.tree.same_path(self.sequence, part.sequence, part.start):
             self.fail(
                 "the stack holds the KV of the tokens above a chunk",
@@ -156,14 +156,14 @@ class _Replay:
             )
 
     def push(self, part: Slice) -> None:
-        """Cut the stack to the start of `part`, then put `part` on top."""
+        """Cut the stack to the start of `part`, and push `part`."""
         self.check_prefix(part)
-        kept = part.start
-        if kept < self.gradient_depth and self.tree.same_path(
+        depth = part.start
+        if depth < self.gradient_depth and self.tree.same_path(
             self.sequence, part.sequence, min(part.stop, self.gradient_depth)
         ):
-            kept = part.stop  # recomputed KV keeps the gradients that wait at its place
-        self.check_gradients(kept)
+            depth = part.stop  # recomputed KV of the same tokens keeps their waiting gradients
+        self.check_gradients(depth)
         self.sequence, self.depth = part.sequence, part.stop
         self.cut_states(part.start)
 
@@ -171,7 +171,7 @@ class _Replay:
         del self.states[bisect_right(self.states, depth) :]
 
     def check_state(self, chunk: Chunk) -> None:
-        """The running state that a chunk goes on from is on the stack; its path has been checked."""
+        """Check that the stack holds the running state at a chunk's start; `check_prefix` has checked the path."""
         if not self.has_states or chunk.start == 0:
             return
         at = bisect_left(self.states, chunk.start)
@@ -183,7 +183,7 @@ class _Replay:
             )
 
     def put_states(self, op: Anchor | Forward) -> None:
-        """The running states of a chunk's spine go on the stack, whose top the spine is."""
+        """Push the running states of a chunk's spine, which is the top of the stack."""
         spine, states = op.chunk.spine, op.states
         if spine is None:
             self.fail("running states are kept of a spine", "no states, or a spine", str(op.chunk))
@@ -229,7 +229,7 @@ class _Replay:
             self.written[rows] = True
 
     def keep(self, spine: IntArray) -> None:
-        """The KV of a spine is kept, in place of what was kept for a spine that starts with the same token."""
+        """Keep the KV of a spine, replacing that of an earlier spine with the same first token."""
         before = self.kept_spines.get(int(spine[0]))
         if before is not None:
             self.kept[before] = 0
@@ -287,7 +287,7 @@ class _Replay:
             self.fail("backward consumes the graph of exactly its chunk", f"a graph of {chunk}", self.graphs_text())
         self.check_prefix(chunk.slices[0])
         self.check_state(chunk)
-        # Sequences that run on below the chunk were asked for by the backward of the tokens that they end with.
+        # Sequences that end below the chunk were checked at the backward of their last token.
         if self.unattached[rows].any():
             self.fail(
                 "backward comes after the attach of all sequences through the chunk",
@@ -297,7 +297,7 @@ class _Replay:
         self.check_descendants(chunk, rows)
         if chunk.start >= self.gradient_depth:
             self.gradient_depth = chunk.start
-        elif chunk.spine is not None:  # takes what waits on the stack from its start on
+        elif chunk.spine is not None:  # takes the gradients that wait on the stack from its start on
             if self.tree.row_at(self.sequence, chunk.start) != rows[0]:
                 self.fail(
                     "a spine takes the KV gradients that wait at its place, so they must be its own",
@@ -323,7 +323,7 @@ class _Replay:
             )
 
     def children_inside(self, rows: IntArray) -> IntArray:
-        """For every row of a chunk, how many of its children are rows of the chunk."""
+        """Return, for every row of a chunk, the number of its children inside the chunk."""
         above = self.parent_row[rows]
         np.add.at(self.counts, above, 1)
         inside = self.counts[rows]

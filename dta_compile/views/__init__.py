@@ -1,1 +1,1 @@
-"""Pages to look at: one self-contained HTML file each. Knows columns and texts, not plans; never imports torch."""
+"""Write self-contained HTML pages and trace files. Knows columns, texts and events, not plans; never imports torch."""

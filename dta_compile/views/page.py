@@ -1,8 +1,8 @@
-"""One self-contained HTML page: data, scripts and styles in one file that opens from disk and asks no network.
+"""Write one self-contained HTML page: data, scripts and styles in a file that opens from disk without a network.
 
-Data are packed as one block: a JSON object, then columns of numbers one after the other in little-endian order, or of
-the differences between them. All of it is deflated and written as base64, so that nothing in it can end a script or be
-taken for markup.
+The data are one block: a JSON object, then the columns of numbers in little-endian order, plain or delta-encoded. The
+block is deflated and written as base64, so that nothing in it can end a script or be taken for markup. `tokens_in`
+selects and decodes the tokens of a page within a number of bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Column = npt.NDArray[Any]
 TYPES = {"u1": "Uint8Array", "u2": "Uint16Array", "u4": "Uint32Array", "i4": "Int32Array", "f8": "Float64Array"}
 LEVEL = 6  # of zlib: 9 takes three times as long for 1% less
 
-# In this order: a script uses what those before it define.
+# Order matters: a script uses names that earlier scripts define.
 SCRIPTS = (
     *("data.js", "theme.js", "colors.js", "viewport.js", "tree.js", "schedule.js", "timeline.js"),
     *("words.js", "details.js", "search.js", "main.js"),
@@ -34,11 +34,11 @@ SCRIPTS = (
 
 
 def page(title: str, facts: Mapping[str, Any], columns: Mapping[str, Column]) -> str:
-    """The text of the file.
+    """Return the text of the HTML file.
 
     Args:
-        title: of the page.
-        facts: what JSON can hold; read by the scripts in `assets/`.
+        title: title of the page.
+        facts: values that JSON can hold; read by the scripts in `assets/`.
         columns: one-dimensional arrays of numbers, by name.
     """
     parts = {
@@ -59,7 +59,7 @@ def page(title: str, facts: Mapping[str, Any], columns: Mapping[str, Column]) ->
 
 
 def compressed_size(*blocks: Column | str) -> int:
-    """Bytes that columns and texts take in the file, before base64."""
+    """Return the bytes that columns and texts take in the file, before base64."""
     raw = (
         block.encode("utf-8", "replace") if isinstance(block, str) else _encoded(block)[0].tobytes() for block in blocks
     )
@@ -67,28 +67,28 @@ def compressed_size(*blocks: Column | str) -> int:
 
 
 def _encoded(column: Column) -> tuple[Column, bool]:
-    """The numbers of a column, or the differences between them if these deflate better, and whether it is these."""
+    """Return a column, delta-encoded if that deflates better, and whether it is delta-encoded."""
     plain = _narrowed(column)
     if plain.dtype.kind == "f":
         return plain, False
     steps = _narrowed(np.diff(column.astype(np.int64), prepend=0))
-    sizes = [len(zlib.compress(one.tobytes(), 1)) for one in (plain, steps)]
+    sizes = [len(zlib.compress(array.tobytes(), 1)) for array in (plain, steps)]
     return (steps, True) if sizes[1] < sizes[0] else (plain, False)
 
 
 def _narrowed(column: Column) -> Column:
-    """The same numbers in the narrowest type that the page can read."""
+    """Cast a column to the narrowest type that the page can read."""
     if column.dtype.kind == "f":
         return column.astype("<f8")
     low, high = (int(column.min()), int(column.max())) if column.size else (0, 0)
     if low < -(2**31) or high >= 2**32 or (low < 0 and high >= 2**31):
-        return column.astype("<f8")  # exact to 2**53, as all numbers of the page
+        return column.astype("<f8")  # exact up to 2**53, like all numbers in JavaScript
     name = "i4" if low < 0 else "u1" if high < 2**8 else "u2" if high < 2**16 else "u4"
     return column.astype(f"<{name}")
 
 
 def _packed(facts: Mapping[str, Any], columns: Mapping[str, Column]) -> bytes:
-    """Length of the JSON text (4 bytes), the text padded to 8 bytes, then the columns, each padded to 8 bytes."""
+    """Pack the length of the JSON text (4 bytes), the text padded to 8 bytes, and columns padded to 8 bytes each."""
     described, blocks, offset = [], [], 0
     for name, column in columns.items():
         numbers, are_steps = _encoded(column)
@@ -108,21 +108,21 @@ def _asset(name: str) -> str:
 Integers = npt.NDArray[np.int64]
 Decode = Callable[[list[int]], str]
 
-MOST_TOKENS = 8_000_000  # that a browser is asked to unpack
-ENDS = (2048, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1)  # tokens kept at either end of a segment, if not all are
+MOST_TOKENS = 8_000_000  # that a browser has to unpack
+ENDS = (2048, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1)  # tokens kept at each end of a segment, if not all are
 UNKNOWN = "\ufffd"
-LONGEST_CHARACTER = 4  # tokens: a character has at most so many bytes in UTF-8
+LONGEST_CHARACTER = 4  # tokens, because a character has at most 4 bytes in UTF-8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokens:
-    """Tokens of segments, as numbers of a vocabulary's entries.
+    """Tokens of segments, as indices into a vocabulary of the page.
 
     Attributes:
-        entries: `[K]` the kept tokens, segment after segment.
-        ids: `[V]` token ids, the most frequent first; one id may have several entries with different texts.
-        texts: `[V]` what each entry reads; empty: there is no tokenizer.
-        ends: of a segment longer than twice this, so many first and as many last tokens are kept; None: all are.
+        entries: `[K]` vocabulary index of every kept token, segment after segment.
+        ids: `[V]` token ids, most frequent first; an id may have several entries with different texts.
+        texts: `[V]` text of every entry; empty: there is no tokenizer.
+        ends: number of tokens kept at each end of a segment longer than twice this; None: all tokens are kept.
     """
 
     entries: Integers
@@ -132,13 +132,13 @@ class Tokens:
 
 
 def tokens_in(rows: npt.NDArray[Any], lengths: Integers, decode: Decode | None, most: int) -> Tokens:
-    """As many tokens as fit in `most` bytes, deflated.
+    """Select as many tokens as fit in `most` deflated bytes, and decode them.
 
     Args:
         rows: token ids, segment after segment.
-        lengths: `[M]` tokens of every segment.
-        decode: token ids to their text.
-        most: bytes; the first and last token of every segment are there even if they take more.
+        lengths: `[M]` number of tokens of every segment.
+        decode: decodes token ids to text; None: there is no tokenizer.
+        most: bytes; the first and last token of every segment are kept even if they take more.
     """
     for ends in (None, *ENDS):
         kept = np.ones(len(rows), np.bool_) if ends is None else _kept(lengths, ends)
@@ -147,7 +147,7 @@ def tokens_in(rows: npt.NDArray[Any], lengths: Integers, decode: Decode | None, 
         if np.count_nonzero(kept) > MOST_TOKENS:
             continue
         _, entries = _by_frequency(rows[kept])
-        # Texts of a vocabulary take about 4 bytes an entry.
+        # Texts of the vocabulary take about 4 bytes an entry.
         if compressed_size(entries) + 4 * (int(entries.max(initial=-1)) + 1) <= most:
             break
     ids, entries = _by_frequency(rows[kept])
@@ -157,7 +157,7 @@ def tokens_in(rows: npt.NDArray[Any], lengths: Integers, decode: Decode | None, 
 
 
 def decoder(tokenizer: Any) -> Decode:
-    """Token ids to their text, special tokens included.
+    """Return a function that decodes token ids to text, special tokens included.
 
     Args:
         tokenizer: anything with `decode(list[int]) -> str`, such as a tokenizer of transformers or a
@@ -177,14 +177,14 @@ def decoder(tokenizer: Any) -> Decode:
     def text(ids: list[int]) -> str:
         try:
             return str(decode(ids, skip_special_tokens=False))
-        except TypeError:  # no such switch
+        except TypeError:  # the tokenizer has no such argument
             return str(decode(ids))
 
     return text
 
 
 def _kept(lengths: Integers, ends: int) -> npt.NDArray[np.bool_]:
-    """Which tokens are among the first or last `ends` of their segment."""
+    """Mark the tokens that are among the first or last `ends` of their segment."""
     first = np.repeat(np.cumsum(lengths) - lengths, lengths)
     inside = np.arange(len(first)) - first
     kept: npt.NDArray[np.bool_] = (inside < ends) | (inside >= np.repeat(lengths, lengths) - ends)
@@ -192,17 +192,17 @@ def _kept(lengths: Integers, ends: int) -> npt.NDArray[np.bool_]:
 
 
 def _neighbours(lengths: Integers, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """By kept token, whether it continues the kept token before it."""
-    places = np.flatnonzero(kept)
+    """Mark the kept tokens that directly follow the kept token before them, in the same segment."""
+    positions = np.flatnonzero(kept)
     first = np.zeros(len(kept) + 1, np.bool_)
     first[np.cumsum(lengths) - lengths] = True
-    continues = np.zeros(len(places), np.bool_)
-    continues[1:] = (np.diff(places) == 1) & ~first[places[1:]]
+    continues = np.zeros(len(positions), np.bool_)
+    continues[1:] = (np.diff(positions) == 1) & ~first[positions[1:]]
     return continues
 
 
 def _by_frequency(tokens: npt.NDArray[Any]) -> tuple[Integers, Integers]:
-    """Distinct ids, the most frequent first, so that most entries are small numbers; and the entry of every token."""
+    """Return distinct ids, most frequent first (so that most entries are small numbers), and every token's entry."""
     ids, entries, counts = np.unique(tokens, return_inverse=True, return_counts=True)
     order = np.argsort(-counts, kind="stable")
     rank = np.empty(len(ids), np.int64)
@@ -219,40 +219,40 @@ def _with_texts(tokens: Tokens, decode: Decode, continues: npt.NDArray[np.bool_]
     known: dict[tuple[int, ...], str] = {}
     for group in _runs(np.flatnonzero(broken[entries]) if broken.any() else np.zeros(0, np.int64), continues):
         for start, stop, text in _whole_characters([ids[entry] for entry in tokens.entries[group]], decode, known):
-            for place in range(start, stop):
-                piece = (int(tokens.ids[tokens.entries[group[place]]]), text if place == start else "")
-                entries[group[place]] = added.setdefault(piece, len(ids) + len(added))
+            for position in range(start, stop):
+                piece = (int(tokens.ids[tokens.entries[group[position]]]), text if position == start else "")
+                entries[group[position]] = added.setdefault(piece, len(ids) + len(added))
     more = np.array([number for number, _ in added], np.int64)
     return Tokens(entries, np.concatenate([tokens.ids, more]), (*texts, *(text for _, text in added)), tokens.ends)
 
 
 def _texts(ids: Sequence[int], decode: Decode) -> Iterator[str]:
-    """What each token reads behind another one: at the beginning of a text some tokenizers leave its space out."""
-    anchor = next((one for one in ids if (text := _decoded([one], decode)) and UNKNOWN not in text), None)
+    """Yield the text of each token after another token: some tokenizers drop the leading space of a text."""
+    anchor = next((token for token in ids if (text := _decoded([token], decode)) and UNKNOWN not in text), None)
     before = "" if anchor is None else _decoded([anchor], decode)
-    for one in ids:
-        text = "" if anchor is None else _decoded([anchor, one], decode)
-        found = text[len(before) :] if before and text.startswith(before) else ""
-        yield found or _decoded([one], decode)
+    for token in ids:
+        text = "" if anchor is None else _decoded([anchor, token], decode)
+        rest = text[len(before) :] if before and text.startswith(before) else ""
+        yield rest or _decoded([token], decode)
 
 
 def _decoded(ids: list[int], decode: Decode) -> str:
     try:
         return decode(ids)
-    except Exception:  # whatever a tokenizer raises for an id that it does not know, which is then shown as a number
+    except Exception:  # an id that the tokenizer does not know, whatever it raises then; the page shows the number
         return ""
 
 
-def _runs(places: Integers, continues: npt.NDArray[np.bool_]) -> list[Integers]:
-    """Places cut wherever one does not continue the one before it."""
-    cuts = np.flatnonzero((np.diff(places) != 1) | ~continues[places[1:]]) + 1
-    return np.split(places, cuts) if len(places) else []
+def _runs(positions: Integers, continues: npt.NDArray[np.bool_]) -> list[Integers]:
+    """Split positions into runs, wherever one does not continue the position before it."""
+    cuts = np.flatnonzero((np.diff(positions) != 1) | ~continues[positions[1:]]) + 1
+    return np.split(positions, cuts) if len(positions) else []
 
 
 def _whole_characters(
     ids: Sequence[int], decode: Decode, known: dict[tuple[int, ...], str]
 ) -> Iterator[tuple[int, int, str]]:
-    """Ranges of tokens that are parts of characters, as short as they have a text."""
+    """Yield `(start, stop, text)` of the shortest ranges of tokens that together decode to whole characters."""
     start = 0
     while start < len(ids):
         for stop in range(start + 2, min(start + LONGEST_CHARACTER, len(ids)) + 1):

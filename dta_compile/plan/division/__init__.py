@@ -1,1 +1,1 @@
-"""Sequences divided among ranks: what a division costs, Algorithm 4 of the paper, subtrees dealt out, exchanges."""
+"""Divide sequences among ranks: tree costs, contiguous groups (paper Algorithm 4), subtrees dealt out, local search."""

@@ -1,6 +1,7 @@
-"""Subtrees dealt out to groups: cut where little is shared, then placed by three rules of makespan scheduling.
+"""Divide subtrees among groups by makespan scheduling, and improve divisions by local search.
 
-Then local search: the most expensive group gives a subtree away, or exchanges one, as long as that makes it cheaper.
+`deals` cuts the tree into pieces where little is shared and places them by three rules. `exchange` lets the most
+expensive group give a subtree away, or exchange one, while that lowers the largest cost.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import numpy as np
 from dta_compile.plan.division.run_costs import Items
 from dta_compile.plan.tree.lexicographic import IntArray
 
-_PARTNERS = 4  # of a group in a round: so many of the cheapest groups, and of those that share most with it
-_BLOCKS = 256  # subtrees of a group that are tried in exchange for those of another: all pairs are
-_TRIES = 4  # exchanges of a round that are priced exactly: what two groups share is estimated before
+_PARTNERS = 4  # partners of a group per round: up to 4 cheapest groups and up to 4 that share most with it
+_BLOCKS = 256  # subtrees a side in an exchange between two groups, whose pairs are all evaluated
+_TRIES = 4  # exchanges priced exactly per round; the ranking before it only estimates shared tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """Subtrees of a group: its members from `first` to `last`, what each costs, and what the group is spared by it."""
+    """Subtrees of a group, as arrays: members `first` to `last`, cost of each alone, cost saved by removing each."""
 
     first: IntArray
     last: IntArray
@@ -42,7 +43,7 @@ _Block = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Items of a group, ascending, what each costs, and shares with the one before it."""
+    """Items of a group, ascending; the cost of each, and the cost that each shares with the member before it."""
 
     members: IntArray
     costs: IntArray
@@ -50,12 +51,12 @@ class Group:
 
     @cached_property
     def cost(self) -> int:
-        """Of the tree of the group."""
+        """Cost of the tree of the group."""
         return int((self.costs - self.links).sum())
 
     @cached_property
     def blocks(self) -> _Blocks:
-        """All subtrees, that of the whole group last."""
+        """All subtrees; the last one is the whole group."""
         first, last = _subtrees(self.links.tolist())
         total = np.cumsum(self.costs - self.links)
         cost = self.costs[first] + total[last] - total[first]
@@ -65,7 +66,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Trade:
-    """Members that a group gives away and gets back, and what the more expensive of the two would then cost."""
+    """Blocks of members that a group gives away and gets back, and the larger cost of both groups afterwards."""
 
     partner: int
     given: _Block
@@ -74,17 +75,16 @@ class Trade:
 
 
 class Groups:
-    """A division of items into groups.
+    """Division of items into K groups.
 
     Attributes:
-        items: all of them.
-        groups: by number.
-        costs: `[K]` of the groups.
+        groups: the K groups.
+        costs: `[K]` cost of every group.
     """
 
     def __init__(self, items: Items, members: Sequence[IntArray]) -> None:
         self.items = items
-        self.groups = [self._priced(np.sort(np.asarray(one, np.int64))) for one in members]
+        self.groups = [self._priced(np.sort(np.asarray(group, np.int64))) for group in members]
         self._group_of = np.empty(len(items), np.int64)
         for number, group in enumerate(self.groups):
             self._group_of[group.members] = number
@@ -96,11 +96,11 @@ class Groups:
         return any(len(group.members) == 0 for group in self.groups)
 
     def rank(self) -> tuple[int, int]:
-        """By what divisions compare: the cost of the most expensive group, then that of all."""
+        """Return the sort key of the division: the largest cost of a group, then the sum of all costs."""
         return int(self.costs.max()), sum(self.costs.tolist())
 
     def improve(self) -> bool:
-        """Make the most expensive group cheaper without making another as expensive; False if no exchange does."""
+        """Make the most expensive group cheaper without making another as expensive; return False if none can."""
         heavy = int(np.argmax(self.costs))
         for trade in self.trades(heavy)[:_TRIES]:
             mine, theirs = self.after(heavy, trade)
@@ -111,12 +111,12 @@ class Groups:
         return False
 
     def trades(self, heavy: int, each: int = 1) -> list[Trade]:
-        """What a group may give to others, or exchange with them: `each` of either with each of them, best first."""
-        found = [trade for partner in self._partners(heavy) for trade in self._trades(heavy, partner, each)]
-        return sorted(found, key=lambda trade: trade.cost)
+        """Return candidate trades of group `heavy`, best estimate first: `each` gifts and `each` swaps per partner."""
+        trades = [trade for partner in self._partners(heavy) for trade in self._trades(heavy, partner, each)]
+        return sorted(trades, key=lambda trade: trade.cost)
 
     def after(self, heavy: int, trade: Trade) -> tuple[Group, Group]:
-        """A group and its partner as a trade would leave them."""
+        """Return group `heavy` and its partner as `trade` would leave them."""
         giver, taker = self.groups[heavy].members, self.groups[trade.partner].members
         leave, left = _split(giver, trade.given)
         come, stay = _split(taker, trade.taken) if trade.taken else (taker[:0], taker)
@@ -124,7 +124,7 @@ class Groups:
         return self._priced(np.sort(mine)), self._priced(np.sort(theirs))
 
     def take(self, number: int, group: Group) -> None:
-        """Put a group in place of the one of this number."""
+        """Replace group `number`."""
         self.groups[number], self.costs[number] = group, group.cost
         self._group_of[group.members] = number
 
@@ -134,18 +134,21 @@ class Groups:
         return Group(members, self.items.cost[members], links)
 
     def _partners(self, heavy: int) -> list[int]:
-        """The cheapest groups, and those that share most with the group across its borders."""
+        """Return the cheapest groups and those that share most with group `heavy` across its borders."""
         cheapest = np.argsort(self.costs, kind="stable")[:_PARTNERS]
         inside = np.append(self._group_of == heavy, False)
         borders = np.flatnonzero(inside[1:-1] != inside[:-2]) + 1  # between an item and the one before it
         across = self._group_of[np.where(inside[borders], borders - 1, borders)]
         shared = np.bincount(across, self.items.links[borders].astype(float), len(self.groups))
         nearest = np.argsort(-shared, kind="stable")[:_PARTNERS]
-        found = dict.fromkeys([*cheapest.tolist(), *nearest[shared[nearest] > 0].tolist()])
-        return [one for one in found if one != heavy]
+        partners = dict.fromkeys([*cheapest.tolist(), *nearest[shared[nearest] > 0].tolist()])
+        return [partner for partner in partners if partner != heavy]
 
     def _inserted(self, giver: Group, blocks: _Blocks, taker: Group) -> IntArray:
-        """What a group would cost more with each of the blocks of another, if none of its items lies inside of it."""
+        """Return the cost that each of the giver's blocks adds to the taker.
+
+        An estimate: it assumes that no item of the taker lies inside the block.
+        """
         begin, end = giver.members[blocks.first], giver.members[blocks.last]
         at, past = np.searchsorted(taker.members, begin), np.searchsorted(taker.members, end)
         shared = np.zeros(len(begin), np.int64)
@@ -156,14 +159,14 @@ class Groups:
         return blocks.cost - shared
 
     def _trades(self, heavy: int, partner: int, each: int) -> list[Trade]:
-        """The best blocks to give to a group, and the best pairs of blocks to exchange with it, as estimated."""
+        """Return the best blocks to give to a partner, and the best pairs of blocks to swap, by estimated cost."""
         giver, taker = self.groups[heavy], self.groups[partner]
         mine, theirs = giver.blocks[:-1], taker.blocks
         if not len(mine.first):
             return []
         added = self._inserted(giver, mine, taker)
         after = np.maximum(giver.cost - mine.gain, taker.cost + added)
-        found = [Trade(partner, mine.block(at), None, int(after[at])) for at in _least(after, each)]
+        trades = [Trade(partner, mine.block(at), None, int(after[at])) for at in _least(after, each)]
         if len(theirs.first):
             back = self._inserted(taker, theirs, giver)
             rows, columns = _least(added - mine.gain, _BLOCKS), _least(back - theirs.gain, _BLOCKS)
@@ -172,12 +175,12 @@ class Groups:
             after = np.maximum(heavier, lighter)
             for at in _least(after.ravel(), each):
                 i, j = divmod(at, len(columns))
-                found.append(Trade(partner, mine.block(rows[i]), theirs.block(columns[j]), int(after[i, j])))
-        return found
+                trades.append(Trade(partner, mine.block(rows[i]), theirs.block(columns[j]), int(after[i, j])))
+        return trades
 
 
 def exchange(groups: Groups, target: int, rounds: int) -> bool:
-    """Improve a division until no exchange helps, or `rounds` are over; whether its largest cost came to `target`."""
+    """Improve a division for at most `rounds` exchanges; return whether its largest cost is at most `target`."""
     for _ in range(rounds):
         if groups.costs.max() <= target or not groups.improve():
             break
@@ -190,19 +193,22 @@ def _split(members: IntArray, block: tuple[int, int]) -> tuple[IntArray, IntArra
 
 
 def _least(values: IntArray, count: int) -> list[int]:
-    """Where the least values are, ascending."""
+    """Return the indices of the `count` least values, ascending by value if any are left out."""
     if count == 1:
         return [int(np.argmin(values))]
     at = np.argsort(values, kind="stable")[:count] if count < len(values) else np.arange(len(values))
-    found: list[int] = at.tolist()
-    return found
+    indices: list[int] = at.tolist()
+    return indices
 
 
 def _subtrees(links: list[int]) -> tuple[IntArray, IntArray]:
-    """First and last member of every subtree (a Cartesian tree), the whole last; `links[k]`: shared with `k - 1`."""
+    """Return first and last member of every subtree (a Cartesian tree over `links`), the whole group last.
+
+    `links[k]` is the cost that member k shares with member k - 1.
+    """
     count = len(links)
     first, last = list(range(count)), list(range(count))
-    open_at: list[tuple[int, int]] = []  # first member of a subtree that may go on, and what its members share
+    open_at: list[tuple[int, int]] = []  # subtrees that may still grow: first member, cost shared by the members
     for k in range(1, count + 1):
         link = links[k] if k < count else -1
         begin = k - 1
@@ -217,30 +223,27 @@ def _subtrees(links: list[int]) -> tuple[IntArray, IntArray]:
 
 _Run = tuple[int, int]  # items `[a, b)`
 
-SIZES = (1, 2, 4, 8, 16, 64)  # subtrees are at most one of these parts of what a group costs at least
-NEARLY = 1.1  # links up to this many times the least of a subtree are as good to cut
-MOST_PIECES = 2**12  # that are dealt out
-MOST_SUMS = 2**16  # pieces x groups; largest differencing takes as much work for every two sums that it adds
-_HALVINGS = 14  # of the interval that the room of first fit is sought in: to less than a thousandth of a group
-_CANDIDATES = 4  # cheapest groups that a piece may go to, besides those of its neighbours
+SIZES = (1, 2, 4, 8, 16, 64)  # pieces cost at most 1 / size of the lower bound of a group
+NEARLY = 1.1  # links of up to 1.1 times the least link of a subtree count as equally cheap to cut
+MOST_PIECES = 2**12  # pieces dealt out
+MOST_SUMS = 2**16  # pieces x groups: the work of largest differencing
+_HALVINGS = 14  # bisection steps for MULTIFIT's capacity: precise to less than 1/1000 of a group
+_CANDIDATES = 4  # cheapest groups tried for a piece, besides those of its neighbours
 
 
 def deals(items: Items, num_groups: int, least: int) -> Iterator[list[IntArray]]:
-    """Divisions of the items into groups, some perhaps empty, by subtrees of several sizes.
+    """Yield divisions of the items into K groups (some may be empty), made of subtrees of several sizes.
 
-    Args:
-        items: what to divide.
-        num_groups: K.
-        least: what the most expensive group costs at least; subtrees are at most this large, or single items.
+    `least` is a lower bound of the largest cost of a group; a piece costs at most that, or is a single item.
     """
-    tried = 0
+    last_count = 0
     for size in SIZES:
         runs = _pieces(items, least // size)
         if runs is None:
             return
-        if len(runs) == tried or len(runs) < num_groups:
+        if len(runs) == last_count or len(runs) < num_groups:
             continue
-        tried = len(runs)
+        last_count = len(runs)
         costs = _costs(items, runs)
         yield _members(runs, _longest_first(items, runs, costs, num_groups), num_groups)
         if len(runs) * num_groups <= MOST_SUMS:
@@ -255,7 +258,10 @@ def _costs(items: Items, runs: list[_Run]) -> list[int]:
 
 
 def _pieces(items: Items, limit: int) -> list[_Run] | None:
-    """Runs of items that cost at most `limit` or are single, cut where least is shared; None if there are too many."""
+    """Cut the items, where they share least, into runs that cost at most `limit` or are single items.
+
+    Returns None if there are more than `MOST_PIECES`.
+    """
     total = np.cumsum(items.cost - items.links)
     pending: list[_Run] = [(0, len(items))]
     done: list[_Run] = []
@@ -272,55 +278,55 @@ def _pieces(items: Items, limit: int) -> list[_Run] | None:
 
 
 def _cut(links: IntArray, before: IntArray) -> int:
-    """Of the links that are nearly the least, the one nearest to the middle by cost."""
+    """Return the index of the link nearest to the middle by cost, among those within `NEARLY` of the least."""
     cheap = np.flatnonzero(links <= NEARLY * int(links.min()))
     return int(cheap[np.argmin(np.abs(2 * before[cheap] - before[-1]))])
 
 
 def _longest_first(items: Items, runs: list[_Run], costs: list[int], num_groups: int) -> list[int]:
-    """Group of every piece: the most expensive first, each to where the group then costs least.
+    """Assign pieces to groups by longest processing time: the costliest piece first, to the cheapest resulting group.
 
-    A piece adds what it costs less what it shares with its neighbours there. The cheapest groups are tried, and those
-    of the pieces beside it that have been placed, with which it shares most.
+    A piece adds its cost minus the cost it shares with its neighbours in the group. Candidates are the cheapest groups
+    and the groups of the nearest placed pieces, which share most with it.
     """
     loads = np.zeros(num_groups, np.int64)
-    chosen = [0] * len(runs)
+    group_of = [0] * len(runs)
     placed: list[int] = []
     in_group: list[list[int]] = [[] for _ in range(num_groups)]
     for piece in sorted(range(len(runs)), key=lambda piece: (-costs[piece], piece)):
         at = bisect_left(placed, piece)
-        beside = [chosen[other] for other in placed[max(at - 1, 0) : at + 1]]
-        groups = list(dict.fromkeys(beside + np.argsort(loads, kind="stable")[:_CANDIDATES].tolist()))
+        neighbours = [group_of[other] for other in placed[max(at - 1, 0) : at + 1]]
+        groups = list(dict.fromkeys(neighbours + np.argsort(loads, kind="stable")[:_CANDIDATES].tolist()))
         shared = _shared(items, runs, [in_group[group] for group in groups], piece)
-        options = [(int(loads[g]) + costs[piece] - less, -less, g) for g, less in zip(groups, shared, strict=True)]
-        load, _, group = min(options)
-        loads[group], chosen[piece] = load, group
+        options = [(int(loads[g]) + costs[piece] - saved, -saved, g) for g, saved in zip(groups, shared, strict=True)]
+        cost, _, group = min(options)
+        loads[group], group_of[piece] = cost, group
         insort(placed, piece)
         insort(in_group[group], piece)
-    return chosen
+    return group_of
 
 
 def _shared(items: Items, runs: list[_Run], groups: list[list[int]], piece: int) -> list[int]:
-    """Cost of the tokens that a piece shares with those of each of some groups."""
+    """Return, for each group of pieces, the cost of the tokens that `piece` shares with it."""
     (start, end), pairs = runs[piece], []
     for number, members in enumerate(groups):
         at = bisect_left(members, piece)
         pairs += [(number, runs[members[at - 1]][1] - 1, start)] if at else []
         pairs += [(number, end - 1, runs[members[at]][0])] if at < len(members) else []
-    found = [0] * len(groups)
+    shared = [0] * len(groups)
     if pairs:
         number_of, first, second = np.array(pairs, np.int64).T
-        for number, less in zip(number_of.tolist(), items.shared(first, second).tolist(), strict=True):
-            found[number] = max(found[number], less)
-    return found
+        for number, cost in zip(number_of.tolist(), items.shared(first, second).tolist(), strict=True):
+            shared[number] = max(shared[number], cost)
+    return shared
 
 
 def differencing(costs: list[int], num_groups: int) -> list[int]:
-    """Group of every piece, as if none shared anything: the two most uneven partial divisions merge, heavy with light.
+    """Assign pieces to groups by largest differencing (Karmarkar and Karp, 1982), ignoring shared tokens.
 
-    The largest differencing method (Karmarkar and Karp, 1982).
+    Repeatedly merges the two partial divisions with the largest spread, heavy groups with light ones.
     """
-    # Spread, number (breaks ties), and sums with their members, which fall.
+    # Entries: negative spread, number (breaks ties), (sum, members) of every group by descending sum.
     heap = [(-cost, piece, [(cost, [piece]), *([(0, [])] * (num_groups - 1))]) for piece, cost in enumerate(costs)]
     heapq.heapify(heap)
     while len(heap) > 1:
@@ -328,47 +334,47 @@ def differencing(costs: list[int], num_groups: int) -> list[int]:
         merged = [(a + b, m + n) for (a, m), (b, n) in zip(left, reversed(right), strict=True)]
         merged.sort(key=lambda entry: -entry[0])
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
-    chosen = [0] * len(costs)
+    group_of = [0] * len(costs)
     for group, (_, members) in enumerate(heap[0][2]):
         for piece in members:
-            chosen[piece] = group
-    return chosen
+            group_of[piece] = group
+    return group_of
 
 
 def _multifit(costs: list[int], num_groups: int) -> list[int]:
-    """Group of every piece, as if none shared anything: first fit decreasing into the least room that bisection finds.
+    """Assign pieces to groups by MULTIFIT (Coffman, Garey and Johnson, 1978), ignoring shared tokens.
 
-    MULTIFIT (Coffman, Garey and Johnson, 1978).
+    Runs first fit decreasing with the least capacity of a group that bisection finds.
     """
     order = sorted(range(len(costs)), key=lambda piece: -costs[piece])
     least = max(max(costs), -(-sum(costs) // num_groups))
-    low, high = least, 2 * least  # which is always enough
+    low, high = least, 2 * least  # twice the lower bound always suffices
     best: list[int] = [0] * len(costs)
     for _ in range(_HALVINGS):
         room = (low + high) // 2
-        found = _first_fit(costs, order, num_groups, room)
-        if found is None:
+        assignment = _first_fit(costs, order, num_groups, room)
+        if assignment is None:
             low = room + 1
         else:
-            best, high = found, room
+            best, high = assignment, room
     return best
 
 
 def _first_fit(costs: list[int], order: list[int], num_groups: int, room: int) -> list[int] | None:
-    """Every piece in the first group with room for it; None if there is none."""
+    """Assign every piece to the first group with room for it; return None if a piece fits nowhere."""
     left = np.full(num_groups, room, np.int64)
-    chosen = [0] * len(costs)
+    group_of = [0] * len(costs)
     for piece in order:
         group = int(np.argmax(left >= costs[piece]))
         if left[group] < costs[piece]:
             return None
         left[group] -= costs[piece]
-        chosen[piece] = group
-    return chosen
+        group_of[piece] = group
+    return group_of
 
 
 def _members(runs: list[_Run], chosen: list[int], num_groups: int) -> list[IntArray]:
-    """Items of every group."""
+    """Return the items of every group."""
     sizes = [b - a for a, b in runs]
     group_of = np.repeat(np.array(chosen, np.int64), sizes)  # runs are in order and leave nothing out
     order = np.argsort(group_of, kind="stable")

@@ -1,4 +1,4 @@
-"""Tree cost of runs of the lexicographic order, as integers."""
+"""Tree cost of runs of the lexicographic order in O(1), as integers, and the best contiguous groups by it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import numpy as np
 
 from dta_compile.plan.tree.lexicographic import IntArray, LexicographicOrder
 
-_COST_BITS = 61  # of everything's cost: as fine as sums of int64 allow
+_COST_BITS = 61  # of the cost of the whole tree: the finest resolution whose sums fit in int64
 
 
 class RunCosts:
     """Tree cost, as an integer, of the sequences at positions `[a, b)` of the lexicographic order, in O(1).
 
-    Attributes:
-        order: of the sequences.
-        alone: of every sequence on its own.
-        total: of the tree of all sequences up to and including each.
-        repeated: what a cut before each adds to the cost of all groups: that of the tokens shared across it.
+    Attributes (lists are indexed by position):
+        alone: cost of the sequence on its own.
+        total: cost of the tree of all sequences up to and including this one.
+        repeated: cost that a cut before this position adds to the sum over groups: the tokens shared across it.
     """
 
     def __init__(self, order: LexicographicOrder, token: float, pair: float) -> None:
@@ -40,30 +39,31 @@ class RunCosts:
         return self.alone[a] + self.total[b - 1] - self.total[a]
 
     def furthest(self, a: int, limit: int) -> int:
-        """Largest `b` with cost of `[a, b)` at most `limit`."""
+        """Return the largest `b` such that `[a, b)` costs at most `limit`."""
         return bisect_right(self.total, limit - self.alone[a] + self.total[a])
 
     def nearest(self, b: int, limit: int) -> int:
-        """Smallest `a` with cost of `[a, b)` at most `limit`."""
+        """Return the smallest `a` such that `[a, b)` costs at most `limit`."""
         return bisect_left(range(b), True, key=lambda a: self(a, b) <= limit)
 
     def bound(self, num_groups: int) -> int:
-        """What the most expensive of so many groups, none of them empty, costs at least, however they are made.
+        """Return a lower bound of the largest cost over all divisions into `num_groups` non-empty groups.
 
-        A tree costs what its sequences do less the weight of a heaviest spanning tree of them, an edge weighing what
-        its ends share; neighbours in lexicographic order make such a spanning tree, and K groups lack K - 1 edges.
+        The cost of a tree is the sum over its sequences minus the weight of a maximum spanning tree over them, where an
+        edge weighs the tokens that its ends share. Neighbours in lexicographic order form such a spanning tree, and K
+        groups lack K - 1 of its edges.
         """
         fewest = sum(sorted(self.repeated[1:-1])[: num_groups - 1])
         return max(max(self.alone), -(-(self.total[-1] + fewest) // num_groups))
 
 
 def _weighted(depths: IntArray, token: int, pair: int) -> IntArray:
-    """Cost of one path of each of these numbers of tokens."""
+    """Return the cost of a single path for every length in `depths`."""
     return token * depths + pair * (depths * (depths + 1) // 2)
 
 
 def _integer_weights(lengths: IntArray, token: float, pair: float) -> tuple[int, int]:
-    """Integers in the ratio of the rates, so that sums are exact and bisection ends at the optimum."""
+    """Scale both rates to integers, so that sums are exact and bisection ends at the optimum."""
     if not pair:
         return 1, 0
     everything = token * float(lengths.sum()) + pair * float((lengths * (lengths + 1)).sum()) / 2
@@ -75,7 +75,7 @@ Run = tuple[int, int]  # positions `[a, b)` of the lexicographic order
 
 
 def contiguous_groups(costs: RunCosts, num_groups: int) -> list[Run]:
-    """Exactly `num_groups` groups `[a, b)` of least largest cost, by bisection over the limit that a group may cost."""
+    """Return exactly `num_groups` groups `[a, b)` of least largest cost, by bisection over the limit per group."""
     low, high = max(costs.alone), costs(0, len(costs))
     limit = low + bisect_left(range(low, high), True, key=lambda limit: _fill(costs, limit, num_groups) is not None)
     groups = _fill(costs, limit, num_groups)
@@ -84,7 +84,7 @@ def contiguous_groups(costs: RunCosts, num_groups: int) -> list[Run]:
 
 
 def _fill(costs: RunCosts, limit: int, num_groups: int) -> list[Run] | None:
-    """Groups filled up to `limit` one after the other; None if that takes more than `num_groups`."""
+    """Fill groups up to `limit` from left to right; return None if that takes more than `num_groups`."""
     groups: list[Run] = []
     a = 0
     while a < len(costs):
@@ -97,16 +97,17 @@ def _fill(costs: RunCosts, limit: int, num_groups: int) -> list[Run] | None:
 
 
 def _repeat_least(costs: RunCosts, limit: int, groups: list[Run]) -> list[Run]:
-    """As many groups within `limit`, cut where the tokens shared across the cuts cost least in sum.
+    """Move the cuts of `groups` within `limit`, minimising the cost of tokens shared across cuts, in O(N).
 
-    No fewer groups will do, `groups` being filled up. So the positions that one cut can take, from filling groups up
-    from the end to filling them up from the start, lie before those of the next cut, and this takes O(N).
+    `groups` were filled greedily, so no fewer groups suffice. Each cut can therefore lie between its positions under
+    filling from the right and from the left, and these windows of consecutive cuts do not overlap.
     """
     windows = [range(len(costs), len(costs) + 1)]
     for _, latest in reversed(groups[:-1]):
         windows.append(range(costs.nearest(windows[-1].start, limit), latest + 1))
-    best = {0: (0, 0)}  # of this and later cuts of its window: the least sum of all cuts up to it, and its position
-    start_of: dict[int, int] = {}  # the group that ends there
+    # By position of a cut: least sum of all cuts up to it, over this and later positions of its window, and where.
+    best = {0: (0, 0)}
+    start_of: dict[int, int] = {}  # by end of a group, its start
     a = 0
     for window in reversed(windows):
         for b in window:
@@ -124,7 +125,7 @@ def _repeat_least(costs: RunCosts, limit: int, groups: list[Run]) -> list[Run]:
 
 
 def _split(costs: RunCosts, groups: list[Run], num_groups: int) -> list[Run]:
-    """Halve the most expensive group that has two sequences until there are `num_groups`."""
+    """Split the most expensive group of at least two sequences until there are `num_groups`."""
     single = [group for group in groups if group[1] - group[0] == 1]
     heap = [(-costs(a, b), a - b, a, b) for a, b in groups if b - a > 1]  # of equal cost, the longest group first
     heapq.heapify(heap)
@@ -140,8 +141,8 @@ def _split(costs: RunCosts, groups: list[Run], num_groups: int) -> list[Run]:
 
 
 def _best_cut(costs: RunCosts, a: int, b: int) -> int:
-    """Where to cut `[a, b)` so that the larger half costs least; of equal cuts the one nearest to the middle."""
-    # With the cut moving right, the cost of the left half never falls and that of the right half never rises.
+    """Return the cut of `[a, b)` whose costlier half is cheapest; among equal cuts the one nearest to the middle."""
+    # As the cut moves right, the cost of the left half never falls and that of the right half never rises.
     cuts = range(a + 1, b)
     crossing = min(bisect_left(cuts, True, key=lambda m: costs(a, m) >= costs(m, b)), len(cuts) - 1)
     least = min(max(costs(a, m), costs(m, b)) for m in cuts[max(crossing - 1, 0) : crossing + 1])
@@ -150,28 +151,23 @@ def _best_cut(costs: RunCosts, a: int, b: int) -> int:
     return min(max((a + b) // 2, first), last)
 
 
-MOST_ITEMS = 2**14  # of more sequences, those that share most stay together: it bounds time and memory
+MOST_ITEMS = 2**14  # beyond that, the sequences that share most are merged into items: bounds time and memory
 _NEVER = np.iinfo(np.int64).max
 
 
 class Items:
-    """`M` runs of the lexicographic order that stay together, and what any two of them share in O(1).
+    """`M` indivisible runs of the lexicographic order, with the shared cost of any two of them in O(1).
 
-    A sequence that is a prefix of the next one, or equal to it, stays with it: apart, the two cost more.
+    A sequence that is a prefix of the next one, or equal to it, is in the same item: apart, the two cost more.
 
     Attributes:
-        starts: `[M + 1]` positions of the order at which the items begin, and where the last one ends.
-        cost: `[M]` of the tree of every item.
-        links: `[M]` cost of the tokens that an item shares with the one before it; `links[0] = 0`.
+        starts: `[M + 1]` positions of the order at which items begin; the last entry is the end of the last item.
+        cost: `[M]` cost of the tree of every item.
+        links: `[M]` cost of the tokens that an item shares with the item before it; `links[0] = 0`.
     """
 
     def __init__(self, costs: RunCosts, boundaries: Iterable[int] = ()) -> None:
-        """Items of all sequences.
-
-        Args:
-            costs: of the sequences.
-            boundaries: positions at which an item has to begin.
-        """
+        """Group all sequences of `costs` into items; an item begins at each of the positions `boundaries`."""
         self.starts = _starts(costs, list(boundaries))
         begin, end = self.starts[:-1], self.starts[1:]
         alone, total, repeated = (np.array(x, np.int64) for x in (costs.alone, costs.total, costs.repeated))
@@ -186,11 +182,14 @@ class Items:
         return len(self.starts) - 1
 
     def positions(self, members: IntArray) -> IntArray:
-        """Positions of the lexicographic order of some items."""
-        return np.concatenate([np.arange(self.starts[one], self.starts[one + 1]) for one in members.tolist()])
+        """Return the positions of the lexicographic order that the items `members` hold."""
+        return np.concatenate([np.arange(self.starts[item], self.starts[item + 1]) for item in members.tolist()])
 
     def shared(self, first: IntArray, second: IntArray) -> IntArray:
-        """Cost of the tokens that the last sequence of an item shares with the first of a later one, elementwise."""
+        """Return elementwise the cost of tokens shared by the last sequence of item `first` and the first of `second`.
+
+        Requires `first < second`.
+        """
         out = self.links[first + 1]
         apart = np.flatnonzero(second - first > 1)
         if not len(apart):
@@ -202,13 +201,13 @@ class Items:
         return out
 
     def run_costs(self, first: IntArray, last: IntArray) -> IntArray:
-        """Tree cost of the items from `first` to `last`, both included, elementwise."""
+        """Return elementwise the tree cost of the items from `first` to `last`, inclusive."""
         total = np.cumsum(self.cost - self.links)
         return self.cost[first] + total[last] - total[first]
 
 
 def _least_table(values: IntArray) -> IntArray:
-    """Row l holds in column k the least of `values[k : k + 2**l]` (a sparse table)."""
+    """Build a sparse table for range minima: row l, column k holds the least of `values[k : k + 2**l]`."""
     rows = [values]
     while 2 ** len(rows) <= len(values):
         half = 2 ** (len(rows) - 1)
@@ -220,9 +219,9 @@ def _least_table(values: IntArray) -> IntArray:
 
 def _starts(costs: RunCosts, boundaries: list[int]) -> IntArray:
     alone, repeated = np.array(costs.alone, np.int64), np.array(costs.repeated[:-1], np.int64)
-    parts = np.ones(len(costs), bool)
-    parts[1:] = repeated[1:] < alone[:-1]
-    chosen = np.flatnonzero(parts)
-    if len(chosen) > MOST_ITEMS:
-        chosen = chosen[np.sort(np.argsort(repeated[chosen], kind="stable")[:MOST_ITEMS])]
-    return np.union1d(chosen, [0, *boundaries, len(costs)]).astype(np.int64)
+    begins = np.ones(len(costs), bool)
+    begins[1:] = repeated[1:] < alone[:-1]
+    starts = np.flatnonzero(begins)
+    if len(starts) > MOST_ITEMS:
+        starts = starts[np.sort(np.argsort(repeated[starts], kind="stable")[:MOST_ITEMS])]
+    return np.union1d(starts, [0, *boundaries, len(costs)]).astype(np.int64)

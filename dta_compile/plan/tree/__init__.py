@@ -1,1 +1,1 @@
-"""The prefix tree of a batch, and how it is cut into chunks."""
+"""Prefix tree of a batch: lexicographic order, tree, leaf order, and its partition into chunks."""

@@ -1,4 +1,4 @@
-"""Chunks: what one operation of a schedule runs, as slices of paths of the prefix tree."""
+"""Chunks, the unit that one op of a schedule runs: slices of paths of the prefix tree."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slice:
-    """The tokens at depths `[start, stop)` of the path of `sequence`; printed `s3[100:612]`."""
+    """Tokens at depths `[start, stop)` of the path of `sequence`; prints as `s3[100:612]`."""
 
     sequence: int
     start: int
@@ -15,7 +15,7 @@ class Slice:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it has."""
+        """Number of tokens."""
         return self.stop - self.start
 
     def __str__(self) -> str:
@@ -24,16 +24,16 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one op runs: slices that hang below one point of the stack.
+    """Slices that one op runs together, all below one point of the stack.
 
-    Printed with `+` before every branch: `s0[0:512]`, packed `s0[0:300]+s1[200:300]+s2[250:300]`, and without a spine
+    Prints with `+` before every branch: `s0[0:512]`, packed `s0[0:300]+s1[200:300]+s2[250:300]`, and without a spine
     `+s1[200:300]+s2[200:240]`.
 
     Attributes:
-        spine: starts at the top of the stack and goes onto it; None: nothing does.
-        branches: the rest of a packed chunk. A branch continues a token of an earlier slice of the chunk, or the stack
-            where the chunk starts. All that continues a branch lies in the chunk, so its KV never goes onto the stack.
-            Listed depth-first: what hangs below a branch comes right after it.
+        spine: slice that continues the stack and is pushed onto it; None: nothing is pushed.
+        branches: the other slices of a packed chunk. A branch continues a token of an earlier slice of the chunk, or
+            the stack where the chunk starts. All descendants of a branch lie in the chunk, so its KV never goes onto
+            the stack. Listed depth-first: descendants of a branch come right after it.
     """
 
     spine: Slice | None
@@ -41,17 +41,17 @@ class Chunk:
 
     @property
     def slices(self) -> tuple[Slice, ...]:
-        """The spine, if there is one, and the branches."""
+        """Spine, if there is one, and branches."""
         return self.branches if self.spine is None else (self.spine, *self.branches)
 
     @property
     def start(self) -> int:
-        """Depth of the stack that the chunk continues."""
+        """Depth at which the chunk continues the stack."""
         return self.slices[0].start
 
     @property
     def tokens(self) -> int:
-        """How many tokens all its slices have."""
+        """Number of tokens in all slices."""
         return sum(part.tokens for part in self.slices)
 
     def __str__(self) -> str:

@@ -1,12 +1,12 @@
-"""The tree of chunks: a partition of a prefix tree into chunks, and the order in which they go backward.
+"""Partition a prefix tree into chunks, and order the chunks for the backward.
 
-Every chunk continues the spine of its parent chunk. Chunks are listed in the order of their backwards: what continues a
-chunk comes before it, what continues it further up first. So KV gradients only ever wait on a prefix of the stack.
+Every chunk continues the spine of its parent chunk. Chunks are listed in backward order: children before their parent,
+and of the children those that branch off further up first. So KV gradients only ever wait on a prefix of the stack.
 
-Packed chunks are whole subtrees and sibling branches, few of them: bottom-up over the nodes, what is left of the
-subtrees below a node is packed into chunks by best fit decreasing; one of these is not closed but joined by the node
-itself, and is what the node leaves to its parent. At most one path of a chunk may be continued by other chunks: its
-spine.
+Packed chunks hold whole subtrees and sibling branches, to make few chunks. Nodes are visited bottom-up: the open
+remainders of the subtrees below a node are packed into bins by best fit decreasing; one bin stays open, is joined by
+the node itself and becomes the remainder that the node passes to its parent. Other chunks may continue at most one path
+of a chunk, its spine.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from dta_compile.options import Options
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 
-_RECURRENCE_BLOCK = 64  # tokens; recurrent kernels compute in blocks of so many
+_RECURRENCE_BLOCK = 64  # tokens of a block of the recurrent kernels
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkTree:
-    """Chunks in the order of their backwards.
+    """Chunks in backward order.
 
     Attributes:
-        chunks: they partition the tokens of the prefix tree.
-        parent: for every chunk the later one whose spine it continues, -1 where it starts at the root.
-        block: what is cut into chunks is cut at multiples of so many tokens where that costs nothing (see `cut`).
+        chunks: a partition of the tokens of the prefix tree.
+        parent: for every chunk, index of the (later) chunk whose spine it continues; -1 if it starts at the root.
+        block: preferred multiple of tokens at which slices are cut, where that costs nothing (see `cut`).
     """
 
     chunks: list[Chunk]
@@ -40,7 +40,7 @@ class ChunkTree:
     block: int = 1
 
     def starts_below(self) -> list[int]:
-        """For every chunk the number of depths of its spine at which chunks start that continue it."""
+        """Return, for every chunk, the number of distinct depths of its spine at which other chunks continue it."""
         starts: list[set[int]] = [set() for _ in self.chunks]
         for chunk, above in zip(self.chunks, self.parent, strict=True):
             if above >= 0:
@@ -49,9 +49,9 @@ class ChunkTree:
 
 
 def chunk_tree(tree: PrefixTree, options: Options, states: bool = False) -> ChunkTree:
-    """The chunks of a strategy: single slices along a leaf order, or packed ones.
+    """Cut the tree into chunks by `options.strategy`: single slices along a leaf order, or packed chunks.
 
-    `states`: for a model with running states, so slices are cut at multiples of what recurrences compute in one go.
+    `states`: the model has running states, so slices are cut at multiples of the recurrent kernels' block.
     """
     block = _RECURRENCE_BLOCK if states else 1
     if options.strategy == "packed":
@@ -60,9 +60,9 @@ def chunk_tree(tree: PrefixTree, options: Options, states: bool = False) -> Chun
 
 
 def cut(sequence: int, start: int, stop: int, chunk_size: int, block: int = 1) -> Iterator[Slice]:
-    """As few slices of at most `chunk_size` tokens as possible, sizes as even as possible; nothing if empty.
+    """Yield the fewest slices of at most `chunk_size` tokens that cover `[start, stop)`, as even as possible.
 
-    Cuts are moved to multiples of `block` tokens from `start` where the slices stay as few and as small as that.
+    Cuts move to multiples of `block` tokens from `start` where that needs no further slice and exceeds no size.
     """
     size = stop - start
     count = -(-size // chunk_size)
@@ -78,9 +78,10 @@ def cut(sequence: int, start: int, stop: int, chunk_size: int, block: int = 1) -
 
 
 def _along_leaves(tree: PrefixTree, options: Options, block: int) -> ChunkTree:
-    """The paper's chunks. Leaf `i` owns the part of its path that no later leaf shares; it goes backward from its end.
+    """Cut the tree as the paper does: leaf `i` owns the part of its path that no later leaf shares.
 
-    The parts are cut evenly into chunks (Algorithm 3), or at every node as well (Algorithm 2, "vanilla").
+    The parts are cut evenly into chunks (Algorithm 3), or at every node as well (Algorithm 2, "vanilla"). The chunks of
+    a leaf go backward from its end.
     """
     leaves = leaf_order(tree, options.order)
     low = branch_depths(tree, leaves)
@@ -94,7 +95,7 @@ def _along_leaves(tree: PrefixTree, options: Options, block: int) -> ChunkTree:
         ]
         for leaf, depths in zip(leaves, bounds, strict=True)
     ]
-    first = [0]  # index of every leaf's last piece, which goes backward first
+    first = [0]  # chunk index of every leaf's last piece, which goes backward first
     for part in pieces:
         first.append(first[-1] + len(part))
     parent: list[int] = []
@@ -106,7 +107,7 @@ def _along_leaves(tree: PrefixTree, options: Options, block: int) -> ChunkTree:
 
 
 def _node_bounds(tree: PrefixTree, leaves: Sequence[int], low: Sequence[int]) -> Iterator[list[int]]:
-    """Depths of the nodes that every leaf owns."""
+    """Yield, for every leaf, the ascending node boundaries (depths) of the part of its path that it owns."""
     start, stop, parent = tree.start.tolist(), tree.stop.tolist(), tree.parent.tolist()
     for leaf, lowest in zip(leaves, low, strict=True):
         depths, node = [stop[leaf]], leaf
@@ -117,7 +118,7 @@ def _node_bounds(tree: PrefixTree, leaves: Sequence[int], low: Sequence[int]) ->
 
 
 def _owners_above(low: Sequence[int]) -> list[int]:
-    """For every leaf the next later leaf that owns the token just above its own part; -1 at the root."""
+    """Return, for every leaf, the index of the later leaf that owns the token just above its part; -1 at the root."""
     above = [-1] * len(low)
     path: list[int] = []
     for i in reversed(range(len(low))):
@@ -130,11 +131,11 @@ def _owners_above(low: Sequence[int]) -> list[int]:
 
 @dataclasses.dataclass(eq=False)
 class _Fragment:
-    """Tokens of a node (at depths `[start, stop)`) and all that was joined below them.
+    """Tokens of a node at depths `[start, stop)`, and the fragments below that share its chunk.
 
     Attributes:
-        size: tokens.
-        open: other chunks continue a token of it.
+        size: tokens, those below included.
+        open: whether other chunks continue one of its tokens.
         below: fragments that continue at `stop`; the open one, if any, is among them.
     """
 
@@ -149,21 +150,19 @@ class _Fragment:
 _Bin = list[_Fragment]
 
 
-def pack(
-    tree: PrefixTree, chunk_size: int, order: str = "backward_dfs", seed: int = 0
-) -> tuple[list[Chunk], list[int]]:
-    """Chunks in the order of their backwards, and the parent of each (see `ChunkTree`).
+def pack(tree: PrefixTree, chunk_size: int, order: str = "backward_dfs") -> tuple[list[Chunk], list[int]]:
+    """Pack the tree into chunks; return them in backward order, and the parent of each (see `ChunkTree`).
 
     Takes O(M log M) for M nodes (linear but for sorting siblings by size). Nodes are cut only if they are longer than
-    `chunk_size`. The number of chunks is compared with the best possible in the tests: equal on most small trees.
+    `chunk_size`. Tests compare the number of chunks with the optimum, which it equals on most small trees.
 
     Args:
-        order: of chunks that continue the same token: "backward_dfs" (the one with the deepest continuation first: its
+        order: order of chunks that continue the same token: "backward_dfs" (deepest continuation first, because its
             path is still on the stack), "lexicographic" or "random".
     """
     packer = _Packer(tree, chunk_size)
     packer.run()
-    return packer.listed(order, seed)
+    return packer.listed(order)
 
 
 class _Packer:
@@ -171,44 +170,44 @@ class _Packer:
         self.tree, self.chunk_size = tree, chunk_size
         self.sequence: list[int] = tree.sequence.tolist()
         self.bins: list[_Bin] = []  # finished chunks
-        self.place: list[tuple[int, int]] = []  # node whose token they continue, and the depth where they start
+        self.origins: list[tuple[int, int]] = []  # by bin: node whose token it continues, depth where it starts
 
     def run(self) -> None:
         tree = self.tree
-        left: dict[int, _Fragment] = {}  # what the nodes so far leave to their parents
+        remainders: dict[int, _Fragment] = {}  # by node: the fragment that its parent still has to place
         start, stop = tree.start.tolist(), tree.stop.tolist()
         for node in reversed(range(len(stop))):  # preorder numbers: children before their parents
-            below = [left.pop(child) for child in tree.children(node)]
-            left[node] = self._join(node, start[node], stop[node], below)
-        for members in self._packed([left[root] for root in tree.roots]):
+            below = [remainders.pop(child) for child in tree.children(node)]
+            remainders[node] = self._join(node, start[node], stop[node], below)
+        for members in self._packed([remainders[root] for root in tree.roots]):
             self._finish(members, -1, 0)
 
     def _join(self, node: int, start: int, stop: int, below: _Bin) -> _Fragment:
-        """What `node` leaves to its parent, after finishing the chunks that it cannot take along."""
+        """Return the fragment that `node` leaves to its parent; bins that it cannot join become chunks."""
         length, room = stop - start, self.chunk_size
-        taken, is_open = below, any(fragment.open for fragment in below)
+        joined, is_open = below, any(fragment.open for fragment in below)
         if length + _size(below) > room or sum(fragment.open for fragment in below) > 1:
             bins = sorted(self._packed(below), key=_size)
-            # Whichever joins saves a chunk; the smallest leaves most room above.
-            taken = bins[0] if bins and _saves_a_chunk(length, _size(bins[0]), room) else []
-            finished = bins[1:] if taken else bins
+            # Joining any bin saves the same one chunk; the smallest leaves most room for the parent.
+            joined = bins[0] if bins and _saves_a_chunk(length, _size(bins[0]), room) else []
+            finished = bins[1:] if joined else bins
             for members in finished:
                 self._finish(members, node, stop)
-            is_open = bool(finished) or any(fragment.open for fragment in taken)
-        fragment = _Fragment(node, start, stop, length + _size(taken), is_open, taken)
+            is_open = bool(finished) or any(fragment.open for fragment in joined)
+        fragment = _Fragment(node, start, stop, length + _size(joined), is_open, joined)
         while fragment.size > room:  # a long node is cut from its end
             fragment = self._cut(fragment)
         return fragment
 
     def _cut(self, fragment: _Fragment) -> _Fragment:
-        """Finish a full chunk with the fragment's end; what is left of it."""
+        """Finish a full chunk with the end of a fragment; return the rest of the fragment."""
         rest = fragment.size - self.chunk_size
         depth = fragment.start + rest
         self._finish([dataclasses.replace(fragment, start=depth, size=self.chunk_size)], fragment.node, depth)
         return dataclasses.replace(fragment, stop=depth, size=rest, open=True, below=[])
 
     def _packed(self, items: _Bin) -> list[_Bin]:
-        """Best fit decreasing; at most one open fragment in a bin."""
+        """Pack fragments into bins by best fit decreasing, with at most one open fragment a bin."""
         bins = [[item] for item in items if item.open]
         spaces = sorted((self.chunk_size - _size(members), k) for k, members in enumerate(bins))
         for item in sorted((item for item in items if not item.open), key=lambda item: -item.size):
@@ -224,38 +223,38 @@ class _Packer:
 
     def _finish(self, members: _Bin, node: int, depth: int) -> None:
         self.bins.append(members)
-        self.place.append((node, depth))
+        self.origins.append((node, depth))
 
-    def listed(self, order: str, seed: int) -> tuple[list[Chunk], list[int]]:
-        """Chunks and parents in the order of backwards."""
+    def listed(self, order: str) -> tuple[list[Chunk], list[int]]:
+        """Return the chunks in backward order, and the parent of each."""
         chunks = [self._chunk(members) for members in self.bins]
         parents = self._parents()
-        postorder = self._postorder(chunks, parents, order, seed)
+        postorder = self._postorder(chunks, parents, order)
         number = {index: n for n, index in enumerate(postorder)}
         number[-1] = -1
         return [chunks[index] for index in postorder], [number[parents[index]] for index in postorder]
 
     def _parents(self) -> list[int]:
-        """For every chunk the one that holds the token above it."""
-        pieces: dict[int, list[tuple[int, int]]] = {}  # of a node: first depth and chunk, ascending once sorted
+        """Return, for every chunk, the chunk that holds the token above it."""
+        pieces: dict[int, list[tuple[int, int]]] = {}  # by node: (first depth, chunk) of its parts, sorted below
         for index, members in enumerate(self.bins):
             pending = list(members)
             while pending:
                 fragment = pending.pop()
                 pieces.setdefault(fragment.node, []).append((fragment.start, index))
                 pending += fragment.below
-        for found in pieces.values():
-            found.sort()
+        for parts in pieces.values():
+            parts.sort()
         return [
             pieces[node][bisect_left(pieces[node], (depth, -1)) - 1][1] if node >= 0 else -1
-            for node, depth in self.place
+            for node, depth in self.origins
         ]
 
-    def _postorder(self, chunks: Sequence[Chunk], parents: Sequence[int], order: str, seed: int) -> list[int]:
-        children: list[list[int]] = [[] for _ in range(len(chunks) + 1)]  # the last: of the root
+    def _postorder(self, chunks: Sequence[Chunk], parents: Sequence[int], order: str) -> list[int]:
+        children: list[list[int]] = [[] for _ in range(len(chunks) + 1)]  # the last entry is for the root
         for index, parent in enumerate(parents):
             children[parent].append(index)
-        rank = self._ranks(chunks, parents, order, seed)
+        rank = self._ranks(chunks, parents, order)
         postorder, pending = [], [len(chunks)]
         while pending:  # preorder with children in reverse, read backwards
             index = pending.pop()
@@ -263,9 +262,9 @@ class _Packer:
             pending += sorted(children[index], key=lambda child: (chunks[child].start, rank[child]))
         return postorder[:0:-1]
 
-    def _ranks(self, chunks: Sequence[Chunk], parents: Sequence[int], order: str, seed: int) -> Sequence[float]:
+    def _ranks(self, chunks: Sequence[Chunk], parents: Sequence[int], order: str) -> Sequence[float]:
         if order == "random":
-            generator = random.Random(seed)
+            generator = random.Random(0)
             return [generator.random() for _ in chunks]
         if order == "lexicographic":
             return [min(fragment.node for fragment in members) for members in self.bins]
@@ -278,7 +277,7 @@ class _Packer:
     def _chunk(self, members: _Bin) -> Chunk:
         spine: Slice | None = None
         branches: list[Slice] = []
-        # Depth-first; of the fragments pushed, the one that leads on from the slice at hand is walked there and then.
+        # Depth-first walk; the fragment that extends the current slice is followed at once, its siblings are pushed.
         pending = sorted(members, key=lambda fragment: (fragment.open, -fragment.node))
         while pending:
             fragment = pending.pop()
@@ -304,7 +303,7 @@ def _size(members: _Bin) -> int:
 
 
 def _saves_a_chunk(length: int, size: int, room: int) -> bool:
-    """Whether a node and a bin make fewer chunks together than apart; a node that fits into one is not cut."""
+    """Return whether a node and a bin need fewer chunks together than apart; a node that fits into one is not cut."""
     if length <= room:
         return length + size <= room
     return -(-(length + size) // room) < -(-length // room) + 1
@@ -314,14 +313,14 @@ _SortChildren = Callable[[list[int]], list[int]]
 
 
 def leaf_order(tree: PrefixTree, order: str, seed: int = 0) -> list[int]:
-    """Leaf nodes in the order in which they are backpropagated.
+    """Return the leaf nodes in the order in which they go backward.
 
     Args:
         order: "backward_dfs" (paper Algorithm 1), "lexicographic", or "random": depth-first with the children of
             every node shuffled by `seed`.
     """
     if order == "backward_dfs":
-        # Forwards run through the reverse of the order of backwards.
+        # Algorithm 1 orders the forwards; backwards run in reverse.
         return _depth_first(tree, _short_leaves_first(tree))[::-1]
     if order == "lexicographic":
         return list(tree.leaves)
@@ -332,7 +331,7 @@ def leaf_order(tree: PrefixTree, order: str, seed: int = 0) -> list[int]:
 
 
 def branch_depths(tree: PrefixTree, leaves: list[int]) -> list[int]:
-    """Depth of the branch point of every leaf and the next one in a depth-first order; 0 for the last."""
+    """Return, for a depth-first order of leaves, the depth at which each branches off the next one; 0 for the last."""
     stop, parent = tree.stop.tolist(), tree.parent.tolist()
     visited = [False] * len(stop)
     depths = []
@@ -341,13 +340,13 @@ def branch_depths(tree: PrefixTree, leaves: list[int]) -> list[int]:
         while node >= 0 and not visited[node]:
             visited[node] = True
             node = parent[node]
-        # In a depth-first order the deepest visited ancestor is on the path of the leaf just before.
+        # In a depth-first order, the deepest visited ancestor is on the path of the preceding leaf.
         depths.append(stop[node] if node >= 0 else 0)
     return [*depths[1:], 0][: len(leaves)]
 
 
 def _short_leaves_first(tree: PrefixTree) -> _SortChildren:
-    """The child order of Algorithm 1: leaves before internal nodes, then the smaller tail (depth of the first leaf)."""
+    """Return the child order of Algorithm 1: leaves before internal nodes, then by tail (depth of the first leaf)."""
     tail = tree.stop.tolist()
     internal = [False] * len(tail)
 

@@ -1,6 +1,6 @@
-"""Lexicographic order of token sequences, and what neighbours in it share.
+"""Lexicographic order of token sequences, and the common prefix lengths of neighbours in it.
 
-Balancing needs no more than this, and prefix trees are cut out of it.
+This is all that load balancing needs, and `PrefixTree` is built from it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dta_compile.errors import PlanError
 IntArray = npt.NDArray[np.int64]
 _Tokens = npt.NDArray[Any]
 
-BLOCK_TOKENS = 1024  # hashed at a time: long beside the cost of one call, short beside a rollout
+BLOCK_TOKENS = 1024  # hashed at a time: long enough to hide the cost of a call, short compared with a rollout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LexicographicOrder:
-    """`N` sequences in lexicographic order, which is an order of the leaves of a depth-first walk of their tree.
+    """Lexicographic order of `N` sequences, which is also a depth-first order of the leaves of their tree.
 
     Attributes:
-        lengths: `[N]` tokens of every sequence.
+        lengths: `[N]` length of every sequence, in input order.
         order: `[N]` sequence indices in lexicographic (numeric) order; duplicates in input order.
-        common: `[N]` tokens that `order[k]` shares with `order[k - 1]`; `common[0] = 0`.
+        common: `[N]` length of the common prefix of `order[k]` and `order[k - 1]`; `common[0] = 0`.
         forks: `[N, 2]` tokens of `order[k - 1]` and `order[k]` at depth `common[k]`; meaningless where one ends there.
     """
 
@@ -40,9 +40,9 @@ class LexicographicOrder:
 
 
 def lexicographic_order(sequences: Iterable[Any], block: int = BLOCK_TOKENS) -> LexicographicOrder:
-    """Order of 1-D integer sequences (arrays, lists, tensors; possibly empty).
+    """Sort 1-D integer sequences (arrays, lists, tensors; possibly empty) lexicographically.
 
-    Takes time proportional to the tokens, however much they share; arrays that have one type are not copied.
+    Takes time linear in the number of tokens, however much they share. Arrays of one dtype are not copied.
 
     Args:
         sequences: token ids.
@@ -65,14 +65,14 @@ def lexicographic_order(sequences: Iterable[Any], block: int = BLOCK_TOKENS) -> 
 
 
 def _sort(arrays: Sequence[_Tokens], block: int) -> tuple[list[int], list[int]]:
-    """`order` and `common`, by a radix sort from the first token on whose digits are blocks of tokens.
+    """Return `order` and `common` by a most-significant-digit radix sort whose digits are blocks of tokens.
 
-    Hashing a block costs the same however much the sequences share, where a comparison of two sequences reads all that
-    they share. Only where a group of them parts are its distinct blocks put in numeric order.
+    Hashing a block costs the same however much the sequences share, whereas comparing two sequences reads their whole
+    common prefix. Distinct blocks are put in numeric order only where a group splits.
     """
     order: list[int] = []
     common: list[int] = []
-    # Sequences of a group in input order, tokens that all of them share, tokens shared with the one before the group.
+    # Of a group: sequences in input order, tokens that all of them share, tokens shared with the sequence before it.
     pending = [(list(range(len(arrays))), 0, 0)] if arrays else []
     while pending:
         members, depth, shared = pending.pop()
@@ -92,18 +92,18 @@ def _sort(arrays: Sequence[_Tokens], block: int) -> tuple[list[int], list[int]]:
             pending += reversed(parts)
         elif length >= stop:
             pending.append((members, stop, shared))
-        else:  # nothing follows in any of them: duplicates
+        else:  # all end here: duplicates
             order += members
             common += [shared] + [length] * (len(members) - 1)
     return order, common
 
 
 def _in_numeric_order(blocks: list[bytes], dtype: np.dtype[Any]) -> tuple[list[bytes], list[int]]:
-    """Distinct runs of tokens in lexicographic order, and how many tokens each shares with the one before it."""
+    """Sort distinct blocks lexicographically; return them, and how many tokens each shares with the one before it."""
     unsigned = np.dtype(f"u{dtype.itemsize}")
     sign = unsigned.type(1 << (8 * dtype.itemsize - 1) if dtype.kind == "i" else 0)
     big_endian = unsigned.newbyteorder(">")
-    # Bytes compare as the tokens do once these are unsigned and big-endian.
+    # Once unsigned and big-endian, tokens compare like their bytes.
     ordered = sorted(blocks, key=lambda run: (np.frombuffer(run, unsigned) ^ sign).astype(big_endian).tobytes())
     tokens = [np.frombuffer(run, unsigned) for run in ordered]
     return ordered, [_common_prefix(left, right) for left, right in pairwise(tokens)]
@@ -117,7 +117,7 @@ def _common_prefix(left: _Tokens, right: _Tokens) -> int:
 
 
 def each(sequences: Iterable[Any]) -> list[Any]:
-    """The sequences in a list; a `PlanError` if they are no collection."""
+    """Return the sequences as a list; raise `PlanError` if they are not iterable."""
     try:
         return list(sequences)
     except TypeError:
@@ -127,7 +127,7 @@ def each(sequences: Iterable[Any]) -> list[Any]:
 
 
 def as_integers(sequence: Any, where: str) -> _Tokens:
-    """One input as a 1-D integer array, or a `PlanError` that names it."""
+    """Return one input as a 1-D integer array; raise a `PlanError` naming `where` if it is not one."""
     try:
         array = np.asarray(sequence.detach().cpu().numpy() if hasattr(sequence, "detach") else sequence)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors that numpy cannot hold
@@ -142,12 +142,12 @@ def as_integers(sequence: Any, where: str) -> _Tokens:
 
 
 def _of_one_dtype(arrays: list[_Tokens]) -> list[_Tokens]:
-    """The same values, so that equal tokens have equal bytes; copies only what has another type than the rest."""
+    """Cast to a common dtype, so that equal tokens have equal bytes; copies only arrays of another dtype."""
     dtypes = {array.dtype for array in arrays if array.size}
     if not dtypes:
         return arrays
     dtype = np.result_type(*dtypes).newbyteorder("=")
-    if dtype.kind == "f":  # 64-bit values of both kinds, which all fit in the signed one
+    if dtype.kind == "f":  # int64 and uint64 promote to float64, but `as_integers` made sure that all fit in int64
         dtype = np.dtype(np.int64)
     return [array.astype(dtype, copy=False) for array in arrays]
 
@@ -162,7 +162,7 @@ def _bad_sequence(where: str, got: str) -> PlanError:
 
 
 def combine(codes: Sequence[IntArray], length: int) -> IntArray:
-    """One code per position, equal exactly where all `codes` are equal; ascending with the first of them."""
+    """Return one code per position, equal exactly where all `codes` are equal; ascending with the first of them."""
     result, low, bound = np.zeros(length, np.int64), 0, 1
     for code in codes if length else ():
         least = int(code.min())
@@ -181,13 +181,13 @@ def combine(codes: Sequence[IntArray], length: int) -> IntArray:
 
 
 def _ranks(values: IntArray) -> tuple[IntArray, int]:
-    """The rank of every value among the distinct ones, and their number."""
+    """Return the rank of every value among the distinct values, and the number of distinct values."""
     distinct, ranks = np.unique(values, return_inverse=True)
     return ranks.reshape(-1).astype(np.int64), len(distinct)
 
 
 def codes_of(values: npt.NDArray[np.generic]) -> IntArray:
-    """Integers that are equal exactly where the rows `values[i, ...]` are equal, bit for bit: `[n]` of `[n, ...]`."""
+    """Return integers `[n]`, equal exactly where the rows of `values` (`[n, ...]`) are equal bit for bit."""
     flat = np.ascontiguousarray(values.reshape(len(values), -1))
     width = flat.dtype.itemsize * flat.shape[1]
     if flat.shape[1] == 1 and flat.dtype.kind in "iub":

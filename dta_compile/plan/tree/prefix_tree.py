@@ -1,4 +1,4 @@
-"""The compressed prefix tree of a batch of token sequences, held in numpy arrays."""
+"""Compressed prefix tree (radix tree) of a batch of token sequences, in numpy arrays."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class PrefixTree:
     """Prefix tree of `N` sequences with `M` nodes; a node is a segment of tokens without branch or sequence end inside.
 
     Nodes are numbered in preorder, children in lexicographic order. Tokens of the tree ("rows") are numbered node
-    after node, so that the token of node `n` at depth `d` is row `row[n] + d - start[n]`.
+    after node: the token of node `n` at depth `d` is row `row[n] + d - start[n]`.
 
     Attributes:
-        sorted: the lexicographic order of the sequences, whose `lengths`, `order`, `common` and `forks` are here too.
-        lcp: `[N]` tokens that `order[k]` shares in this tree with `order[k - 1]`; all 0 if nothing is shared.
+        sorted: lexicographic order of the sequences; its `lengths`, `order`, `common` and `forks` are here too.
+        lcp: `[N]` tokens that `order[k]` shares with `order[k - 1]` in this tree; all 0 if nothing is shared.
         parent: `[M]` parent node, -1 for a root.
-        start, stop: `[M]` depths of the segment, half open.
+        start, stop: `[M]` depths of the segment, half-open.
         sequence: `[M]` a sequence whose path runs through the node.
         row: `[M]` row of the node's first token.
         end_node: `[N]` node at whose last token the sequence ends, -1 for an empty sequence.
         num_rows: tokens of the tree.
         roots, leaves: nodes without parent, nodes without children, both ascending.
-        shared: False for the forest that holds every sequence apart (`unshared`).
+        shared: False for the forest that keeps every sequence separate (`unshared`).
     """
 
     def __init__(self, sequences: LexicographicOrder, shared: bool = True) -> None:
@@ -61,7 +61,7 @@ class PrefixTree:
         self.leaves: list[int] = np.setdiff1d(np.arange(len(stop)), self.parent).tolist()
         self._children = _Groups(self.parent, len(stop))
         self._ending = _Groups(self.end_node, len(stop))
-        # A first child continues its parent's rows. Such runs of nodes make long chains as cheap as one node.
+        # The rows of a first child continue those of its parent. Treating such chains as one run makes `_path` cheap.
         nodes = np.arange(len(stop))
         head = np.maximum.accumulate(np.where(self.parent == nodes - 1, 0, nodes))
         self._runs = list(zip(*(x[head].tolist() for x in (self.start, self.row, self.parent)), strict=True))
@@ -69,7 +69,7 @@ class PrefixTree:
 
     @classmethod
     def build(cls, sequences: Iterable[Any], share: bool = True) -> PrefixTree:
-        """Tree of 1-D integer sequences (arrays, lists, tensors; possibly empty).
+        """Build the tree of 1-D integer sequences (arrays, lists, tensors; possibly empty).
 
         Takes O(total tokens) work in numpy and O(N log N) in Python. `share=False` gives every sequence its own root.
 
@@ -79,19 +79,19 @@ class PrefixTree:
         return cls(lexicographic_order(sequences), shared=share)
 
     def unshared(self) -> PrefixTree:
-        """The forest in which every sequence is a root of its own, duplicates too (dense execution)."""
+        """Return the forest in which every sequence has a root of its own, duplicates too (dense execution)."""
         return PrefixTree(self.sorted, shared=False)
 
     def children(self, node: int) -> list[int]:
-        """Child nodes, in lexicographic order."""
+        """Return the child nodes of a node, in lexicographic order."""
         return self._children[node]
 
     def sequences_ending_at(self, node: int) -> list[int]:
-        """Sequences (ascending) whose last token is the node's last token."""
+        """Return the sequences (ascending) whose last token is the node's last token."""
         return self._ending[node]
 
     def row_ranges(self, sequence: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Rows of the tokens at depths `[start, stop)` of the path of `sequence`, as maximal half-open ranges."""
+        """Return the rows of depths `[start, stop)` of the path of `sequence`, as maximal half-open ranges."""
         if not 0 <= start <= stop <= self.lengths[sequence]:
             raise PlanError(
                 f"sequence {sequence} has no tokens [{start}:{stop})", expected=f"within [0:{self.lengths[sequence]})"
@@ -106,34 +106,34 @@ class PrefixTree:
         return ranges
 
     def chunk_ranges(self, chunk: Chunk) -> list[tuple[int, int]]:
-        """Rows of a chunk, slice after slice, as half-open ranges."""
+        """Return the rows of a chunk, slice after slice, as half-open ranges."""
         return [r for part in chunk.slices for r in self.row_ranges(part.sequence, part.start, part.stop)]
 
     def rows(self, sequence: int, start: int, stop: int) -> IntArray:
-        """`[stop - start]` rows of the tokens at depths `[start, stop)` of the path of `sequence`."""
+        """Return the rows `[stop - start]` of depths `[start, stop)` of the path of `sequence`."""
         ranges = self.row_ranges(sequence, start, stop)
         if len(ranges) == 1:
             return np.arange(*ranges[0], dtype=np.int64)
         return np.concatenate([np.zeros(0, np.int64), *(np.arange(*r, dtype=np.int64) for r in ranges)])
 
     def row_at(self, sequence: int, depth: int) -> int:
-        """Row of the token at `depth` of the path of `sequence`."""
+        """Return the row of the token at `depth` of the path of `sequence`."""
         depths, rows = self._path(sequence)
         run = bisect_right(depths, depth) - 1
         return rows[run] + depth - depths[run]
 
     def same_path(self, a: int, b: int, depth: int) -> bool:
-        """Whether sequences `a` and `b` both have `depth` tokens and share the rows of all of them."""
+        """Return whether sequences `a` and `b` both have `depth` tokens and share the rows of all of them."""
         if depth > min(self.lengths[a], self.lengths[b]):
             return False
         return a == b or depth == 0 or self.row_at(a, depth - 1) == self.row_at(b, depth - 1)
 
     def token_rows(self) -> IntArray:
-        """`[lengths.sum()]` row of every token of every sequence, in the order of the sequences."""
+        """Return the row of every token, sequence after sequence in input order: `[lengths.sum()]`."""
         out = np.empty(int(self.lengths.sum()), np.int64)
         offsets, lengths = np.cumsum(self.lengths) - self.lengths, self.lengths
         row = previous = 0
-        # In lexicographic order, preorder rows are handed out as they first appear.
+        # Rows are in preorder, so in lexicographic order of the sequences every new token gets the next row.
         for sequence, shared in zip(self.order.tolist(), self.lcp.tolist(), strict=True):
             begin, size = int(offsets[sequence]), int(lengths[sequence])
             out[begin : begin + shared] = out[previous : previous + shared]
@@ -142,8 +142,8 @@ class PrefixTree:
         return out
 
     def graph(self) -> Any:
-        """`networkx.DiGraph` of the nodes with `start`, `stop`, `sequence` and `sequences` (those that end there)."""
-        import networkx  # here, because planning itself does not need its import time
+        """Return a `networkx.DiGraph` of the nodes: `start`, `stop`, `sequence`, and `sequences` (ending there)."""
+        import networkx  # imported late, because planning itself does not need it
 
         graph = networkx.DiGraph()
         columns = (self.start.tolist(), self.stop.tolist(), self.sequence.tolist(), self.parent.tolist())
@@ -155,7 +155,7 @@ class PrefixTree:
         return graph
 
     def _path(self, sequence: int) -> tuple[list[int], list[int]]:
-        """First depth and first row of every run of consecutive rows on the path of `sequence`, from the root."""
+        """Return first depth and first row of every run of consecutive rows on the path of `sequence`."""
         path = self._paths.get(sequence)
         if path is None:
             depths, rows, node = [], [], int(self.end_node[sequence])
@@ -171,7 +171,7 @@ class PrefixTree:
 
 
 class _Groups:
-    """Indices grouped by the value `values[i]` in `[0, count)`; negative values belong to no group."""
+    """Indices `i` grouped by `values[i]` in `[0, count)`; negative values belong to no group."""
 
     def __init__(self, values: IntArray, count: int) -> None:
         self._members = np.argsort(values, kind="stable")
@@ -183,10 +183,10 @@ class _Groups:
 
 
 def _cut_into_nodes(lengths: Sequence[int], lcp: Sequence[int]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Nodes of the tree over sorted sequences, by a stack of the nodes on the current path.
+    """Cut sorted sequences into tree nodes, using a stack of the nodes on the current path.
 
-    Returns `first` (position of the first sequence through the node), `stop`, `parent` of every node in order of
-    creation, and the end node of every sequence; -1 is none.
+    Returns, of every node in order of creation, `first` (position of the first sequence through it), `stop` and
+    `parent`, and the end node of every sequence; -1 is none.
     """
     first: list[int] = []
     stop: list[int] = []

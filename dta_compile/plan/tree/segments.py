@@ -1,7 +1,7 @@
-"""How attention runs inside a chunk: without any mask, as causal squares and full rectangles.
+"""Decompose attention inside a chunk into causal squares and full rectangles, so that no mask is needed.
 
-Every slice of a chunk attends causally to itself (a square); everything that hangs from a slice attends fully to the
-part of it above (a rectangle); and all tokens attend fully to the stack. Together these are the pairs of the tree.
+A slice attends causally to itself (a square). The descendants of a slice attend fully to the part of the slice above
+them (a rectangle), and all tokens attend fully to the stack. Together these are exactly the pairs of the tree.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dta_compile.plan.tree.prefix_tree import PrefixTree
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """One slice of a chunk; tokens are numbered through the chunk, in the order of its slices.
+    """Slice of a chunk, in token numbers of the chunk (counted through its slices in order).
 
     Attributes:
-        first, last: its tokens `[first, last)`.
-        end: one past the last token of what hangs from it: `[last, end)` are its descendants.
-        depth: depth of its first token.
-        parent: the slice that it continues, -1 for the stack.
+        first, last: tokens `[first, last)` of the slice.
+        end: end of its descendants, which are the tokens `[last, end)`.
+        depth: depth of the first token.
+        parent: index of the slice that it continues, -1 for the stack.
     """
 
     first: int
@@ -33,7 +33,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rectangle:
-    """The chunk's tokens `[query_first, query_last)` attend to all of its tokens `[key_first, key_last)`."""
+    """Queries `[query_first, query_last)` attend to all keys `[key_first, key_last)`, in token numbers of the chunk."""
 
     query_first: int
     query_last: int
@@ -42,9 +42,9 @@ class Rectangle:
 
 
 def segments(tree: PrefixTree, chunk: Chunk) -> list[Segment]:
-    """The slices of a legal chunk (see `verify`), in its order."""
+    """Return one segment per slice of a legal chunk (see `verify`), in order."""
     slices, parents, firsts, offset = chunk.slices, [], [], 0
-    path: list[int] = []  # slices that the next one may continue: the last one, what it continues, and so on
+    path: list[int] = []  # slices that the next one may continue: the last one and its ancestors
     for number, part in enumerate(slices):
         while path and not _continues(tree, slices, path[-1], number):
             path.pop()
@@ -63,20 +63,20 @@ def segments(tree: PrefixTree, chunk: Chunk) -> list[Segment]:
 
 
 def rectangles(parts: Sequence[Segment]) -> list[Rectangle]:
-    """What hangs from each slice against the slice; neighbours that hang from the same token together."""
-    found: dict[tuple[int, int, int], Rectangle] = {}  # by the keys, and by the token after the last query
+    """Return the rectangles between segments and their descendants; adjacent children of one token share one."""
+    merged: dict[tuple[int, int, int], Rectangle] = {}  # by first key, last key and end of the queries
     for part in parts:
         if part.parent >= 0:
             parent = parts[part.parent]
             first, last = parent.first, parent.first + part.depth - parent.depth
-            before = found.pop((first, last, part.first), None)
+            before = merged.pop((first, last, part.first), None)
             query_first = before.query_first if before else part.first
-            found[first, last, part.end] = Rectangle(query_first, part.end, first, last)
-    return list(found.values())
+            merged[first, last, part.end] = Rectangle(query_first, part.end, first, last)
+    return list(merged.values())
 
 
 def _continues(tree: PrefixTree, slices: Sequence[Slice], parent: int, child: int) -> bool:
-    """Whether slice `child` hangs from a token of slice `parent`."""
+    """Return whether slice `child` continues a token of slice `parent`."""
     above, below = slices[parent], slices[child]
     inside = above.start < below.start <= above.stop
     return inside and tree.same_path(above.sequence, below.sequence, below.start)

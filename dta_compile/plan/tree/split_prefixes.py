@@ -1,4 +1,4 @@
-"""What besides token ids splits prefixes, and what that costs: replayed routes of experts, for one."""
+"""Count the sharing that keys other than token ids cost, such as replayed routes of experts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dta_compile.plan.tree.prefix_tree import PrefixTree
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitPrefixes:
-    """A tree's keys, of which some may split what the others have in common.
+    """Keys of a tree, some of which (the suspects) may split prefixes that the others have in common.
 
     Attributes:
-        tree: the tree of all keys.
-        codes: by name of a key the codes `[P]` of all tokens.
-        begins: `[N]` where the tokens of each sequence begin among these.
-        suspects: the keys that are asked about, together: two that differ at the same tokens are to blame together.
+        tree: tree over all keys.
+        codes: codes `[P]` of all tokens, by name of the key.
+        begins: `[N]` index of the first token of each sequence in `codes`.
+        suspects: keys to examine, together: two keys that differ at the same tokens share the blame.
     """
 
     tree: PrefixTree
@@ -34,12 +34,15 @@ class SplitPrefixes:
     def of(
         cls, tree: PrefixTree, codes: Mapping[str, IntArray], begins: IntArray, suspects: list[str]
     ) -> SplitPrefixes | None:
-        """What remains to be counted; None if no suspect splits anything, which the tree's branches tell."""
-        found = cls(tree, codes, begins, tuple(suspects))
-        return found if found._split_anything() else None
+        """Return the keys to count over, or None if no suspect splits a prefix, judged by the branches of the tree."""
+        split = cls(tree, codes, begins, tuple(suspects))
+        return split if split._split_anything() else None
 
     def tokens(self) -> dict[str, int]:
-        """By keys, how many tokens fewer the tree would have without them; keys that explain nothing are not named."""
+        """Return, under the joined names of the guilty keys, the tokens that the tree would save without them.
+
+        Suspects that account for none of these tokens are not named.
+        """
         guilty, lost = self.suspects, self._lost_to(self.suspects)
         for name in self.suspects:
             others = tuple(other for other in guilty if other != name)
@@ -53,7 +56,7 @@ class SplitPrefixes:
         return self.tree.num_rows - PrefixTree.build(sequences).num_rows
 
     def _split_anything(self) -> bool:
-        """Whether two children of a node begin with tokens that only the suspects tell apart."""
+        """Return whether two children of a node begin with tokens that differ in suspects alone."""
         tree = self.tree
         firsts = self._without(self.suspects)[self.begins[tree.sequence] + tree.start]
         branches = np.stack([tree.parent, firsts], 1)
@@ -67,14 +70,14 @@ class SplitPrefixes:
 def with_routes(
     sequences: Iterable[Any] | PrefixTree, routes: Iterable[Any]
 ) -> tuple[PrefixTree, SplitPrefixes | None]:
-    """The tree of sequences whose tokens are the same where their routes are, and what these split.
+    """Build the tree of sequences that share tokens only where routes are equal, and what the routes split.
 
     Args:
         sequences: 1-D integer sequences.
-        routes: for every sequence `[n, ...]` integers.
+        routes: for every sequence, integers `[n, ...]`.
 
     Raises:
-        PlanError: a sequence or its routes are no integers, or of different lengths.
+        PlanError: a sequence or its routes are not integers, or differ in length; or `sequences` is a tree.
     """
     if isinstance(sequences, PrefixTree):
         raise PlanError("a tree has no tokens to be told apart by routes", expected="sequences of token ids")
@@ -90,29 +93,29 @@ def with_routes(
 
 
 def _as_routes(routes: Iterable[Any], lengths: list[int]) -> list[IntArray]:
-    """Routes as `[tokens, numbers]` of every sequence."""
+    """Return the routes of every sequence as `[tokens, numbers]`."""
     if not isinstance(routes, Iterable):
         raise _misfit("", f"{routes!r}")
-    given = list(routes)
-    if len(given) != len(lengths):
-        raise _misfit("", f"{len(given)} routes for {len(lengths)} sequences")
-    found: list[IntArray] = []
+    recorded = list(routes)
+    if len(recorded) != len(lengths):
+        raise _misfit("", f"{len(recorded)} routes for {len(lengths)} sequences")
+    checked: list[IntArray] = []
     width: tuple[int, ...] | None = None
-    for index, (route, length) in enumerate(zip(given, lengths, strict=True)):
-        place = f"sequence {index}"
+    for index, (route, length) in enumerate(zip(recorded, lengths, strict=True)):
+        where = f"sequence {index}"
         try:
             array = np.asarray(route)
         except (ValueError, TypeError) as error:
-            raise _misfit(place, str(error)) from error
+            raise _misfit(where, str(error)) from error
         if array.ndim == 0 or len(array) != length:
-            raise _misfit(place, f"{len(array) if array.ndim else 'no'} routes for {length} tokens")
+            raise _misfit(where, f"{len(array) if array.ndim else 'no'} routes for {length} tokens")
         if array.size and array.dtype.kind not in "iu":
-            raise _misfit(place, f"{array.dtype}")
+            raise _misfit(where, f"{array.dtype}")
         width = array.shape[1:] if width is None and length else width
         if length and width is not None and width != array.shape[1:]:
-            raise _misfit(place, f"{list(array.shape[1:])} for a token after {list(width)}")
-        found.append(array.reshape(length, math.prod(array.shape[1:])).astype(np.int64))
-    return found
+            raise _misfit(where, f"{list(array.shape[1:])} for a token after {list(width)}")
+        checked.append(array.reshape(length, math.prod(array.shape[1:])).astype(np.int64))
+    return checked
 
 
 def _misfit(where: str, got: str) -> PlanError:

@@ -1,6 +1,6 @@
-// What the tree can be coloured by. A mode gives every part of a node a shade: an index into its table of colours.
+// Colour modes of the tree. A mode gives every part of a node a shade, an index into the mode's table of colours.
 
-const SHADES = 64; // of a ramp
+const SHADES = 64; // in a colour ramp
 
 const RAMPS = {
   sharing: {
@@ -16,7 +16,7 @@ const RAMPS = {
 };
 const NEUTRAL = { light: "#dfe4eb", dark: "#2a3441" };
 
-// Where a token stands at the current op, by the chunk that writes its outputs.
+// State of a token at the current op, by the chunk that writes its outputs.
 const STATES = [
   { label: "not run", light: "#dbe1e9", dark: "#27303c" },
   { label: "run", light: "#bdd3f0", dark: "#2c4a75" },
@@ -30,7 +30,7 @@ class Mode {
     Object.assign(this, { key, label, hint, theme });
   }
 
-  // Colours and the ink that is legible on each, for the theme as it is now.
+  // The colours of the current theme, and a legible text colour on each.
   refresh() {
     this.colors = this.table();
     this.inks = this.colors.map((color) => (luminance(color) > 0.36 ? "#101820" : "#f4f8ff"));
@@ -42,7 +42,7 @@ class Mode {
   }
 }
 
-// A mode by numbers, over all of a node (`ofNode`) or over runs of its tokens (`column`); `neutral` values stay grey.
+// A mode of numbers, one per node (`ofNode`) or per run of its tokens (`column`); `neutral` values stay grey.
 class RampMode extends Mode {
   constructor(
     key,
@@ -68,7 +68,7 @@ class RampMode extends Mode {
   }
 }
 
-// By the state of chunks at the current op, which the schedule tells.
+// A mode by the state of chunks at the current op of the schedule.
 class StateMode extends Mode {
   constructor(theme, schedule) {
     super("state", "Schedule", "where every token stands at the current op", theme);

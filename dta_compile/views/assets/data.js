@@ -1,4 +1,4 @@
-// What the page knows: facts and columns as Python packed them (views/page.py), and what follows from them.
+// Data of the page: facts and columns as packed by Python (views/page.py), and values derived from them.
 
 async function unpack(text) {
   if (typeof DecompressionStream === "undefined") {
@@ -20,7 +20,7 @@ async function unpack(text) {
   return { facts, columns };
 }
 
-// The numbers of a column that was packed as the differences between them.
+// Decode a delta-encoded column.
 function summed(steps) {
   const found = new Float64Array(steps.length);
   let sum = 0;
@@ -28,7 +28,7 @@ function summed(steps) {
   return found;
 }
 
-// The index of the last of ascending values that is at most `value`; -1 if there is none.
+// Return the index of the last of ascending values that is at most `value`; -1 if there is none.
 function lastAtMost(values, value, low = 0, high = values.length) {
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -49,7 +49,7 @@ class Tree {
     this.position = new Int32Array(this.rows);
     order.forEach((one, row) => (this.position[one] = row));
     this.start = new Float64Array(nodes);
-    this.first = new Float64Array(nodes + 1); // the number of its first token in the tree
+    this.first = new Float64Array(nodes + 1); // number of the node's first token in the tree
     this.lo = new Int32Array(nodes);
     this.hi = new Int32Array(nodes);
     this.ends = new Int32Array(nodes);
@@ -74,10 +74,10 @@ class Tree {
   }
 
   linkSiblings() {
-    this.next = new Int32Array(this.nodes).fill(-1); // the next branch of the same parent
+    this.next = new Int32Array(this.nodes).fill(-1); // the next sibling
     this.previous = new Int32Array(this.nodes).fill(-1);
-    this.child = new Int32Array(this.nodes).fill(-1); // the first one
-    const last = new Int32Array(this.nodes + 1).fill(-1); // so far, by parent; roots last
+    this.child = new Int32Array(this.nodes).fill(-1); // the first child
+    const last = new Int32Array(this.nodes + 1).fill(-1); // last child so far, by parent; the last entry is for roots
     for (let n = 0; n < this.nodes; n++) {
       const parent = this.parent[n] < 0 ? this.nodes : this.parent[n];
       if (last[parent] >= 0) {
@@ -121,7 +121,7 @@ class Tree {
     return node < 0 ? 0 : this.stop[node];
   }
 
-  // The segment at a depth of a row; -1 past its end.
+  // Return the segment at a depth of a row; -1 past its end.
   at(row, depth) {
     if (row < 0 || row >= this.rows || depth < 0) return -1;
     let node = this.endOfRow(row);
@@ -136,12 +136,12 @@ class Tree {
     return found;
   }
 
-  // The node that token `number` of the tree is in.
+  // Return the node that contains token `number` of the tree.
   nodeOf(number) {
     return lastAtMost(this.first, number, 0, this.nodes);
   }
 
-  // Calls visit(node, start depth, stop depth) for every node that tokens [from, to) of the tree are in.
+  // Call visit(node, start depth, stop depth) for every node that contains some of the tokens [from, to) of the tree.
   eachPart(from, to, visit) {
     for (let n = this.nodeOf(from); n < this.nodes && this.first[n] < to; n++) {
       const shift = this.start[n] - this.first[n];
@@ -149,7 +149,7 @@ class Tree {
     }
   }
 
-  // Calls visit(value, from, to) for the runs of a column that tokens [from, to) of the tree are in.
+  // Call visit(value, from, to) for the runs of a column that overlap tokens [from, to) of the tree.
   eachRun(name, from, to, visit) {
     const starts = this[`${name}Start`];
     const values = this[`${name}Value`];
@@ -158,7 +158,7 @@ class Tree {
     }
   }
 
-  // The mean over a node's tokens of what `value` makes of a run's.
+  // Return the mean of `value(run value)` over a node's tokens.
   average(name, node, value = (one) => one) {
     let sum = 0;
     this.eachRun(name, this.first[node], this.first[node + 1], (one, from, to) => (sum += value(one) * (to - from)));

@@ -1,9 +1,9 @@
-// The panel beside the pictures, and the card at the pointer: what is known of an op, a segment, a sequence, the plan.
+// The panel beside the pictures and the card at the pointer: details of an op, a segment, a sequence or the plan.
 
-const CONTEXT = 12; // tokens shown on either side of where branches part
+const CONTEXT = 12; // tokens shown on either side of a branching point
 const MOST_BRANCHES = 12;
-const LABEL_WIDTH = 10; // columns of the labels in the printed summary
-const MOST_WORDS = 400; // tokens written out of a segment, half of them from its end
+const LABEL_WIDTH = 10; // width of the labels in the printed summary, in columns
+const MOST_WORDS = 400; // tokens of a segment that are written out, half of them from its end
 
 function element(tag, properties = {}, ...children) {
   const { dataset, style, ...others } = properties;
@@ -60,7 +60,7 @@ class Details {
     return parts;
   }
 
-  // What the tokens that are run are for: by role of their message if that is known, and how many are trained on.
+  // Tokens that are run, by role of their message if known, and how many are trained on.
   totals() {
     const { tree } = this;
     const total = tree.first[tree.nodes];
@@ -84,7 +84,7 @@ class Details {
     ];
   }
 
-  // The largest segments, by tokens or by what sharing them saves.
+  // The largest segments, by tokens or by tokens saved by sharing.
   largest() {
     const { tree } = this;
     const orders = {
@@ -120,7 +120,7 @@ class Details {
     ];
   }
 
-  // The printed summary, its labels and texts side by side.
+  // The printed summary, with labels and texts side by side.
   summary(text) {
     const [title, ...lines] = text.split("\n");
     const rows = [["", title]];
@@ -194,7 +194,7 @@ class Details {
     return parts;
   }
 
-  // Tokens [from, to) of a node, in the middle cut if they are many.
+  // Tokens [from, to) of a node; if there are many, the middle is cut out.
   tokens(node, from, to, differs = -1) {
     const box = element("div", { className: "tokens" });
     let left = 0;
@@ -223,7 +223,7 @@ class Details {
     return element("span", { title, className: differs ? "differs" : "" }, texts ? text : `${text} `);
   }
 
-  // Why a segment does not go on with its neighbour: the last tokens that they share, and the first that differ.
+  // Where a segment diverges from its neighbour: the last shared tokens, and the first different ones.
   parting(node) {
     const { tree, words } = this;
     const other = tree.previous[node] >= 0 ? tree.previous[node] : tree.next[node];

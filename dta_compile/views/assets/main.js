@@ -1,4 +1,4 @@
-// The page: what is shown and chosen, and how its parts follow each other.
+// The page: selection and layout, and updates between its parts.
 
 const HELP = [
   ["drag, wheel", "move, zoom; with shift tokens only, with alt rows only"],
@@ -117,7 +117,7 @@ class App {
     drawLegend(byId("legend"), this.state.mode);
   }
 
-  // A row of buttons of which one is pressed; returns what presses one.
+  // Make a row of buttons, one of which is pressed; return the function that presses one.
   radios(id, labels, act) {
     const buttons = labels.map(([label, hint], i) => {
       const button = element("button", { type: "button", title: hint, onclick: () => choose(i) }, label);
@@ -202,7 +202,7 @@ class App {
     this.refresh();
   }
 
-  // Zoom to a segment if it cannot be seen well.
+  // Zoom to a segment if it is off screen or too small.
   reveal(node) {
     const { tree, treeView } = this;
     const [left, right] = treeView.viewport.x.domain;

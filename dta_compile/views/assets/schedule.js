@@ -1,4 +1,4 @@
-// The schedule: what each op runs and holds, and where every chunk stands at the current op.
+// The schedule: tokens that each op runs and holds, and the state of every chunk at the current op.
 
 const [PENDING, RUN, LIVE, KEPT, DONE] = [0, 1, 2, 3, 4];
 
@@ -9,7 +9,7 @@ class Schedule {
     this.length = this.lines.length;
     this.kinds = tree.facts.kinds;
     this.inBytes = tree.keptBytes !== undefined;
-    this.now = -1; // the current op: what is shown is how things are after it
+    this.now = -1; // the current op; the page shows the state after it
     this.states = new Uint8Array(tree.partTokens.length);
   }
 
@@ -48,7 +48,7 @@ class Schedule {
     }
   }
 
-  // Calls visit(from, to) for the tokens of the tree that an op runs, restores or takes off.
+  // Call visit(from, to) for the tokens of the tree that an op runs, restores or pops.
   eachRange(op, visit) {
     const { part, partFirst, rangeStart, rangeStop } = this.tree;
     if (part[op] < 0) return;
@@ -59,7 +59,7 @@ class Schedule {
     return this.tree.attached.subarray(this.tree.attachFirst[op], this.tree.attachFirst[op + 1]);
   }
 
-  // The ops that run a token of the tree, or take it through the stack's top.
+  // Return up to `most` ops that run a chunk with some of the tokens [from, to) of the tree.
   opsOver(from, to, most) {
     const { part, partFirst, rangeStart, rangeStop } = this.tree;
     const touches = new Uint8Array(this.states.length);

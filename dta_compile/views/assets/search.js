@@ -1,8 +1,8 @@
-// Search: by number (12 or s12), by name, by text of tokens or by a run of ids. What is not found is dimmed.
+// Search by number (12 or s12), name, text of tokens or a run of ids. Rows that do not match are dimmed.
 
 const MOST_RESULTS = 100;
 
-// Rows that were found, ascending.
+// Matching rows, ascending.
 class Matches {
   constructor(rows, count) {
     this.rows = rows;
@@ -50,7 +50,7 @@ class Search {
     this.render();
   }
 
-  // Rows of the sequences that a query is about.
+  // Return the rows of the sequences that match a query.
   find(query) {
     const { tree } = this;
     const byNumber = query.match(/^s?(\d+)$/i);
@@ -131,7 +131,7 @@ class Search {
     if (row === undefined) return;
     this.chosen = index;
     this.results.hidden = true;
-    this.input.blur(); // so that keys are for the pictures again
+    this.input.blur(); // so that keys control the pictures again
     this.onChosen(row);
   }
 }

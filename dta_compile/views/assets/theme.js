@@ -1,4 +1,4 @@
-// Light and dark, and the colours of things that are drawn on canvases.
+// Light and dark theme, and the colours of items drawn on canvases.
 
 const KIND_COLORS = {
   anchor: { light: "#0c8599", dark: "#3bc9db" },
@@ -17,7 +17,7 @@ class Theme {
     this.apply();
   }
 
-  // What was chosen on this page before; files from disk may have no storage.
+  // The theme chosen on this page before; files from disk may have no storage.
   get chosen() {
     try {
       return localStorage.getItem("dta-theme");
@@ -35,7 +35,7 @@ class Theme {
     try {
       localStorage.setItem("dta-theme", this.choice);
     } catch {
-      // kept for as long as the page is open
+      // kept only while the page is open
     }
     this.apply();
   }

@@ -1,4 +1,4 @@
-// The schedule in order: a lane for each kind of op, and beneath, what is held after every op.
+// The schedule in order: a lane for each kind of op, and below, the tokens or bytes held after every op.
 
 const LANE = 13;
 
@@ -44,7 +44,7 @@ class Timeline {
     ];
   }
 
-  // Ops as wide as each other, or as the tokens that they run.
+  // Give all ops the same width, or a width by the tokens that they run.
   setWidths(widths) {
     const { schedule } = this;
     this.edges = new Float64Array(schedule.length + 1);
@@ -119,7 +119,7 @@ class Timeline {
   drawChart(context, chart, top, height, index) {
     const { viewport, theme } = this;
     const most = Math.max(chart.most, chart.lineMost, 1);
-    // A budget far above all that is held would press the curve to the ground; it is then told in words.
+    // A budget far above the curve would flatten it, so it is written as text instead.
     const hasLimit = chart.limit !== undefined && chart.limit !== null;
     const limit = hasLimit && chart.limit <= 4 * most ? chart.limit : 0;
     const y = d3.scaleLinear([0, 1.04 * Math.max(most, limit)], [top + height, top]);
@@ -195,7 +195,7 @@ class Timeline {
     context.fillText(`${chart.unit} ${chart.title}  ·  peak ${peak}${line}${budget}${now}`, 2, middle);
   }
 
-  // [pixel, value] where the value changes; the largest of those that fall on one pixel.
+  // Return [pixel, value] wherever the value changes; of several on one pixel, the largest.
   points(values) {
     const x = this.viewport.x.scale;
     const [first, last] = this.visibleOps;
@@ -243,14 +243,14 @@ class Timeline {
   }
 }
 
-// The largest binary unit that is not larger than so many bytes: its size and its name.
+// Return size and name of the largest binary unit that is at most the given bytes.
 function binaryUnit(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   const power = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(bytes, 1)) / 10));
   return [1024 ** power, units[power]];
 }
 
-// An amount for people: tokens with separators, bytes with a binary unit.
+// Format an amount: tokens with separators, bytes with a binary unit.
 function amount(value, unit) {
   if (unit === "tokens") return number(value);
   const [size, name] = binaryUnit(value);

@@ -1,18 +1,18 @@
-// The tree as an icicle: depth in tokens to the right, a row for every sequence in lexicographic order. So the area is
-// the batch as it would be without sharing, and a segment is as high as it is shared.
+// The tree as an icicle: depth in tokens to the right, a row per sequence in lexicographic order. The area is the batch
+// without sharing, and the height of a segment is the number of sequences that share it.
 //
-// Where rows are thinner than a pixel, 2^k of them stand behind one another and the longest is drawn for all. Bins
-// begin at multiples of 2^k, so that the picture does not flicker as it is moved.
+// Where rows are thinner than a pixel, 2^k of them form a bin, and the longest is drawn for all. Bins
+// begin at multiples of 2^k, so that the picture does not flicker while panning.
 
 const [LEAST_TEXT_HEIGHT, LEAST_TEXT_WIDTH, LETTER, LEAST_TOKEN_WIDTH] = [12, 26, 6.62, 26];
-const [LINE, MOST_LINES] = [15, 8]; // of words in a segment
+const [LINE, MOST_LINES] = [15, 8]; // line height in pixels and most lines of text in a segment
 const TEXT_FONT = '11px ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace';
 
 class TreeView {
   constructor(stage, tree, words, schedule, theme, state) {
     Object.assign(this, { stage, tree, words, schedule, theme, state });
     this.levels = [];
-    this.drawn = 0; // rectangles of the last picture
+    this.drawn = 0; // number of rectangles drawn last
     this.viewport = new Viewport(stage, {
       extent: [tree.depth, tree.rows],
       deepest: [Math.max(1, tree.depth / 8), Math.max(1, tree.rows / 6)],
@@ -27,7 +27,7 @@ class TreeView {
     });
   }
 
-  // Representatives of bins of 2^level rows: the longest sequence, of those that were searched for if there are some.
+  // Return the representative of each bin of 2^level rows: its longest sequence, preferring search results.
   bins(level) {
     if (!this.levels.length) this.levels.push(Int32Array.from({ length: this.tree.rows }, (_, row) => row));
     while (this.levels.length <= level) {
@@ -56,7 +56,7 @@ class TreeView {
     return Math.max(0, Math.ceil(Math.log2((high - low) / this.viewport.height) - 1e-9));
   }
 
-  // What is drawn at an event: its row and segment, -1 where there is none, and the depth.
+  // Return the row and the segment at an event (-1 where there is none), and the depth.
   hit(event) {
     const [left, top] = this.viewport.place(event);
     if (left < 0 || top < 0 || top > this.viewport.height) return { row: -1, node: -1, depth: -1 };
@@ -65,7 +65,7 @@ class TreeView {
     return { row, depth, node: this.tree.at(row, depth) };
   }
 
-  // Calls visit(node, top, bottom), in pixels, for the nodes of the visible bins.
+  // Call visit(node, top, bottom), in pixels, for the nodes of the visible bins.
   eachVisible(visit) {
     const { tree, viewport, level } = this;
     const bins = this.bins(level);
@@ -78,7 +78,7 @@ class TreeView {
     let before = -1; // the row of the bin above
     for (let bin = first; bin < last; before = bins[bin++]) {
       for (let node = tree.endOfRow(bins[bin]); node >= 0; node = tree.parent[node]) {
-        if (tree.lo[node] <= before || tree.stop[node] <= left) break; // it and all above are drawn, or out of sight
+        if (tree.lo[node] <= before || tree.stop[node] <= left) break; // it and its ancestors are drawn or out of view
         if (tree.start[node] >= right) continue;
         const begin = bin === first ? Math.floor(tree.lo[node] / size) : bin;
         let end = Math.floor((tree.hi[node] - 1) / size);
@@ -146,7 +146,7 @@ class TreeView {
     this.drawn++;
   }
 
-  // The tokens of a segment: a cell for each where there is room, else the first visible ones.
+  // Draw the tokens of a segment: a cell for each where there is room, else the first visible ones.
   drawWords(context, x, node, top, bottom) {
     const { tree, words, viewport } = this;
     const [low, high] = [Math.max(tree.start[node], x.invert(0)), Math.min(tree.stop[node], x.invert(viewport.width))];
@@ -190,7 +190,7 @@ class TreeView {
     return mode.inks[shade];
   }
 
-  // Names of sequences behind their ends, where rows are high enough.
+  // Draw the names of sequences after their ends, where rows are high enough.
   drawNames(context, x) {
     const { tree, viewport, theme } = this;
     const y = viewport.y.scale;
@@ -227,7 +227,7 @@ class TreeView {
     }
   }
 
-  // Where rows are that were found, also if they are too many to be seen.
+  // Mark the positions of matching rows, even if they are too thin to be seen.
   drawMatches() {
     const { viewport, theme } = this;
     const y = viewport.y.scale;
@@ -277,7 +277,7 @@ class TreeView {
     context.strokeRect(x(0) - 2, y(row + 0.5) - height / 2, x(this.tree.lengthOfRow(row)) - x(0) + 4, height);
   }
 
-  // The current op: the path on the stack as a line, and what the op is about.
+  // Draw the current op: the path on the stack as a line, and the tokens of the op.
   drawOp(context) {
     const { schedule, tree, theme, viewport } = this;
     const op = schedule.now;

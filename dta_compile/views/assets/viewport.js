@@ -1,9 +1,9 @@
-// A window on a plane of tokens (x) and rows (y), zoomed and moved along each axis by itself, over canvases that follow
-// the size of their element.
+// A viewport on a plane of tokens (x) and rows (y), zoomed and panned along each axis separately, over canvases that
+// follow the size of their element.
 
 const REDUCED_MOTION = matchMedia("(prefers-reduced-motion: reduce)");
 
-// One axis: a d3 zoom whose transform is of this axis alone.
+// One axis, with a d3 zoom transform of its own.
 class Axis {
   constructor(most, deepest) {
     this.element = d3.select(document.createElement("i"));
@@ -42,7 +42,7 @@ class Axis {
     const pixels = this.base.range()[1];
     const k = pixels / Math.max(this.base(high) - this.base(low), 1e-9);
     this.element.call(this.zoom.transform, d3.zoomIdentity.scale(k).translate(-this.base(low), 0));
-    this.element.call(this.zoom.translateBy, 0, 0); // back inside
+    this.element.call(this.zoom.translateBy, 0, 0); // back into the extent
   }
 
   moveBy(pixels) {
@@ -55,7 +55,7 @@ class Axis {
 }
 
 class Viewport {
-  // `extent`: what there is along x and y, and the most that either can be magnified; `margin` in pixels.
+  // `extent`: the range along x and y, and the largest magnification of either; `margin` in pixels.
   constructor(stage, { extent, deepest, margin, draw, drawOverlay, yMoves = true }) {
     Object.assign(this, { stage, margin, draw, drawOverlay, yMoves });
     this.x = new Axis(Math.max(extent[0], 1), deepest[0]);
@@ -66,7 +66,7 @@ class Viewport {
     this.follow();
   }
 
-  // To be called once its owner can draw.
+  // Call once the owner can draw.
   open() {
     this.resize();
     new ResizeObserver(() => {
@@ -98,14 +98,14 @@ class Viewport {
     this.drawNow();
   }
 
-  // One d3 zoom takes the gestures; each is handed to the axes that the keys leave.
+  // One d3 zoom takes the gestures and passes each to the axes that the pressed keys allow.
   follow() {
     let before = d3.zoomIdentity;
     const element = d3.select(this.stage);
     const gestures = d3
       .zoom()
       .filter((event) => !event.button && (!event.ctrlKey || event.type === "wheel"))
-      // With shift held, browsers turn the wheel sideways.
+      // With shift held, browsers report a horizontal wheel.
       .wheelDelta(
         (event) => -(event.deltaY || event.deltaX) * (event.deltaMode === 1 ? 0.05 : event.deltaMode ? 1 : 0.002),
       )
@@ -128,7 +128,7 @@ class Viewport {
     element.call(gestures).on("dblclick.zoom", null);
   }
 
-  // Where an event is, from the corner of the drawing.
+  // Return the position of an event, from the corner of the drawing.
   place(event) {
     const touch = event.touches?.[0] ?? event;
     const [x, y] = d3.pointer(touch, this.stage);
@@ -188,7 +188,7 @@ class Viewport {
     context.clearRect(-this.margin.left, -this.margin.top, this.fullWidth, this.fullHeight);
   }
 
-  // Draws inside of the plane only.
+  // Draw with clipping to the plane.
   clipped(context, draw) {
     context.save();
     context.beginPath();
@@ -198,7 +198,7 @@ class Viewport {
     context.restore();
   }
 
-  // An SVG group that is there once, for an axis.
+  // Return the SVG group of an axis, made on first use.
   group(name, left, top) {
     let group = this.svg.select(`.${name}`);
     if (group.empty()) group = this.svg.append("g").attr("class", `axis ${name}`);

@@ -1,4 +1,4 @@
-// Tokens as words: text where a tokenizer was given, ids otherwise, and where the file has been cut.
+// Tokens as words: text if there was a tokenizer, else ids; and marks where the file leaves tokens out.
 
 const number = d3.format(",");
 
@@ -13,11 +13,11 @@ class Words {
     this.texts = tree.facts.texts;
     this.ends = tree.facts.ends === null ? Infinity : tree.facts.ends;
     if (!this.known) return;
-    this.offset = new Float64Array(tree.nodes + 1); // of a node's first kept token
+    this.offset = new Float64Array(tree.nodes + 1); // offset of a node's first kept token
     for (let n = 0; n < tree.nodes; n++) this.offset[n + 1] = this.offset[n] + Math.min(tree.size(n), 2 * this.ends);
   }
 
-  // The entry of the token at a depth of a node; -1 if the file does not have it.
+  // Return the entry of the token at a depth of a node; -1 if the file leaves it out.
   entry(node, depth) {
     const inside = depth - this.tree.start[node];
     const size = this.tree.size(node);
@@ -33,7 +33,7 @@ class Words {
     return this.texts[entry] || (this.isPartOfCharacter(entry) ? "" : `⟨${id}⟩`);
   }
 
-  // Characters of several tokens are written with the first one; the others are empty, and have an entry of their own.
+  // A character of several tokens is written with its first token; the others are empty, with entries of their own.
   isPartOfCharacter(entry) {
     return entry > 0 && this.texts[entry] === "" && entry >= (this.distinct ??= this.countDistinct());
   }
@@ -61,7 +61,7 @@ class Words {
     return parts.join(this.texts ? "" : " ").slice(0, most);
   }
 
-  // The ids of a node's first token, also where only the branching itself told it; undefined if it is not known.
+  // Return the id of a node's first token, which may be known from the branching alone; undefined if unknown.
   firstId(node) {
     const { tree } = this;
     if (this.known) return tree.vocabulary[this.entry(node, tree.start[node])];
@@ -72,7 +72,7 @@ class Words {
     return undefined;
   }
 
-  // What a node begins with: a few words, or the id of its first token.
+  // Return the beginning of a node: a few words, or the id of its first token.
   beginning(node, most = 60) {
     if (this.known) return this.line(node, this.tree.start[node], most);
     const id = this.firstId(node);
@@ -80,12 +80,12 @@ class Words {
   }
 }
 
-// Line ends and tabs as signs, so that a line stays one.
+// Show line ends and tabs as symbols, so that the text stays on one line.
 function visible(text) {
   return unhidden(text.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/\r/g, "␍"));
 }
 
-// Characters that cannot be seen, or that turn the direction of the text after them, by their number.
+// Show invisible characters, and those that change text direction, by their code point.
 function unhidden(text) {
   const hidden =
     /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u200b\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g;

@@ -1,1 +1,1 @@
-"""Files of tools that show time lines and stacks: Chrome's trace format, speedscope's. Know events, not plans."""
+"""Write files of trace viewers: Chrome's trace format and speedscope's. Knows events, not plans."""

@@ -1,10 +1,10 @@
-"""Files of trace viewers: Chrome's (Perfetto, chrome://tracing), and speedscope's (https://www.speedscope.app).
+"""Format traces for Chrome's viewers (Perfetto, chrome://tracing) and speedscope (https://www.speedscope.app).
 
-Source: "Trace Event Format" of the Chromium project. There times are microseconds, as floating-point numbers. Here
-they are integers of eighths of a microsecond, which such numbers add up exactly: where readers find that one event
-ends after the next one begins, by whatever little, they take the other for called by the one.
+Chrome's format ("Trace Event Format" of the Chromium project) has times in microseconds, as floating-point numbers.
+Events here have integer times in eighths of a microsecond, which those numbers represent exactly: if rounding made an
+event end after the next one begins, viewers would nest the second event inside the first.
 
-Source: speedscope's file format schema, its "evented" profiles: frames are opened and closed at ascending places.
+speedscope's format (its file format schema, "evented" profiles) opens and closes frames at ascending positions.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-TICKS = 8  # of a microsecond
+TICKS = 8  # per microsecond
 
 Facts = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Something that lasts from `start` to `stop` (ticks); of what lasts no time, a mark."""
+    """Event from `start` to `stop` (ticks); drawn as an instant mark if both are equal."""
 
     name: str
     start: int
@@ -31,7 +31,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Counter:
-    """A value from a time (ticks) on, drawn as a curve under `name`."""
+    """Value of the curve `name` from `time` (ticks) on."""
 
     name: str
     time: int
@@ -40,7 +40,7 @@ class Counter:
 
 @dataclasses.dataclass(frozen=True)
 class Track:
-    """Events one after the other: of a stream, or of a thread."""
+    """Consecutive events of a stream or a thread."""
 
     name: str
     events: tuple[Event, ...]
@@ -48,7 +48,7 @@ class Track:
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """Tracks and curves under one heading."""
+    """Tracks and curves under a common heading."""
 
     name: str
     tracks: tuple[Track, ...]
@@ -56,22 +56,22 @@ class Process:
 
 
 def as_chrome_trace(processes: Iterable[Process], facts: Facts | None = None) -> str:
-    """The text of a trace; `facts` about all of it."""
+    """Return the text of a Chrome trace; `facts` become its metadata."""
     lines = (json.dumps(event, separators=(",", ":")) for event in _events(processes))
     head = json.dumps({"displayTimeUnit": "ms", "otherData": dict(facts or {})})
     return head[:-1] + ', "traceEvents": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
 def _events(processes: Iterable[Process]) -> Iterator[dict[str, Any]]:
-    for number, process in enumerate(processes, start=1):  # to Perfetto, process 0 is the kernel's
+    for number, process in enumerate(processes, start=1):  # Perfetto takes process 0 for the kernel's
         yield _metadata("process_name", {"name": process.name}, number)
         yield _metadata("process_sort_index", {"sort_index": number}, number)
         for thread, track in enumerate(process.tracks, start=1):
-            tid = 1000 * number + thread  # threads of all processes are told by one number
+            tid = 1000 * number + thread  # thread ids have to be unique over all processes
             yield _metadata("thread_name", {"name": track.name}, number, tid)
             yield from (_event(event, number, tid) for event in track.events)
-        for one in process.counters:
-            yield {"ph": "C", "pid": number, "name": one.name, "ts": one.time / TICKS, "args": {"value": one.value}}
+        for item in process.counters:
+            yield {"ph": "C", "pid": number, "name": item.name, "ts": item.time / TICKS, "args": {"value": item.value}}
 
 
 def _metadata(name: str, facts: Facts, process: int, thread: int = 0) -> dict[str, Any]:
@@ -92,19 +92,19 @@ SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 def as_speedscope(
     name: str, names: Sequence[str], parents: Sequence[int], profiles: Mapping[str, Sequence[int]]
 ) -> str:
-    """The text of a file with one or several weights of the same tree.
+    """Return the text of a speedscope file with one or several weights of the same tree.
 
     Args:
-        name: of the file.
-        names: of the nodes, in preorder.
-        parents: of the nodes; -1 for roots.
-        profiles: by name, the weight of every node without those below it.
+        name: name of the file.
+        names: names of the nodes, in preorder.
+        parents: parents of the nodes; -1 for roots.
+        profiles: by name of a profile, the weight of every node without its descendants.
     """
     fields = {
         "$schema": SCHEMA,
         "name": name,
         "exporter": "dta_compile",
-        "shared": {"frames": [{"name": one} for one in names]},
+        "shared": {"frames": [{"name": node} for node in names]},
         "profiles": [_profile(title, parents, weights) for title, weights in profiles.items()],
     }
     return json.dumps(fields, separators=(",", ":")) + "\n"
@@ -113,12 +113,12 @@ def as_speedscope(
 def _profile(title: str, parents: Sequence[int], weights: Sequence[int]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     path: list[int] = []
-    place = 0
+    position = 0
     for node, (parent, weight) in enumerate(zip(parents, weights, strict=True)):
         while path and path[-1] != parent:
-            events.append({"type": "C", "frame": path.pop(), "at": place})
-        events.append({"type": "O", "frame": node, "at": place})
+            events.append({"type": "C", "frame": path.pop(), "at": position})
+        events.append({"type": "O", "frame": node, "at": position})
         path.append(node)
-        place += weight
-    events += [{"type": "C", "frame": node, "at": place} for node in reversed(path)]
-    return {"type": "evented", "name": title, "unit": "none", "startValue": 0, "endValue": place, "events": events}
+        position += weight
+    events += [{"type": "C", "frame": node, "at": position} for node in reversed(path)]
+    return {"type": "evented", "name": title, "unit": "none", "startValue": 0, "endValue": position, "events": events}

@@ -197,3 +197,28 @@ def test_cycles_are_found(tmp_path):
     (package / "lower/two.py").write_text("")
     assert not cycle(House(package).needs)
     assert set(cycle(House(package).rooms)) == {"upper", "lower"}
+
+
+def bound_twice(tree):
+    """Names that a module gives a value, a function or a class at its top level more than once."""
+    names = collections.Counter[str]()
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names[name] += not any(isinstance(one, ast.Name) and one.id == "overload" for one in node.decorator_list)
+            case ast.Assign(targets=targets):
+                names.update(part.id for target in targets for part in ast.walk(target) if _is_bound(part))
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
+                names[name] += 1
+    return {name for name, count in names.items() if count > 1}
+
+
+def _is_bound(node):
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def test_a_name_of_a_module_means_one_thing():
+    """The later of two constants of one name would silently hold for the functions above it, too."""
+    found = {str(path): bound_twice(ast.parse(path.read_text())) for path in (ROOT / "dta_compile").rglob("*.py")}
+    assert not {path: names for path, names in found.items() if names}
+    assert bound_twice(ast.parse("A, B = 1, 2\ndef f(): return A\nB, C = 3, 4\nf.x = 1\nf.x = 2\n")) == {"B"}

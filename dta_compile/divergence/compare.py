@@ -215,7 +215,7 @@ class Batch:
 SAME = 0.85  # least share of common tokens for the two sides of a stretch to count as reordered
 LEAST = 6  # fewest differing tokens of such a stretch, on either side
 FARTHEST = 64  # hunks of a stretch
-AROUND, MOST_TEXT = 64, 2048  # tokens beside a stretch, and of it, whose text is searched for definitions of tools
+BESIDE_STRETCH, STRETCH_TEXT = 64, 2048  # tokens beside a stretch, and of it, searched for definitions of tools
 
 _MAY_BEGIN = (None, REMOVED, INSERTED, REPLACED, ORDER, TOOLS)
 _MAY_BE_WITHIN = (*_MAY_BEGIN, IDS)  # reordered parts may have numbered names
@@ -257,8 +257,8 @@ def _stretch(a: Ints, b: Ints, hunks: Sequence[Hunk], causes: Sequence[str | Non
 def _kind(batch: Batch, reference: int, first: Hunk, last: Hunk) -> str:
     if batch.decode is None:
         return ORDER
-    stop = min(last.a1, first.a0 + MOST_TEXT) + AROUND
-    return TOOLS if is_about_tools(batch.text(reference, first.a0 - AROUND, stop)) else ORDER
+    stop = min(last.a1, first.a0 + STRETCH_TEXT) + BESIDE_STRETCH
+    return TOOLS if is_about_tools(batch.text(reference, first.a0 - BESIDE_STRETCH, stop)) else ORDER
 
 
 def _share(left: Sequence[Ints], right: Sequence[Ints]) -> float:

@@ -205,7 +205,7 @@ def bound_twice(tree):
     for node in tree.body:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                names[name] += not any(isinstance(one, ast.Name) and one.id == "overload" for one in node.decorator_list)
+                names[name] += 1
             case ast.Assign(targets=targets):
                 names.update(part.id for target in targets for part in ast.walk(target) if _is_bound(part))
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):

@@ -1,4 +1,4 @@
-"""`dta plan` of several batches, and of two variants of one command side by side."""
+"""Totals of `dta plan` over several batches, and two variants of one command side by side."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from dta_compile.plan import Plan, PrefixTree
 from dta_compile.plan.tree.split_prefixes import with_routes
 
 ARRANGEMENTS = ("file", "shuffled", "length", "prefix")
-SEED = 0  # of the shuffle
+SEED = 0  # seed of the shuffle
 MakePlan = Callable[[list[Recorded], argparse.Namespace], Plan]
 
-# What --compare may change: the argument, and how its value is read.
+# Keys of --compare: the argument that each one changes, and the parser of its value.
 _CHANGES: dict[str, tuple[str, Callable[[str], object]]] = {
     "file": ("file", str),
     "template": ("chat_template", str),
@@ -42,16 +42,16 @@ _CHANGES: dict[str, tuple[str, Callable[[str], object]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Figures of all batches together.
+    """Figures summed over all batches.
 
     Attributes:
         batches, sequences, tokens: counts.
         tree_tokens: tokens that are run.
         forwarded_twice: forward work beyond one forward of the trees.
         pairs: query-key pairs of the trees, forward.
-        peak_stack_tokens: of the batch that needs most.
-        together: tokens that one tree of all sequences has.
-        seconds: by the cost model's defaults, which know of no device: for comparisons alone.
+        peak_stack_tokens: peak of the batch with the largest stack.
+        together: tokens of one tree over all sequences.
+        seconds: estimate by the cost model's defaults, which know no device: only for comparison.
     """
 
     batches: int
@@ -66,16 +66,16 @@ class Totals:
 
     @property
     def compression(self) -> float:
-        """Tokens of the sequences over tokens that are run."""
+        """Ratio of sequence tokens to tokens that are run."""
         return self.tokens / self.tree_tokens if self.tree_tokens else 1.0
 
     def to_json(self) -> str:
-        """All figures."""
+        """Return all figures as a JSON object."""
         return json.dumps({**dataclasses.asdict(self), "compression": self.compression}, indent=1) + "\n"
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    """Declare how sequences become batches, and what is compared."""
+    """Declare the options that form batches and compare variants."""
     batches = parser.add_argument_group("batches")
     batches.add_argument("--rows", type=whole(1), metavar="N", help="sequences of a batch (default: those of a file)")
     batches.add_argument(
@@ -93,10 +93,10 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def totals(arguments: argparse.Namespace, make_plan: MakePlan) -> Totals:
-    """Plan all batches of a command.
+    """Plan all batches of a command and sum their figures.
 
     Raises:
-        OptionError: fewer than one row a batch.
+        OptionError: `rows` is below 1.
     """
     recording = read_source(arguments.file, read_options(arguments), arguments.leaf_only)
     sequences = recording.sequences
@@ -120,20 +120,20 @@ def totals(arguments: argparse.Namespace, make_plan: MakePlan) -> Totals:
 
 
 def compare(arguments: argparse.Namespace, make_plan: MakePlan, console: Console) -> str:
-    """Print a command and its variant side by side; the figures of both as JSON.
+    """Print a command and its variant side by side and return the figures of both as JSON.
 
     Raises:
-        OptionError: `--compare` names something that cannot be changed.
+        OptionError: `--compare` names a key or value that is not supported.
     """
     other = _changed(arguments)
-    found = [totals(one, make_plan) for one in (arguments, other)]
+    variants = [totals(one, make_plan) for one in (arguments, other)]
     if not arguments.json:
-        print_totals(["as given", escape(visible(" ".join(arguments.compare)))], found, console)
-    return f"[{','.join(one.to_json() for one in found)}]\n"
+        print_totals(["as given", escape(visible(" ".join(arguments.compare)))], variants, console)
+    return f"[{','.join(one.to_json() for one in variants)}]\n"
 
 
 def print_totals(titles: Sequence[str], found: Sequence[Totals], console: Console) -> None:
-    """A table with a column for each; of two, how the second compares with the first."""
+    """Print a table with one column per variant and, for two variants, their ratio."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     for title in titles:
@@ -162,17 +162,17 @@ def print_totals(titles: Sequence[str], found: Sequence[Totals], console: Consol
 
 def _changed(arguments: argparse.Namespace) -> argparse.Namespace:
     other = copy.copy(arguments)
-    for given in arguments.compare:
-        key, separator, value = given.partition("=")
+    for pair in arguments.compare:
+        key, separator, value = pair.partition("=")
         if not separator or key not in _CHANGES:
             raise OptionError(
-                "bad value for --compare", expected=f"KEY=VALUE with a key of {', '.join(_CHANGES)}", got=repr(given)
+                "bad value for --compare", expected=f"KEY=VALUE with a key of {', '.join(_CHANGES)}", got=repr(pair)
             )
         name, parse = _CHANGES[key]
         try:
             setattr(other, name, parse(value))
         except ValueError as error:
-            raise OptionError("bad value for --compare", expected=f"{key}=NUMBER", got=repr(given)) from error
+            raise OptionError("bad value for --compare", expected=f"{key}=NUMBER", got=repr(pair)) from error
     for key, choices in (("arrange", ARRANGEMENTS), ("turns", TURNS)):
         if getattr(other, key) not in choices:
             expected = f"{key}={', '.join(choices)}"
@@ -197,7 +197,7 @@ def _batches(sequences: list[Recorded], rows: int | None, arrange: str) -> list[
 
 
 def _tree_tokens(sequences: list[Recorded]) -> int:
-    """Tokens of one tree of all sequences."""
-    tokens, routes = [one.tokens for one in sequences], routes_of(sequences)
+    """Count the tokens of one prefix tree over all sequences."""
+    tokens, routes = [sequence.tokens for sequence in sequences], routes_of(sequences)
     tree = PrefixTree.build(tokens) if routes is None else with_routes(tokens, routes)[0]
     return tree.num_rows

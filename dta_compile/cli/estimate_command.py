@@ -1,4 +1,4 @@
-"""The command `dta estimate`: what a step of a model over a file of rollouts will take."""
+"""The command `dta estimate`: predict time and memory of a training step over a file of rollouts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from dta_compile.files import read_text
 from dta_compile.options import CHOICES, Options
 from dta_compile.plan import CostModel
 
-FIGURE = real(1e-6, 1e9)  # of devices: TFLOP/s, TB/s, GB
-WIDTH = 100  # columns of the table, also where the terminal has fewer
+FIGURE = real(1e-6, 1e9)  # range of device figures: TFLOP/s, TB/s, GB
+WIDTH = 100  # least width of the table in columns
 NOTES = """\
 Ranges: steps measured on an H100 took 0.80 to 1.02 of what is predicted, memory 0.87 to 1.12; a device that was
 not measured gets a factor of 2. Others are priced at the same rates, and scaled as they were measured there: dense
@@ -84,12 +84,12 @@ def _run(arguments: argparse.Namespace) -> int:
     options = Options(arguments.chunk_size, sweep=arguments.sweep, memory_budget=arguments.memory_budget)
     ranks = Ranks(arguments.ranks, arguments.shard, arguments.optimizer)
     batches = read_source(arguments.file, read_options(arguments), arguments.leaf_only).batches
-    sequences = max(batches, key=lambda batch: sum(map(len, batch)), default=[])  # of a folder, the largest
+    sequences = max(batches, key=lambda batch: sum(map(len, batch)), default=[])  # the largest file of a folder
     cost = None if arguments.calibration is None else _calibrated(arguments.calibration)
     shape = model_shape(arguments.config)
-    found = estimate(sequences, shape, device, options, cost, ranks)
+    prediction = estimate(sequences, shape, device, options, cost, ranks)
     if arguments.json:
-        text = json.dumps(_as_json(found) | {"model": dataclasses.asdict(shape)}, indent=1) + "\n"
+        text = json.dumps(_as_json(prediction) | {"model": dataclasses.asdict(shape)}, indent=1) + "\n"
         write(arguments.json, text)
         return 0
     console = Console(highlight=False)
@@ -98,7 +98,7 @@ def _run(arguments: argparse.Namespace) -> int:
         soft_wrap=True,
         markup=False,
     )
-    _print(found, device, console)
+    _print(prediction, device, console)
     return 0
 
 
@@ -151,7 +151,7 @@ def _print(found: Estimate, device: Device, console: Console) -> None:
 
 
 def verdict(found: Estimate, device: Device) -> str:
-    """What fits, and by which options, or what is missing."""
+    """Say whether the step fits and with which options, or how many ranks it would need."""
     ranks, best = found.ranks, found.best
     where = f"{ranks.count:,} x {visible(device.name)}" if ranks.count > 1 else visible(device.name)
     optimiser = "no optimiser" if ranks.optimizer == "none" else f"{ranks.optimizer} in it"

@@ -1,4 +1,4 @@
-"""The command `dta why`: where the sequences of a file could share more, and why they do not."""
+"""The command `dta why`: report where sequences of a file could share more of their prefixes, and why they do not."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rich.table import Table
 from dta_compile.cli.arguments import add_source, read_options, read_source, visible, whole, write
 from dta_compile.divergence import CauseOfLoss, Losses, Place, find_losses
 
-CONTEXT = 60  # characters of what is alike, on either side of a difference
-SIDE = 160  # of each side of it
-SMALL = 0.001  # of the tokens that are run: causes below are summed up in a line
+CONTEXT = 60  # characters of common text shown on either side of a difference
+SIDE = 160  # characters shown of each variant
+SMALL = 0.001  # fraction of the tree tokens; smaller causes are summed up in one line
 
 
 def add_why(parser: argparse.ArgumentParser) -> None:
@@ -42,10 +42,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def as_json(losses: Losses) -> dict[str, object]:
-    """All figures and places."""
+    """Return all figures and differences as JSON fields."""
     fields = dataclasses.asdict(losses)
-    for given, one in zip(fields["causes"], losses.causes, strict=True):
-        given["compression"] = one.compression
+    for fields_of_cause, cause in zip(fields["causes"], losses.causes, strict=True):
+        fields_of_cause["compression"] = cause.compression
     return {**fields, "compression": losses.compression}
 
 

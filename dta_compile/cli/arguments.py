@@ -154,10 +154,15 @@ def read_source(path: str, options: ReadOptions, leaf_only: bool = False) -> Rec
 
 def leaves_only(sequences: list[Recorded]) -> list[Recorded]:
     """Drop sequences that are strict prefixes of others."""
-    tokens, routes = [sequence.tokens for sequence in sequences], routes_of(sequences)
-    tree = PrefixTree.build(tokens) if routes is None else with_routes(tokens, routes)[0]
+    tree = tree_of(sequences)
     is_leaf = np.isin(tree.end_node, tree.leaves)
     return [sequence for sequence, leaf in zip(sequences, is_leaf.tolist(), strict=True) if leaf]
+
+
+def tree_of(sequences: list[Recorded]) -> PrefixTree:
+    """Build the prefix tree of sequences; rows are shared only where recorded routes agree."""
+    tokens, routes = [sequence.tokens for sequence in sequences], routes_of(sequences)
+    return PrefixTree.build(tokens) if routes is None else with_routes(tokens, routes)[0]
 
 
 def routes_of(sequences: list[Recorded]) -> list[Any] | None:

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -170,12 +170,12 @@ def _plan(arguments: argparse.Namespace) -> int:
                 hint="name one of its files",
             )
         return _plan_batches(arguments)
-    batch_plan = _made(recording.sequences, arguments)
+    batch_plan = _make_plan(recording.sequences, arguments)
     for target, render in ((arguments.json, as_json), (arguments.dot, as_dot)):
         if target:
             write(target, render(batch_plan))
     if arguments.html:
-        batch_plan.to_html(arguments.html, title=_name(arguments.file), **_known(recording))
+        batch_plan.to_html(arguments.html, title=_name(arguments.file), **_page_facts(recording))
         written = Path(arguments.html)
         print(f"{visible(str(written.resolve()))}: {written.stat().st_size / 1e6:.1f} MB, opens in a browser from disk")
     if not (arguments.json or arguments.dot or arguments.html):
@@ -183,7 +183,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _made(sequences: list[Recorded], arguments: argparse.Namespace) -> Plan:
+def _make_plan(sequences: list[Recorded], arguments: argparse.Namespace) -> Plan:
     return plan(
         [one.tokens for one in sequences],
         routes=routes_of(sequences),
@@ -201,9 +201,9 @@ def _plan_batches(arguments: argparse.Namespace) -> int:
     """Print the figures of several batches, or of two variants side by side; neither tree nor schedule."""
     console = Console(highlight=False)
     if arguments.compare:
-        text = compare(arguments, _made, console)
+        text = compare(arguments, _make_plan, console)
     else:
-        sums = totals(arguments, _made)
+        sums = totals(arguments, _make_plan)
         text = sums.to_json()
         if not arguments.json:
             title = "a file a batch" if arguments.rows is None else f"{arguments.rows} rows a batch"
@@ -213,7 +213,7 @@ def _plan_batches(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _known(recording: Recording) -> dict[str, Any]:
+def _page_facts(recording: Recording) -> dict[str, Any]:
     """Return the facts for the HTML page (tokenizer, rewards, loss spans, names) that every sequence has."""
     sequences = recording.sequences
     facts: dict[str, Any] = {"tokenizer": recording.tokenizer}
@@ -231,27 +231,24 @@ def _name(path: str) -> str:
     return "standard input" if path == "-" else visible(Path(path).name)
 
 
-def _print(made: Plan, arguments: argparse.Namespace) -> None:
+def _print(batch_plan: Plan, arguments: argparse.Namespace) -> None:
     console = Console(highlight=False)
-    console.print(str(made), markup=False, soft_wrap=True)
+    console.print(str(batch_plan), markup=False, soft_wrap=True)
     console.print()
     if arguments.full:
         # Let deep trees run past the edge of the terminal instead of folding them.
-        console.width = max(console.width, LABEL_WIDTH + 4 * levels(made))
-        console.print(tree_view(made), soft_wrap=True)
+        console.width = max(console.width, LABEL_WIDTH + 4 * _depth(batch_plan))
+        console.print(tree_view(batch_plan), soft_wrap=True)
     else:
-        console.print(tree_view(made, MOST_NODES), soft_wrap=True)
+        console.print(tree_view(batch_plan, MOST_NODES), soft_wrap=True)
         console.print("--full shows all of it, and --html PAGE draws it", style="dim")
     if arguments.schedule:
-        lines = str(made.schedule).splitlines()
+        lines = str(batch_plan.schedule).splitlines()
         shown = lines if arguments.full else lines[: MOST_OPS + 1]
         console.print("", *shown, sep="\n", markup=False, soft_wrap=True)
         if len(shown) < len(lines):
             console.print(f"... and {len(lines) - len(shown):,} more operations (--full shows all)", style="dim")
 
-
-if TYPE_CHECKING:
-    from dta_compile.plan import Plan
 
 GOLDEN_RATIO = 0.618034  # hue step (in turns) that keeps successive colours far apart
 MOST_SEQUENCES = 6  # sequences listed in a segment's label
@@ -282,22 +279,17 @@ def tree_view(plan: Plan, most: int | None = None) -> Tree:
     return view
 
 
-def levels(plan: Plan) -> int:
-    """Return the depth of the tree in segments."""
-    return len(_levels(plan))
-
-
 def _roots(plan: Plan) -> list[int]:
     return [node for node in plan.tree if plan.tree.in_degree(node) == 0]
 
 
-def _levels(plan: Plan) -> list[list[int]]:
-    """Group the nodes by their distance from the root."""
-    by_level, level = [], _roots(plan)
+def _depth(plan: Plan) -> int:
+    """Return the depth of the tree in segments."""
+    depth, level = 0, _roots(plan)
     while level:
-        by_level.append(level)
+        depth += 1
         level = [child for node in level for child in plan.tree.successors(node)]
-    return by_level
+    return depth
 
 
 def _largest(plan: Plan, most: int) -> set[int]:

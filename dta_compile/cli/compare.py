@@ -13,12 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dta_compile.cli.arguments import MOST, read_options, read_source, routes_of, visible, whole
+from dta_compile.cli.arguments import MOST, read_options, read_source, tree_of, visible, whole
 from dta_compile.data import Recorded
 from dta_compile.data.recorded import TURNS
 from dta_compile.errors import OptionError
 from dta_compile.plan import Plan, PrefixTree
-from dta_compile.plan.tree.split_prefixes import with_routes
 
 ARRANGEMENTS = ("file", "shuffled", "length", "prefix")
 SEED = 0  # seed of the shuffle
@@ -114,7 +113,7 @@ def totals(arguments: argparse.Namespace, make_plan: MakePlan) -> Totals:
         forwarded_twice=sum(one.tokens_forwarded_twice for one in stats),
         pairs=sum(plan.simulation.forward.pairs for plan in plans),
         peak_stack_tokens=max((one.peak_stack_tokens for one in stats), default=0),
-        together=_tree_tokens(sequences),
+        together=tree_of(sequences).num_rows,
         seconds=sum(plan.estimates.seconds for plan in plans),
     )
 
@@ -132,13 +131,13 @@ def compare(arguments: argparse.Namespace, make_plan: MakePlan, console: Console
     return f"[{','.join(one.to_json() for one in variants)}]\n"
 
 
-def print_totals(titles: Sequence[str], found: Sequence[Totals], console: Console) -> None:
+def print_totals(titles: Sequence[str], variants: Sequence[Totals], console: Console) -> None:
     """Print a table with one column per variant and, for two variants, their ratio."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     for title in titles:
         table.add_column(title, justify="right", overflow="fold")
-    if len(found) > 1:
+    if len(variants) > 1:
         table.add_column("", justify="right", style="dim")
     rows: list[tuple[str, Callable[[Totals], float], str]] = [
         ("batches", lambda one: one.batches, ",d"),
@@ -152,11 +151,11 @@ def print_totals(titles: Sequence[str], found: Sequence[Totals], console: Consol
         ("most on the stack", lambda one: one.peak_stack_tokens, ",d"),
     ]
     for label, value, form in rows:
-        values = [value(one) for one in found]
+        values = [value(one) for one in variants]
         ratio = [f"x{values[1] / values[0]:.2f}" if values[0] else ""] if len(values) == 2 else []
         table.add_row(label, *(format(one, form) for one in values), *ratio)
-    if len(found) > 1 and found[0].seconds:
-        table.add_row("estimated time", "1.00", f"{found[1].seconds / found[0].seconds:.2f}", "not calibrated")
+    if len(variants) > 1 and variants[0].seconds:
+        table.add_row("estimated time", "1.00", f"{variants[1].seconds / variants[0].seconds:.2f}", "not calibrated")
     console.print(table)
 
 
@@ -194,10 +193,3 @@ def _batches(sequences: list[Recorded], rows: int | None, arrange: str) -> list[
     if rows is None:
         return [arranged]
     return [arranged[first : first + rows] for first in range(0, len(arranged), rows)] or [[]]
-
-
-def _tree_tokens(sequences: list[Recorded]) -> int:
-    """Count the tokens of one prefix tree over all sequences."""
-    tokens, routes = [sequence.tokens for sequence in sequences], routes_of(sequences)
-    tree = PrefixTree.build(tokens) if routes is None else with_routes(tokens, routes)[0]
-    return tree.num_rows

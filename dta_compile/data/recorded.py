@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LOSSES", "TURNS", "ReadOptions", "Recorded", "spans_of_mask"]
+__all__ = ["LOSSES", "TURNS", "ReadOptions", "Recorded", "mask_of_spans", "spans_of_mask"]
 
 TURNS, LOSSES = ("each", "whole"), ("last", "all")
 
@@ -44,10 +44,7 @@ class Recorded:
         """Return `[n]` bool, true at the positions of trained tokens; all true if the spans are unknown."""
         if self.spans is None:
             return np.ones(len(self.tokens), bool)
-        mask = np.zeros(len(self.tokens), bool)
-        for start, stop in self.spans:
-            mask[start:stop] = True
-        return mask
+        return mask_of_spans(self.spans, len(self.tokens))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +73,14 @@ class ReadOptions:
     def trains_all(self) -> bool:
         """Whether all assistant turns of a sample are trained on."""
         return (self.loss or ("all" if self.turns == "whole" else "last")) == "all"
+
+
+def mask_of_spans(spans: Iterable[tuple[int, int]], size: int) -> NDArray[np.bool_]:
+    """Return `[size]` bool, true within half-open ranges."""
+    mask = np.zeros(size, bool)
+    for start, stop in spans:
+        mask[start:stop] = True
+    return mask
 
 
 def spans_of_mask(mask: Any) -> tuple[tuple[int, int], ...]:

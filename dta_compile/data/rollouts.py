@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dta_compile.data.recorded import mask_of_spans
 from dta_compile.errors import PlanError
 from dta_compile.files import open_regular
 
@@ -98,10 +99,7 @@ class Rollout:
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
         """Return `[n]` bool, true at the positions of trained tokens."""
-        mask = np.zeros(len(self.tokens), dtype=bool)
-        for start, stop in self.spans:
-            mask[start:stop] = True
-        return mask
+        return mask_of_spans(self.spans, len(self.tokens))
 
 
 def bundled(name: str = EXAMPLE) -> Path:

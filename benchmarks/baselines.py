@@ -25,7 +25,11 @@ from dta_compile.capture.recurrences import MEANINGS
 
 def dense(model: PreTrainedModel) -> Prepare:
     """Run one sequence at a time."""
-    logprobs = token_logprobs(model)
+    return one_by_one(token_logprobs(model))
+
+
+def one_by_one(logprobs: LogProbs) -> Prepare:
+    """Run a function of log-probs on one sequence at a time."""
 
     def prepare(workload: Workload) -> Step:
         rows = [row_of(*pair) for pair in zip(workload.sequences, workload.weights, strict=True)]

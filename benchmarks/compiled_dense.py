@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from benchmarks.baselines import one_by_one
 from benchmarks.model import LogProbs, label_logprobs
-from benchmarks.steps import Prepare, Row, Step, concatenated, fill_rows, rectangle_of, row_of
+from benchmarks.steps import Prepare, Row, Step, concatenated, fill_rows, rectangle_of
 from benchmarks.workloads import Workload
 
 CAUSAL, PER_SEQUENCE = "causal_without_mask", "causal_per_sequence"  # names that transformers gives no meaning to
@@ -26,18 +27,7 @@ _backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 def compiled_dense(model: PreTrainedModel) -> Prepare:
     """Run one sequence at a time."""
-    logprobs = _compiled(model, CAUSAL, "compiled_dense")
-
-    def prepare(workload: Workload) -> Step:
-        rows = [row_of(*pair) for pair in zip(workload.sequences, workload.weights, strict=True)]
-
-        def run() -> None:
-            for ids, labels, weights in rows:
-                (weights * logprobs(ids, labels)).sum().backward()
-
-        return Step(run)
-
-    return prepare
+    return one_by_one(_compiled(model, CAUSAL, "compiled_dense"))
 
 
 def compiled_padded(model: PreTrainedModel) -> Prepare:

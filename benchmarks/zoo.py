@@ -114,8 +114,8 @@ def toy_config(model_type: str) -> Any:
     return cls(**values)
 
 
-def idle(config: Any, length: int = LENGTH) -> list[str]:
-    """Return the settings that keep a toy model from exercising a mechanism of its type, at a given sequence length.
+def idle(config: Any) -> list[str]:
+    """Return the settings that keep a toy model from exercising a mechanism of its type, at `LENGTH` tokens.
 
     These are spans that no sequence exceeds, kinds of layers that the type has by default and the toy has not, and
     experts of which all are chosen.
@@ -123,11 +123,11 @@ def idle(config: Any, length: int = LENGTH) -> list[str]:
     default = type(config)()
     settings = []
     for name, value in vars(config).items():
-        if SPANS.search(name) and isinstance(value, int) and not isinstance(value, bool) and value >= length:
-            settings.append(f"{name}={value} for {length} tokens")
+        if SPANS.search(name) and isinstance(value, int) and not isinstance(value, bool) and value >= LENGTH:
+            settings.append(f"{name}={value} for {LENGTH} tokens")
     blocks = getattr(config, "index_topk_blocks", None)
-    if blocks is not None and blocks * config.index_block_size >= length:
-        settings.append(f"index_topk_blocks={blocks} of {config.index_block_size} for {length} tokens")
+    if blocks is not None and blocks * config.index_block_size >= LENGTH:
+        settings.append(f"index_topk_blocks={blocks} of {config.index_block_size} for {LENGTH} tokens")
     for name in PER_LAYER:
         kinds, own = (set(getattr(source, name, None) or ()) for source in (default, config))
         settings += [f"no layer of {name} {kind}" for kind in sorted(map(str, kinds - own))]

@@ -11,7 +11,6 @@ from torch import fx
 
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.passes.chunk_bytes import Bytes
-from dta_compile.passes.program import output_node
 from dta_compile.runtime.path.stack import StagePath
 from tests.support.inside import inside
 
@@ -33,11 +32,6 @@ def targets(found):
     """Count the calls of each operator; `found` is a graph module or nodes."""
     nodes = found.graph.nodes if isinstance(found, fx.GraphModule) else found
     return collections.Counter(str(node.target) for node in nodes if node.op.startswith("call"))
-
-
-def saved_by(program):
-    """Return the nodes that each stage's forward saves."""
-    return [output_node(kind.forward.graph).args[0][len(stage.writes) :] for stage, kind in program.stages.of_kinds()]
 
 
 def program_of(model, vocabulary):

@@ -26,6 +26,7 @@ import dta_compile
 from dta_compile import distributed
 from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.runtime.calls import planned_call
+from tests.support.per_layer import gradients
 from tests.support.ranks import EXACT, STEPS, Trained, assert_equal, loss_of, predicted, reference, rows_of
 from tests.support.tiny import SMALL_CHUNKS, assert_same, weighted
 
@@ -240,11 +241,7 @@ def ranks_that_differ() -> None:
     weighted(eager(ids, mask)).backward()
     plan = dta_compile.last_plan(model)
     assert plan.stats.tokens_forwarded_twice > 0, plan
-    grads = (
-        {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in one.named_parameters()}
-        for one in (model, eager)
-    )
-    assert_same(*grads)
+    assert_same(gradients(model), gradients(eager))
 
 
 def refusals() -> None:

@@ -157,9 +157,7 @@ def grpo(folder: str, callbacks: list[Any], peft_config: Any = None, **settings:
 
 def sft(folder: str, callbacks: list[Any], **settings: Any) -> SFTTrainer:
     """Build an SFT trainer on prompts with several answers each, in sequence."""
-    rows = [
-        {"prompt": text(row), "completion": " " + text(completion(row, i)[:-1])} for row in prompts(8) for i in (0, 1)
-    ]
+    rows = [{"prompt": text(row), "completion": answer(row, i)} for row in prompts(8) for i in (0, 1)]
     return SFTTrainer(
         model(),
         args=SFTConfig(
@@ -177,8 +175,8 @@ def dpo(folder: str, callbacks: list[Any], **settings: Any) -> DPOTrainer:
     rows = [
         {
             "prompt": text(row),
-            "chosen": " " + text(completion(row, 0)[:-1]),
-            "rejected": " " + text(completion(row, 1)[:-1]),
+            "chosen": answer(row, 0),
+            "rejected": answer(row, 1),
         }
         for row in prompts(12)
     ]

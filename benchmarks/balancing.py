@@ -112,9 +112,9 @@ def compare(name: str, sequences: Sequence[Any], group_counts: Sequence[int], sc
 Predict = Callable[[IntArray, tuple[int, int]], float]
 
 
-def _evaluate(batch: Batch, made: Partition, tree_tokens: int, predict: Predict) -> tuple[float, float, float, float]:
-    sizes = [batch.tree_size(group) for group in made]
-    seconds = [predict(group, size) for group, size in zip(made, sizes, strict=True)]
+def _evaluate(batch: Batch, groups: Partition, tree_tokens: int, predict: Predict) -> tuple[float, float, float, float]:
+    sizes = [batch.tree_size(group) for group in groups]
+    seconds = [predict(group, size) for group, size in zip(groups, sizes, strict=True)]
     tokens = [size[0] for size in sizes]
     extra = sum(tokens) / max(tree_tokens, 1) - 1
     return _imbalance(tokens), _imbalance(seconds), extra, max(seconds)

@@ -149,7 +149,7 @@ def rounds_as_eager(
     for seed, length in ((0, 40), (1, 300), (2, 700)):
         batch = tree_batch(seed, length)
         measured = [run(batch) for run in (trial.ours, trial.eager, trial.expected)]
-        ours, theirs = (distances(one, measured[2]) for one in measured[:2])
+        ours, theirs = (distances(measurement, measured[2]) for measurement in measured[:2])
         name = max(ours, key=lambda name: ours[name] / theirs[name])
         ratios[f"{name}, {length} tokens"] = ours[name] / theirs[name]
         worse = rounds_worse(*measured)
@@ -250,9 +250,9 @@ def generated_code_serves_all_sizes(device: torch.device) -> Check:
     trial = Trial(device, torch.bfloat16, codegen="inductor")
     trial.ours(tree_batch(0, 40))
     generated = [engine.executable.joint.generated for engine in records.of(trial.function).engines]
-    pieces = {piece: code for one in generated for piece, code in one.codes.items()}
+    pieces = {piece: code for code_of_stage in generated for piece, code in code_of_stage.codes.items()}
     served = {size: sum(code.serves(*[size] * piece.source.sizes) for piece, code in pieces.items()) for size in SERVED}
-    failed = sum(len(one.failures) for one in generated)
+    failed = sum(len(code_of_stage.failures) for code_of_stage in generated)
     text = f"{min(served.values())} of {len(pieces)} pieces for up to {max(SERVED):,} tokens; {failed} not compiled"
     passed = bool(pieces) and not failed and all(count == len(pieces) for count in served.values())
     return Check(passed, text, {str(size): count for size, count in served.items()})

@@ -148,16 +148,16 @@ def batch_of(name: str, rollouts: Path | None, config: Qwen3Config, limits: Limi
 
     target = _compression([sequence for group in groups.values() for sequence in group])
     chosen: list[IntArray] = []
-    taken = 0
+    whole_groups = 0
     by_likeness = sorted(groups.values(), key=lambda group: abs(_compression(group) - target))
     for group in by_likeness:
         if fits(chosen + group):
-            chosen, taken = chosen + group, taken + 1
-    if not taken:
+            chosen, whole_groups = chosen + group, whole_groups + 1
+    if not whole_groups:
         for sequence in by_likeness[0]:
             if not chosen or fits([*chosen, sequence]):
                 chosen.append(sequence)
-    text = f"{len(chosen)} of {len(samples)} samples, {taken or 'a part of 1'} of {len(groups)} groups"
+    text = f"{len(chosen)} of {len(samples)} samples, {whole_groups or 'a part of 1'} of {len(groups)} groups"
     return Workload(name, "rollouts", f"{text}; C of the file {target:.2f}", config.vocab_size, chosen)
 
 

@@ -27,20 +27,20 @@ SHAPE = {
     "use_cache": False,
 }
 MODELS: dict[str, Callable[..., PreTrainedConfig]] = {
-    "dense": lambda **given: Qwen3Config(**SHAPE, head_dim=64, **given),
-    "mixture": lambda **given: Qwen2MoeConfig(  # 2 of 8 experts, and a shared expert
+    "dense": lambda **changes: Qwen3Config(**SHAPE, head_dim=64, **changes),
+    "mixture": lambda **changes: Qwen2MoeConfig(  # 2 of 8 experts, and a shared expert
         **SHAPE,
         moe_intermediate_size=384,
         shared_expert_intermediate_size=384,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        **given,
+        **changes,
     ),
-    "qwen3_moe": lambda **given: Qwen3MoeConfig(  # 8 of 64 small experts
-        **SHAPE, head_dim=64, moe_intermediate_size=96, num_experts=64, num_experts_per_tok=8, **given
+    "qwen3_moe": lambda **changes: Qwen3MoeConfig(  # 8 of 64 small experts
+        **SHAPE, head_dim=64, moe_intermediate_size=96, num_experts=64, num_experts_per_tok=8, **changes
     ),
-    "qwen3_next": lambda **given: Qwen3NextConfig(  # three layers of the gated delta rule, one of attention
+    "qwen3_next": lambda **changes: Qwen3NextConfig(  # three layers of the gated delta rule, one of attention
         **SHAPE,
         head_dim=64,
         layer_types=["linear_attention"] * 3 + ["full_attention"],
@@ -50,7 +50,7 @@ MODELS: dict[str, Callable[..., PreTrainedConfig]] = {
         linear_value_head_dim=64,
         num_experts=0,
         mlp_only_layers=[0, 1, 2, 3],
-        **given,
+        **changes,
     ),
 }
 

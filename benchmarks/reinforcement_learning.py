@@ -91,10 +91,10 @@ def replay(settings: Settings, start: Path, batches: Sequence[Sequence[Sample]],
     return {"first_call_seconds": first_calls, "steps": steps}
 
 
-def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Return the largest max |difference| / max |weight| over all parameters."""
     return max(
-        float((found[name] - value).detach().abs().max() / value.detach().abs().max())
+        float((actual[name] - value).detach().abs().max() / value.detach().abs().max())
         for name, value in expected.items()
     )
 

@@ -273,7 +273,7 @@ def page(verdicts: list[Verdict]) -> str:
     """Return the page with the table."""
     counted = collections.Counter(verdict.word for verdict in verdicts)
     counts = ", ".join(f"{number} {word}" for word, number in counted.most_common())
-    rows = "\n".join(verdict.row for verdict in sorted(verdicts, key=lambda one: one.model_type))
+    rows = "\n".join(verdict.row for verdict in sorted(verdicts, key=lambda verdict: verdict.model_type))
     what = f"chunks of 4 tokens, torch {torch.__version__.split('+')[0]}"
     return PAGE.format(transformers=transformers.__version__, what=what, counts=counts, rows=rows)
 

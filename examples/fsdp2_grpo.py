@@ -115,10 +115,10 @@ def train_alone(settings: Settings) -> dict[str, torch.Tensor]:
     total = int(batch["loss_mask"].sum())
     for _ in range(settings.steps):
         for row in range(len(batch["input_ids"])):
-            one = {name: value[row : row + 1] for name, value in batch.items()}
-            length = int(one["attention_mask"].sum())
-            logprobs = policy(*(one[name][:, :length] for name in ("input_ids", "attention_mask", "labels")))
-            (-(logprobs * one["advantages"])[one["loss_mask"][:, :length]].sum() / total).backward()
+            rollout = {name: value[row : row + 1] for name, value in batch.items()}
+            length = int(rollout["attention_mask"].sum())
+            logprobs = policy(*(rollout[name][:, :length] for name in ("input_ids", "attention_mask", "labels")))
+            (-(logprobs * rollout["advantages"])[rollout["loss_mask"][:, :length]].sum() / total).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

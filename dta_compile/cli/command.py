@@ -185,7 +185,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _make_plan(sequences: list[Recorded], arguments: argparse.Namespace) -> Plan:
     return plan(
-        [one.tokens for one in sequences],
+        [sequence.tokens for sequence in sequences],
         routes=routes_of(sequences),
         mode=arguments.mode,
         chunk_size=arguments.chunk_size,
@@ -218,9 +218,9 @@ def _page_facts(recording: Recording) -> dict[str, Any]:
     sequences = recording.sequences
     facts: dict[str, Any] = {"tokenizer": recording.tokenizer}
     for key, values in (
-        ("rewards", [one.reward for one in sequences]),
-        ("loss_masks", [one.spans for one in sequences]),
-        ("names", [one.name for one in sequences]),
+        ("rewards", [sequence.reward for sequence in sequences]),
+        ("loss_masks", [sequence.spans for sequence in sequences]),
+        ("names", [sequence.name for sequence in sequences]),
     ):
         if sequences and None not in values:
             facts[key] = values

@@ -108,11 +108,11 @@ def totals(arguments: argparse.Namespace, make_plan: MakePlan) -> Totals:
     return Totals(
         batches=len(plans),
         sequences=len(sequences),
-        tokens=sum(one.tokens for one in stats),
-        tree_tokens=sum(one.tree_tokens for one in stats),
-        forwarded_twice=sum(one.tokens_forwarded_twice for one in stats),
+        tokens=sum(batch.tokens for batch in stats),
+        tree_tokens=sum(batch.tree_tokens for batch in stats),
+        forwarded_twice=sum(batch.tokens_forwarded_twice for batch in stats),
         pairs=sum(plan.simulation.forward.pairs for plan in plans),
-        peak_stack_tokens=max((one.peak_stack_tokens for one in stats), default=0),
+        peak_stack_tokens=max((batch.peak_stack_tokens for batch in stats), default=0),
         together=tree_of(sequences).num_rows,
         seconds=sum(plan.estimates.seconds for plan in plans),
     )
@@ -125,10 +125,10 @@ def compare(arguments: argparse.Namespace, make_plan: MakePlan, console: Console
         OptionError: `--compare` names a key or value that is not supported.
     """
     other = _changed(arguments)
-    variants = [totals(one, make_plan) for one in (arguments, other)]
+    variants = [totals(variant, make_plan) for variant in (arguments, other)]
     if not arguments.json:
         print_totals(["as given", escape(visible(" ".join(arguments.compare)))], variants, console)
-    return f"[{','.join(one.to_json() for one in variants)}]\n"
+    return f"[{','.join(variant.to_json() for variant in variants)}]\n"
 
 
 def print_totals(titles: Sequence[str], variants: Sequence[Totals], console: Console) -> None:
@@ -140,20 +140,20 @@ def print_totals(titles: Sequence[str], variants: Sequence[Totals], console: Con
     if len(variants) > 1:
         table.add_column("", justify="right", style="dim")
     rows: list[tuple[str, Callable[[Totals], float], str]] = [
-        ("batches", lambda one: one.batches, ",d"),
-        ("sequences", lambda one: one.sequences, ",d"),
-        ("tokens", lambda one: one.tokens, ",d"),
-        ("tokens to run", lambda one: one.tree_tokens, ",d"),
-        ("C", lambda one: one.compression, ".2f"),
-        ("in one batch, C", lambda one: one.tokens / one.together if one.together else 1.0, ".2f"),
-        ("query-key pairs", lambda one: one.pairs, ",d"),
-        ("forwarded twice", lambda one: one.forwarded_twice, ",d"),
-        ("most on the stack", lambda one: one.peak_stack_tokens, ",d"),
+        ("batches", lambda variant: variant.batches, ",d"),
+        ("sequences", lambda variant: variant.sequences, ",d"),
+        ("tokens", lambda variant: variant.tokens, ",d"),
+        ("tokens to run", lambda variant: variant.tree_tokens, ",d"),
+        ("C", lambda variant: variant.compression, ".2f"),
+        ("in one batch, C", lambda variant: variant.tokens / variant.together if variant.together else 1.0, ".2f"),
+        ("query-key pairs", lambda variant: variant.pairs, ",d"),
+        ("forwarded twice", lambda variant: variant.forwarded_twice, ",d"),
+        ("most on the stack", lambda variant: variant.peak_stack_tokens, ",d"),
     ]
     for label, value, form in rows:
-        values = [value(one) for one in variants]
+        values = [value(variant) for variant in variants]
         ratio = [f"x{values[1] / values[0]:.2f}" if values[0] else ""] if len(values) == 2 else []
-        table.add_row(label, *(format(one, form) for one in values), *ratio)
+        table.add_row(label, *(format(number, form) for number in values), *ratio)
     if len(variants) > 1 and variants[0].seconds:
         table.add_row("estimated time", "1.00", f"{variants[1].seconds / variants[0].seconds:.2f}", "not calibrated")
     console.print(table)
@@ -188,7 +188,7 @@ def _batches(sequences: list[Recorded], rows: int | None, arrange: str) -> list[
     elif arrange == "length":
         order.sort(key=lambda i: len(sequences[i]))
     elif arrange == "prefix":
-        order = PrefixTree.build([one.tokens for one in sequences]).order.tolist()
+        order = PrefixTree.build([sequence.tokens for sequence in sequences]).order.tolist()
     arranged = [sequences[i] for i in order]
     if rows is None:
         return [arranged]

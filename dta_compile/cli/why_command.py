@@ -62,10 +62,10 @@ def _print(losses: Losses, kind: str, examples: int, console: Console) -> None:
         markup=False,
         soft_wrap=True,
     )
-    shown = [one for one in losses.causes if one is main or one.gained >= SMALL * losses.tree_tokens]
+    shown = [cause for cause in losses.causes if cause is main or cause.gained >= SMALL * losses.tree_tokens]
     console.print(_table(losses, shown))
     if len(shown) < len(losses.causes):
-        rest = ", ".join(one.name for one in losses.causes[len(shown) :])
+        rest = ", ".join(cause.name for cause in losses.causes[len(shown) :])
         console.print(f"less than {SMALL:.1%} each: {rest}", style="dim")
     for cause in shown:
         console.print(f"\n{cause.name}: {cause.advice}", markup=False, soft_wrap=True)
@@ -83,14 +83,14 @@ def _table(losses: Losses, shown: list[CauseOfLoss]) -> Table:
     for title in ("without", "places", "tokens gained", "tokens to run", "fewer by", "C"):
         table.add_column(title, justify="left" if title == "without" else "right")
     together = [losses.together] if losses.together is not None and len(losses.causes) > 1 else []
-    for one in [*shown, *together]:
+    for cause in [*shown, *together]:
         table.add_row(
-            one.name,
-            f"{one.places:,}",
-            f"{one.gained:,}",
-            f"{one.tree_tokens:,}",
-            f"{losses.tree_tokens / max(one.tree_tokens, 1):.2f}x",
-            f"{one.compression:.2f}",
+            cause.name,
+            f"{cause.places:,}",
+            f"{cause.gained:,}",
+            f"{cause.tree_tokens:,}",
+            f"{losses.tree_tokens / max(cause.tree_tokens, 1):.2f}x",
+            f"{cause.compression:.2f}",
         )
     return table
 

@@ -60,11 +60,11 @@ def read(path: str, options: ReadOptions | None = None) -> Recording:
         content = _rollouts(file) if is_rollouts else list(reader.read(_rows(file, options)))
         kinds += ["rollout files"] if is_rollouts else []
         # Trajectory numbers are unique only within a file.
-        batches.append([_of_file(one, file) for one in content] if len(files) > 1 else content)
+        batches.append([_of_file(item, file) for item in content] if len(files) > 1 else content)
     kinds = [*dict.fromkeys(kinds), *(f"{count:,} {kind}" for kind, count in reader.kinds.items())]
     if len(files) > 1:
         kinds = [f"{len(files)} files", *kinds]
-    sequences = [one for batch in batches for one in batch]
+    sequences = [item for batch in batches for item in batch]
     return Recording(sequences, ", ".join(kinds) or "nothing", reader.tokenizer, tuple(batches))
 
 
@@ -72,7 +72,7 @@ def _files(path: str, options: ReadOptions) -> list[str]:
     folder = Path(path)
     if path == "-" or not folder.is_dir() or is_saved_dataset(folder):
         return [path]
-    files = [str(one) for one in sorted_files(folder)]
+    files = [str(file) for file in sorted_files(folder)]
     if not files:
         raise PlanError(
             "a folder without anything to read",

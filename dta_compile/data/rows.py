@@ -65,7 +65,7 @@ class RowReader:
             yield from sequences
 
     def _of(self, row: Any, where: str, number: int) -> tuple[str, Iterable[Recorded]]:
-        if isinstance(row, list) and row and all(isinstance(one, dict) for one in row):
+        if isinstance(row, list) and row and all(isinstance(message, dict) for message in row):
             row = {"messages": row}
         if not isinstance(row, dict):
             return "rows of token ids", [Recorded(_ids(row, where))]
@@ -208,20 +208,20 @@ def _beside(row: dict[str, Any], key: str, tokens: int, where: str) -> Any:
     """Return a list of numbers, one per token, as float64."""
     value = row[key]
     is_list = isinstance(value, list) and len(value) == tokens
-    if not is_list or not all(type(one) in (int, bool, float) and -FINITE <= one <= FINITE for one in value):
+    if not is_list or not all(type(number) in (int, bool, float) and -FINITE <= number <= FINITE for number in value):
         raise _bad(f"{key} does not fit the tokens", where, f"{tokens} numbers, one for each token", value)
     return np.asarray(value, np.float64)
 
 
 def _spans(value: Any, tokens: int, where: str) -> tuple[tuple[int, int], ...]:
     pairs: list[Any] = value if isinstance(value, list) else [None]
-    if not all(isinstance(one, list) and len(one) == 2 and _ascends([0, *one, tokens]) for one in pairs):
+    if not all(isinstance(pair, list) and len(pair) == 2 and _ascends([0, *pair, tokens]) for pair in pairs):
         raise _bad("spans do not fit the tokens", where, f"pairs [start, stop] within [0, {tokens}]", value)
     return tuple((start, stop) for start, stop in pairs)
 
 
 def _ascends(values: list[Any]) -> bool:
-    return all(type(one) is int for one in values) and values == sorted(values)
+    return all(type(value) is int for value in values) and values == sorted(values)
 
 
 def _routes(value: Any, tokens: int, where: str) -> Any:

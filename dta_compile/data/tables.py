@@ -72,7 +72,7 @@ def _whole(text: str) -> list[Any] | None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    is_messages = all(isinstance(one, dict) and "role" in one for one in value)
+    is_messages = all(isinstance(item, dict) and "role" in item for item in value)
     return [value] if is_messages else value
 
 
@@ -134,8 +134,8 @@ def saved_rows(path: str, split: str | None = None) -> Iterator[Row]:
 
 def sorted_files(folder: Path) -> list[Path]:
     """List the readable files of a folder, sorted by the numbers in their names (`2.jsonl` before `10.jsonl`)."""
-    files = [one for one in folder.iterdir() if one.suffix in SUFFIXES and one.is_file()]
-    return sorted(files, key=lambda one: [int(w) if w.isdecimal() else w for w in re.split(r"(\d+)", one.name)])
+    files = [file for file in folder.iterdir() if file.suffix in SUFFIXES and file.is_file()]
+    return sorted(files, key=lambda file: [int(w) if w.isdecimal() else w for w in re.split(r"(\d+)", file.name)])
 
 
 def optional(module: str, purpose: str, install: str = "") -> Any:

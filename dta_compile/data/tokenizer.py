@@ -115,14 +115,14 @@ def load_tokenizer(name: str, template: str | None = None) -> Tokenizer:
     return Tokenizer(inner, name, _template(template))
 
 
-def _template(given: str | None) -> str | None:
+def _template(template: str | None) -> str | None:
     """Read a template from its file; a text with jinja markers is a template itself."""
-    if given is None or "{%" in given or "{{" in given:
-        return given
+    if template is None or "{%" in template or "{{" in template:
+        return template
     try:
-        return read_text(given)
+        return read_text(template)
     except UnicodeError as error:
-        raise OptionError("a chat template is no text", expected="a file of jinja", got=given) from error
+        raise OptionError("a chat template is no text", expected="a file of jinja", got=template) from error
 
 
 Message = dict[str, Any]
@@ -256,7 +256,7 @@ def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 def _message(value: Any) -> Message | None:
     if not isinstance(value, dict):
         return None
-    message = {str(key): one for key, one in value.items() if one is not None}
+    message = {str(key): entry for key, entry in value.items() if entry is not None}
     if "role" not in message and "from" in message:
         role = str(message.pop("from"))
         message = {"role": ROLES.get(role, role), "content": message.pop("value", ""), **message}
@@ -267,7 +267,7 @@ def _message(value: Any) -> Message | None:
         message["content"] = "".join(str(part.get("text", "")) for part in parts)
     message.setdefault("content", "")
     if isinstance(message.get("tool_calls"), list):
-        message["tool_calls"] = [_tool_call(one) for one in message["tool_calls"]]
+        message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
     return message
 
 
@@ -281,7 +281,7 @@ def _tool_call(call: Any) -> Any:
     if isinstance(arguments, str):
         arguments = _from_json(arguments)
     elif isinstance(arguments, dict):
-        arguments = {key: one for key, one in arguments.items() if one is not None}
+        arguments = {key: argument for key, argument in arguments.items() if argument is not None}
     inner = {**inner, "arguments": arguments}
     return {**call, "function": inner} if "function" in call else inner
 

@@ -28,9 +28,9 @@ def nodes_of(program, name):
     return nodes
 
 
-def targets(found):
-    """Count the calls of each operator; `found` is a graph module or nodes."""
-    nodes = found.graph.nodes if isinstance(found, fx.GraphModule) else found
+def targets(graph):
+    """Count the calls of each operator; `graph` is a graph module or its nodes."""
+    nodes = graph.graph.nodes if isinstance(graph, fx.GraphModule) else graph
     return collections.Counter(str(node.target) for node in nodes if node.op.startswith("call"))
 
 

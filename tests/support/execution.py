@@ -93,8 +93,8 @@ class _Execution:
             case Restore(part):
                 *_, spine = (spine for spine in self.kept.values() if _covers(spine, part, self.tokens))
                 self.push(part)
-                kept = self.kept_states[self.tokens.of(spine)[0]]
-                self.states.update({d: state for d, state in kept.items() if part.start < d <= part.stop})
+                states = self.kept_states[self.tokens.of(spine)[0]]
+                self.states.update({d: state for d, state in states.items() if part.start < d <= part.stop})
             case Pop(part):
                 assert self.tokens.of(part) == self.stack[part.start :]
                 self.cut(part.start, [])

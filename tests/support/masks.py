@@ -84,7 +84,7 @@ class Traced:
         indices = {"row": row, "query": query, "key": torch.arange(tokens)[None, None]}
 
         def number(expr: Any) -> Any:
-            return number_of_call(lambda one: sizes.value(one, self.args), dense, self.mask.items, expr)
+            return number_of_call(lambda size: sizes.value(size, self.args), dense, self.mask.items, expr)
 
         value = Evaluation(dense, number, indices)(self.mask.term)
         actual = actual[(None,) * (4 - actual.dim())][:, 0]
@@ -121,14 +121,14 @@ def calls(make_mask: Any, inputs: list[tuple[Any, ...]]) -> list[Traced]:
         program = Program(module, training=False)
         try:
             lower(program)
-            made = Masking(*mixer_calls(program.graph)[0].args[3:]).mask
+            mask = Masking(*mixer_calls(program.graph)[0].args[3:]).mask
             for step in (token_axis, mixers):
                 step(program)
         except DTAError as error:
             errors.append(error)
 
         def run(*args: Any) -> Any:
-            invocations.append(Traced(program, args, (0, 0), made))
+            invocations.append(Traced(program, args, (0, 0), mask))
             return module.forward(*args)
 
         return run

@@ -145,12 +145,12 @@ class Wrapped:
 
 
 def assert_equal(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: dict[str, float]
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: dict[str, float]
 ) -> None:
     """Assert equal parameters; only rank 0 has the full ones, but all ranks have the expected ones."""
     if dist.get_rank() == 0:
-        assert set(found) == set(expected), set(found) ^ set(expected)
-    for name, value in found.items():
+        assert set(actual) == set(expected), set(actual) ^ set(expected)
+    for name, value in actual.items():
         torch.testing.assert_close(value, expected[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 

@@ -153,8 +153,8 @@ class _InFloat64(TorchFunctionMode):
         if function is torch.Tensor.float and not args[0].is_complex():  # also of positions, which multiply frequencies
             return args[0].double()
         if function is torch.Tensor.to and args[0].dtype is torch.float64:
-            args = tuple(torch.float64 if one is torch.float32 else one for one in args)
-            kwargs = {key: torch.float64 if one is torch.float32 else one for key, one in kwargs.items()}
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
         return function(*args, **kwargs)
 
 

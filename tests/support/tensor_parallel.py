@@ -45,7 +45,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
-        heads = [one(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for one in (self.query, self.key, self.value)]
+        heads = [project(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for project in (self.query, self.key, self.value)]
         y = F.scaled_dot_product_attention(*heads, mask)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(F.silu(self.up(self.mlp_norm(x))))
@@ -229,13 +229,13 @@ def ranks_that_differ() -> None:
     else:
         raise AssertionError("no error")
     eager, model = pair(MLP)
-    for one in (eager, model):
-        logits = one(ids, mask)
+    for lm in (eager, model):
+        logits = lm(ids, mask)
         # On the first rank only some rows have a gradient, so replicated parameters get different gradients on each
         # rank. This tests only that no rank waits for another.
         (weighted(logits[:1]) if rank == 0 else weighted(logits)).backward()
-    for one in (eager, model):
-        one.zero_grad()
+    for lm in (eager, model):
+        lm.zero_grad()
     with mock.patch.object(planned_call, "default_budget", return_value=0 if rank == 1 else 2**30):
         weighted(model(ids, mask)).backward()
     weighted(eager(ids, mask)).backward()

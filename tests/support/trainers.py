@@ -131,7 +131,7 @@ def grpo(folder: str, callbacks: list[Any], peft_config: Any = None, **settings:
     words = tokenizer()
 
     def rollouts(texts: list[str], trainer: Any) -> dict[str, Any]:
-        ids = [words(one)["input_ids"] for one in texts]
+        ids = [words(prompt_text)["input_ids"] for prompt_text in texts]
         rows = [completion(prompt, i % GROUP) for i, prompt in enumerate(ids)]
         return {"prompt_ids": ids, "completion_ids": rows, "logprobs": [[0.0] * len(row) for row in rows]}
 

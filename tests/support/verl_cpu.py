@@ -206,9 +206,9 @@ def data_of(rollouts: Sequence[Rollout], settings: Settings, old_logprobs: torch
         "response_mask": masks,
         "loss_mask": masks,
         "advantages": advantages,
-        "old_log_probs": [torch.zeros_like(one) for one in advantages],
+        "old_log_probs": [torch.zeros_like(values) for values in advantages],
         "input_ids": whole,
-        "position_ids": [torch.arange(len(one)) for one in whole],
+        "position_ids": [torch.arange(len(values)) for values in whole],
     }
     nested = {name: torch.nested.as_nested_tensor(list(parts), layout=torch.jagged) for name, parts in tensors.items()}
     if old_logprobs is not None:
@@ -252,9 +252,9 @@ def train(engine: Any, rollouts: Sequence[Rollout], settings: Settings, steps: i
         scores = engine.infer_batch(data)["model_output"]
     old = response_values(scores["log_probs"], data)
     reports = [update(engine, data_of(rollouts, settings, old), config) for _ in range(steps)]
-    weights = {name: full(one.detach()).clone() for name, one in engine.module.named_parameters()}
+    weights = {name: full(parameter.detach()).clone() for name, parameter in engine.module.named_parameters()}
     # verl rolls labels over a micro-batch: the label of a last token is the first token of an arbitrary next row.
-    real = {name: torch.cat([one[:-1] for one in value.unbind()]) for name, value in scores.items()}
+    real = {name: torch.cat([row[:-1] for row in value.unbind()]) for name, value in scores.items()}
     return Trained(real, reports, weights)
 
 
@@ -281,10 +281,10 @@ def _two_ranks() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as path, verl_on_cpu():
         save_model(path, VOCABULARY)
         mine = nested_rollouts(VOCABULARY, seed=dist.get_rank())
-        expected, ours = (train(engine_of(one, path, settings), mine, settings) for one in (REFERENCE, "dta"))
+        expected, ours = (train(engine_of(name, path, settings), mine, settings) for name in (REFERENCE, "dta"))
         start = engine_of(REFERENCE, path, settings).module.named_parameters()
-        moved = max((full(one.detach()) - expected.weights[name]).abs().max().item() for name, one in start)
-    difference = max((ours.weights[name] - one).abs().max().item() for name, one in expected.weights.items())
+        moved = max((full(parameter.detach()) - expected.weights[name]).abs().max().item() for name, parameter in start)
+    difference = max((ours.weights[name] - weight).abs().max().item() for name, weight in expected.weights.items())
     return {"moved": moved, "difference": difference}
 
 

@@ -1,8 +1,8 @@
-"""Our divisions against balancers that know no tree: balance, tokens computed twice, predicted step, planning cost.
+"""Compare our balancing with balancers that know no tree: imbalance, repeated tokens, predicted step, planning cost.
 
     python -m benchmarks.balancing [--rollouts FOLDER] [--pools 20000,1000000] [--output build/balancing]
 
-Writes a table, balancing.json and plots. Needs numpy and rich, and matplotlib for the plots; no torch, no accelerator.
+Writes a table, balancing.json and plots. Needs numpy and rich, and matplotlib for the plots; no torch, no GPU.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ FIELDS = Path("/proc/self/status")
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """One method on one batch and number of groups.
+    """Figures of one method on one batch and number of groups.
 
     Attributes:
-        token_imbalance: largest over mean number of tree tokens of the groups.
-        cost_imbalance: largest over mean predicted seconds of the groups.
-        extra: tree tokens of all groups beyond those of the one combined tree, as a share of these.
-        step_seconds: predicted for the slowest group.
-        seconds: of dividing the sequences, their order being known to those methods that use it.
-        peak_bytes: that dividing them added to resident memory at its peak; None: the system does not tell.
+        token_imbalance: ratio of the largest to the mean number of tree tokens per group.
+        cost_imbalance: ratio of the largest to the mean predicted seconds per group.
+        extra: tree tokens of all groups beyond those of the combined tree, relative to the latter.
+        step_seconds: predicted seconds of the slowest group.
+        seconds: time to divide the sequences; the lexicographic order is given to methods that use it.
+        peak_bytes: growth of resident memory at its peak during the division; None where the system does not tell.
     """
 
     method: str
@@ -59,13 +59,13 @@ class Outcome:
 
 @dataclasses.dataclass
 class Result:
-    """All methods on one batch.
+    """Figures of all methods on one batch.
 
     Attributes:
-        predicted_by: what `step_seconds` rest on, "schedules" or "tokens and pairs".
-        unavoidable: by number of groups, the least `extra` of all divisions (`Batch.least_repeated`).
-        order_seconds, order_peak_bytes: of the lexicographic order with what neighbours share.
-        resident_bytes: peak of the whole process while ordering, the sequences included.
+        predicted_by: basis of `step_seconds`, "schedules" or "tokens and pairs".
+        unavoidable: least `extra` of all divisions, by number of groups (`Batch.least_repeated`).
+        order_seconds, order_peak_bytes: cost of the lexicographic order and the common prefixes of neighbours.
+        resident_bytes: peak of the whole process during ordering, with the sequences.
     """
 
     name: str
@@ -81,13 +81,13 @@ class Result:
 
 
 def compare(name: str, sequences: Sequence[Any], group_counts: Sequence[int], schedule_tokens: int) -> Result:
-    """Every method on one batch; those that are too slow for it are left out.
+    """Run every method on one batch; methods that are too slow for it are skipped.
 
     Args:
-        name: of the batch.
+        name: name of the batch.
         sequences: token ids.
-        group_counts: numbers of groups; those above the number of sequences are left out.
-        schedule_tokens: most tokens of a batch whose groups are planned in full to predict their seconds.
+        group_counts: numbers of groups; those above the number of sequences are skipped.
+        schedule_tokens: most tokens of a batch whose step times are predicted by planning every group.
     """
     order, order_seconds, order_peak = _measured(lambda: lexicographic_order(sequences))
     resident = _status_bytes("VmHWM")
@@ -103,8 +103,8 @@ def compare(name: str, sequences: Sequence[Any], group_counts: Sequence[int], sc
         result.unavoidable[groups] = batch.least_repeated(groups) / max(tree_tokens, 1)
         for method, divide in METHODS.items():
             with contextlib.suppress(TooLarge):
-                made, seconds, peak = _measured(lambda divide=divide, groups=groups: divide(batch, groups))
-                figures = _evaluate(batch, made, tree_tokens, predict)
+                partition, seconds, peak = _measured(lambda divide=divide, groups=groups: divide(batch, groups))
+                figures = _evaluate(batch, partition, tree_tokens, predict)
                 result.outcomes.append(Outcome(method, groups, *figures, seconds, peak))
     return result
 
@@ -112,9 +112,9 @@ def compare(name: str, sequences: Sequence[Any], group_counts: Sequence[int], sc
 Predict = Callable[[IntArray, tuple[int, int]], float]
 
 
-def _evaluate(batch: Batch, made: Partition, tree_tokens: int, predict: Predict) -> tuple[float, float, float, float]:
-    sizes = [batch.tree_size(group) for group in made]
-    seconds = [predict(group, size) for group, size in zip(made, sizes, strict=True)]
+def _evaluate(batch: Batch, groups: Partition, tree_tokens: int, predict: Predict) -> tuple[float, float, float, float]:
+    sizes = [batch.tree_size(group) for group in groups]
+    seconds = [predict(group, size) for group, size in zip(groups, sizes, strict=True)]
     tokens = [size[0] for size in sizes]
     extra = sum(tokens) / max(tree_tokens, 1) - 1
     return _imbalance(tokens), _imbalance(seconds), extra, max(seconds)
@@ -125,7 +125,7 @@ def _imbalance(costs: Sequence[float]) -> float:
 
 
 def _by_schedule(sequences: Sequence[Any]) -> Predict:
-    """Seconds of a group by the plan that would be run."""
+    """Predict the seconds of a group by planning it."""
 
     def predict(group: IntArray, size: tuple[int, int]) -> float:
         return plan([sequences[i] for i in group.tolist()], chunk_size=CHUNK_SIZE).estimates.seconds
@@ -134,7 +134,7 @@ def _by_schedule(sequences: Sequence[Any]) -> Predict:
 
 
 def _by_tree(group: IntArray, size: tuple[int, int]) -> float:
-    """Seconds of a group if all of its chunks were full: no schedule does better by the same cost model."""
+    """Predict the seconds of a group as if all of its chunks were full: a lower bound for any schedule."""
     tokens, pairs = size
     launches = math.ceil(tokens / CHUNK_SIZE)
     work = Work(launches, launches, tokens, pairs, tokens)
@@ -142,20 +142,20 @@ def _by_tree(group: IntArray, size: tuple[int, int]) -> float:
 
 
 def _measured(call: Callable[[], Any]) -> tuple[Any, float, int | None]:
-    """What a call returns, its seconds, and by how many bytes it raised resident memory at its peak."""
+    """Run a call; return its result, its seconds, and the growth of resident memory at its peak, in bytes."""
     gc.collect()
-    with contextlib.suppress(AttributeError):  # not glibc: memory that was freed may hide what is used
+    with contextlib.suppress(AttributeError):  # not glibc: memory freed earlier may hide the growth
         ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is now what is resident
+        Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark to the current resident size
     before, start = _status_bytes("VmHWM"), time.perf_counter()
-    made = call()
+    result = call()
     seconds, after = time.perf_counter() - start, _status_bytes("VmHWM")
-    return made, seconds, None if before is None or after is None else after - before
+    return result, seconds, None if before is None or after is None else after - before
 
 
 def _status_bytes(field: str) -> int | None:
-    """A figure of this process; None where the system does not tell (Linux does)."""
+    """Read a memory figure of this process in bytes; None where the system does not tell (Linux does)."""
     try:
         lines = FIELDS.read_text().splitlines()
     except OSError:
@@ -167,7 +167,7 @@ COLUMNS = ("K", "method", "max/mean tokens", "max/mean cost", "extra", "step", "
 
 
 def show(result: Result, console: Console) -> None:
-    """The figures of one batch on the terminal."""
+    """Print the figures of one batch."""
     compression = result.tokens / max(result.tree_tokens, 1)
     shape = f"{result.sequences:,} sequences, {result.tokens:,} tokens, {result.tree_tokens:,} in the tree"
     console.print(f"{result.name}: {shape}; C {compression:.2f}", style="bold", highlight=False)
@@ -186,7 +186,7 @@ def show(result: Result, console: Console) -> None:
     console.print(table)
 
 
-_OURS = tuple(method for method in METHODS if method.startswith("dta"))  # the others are rivals, or the paper
+_OURS = tuple(method for method in METHODS if method.startswith("dta"))  # the others are rivals or the paper's
 
 
 def _cells(outcome: Outcome, ours: Outcome) -> list[str]:
@@ -207,19 +207,19 @@ def _mebibytes(number: int | None) -> str:
 
 
 def _batches(arguments: argparse.Namespace) -> list[tuple[str, Callable[[], Sequence[Any]], list[int]]]:
-    """Name, how to make it, and numbers of groups of every batch."""
+    """List name, constructor and numbers of groups of every batch."""
     files = sorted(arguments.rollouts.glob("*.npz")) if arguments.rollouts else [bundled()]
     if not files:
         raise SystemExit(f"{arguments.rollouts}: no rollout files (.npz)")
-    made: list[tuple[str, Callable[[], Sequence[Any]], list[int]]] = [
+    batches: list[tuple[str, Callable[[], Sequence[Any]], list[int]]] = [
         (file.stem, lambda file=file: [rollout.tokens for rollout in load_rollouts(file)], arguments.groups)
         for file in files
     ]
     shape = Shape(vocabulary=arguments.vocabulary)
     for size in arguments.pools:
         build = lambda size=size: generate(size, arguments.mean_tokens, shape)  # noqa: E731
-        made.append((f"pool of {size:,}", build, arguments.pool_groups))
-    return made
+        batches.append((f"pool of {size:,}", build, arguments.pool_groups))
+    return batches
 
 
 def main(argv: Sequence[str] | None = None) -> int:

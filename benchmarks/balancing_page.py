@@ -1,4 +1,4 @@
-"""The balancing page from the figures of a run.
+"""Write the page BALANCING.md from the figures of a run.
 
     python -m benchmarks.balancing_page build/balancing/balancing.json [--output benchmarks]
 
@@ -18,7 +18,7 @@ from benchmarks.balancing_plots import draw
 from benchmarks.report import table
 
 OURS, TOKENS, PAPER = "dta, cost model", "dta", "Algorithm 4"
-GROUPS = 8  # ranks of the table of all batches
+GROUPS = 8  # number of ranks in the main table
 DRAWN = ("extra", "throughput", "planning")
 
 PREAMBLE = """\
@@ -60,17 +60,17 @@ RIVAL = ("its imbalance", "its extra", "its step")
 
 
 def load(file: Path) -> list[Result]:
-    """The results that `benchmarks.balancing` wrote."""
-    found = []
+    """Read the results that `benchmarks.balancing` wrote."""
+    results = []
     for data in json.loads(file.read_text()):
         data["outcomes"] = [Outcome(**outcome) for outcome in data["outcomes"]]
         data["unavoidable"] = {int(groups): share for groups, share in data["unavoidable"].items()}
-        found.append(Result(**data))
-    return found
+        results.append(Result(**data))
+    return results
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """The page."""
+    """Return the text of the page."""
     chosen = [_Case(result, groups) for result in results for groups in result.unavoidable]
     nearest, paper = [case.rival.step_seconds / case.step for case in chosen], [case.over(PAPER) for case in chosen]
     facts = {"cases": len(chosen), "least": min(nearest), "paper": min(paper), "worst": max(paper)}
@@ -90,7 +90,7 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 class _Case:
-    """A batch and a number of ranks."""
+    """Row of a table: a batch and a number of ranks."""
 
     def __init__(self, result: Result, groups: int) -> None:
         self.result, self.groups = result, groups
@@ -102,12 +102,12 @@ class _Case:
         self.compression = f"{result.tokens / max(result.tree_tokens, 1):.2f}"
 
     def over(self, method: str) -> float:
-        """A method's step over ours."""
+        """Return the ratio of a method's step time to ours."""
         return self.outcomes[method].step_seconds / self.step
 
     @property
     def cells(self) -> list[str]:
-        """Those of `COLUMNS` and `RIVAL`."""
+        """Cells of `COLUMNS` and `RIVAL`."""
         ours, rival = self.ours, self.rival
         shares = [f"{ours.token_imbalance:.3f}", f"{ours.extra:.1%}", f"{self.result.unavoidable[self.groups]:.1%}"]
         steps = [f"{self.over(TOKENS):.2f}x", f"{self.over(PAPER):.2f}x"]
@@ -116,7 +116,7 @@ class _Case:
 
     @property
     def planning(self) -> list[str]:
-        """Size, and what planning took."""
+        """Size of the batch and cost of planning it."""
         result = self.result
         memory = "-" if result.order_peak_bytes is None else f"{result.order_peak_bytes / 2**20:,.0f} MiB"
         order = [f"{result.order_seconds:.1f} s", memory, f"{self.ours.seconds:.2f} s"]

@@ -25,9 +25,9 @@ COLORS = {
 
 
 def draw(results: list[Result], folder: Path) -> list[Path]:
-    """Write all plots; their paths."""
+    """Write all plots and return their paths."""
     figures = {
-        # As in the paper's data-parallel ablation, but predicted.
+        # Like the paper's data-parallel ablation, but predicted.
         "throughput": _over_ranks(results, lambda r, o: r.tokens / o.step_seconds / 1e3, "K tokens/s, predicted"),
         "extra": _over_ranks(results, lambda r, o: 100 * o.extra, "extra tree tokens, %", "unavoidable"),
         "imbalance": _over_ranks(results, lambda r, o: o.cost_imbalance, "max/mean predicted seconds"),
@@ -43,7 +43,7 @@ def draw(results: list[Result], folder: Path) -> list[Path]:
 def _over_ranks(
     results: list[Result], value: Callable[[Result, Outcome], float], label: str, floor: str = ""
 ) -> Figure:
-    """One panel of lines per batch; `floor` names a dashed line for what no division can be below."""
+    """Draw one panel of lines per batch; `floor` labels a dashed line at the lower bound of all divisions."""
     columns = min(4, len(results))
     rows = math.ceil(len(results) / columns)
     figure = Figure(figsize=(3.6 * columns, 2.9 * rows + 0.5), layout="constrained")
@@ -79,7 +79,7 @@ def _finish(panel: Any, title: str, ticks: Any) -> None:
 
 
 def _planning(results: list[Result]) -> Figure:
-    """Seconds of planning over the tokens of a batch, for the most ranks that any batch was divided among."""
+    """Draw planning time over tokens per batch, for the largest number of ranks of any batch."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     ranks = max(max(result.unavoidable, default=0) for result in results)
@@ -88,7 +88,7 @@ def _planning(results: list[Result]) -> Figure:
         points = []
         for result in ordered:
             last = [o for o in result.outcomes if o.method == method and o.groups == ranks]
-            # The order is what ours spends most on; only methods that know the tree need it.
+            # Ordering dominates our planning time; only methods that use the tree need it.
             order = result.order_seconds if method.startswith("dta") or "tree" in method else 0.0
             points += [(result.tokens, o.seconds + order) for o in last]
         if points:

@@ -1,4 +1,4 @@
-"""What others do: one sequence at a time, padded, concatenated, checkpointed, leaves only, one packed tree."""
+"""Baselines: one sequence at a time, padded, concatenated, checkpointed, leaves only, and one packed tree."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ from dta_compile.capture.recurrences import MEANINGS
 
 
 def dense(model: PreTrainedModel) -> Prepare:
-    """One sequence at a time."""
-    logprobs = token_logprobs(model)
+    """Run one sequence at a time."""
+    return one_by_one(token_logprobs(model))
+
+
+def one_by_one(logprobs: LogProbs) -> Prepare:
+    """Run a function of log-probs on one sequence at a time."""
 
     def prepare(workload: Workload) -> Step:
         rows = [row_of(*pair) for pair in zip(workload.sequences, workload.weights, strict=True)]
@@ -35,7 +39,7 @@ def dense(model: PreTrainedModel) -> Prepare:
 
 
 def dense_recurrences(model: PreTrainedModel) -> Prepare:
-    """One sequence at a time, with recurrences as we compute them in place of transformers' own fallback."""
+    """Run one sequence at a time, with our recurrences in place of transformers' own fallback."""
     prepare_dense = dense(model)
 
     def prepare(workload: Workload) -> Step:
@@ -52,7 +56,7 @@ def dense_recurrences(model: PreTrainedModel) -> Prepare:
 
 @contextlib.contextmanager
 def _our_recurrences(module: types.ModuleType) -> Iterator[None]:
-    """A modelling file of transformers with its recurrences computed by ours, on the dense batch."""
+    """Replace the recurrences of a modelling file of transformers by ours, for the dense batch."""
 
     def ours(name: str, names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
         return MEANINGS[name].compute({**dict(zip(names, args, strict=False)), **kwargs})
@@ -68,13 +72,13 @@ def _our_recurrences(module: types.ModuleType) -> Iterator[None]:
 
 
 def checkpoint(model: PreTrainedModel) -> Prepare:
-    """One sequence at a time, keeping only the inputs of every layer."""
+    """Run one sequence at a time, saving only the inputs of every layer."""
     _enable_checkpointing(model)
     return dense(model)
 
 
 def leaves(model: PreTrainedModel) -> Prepare:
-    """One sequence at a time, of those that are no prefix of another."""
+    """Run one sequence at a time, leaving out sequences that are prefixes of others."""
     logprobs = token_logprobs(model)
 
     def prepare(workload: Workload) -> Step:
@@ -88,7 +92,7 @@ def leaves(model: PreTrainedModel) -> Prepare:
 
 
 def padded(model: PreTrainedModel) -> Prepare:
-    """The whole batch at once, padded on the right."""
+    """Run the whole batch at once, padded on the right."""
     logprobs = token_logprobs(model)
 
     def prepare(workload: Workload) -> Step:
@@ -100,7 +104,7 @@ def padded(model: PreTrainedModel) -> Prepare:
 
 
 def varlen(model: PreTrainedModel) -> Prepare:
-    """Sequences one after the other in rows of bounded size; only attention runs on each one apart."""
+    """Concatenate sequences into rows of bounded size; only attention treats each sequence separately."""
     AttentionInterface.register("sdpa_per_sequence", _attention_per_sequence)
     model.set_attn_implementation("sdpa_per_sequence")
 
@@ -119,7 +123,7 @@ def varlen(model: PreTrainedModel) -> Prepare:
 
 
 def sparse(model: PreTrainedModel) -> Prepare:
-    """The prefix tree in one row with a mask of ancestors; split where that mask grows too large."""
+    """Run the prefix tree in one row under an ancestor mask; split it where that mask grows too large."""
 
     def prepare(workload: Workload) -> Step:
         sequences, weights = workload.sequences, workload.weights
@@ -134,7 +138,7 @@ def sparse(model: PreTrainedModel) -> Prepare:
 
 
 def sparse_checkpoint(model: PreTrainedModel) -> Prepare:
-    """The same, keeping only the inputs of every layer."""
+    """Run `sparse`, saving only the inputs of every layer."""
     _enable_checkpointing(model)
     return sparse(model)
 
@@ -142,9 +146,9 @@ def sparse_checkpoint(model: PreTrainedModel) -> Prepare:
 def merge_into_leaves(
     sequences: Sequence[IntArray], weights: Sequence[FloatArray]
 ) -> list[tuple[IntArray, FloatArray]]:
-    """Sequences that are no prefix of another, with the summed weights of the sequences that they contain.
+    """Drop sequences that are prefixes of others and add their weights to those of the containing sequence.
 
-    A sequence predicts the same next tokens as the leaf that contains it, but for its last token, whose weight is 0.
+    A prefix predicts the same next tokens as the leaf that contains it, except for its last token, whose weight is 0.
     """
     order, shared = neighbours(sequences)
     merged: list[tuple[IntArray, FloatArray]] = []
@@ -158,7 +162,7 @@ def merge_into_leaves(
 
 
 def _enable_checkpointing(model: PreTrainedModel) -> None:
-    # transformers 5 renames it on the way to 6.
+    # transformers 5 has begun to rename this method.
     name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
     getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
 
@@ -179,7 +183,7 @@ def _attention_per_sequence(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of `[1, heads, T, D]` within every sequence of a row: CPUs have no kernel for whole rows."""
+    """Compute causal attention of `[1, heads, T, D]` within every sequence of a row, as CPUs have no varlen kernel."""
     parts = zip(*(tensor.split(sequence_lengths, dim=2) for tensor in (query, key, value)), strict=True)
     outputs = [sdpa_attention_forward(module, q, k, v, None, scaling=scaling)[0] for q, k, v in parts]
     return torch.cat(outputs, dim=1), None

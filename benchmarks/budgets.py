@@ -1,9 +1,9 @@
-"""What memory costs: steps with nothing kept, with budgets in between and with all kept, beside checkpointed rivals.
+"""Cost of memory: steps at budgets between nothing saved and all saved, against checkpointed rivals.
 
     python -m benchmarks.budgets [--trees short,mid,long] [--rollouts FOLDER] [--repetitions 5] [--json OUT]
 
-All ways run in turns in one process. `line` is where a step would be on the straight line, over the activations that
-are kept, between nothing kept and all kept. Predicted bytes are besides the model, its gradients and the batch.
+All methods run in turns in one process. `line` interpolates the step time linearly in the saved activations, between
+nothing and all saved. Predicted bytes exclude the model, its gradients and the batch.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from benchmarks.steps import Step, rectangle_of
 from benchmarks.trees import build
 from benchmarks.workloads import VOCABULARY, Workload, catalogue
 
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the activations
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # fractions of the activations that are saved
 ALL = 2**50
 RIVALS = {"checkpoint": checkpoint, "sparse-checkpoint": sparse_checkpoint}
-OURS = "packed-0"  # the method whose resident memory is measured
-MOST_TOKENS = 60_000  # of a rollout file
+OURS = "packed-0"  # method whose resident memory is measured
+MOST_TOKENS = 60_000  # taken from each rollout file
 TABLE_WIDTH = 110
-LIMIT = 900.0  # seconds that two steps may take in a process of their own
+LIMIT = 900.0  # seconds allowed for two steps in a process of their own
 
 
 def long_tree() -> Workload:
-    """60,000 tokens in one tree."""
+    """Return a workload of 60,000 tokens in one tree."""
     sequences = build(((1, 4000), (8, 3000), (2, 2000)), VOCABULARY)
     return Workload("long", "trees", "16 sequences of 9,000 tokens", VOCABULARY, sequences)
 
 
 def measure(workload: Workload, repetitions: int, threads: int) -> dict[str, Any]:
-    """Median seconds, predicted bytes, growth of resident memory in a fresh process, and the plan of every way."""
+    """Measure median seconds, predicted bytes, memory growth in a fresh process and the plan of every method."""
     torch.compiler.reset()
     model = build_model(workload.vocabulary)
     function, _ = compile_logprobs(model, "budgets", "dta", {"memory_budget": ALL, "verify": "off"})
@@ -72,9 +72,9 @@ def measure(workload: Workload, repetitions: int, threads: int) -> dict[str, Any
     expected = None
     for name, runner in rivals.items():
         runner.seconds()
-        found = gradients(runner.model)
-        expected = expected or found
-        assert gradient_difference(found, expected) < 1e-3, name
+        grads = gradients(runner.model)
+        expected = expected or grads
+        assert gradient_difference(grads, expected) < 1e-3, name
     plans: dict[float, Any] = {}
     for share, budget in ways.items():
         seconds(budget)

@@ -1,9 +1,9 @@
-"""Dense training as inductor compiles it: one sequence at a time, padded, and in packed rows.
+"""Dense training compiled by inductor: one sequence at a time, padded, and in packed rows.
 
-While it traces, transformers (5.23, on torch before 2.14) builds explicit masks, with which attention takes all pairs
-and flash kernels do not apply. Right-padded rows and single sequences need none under causal attention: tokens at the
-end of a row are seen by no others, and have no weight. So models get an attention of their own, whose mask is None, and
-which leaves heads of keys as they are; nothing of a batch is read while tracing, and sizes are symbolic.
+While tracing, transformers (5.23, on torch before 2.14) builds explicit masks, which make attention compute all pairs
+and rule out flash kernels. Right-padded rows and single sequences need no mask under causal attention: tokens at the
+end of a row are seen by no others and have no weight. So models get an attention function whose mask is None and that
+does not repeat key heads. Tracing reads no data of the batch, and sizes are symbolic.
 """
 
 from __future__ import annotations
@@ -14,34 +14,24 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from benchmarks.baselines import one_by_one
 from benchmarks.model import LogProbs, label_logprobs
-from benchmarks.steps import Prepare, Row, Step, concatenated, fill_rows, rectangle_of, row_of
+from benchmarks.steps import Prepare, Row, Step, concatenated, fill_rows, rectangle_of
 from benchmarks.workloads import Workload
 
-CAUSAL, PER_SEQUENCE = "causal_without_mask", "causal_per_sequence"  # attention implementations; "flash" has a meaning
+CAUSAL, PER_SEQUENCE = "causal_without_mask", "causal_per_sequence"  # names that transformers gives no meaning to
 aten = torch.ops.aten
 _forward = aten._scaled_dot_product_flash_attention_for_cpu
 _backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def compiled_dense(model: PreTrainedModel) -> Prepare:
-    """One sequence at a time."""
-    logprobs = _compiled(model, CAUSAL, "compiled_dense")
-
-    def prepare(workload: Workload) -> Step:
-        rows = [row_of(*pair) for pair in zip(workload.sequences, workload.weights, strict=True)]
-
-        def run() -> None:
-            for ids, labels, weights in rows:
-                (weights * logprobs(ids, labels)).sum().backward()
-
-        return Step(run)
-
-    return prepare
+    """Run one sequence at a time."""
+    return one_by_one(_compiled(model, CAUSAL, "compiled_dense"))
 
 
 def compiled_padded(model: PreTrainedModel) -> Prepare:
-    """The whole batch at once, padded on the right."""
+    """Run the whole batch at once, padded on the right."""
     logprobs = _compiled(model, CAUSAL, "compiled_padded")
 
     def prepare(workload: Workload) -> Step:
@@ -53,7 +43,7 @@ def compiled_padded(model: PreTrainedModel) -> Prepare:
 
 
 def compiled_packed(model: PreTrainedModel) -> Prepare:
-    """Sequences one after the other in rows of bounded size; attention is one opaque call, which takes each apart."""
+    """Concatenate sequences into rows of bounded size; attention is one opaque op that splits them."""
     logprobs = _compiled(model, PER_SEQUENCE, "compiled_packed")
 
     def prepare(workload: Workload) -> Step:
@@ -75,14 +65,14 @@ def _packed(workload: Workload, group: list[int]) -> tuple[Row, dict[str, torch.
 
 
 def _compiled(model: PreTrainedModel, implementation: str, name: str) -> LogProbs:
-    """Log-probs of labels by inductor, with symbolic sizes."""
+    """Compile the log-probs of labels with inductor, with symbolic sizes."""
     _register()
     model.set_attn_implementation(implementation)
 
     def logprobs(ids: torch.Tensor, labels: torch.Tensor, **keywords: torch.Tensor) -> torch.Tensor:
         return label_logprobs(model(ids, **keywords).logits, labels)
 
-    # Dynamo keeps graphs, and limits their number, per code object: every method gets its own.
+    # Dynamo caches graphs, and limits their number, per code object, so every method needs its own.
     function: Any = logprobs
     function.__code__ = function.__code__.replace(co_name=name)
     compiled: LogProbs = torch.compile(function, dynamic=True)
@@ -105,7 +95,7 @@ def _causal(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of `[B, heads, T, D]`, as transformers wants it: `[B, T, heads, D]`."""
+    """Compute causal attention of `[B, heads, T, D]`; returns `[B, T, heads, D]` as transformers expects."""
     attend: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
     out = attend(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2), None
@@ -122,7 +112,7 @@ def _per_sequence(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The same of `[1, heads, T, D]` within every sequence of a row."""
+    """Compute causal attention of `[1, heads, T, D]` within every sequence of a row; returns `[1, T, heads, D]`."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out, _logsumexp = attend_per_sequence(query, key, value, sequence_lengths, scale)
     return out.transpose(1, 2), None
@@ -132,13 +122,13 @@ def _per_sequence(
 def attend_per_sequence(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention `[1, heads, T, D]`, and log-sum-exp `[1, heads, T]`, of sequences of these lengths in a row."""
+    """Return causal attention `[1, heads, T, D]` and log-sum-exp `[1, heads, T]` of concatenated sequences."""
     out, logsumexp = _outputs(query)
     parts = _parts(lengths, query, key, value, out, logsumexp)
     for q, k, v, part, logs in parts:
-        found, found_logs = _forward(q, k, v, 0.0, True, scale=scale)
-        part.copy_(found)
-        logs.copy_(found_logs)
+        result, result_logs = _forward(q, k, v, 0.0, True, scale=scale)
+        part.copy_(result)
+        logs.copy_(result_logs)
     return out, logsumexp
 
 
@@ -160,11 +150,11 @@ def attend_per_sequence_backward(
     lengths: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     gradients = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
     for g, q, k, v, o, logs, *parts in _parts(lengths, grad, query, key, value, out, logsumexp, *gradients):
-        for part, found in zip(parts, _backward(g, q, k, v, o, logs, 0.0, True, scale=scale), strict=True):
-            part.copy_(found)
+        for part, gradient in zip(parts, _backward(g, q, k, v, o, logs, 0.0, True, scale=scale), strict=True):
+            part.copy_(gradient)
     return gradients
 
 
@@ -179,7 +169,7 @@ def _outputs(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _parts(lengths: torch.Tensor, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of the tensors `[1, heads, T, ...]` for every sequence."""
+    """Yield views of the tensors `[1, heads, T, ...]`, sequence by sequence."""
     return zip(*(tensor.split(lengths.tolist(), dim=2) for tensor in tensors), strict=True)
 
 
@@ -190,8 +180,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 def _differentiate(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     query, key, value, lengths, out, logsumexp = ctx.saved_tensors
-    found = attend_per_sequence_backward(grad, query, key, value, out, logsumexp, lengths, ctx.scale)
-    return *found, None, None
+    gradients = attend_per_sequence_backward(grad, query, key, value, out, logsumexp, lengths, ctx.scale)
+    return *gradients, None, None
 
 
 attend_per_sequence.register_autograd(_differentiate, setup_context=_save)

@@ -1,7 +1,7 @@
-"""Packed trees for GPUs: FlexAttention skips what a token's ancestors are not, in blocks of 128 by 128.
+"""Packed trees on GPUs: FlexAttention skips blocks of 128 by 128 (query, key) pairs that the ancestor mask excludes.
 
-In the order of a depth-first walk a tree mask is one interval per token: token i reads token j if and only if
-`j <= i < ends[j]`. So the mask of a row is a vector, and only its blocks are ever built.
+In depth-first order an ancestor mask is one interval per token: token i reads token j if and only if
+`j <= i < ends[j]`. So the mask of a row is stored as a vector, and only its block mask is built.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from benchmarks.packed_tree import PackedTree, pack, split
 from benchmarks.trees import IntArray
 from benchmarks.workloads import FloatArray
 
-IMPLEMENTATION = "tree_mask"  # its name in transformers' registry
+IMPLEMENTATION = "tree_mask"  # name in transformers' registry of attention functions
 BLOCK = 128
-STATIC_SIZE = 1024  # rows are padded to multiples of it where every length is compiled by itself
+STATIC_SIZE = 1024  # rows are padded to multiples of this when every length is compiled separately
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,10 +30,10 @@ class Prepared:
 
     Attributes:
         tokens, depths: `[1, T]`.
-        mask: of blocks; on CPUs, which have no such kernel with a backward pass, bool `[1, 1, T, T]`.
-        flex: FlexAttention, compiled.
-        parents: `[P]` what every predicted token is predicted from.
-        labels, weights: `[P]` the predicted tokens, and what their log-probs count.
+        mask: block mask; on CPUs, whose FlexAttention has no backward pass, bool `[1, 1, T, T]`.
+        flex: compiled FlexAttention.
+        parents: `[P]` row from which each token is predicted.
+        labels, weights: `[P]` the predicted tokens and the weights of their log-probs.
     """
 
     tokens: torch.Tensor
@@ -48,16 +48,16 @@ class Prepared:
 def prepared_trees(
     sequences: Sequence[IntArray], weights: Sequence[FloatArray], limit: int, device: torch.device, static: bool = False
 ) -> Iterator[Prepared]:
-    """The rows of a batch, one after the other, of at most `limit` tokens each (or of one sequence)."""
+    """Yield the rows of a batch, of at most `limit` tokens each (or of one sequence)."""
     for group in split(sequences, limit):
         yield prepare(pack([sequences[i] for i in group], [weights[i] for i in group]), device, static)
 
 
 def prepare(tree: PackedTree, device: torch.device, static: bool = False) -> Prepared:
-    """A packed tree on a device. Padding reads itself alone, and nothing is predicted from it.
+    """Move a packed tree to a device and pad it. Padding reads only itself, and nothing is predicted from it.
 
     Args:
-        static: compile FlexAttention for every length instead of once for all of them.
+        static: compile FlexAttention for every length instead of once for all.
     """
     size = len(tree.ends)
     padding = -size % (STATIC_SIZE if static else BLOCK)
@@ -69,10 +69,10 @@ def prepare(tree: PackedTree, device: torch.device, static: bool = False) -> Pre
 
 
 def block_mask(ends: torch.Tensor) -> BlockMask:
-    """The mask of T tokens, T a multiple of `BLOCK`, without ever looking at single pairs.
+    """Build the block mask of T tokens, T a multiple of `BLOCK`, without evaluating single pairs.
 
-    The intervals of a block's tokens begin in that block, so the last of their ends says which blocks of queries read
-    any of them, and the first which read all.
+    The intervals of a block's tokens begin in that block. So the largest of their ends bounds the query blocks that
+    read any of them, and the smallest bounds those that read all.
     """
 
     def allowed(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -89,13 +89,13 @@ def block_mask(ends: torch.Tensor) -> BlockMask:
 
 
 def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many of a row's `[n, n]` blocks are set, and which: the set ones first; int32 `[1, 1, n]`, `[1, 1, n, n]`."""
+    """Count and list the set blocks of each row of `[n, n]`: int32 `[1, 1, n]` and `[1, 1, n, n]`, set ones first."""
     set_first = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], set_first.int()[None, None]
 
 
 def pair_mask(ends: torch.Tensor) -> torch.Tensor:
-    """The same mask as bool `[1, 1, T, T]`."""
+    """Return the ancestor mask as bool `[1, 1, T, T]`."""
     rows = torch.arange(len(ends), device=ends.device)
     return ((rows <= rows[:, None]) & (rows[:, None] < ends))[None, None]
 
@@ -112,7 +112,7 @@ def attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of query `[1, Hq, T, D]` over its ancestors, as transformers calls it: `[1, T, Hq, D]`."""
+    """Compute attention of query `[1, Hq, T, D]` over its ancestors; returns `[1, T, Hq, D]` for transformers."""
     if isinstance(tree_mask, torch.Tensor):
         dense = torch.nn.functional.scaled_dot_product_attention
         out = dense(query, key, value, attn_mask=tree_mask, scale=scaling, enable_gqa=True)

@@ -3,11 +3,11 @@
     python benchmarks/floors.py [--models dense,mixture] [--trees short,mid,none] [--repetitions 5] [--json OUT]
 
 A step is forward and backward of a weighted sum of token log-probs over a whole batch, in float32, on a small Qwen3 and
-a small mixture of experts. Of transformers' implementations of experts eager mode has the one whose step is fastest.
-Recurrent models are also compared with eager mode whose recurrences are computed by ours, and with `--compiled` models
-of attention alone with the fastest of inductor's dense rows: one at a time, padded, packed.
-Gradients are compared once per tree, so that a fast wrong answer is no result. Exit code 1: a floor or equality missed.
-`python -m benchmarks.run` compares with more than eager.
+a small mixture of experts. Eager mode uses the fastest of transformers' expert implementations. Recurrent models are
+also compared with eager mode under our recurrences, and with `--compiled`, models of attention alone are compared with
+the fastest dense rows compiled by inductor: one at a time, padded, packed. Gradients are compared once per tree, so
+that a fast wrong answer does not count. Exit code 1: a floor was missed or gradients differ. `python -m benchmarks.run`
+compares with more methods.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from benchmarks.trees import TREES, ideal_speedup
 from benchmarks.workloads import Workload, catalogue
 
 FLOORS = {"short": 3.0, "mid": 1.5, "none": 0.75}
-EXPERTS = ("grouped_mm", "eager")  # "batched_mm" copies the weights for every token: gigabytes, and minutes
+EXPERTS = ("grouped_mm", "eager")  # "batched_mm" copies the weights per token: gigabytes, and minutes
 COMPILED = {"one": compiled_dense, "padded": compiled_padded, "packed": compiled_packed}
-TOLERANCE = 1e-3  # largest |difference| over largest |gradient|, per parameter, of two float32 runs
+TOLERANCE = 1e-3  # bound on max |difference| / max |gradient| per parameter, for two float32 runs
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Figures of one tree; seconds are per step."""
+    """Figures of one model and tree; seconds are per step."""
 
     model: str
     tree: str
@@ -60,27 +60,27 @@ class Row:
     floor: float | None
     first_call_seconds: float
     eager_seconds: list[float]
-    kernels_seconds: list[float]  # eager with our recurrences; of models that have any
-    compiled_seconds: dict[str, list[float]]  # inductor's code for dense rows, by method, if asked for
+    kernels_seconds: list[float]  # eager with our recurrences; empty for models without any
+    compiled_seconds: dict[str, list[float]]  # dense rows compiled by inductor, by method; empty unless requested
     dta_seconds: list[float]
     gradient_difference: float
     strategy: str
 
     @property
     def speedup(self) -> float:
-        """Median over median."""
+        """Ratio of median eager time to median dta time."""
         return statistics.median(self.eager_seconds) / statistics.median(self.dta_seconds)
 
     @property
     def over_kernels(self) -> float | None:
-        """The same over eager with our recurrences."""
+        """Ratio of median time of eager with our recurrences to median dta time."""
         if not self.kernels_seconds:
             return None
         return statistics.median(self.kernels_seconds) / statistics.median(self.dta_seconds)
 
     @property
     def over_compiled(self) -> float | None:
-        """The same over the fastest dense rows that inductor compiled."""
+        """Ratio of the median time of the fastest dense rows compiled by inductor to median dta time."""
         if not self.compiled_seconds:
             return None
         return min(map(statistics.median, self.compiled_seconds.values())) / statistics.median(self.dta_seconds)
@@ -93,7 +93,7 @@ class Row:
 def measure(
     model: str, tree: str, repetitions: int, options: dict, backend: str, dense_rows: bool, tick: Callable[[], None]
 ) -> Row:
-    """One tree: a first call of both ways, compared, then `repetitions` steps of each in turns."""
+    """Measure one tree: compare the first call of both, then time `repetitions` alternating steps."""
     workload = catalogue(None, (), 0)[tree].build()
     torch.compiler.reset()
     eager = fastest_eager(model, workload)
@@ -136,7 +136,7 @@ def measure(
 
 
 def fastest_eager(model: str, workload: Workload) -> Runner:
-    """Eager mode with the fastest experts, by the shorter of two steps each."""
+    """Return eager mode with the fastest experts, chosen by the shorter of two steps each."""
     runner = Runner.of(dense, workload, model)
     if getattr(runner.model.config, "num_experts", 0):
 
@@ -200,8 +200,8 @@ def main() -> int:
     parser.add_argument("--json", metavar="OUT", help="write facts, medians and all timings to OUT")
     arguments = parser.parse_args()
     models, trees = arguments.models.split(","), arguments.trees.split(",")
-    for what, given, known in (("models", models, MODELS), ("trees", trees, TREES)):
-        if unknown := set(given) - set(known):
+    for what, names, known in (("models", models, MODELS), ("trees", trees, TREES)):
+        if unknown := set(names) - set(known):
             parser.error(f"unknown {what} {', '.join(sorted(unknown))}; known: {', '.join(known)}")
     if arguments.repetitions < 1:
         parser.error("--repetitions must be at least 1")

@@ -1,28 +1,27 @@
-"""Equality, speed and memory on one GPU, in one call of under nine minutes.
+"""Check equality, speed and memory on one GPU, in one call of under nine minutes.
 
     python -m benchmarks.gpu --rollouts FOLDER
 
-checks equality with float64, that no garbage is read and nothing waits or is compiled again, then runs Qwen3-1.7B, 4B
-and 8B (all layers, random bfloat16 weights) on batches of rollouts: one sequence at a time with and without
-checkpointing, leaves only, a packed tree mask with FlexAttention, and dta. It prints a table for every model and batch
-and the acceptance lines, and writes results.json (after every item) and plots to `--output`. What did not fit into
-`--seconds` is listed, and a second call goes on where the first one stopped:
+checks equality with float64, that no uninitialised memory is read, and that nothing synchronises or recompiles. Then it
+runs Qwen3-1.7B, 4B and 8B (all layers, random bfloat16 weights) on batches of rollouts: one sequence at a time with and
+without checkpointing, leaves only, a packed tree mask with FlexAttention, and dta. It prints a table per model and
+batch and the acceptance lines, and writes results.json (after every item) and plots to `--output`. Items that did not
+fit into `--seconds` are listed, and a second call resumes the first:
 
     python -m benchmarks.gpu --rollouts FOLDER --resume build/gpu/results.json
 
 Other calls: `--part checks`, `--models 8b --workloads airline_think`, `--only 'speed/*/auto'`, `--part ablations`,
-`--part attention` (kernels alone, and their blocks in other sizes), and without a GPU `--smoke`: everything with a toy
+`--part attention` (kernels alone, also with other block sizes), and without a GPU `--smoke`: everything with a toy
 model on the CPU.
 
-A batch is made of whole groups of rollouts that share about as much as their file does, where any fits: it has at most
-`--max-tokens`, and a step over its tree takes at most `--tree-seconds` by estimate. One sequence at a time is slow:
-where it would take longer than `--dense-seconds`, it runs every n-th sequence by length only, and the time is scaled by
-the number of operations (the tables say so). Peaks of memory are `torch.cuda.max_memory_allocated` of the timed steps,
-weights and gradients included. Tokens per second count all tokens of all sequences; MFU is over 989 TFLOP/s, of the
-operations of all sequences and of those of the tree. How strong the rivals are made is said in
-`benchmarks/gpu_methods.py`.
+A batch consists of whole groups of rollouts whose compression is close to that of their file, if any fits: it has at
+most `--max-tokens`, and a step over its tree takes at most `--tree-seconds` by estimate. One sequence at a time is
+slow: beyond `--dense-seconds` only every n-th sequence by length runs, and the time is scaled by the number of
+operations (the tables say so). Memory peaks are `torch.cuda.max_memory_allocated` of the timed steps, including weights
+and gradients. Tokens per second count all tokens of all sequences; MFU is relative to 989 TFLOP/s, by the operations of
+all sequences and by those of the tree. `benchmarks/gpu_methods.py` says how the rivals are tuned.
 
-This process never opens the GPU: another one does, and is started anew if an error leaves the device unusable.
+This process never opens the GPU: a child process does, and is restarted if an error leaves the device unusable.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ PARTS = "checks,speed,memory,graphs"
 MODELS = "1.7b,4b,8b"
 WORKLOADS = "airline_think,airline_modprefix,mathlike,aimelike,retail_think"
 BUNDLED = "airline_tiny"
-CONCLUDING = 25.0  # seconds for tables and plots at the end
-GRACE = 30.0  # seconds that the last item may take longer than estimated
-LEAST = 45.0  # seconds for which starting another process pays
+CONCLUDING = 25.0  # seconds reserved for tables and plots at the end
+GRACE = 30.0  # seconds that the last item may exceed its estimate
+LEAST = 45.0  # least seconds left for which starting another process pays
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _work(arguments)
     file = arguments.output / "results.json"
     if arguments.resume is None:
-        file.unlink(missing_ok=True)  # whatever is there in the end is of this run
+        file.unlink(missing_ok=True)  # so that the final file belongs to this run
     status = _work(arguments) if arguments.smoke else _supervise(arguments, argv, file)
     if file.is_file():
         from rich.console import Console
@@ -64,15 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _work(arguments: argparse.Namespace) -> int:
-    from benchmarks.gpu_run import run  # torch takes seconds to import
+    from benchmarks.gpu_run import run  # imported here: torch takes seconds
 
     return run(arguments)
 
 
 def _supervise(arguments: argparse.Namespace, argv: list[str], file: Path) -> int:
-    """Let other processes do the work: one, and after each that broke another for what is left."""
+    """Run the work in a child process, and after each one that broke the device, in another for the rest."""
     end = time.monotonic() + arguments.seconds - CONCLUDING
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # what is printed is seen even if a process is killed
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # output is visible even if a process is killed
     status, more = 0, ["--resume", str(arguments.resume)] if arguments.resume else []
     while (left := end - time.monotonic()) > LEAST:
         before = file.read_bytes() if file.is_file() else b""
@@ -88,7 +87,7 @@ def _supervise(arguments: argparse.Namespace, argv: list[str], file: Path) -> in
 
 
 def _complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> argparse.Namespace:
-    """Defaults that depend on other arguments; refuses files that are not there."""
+    """Fill in defaults that depend on other arguments; exit on missing files."""
     arguments.models = arguments.models or ("tiny" if arguments.smoke else MODELS)
     arguments.workloads = arguments.workloads or (WORKLOADS if arguments.rollouts else BUNDLED)
     if arguments.smoke:

@@ -1,7 +1,7 @@
-"""Attention of one chunk on a GPU: what takes it, and how large blocks of our kernels should be (`--part attention`).
+"""Time the attention of one chunk on a GPU, by provider and by block sizes of our kernels (`--part attention`).
 
-Query heads in twos on heads of keys and values, heads of 128, bfloat16. TFLOP/s count two products of every query with
-every key that it reads in the forward and five in the backward, whatever a kernel computes again.
+Two query heads per head of keys and values, head size 128, bfloat16. TFLOP/s count two products of every query with
+every key that it reads in the forward pass and five in the backward pass, whatever a kernel recomputes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.attention import attention_layer
 HEADS, KV_HEADS, WIDTH = 16, 8, 128
 RUNS = 10
 PROVIDERS = ("triton", "reference")
-VARIANTS = {  # of blocks: queries, keys, warps, stages
+VARIANTS = {  # block sizes: queries, keys, warps, stages
     "forward": [(128, 64, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3), (128, 32, 8, 4)],
     "query": [(128, 64, 8, 2), (128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3)],
     "key": [(64, 128, 8, 1), (64, 128, 8, 3), (32, 128, 8, 2), (32, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 3)],
@@ -34,7 +34,7 @@ VARIANTS = {  # of blocks: queries, keys, warps, stages
 
 
 def shapes(scale: int) -> dict[str, ChunkShape]:
-    """A long run, a long run deep down, and many short branches of one prefix; sizes are multiples of `scale`."""
+    """Return a long run, a long run at depth, and many short branches of one prefix; sizes are multiples of `scale`."""
     branches = [Segment(i * scale, (i + 1) * scale, (i + 1) * scale, 16 * scale, -1) for i in range(16)]
     return {
         "a run": ChunkShape.run(0, 16 * scale),
@@ -44,17 +44,17 @@ def shapes(scale: int) -> dict[str, ChunkShape]:
 
 
 def attention(device: torch.device) -> Check:
-    """Rates of every provider that can run here, and those of our kernels with blocks of other sizes."""
+    """Measure every available provider, and our kernels with other block sizes."""
     on_gpu = device.type == "cuda"
     figures: dict[str, Any] = {}
     for name, shape in shapes(256 if on_gpu else 2).items():
         x, grad = _operands(shape, device)
         pairs = shape.tokens * shape.start + int(shape.allowed(range(shape.tokens), range(shape.tokens)).sum())
-        work = 2 * pairs * HEADS * WIDTH / 1e12  # of one product
+        work = 2 * pairs * HEADS * WIDTH / 1e12  # per product
         for variant, provider in _variants(device):
             try:
                 forward, backward = _seconds(provider, x, grad)
-            except Exception as error:  # blocks that do not fit
+            except Exception as error:  # block sizes that do not fit
                 figures[f"{name}, {variant}"] = type(error).__name__
             else:
                 figures[f"{name}, {variant}"] = [round(2 * work / forward, 1), round(5 * work / backward, 1)]
@@ -63,7 +63,7 @@ def attention(device: torch.device) -> Check:
 
 
 def _variants(device: torch.device) -> Iterator[tuple[str, Provider]]:
-    """Providers, one at a time; while ours is used its blocks may have other sizes."""
+    """Yield providers by name; ours again under each variant of block sizes."""
     layer = attention_layer(KV_HEADS, WIDTH, WIDTH, torch.bfloat16)
     for name in PROVIDERS:
         try:
@@ -97,8 +97,8 @@ def _seconds(provider: Provider, x: Operands, grad: torch.Tensor) -> tuple[float
 
 
 def _median(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a run, after one that may compile."""
-    found = []
+    """Return the median seconds of a run, after one that may compile."""
+    times = []
     for _ in range(1 + RUNS):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -106,8 +106,8 @@ def _median(run: Callable[[], object], device: torch.device) -> float:
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - started)
-    return statistics.median(found[1:])
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
 
 
 KERNELS: dict[str, Callable[[torch.device], Check]] = {"chunk": attention}

@@ -1,4 +1,4 @@
-"""Measurements of `benchmarks.gpu`: a method on a batch, CUDA graphs, and memory as a tree grows wide."""
+"""Measurements of `benchmarks.gpu`: a method on a batch, CUDA graphs, and memory over the width of a tree."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from benchmarks.results import Outcome
 from benchmarks.trees import build
 from benchmarks.workloads import Workload
 
-TIMED = 3  # steps
-LONG = 12.0  # seconds: so long a step is timed once, half as long ones twice
+TIMED = 3  # timed steps
+LONG = 12.0  # seconds: a step this long is timed once, one half as long twice
 UNLIMITED = Limits(tokens=1 << 40, tree_seconds=math.inf, dense_seconds=math.inf)
 
 REPLAY_CHUNK, REPLAY_TOKENS, REPLAY_PAYS = 64, 35_000, 1.5
 PREFIX, BRANCH, FEW, MANY = 4096, 512, 8, 32  # tokens, tokens, branches, branches
-LARGEST_GROWTH = 1.15  # of the memory of a step, from few branches to many
+LARGEST_GROWTH = 1.15  # ratio of step memory, many branches to few
 
 
 def measure(subject: Subject, workload: Workload, method: GpuMethod, limits: Limits, deadline: float) -> Outcome:
-    """Times and peak memory of a method, after a first step that is neither.
+    """Measure time and peak memory of a method, after an untimed first step.
 
     Args:
-        deadline: on the clock of `time.monotonic`: no further step is begun that would not end before.
+        deadline: by `time.monotonic`; no step begins that would end later.
     """
     outcome = Outcome()
     step = method.build(subject, workload, limits)
@@ -49,7 +49,7 @@ def measure(subject: Subject, workload: Workload, method: GpuMethod, limits: Lim
 
 
 def seconds_of(subject: Subject, run: Callable[[], None]) -> float:
-    """Time of a step that begins without gradients; it leaves them in `.grad`."""
+    """Time a step that begins without gradients and leaves them in `.grad`."""
     subject.model.zero_grad(set_to_none=True)
     _synchronize(subject.device)
     started = time.perf_counter()
@@ -59,22 +59,22 @@ def seconds_of(subject: Subject, run: Callable[[], None]) -> float:
 
 
 def before_peak(device: torch.device) -> None:
-    """Forget earlier peaks of memory."""
+    """Reset the peak-memory statistics."""
     release_memory()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
 
 def replay_pays(subject: Subject) -> Check:
-    """Whether CUDA graphs make schedules of short chunks as much faster as they should."""
+    """Check that CUDA graphs speed up schedules of short chunks as much as required."""
     tokens = REPLAY_TOKENS if subject.device.type == "cuda" else 2000
     batch = batch_of("airline_tiny", None, subject.config, dataclasses.replace(UNLIMITED, tokens=tokens))
     medians, notes = [], []
-    for compiled_with in ({}, {"cuda_graphs": False}):  # on is the default
-        # One strategy, so that both run the same schedule.
+    for compiled_with in ({}, {"cuda_graphs": False}):  # on by default
+        # A fixed strategy, so that both run the same schedule.
         step = ours(subject, batch, UNLIMITED, compiled_with, chunk_size=REPLAY_CHUNK, strategy="packed")
         times = [seconds_of(subject, step.run) for _ in range(2 + TIMED)]
-        medians.append(statistics.median(times[2:]))  # the first two allocate and record
+        medians.append(statistics.median(times[2:]))  # the first two steps allocate and record
         notes.append(step.note())
         clean(subject)
     ratio = medians[1] / medians[0]
@@ -84,7 +84,7 @@ def replay_pays(subject: Subject) -> Check:
 
 
 def memory_follows_depth(subject: Subject) -> Check:
-    """Whether a step that keeps nothing needs no more memory for a wider tree of the same depth."""
+    """Check that a step that saves nothing needs no more memory for a wider tree of equal depth."""
     if subject.device.type != "cuda":
         return Check(None, "needs a GPU")
     peaks = []
@@ -110,19 +110,19 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _reserved(device: torch.device) -> str:
-    """What the allocator took: memory that CUDA graphs use again counts as allocated only while they are captured."""
+    """Report reserved memory: CUDA graphs' reused memory counts as allocated only during capture."""
     return f"{torch.cuda.max_memory_reserved() / GIB:.1f} GiB reserved" if device.type == "cuda" else ""
 
 
 def _another(seconds: list[float], deadline: float) -> bool:
-    """Whether to time one more step."""
+    """Return whether to time one more step."""
     return len(seconds) < TIMED and sum(seconds) < LONG and time.monotonic() + seconds[-1] < deadline
 
 
 def _difference(subject: Subject, workload: Workload, step: GpuStep) -> float | None:
-    """L2 distance of some gradients to those of the first method that ran the whole batch, the worst of them."""
+    """Return the largest relative L2 distance of sampled gradients to the first method that ran the whole batch."""
     if step.share < 1:
         return None
-    found = [parameter.grad.float().cpu() for parameter in subject.sampled]
-    expected = subject.expected.setdefault(workload.name, found)
-    return max(((got - want).norm() / want.norm()).item() for got, want in zip(found, expected, strict=True))
+    sampled = [parameter.grad.float().cpu() for parameter in subject.sampled]
+    expected = subject.expected.setdefault(workload.name, sampled)
+    return max(((got - want).norm() / want.norm()).item() for got, want in zip(sampled, expected, strict=True))

@@ -1,13 +1,13 @@
-"""The ways to run a step on a GPU: forward and backward of a weighted sum of token log-probs of a whole batch.
+"""Methods of `benchmarks.gpu`: forward and backward of a weighted sum of token log-probs of a whole batch.
 
-As in `methods`, what a data loader does is done beforehand, and what depends on what is shared is done inside of every
-step. The rivals are made as strong as is simple:
+As in `methods`, data-loader work is done beforehand, and work that depends on shared prefixes inside every step. The
+rivals are made as strong as is simple:
 
-* Dense rows run through the flash kernel of `scaled_dot_product_attention`, without any mask and without padding.
-* Log-probs of the rivals are computed in blocks of rows, each of which goes backward at once: `[S, V]` logits of a long
-  row, for a vocabulary of 151,936 ids, never exist, and nothing is computed twice for that.
-* Packed trees run in rows as long as memory allows: they begin with a limit that usually is too high, and halve it.
-* Trees without sharing are sequences packed into rows, so the tree mask is a document mask there.
+* Dense rows run through the flash kernel of `scaled_dot_product_attention`, without mask or padding.
+* The rivals' log-probs are computed in blocks of rows, each of which goes backward at once, so that the `[S, V]` logits
+  of a long row never exist (the vocabulary has 151,936 ids) and nothing is recomputed for that.
+* Packed trees run in the longest rows that fit into memory: an optimistic limit is halved until they do.
+* Trees without sharing are sequences packed into rows, so their tree mask is a document mask.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from benchmarks.trees import IntArray, count_sequences
 from benchmarks.workloads import FloatArray, Workload, tiny
 from dta_compile.options import Options
 
-HEAD_ROWS = 2048  # of one block of log-probs: as many as a chunk of ours has
-TREE_LIMITS = {False: 32_768, True: 65_536}  # tokens of a row to begin with; without and with checkpointing
+HEAD_ROWS = 2048  # rows per block of log-probs, as many as one of our chunks has
+TREE_LIMITS = {False: 32_768, True: 65_536}  # initial tokens per row, without and with checkpointing
 LEAST_LIMIT = 4096
-PART_TOKENS = 24_576  # of a tree, of one of our micro-batches
+PART_TOKENS = 24_576  # tree tokens per micro-batch of `in_parts`
 PLANNED = {option: getattr(Options(), option) for option in ("strategy", "chunk_size", "memory_budget")}  # defaults
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuStep(Step):
-    """A step, which may be a part of one.
+    """Step that may run only a part of the batch.
 
     Attributes:
-        share: of the batch's operations, those that `run` does; times are divided by it.
-        warm_up: run before the first timed step; None: `run`.
+        share: fraction of the batch's operations that `run` performs; times are divided by it.
+        warm_up: runs before the first timed step; None: `run`.
     """
 
     share: float = 1.0
@@ -58,12 +58,12 @@ class GpuStep(Step):
 
 @dataclasses.dataclass(frozen=True)
 class GpuMethod:
-    """A way to run a step.
+    """Method of running a step.
 
     Attributes:
-        family: what it is drawn with: "dense", "tree mask" or "dta".
-        cost: of a step, in units of one at the expected efficiency.
-        build: from a model and a batch to a step.
+        family: group of the method in plots: "dense", "tree mask" or "dta".
+        cost: estimated time of a step, relative to one at the expected efficiency.
+        build: maps a model and a batch to a step.
     """
 
     name: str
@@ -74,20 +74,20 @@ class GpuMethod:
 
 
 def dense(subject: Subject, workload: Workload, limits: Limits, recompute: bool = False) -> GpuStep:
-    """One sequence at a time; of a batch that would take too long only every n-th by length."""
+    """Run one sequence at a time; only every n-th by length if the batch would take too long."""
     pairs = list(zip(workload.sequences, workload.weights, strict=True))
     return _one_by_one(subject, pairs, limits, recompute)
 
 
 def leaves(subject: Subject, workload: Workload, limits: Limits) -> GpuStep:
-    """The same with checkpointing, of the sequences that are no prefix of another."""
+    """Run one sequence at a time with checkpointing, leaving out prefixes of others."""
     pairs = merge_into_leaves(workload.sequences, workload.weights)
     step = _one_by_one(subject, pairs, limits, recompute=True)
     return dataclasses.replace(step, note=lambda: f"{len(pairs)} leaves; {step.note()}".rstrip("; "))
 
 
 def _one_by_one(subject: Subject, pairs: list[tuple[IntArray, FloatArray]], limits: Limits, recompute: bool) -> GpuStep:
-    """A step over sequences with weights. The longest is always in it, for the peak of memory, and warms up."""
+    """Build a step over weighted sequences. It always contains the longest, for peak memory, and warms up with it."""
 
     def amount(some: list[tuple[IntArray, FloatArray]]) -> float:
         return operations(subject.config, count_sequences([sequence for sequence, _ in some]), tree=False)
@@ -105,7 +105,7 @@ def _one_by_one(subject: Subject, pairs: list[tuple[IntArray, FloatArray]], limi
 
 
 def tree_mask(subject: Subject, workload: Workload, limits: Limits, recompute: bool = False) -> GpuStep:
-    """The prefix tree in rows as long as fit into memory, with FlexAttention under a mask of ancestors."""
+    """Run the prefix tree in rows as long as fit into memory, with FlexAttention under an ancestor mask."""
     limit, static = TREE_LIMITS[recompute], False
 
     def run() -> None:
@@ -118,7 +118,7 @@ def tree_mask(subject: Subject, workload: Workload, limits: Limits, recompute: b
                 if limit <= LEAST_LIMIT:
                     raise
                 limit //= 2
-            except Exception:  # of the compiler, which may not like sizes that it does not know
+            except Exception:  # compiler errors, possibly over symbolic sizes
                 if static:
                     raise
                 static = True
@@ -139,7 +139,7 @@ def ours(
     compiled_with: dict[str, Any] | None = None,
     **planned_with: Any,
 ) -> GpuStep:
-    """`torch.compile(..., backend="dta")`; one compilation serves all batches and all options of plans."""
+    """Run `torch.compile(..., backend="dta")`; one compilation serves all batches and planning options."""
     function, note = compiled_log_probs(subject, compiled_with or {})
     ids, labels, weights, mask = _on(subject.device, rectangle_of(workload))
 
@@ -156,7 +156,7 @@ def ours(
 
 
 def in_parts(subject: Subject, workload: Workload, limits: Limits) -> GpuStep:
-    """The same in micro-batches of neighbouring sequences, whose activations fit where those of a batch do not."""
+    """Run `ours` in micro-batches of neighbouring sequences, whose activations fit where the batch's do not."""
     function, _ = compiled_log_probs(subject, {})
     tensors = _on(subject.device, rectangle_of(workload))
     groups = split(workload.sequences, PART_TOKENS)
@@ -171,7 +171,7 @@ def in_parts(subject: Subject, workload: Workload, limits: Limits) -> GpuStep:
 
 
 def clean(subject: Subject) -> None:
-    """Drop gradients, and what CUDA graphs of compiled functions hold, so that the next method starts without them."""
+    """Drop gradients and the memory of CUDA graphs, so that the next method starts without them."""
     subject.model.zero_grad(set_to_none=True)
     for compiled in subject.compiled.values():
         if not isinstance(compiled, str):
@@ -180,17 +180,17 @@ def clean(subject: Subject) -> None:
 
 
 def compiled_log_probs(subject: Subject, options: dict[str, Any]) -> tuple[Any, Callable[[], str]]:
-    """The compiled function under test, which has been called on a tiny batch; it is compiled once per subject.
+    """Return the compiled function under test, already called on a tiny batch; it is compiled once per subject.
 
     Raises:
-        RuntimeError: it could not be compiled before.
+        RuntimeError: an earlier compilation failed.
     """
     key = tuple(sorted(options.items()))
     if key not in subject.compiled:
         try:
             subject.compiled[key] = _compiled(subject, options)
         except Exception as error:
-            subject.compiled[key] = describe(error)  # the error itself would hold on to tensors
+            subject.compiled[key] = describe(error)  # the error object would keep tensors alive
             raise
     if isinstance(subject.compiled[key], str):
         raise RuntimeError(f"not compiled: {subject.compiled[key]}")
@@ -207,7 +207,7 @@ def _compiled(subject: Subject, options: dict[str, Any]) -> tuple[Any, Callable[
 
 
 def release_memory() -> None:
-    """Give what nobody holds any more back to the device."""
+    """Return unused memory to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -216,27 +216,27 @@ def release_memory() -> None:
 def _backward_rows(model: PreTrainedModel, rows: list[Row], recompute: bool) -> None:
     with _arranged(model, "sdpa", recompute):
         for ids, labels, weights in rows:
-            # No mask at all, where transformers would look for one: the flash kernel is causal by itself.
+            # No mask, where transformers would look for one: the flash kernel is causal by itself.
             hidden = model.model(ids, attention_mask={"full_attention": None}).last_hidden_state
             _backward_head(model, hidden[0], labels[0], weights[0])
 
 
 def _backward_trees(model: PreTrainedModel, workload: Workload, limit: int, recompute: bool, static: bool) -> None:
-    many = torch._dynamo.config.patch(recompile_limit=64)  # with static sizes there is a compilation for each
+    many = torch._dynamo.config.patch(recompile_limit=64)  # static sizes compile once per size
     with _arranged(model, IMPLEMENTATION, recompute), many:
         for tree in prepared_trees(workload.sequences, workload.weights, limit, model.device, static):
             _backward_tree(model, tree)
 
 
 def _backward_tree(model: PreTrainedModel, tree: Prepared) -> None:
-    no_mask = {"full_attention": None}  # the tree's own is an argument of the attention function
+    no_mask = {"full_attention": None}  # the tree mask is an argument of the attention function
     own = {"tree_mask": tree.mask, "flex": tree.flex}
     hidden = model.model(tree.tokens, attention_mask=no_mask, position_ids=tree.depths, **own).last_hidden_state
     _backward_head(model, hidden[0].index_select(0, tree.parents), tree.labels, tree.weights)
 
 
 def _backward_head(model: PreTrainedModel, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> None:
-    """Backward of the weighted log-probs of `labels` `[T]`, predicted from `hidden` `[T, D]`."""
+    """Run the backward pass of the weighted log-probs of `labels` `[T]`, predicted from `hidden` `[T, D]`."""
     parts = [part.detach().requires_grad_() for part in hidden.split(HEAD_ROWS)]
     for part, label, weight in zip(parts, labels.split(HEAD_ROWS), weights.split(HEAD_ROWS), strict=True):
         (weight * label_logprobs(model.lm_head(part), label)).sum().backward()
@@ -245,9 +245,9 @@ def _backward_head(model: PreTrainedModel, hidden: torch.Tensor, labels: torch.T
 
 @contextlib.contextmanager
 def _arranged(model: PreTrainedModel, attention: str, recompute: bool) -> Iterator[None]:
-    """The model with an attention function and with or without checkpointing of every layer, for a while.
+    """Temporarily set the attention function of a model, and checkpointing of every layer.
 
-    The public method that turns checkpointing on leaves a hook behind, for which others would have to be compiled anew.
+    The public method for checkpointing leaves a hook behind, which would make other methods recompile.
     """
     store = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     before = model.config._attn_implementation
@@ -272,7 +272,7 @@ def _ours(name: str, description: str, cost: float, compiled_with: dict[str, Any
 _recomputed = functools.partial(dense, recompute=True)
 _recomputed_tree = functools.partial(tree_mask, recompute=True)
 
-# In the order in which they run: what the acceptance lines need comes first.
+# In order of execution: methods that the acceptance lines need come first.
 METHODS: dict[str, GpuMethod] = {
     method.name: method
     for method in (
@@ -297,7 +297,7 @@ ON_LOW_SHARING = (
     "dense",
     "checkpoint",
 )  # few sequences are prefixes of others there
-# What single parts are worth; each is compiled by itself.
+# Value of single parts; each is compiled separately.
 ABLATIONS: dict[str, GpuMethod] = {
     method.name: method
     for method in (

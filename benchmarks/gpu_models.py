@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` runs: the Qwen3 architectures with random weights, and batches that they can take in time."""
+"""Models and batches of `benchmarks.gpu`: Qwen3 with random weights, and rollouts that fit the time limits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from benchmarks.workloads import Workload
 from dta_compile.data import bundled, load_rollouts, vocab_size
 
 PEAK_FLOPS = 989e12  # of an H100 or H200 in bfloat16, without sparsity
-EXPECTED_MFU = 0.4  # for estimates of how long something takes
-LONGEST = 16_384  # tokens of a sequence
-TOKENIZER_IDS = 151_669  # models with fewer take the ids that rollout files have of their own
-# Layer sizes of the published models; what is common to all of them is in `config_of`.
+EXPECTED_MFU = 0.4  # for time estimates
+LONGEST = 16_384  # most tokens of a sequence
+TOKENIZER_IDS = 151_669  # models with a smaller vocabulary use the dense ids of rollout files
+# Layer sizes of the published models; `config_of` adds the common ones.
 MODELS: dict[str, dict[str, Any]] = {
     "1.7b": {
         "hidden_size": 2048,
@@ -58,12 +58,12 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How large a batch may be.
+    """Limits on the size of a batch.
 
     Attributes:
-        tokens: of all sequences.
-        tree_seconds: of a step over the tree, at the expected efficiency.
-        dense_seconds: of a step over the sequences one by one. Longer ones run a part of the sequences.
+        tokens: most tokens of all sequences.
+        tree_seconds: most seconds of a step over the tree, at the expected efficiency.
+        dense_seconds: most seconds of a step over single sequences; slower batches run only a part of them.
     """
 
     tokens: int
@@ -72,7 +72,7 @@ class Limits:
 
 
 def config_of(name: str) -> Qwen3Config:
-    """Configuration of one of `MODELS`."""
+    """Return the configuration of one of `MODELS`."""
     common = {
         "vocab_size": 151_936,
         "num_key_value_heads": 8,
@@ -85,18 +85,18 @@ def config_of(name: str) -> Qwen3Config:
 
 
 def build_on(device: torch.device, config: Qwen3Config, dtype: torch.dtype) -> PreTrainedModel:
-    """A model in training mode, always with the same weights, which the device itself draws."""
+    """Build a model in training mode, always with the same weights, which are drawn on the device."""
     torch.manual_seed(0)
     with device:
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).train()
 
 
 class Subject:
-    """A model on a device; methods leave on it what they compiled for it.
+    """Model on a device, with the state that methods keep for it.
 
     Attributes:
-        compiled: functions by what they were compiled with.
-        expected: per workload some gradients of the first method that ran the whole batch.
+        compiled: compiled functions by their options.
+        expected: by workload, sampled gradients of the first method that ran the whole batch.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -108,29 +108,29 @@ class Subject:
 
     @cached_property
     def sampled(self) -> list[torch.nn.Parameter]:
-        """Parameters whose gradients are compared: small ones from the bottom, the middle and the top."""
+        """Parameters whose gradients are compared: small ones from the bottom, middle and top."""
         layers = self.model.model.layers
         middle = layers[len(layers) // 2].mlp.down_proj.weight
         return [layers[0].self_attn.q_proj.weight, middle, self.model.model.norm.weight]
 
 
 def operations(config: Qwen3Config, counts: Counts, tree: bool) -> float:
-    """Floating-point operations of forward and backward, of the tree or of the sequences one by one."""
+    """Return the floating-point operations of forward and backward, of the tree or of single sequences."""
     per_token, per_pair = flops(config)
     tokens, pairs = (counts.tree_tokens, counts.tree_pairs) if tree else (counts.tokens, counts.pairs)
     return 3 * (tokens * per_token + pairs * per_pair)
 
 
 def expected_seconds(amount: float) -> float:
-    """Time of so many operations."""
+    """Return the expected seconds of so many operations."""
     return amount / (EXPECTED_MFU * PEAK_FLOPS)
 
 
 def batch_of(name: str, rollouts: Path | None, config: Qwen3Config, limits: Limits) -> Workload:
-    """A training batch from a rollout file: whole groups that share about as much as the file does, if any fits.
+    """Build a training batch of whole groups from a rollout file, with about the file's compression if any fits.
 
     Raises:
-        ValueError: the file is not there.
+        ValueError: the file does not exist.
     """
     path = rollouts / f"{name}.npz" if rollouts else bundled(f"{name}.npz")
     if not path.is_file():
@@ -148,16 +148,16 @@ def batch_of(name: str, rollouts: Path | None, config: Qwen3Config, limits: Limi
 
     target = _compression([sequence for group in groups.values() for sequence in group])
     chosen: list[IntArray] = []
-    taken = 0
+    whole_groups = 0
     by_likeness = sorted(groups.values(), key=lambda group: abs(_compression(group) - target))
     for group in by_likeness:
         if fits(chosen + group):
-            chosen, taken = chosen + group, taken + 1
-    if not taken:
+            chosen, whole_groups = chosen + group, whole_groups + 1
+    if not whole_groups:
         for sequence in by_likeness[0]:
             if not chosen or fits([*chosen, sequence]):
                 chosen.append(sequence)
-    text = f"{len(chosen)} of {len(samples)} samples, {taken or 'a part of 1'} of {len(groups)} groups"
+    text = f"{len(chosen)} of {len(samples)} samples, {whole_groups or 'a part of 1'} of {len(groups)} groups"
     return Workload(name, "rollouts", f"{text}; C of the file {target:.2f}", config.vocab_size, chosen)
 
 

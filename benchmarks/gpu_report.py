@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_report RESULTS.json
 
-prints and draws those of a run again.
+prints and draws the results of a run again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ VERDICTS = {True: "pass", False: "FAIL", None: "unknown"}
 SHARING, LOW_SHARING = "airline_think", ("airline_modprefix", "mathlike", "aimelike")
 CHECKPOINT, TREE_MASKS, DENSE, OURS = ("checkpoint",), ("tree-mask", "tree-mask-ckpt"), ("dense", "checkpoint"), "auto"
 OVER_CHECKPOINT, OVER_TREE_MASK, OVER_DENSE = 10.0, 2.0, 1.0
-MEMORY_MODEL, MEMORY_SHARE = "1.7b", 0.5  # of dense without checkpointing
-LARGEST_GRADIENT_DIFFERENCE = 0.25  # of two bfloat16 runs; gradients of different losses differ by more than 1
+MEMORY_MODEL, MEMORY_SHARE = "1.7b", 0.5  # share of dense memory without checkpointing
+LARGEST_GRADIENT_DIFFERENCE = 0.25  # between two bfloat16 runs; gradients of different losses differ by more than 1
 
 COLUMNS = (
     *("method", "s/step", "K tokens/s", "x checkpoint", "x tree mask", "peak GiB", "MFU", "MFU, tree", "diff."),
@@ -39,13 +39,13 @@ COLUMNS = (
 
 @dataclasses.dataclass
 class Check:
-    """What a check found.
+    """Result of a check.
 
     Attributes:
-        passed: None if it could not be told.
+        passed: None if undecided.
         text: one line for readers.
-        figures: what was measured.
-        error: why there is nothing.
+        figures: measured values.
+        error: reason for a missing result.
     """
 
     passed: bool | None
@@ -57,13 +57,13 @@ class Check:
 
 @dataclasses.dataclass
 class GpuReport(Report):
-    """A run; results are named "model/workload", and their peaks include weights and gradients.
+    """Report of a run; results are named "model/workload", and their peaks include weights and gradients.
 
     Attributes:
-        checks: findings by key.
-        skipped: keys of what did not fit into the time, and why.
-        tracebacks: of everything that failed.
-        running: key of what runs now; if the process is gone, it died of that.
+        checks: checks by key.
+        skipped: reasons by key, for items that did not fit into the time.
+        tracebacks: tracebacks of all failures by key.
+        running: key of the running item; if the process is gone, this item killed it.
     """
 
     checks: dict[str, Check] = dataclasses.field(default_factory=dict)
@@ -85,7 +85,7 @@ class GpuReport(Report):
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A requirement: whether it is met (None: not known), and by what figures."""
+    """Requirement with its outcome (None: unknown) and the figures behind it."""
 
     name: str
     passed: bool | None
@@ -93,7 +93,7 @@ class Line:
 
 
 def acceptance(report: GpuReport) -> list[Line]:
-    """All requirements, those of the checks first."""
+    """Evaluate all requirements, those of the checks first."""
     lines = [Line(key, check.passed, check.error or check.text) for key, check in report.checks.items()]
     models = list(dict.fromkeys(result.name.partition("/")[0] for result in report.results))
     for model in models:
@@ -108,7 +108,7 @@ def acceptance(report: GpuReport) -> list[Line]:
 
 
 def _faster(name: str, result: Result | None, rivals: tuple[str, ...], factor: float) -> Line:
-    """Whether ours is `factor` times as fast as the fastest of the rivals that could run."""
+    """Check that ours is `factor` times as fast as the fastest rival that ran."""
     title = f"{name}: at least {factor:g}x of {' and '.join(rivals)}"
     if result is None or any(method not in result.outcomes for method in (OURS, *rivals)):
         return Line(title, None, "not measured")
@@ -138,22 +138,22 @@ def _memory(result: Result | None) -> Line:
 
 
 def _gradients(results: Iterable[Result]) -> Line:
-    """Whether all timed methods computed the same, as far as bfloat16 can tell."""
+    """Check that the gradients of all timed methods agree, as far as bfloat16 can tell."""
     title = f"gradients of timed steps differ by at most {LARGEST_GRADIENT_DIFFERENCE:g}"
-    found = {
+    errors = {
         f"{result.name} {method}": outcome.gradient_difference
         for result in results
         for method, outcome in result.outcomes.items()
         if outcome.gradient_difference is not None
     }
-    if not found:
+    if not errors:
         return Line(title, None, "not measured")
-    worst = max(found, key=lambda name: (found[name] != found[name], found[name]))  # not a number is worst
-    return Line(title, found[worst] <= LARGEST_GRADIENT_DIFFERENCE, f"at most {found[worst]:.1e}: {worst}")
+    worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))  # NaN is worst
+    return Line(title, errors[worst] <= LARGEST_GRADIENT_DIFFERENCE, f"at most {errors[worst]:.1e}: {worst}")
 
 
 def rows_of(result: Result) -> Iterator[list[str]]:
-    """Cells of `COLUMNS` for every method."""
+    """Yield the cells of `COLUMNS` for every method."""
     config = config_of(result.name.partition("/")[0])
     amounts = [operations(config, result, tree) for tree in (False, True)]
     for method, outcome in result.outcomes.items():
@@ -183,7 +183,7 @@ def _cell(value: float | None, template: str) -> str:
 
 
 def show(report: GpuReport, console: Console) -> None:
-    """Tables of everything, then the acceptance lines."""
+    """Print all tables, then the acceptance lines."""
     for result in report.results:
         console.print(headline(result), style="bold", highlight=False)
         console.print(f"  {result.description}", style="dim", highlight=False)
@@ -207,7 +207,7 @@ def show(report: GpuReport, console: Console) -> None:
 
 
 def draw(report: GpuReport, folder: Path) -> list[Path]:
-    """Bars of throughput and of peak memory. Needs matplotlib."""
+    """Draw bars of throughput and of peak memory. Needs matplotlib."""
     values = (
         ("gpu-throughput", kilotokens, "thousand tokens per second"),
         ("gpu-memory", _gibibytes, "GiB at the peak, weights and gradients included"),
@@ -226,7 +226,7 @@ def _gibibytes(result: Result, method: str) -> float | None:
 
 
 def conclude(file: Path, console: Console) -> None:
-    """Show what a file holds, and draw it beside the file."""
+    """Show the results in a file and write the plots next to it."""
     report = GpuReport.load(file)
     show(report, console)
     try:

@@ -1,7 +1,7 @@
-"""The part of `benchmarks.gpu` that touches the GPU: a list of items, run one after the other while time is left.
+"""Worker process of `benchmarks.gpu`, which owns the GPU: runs a list of items while time is left.
 
-An item that fails is recorded with its traceback, and the rest goes on. After an error that leaves the device unusable
-(an illegal address, say) the process ends with `BROKEN`, and `benchmarks.gpu` starts another one for the rest.
+A failing item is recorded with its traceback, and the others continue. After an error that makes the device unusable
+(such as an illegal address) the process exits with `BROKEN`, and `benchmarks.gpu` starts another one for the rest.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from benchmarks.memory import describe
 from benchmarks.results import Outcome, machine_facts
 from benchmarks.workloads import Workload
 
-BROKEN = 75  # exit status: the device has to be opened anew
-ITEM_SECONDS = 300  # after these an item is taken to hang
+BROKEN = 75  # exit status: the device must be reopened
+ITEM_SECONDS = 300  # an item that runs longer is considered hung
 CHECK_SECONDS, COMPILE_SECONDS, BUILD_SECONDS = 25.0, 60.0, 10.0  # estimates
-SAFETY = 1.5  # of estimates of steps
+SAFETY = 1.5  # factor on estimates of steps
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """Something to run.
+    """Unit of work.
 
     Attributes:
-        key: "part/...", unique.
-        seconds: estimate of how long it takes.
-        run: records its result; raises if there is none.
+        key: unique name, "part/...".
+        seconds: estimates its duration.
+        run: runs it and records its result, or raises.
         fail: records an error instead of a result.
     """
 
@@ -57,11 +57,11 @@ class Item:
 
 
 class Worker:
-    """Runs items; holds one model at a time.
+    """Runner of items, which holds one model at a time.
 
     Attributes:
-        deadline: on the clock of `time.monotonic`.
-        batches: by model and name of the rollout file.
+        deadline: by `time.monotonic`.
+        batches: batches by model and name of the rollout file.
     """
 
     def __init__(self, arguments: argparse.Namespace, report: GpuReport, console: Console) -> None:
@@ -73,7 +73,7 @@ class Worker:
         self.batches: dict[tuple[str, str], Workload] = {}
 
     def run(self, file: Path) -> int:
-        """Run everything that the report does not have yet; returns the exit status."""
+        """Run all items that the report lacks; return the exit status."""
         for item in self._items():
             if item.key in self.report.skipped:
                 del self.report.skipped[item.key]
@@ -87,7 +87,7 @@ class Worker:
         return 0
 
     def _run(self, item: Item) -> bool:
-        """Run an item, if there is time; whether the device still works."""
+        """Run an item if there is time; return whether the device still works."""
         started = time.monotonic()
         try:
             needed, left = item.seconds(), self.deadline - time.monotonic()
@@ -100,7 +100,7 @@ class Worker:
         except Exception as error:
             text, style = describe(error), "red"
             self.report.tracebacks[item.key] = traceback.format_exc()
-            with contextlib.suppress(Exception):  # the traceback is there in any case
+            with contextlib.suppress(Exception):  # the traceback is recorded in any case
                 item.fail(text)
         spent = time.monotonic() - started
         self.console.print(f"{item.key}: {text} [{spent:.0f} s]", style=style, markup=False, highlight=False)
@@ -111,20 +111,20 @@ class Worker:
             release_memory()
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-        except Exception as error:  # what is asked of the device from now on fails, too
+        except Exception as error:  # all further uses of the device fail, too
             self.console.print(f"the device is broken: {describe(error)}", style="red", markup=False)
             return False
         return True
 
     def _items(self) -> Iterator[Item]:
-        """What is asked for and not there yet, the most important first; all of one model before the next."""
+        """Yield the requested items without results, most important first, model by model."""
         parts = self.arguments.part.split(",")
-        made = [self._check("checks", name, check) for name, check in CHECKS.items()] if "checks" in parts else []
+        items = [self._check("checks", name, check) for name, check in CHECKS.items()] if "checks" in parts else []
         if "attention" in parts:
-            made += [self._check("attention", name, check) for name, check in KERNELS.items()]
+            items += [self._check("attention", name, check) for name, check in KERNELS.items()]
         for model in self.arguments.models.split(","):
-            made += self._of_model(model, parts)
-        for item in made:
+            items += self._of_model(model, parts)
+        for item in items:
             if fnmatch.fnmatchcase(item.key, self.arguments.only) and not self._is_done(item.key):
                 yield item
 
@@ -147,7 +147,7 @@ class Worker:
         return items
 
     def _is_done(self, key: str) -> bool:
-        """Whether there is a result; what failed is done again unless failures are to be kept."""
+        """Return whether there is a result; failures count only if they are to be kept."""
         keep = self.arguments.keep_failures
         if key in self.report.checks:
             return keep or self.report.checks[key].passed is True
@@ -169,10 +169,10 @@ class Worker:
     def _checking(self, key: str, seconds: float, check: Callable[[], Check]) -> Item:
         def run() -> str:
             started = time.monotonic()
-            found = check()
-            found.seconds = time.monotonic() - started
-            self.report.checks[key] = found
-            return f"{VERDICTS[found.passed]}: {found.text}"
+            outcome = check()
+            outcome.seconds = time.monotonic() - started
+            self.report.checks[key] = outcome
+            return f"{VERDICTS[outcome.passed]}: {outcome.text}"
 
         def fail(error: str) -> None:
             self.report.checks[key] = Check(None, "", error=error)
@@ -226,7 +226,7 @@ class Worker:
     def _subject(self, model: str) -> Subject:
         if self.subject is None or self.subject.name != model:
             self.subject = None
-            torch.compiler.reset()  # compiled code holds on to the model before
+            torch.compiler.reset()  # compiled code keeps the previous model alive
             release_memory()
             self.subject = Subject(model, self.device)
         return self.subject
@@ -234,7 +234,7 @@ class Worker:
 
 @contextlib.contextmanager
 def _watched() -> Iterator[None]:
-    """End the process, and print where it was, if what runs inside hangs."""
+    """Print the stack and end the process if the block hangs."""
     faulthandler.dump_traceback_later(ITEM_SECONDS, exit=True, file=sys.__stderr__)
     try:
         yield
@@ -243,10 +243,10 @@ def _watched() -> Iterator[None]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run what is asked for, on top of what `--resume` has; the results are in `results.json` of the output folder."""
+    """Run the requested items on top of the results of `--resume`; write `results.json` to the output folder."""
     console = Console(width=160)
     if arguments.smoke:
-        torch.set_num_threads(1)  # for tiny tensors, waiting for other threads outlasts the work
+        torch.set_num_threads(1)  # for tiny tensors, synchronising threads costs more than the work
     elif not torch.cuda.is_available():
         console.print("no GPU: --smoke runs everything with a toy model on the CPU", style="red")
         return 2
@@ -275,7 +275,7 @@ def _report(arguments: argparse.Namespace) -> GpuReport:
 
 
 def _record_death(report: GpuReport) -> None:
-    """What ran when the process before ended has failed."""
+    """Record the item that was running when the previous process ended as failed."""
     part, _, rest = report.running.partition("/")
     result, text = report.result(rest.rpartition("/")[0]), "the process died of it, or it took too long"
     if part == "speed" and result is not None:

@@ -1,16 +1,16 @@
-"""Host time: how long the host is at every chunk of a schedule, where computing takes next to no time.
+"""Measure host time: how long the host works per chunk of a schedule when computation takes almost no time.
 
     python -m benchmarks.host [--layers 28] [--chunks 512,2048,8192] [--codegen eager,inductor] [--json OUT]
 
-The model has the layers of Qwen3-1.7B, all of their operators and none of their width. All lengths are divided by 32,
-so a chunk "of 2,048 tokens" has 64; what the host does depends on slices and operators, not on tokens. Attention fills
-its results with zeros, which stands for its kernels. One thread. A replay copies inputs and outputs, as with CUDA
-graphs, and runs nothing; the runtime replays chunks of up to 512 tokens, so figures with replay of larger ones say what
-it would take. What is measured is Python, dispatching and the planner's numbers on the CPU at hand: on a GPU every
-operator that is no view also costs a launch, which is added at a stated price.
+The model has the layers of Qwen3-1.7B with all of their operators but a tiny width. All lengths are divided by 32, so a
+chunk "of 2,048 tokens" has 64; host time depends on slices and operators, not on tokens. Attention returns zeros, as a
+stand-in for its kernels. One thread. A replay copies inputs and outputs, like a CUDA graph, and runs nothing; the
+runtime replays chunks of up to 512 tokens, so replay figures of larger ones are hypothetical. Measured are Python,
+dispatch and the planner's arithmetic on the CPU at hand: on a GPU every operator that is no view also costs a launch,
+which is added at an assumed price.
 
-The roofline is that of Qwen3-1.7B in bfloat16 on an H100: the larger of operations at 989 TFLOP/s and of what has to be
-read and written of weights and their float32 gradient sums at 3.35 TB/s; forward and backward of one chunk at depth 0.
+The roofline is that of Qwen3-1.7B in bfloat16 on an H100, for forward and backward of one chunk at depth 0: the larger
+of the operations at 989 TFLOP/s and the traffic of weights and their float32 gradient sums at 3.35 TB/s.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from dta_compile.runtime.calls.executor import Executor
 from dta_compile.runtime.replay import lease
 
 aten = torch.ops.aten
-SCALE = 32  # that all lengths are divided by
-TRUNK, BRANCHES, TWIGS = 2, 6, 4  # chunks on the path; chunks below it, each of so many sequences' ends
+SCALE = 32  # divisor of all lengths
+TRUNK, BRANCHES, TWIGS = 2, 6, 4  # chunks on the shared path; chunks below it; sequences that end in each of those
 PEAK_FLOPS, BANDWIDTH = 989e12, 3.35e12  # operations and bytes per second, from NVIDIA's data sheet of the H100 SXM
-LAUNCH = 3e-6  # seconds that a CUDA launch costs the host on top of dispatching: an assumption, not measured here
+LAUNCH = 3e-6  # assumed host seconds per CUDA launch on top of dispatch; not measured here
 NO_KERNEL = {aten._unsafe_view.default, aten.lift_fresh.default, aten.empty_strided.default, aten.detach.default}
 QWEN3 = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8}
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -58,16 +58,16 @@ SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one size of chunks; microseconds of host time are medians per run of a graph.
+    """Figures of one chunk size; host times are medians in microseconds per run of a graph.
 
     Attributes:
-        forward, backward: inside of the graphs.
-        around: outside of them, per run: rows, inputs, numbers for the device.
-        kernels: operators per forward and backward that are no views; generated code counts as one per piece.
-        views: the operators that are views.
+        forward, backward: time inside the graphs.
+        around: time outside of them per run: rows, inputs, numbers for the device.
+        kernels: operators per forward and backward that are no views; generated code counts once per piece.
+        views: operators that are views.
         launches: microseconds that launches would add, forward and backward.
         roofline: microseconds of forward and backward of a chunk.
-        replayed: share of the runs that were replays.
+        replayed: fraction of the runs that were replays.
     """
 
     chunk: int
@@ -85,12 +85,12 @@ class Figures:
 
     @property
     def total(self) -> float:
-        """Microseconds of the host for forward and backward of a chunk."""
+        """Host microseconds for forward and backward of a chunk."""
         return self.forward + self.backward + 2 * self.around + self.launches
 
 
 class NoAttention:
-    """A provider that makes its results and computes nothing."""
+    """Attention provider that allocates its results and computes nothing."""
 
     replayable = True
 
@@ -108,7 +108,7 @@ class NoAttention:
 
 
 class Operators(TorchDispatchMode):
-    """Counts what is dispatched: kernels, and views."""
+    """Dispatch mode that counts kernels and views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,10 +121,10 @@ class Operators(TorchDispatchMode):
 
 
 def measure(chunk: int, layers: int, codegen: str, replay: bool, repetitions: int) -> Figures:
-    """Host time of a schedule of `TRUNK + BRANCHES` chunks."""
+    """Measure the host time of a schedule of `TRUNK + BRANCHES` chunks."""
     step, function = _step(chunk // SCALE, layers, codegen)
     with _computing_nothing(replay):
-        for _ in range(3):  # compiles; runs every size once; records every size
+        for _ in range(3):  # compile; run every size once; record every size
             step()
         with _counted() as operators:
             step()
@@ -153,37 +153,37 @@ def measure(chunk: int, layers: int, codegen: str, replay: bool, repetitions: in
 
 
 def roofline(tokens: int, layers: int) -> float:
-    """Seconds of forward and backward of a chunk of Qwen3-1.7B's layers and head on an H100."""
+    """Return the seconds of forward and backward of a chunk through Qwen3-1.7B's layers and head on an H100."""
     config = Qwen3Config(**QWEN3, head_dim=128, num_hidden_layers=layers, vocab_size=151_936)
     token, pair = flops(config)
     weights = token / 2
     work = 3 * (token * tokens + pair * tokens * (tokens + 1) / 2) / PEAK_FLOPS
-    moved = weights * (2 + 2 + 2 * 4) / BANDWIDTH  # read in both directions; gradient sums are read and written
-    return max(work, moved)
+    traffic = weights * (2 + 2 + 2 * 4) / BANDWIDTH  # weights are read twice; gradient sums are read and written
+    return max(work, traffic)
 
 
 @dataclasses.dataclass
 class _Timed:
-    """Seconds inside of executors, and what their stopwatches have."""
+    """Seconds inside executors, and the records of their stopwatches."""
 
     seconds: float = 0.0
     runs: list[MeasuredRun] = dataclasses.field(default_factory=list)
 
 
 def _timed(step: Callable[[], None]) -> _Timed:
-    found, run = _Timed(), Executor.run
+    measured, run = _Timed(), Executor.run
 
     def timed(self: Executor, *args: Any, **kwargs: Any) -> Any:
         started, before = time.perf_counter(), len(self.stopwatch.runs)
         try:
             return run(self, *args, **kwargs)
         finally:
-            found.seconds += time.perf_counter() - started
-            found.runs += self.stopwatch.runs[before:]
+            measured.seconds += time.perf_counter() - started
+            measured.runs += self.stopwatch.runs[before:]
 
     with mock.patch.object(Executor, "run", timed):
         step()
-    return found
+    return measured
 
 
 @contextlib.contextmanager
@@ -204,7 +204,7 @@ def _counted() -> Iterator[Operators]:
 
 @contextlib.contextmanager
 def _computing_nothing(replay: bool) -> Iterator[None]:
-    """Attention without its work, and replays of graphs without theirs."""
+    """Replace attention, and replays of graphs, by stand-ins that compute nothing."""
     with (
         mock.patch.dict(layer.PROVIDERS, {"reference": lambda *_: NoAttention()}),
         mock.patch.object(lease.ReplayCache, "pays", lambda *_: replay),
@@ -214,12 +214,12 @@ def _computing_nothing(replay: bool) -> Iterator[None]:
 
 
 def _recorded(record: Any, run: Any, tensors: Sequence[torch.Tensor], copied: Sequence[bool]) -> lease.Recorded:
-    """A graph that has run once, whose replays copy inputs and outputs alone."""
+    """Run a graph once; return a stand-in whose replays only copy inputs and outputs."""
     inputs = [torch.empty_like(tensor) if copy else None for tensor, copy in zip(tensors, copied, strict=True)]
     return lease.Recorded(inputs, run(list(tensors)), lambda: None)
 
 
-@functools.lru_cache(maxsize=1)  # compiled once for both, with replays and without
+@functools.lru_cache(maxsize=1)  # shared by the runs with and without replay
 def _step(chunk: int, layers: int, codegen: str) -> tuple[Callable[[], None], Any]:
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -240,7 +240,7 @@ def _step(chunk: int, layers: int, codegen: str) -> tuple[Callable[[], None], An
 
 
 def _sequences(chunk: int) -> np.ndarray[Any, Any]:
-    """`TRUNK` chunks that all share, then `BRANCHES` that `TWIGS` sequences have a part each of."""
+    """Return `TRUNK` shared chunks, then `BRANCHES` chunks of which `TWIGS` sequences have a part each."""
     random = np.random.default_rng(0)
     trunk = random.integers(0, 64, TRUNK * chunk)
     return np.stack([np.r_[trunk, random.integers(0, 64, chunk // TWIGS)] for _ in range(BRANCHES * TWIGS)])
@@ -250,7 +250,7 @@ COLUMNS = ("chunk", "layers", "code", "replay", "forward", "backward", "around",
 
 
 def show(rows: list[Figures], console: Console) -> None:
-    """The figures on the terminal."""
+    """Print the figures."""
     table = Table(title="host time per chunk, microseconds", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for column in (*COLUMNS, "in all", "roofline", "share"):
         table.add_column(column, justify="right", no_wrap=True)

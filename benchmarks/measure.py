@@ -1,4 +1,4 @@
-"""All methods on one workload: memory first, then gradients, then interleaved timing."""
+"""Measure all methods on one workload: first memory, then gradients, then interleaved timing."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from benchmarks.steps import Build, Step
 from benchmarks.trees import ideal_speedup
 from benchmarks.workloads import Workload
 
-TOLERANCE = 1e-4  # of the gradients of two float32 runs
+TOLERANCE = 1e-4  # on the gradient difference of two float32 runs
 REFERENCE = "dense"
 
-Tick = Callable[[str, int], None]  # what begins now, and how many steps of the progress bar that is
+Tick = Callable[[str, int], None]  # description of what begins, and its steps on the progress bar
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How to measure; `limit` is in seconds, of the first step of a method."""
+    """Settings of a measurement; `limit` is the most seconds of a method's first step."""
 
     threads: int
     repetitions: int
@@ -35,13 +35,13 @@ class Settings:
 
     @property
     def ticks(self) -> int:
-        """Steps of the progress bar per method and workload."""
+        """Progress-bar steps per method and workload."""
         return self.memory + 1 + self.repetitions
 
 
 @dataclasses.dataclass(frozen=True)
 class Runner:
-    """A method that is ready to run a workload."""
+    """Method prepared for one workload."""
 
     model: PreTrainedModel
     step: Step
@@ -52,7 +52,7 @@ class Runner:
         return cls(model, build(model)(workload))
 
     def seconds(self) -> float:
-        """Time of one step; gradients are left in `.grad`."""
+        """Time one step; gradients are left in `.grad`."""
         self.model.zero_grad(set_to_none=True)
         started = time.perf_counter()
         self.step.run()
@@ -60,9 +60,9 @@ class Runner:
 
 
 def measure(workload: Workload, methods: list[str], settings: Settings, tick: Tick) -> Result:
-    """Figures of all methods; one that fails, is wrong or takes too long is recorded with its error.
+    """Measure all methods; one that fails, is wrong or takes too long is recorded with its error.
 
-    Memory comes first, in processes of their own: a method that runs out of it there is not run in this process.
+    Memory is measured first, in separate processes; a method that runs out of memory there is not run in this process.
     """
     torch.compiler.reset()
     result = empty_result(workload, build_model(workload.vocabulary).config)
@@ -82,16 +82,16 @@ def measure(workload: Workload, methods: list[str], settings: Settings, tick: Ti
 
 def _measure_memory(method: str, outcome: Outcome, workload: Workload, settings: Settings) -> None:
     try:
-        # Two steps, after imports and perhaps compilation.
+        # Two steps, after imports and possibly compilation.
         outcome.peak_bytes = memory.peak_growth(method, workload, settings.threads, 120 + 2 * settings.limit)
     except memory.MeasurementError as error:
         outcome.error = str(error)
 
 
 def _first_calls(workload: Workload, outcomes: dict[str, Outcome], limit: float, tick: Tick) -> dict[str, Runner]:
-    """The methods to time: those whose first step succeeds, with the right gradients, in time."""
+    """Return the methods to time: those whose first step succeeds in time with the right gradients."""
     runners: dict[str, Runner] = {}
-    expected: list[torch.Tensor] = []  # of the reference, which comes first
+    expected: list[torch.Tensor] = []  # gradients of the reference, which runs first
     for method, outcome in outcomes.items():
         tick(f"{workload.name}: first call of {method}", 1)
         if not expected and method != REFERENCE:
@@ -101,9 +101,9 @@ def _first_calls(workload: Workload, outcomes: dict[str, Outcome], limit: float,
         try:
             runner = Runner.of(METHODS[method].build, workload)
             outcome.first_call_seconds = runner.seconds()
-            found = gradients(runner.model)
-            expected = found if method == REFERENCE else expected
-            outcome.gradient_difference = gradient_difference(found, expected)
+            actual = gradients(runner.model)
+            expected = actual if method == REFERENCE else expected
+            outcome.gradient_difference = gradient_difference(actual, expected)
             outcome.note = runner.step.note()
         except Exception as error:
             outcome.error = memory.describe(error)
@@ -117,7 +117,7 @@ def _first_calls(workload: Workload, outcomes: dict[str, Outcome], limit: float,
 
 def _objection(outcome: Outcome, limit: float) -> str:
     assert outcome.gradient_difference is not None and outcome.first_call_seconds is not None
-    if not outcome.gradient_difference <= TOLERANCE:  # not a number is wrong, too
+    if not outcome.gradient_difference <= TOLERANCE:  # NaN is wrong, too
         return f"wrong: gradients differ by {outcome.gradient_difference:.0e}"
     if outcome.first_call_seconds > limit:
         return f"too slow: first call {outcome.first_call_seconds:.0f} s"
@@ -125,7 +125,7 @@ def _objection(outcome: Outcome, limit: float) -> str:
 
 
 def empty_result(workload: Workload, config: Qwen3Config) -> Result:
-    """A workload and what sharing is worth to a model, without any method."""
+    """Describe a workload and its ideal speed-up for a model, without any method."""
     counts = workload.counts
     return Result(
         name=workload.name,

@@ -1,8 +1,8 @@
-"""Peak memory of a step, in a fresh process: how far resident memory grows above what was there before it.
+"""Measure the peak growth of resident memory during a step, in a fresh process. Linux only.
 
-Before: libraries, model, gradients of every parameter, inputs, and everything that two steps on a tiny batch load,
-compile and keep; freed memory is first given back to the system, so that a step cannot hide in it. Then the kernel's
-high-water mark is reset, two steps run, and the mark is read. Linux only.
+The baseline includes libraries, model, gradients of every parameter, inputs, and everything that two steps on a tiny
+batch load, compile and keep. Freed memory is first returned to the system, so that a step cannot hide in it. Then the
+kernel's high-water mark is reset, two steps run, and the mark is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.methods import METHODS
 from benchmarks.model import build_model
 from benchmarks.workloads import Workload, tiny
 
-EXIT_SECONDS = 10  # for a process that has sent its figure
+EXIT_SECONDS = 10  # most seconds for the exit of a process that has sent its figure
 
 
 class MeasurementError(RuntimeError):
@@ -30,15 +30,15 @@ class MeasurementError(RuntimeError):
 
 
 def peak_memory_is_available() -> bool:
-    """Whether the kernel has a high-water mark that can be reset."""
+    """Return whether the kernel has a high-water mark that can be reset."""
     return sys.platform == "linux" and os.access("/proc/self/clear_refs", os.W_OK)
 
 
 def peak_growth(method: str, workload: Workload, threads: int, limit: float) -> int:
-    """Bytes that two steps of a method add to resident memory at their peak.
+    """Return the bytes that two steps of a method add to resident memory at their peak.
 
     Raises:
-        MeasurementError: no figure, with the reason; `limit` is in seconds, for the whole process.
+        MeasurementError: there is no figure, with the reason; `limit` is in seconds, for the whole process.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -62,7 +62,7 @@ def peak_growth(method: str, workload: Workload, threads: int, limit: float) -> 
 
 
 def _report(sender: Connection, method: str, workload: Workload, threads: int) -> None:
-    with contextlib.suppress(OSError):  # if memory runs out, this process is the one to end
+    with contextlib.suppress(OSError):  # make the OOM killer choose this process
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         sender.send(_growth(method, workload, threads))
@@ -71,7 +71,7 @@ def _report(sender: Connection, method: str, workload: Workload, threads: int) -
 
 
 def describe(error: Exception) -> str:
-    """Kind and first words of an error, on one line."""
+    """Return type and first words of an error on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}"
 

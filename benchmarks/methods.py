@@ -1,8 +1,8 @@
-"""The ways to run a step: forward and backward of a weighted sum of token log-probs of a whole batch.
+"""Methods of running a step: forward and backward of a weighted sum of token log-probs of a whole batch.
 
-A method is built once on a model of its own, then takes workloads. What a data loader does (tensors, padding, rows of
-bounded size) is done beforehand; what depends on what is shared (leaves, packed trees and their masks, plans) is done
-inside of every step, because every batch of a training run is a new one.
+A method is built once on a model of its own and then takes workloads. Data-loader work (tensors, padding, rows of
+bounded size) is done beforehand. Work that depends on shared prefixes (leaves, packed trees and their masks, plans) is
+done inside every step, because every batch of a training run is a new one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from benchmarks.steps import ROW_TOKENS, Build
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way to run a step.
+    """Method of running a step.
 
     Attributes:
         family: "dense", "tree mask" or "dta".
-        build: the way from a model to steps.
+        build: maps a model to a function from workloads to steps.
     """
 
     name: str

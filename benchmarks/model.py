@@ -1,4 +1,4 @@
-"""The models that methods run, the function under test, and how gradients are compared."""
+"""Models of the benchmarks, the function under test, and the comparison of gradients."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ SHAPE = {
     "use_cache": False,
 }
 MODELS: dict[str, Callable[..., PreTrainedConfig]] = {
-    "dense": lambda **given: Qwen3Config(**SHAPE, head_dim=64, **given),
-    "mixture": lambda **given: Qwen2MoeConfig(  # 2 of 8 experts, and a shared one
+    "dense": lambda **changes: Qwen3Config(**SHAPE, head_dim=64, **changes),
+    "mixture": lambda **changes: Qwen2MoeConfig(  # 2 of 8 experts, and a shared expert
         **SHAPE,
         moe_intermediate_size=384,
         shared_expert_intermediate_size=384,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        **given,
+        **changes,
     ),
-    "qwen3_moe": lambda **given: Qwen3MoeConfig(  # 8 of 64 small experts
-        **SHAPE, head_dim=64, moe_intermediate_size=96, num_experts=64, num_experts_per_tok=8, **given
+    "qwen3_moe": lambda **changes: Qwen3MoeConfig(  # 8 of 64 small experts
+        **SHAPE, head_dim=64, moe_intermediate_size=96, num_experts=64, num_experts_per_tok=8, **changes
     ),
-    "qwen3_next": lambda **given: Qwen3NextConfig(  # three layers of the gated delta rule, one of attention
+    "qwen3_next": lambda **changes: Qwen3NextConfig(  # three layers of the gated delta rule, one of attention
         **SHAPE,
         head_dim=64,
         layer_types=["linear_attention"] * 3 + ["full_attention"],
@@ -50,7 +50,7 @@ MODELS: dict[str, Callable[..., PreTrainedConfig]] = {
         linear_value_head_dim=64,
         num_experts=0,
         mlp_only_layers=[0, 1, 2, 3],
-        **given,
+        **changes,
     ),
 }
 
@@ -58,13 +58,13 @@ LogProbs = Callable[..., torch.Tensor]
 
 
 def build_model(vocabulary: int = VOCABULARY, name: str = "dense") -> PreTrainedModel:
-    """A model of 4 layers and hidden size 256, always with the same random float32 weights, in training mode."""
+    """Build a model of 4 layers and hidden size 256 with fixed random float32 weights, in training mode."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(MODELS[name](vocab_size=vocabulary)).train()
 
 
 def flops(config: PreTrainedConfig) -> tuple[float, float]:
-    """Forward operations per token (matrix products) and per (query, key) pair (attention); backward is twice both."""
+    """Return forward FLOPs per token (matrix products) and per (query, key) pair (attention); backward takes twice."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = config.num_attention_heads * head_dim
     projections = config.hidden_size * (2 * width + 2 * config.num_key_value_heads * head_dim)
@@ -84,22 +84,22 @@ def flops(config: PreTrainedConfig) -> tuple[float, float]:
 
 
 def _delta_rule(config: PreTrainedConfig, block: int = 64) -> int:
-    """Multiplications per token of a layer of the gated delta rule, in blocks."""
+    """Count the multiplications per token of a layer of the gated delta rule, computed in blocks."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     heads, width, out = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
     projections = config.hidden_size * (2 * keys + 3 * heads * out + 2 * heads)
-    state = 3 * width * out  # read for keys and for queries, and written
-    pairs = block * (2 * width + width + 2 * out)  # products of keys and queries, the inverse's, and the outputs
+    state = 3 * width * out  # two reads, for keys and queries, and a write
+    pairs = block * (2 * width + width + 2 * out)  # products of keys and queries, the inverse, and the outputs
     return projections + heads * (state + pairs)
 
 
 def label_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Log-probs `[B, S]` of `labels` under `logits` `[B, S, V]`."""
+    """Return the log-probs `[B, S]` of `labels` under `logits` `[B, S, V]`."""
     return logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
 
 
 def token_logprobs(model: torch.nn.Module) -> LogProbs:
-    """The function under test: `[B, S]` ids, labels and perhaps a padding mask to `[B, S]` log-probs."""
+    """Return the function under test: `[B, S]` ids, labels and optional padding mask to `[B, S]` log-probs."""
 
     def logprobs(
         input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None
@@ -110,10 +110,10 @@ def token_logprobs(model: torch.nn.Module) -> LogProbs:
 
 
 def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Copies of the gradients of all parameters."""
+    """Copy the gradients of all parameters."""
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
 def gradient_difference(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """Largest |difference| over largest |expected gradient|, of the worst parameter."""
+    """Return the largest max |difference| / max |expected gradient| over all parameters."""
     return max(((got - want).abs().max() / want.abs().max()).item() for got, want in zip(actual, expected, strict=True))

@@ -17,7 +17,7 @@ from dta_compile import records
 
 
 def compiled(name: str, backend: str = "dta", **options: Any) -> Build:
-    """`torch.compile` of the log-probs of the whole batch, by `backend`; `name` tells several of them apart."""
+    """Compile the log-probs of the whole batch with `backend`; `name` distinguishes several compiled functions."""
 
     def build(model: PreTrainedModel) -> Prepare:
         function, note = compile_logprobs(model, name, backend, options)
@@ -37,7 +37,7 @@ def compiled(name: str, backend: str = "dta", **options: Any) -> Build:
 
 
 def streaming(model: PreTrainedModel) -> Prepare:
-    """The paper's own loop: every sequence's loss goes backward as soon as its last token is computed."""
+    """Run the paper's own loop: every sequence's loss goes backward as soon as its last token is computed."""
     function, note = compile_logprobs(model, "streaming", "dta", {"strategy": "dfs", "memory_budget": 0})
 
     def prepare(workload: Workload) -> Step:
@@ -58,28 +58,30 @@ def streaming(model: PreTrainedModel) -> Prepare:
 def compile_logprobs(
     model: PreTrainedModel, name: str, backend: str, options: dict[str, Any]
 ) -> tuple[LogProbs, Callable[[], str]]:
-    """The compiled log-probs of a model, and what is to be said of their latest call."""
+    """Compile the log-probs of a model; return the function, and a note on its latest call."""
     logprobs: Any = token_logprobs(model)
-    # Dynamo keeps graphs, and limits their number, per code object: every method gets its own.
+    # Dynamo caches graphs, and limits their number, per code object, so every method needs its own.
     logprobs.__code__ = logprobs.__code__.replace(co_name="logprobs_" + name.replace("-", "_"))
     if backend != "dta":
         return torch.compile(logprobs, backend=backend), str
-    if model.device.type == "cuda":  # where "auto" is the same, beside the steps that are to be timed
+    if model.device.type == "cuda":  # where "auto" generates the same code, but in the background of timed steps
         options = {"codegen": "inductor", **options}
     function = torch.compile(logprobs, backend="dta", options=options)
     return function, lambda: _plan_note(function)
 
 
 def finish_generating(function: LogProbs) -> None:
-    """Generate now what is being generated beside the steps: the first step of several pays, and no other is disturbed.
-    Nothing is done for functions of other backends."""
+    """Wait for background code generation, so that only the first step pays for it and no later one is disturbed.
+
+    Does nothing for functions of other backends.
+    """
     for engine in records.of(function).engines:
         if engine.executable.joint.generated is not None:
             engine.executable.joint.generated.prepare((), wait=True)
 
 
 def replan(function: LogProbs, **options: Any) -> None:
-    """Change options that only plans depend on (not what is compiled) of a function that has been called before."""
+    """Change options that affect only plans, not compilation, of a function that has been called before."""
     engines = records.of(function).engines
     if not engines:
         raise RuntimeError("nothing is compiled yet that could be planned anew")
@@ -88,7 +90,7 @@ def replan(function: LogProbs, **options: Any) -> None:
 
 
 def forget_replays(function: LogProbs) -> None:
-    """Give back what CUDA graphs hold; they are recorded again when they are needed."""
+    """Free the memory of CUDA graphs; they are recorded again when needed."""
     for engine in records.of(function).engines:
         if engine.replays is not None:
             engine.replays.arenas.clear()

@@ -1,4 +1,4 @@
-"""The whole prefix tree in one row: every tree token once, with a mask that shows each token its ancestors only."""
+"""Packed prefix tree: every tree token once in one row, with a mask that shows each token only its ancestors."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 from benchmarks.trees import IntArray, neighbours
 from benchmarks.workloads import FloatArray
 
-TOKEN_LIMIT = 16_384  # of one row: the mask of such a row has 1 GiB
+TOKEN_LIMIT = 16_384  # tokens per row: the mask of such a row has 1 GiB
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedTree:
-    """A packed row of T tree tokens.
+    """Packed row of T tree tokens.
 
     A token is predicted once, from its parent, with the summed weights of all sequences that contain it. So a token
     with several children has several labels, and the head runs once on each token that has any.
 
     Attributes:
         tokens, depths: `[1, T]`; depths are the positions.
-        ends: `[T]` where each token's subtree ends: token i reads token j if and only if `j <= i < ends[j]`.
-        heads: rows that the head runs on.
-        sources: for every predicted token the place of its parent in `heads`.
-        labels, weights: the predicted tokens, and what their log-probs count.
+        ends: `[T]` end of each token's subtree: token i reads token j if and only if `j <= i < ends[j]`.
+        heads: rows on which the head runs.
+        sources: index into `heads` of each predicted token's parent.
+        labels, weights: the predicted tokens and the weights of their log-probs.
     """
 
     tokens: torch.Tensor
@@ -38,19 +38,19 @@ class PackedTree:
     weights: torch.Tensor
 
     def mask(self) -> torch.Tensor:
-        """`[1, 1, T, T]`, added to attention scores: 0 at ancestors and the token itself, else -inf."""
+        """Return the additive attention mask `[1, 1, T, T]`: 0 at ancestors and the token itself, else -inf."""
         rows = torch.arange(len(self.ends))[:, None]
         allowed = (rows >= rows.T) & (rows < self.ends)
         return torch.zeros(allowed.shape).masked_fill_(~allowed, -torch.inf)[None, None]
 
 
 def pack(sequences: Sequence[IntArray], weights: Sequence[FloatArray]) -> PackedTree:
-    """The packed prefix tree of sequences, whose per-token weights are summed onto tree tokens."""
+    """Pack sequences into their prefix tree; per-token weights are summed onto tree tokens."""
     order, shared = neighbours(sequences)
     size = sum(len(sequences[index]) for index in order) - sum(shared)
     tokens, depths, parents = (np.zeros(size, np.int64) for _ in range(3))
     ends, summed = np.full(size, size), np.zeros(size, np.float32)
-    path, first = np.zeros(0, np.int64), 0  # rows of the current sequence, first free row
+    path, first = np.zeros(0, np.int64), 0  # rows of the current sequence; first free row
     for index, common in zip(order, shared, strict=True):
         sequence, last = sequences[index], first + len(sequences[index]) - common
         ends[path[common:]] = first
@@ -66,9 +66,9 @@ def pack(sequences: Sequence[IntArray], weights: Sequence[FloatArray]) -> Packed
 
 
 def split(sequences: Sequence[IntArray], limit: int = TOKEN_LIMIT) -> list[list[int]]:
-    """Groups of neighbouring sequences whose trees have at most `limit` tokens, or one sequence.
+    """Group neighbouring sequences so that their trees have at most `limit` tokens (or one sequence each).
 
-    What neighbours in different groups share is lost, as in every trainer that splits a packed tree to fit in memory.
+    Sharing across groups is lost, as in every trainer that splits a packed tree to fit into memory.
     """
     groups: list[list[int]] = []
     used = 0

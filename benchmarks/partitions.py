@@ -1,4 +1,4 @@
-"""Ways to divide the rollouts of a batch among ranks: ours, and those that balancers without a tree use."""
+"""Methods of dividing a batch's rollouts among ranks: ours, and those of balancers without a tree."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from dta_compile.plan import CostModel, LexicographicOrder, balance
 from dta_compile.plan.division.exchange import differencing
 
 IntArray = npt.NDArray[np.int64]
-Partition = list[IntArray]  # indices of the sequences of every group
+Partition = list[IntArray]  # sequence indices of each group
 
-DIFFERENCING_LIMIT = 5 * 10**6  # sequences x groups; the method takes as much work for every two sums it adds
+DIFFERENCING_LIMIT = 5 * 10**6  # sequences x groups; differencing does this much work per merge of two partitions
 
 
 class TooLarge(Exception):
-    """The method takes too long for this batch."""
+    """The batch is too large for the method."""
 
 
 class Batch:
-    """Sequences in lexicographic order, with what any two of them share in O(1).
+    """Sequences in lexicographic order, with O(1) queries for common prefixes.
 
     Attributes:
-        sorted: their order.
-        lengths: `[N]` tokens of every sequence.
-        rank: `[N]` position of every sequence in the order.
+        sorted: their lexicographic order.
+        lengths: `[N]` tokens per sequence.
+        rank: `[N]` position of each sequence in the order.
     """
 
     def __init__(self, order: LexicographicOrder) -> None:
@@ -39,7 +39,7 @@ class Batch:
 
     @cached_property
     def _least(self) -> list[npt.NDArray[np.int32]]:
-        """Level l holds the least of `common[k : k + 2**l]` (a sparse table)."""
+        """Sparse table for range minima: level l holds the minima of `common[k : k + 2**l]`."""
         levels = [self.sorted.common.astype(np.int32)]
         while 2 ** len(levels) <= len(levels[0]):
             level, half = levels[-1], 2 ** (len(levels) - 1)
@@ -47,13 +47,13 @@ class Batch:
         return levels
 
     def shared(self, first: int, second: int) -> int:
-        """Tokens that the sequences at ranks `first < second` share."""
+        """Return the number of tokens shared by the sequences at ranks `first < second`."""
         level = (second - first).bit_length() - 1
         table = self._least[level]
         return min(int(table[first + 1]), int(table[second + 1 - 2**level]))
 
     def tree_size(self, group: IntArray) -> tuple[int, int]:
-        """Tokens, and attention pairs, of the prefix tree of a group of sequences."""
+        """Return tokens and attention pairs of the prefix tree of a group of sequences."""
         ranks = np.sort(self.rank[group])
         lengths, first, second = self.lengths[self.sorted.order[ranks]], ranks[:-1], ranks[1:]
         levels, shared = np.frexp(second - first)[1] - 1, np.zeros(len(first), np.int64)
@@ -63,11 +63,12 @@ class Batch:
         return int(lengths.sum() - shared.sum()), int(_triangles(lengths).sum() - _triangles(shared).sum())
 
     def least_repeated(self, groups: int) -> int:
-        """The least number of tree tokens that dividing the sequences among so many groups can add.
+        """Return the least number of tree tokens that a division into `groups` groups must repeat.
 
-        A tree has the tokens of its sequences less the weight of a heaviest spanning tree of them, an edge weighing
-        what its ends share; neighbours in lexicographic order make such a spanning tree. Those of K groups together
-        lack at least K - 1 edges, and are heaviest where these are the lightest, however uneven that makes the groups.
+        A tree has the tokens of its sequences minus the weight of a maximum spanning tree over them, where an edge
+        weighs the common prefix of its ends; neighbours in lexicographic order form such a spanning tree. The trees of
+        K groups together lack at least K - 1 edges, and repeat least if those are the lightest, however uneven the
+        groups become.
         """
         return int(np.sort(self.sorted.common[1:])[: groups - 1].sum())
 
@@ -77,18 +78,18 @@ def _triangles(depths: IntArray) -> IntArray:
 
 
 def balanced(cost: str | CostModel, contiguous: bool, batch: Batch, groups: int) -> Partition:
-    """Ours: contiguous groups of the lexicographic order alone, or whatever division is cheapest."""
-    made = balance(batch.sorted, groups, cost, contiguous=contiguous)
-    return [np.array(group, np.int64) for group in made]
+    """Divide with `balance`: contiguous groups of the lexicographic order only, or the cheapest division."""
+    division = balance(batch.sorted, groups, cost, contiguous=contiguous)
+    return [np.array(group, np.int64) for group in division]
 
 
 def round_robin(batch: Batch, groups: int) -> Partition:
-    """Dealt out as they arrive."""
+    """Deal the sequences out in order of arrival."""
     return [np.arange(rank, len(batch.lengths), groups) for rank in range(groups)]
 
 
 def greedy_tokens(batch: Batch, groups: int) -> Partition:
-    """Each on arrival to the group with the fewest tokens."""
+    """Assign each arrival to the group with the fewest tokens."""
     loads, chosen = [(0, group) for group in range(groups)], []
     for length in batch.lengths.tolist():
         load, group = loads[0]
@@ -98,23 +99,23 @@ def greedy_tokens(batch: Batch, groups: int) -> Partition:
 
 
 def greedy_tree(batch: Batch, groups: int) -> Partition:
-    """Each on arrival to the group with the fewest tree tokens; what it adds depends on who is there already."""
+    """Assign each arrival to the group with the fewest tree tokens; its own cost depends on the group's members."""
     loads, chosen = [(0, group) for group in range(groups)], []
     present: list[list[int]] = [[] for _ in range(groups)]  # ranks
     for length, rank in zip(batch.lengths.tolist(), batch.rank.tolist(), strict=True):
         load, group = loads[0]
-        there = present[group]
-        at = bisect_left(there, rank)
-        before = batch.shared(there[at - 1], rank) if at else 0
-        after = batch.shared(rank, there[at]) if at < len(there) else 0
-        insort(there, rank)
+        members = present[group]
+        at = bisect_left(members, rank)
+        before = batch.shared(members[at - 1], rank) if at else 0
+        after = batch.shared(rank, members[at]) if at < len(members) else 0
+        insort(members, rank)
         heapq.heapreplace(loads, (load + length - max(before, after), group))
         chosen.append(group)
     return _members(np.array(chosen, np.int64), groups)
 
 
 def first_fit_decreasing(batch: Batch, groups: int) -> Partition:
-    """The longest first, each to the first group with room for its tokens; the least room that all fit in."""
+    """Place the longest first, each in the first group with room for its tokens, at the least room that fits all."""
     lengths = np.sort(batch.lengths)[::-1]
     low, high = max(int(lengths[0]), -(-int(lengths.sum()) // groups)), int(lengths.sum())
     fits = bisect_left(range(low, high), True, key=lambda room: _first_fit(lengths, groups, room) is not None)
@@ -124,7 +125,7 @@ def first_fit_decreasing(batch: Batch, groups: int) -> Partition:
 
 
 def _first_fit(lengths: IntArray, groups: int, room: int) -> IntArray | None:
-    """Group of every sequence, or None if they do not fit; `lengths` fall. Equal lengths are placed together."""
+    """Return the group of every sequence, or None if they do not fit; `lengths` descend, equal ones go at once."""
     left, chosen = np.full(groups, room), []
     values, counts = np.unique(-lengths, return_counts=True)
     for length, count in zip((-values).tolist(), counts.tolist(), strict=True):
@@ -138,10 +139,10 @@ def _first_fit(lengths: IntArray, groups: int, room: int) -> IntArray | None:
 
 
 def karmarkar_karp(batch: Batch, groups: int) -> Partition:
-    """Largest differencing by tokens: the two most uneven partial partitions are merged, heavy groups with light ones.
+    """Run largest differencing by tokens: merge the two most uneven partial partitions, heavy groups with light ones.
 
     Raises:
-        TooLarge: see `DIFFERENCING_LIMIT`.
+        TooLarge: the batch exceeds `DIFFERENCING_LIMIT`.
     """
     if len(batch.lengths) * groups > DIFFERENCING_LIMIT:
         raise TooLarge

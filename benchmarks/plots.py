@@ -1,4 +1,4 @@
-"""PNG plots of a run: throughput and memory per workload, and speed-up, efficiency and memory over a sweep."""
+"""PNG plots of a run: throughput and memory by workload; speed-up, efficiency and memory over a sweep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.results import Report, Result
 
 FAMILY_COLORS = {"dense": "#8c96a3", "tree mask": "#e08e3c", "dta": "#2a7f62"}
-# What is drawn over sweeps beside `dense`; all methods at once would hide each other.
+# Methods drawn over sweeps besides `dense`; all methods at once would hide each other.
 SWEEP_COLORS = {
     "compiled": "#b8c0ca",
     "compiled-padded": "#6b7785",
@@ -25,7 +25,7 @@ Value = Callable[[Result, str], "float | None"]
 
 
 def draw(report: Report, folder: Path) -> list[tuple[str, Path]]:
-    """Write all plots that the run has figures for; their titles and paths. Needs matplotlib."""
+    """Write all plots for which the run has figures; return titles and paths. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -45,13 +45,13 @@ def draw(report: Report, folder: Path) -> list[tuple[str, Path]]:
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write a figure; returns the path."""
+    """Write a figure and return its path."""
     figure.savefig(path, dpi=110, bbox_inches="tight")
     return path
 
 
 def kilotokens(result: Result, method: str) -> float | None:
-    """Thousands of tokens of all sequences per second."""
+    """Return the throughput in thousands of tokens of all sequences per second."""
     throughput = result.throughput(method)
     return None if throughput is None else throughput / 1000
 
@@ -62,7 +62,7 @@ def _mebibytes(result: Result, method: str) -> float | None:
 
 
 def bars(report: Report, results: list[Result], value: Value, label: str) -> Callable[[], Any] | None:
-    """One panel of horizontal bars per workload."""
+    """Return a function that draws one panel of horizontal bars per workload; None without figures."""
     results = [result for result in results if any(value(result, method) is not None for method in result.outcomes)]
     if not results:
         return None
@@ -105,7 +105,7 @@ def _bar_label(result: Result, method: str, number: float | None) -> str:
 
 
 def _sweep(report: Report, group: str, label: str) -> Callable[[], Any] | None:
-    """Speed-up, efficiency and memory over the parameter of a sweep."""
+    """Return a function that draws speed-up, efficiency and memory over a sweep; None with fewer than two points."""
     results = [result for result in report.results if result.group == group and result.seconds("dense")]
     results.sort(key=_parameter)
     if len(results) < 2:

@@ -1,4 +1,4 @@
-"""Generated pools of agent rollouts, as large as wanted, that share prefixes as real ones do."""
+"""Generated pools of agent rollouts, of any size, that share prefixes like real ones."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ Tokens = npt.NDArray[np.unsignedinteger]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of a pool. The defaults give the proportions of the tau^2-bench airline rollouts with reasoning: C 10.2 to 10.4.
+    """Shape of a pool. The defaults resemble tau^2-bench airline rollouts with reasoning: C 10.2 to 10.4.
 
     Attributes:
-        domains: system prompts; every task has one of them.
-        prompt, task, turn, reasoning: mean tokens of a system prompt, of a task's first message, that a turn adds to
-            the history, and that the answer of a turn begins with and later turns leave out; as shares of the mean
-            length of a rollout.
-        trials: attempts at a task.
-        turns: mean number of turns of a trial, each of which is a rollout.
-        copied: mean number of turns at the beginning of a trial that are those of the one before it.
-        vocabulary: number of token ids, which are held in as few bytes as these need.
+        domains: number of system prompts; every task has one of them.
+        prompt, task, turn, reasoning: mean tokens, relative to the mean rollout length, of a system prompt, of a task's
+            first message, of a turn's addition to the history, and of the start of an answer that later turns drop.
+        trials: attempts per task.
+        turns: mean turns per trial, each of which is a rollout.
+        copied: mean number of initial turns that a trial copies from the previous one.
+        vocabulary: number of token ids; determines the dtype.
     """
 
     domains: int = 4
@@ -37,7 +36,7 @@ class Shape:
 
 
 def generate(rollouts: int, mean_tokens: int, shape: Shape | None = None, seed: int = 0) -> list[Tokens]:
-    """`rollouts` sequences of about `mean_tokens` tokens, in random order of arrival, each in memory of its own."""
+    """Generate `rollouts` sequences of about `mean_tokens` tokens in random order, each in its own memory."""
     shape = shape or Shape()
     random, dtype = np.random.default_rng(seed), np.min_scalar_type(shape.vocabulary - 1)
 
@@ -47,15 +46,15 @@ def generate(rollouts: int, mean_tokens: int, shape: Shape | None = None, seed: 
 
     prompt_size = max(1, round(mean_tokens * shape.prompt))
     prompts = random.integers(0, shape.vocabulary, (shape.domains, prompt_size), dtype)
-    made: list[Tokens] = []
-    while len(made) < rollouts:
+    pool: list[Tokens] = []
+    while len(pool) < rollouts:
         prompt = prompts[random.integers(shape.domains)]
-        previous = [np.concatenate([prompt, text(shape.task)])]  # the history before every turn of the last trial
+        previous = [np.concatenate([prompt, text(shape.task)])]  # histories before every turn of the last trial
         for _ in range(shape.trials):
             copied = min(random.poisson(shape.copied), len(previous) - 1)
             histories = previous[: copied + 1]
             for _ in range(1 + random.poisson(shape.turns - 1)):
-                made.append(np.concatenate([histories[-1], text(shape.reasoning)]))
+                pool.append(np.concatenate([histories[-1], text(shape.reasoning)]))
                 histories.append(np.concatenate([histories[-1], text(shape.turn)]))
             previous = histories
-    return [made[index] for index in random.permutation(len(made))[:rollouts]]
+    return [pool[index] for index in random.permutation(len(pool))[:rollouts]]

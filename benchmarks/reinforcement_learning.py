@@ -1,12 +1,12 @@
-"""Reinforcement learning end to end, dense against dta: replayed batches, then free-running trainers.
+"""Benchmark reinforcement learning end to end, dense against dta: replayed batches, then free-running trainers.
 
     make rl
     python -m benchmarks.reinforcement_learning [--seconds 45] [--seeds 3] [--updates 20] [--folder FOLDER] [--out JSON]
 
-Every run is one of `examples/async_grpo`, from one supervised start. The first dta run is replayed: the batches that it
-trained are given in turns to three trainers in one process (eager, compiled over packed rows, dta), whose losses and
-weights are compared. Then runs of the faster dense trainer and of dta alternate, each with the same seconds of training
-beside its workers. Snapshots are evaluated when a run is over. `--page` draws the page from the results again.
+Every run is a run of `examples/async_grpo` from one supervised start. The first dta run is replayed: three trainers in
+one process (eager, compiled over packed rows, dta) train its batches in turns, and their losses and weights are
+compared. Then runs of the faster dense trainer and of dta alternate, each training for the same time next to its
+workers. Snapshots are evaluated after each run. `--page` redraws the page from the results.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from examples.async_grpo.update import Learner
 from examples.async_grpo.weights import read, snapshots
 
 DENSE = ("eager", "compiled")
-EVALUATIONS = 4  # of a run, evenly over its seconds; and those of the last tenth of its updates, at most:
-OF_THE_LAST = 2
-GPUS = 8  # that `dta split` divides by the figures of one worker and one trainer
+EVALUATIONS = 4  # per run, evenly spaced in time
+OF_THE_LAST = 2  # most additional evaluations, within the last tenth of the updates
+GPUS = 8  # for `dta split`, by the figures of one worker and one trainer
 KEPT = ("version", "seconds", "samples", "tokens", "tree_tokens", "reward/train", "train/kl", "train/entropy")
 KEPT += ("time/update", "time/wait", "stream/staleness", "stream/expired", "stream/batches_waited")  # of an update
 PATIENCES = (0, 1, 2, 4, 8)
 
 
 def replay(settings: Settings, start: Path, batches: Sequence[Sequence[Sample]], tell: Callable) -> dict[str, Any]:
-    """The same batches for every way, in turns; losses, seconds and processor seconds, differences of weights."""
+    """Train equal batches with every trainer in turns; record losses, wall and CPU seconds, weight differences."""
     torch.set_num_threads(settings.trainer_threads)
     learners, first_calls = {}, {}
     for way in WAYS:
@@ -91,16 +91,16 @@ def replay(settings: Settings, start: Path, batches: Sequence[Sequence[Sample]],
     return {"first_call_seconds": first_calls, "steps": steps}
 
 
-def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Largest over the parameters of max |difference| / max |weight|."""
+def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Return the largest max |difference| / max |weight| over all parameters."""
     return max(
-        float((found[name] - value).detach().abs().max() / value.detach().abs().max())
+        float((actual[name] - value).detach().abs().max() / value.detach().abs().max())
         for name, value in expected.items()
     )
 
 
 def rewards_of(settings: Settings, start: Path, snapshot: Path | None) -> list[float]:
-    """Of one policy on all held-out tasks; None: the supervised start. Runs in a process of its own."""
+    """Evaluate a policy on all held-out tasks, in a separate process; None: the supervised start."""
     torch.set_num_threads(1)
     model, tokenizer = warmup.start(settings, start)
     if snapshot is not None:
@@ -111,7 +111,7 @@ def rewards_of(settings: Settings, start: Path, snapshot: Path | None) -> list[f
 def free_run(
     settings: Settings, start: Path, folder: Path, at_start: Sequence[float], pool: Executor, tell: Callable
 ) -> dict[str, Any]:
-    """One run in real time, then its evaluation. `at_start`: rewards of the supervised start, that of all runs."""
+    """Run once in real time, then evaluate. `at_start`: rewards of the supervised start, common to all runs."""
     folder.mkdir(parents=True)
     for name in ("start.pt", "tokenizer.json"):
         shutil.copy(start / name, folder)
@@ -134,9 +134,9 @@ def free_run(
         if version
     }
     rewards = {0: at_start} | {version: future.result() for version, future in pending.items()}
-    for version, found in rewards.items():
+    for version, scores in rewards.items():
         seconds = updates[version - 1]["seconds"] if version else 0.0
-        reward, error, won = summary(list(found))
+        reward, error, won = summary(list(scores))
         evaluations.append({"version": version, "seconds": seconds, "reward": reward, "error": error, "won": won})
     waves = record.rows("waves")
     record.close()
@@ -152,7 +152,7 @@ def free_run(
 
 
 def chosen_versions(updates: Sequence[dict[str, Any]]) -> list[int]:
-    """Which policies are evaluated: evenly in time, and of the last tenth of the updates."""
+    """Choose the policies to evaluate: evenly spaced in time, and some of the last tenth of the updates."""
     if not updates:
         return [0]
     total = updates[-1]["seconds"]
@@ -163,14 +163,14 @@ def chosen_versions(updates: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def last_tenth(updates: Sequence[dict[str, Any]]) -> list[int]:
-    """At most `OF_THE_LAST` versions, evenly among the last tenth."""
+    """Return at most `OF_THE_LAST` versions, evenly spaced in the last tenth."""
     versions = [update["version"] for update in updates][-max(1, len(updates) // 10) :]
     step = max(1, len(versions) // OF_THE_LAST)
     return versions[::-step][:OF_THE_LAST]
 
 
 def rise(start: Sequence[float], ends: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Rewards of the policies at the end against those at the start, in standard errors of the difference by task."""
+    """Compare final with initial rewards; `errors` is the difference by task in standard errors."""
     differences = [fmean(at_end) - before for before, *at_end in zip(start, *ends, strict=True)] if ends else [0.0]
     error = pstdev(differences) / math.sqrt(len(differences))
     mean = fmean(differences)
@@ -178,8 +178,8 @@ def rise(start: Sequence[float], ends: Sequence[Sequence[float]]) -> dict[str, f
 
 
 def balances(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """By way: tokens per second of one trainer and of one worker, what `dta split` makes of them, what was measured."""
-    found = {}
+    """Return token rates of a trainer and a worker, the best split by `dta split`, and measured rates, by trainer."""
+    figures = {}
     for way in dict.fromkeys(run["way"] for run in runs):
         mine = [run for run in runs if run["way"] == way]
         updates = [update for run in mine for update in run["updates"]]
@@ -188,13 +188,13 @@ def balances(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         measured = sum(update["tokens"] for update in updates) / sum(run["updates"][-1]["seconds"] for run in mine)
         system = System(way, {1: train}, {1: roll})
         here, best = sweep(system, 2).cells[0], sweep(system, GPUS).best
-        found[way] = {"train": train, "roll": roll, "predicted": here.throughput, "limit": here.limit}
-        found[way] |= {"measured": measured, "best_split": best.split, "best_throughput": best.throughput}
-    return found
+        figures[way] = {"train": train, "roll": roll, "predicted": here.throughput, "limit": here.limit}
+        figures[way] |= {"measured": measured, "best_split": best.split, "best_throughput": best.throughput}
+    return figures
 
 
 def patience(runs: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, float]]:
-    """What choosing batches by sharing gains on the rollouts of a run, in their order of arrival."""
+    """Simulate the rollouts of a run in order of arrival, to see the gain of choosing batches by sharing."""
     record = Record(folder)
     arrived = [sample.tokens for update in runs[0]["updates"] for sample in record.trained_by(update["version"])]
     record.close()
@@ -206,7 +206,7 @@ def patience(runs: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, flo
 
 
 def measure(arguments: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
-    """Everything, as it goes into the results file."""
+    """Run everything and return the contents of the results file."""
     began = time.perf_counter()
     processes = ProcessPoolExecutor(os.cpu_count() or 1, multiprocessing.get_context("spawn"))
     with processes as pool, console.status("supervised warm-up") as status:
@@ -227,9 +227,9 @@ def measure(arguments: argparse.Namespace, folder: Path, console: Console) -> di
 
         def one(way: str, seed: int) -> dict[str, Any]:
             chosen = dataclasses.replace(settings, way=way, seed=seed)
-            found = free_run(chosen, start, folder / f"{way}-{seed}", at_start, pool, tell)
-            console.print(f"{way}, seed {seed}: {len(found['updates'])} updates, {found['rise']}", highlight=False)
-            return found
+            result = free_run(chosen, start, folder / f"{way}-{seed}", at_start, pool, tell)
+            console.print(f"{way}, seed {seed}: {len(result['updates'])} updates, {result['rise']}", highlight=False)
+            return result
 
         runs = [one("dta", 0)]
         record = Record(folder / "dta-0")
@@ -284,7 +284,7 @@ def main() -> int:
 
 
 def rounded(value: Any) -> Any:
-    """Floats with seven digits, so that the file stays small."""
+    """Round floats to seven digits, to keep the file small."""
     if isinstance(value, dict):
         return {key: rounded(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Tables of a run on the terminal, and the results page from its JSON file.
+"""Print the tables of a run, and write the results page from its JSON file.
 
     python -m benchmarks.report RESULTS.json [--output benchmarks]
 
@@ -54,12 +54,12 @@ best method of each family.
 
 
 def rows_of(result: Result) -> list[list[str]]:
-    """Cells of `COLUMNS` for every method."""
+    """Return the cells of `COLUMNS` for every method."""
     return [[method, *_cells(result, method)] for method in result.outcomes]
 
 
 def show(result: Result, console: Console) -> None:
-    """The figures of one workload on the terminal; what failed is red."""
+    """Print the figures of one workload; failures are red."""
     console.print(headline(result), style="bold", highlight=False)
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for column in COLUMNS[:-1]:
@@ -75,7 +75,7 @@ def show(result: Result, console: Console) -> None:
 
 
 def headline(result: Result) -> str:
-    """Name and shape of a workload in one line."""
+    """Describe a workload's name and shape in one line."""
     return (
         f"{result.name}: {result.sequences} sequences, {result.tokens:,} tokens, {result.tree_tokens:,} in the tree; "
         f"C {result.compression:.2f}, attention {result.attention_compression:.2f}, ideal {result.ideal:.2f}x"
@@ -83,7 +83,7 @@ def headline(result: Result) -> str:
 
 
 def markdown(report: Report, plots: Sequence[tuple[str, str]]) -> str:
-    """The results page; `plots` are titles and paths relative to it."""
+    """Return the text of the results page; `plots` are titles and paths relative to it."""
     groups = {result.group for result in report.results}
     vocabulary = "2,048; 7,936 on rollouts" if "rollouts" in groups else "2,048"
     parts = [PREAMBLE.format(vocabulary=vocabulary, repetitions=report.settings["repetitions"])]
@@ -98,7 +98,7 @@ def markdown(report: Report, plots: Sequence[tuple[str, str]]) -> str:
 
 
 def write_page(report: Report, folder: Path) -> Path:
-    """Plots and RESULTS.md in `folder`."""
+    """Write the plots and RESULTS.md to `folder`."""
     plots = draw(report, folder / "plots")
     page = folder / "RESULTS.md"
     page.write_text(markdown(report, [(title, f"plots/{path.name}") for title, path in plots]))
@@ -143,10 +143,10 @@ def _summary(report: Report) -> str:
 
 
 def _over_best_dense(report: Report, result: Result) -> float | None:
-    """Speed of the defaults over that of the fastest dense method, `dense` and compiled ones among them."""
+    """Return the speed of the defaults relative to the fastest dense method, compiled ones included."""
     dense = [name for name in result.outcomes if report.methods[name]["family"] == "dense"]
     seconds, ours = [result.seconds(name) for name in dense], result.seconds("auto")
-    measured = [found for found in seconds if found is not None]
+    measured = [number for number in seconds if number is not None]
     return min(measured) / ours if measured and ours else None
 
 
@@ -165,7 +165,7 @@ def _details(result: Result) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of a page."""
+    """Format a Markdown table."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 

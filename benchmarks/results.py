@@ -1,4 +1,4 @@
-"""What was measured, as records that are written to JSON and read back."""
+"""Records of measurements, which are written to JSON and read back."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ import dta_compile
 
 @dataclasses.dataclass
 class Outcome:
-    """One method on one workload; what was not measured is None, and `error` says why.
+    """Result of one method on one workload; values that were not measured are None, and `error` says why.
 
     Attributes:
-        first_call_seconds: of the first step, with compilation if there is any.
-        seconds: of every timed step.
-        gradient_difference: to one sequence at a time (see `model.gradient_difference`).
-        peak_bytes: growth of resident memory over a step, in a process of its own.
-        note: how the step was done.
+        first_call_seconds: time of the first step, including compilation.
+        seconds: times of the timed steps.
+        gradient_difference: distance to one sequence at a time (see `model.gradient_difference`).
+        peak_bytes: growth of resident memory over a step, in a separate process.
+        note: how the step ran.
     """
 
     first_call_seconds: float | None = None
@@ -45,11 +45,11 @@ class Outcome:
 
 @dataclasses.dataclass
 class Result:
-    """All methods on one workload.
+    """Results of all methods on one workload.
 
     Attributes:
-        tokens, pairs: of the sequences one by one; pairs are those of causal attention.
-        tree_tokens, tree_pairs: of their prefix tree.
+        tokens, pairs: tokens and causal attention pairs of the single sequences.
+        tree_tokens, tree_pairs: the same of their prefix tree.
         ideal: ratio of floating-point operations, sequences over tree.
     """
 
@@ -67,7 +67,7 @@ class Result:
 
     @property
     def compression(self) -> float:
-        """The paper's C."""
+        """Compression ratio, the paper's C."""
         return self.tokens / self.tree_tokens
 
     @property
@@ -75,32 +75,32 @@ class Result:
         return self.pairs / self.tree_pairs
 
     def seconds(self, method: str) -> float | None:
-        """Median of the timed steps."""
+        """Return the median of the timed steps."""
         return self.outcomes[method].median if method in self.outcomes else None
 
     def throughput(self, method: str) -> float | None:
-        """Tokens of all sequences per second, shared or not."""
+        """Return tokens of all sequences, shared or not, per second."""
         seconds = self.seconds(method)
         return self.tokens / seconds if seconds else None
 
     def speedup(self, method: str) -> float | None:
-        """Over one sequence at a time."""
+        """Return the speed-up over one sequence at a time."""
         seconds, reference = self.seconds(method), self.seconds("dense")
         return reference / seconds if seconds and reference else None
 
     def efficiency(self, method: str) -> float | None:
-        """Speed-up over the ratio of floating-point operations."""
+        """Return the speed-up relative to the ratio of floating-point operations."""
         speedup = self.speedup(method)
         return speedup / self.ideal if speedup else None
 
 
 @dataclasses.dataclass
 class Report:
-    """A run.
+    """Report of a run.
 
     Attributes:
         facts: machine, versions, date.
-        settings: what has to be equal for two runs to be one.
+        settings: settings that must agree for a run to be resumed.
         methods: family and description by name.
     """
 
@@ -110,7 +110,7 @@ class Report:
     results: list[Result] = dataclasses.field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Write everything; a run that is cut short while writing keeps the file that was there."""
+        """Write everything; an interrupted write keeps the previous file."""
         unfinished = path.with_suffix(".part")
         unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
         unfinished.replace(path)
@@ -125,7 +125,7 @@ class Report:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a reader has to know to compare these figures with others."""
+    """Collect facts about the machine and versions that a comparison with other figures needs."""
     facts = {"date": datetime.date.today().isoformat(), "processor": _processor(), "cores": os.cpu_count()}
     facts |= {"memory": _memory(), "system": platform.system(), "python": platform.python_version()}
     facts |= {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}

@@ -1,6 +1,6 @@
-"""Tables and plots of docs/use/asynchronous_rl.md, from the results of `benchmarks.reinforcement_learning`.
+"""Write tables and plots of docs/use/asynchronous_rl.md from the results of `benchmarks.reinforcement_learning`.
 
-What stands between two comments `<!-- NAME -->` and `<!-- end -->` of the page is written anew, the rest stays.
+Text between two comments `<!-- NAME -->` and `<!-- end -->` of the page is replaced, the rest is kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "reinforcement_learning.json"
 PAGE = ROOT / "docs" / "use" / "asynchronous_rl.md"
-PLOTS = "../images"  # from the page
+PLOTS = "../images"  # relative to the page
 COLORS = {"eager": "#8c96a3", "compiled": "#e08e3c", "dta": "#1d5fa8"}
 NAMES = {"eager": "dense, eager", "compiled": "dense, compiled", "dta": "dta"}
 Results = dict[str, Any]
@@ -34,12 +34,12 @@ def draw(results: Results, page: Path) -> None:
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if not pattern.search(text):
             raise ValueError(f"{page} has no part {name!r}: a line <!-- {name} --> and later a line <!-- end -->")
-        text = pattern.sub(lambda found, part=part: found[1] + part(results) + found[2], text)
+        text = pattern.sub(lambda match, part=part: match[1] + part(results) + match[2], text)
     page.write_text(text)
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table; all columns but the first are numbers."""
+    """Format a Markdown table; all columns but the first are numbers."""
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
     return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
 
@@ -129,11 +129,11 @@ def balance(results: Results) -> str:
     rows = [
         (
             NAMES[way],
-            *(f"{found[key] / 1e3:.1f}" for key in ("roll", "train", "predicted", "measured")),
-            found["limit"],
-            f"{found['best_split']}, {found['best_throughput'] / 1e3:.0f}",
+            *(f"{figures[key] / 1e3:.1f}" for key in ("roll", "train", "predicted", "measured")),
+            figures["limit"],
+            f"{figures['best_split']}, {figures['best_throughput'] / 1e3:.0f}",
         )
-        for way, found in results["balance"].items()
+        for way, figures in results["balance"].items()
     ]
     heads = ("K tokens/s", "a worker", "a trainer", "1/1 predicted", "1/1 measured", "limit", "best of 8, predicted")
     return table(heads, rows)
@@ -142,13 +142,13 @@ def balance(results: Results) -> str:
 def batch_choice(results: Results) -> str:
     rows = [
         (
-            found["patience"],
-            f"{found['compression']:.2f}",
-            f"{found['mean_waited']:.2f}",
-            found["most_waited"],
-            found["expired"],
+            figures["patience"],
+            f"{figures['compression']:.2f}",
+            f"{figures['mean_waited']:.2f}",
+            figures["most_waited"],
+            figures["expired"],
         )
-        for found in results["patience"]
+        for figures in results["patience"]
     ]
     return table(("patience", "C of the batches", "batches waited", "most", "expired"), rows)
 
@@ -164,13 +164,13 @@ PARTS: dict[str, Callable[[Results], str]] = {
 
 
 def reward_figure(results: Results) -> Figure:
-    """Held-out reward over updates and over time, a line a run."""
+    """Draw held-out reward over updates and over time, one line per run."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     panels = figure.subplots(1, 2)
     for panel, key, label in zip(panels, ("version", "seconds"), ("update", "seconds"), strict=True):
         for run in results["runs"]:
             points = run["evaluations"]
-            along, rewards = [one[key] for one in points], [one["reward"] for one in points]
+            along, rewards = [point[key] for point in points], [point["reward"] for point in points]
             name = NAMES[run["way"]] if run["seed"] == 0 else None
             panel.plot(along, rewards, color=COLORS[run["way"]], lw=1, alpha=0.4)
             panel.plot(along, rewards, ".", color=COLORS[run["way"]], ms=5, label=name)
@@ -180,12 +180,12 @@ def reward_figure(results: Results) -> Figure:
         panel.set_xlabel(label)
         panel.set_ylabel("held-out reward")
         panel.grid(alpha=0.3)
-    panels[0].legend(loc="lower right", frameon=False)  # where no run is: few updates have low rewards
+    panels[0].legend(loc="lower right", frameon=False)  # free of curves: rewards are low only at the first updates
     return figure
 
 
 def mean_over_time(runs: Sequence[Results], way: str) -> tuple[np.ndarray, np.ndarray]:
-    """Mean over seeds at every second up to the end of the shortest run, between evaluations a straight line."""
+    """Return the mean over seeds at every second until the shortest run ends, interpolating linearly."""
     curves = [run["evaluations"] for run in runs if run["way"] == way]
     seconds = np.linspace(0, min(curve[-1]["seconds"] for curve in curves), 61)
     return seconds, np.mean(
@@ -195,7 +195,7 @@ def mean_over_time(runs: Sequence[Results], way: str) -> tuple[np.ndarray, np.nd
 
 
 def replay_figure(results: Results) -> Figure:
-    """Losses of the replayed updates, one upon the other, and the processor seconds of each update."""
+    """Draw the losses of the replayed updates on top of each other, and CPU seconds per update."""
     steps, figure = results["replay"]["steps"], Figure(figsize=(9, 3.2), layout="constrained")
     losses, seconds = figure.subplots(1, 2)
     along = range(1, len(steps) + 1)
@@ -220,7 +220,7 @@ def replay_figure(results: Results) -> Figure:
 
 
 def run_figure(results: Results) -> Figure:
-    """Sharing, staleness, and where the trainer's time goes, by run."""
+    """Draw sharing, staleness and the trainer's time by run."""
     figure = Figure(figsize=(9, 3.0), layout="constrained")
     sharing, stale, times = figure.subplots(1, 3)
     for run in results["runs"]:
@@ -229,11 +229,11 @@ def run_figure(results: Results) -> Figure:
         sharing.plot(along, [u["tokens"] / u["tree_tokens"] for u in run["updates"]], color=color, lw=0.8, alpha=0.7)
         stale.plot(along, [u["stream/staleness"] for u in run["updates"]], color=color, lw=0.8, alpha=0.7)
     ways = list(dict.fromkeys(run["way"] for run in results["runs"]))
-    for place, way in enumerate(ways):
+    for index, way in enumerate(ways):
         updates = [update for run in results["runs"] if run["way"] == way for update in run["updates"]]
         spent, waited = (fmean(update[key] for update in updates) for key in ("time/update", "time/wait"))
-        times.bar(place, spent, color=COLORS[way])
-        times.bar(place, waited, bottom=spent, color=COLORS[way], alpha=0.35, hatch="//")
+        times.bar(index, spent, color=COLORS[way])
+        times.bar(index, waited, bottom=spent, color=COLORS[way], alpha=0.35, hatch="//")
     times.set_xticks(range(len(ways)), [NAMES[way] for way in ways])
     times.set_ylabel("seconds (hatched: waiting)")
     for panel, label in ((sharing, "C of a batch"), (stale, "versions behind, mean of a batch")):

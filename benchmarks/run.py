@@ -1,13 +1,13 @@
-"""Ours against everything else: time, peak memory and efficiency, interleaved in one process.
+"""Compare our methods with all others: time, peak memory and efficiency, interleaved in one process.
 
     python -m benchmarks.run                                      # a quick look
     python -m benchmarks.run --suite full --rollouts FOLDER       # everything
     python -m benchmarks.run --workloads c-sweep --methods varlen,packed
-    python -m benchmarks.run --workloads tiny                     # does everything run?
+    python -m benchmarks.run --workloads tiny                     # smoke test of all methods
     python -m benchmarks.run --resume build/benchmarks/results.json [the same arguments]
 
 Prints a table per workload, and writes results.json (after every workload) and plots. `python -m benchmarks.report`
-makes the results page of them. Workloads can be named by group: trees, c-sweep, suffix-sweep, rollouts, check.
+turns them into the results page. Workloads can be named by group: trees, c-sweep, suffix-sweep, rollouts, check.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.workloads import ROLLOUT_FILES, Entry, catalogue
 
 QUICK_WORKLOADS = ("short", "mid", "none", "fan", "airline_tiny")
 QUICK_METHODS = ("dense", "padded", "varlen", "leaves", "sparse", "dfs", "packed", "auto")
-# A sweep has many points, and nothing in it is a prefix of another sequence: it runs what is drawn over it.
+# A sweep has many points, and no sequence in it is a prefix of another: only the methods that are drawn run.
 SWEEPS = ("c-sweep", "suffix-sweep")
 
 
@@ -69,7 +69,7 @@ def _run(
     file: Path,
     console: Console,
 ) -> None:
-    """Measure what the report does not have yet; the report is written after every workload."""
+    """Measure the workloads that the report lacks; the report is written after each."""
     entries = [entry for entry in entries if entry.name not in {result.name for result in report.results}]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
@@ -107,7 +107,7 @@ def _new_report(settings: Settings, chosen: dict[str, list[str]], max_tokens: in
 
 
 def _resumed(file: Path, new: Report) -> Report:
-    """The report in a file, if its figures may stand beside new ones."""
+    """Load the report to resume; raise ValueError if its settings or versions differ."""
     old = Report.load(file)
     if old.settings != new.settings:
         differing = {name: value for name, value in old.settings.items() if new.settings.get(name) != value}
@@ -133,7 +133,7 @@ def _choose_workloads(arguments: argparse.Namespace) -> list[Entry]:
 
 
 def _choose_methods(arguments: argparse.Namespace) -> dict[str, list[str]]:
-    """Names of methods by group of workloads; "" stands for all other groups."""
+    """Return method names by group of workloads; "" stands for all other groups."""
     if arguments.methods:
         return {"": _known(arguments.methods.split(","), METHODS)}
     if arguments.suite == "quick":
@@ -142,10 +142,10 @@ def _choose_methods(arguments: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def _known(names: list[str], known: dict[str, object]) -> list[str]:
-    """The names, each once.
+    """Return the names without duplicates.
 
     Raises:
-        ValueError: one of them is not known.
+        ValueError: a name is unknown.
     """
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"unknown {', '.join(unknown)}; known: {', '.join(known)}")

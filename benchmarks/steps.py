@@ -1,4 +1,4 @@
-"""What a method makes of a workload: tensors, and a step to run."""
+"""Steps and their inputs: tensors built from a workload, and a step to run."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from transformers import PreTrainedModel
 from benchmarks.trees import IntArray
 from benchmarks.workloads import FloatArray, Workload
 
-ROW_TOKENS = 8192  # of a row of concatenated sequences
+ROW_TOKENS = 8192  # most tokens of a row of concatenated sequences
 
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ids, labels, weights, each [1, S]
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Forward and backward; gradients are added to `.grad`. The note says how it was done, after the first run."""
+    """Forward and backward, accumulating into `.grad`. After the first run, the note describes how the step ran."""
 
     run: Callable[[], None]
     note: Callable[[], str] = str
 
 
 Prepare = Callable[[Workload], Step]
-Build = Callable[[PreTrainedModel], Prepare]  # on a model of its own
+Build = Callable[[PreTrainedModel], Prepare]  # for a model of its own
 
 
 def row_of(sequence: IntArray, weights: FloatArray) -> Row:
-    """One sequence; nothing follows its last token, whose label is 0."""
+    """Return one sequence as a row; the label of its last token, which has no successor, is 0."""
     ids = torch.from_numpy(sequence)[None]
     return ids, torch.nn.functional.pad(ids[:, 1:], (0, 1)), torch.from_numpy(weights)[None]
 
 
 def rectangle_of(workload: Workload) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids, labels, weights and padding mask `[B, S]`, padded on the right."""
+    """Return ids, labels, weights and padding mask `[B, S]`, padded on the right."""
     shape = len(workload.sequences), max(map(len, workload.sequences))
     ids, mask, weights = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.float32)
     for row, (sequence, weight) in enumerate(zip(workload.sequences, workload.weights, strict=True)):
@@ -46,7 +46,7 @@ def rectangle_of(workload: Workload) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def fill_rows(sequences: Sequence[IntArray]) -> list[list[int]]:
-    """Sequences of every row, in their order; a row has at most `ROW_TOKENS` tokens, or one sequence."""
+    """Assign sequences to rows in order; a row has at most `ROW_TOKENS` tokens, or one sequence."""
     rows: list[list[int]] = []
     used = 0
     for index, sequence in enumerate(sequences):
@@ -59,7 +59,7 @@ def fill_rows(sequences: Sequence[IntArray]) -> list[list[int]]:
 
 
 def concatenated(workload: Workload, group: list[int]) -> tuple[Row, list[int]]:
-    """Some sequences as one row, and their lengths."""
+    """Concatenate some sequences into one row; return it with their lengths."""
     rows = [row_of(workload.sequences[index], workload.weights[index]) for index in group]
     ids, labels, weights = (torch.cat(tensors, dim=1) for tensors in zip(*rows, strict=True))
     return (ids, labels, weights), [len(workload.sequences[index]) for index in group]

@@ -1,12 +1,12 @@
-"""Batches from a stream of rollouts: what choosing them by sharing gains over first-come-first-served, and its price.
+"""Batches from a stream of rollouts: gain and cost of selecting them by sharing, against first-come-first-served.
 
     python -m benchmarks.streaming                        # generated rollouts and the bundled ones
     python -m benchmarks.streaming --rollouts FOLDER      # all rollout files of a folder
     python -m benchmarks.streaming --rows 128 --waiting 8 --patience 0,2,4,8,16 --json OUT
 
 Rollouts arrive one by one in a `RolloutTree`. Whenever `--waiting` batches of them wait, one batch leaves; at the end
-of the stream the rest is drained. Every batch makes a new policy version, which is that of what arrives next. Streams
-shorter than eight batches are cut into eight. A patience of 0 is first-come-first-served. Needs no torch.
+of the stream the rest is drained. Every batch makes a new policy version, which later arrivals have. Streams shorter
+than eight batches are cut into eight. A patience of 0 is first-come-first-served. Needs no torch.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ NUMBERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One stream under one policy.
+    """Figures of one stream at one patience.
 
     Attributes:
-        arrival: "shuffled", or "jittered": as generated, each rollout late by up to as many as may wait.
-        rows: rollouts of a batch.
-        whole: compression of all rollouts as one tree, which no batch can count on.
-        compression: tokens of all batches over tokens of their trees.
-        compression_in_groups: the same over the trees of the K groups, into which a batch is cut for K trainers.
+        arrival: "shuffled", or "jittered": in generated order, each rollout delayed by up to as many as may wait.
+        rows: rollouts per batch.
+        whole: compression of all rollouts as one tree, an upper bound that batches do not reach.
+        compression: ratio of tokens of all batches to tokens of their trees.
+        compression_in_groups: the same ratio for the trees of the K groups into which a batch is cut for K trainers.
         mean_waited, most_waited: batches that left while a rollout waited.
         most_late: batches by which a rollout left later than under first-come-first-served.
         expired: rollouts that were not trained in time.
-        seconds: to choose and balance a batch, mean.
+        seconds: mean time to select and balance a batch.
     """
 
     stream: str
@@ -76,10 +76,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Insertion:
-    """Rollouts inserted by some threads, all handed out again exactly once.
+    """Insertion of rollouts by some threads; every rollout is handed out again exactly once.
 
     Attributes:
-        meanwhile: whether one more thread took batches at the same time.
+        meanwhile: whether another thread took batches at the same time.
+        tokens_per_cpu_second: tokens per CPU second of the whole process.
         tokens_per_cpu_second: by the processor time of the whole process.
     """
 
@@ -94,7 +95,7 @@ class Insertion:
 
 
 def answers(prompts: int, count: int, prompt: int, answer: int, seed: int = 0) -> Sequences:
-    """Single-turn groups: `count` answers of half to one and a half times `answer` tokens to every prompt."""
+    """Generate single-turn groups: `count` answers of 0.5 to 1.5 times `answer` tokens per prompt."""
     random = np.random.default_rng(seed)
     sequences = []
     for _ in range(prompts):
@@ -105,7 +106,7 @@ def answers(prompts: int, count: int, prompt: int, answer: int, seed: int = 0) -
 
 
 def agents(tasks: int, trials: int, turns: int, system: int, turn: int, thought: int, seed: int = 0) -> Sequences:
-    """Conversations after each of their turns; thoughts of earlier turns are dropped, as agents do."""
+    """Generate conversations after each of their turns; thoughts of earlier turns are dropped, as agents do."""
     random = np.random.default_rng(seed)
     common, sequences = random.integers(0, VOCABULARY, system, np.int32), []
     for _ in range(tasks):
@@ -119,19 +120,19 @@ def agents(tasks: int, trials: int, turns: int, system: int, turn: int, thought:
 
 
 def streams(folder: Path | None) -> dict[str, Callable[[], Sequences]]:
-    """How to make or load every stream, by name."""
+    """Return the streams by name, as functions that generate or load them."""
     files = [bundled()] if folder is None else sorted(folder.glob("*.npz"))
-    found: dict[str, Callable[[], Sequences]] = {
+    by_name: dict[str, Callable[[], Sequences]] = {
         "answers (generated)": lambda: answers(prompts=256, count=8, prompt=1000, answer=1000),
         "agents (generated)": lambda: agents(tasks=32, trials=8, turns=8, system=1000, turn=200, thought=200),
     }
     for path in files:
-        found[path.stem] = lambda path=path: [rollout.tokens for rollout in load_rollouts(path)]
-    return found
+        by_name[path.stem] = lambda path=path: [rollout.tokens for rollout in load_rollouts(path)]
+    return by_name
 
 
 def arrive(sequences: Sequences, arrival: str, waiting: int, seed: int) -> Sequences:
-    """The sequences in the order in which they arrive."""
+    """Return the sequences in order of arrival."""
     random = np.random.default_rng(seed)
     if arrival == "shuffled":
         order = random.permutation(len(sequences))
@@ -143,7 +144,7 @@ def arrive(sequences: Sequences, arrival: str, waiting: int, seed: int) -> Seque
 def simulate(
     sequences: Sequences, rows: int, waiting: int, groups: int, patience: int, staleness: int | None = None
 ) -> tuple[dict[str, float], dict[int, int]]:
-    """Fields of `Row`, and the batch in which every rollout was trained."""
+    """Return fields of `Row`, and for every rollout the batch that trained it."""
     tree = RolloutTree(patience=patience, max_staleness=staleness)
     arriving = iter(sequences)
     tokens = tree_tokens = group_tokens = 0
@@ -180,7 +181,7 @@ def simulate(
 def measure(
     name: str, sequences: Sequences, arrival: str, arguments: argparse.Namespace, patiences: Sequence[int]
 ) -> list[Row]:
-    """One row for every patience; the first one, 0, is what the others are compared with."""
+    """Measure every patience; the first one, 0, is the reference for the others."""
     size = max(min(arguments.rows, len(sequences) // 8), 1)
     arrived = arrive(sequences, arrival, size * arguments.waiting, arguments.seed)
     whole = PrefixTree.build(arrived)
@@ -205,11 +206,11 @@ def measure(
 
 
 def insert(name: str, sequences: Sequences, producers: int, meanwhile: bool, count: int) -> Insertion:
-    """Insert `count` rollouts and see that each one comes out exactly once.
+    """Insert `count` rollouts and check that each one comes out exactly once.
 
     Args:
-        producers: threads that insert.
-        meanwhile: take batches in one more thread while they do; else when all is inserted.
+        producers: number of inserting threads.
+        meanwhile: take batches in another thread at the same time; else after all insertions.
     """
     tree, rollouts, out = RolloutTree(), [sequences[i % len(sequences)] for i in range(count)], []
 

@@ -1,11 +1,11 @@
-"""Trainers on agent rollouts: what their batches share, and what an update takes eagerly and over the prefix tree.
+"""Trainers on agent rollouts: sharing within their batches, and update times, eager and over the prefix tree.
 
     python -m benchmarks.trainers                      # both tables, on the bundled rollouts
     python -m benchmarks.trainers --sharing FILE...    # the first table for rollout files, without training
 
 Batches are made by TRL's own functions for shuffling, splitting and packing. Updates are those of TRL's `GRPOTrainer`,
-whose rollouts are handed over, so that nothing is generated: from the rewards to the step of the optimizer, in float32.
-Configurations take turns in one process; their first round, in which graphs are compiled, is told apart.
+which receives the rollouts instead of generating them: from the rewards to the optimizer step, in float32.
+Configurations take turns in one process; the first round, which compiles, is reported separately.
 """
 
 from __future__ import annotations
@@ -41,50 +41,50 @@ from dta_compile.data import Rollout, bundled, load_rollouts
 from dta_compile.integrations.trainer_callback import compressions
 
 Batches = list[list[np.ndarray]]
-VOCABULARY = 7936  # of the dense ids that all rollout files have
+VOCABULARY = 7936  # dense ids of all rollout files
 
 
 def generated(rollouts: Sequence[Rollout], rows: int, steps: int) -> Batches:
-    """GRPO: generation batches of `rows * steps` rows, shuffled and split as TRL does."""
-    found: Batches = []
+    """Return GRPO's generation batches of `rows * steps` rows, shuffled and split as TRL does."""
+    batches: Batches = []
     size = rows * steps
     for start in range(0, len(rollouts) - len(rollouts) % size, size):
         numbers = {"row": torch.arange(start, start + size)}
         parts = split_tensor_dict(shuffle_sequence_dict(numbers), steps)
-        found += [[rollouts[i].tokens for i in part["row"].tolist()] for part in parts]
-    return found
+        batches += [[rollouts[i].tokens for i in part["row"].tolist()] for part in parts]
+    return batches
 
 
 def loaded(rollouts: Sequence[Rollout], rows: int, shuffled: bool) -> Batches:
-    """transformers' `Trainer` and TRL's SFT: batches of the data loader, by its random sampler or in order."""
+    """Return the data-loader batches of transformers' `Trainer` and TRL's SFT, randomly sampled or in order."""
     order = torch.randperm(len(rollouts)).tolist() if shuffled else range(len(rollouts))
     tokens = [rollouts[i].tokens for i in order]
     return [tokens[i : i + rows] for i in range(0, len(tokens), rows)]
 
 
 def packed(rollouts: Sequence[Rollout], length: int, rows: int) -> Batches:
-    """SFT with packing: rows of whole sequences, best fit first."""
-    dataset = Dataset.from_dict({"input_ids": [one.tokens.tolist() for one in rollouts]})
+    """Return packed SFT batches: rows of whole sequences, best fit first."""
+    dataset = Dataset.from_dict({"input_ids": [rollout.tokens.tolist() for rollout in rollouts]})
     result = pack_dataset(dataset.shuffle(seed=0), length, "bfd")
     per_row = []
     for row in result:
         cuts = np.cumsum(row["seq_lengths"])[:-1]
         per_row.append(np.split(np.array(row["input_ids"]), cuts))
-    return [[one for row in per_row[i : i + rows] for one in row] for i in range(0, len(per_row), rows)]
+    return [[rollout for row in per_row[i : i + rows] for rollout in row] for i in range(0, len(per_row), rows)]
 
 
 def pairs(rollouts: Sequence[Rollout], rows: int) -> Batches:
-    """DPO: the same turn of two trajectories of a task, in random order."""
+    """Return DPO batches: the same turn of two trajectories of a task, in random order."""
     by_turn: dict[tuple[int, int], list[np.ndarray]] = {}
-    for one in rollouts:
-        by_turn.setdefault((one.group, one.turn), []).append(one.tokens)
-    made = [two for alike in by_turn.values() for two in zip(alike[::2], alike[1::2], strict=False)]
-    order = torch.randperm(len(made)).tolist()
-    return [[row for i in order[k : k + rows] for row in made[i]] for k in range(0, len(made), rows)]
+    for rollout in rollouts:
+        by_turn.setdefault((rollout.group, rollout.turn), []).append(rollout.tokens)
+    chosen = [two for alike in by_turn.values() for two in zip(alike[::2], alike[1::2], strict=False)]
+    order = torch.randperm(len(chosen)).tolist()
+    return [[row for i in order[k : k + rows] for row in chosen[i]] for k in range(0, len(chosen), rows)]
 
 
 def sharing(paths: Sequence[str]) -> Table:
-    """C of the trainers' batches, by file."""
+    """Tabulate C of the trainers' batches by file."""
     ways: dict[str, Callable[[Sequence[Rollout]], Batches]] = {
         "GRPO, 8 rows a batch (default)": lambda r: generated(r, 8, 1),
         "GRPO, 2 rows x 4 accumulated": lambda r: generated(r, 2, 4),
@@ -112,7 +112,7 @@ def sharing(paths: Sequence[str]) -> Table:
 
 @dataclasses.dataclass
 class Clock(TrainerCallback):
-    """Seconds of every update."""
+    """Callback that records the seconds of every update."""
 
     started: float = 0.0
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -132,15 +132,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def trainer(folder: str, layers: int, hidden: int, way: str | None, clock: Clock, **settings: Any) -> GRPOTrainer:
-    """A trainer that gets the bundled rollouts at every step; `way`: "whole", "backbone" or None for eager."""
+    """Build a trainer that gets the bundled rollouts at every step; `way`: "whole", "backbone" or None for eager."""
     rollouts = load_rollouts(bundled(), dense=True)
-    starts = [one.spans[-1][0] for one in rollouts]
+    starts = [sample.spans[-1][0] for sample in rollouts]
 
     def hand_over(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         return {
-            "prompt_ids": [one.tokens[:start].tolist() for one, start in zip(rollouts, starts, strict=True)],
-            "completion_ids": [one.tokens[start:].tolist() for one, start in zip(rollouts, starts, strict=True)],
-            "logprobs": [[0.0] * (len(one) - start) for one, start in zip(rollouts, starts, strict=True)],
+            "prompt_ids": [sample.tokens[:start].tolist() for sample, start in zip(rollouts, starts, strict=True)],
+            "completion_ids": [sample.tokens[start:].tolist() for sample, start in zip(rollouts, starts, strict=True)],
+            "logprobs": [[0.0] * (len(sample) - start) for sample, start in zip(rollouts, starts, strict=True)],
         }
 
     torch.manual_seed(0)
@@ -161,7 +161,7 @@ def trainer(folder: str, layers: int, hidden: int, way: str | None, clock: Clock
         disable_tqdm=True,
         **settings,
     )
-    made = GRPOTrainer(
+    grpo = GRPOTrainer(
         Qwen3ForCausalLM(config),
         clock.reward,
         args=arguments,
@@ -170,12 +170,12 @@ def trainer(folder: str, layers: int, hidden: int, way: str | None, clock: Clock
         rollout_func=hand_over,
         callbacks=[clock],
     )
-    made.remove_callback(PrinterCallback)
+    grpo.remove_callback(PrinterCallback)
     if way == "backbone":
-        made.model.model.compile(backend="dta")
+        grpo.model.model.compile(backend="dta")
     if way is not None:
-        made.add_callback(dta_compile.DTACallback())
-    return made
+        grpo.add_callback(dta_compile.DTACallback())
+    return grpo
 
 
 ONE_BATCH = {"per_device_train_batch_size": 40, "gradient_accumulation_steps": 1}
@@ -184,7 +184,7 @@ PLAIN = {"gradient_checkpointing": False}
 
 
 def updates(layers: int, hidden: int, rounds: int, chosen: Sequence[int]) -> Table:
-    """Seconds of an update of all bundled rollouts, for the ways of these numbers."""
+    """Tabulate the seconds of an update of all bundled rollouts; `chosen` are indices of configurations."""
     ways: dict[str, tuple[str | None, dict[str, Any]]] = {
         "TRL, defaults: 8 rows x 5, checkpoints": (None, FIVE_BATCHES),
         "TRL, 8 rows x 5": (None, FIVE_BATCHES | PLAIN),
@@ -196,10 +196,10 @@ def updates(layers: int, hidden: int, rounds: int, chosen: Sequence[int]) -> Tab
     ways = {name: way for i, (name, way) in enumerate(ways.items()) if i in chosen}
     with tempfile.TemporaryDirectory() as folder:
         clocks = {name: Clock() for name in ways}
-        made = {name: trainer(folder, layers, hidden, way, clocks[name], **kw) for name, (way, kw) in ways.items()}
+        trainers = {name: trainer(folder, layers, hidden, way, clocks[name], **kw) for name, (way, kw) in ways.items()}
         for _ in range(1 + rounds):
-            for one in made.values():
-                one.train()
+            for each in trainers.values():
+                each.train()
             Console(stderr=True).print({name: [round(x, 2) for x in clock.seconds] for name, clock in clocks.items()})
     size = f"{layers} layers, hidden {hidden}, float32, {torch.get_num_threads()} threads"
     table = Table(title=f"one update of airline_tiny, {size}")
@@ -208,7 +208,7 @@ def updates(layers: int, hidden: int, rounds: int, chosen: Sequence[int]) -> Tab
     for name, clock in clocks.items():
         first, *others = clock.seconds
         way = ways[name][0]
-        model = made[name].model if way == "whole" else made[name].model.model
+        model = trainers[name].model if way == "whole" else trainers[name].model.model
         compression = f"{dta_compile.last_plan(model).stats.compression:.2f}" if way else ""
         table.add_row(name, f"{first:.2f} s", f"{statistics.median(others):.2f} s", compression)
     return table

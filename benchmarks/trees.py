@@ -1,4 +1,4 @@
-"""Synthetic token trees of a given shape, and what sharing them is worth in the ideal."""
+"""Synthetic token trees of a given shape, and the ideal speed-up from sharing them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IntArray = npt.NDArray[np.int64]
 Level = tuple[int, int]  # (children per node, tokens of each)
 
 TREES: dict[str, tuple[Level, ...]] = {
-    # 16 sequences of 1500 tokens each.
+    # Each tree has 16 sequences of 1500 tokens.
     "short": ((2, 1200), (2, 236), (4, 64)),
     "mid": ((2, 700), (2, 300), (4, 500)),
     "none": ((16, 1500),),
@@ -22,7 +22,7 @@ TREES: dict[str, tuple[Level, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Tokens, and (query, key) pairs of causal attention, of sequences on their own and of their tree."""
+    """Tokens and causal attention (query, key) pairs of single sequences and of their prefix tree."""
 
     sequences: int
     tokens: int
@@ -32,10 +32,10 @@ class Counts:
 
 
 def build(levels: tuple[Level, ...], vocabulary: int, seed: int = 0) -> list[IntArray]:
-    """Sequences whose prefix tree has `levels`: random tokens, siblings with distinct first tokens.
+    """Generate sequences whose prefix tree has `levels`: random tokens, siblings with distinct first tokens.
 
     Raises:
-        ValueError: more siblings than the vocabulary has tokens, or a level without tokens or children.
+        ValueError: a level has more siblings than the vocabulary has tokens, or no tokens or children.
     """
     if not all(0 < children <= vocabulary and tokens > 0 for children, tokens in levels):
         raise ValueError(f"levels {levels} need 1 to {vocabulary} children and at least one token each")
@@ -52,7 +52,7 @@ def build(levels: tuple[Level, ...], vocabulary: int, seed: int = 0) -> list[Int
 
 
 def count(levels: tuple[Level, ...]) -> Counts:
-    """Counts of `build(levels, ...)`, by arithmetic: independent of the planner under test."""
+    """Compute the counts of `build(levels, ...)` arithmetically, independent of the planner under test."""
     nodes, depth, tree_tokens, tree_pairs = 1, 0, 0, 0
     for children, tokens in levels:
         nodes *= children
@@ -63,9 +63,9 @@ def count(levels: tuple[Level, ...]) -> Counts:
 
 
 def neighbours(sequences: Sequence[IntArray]) -> tuple[list[int], list[int]]:
-    """Lexicographic order of the sequences, and how many tokens each one in it shares with the one before it.
+    """Return the lexicographic order of the sequences, and the prefix length that each one shares with its predecessor.
 
-    A sequence comes right before those that it is a prefix of.
+    A sequence directly precedes those that it is a prefix of.
     """
     order = sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes())
     shared = [_common_prefix(sequences[left], sequences[right]) for left, right in pairwise(order)]
@@ -73,7 +73,7 @@ def neighbours(sequences: Sequence[IntArray]) -> tuple[list[int], list[int]]:
 
 
 def count_sequences(sequences: Sequence[IntArray]) -> Counts:
-    """Counts of any sequences, by sorting them: independent of the planner under test."""
+    """Count tokens and pairs of any sequences by sorting them, independent of the planner under test."""
     order, shared = neighbours(sequences)
     lengths = [len(sequences[index]) for index in order]
     tokens, pairs = sum(lengths), sum(map(_triangle, lengths))
@@ -81,7 +81,7 @@ def count_sequences(sequences: Sequence[IntArray]) -> Counts:
 
 
 def ideal_speedup(counts: Counts, flops_per_token: float, flops_per_pair: float) -> float:
-    """Ratio of floating-point operations: every sequence on its own over every tree token once."""
+    """Return the ratio of floating-point operations, single sequences over every tree token once."""
     alone = counts.tokens * flops_per_token + counts.pairs * flops_per_pair
     return alone / (counts.tree_tokens * flops_per_token + counts.tree_pairs * flops_per_pair)
 

@@ -1,10 +1,10 @@
-"""Time of an actor update in verl on bundled rollouts: its own FSDP2 engine, by settings, and `strategy=dta`.
+"""Time an actor update in verl on bundled rollouts: verl's FSDP2 engine in several settings, and `strategy=dta`.
 
     python -m benchmarks.verl_update [--threads 2] [--steps 3] [--layers 4]
 
 One process, one rank (gloo), float32; every round runs one update of each engine, so that all see the same machine. The
-first call of each, which compiles ours, is reported apart. verl takes log-probs row by row where flash-attn's kernel is
-missing, as on every CPU; "vectorised" gives its engine one `log_softmax` instead, which is the fairer comparison.
+first call of each, which compiles ours, is reported separately. Without flash-attn's kernel, as on every CPU, verl
+computes log-probs row by row; "vectorised" gives its engine a single `log_softmax`, which is the fairer comparison.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VECTORISED = "verl.workers.engine.fsdp.transformer_impl.logprobs_from_logits"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Method:
-    """An engine with its settings, `vectorised` or with verl's own log-probs."""
+    """Engine with its settings, `vectorised` or with verl's own log-probs."""
 
     name: str
     strategy: str
@@ -53,7 +53,7 @@ class Method:
 
 
 class Seconds(NamedTuple):
-    """By the clock, and of all threads, which other work on the machine does not lengthen much."""
+    """Wall time, and CPU time of all threads, which other load on the machine barely lengthens."""
 
     wall: float
     processor: float
@@ -74,7 +74,7 @@ METHODS = (
 
 
 def step_of(method: Method, path: str, rollouts: list) -> tuple[Callable[[], Seconds], object]:
-    """What runs an update, and the engine."""
+    """Return a function that runs one update, and the engine."""
     with contextlib.redirect_stdout(io.StringIO()):
         engine = engine_of(method.strategy, path, method.settings)
     config = actor_of(REFERENCE, method.settings)
@@ -126,7 +126,7 @@ def report(first: dict[Method, Seconds], times: dict[Method, list[Seconds]], thr
         method: Seconds(*map(statistics.median, zip(*(seconds or [first[method]]), strict=True)))
         for method, seconds in times.items()
     }
-    ours = next(iter(medians.values()))  # the first method is what the others are compared with
+    ours = next(iter(medians.values()))  # the first method is the reference
     print(f"{threads} threads, float32, {max(map(len, times.values()))} interleaved updates, medians\n")
     print("| engine | first call | update | dta is faster | processor | dta takes less |\n|---|---|---|---|---|---|")
     for method, median in medians.items():

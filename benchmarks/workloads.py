@@ -1,4 +1,4 @@
-"""What is trained on: synthetic trees, sweeps over them, and real rollouts."""
+"""Workloads: synthetic trees, sweeps over them, and real rollouts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Workload:
     """One batch.
 
     Attributes:
-        group: what it is reported with.
-        parameter: the value that a sweep varies; None outside of sweeps.
-        vocabulary: number of ids that the model has.
+        group: group of the workload in reports.
+        parameter: value of the swept parameter; None outside of sweeps.
+        vocabulary: vocabulary size of the model.
         sequences: token ids of every sequence.
     """
 
@@ -46,7 +46,7 @@ class Workload:
 
     @cached_property
     def weights(self) -> list[FloatArray]:
-        """The loss is the sum of these times the log-probs of the next tokens; 0 where there is none."""
+        """Loss weights of the next-token log-probs; 0 where there is no next token."""
         random, scale = np.random.default_rng(1), 1 / sum(map(len, self.sequences))
         weights = [random.standard_normal(len(tokens), np.float32) * np.float32(scale) for tokens in self.sequences]
         for row in weights:
@@ -56,7 +56,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A workload that can be built."""
+    """Workload that can be built."""
 
     name: str
     group: str
@@ -64,15 +64,15 @@ class Entry:
 
 
 def catalogue(rollouts: Path | None, files: Sequence[str], max_tokens: int) -> dict[str, Entry]:
-    """All workloads by name.
+    """Return all workloads by name.
 
     Args:
-        rollouts: folder of rollout files; None leaves only the one that is installed with the package.
-        files: their names, without the suffix.
-        max_tokens: of each file the first samples are taken, up to this many tokens.
+        rollouts: folder of rollout files; None: only the bundled file.
+        files: names of the files, without suffix.
+        max_tokens: most tokens taken from the start of each file.
 
     Raises:
-        ValueError: a file that is not there.
+        ValueError: a file does not exist.
     """
     entries = [Entry("tiny", "check", functools.partial(tiny, VOCABULARY))]
     entries += [*_trees(), *_compression_sweep(), *_suffix_sweep()]
@@ -85,7 +85,7 @@ def catalogue(rollouts: Path | None, files: Sequence[str], max_tokens: int) -> d
 
 
 def tiny(vocabulary: int) -> Workload:
-    """Four short sequences of different lengths that share prefixes at two depths: a check, not a measurement."""
+    """Return four short sequences of different lengths that share prefixes at two depths: a check, no measurement."""
     sequences = build(((2, 24), (2, 16)), vocabulary)
     cut = [tokens[: len(tokens) - index] for index, tokens in enumerate(sequences)]
     return Workload("tiny", "check", "4 sequences of 37 to 40 tokens", vocabulary, cut)
@@ -106,7 +106,7 @@ def _trees() -> Iterator[Entry]:
 
 
 def _compression_sweep(branches: int = 40, length: int = 1024) -> Iterator[Entry]:
-    """Sequences of one length with one common prefix, which is as long as the compression ratio asks for."""
+    """Yield sequences of one length with one common prefix, whose length gives the compression ratio."""
     for ratio in COMPRESSIONS:
         suffix = round((branches * length / ratio - length) / (branches - 1))
         levels = ((1, length - suffix), (branches, suffix)) if suffix < length else ((branches, length),)

@@ -1,12 +1,12 @@
-"""Every causal LM architecture of the installed transformers at toy size, against one sequence at a time in eager mode.
+"""Run every causal LM architecture of transformers at toy size against one sequence at a time in eager mode.
 
     python benchmarks/zoo.py [model types] [--write benchmarks/MODELS.md]
 
-Prints a table: the largest relative error of the outputs and of the gradients in float64, or why the model was refused
-(by `dta`) or skipped (eager mode fails at this size). Models that transformers does not run with SDPA attention run
-with `attn_implementation="dta"`, against "eager". Mixtures of experts run with the experts that transformers chooses,
-against its loop over experts, and once more with their load-balancing loss, against a padded batch in eager mode.
-`--write` has all types in the table of a page.
+Prints a table: the largest relative error of outputs and gradients in float64, or why the model was refused (by `dta`)
+or skipped (eager mode fails at this size). Models that transformers does not run with SDPA attention run with
+`attn_implementation="dta"`, against "eager". Mixtures of experts run with transformers' default experts, against its
+loop over experts, and once more with their load-balancing loss, against a padded batch in eager mode. `--write` writes
+all types to a table on a page.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ SIZES = {
     ("index_head_dim",): 16,
     ("attn_layer_offset",): 1,
 }
-# What bounds the tokens that a token reads, by how its name is spelled: shorter than a sequence, or it shows nothing.
+# Names of settings that bound a token's attention span, which must be shorter than a sequence to be tested.
 SPANS = re.compile("window(_size|_len)?$|attention_chunk|local_attention|index_(topk|block)")
-# Settings of a layer each: every kind that a model has by default has to be there.
+# Settings with one entry per layer: every kind that a model has by default must occur.
 PER_LAYER = ("indexer_types", "layer_types", "layers_block_type", "mlp_layer_types")
-# Kinds of layers that a type has in its checkpoints, and not by default.
+# Kinds of layers that a type has in its checkpoints but not by default.
 KINDS = {"minimax_m3_vl_text": ("full_attention", "minimax_m3_sparse")}
 EXPERT_COUNTS, CHOSEN = (
     next(names for names in SIZES if name in names) for name in ("num_experts", "num_experts_per_tok")
 )
-WITHOUT_GROUPS = ("n_group", "topk_group")  # left alone where the model does not route within groups by default
+WITHOUT_GROUPS = ("n_group", "topk_group")  # unchanged where the model does not route within groups by default
 
 
 def toy_config(model_type: str) -> Any:
-    """A configuration of two layers, or one of each kind, and 64 features, without dropout; see `idle`."""
+    """Return a configuration of two layers, or one of each kind, and 64 features, without dropout; see `idle`."""
     cls = transformers.CONFIG_MAPPING[model_type]
     default = cls()
     if hasattr(default, "text_config"):
@@ -114,33 +114,33 @@ def toy_config(model_type: str) -> Any:
     return cls(**values)
 
 
-def idle(config: Any, length: int = LENGTH) -> list[str]:
-    """Return the settings by which a toy model shows nothing of a mechanism of its type, for sequences of a length.
+def idle(config: Any) -> list[str]:
+    """Return the settings that keep a toy model from exercising a mechanism of its type, at `LENGTH` tokens.
 
-    A span that no sequence exceeds, a kind of layer that the type has by default and the toy has not, or experts that
-    are all chosen.
+    These are spans that no sequence exceeds, kinds of layers that the type has by default and the toy has not, and
+    experts of which all are chosen.
     """
     default = type(config)()
-    found = []
+    settings = []
     for name, value in vars(config).items():
-        if SPANS.search(name) and isinstance(value, int) and not isinstance(value, bool) and value >= length:
-            found.append(f"{name}={value} for {length} tokens")
+        if SPANS.search(name) and isinstance(value, int) and not isinstance(value, bool) and value >= LENGTH:
+            settings.append(f"{name}={value} for {LENGTH} tokens")
     blocks = getattr(config, "index_topk_blocks", None)
-    if blocks is not None and blocks * config.index_block_size >= length:
-        found.append(f"index_topk_blocks={blocks} of {config.index_block_size} for {length} tokens")
+    if blocks is not None and blocks * config.index_block_size >= LENGTH:
+        settings.append(f"index_topk_blocks={blocks} of {config.index_block_size} for {LENGTH} tokens")
     for name in PER_LAYER:
-        kinds, own = (set(getattr(one, name, None) or ()) for one in (default, config))
-        found += [f"no layer of {name} {kind}" for kind in sorted(map(str, kinds - own))]
+        kinds, own = (set(getattr(source, name, None) or ()) for source in (default, config))
+        settings += [f"no layer of {name} {kind}" for kind in sorted(map(str, kinds - own))]
     counts, chosen = ([getattr(config, name, None) for name in names] for names in (EXPERT_COUNTS, CHOSEN))
     counts, chosen = ([n for n in numbers if isinstance(n, int)] for numbers in (counts, chosen))
     if counts and chosen and min(chosen) >= max(counts):
-        found.append(f"all of {max(counts)} experts are chosen")
-    return found
+        settings.append(f"all of {max(counts)} experts are chosen")
+    return settings
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What became of a model type; `of_loss` is the error of gradients with its load-balancing loss."""
+    """Result for one model type; `of_loss` is the gradient error with its load-balancing loss."""
 
     model_type: str
     word: str  # exact, captured, refused, FAILS or skipped
@@ -155,18 +155,18 @@ class Verdict:
 
     @property
     def row(self) -> str:
-        """A row of a Markdown table."""
+        """Row of a Markdown table."""
         cells = (f"`{self.model_type}`", self.word, self.outputs, self.gradients, self.of_loss, self.remark)
         return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
 
 
 def try_model(model_type: str) -> Verdict:
-    """With torch's attention, or else with ours."""
-    found = _try_with(model_type, "sdpa", "sdpa")
-    if found.word == "exact" or not found.remark.startswith(("ValueError", "KeyError", "eager", "attention")):
-        return found
+    """Run a model with torch's attention, or else with ours."""
+    result = _try_with(model_type, "sdpa", "sdpa")
+    if result.word == "exact" or not result.remark.startswith(("ValueError", "KeyError", "eager", "attention")):
+        return result
     again = _try_with(model_type, "dta", "eager")
-    return found if again.word in ("skipped", "FAILS") else again  # that the model cannot be told of our attention
+    return result if again.word in ("skipped", "FAILS") else again  # the model cannot use our attention
 
 
 def _try_with(model_type: str, implementation: str, eager: str) -> Verdict:
@@ -191,8 +191,8 @@ def _try_with(model_type: str, implementation: str, eager: str) -> Verdict:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=dta, options={"chunk_size": 4})
     try:
-        found = errors(measure(compiled, model, batch, loss), expected)
-        out, of_loss = found.pop("outputs"), ""
+        error_of = errors(measure(compiled, model, batch, loss), expected)
+        out, of_loss = error_of.pop("outputs"), ""
     except DTAError as error:
         return verdict("refused", remark=f"{error.what}; {error.got}")
     except Exception as error:
@@ -202,18 +202,18 @@ def _try_with(model_type: str, implementation: str, eager: str) -> Verdict:
     word = "exact" if records.of(compiled).plan else "captured"
     not_shown = [f"not shown: {what}" for what in idle(config)]
     remark = ", ".join([implementation, *_features(model), *not_shown])
-    return verdict(word, f"{out:.1e}", f"{max(found.values()):.1e}", of_loss, remark=remark)
+    return verdict(word, f"{out:.1e}", f"{max(error_of.values()):.1e}", of_loss, remark=remark)
 
 
 def _features(model: Any) -> list[str]:
-    """What a model has besides attention of one kind."""
+    """List the features of a model besides attention of one kind."""
     kinds = dict.fromkeys(vars(model.config).get("layer_types") or ())
     has_experts = model._can_set_experts_implementation()
     return [*(str(kind) for kind in kinds if len(kinds) > 1 or kind != "full_attention"), *["experts"] * has_experts]
 
 
 def _with_auxiliary_loss(compiled: Any, model: Any, exact: Any, batch: Any, loss: Any) -> str:
-    """Error of the gradients of a padded batch: the loss is a mean over its tokens, so one at a time has another."""
+    """Return the gradient error on a padded batch; the loss is a mean over its tokens, so single sequences differ."""
     balancing: list[torch.Tensor] = []
 
     def forward(function: Any, batch: Any) -> torch.Tensor:
@@ -229,10 +229,10 @@ def _with_auxiliary_loss(compiled: Any, model: Any, exact: Any, batch: Any, loss
     except Exception:
         return "not in eager"
     try:
-        found = errors(measure(compiled, model, batch, with_balancing, forward), expected)
+        error_of = errors(measure(compiled, model, batch, with_balancing, forward), expected)
     except DTAError:
         return "refused"
-    return f"{max(found.values()):.1e}"
+    return f"{max(error_of.values()):.1e}"
 
 
 def _build(model_type: str, implementation: str, is_reference: bool = False) -> Any:
@@ -240,7 +240,7 @@ def _build(model_type: str, implementation: str, is_reference: bool = False) -> 
     config = toy_config(model_type)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double().train()
     if is_reference and model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # the loop; the default multiplies float32 and less only
+        model.set_experts_implementation("eager")  # the loop; the default supports at most float32
     return model
 
 
@@ -270,10 +270,10 @@ or one of each kind, 64 features) with random weights in float64, {what}.
 
 
 def page(verdicts: list[Verdict]) -> str:
-    """The table as a page."""
+    """Return the page with the table."""
     counted = collections.Counter(verdict.word for verdict in verdicts)
     counts = ", ".join(f"{number} {word}" for word, number in counted.most_common())
-    rows = "\n".join(verdict.row for verdict in sorted(verdicts, key=lambda one: one.model_type))
+    rows = "\n".join(verdict.row for verdict in sorted(verdicts, key=lambda verdict: verdict.model_type))
     what = f"chunks of 4 tokens, torch {torch.__version__.split('+')[0]}"
     return PAGE.format(transformers=transformers.__version__, what=what, counts=counts, rows=rows)
 

@@ -1,11 +1,12 @@
-"""GRPO on many ranks: rollouts are dealt out as balanced prefix trees, FSDP2 shards the model.
+"""GRPO on many ranks: rollouts are distributed as balanced prefix trees, and FSDP2 shards the model.
 
     torchrun --nproc-per-node 2 examples/fsdp2_grpo.py [--steps 3] [--check]
 
 Every rank "generates" every K-th of the bundled rollouts, as asynchronous rollout workers would hand them over.
-`scatter` deals them out anew, so that rollouts with long common prefixes meet on one rank and all ranks have nearly the
-same work; then each rank runs its own schedule, and FSDP2 reduces the gradients. On CPU with gloo or on GPUs with NCCL.
-`--check` also trains everything in one process, eagerly, and compares the weights. Without torchrun there is one rank.
+`scatter` redistributes them, so that rollouts with long common prefixes meet on one rank and all ranks have nearly
+equal work. Then each rank runs its own schedule, and FSDP2 reduces the gradients. Runs on CPU with gloo or on GPUs with
+NCCL. `--check` also trains everything eagerly in one process and compares the weights. Without torchrun there is one
+rank.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dta_compile.data import bundled, load_rollouts, pad_batch, vocab_size
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is trained: the first `turns` turns of each bundled rollout, by a Qwen3 of this size in float64."""
+    """Training data and model: the first `turns` turns of each bundled rollout, and a Qwen3 of this size in float64."""
 
     steps: int = 3
     turns: int = 2
@@ -40,7 +41,7 @@ class Settings:
 
 
 class TokenLogProbs(torch.nn.Module):
-    """Log-probs `[B, S]` of the labels. What FSDP2 wraps is also what is compiled."""
+    """Module for the log-probs `[B, S]` of the labels. FSDP2 wraps the same module that is compiled."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -63,38 +64,38 @@ class TokenLogProbs(torch.nn.Module):
 
 
 def generated(rank: int, ranks: int, settings: Settings) -> dict[str, torch.Tensor]:
-    """The rollouts that this rank brings: every `ranks`-th one."""
+    """Return the rollouts of this rank: every `ranks`-th one."""
     rollouts = [rollout for rollout in load_rollouts(bundled(), dense=True) if rollout.turn < settings.turns]
     batch = pad_batch(rollouts[rank::ranks])
     return {name: torch.from_numpy(value) for name, value in vars(batch).items()}
 
 
 def loss_of(policy: Any, batch: dict[str, torch.Tensor], group: Any = None) -> torch.Tensor:
-    """On policy, the gradient of GRPO's ratio is that of the log-prob; the mean is over the tokens of all ranks."""
+    """Return GRPO's loss as a mean over all ranks' tokens; on policy, the ratio's gradient is that of the log-prob."""
     logprobs = policy(batch["input_ids"], batch["attention_mask"], batch["labels"])
     return distributed.token_mean(-logprobs * batch["advantages"][:, None], batch["loss_mask"], group=group)
 
 
 def train(settings: Settings, report: Any = print) -> dict[str, torch.Tensor]:
-    """Train on the ranks of the initialised process group; returns the full weights, on rank 0 alone."""
+    """Train on the ranks of the initialised process group; return the full weights, on rank 0 only."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     policy = TokenLogProbs(settings).to(device)
     policy.forward = torch.compile(policy.forward, backend="dta", options={"chunk_size": 512})
-    # The compiled graph reads all parameters at once: they stay gathered from forward to backward.
+    # The compiled graph reads all parameters at once, so they stay gathered from forward to backward.
     fully_shard(policy, reshard_after_forward=False)
     optimizer = torch.optim.SGD(policy.parameters(), lr=settings.learning_rate)
     for step in range(settings.steps):
         started = time.perf_counter()
         rollouts = {name: value.to(device) for name, value in generated(rank, ranks, settings).items()}
-        shard = distributed.scatter(rollouts, padding={"labels": 0})  # gather() reads every label; the mask drops it
+        shard = distributed.scatter(rollouts, padding={"labels": 0})  # gather() reads all labels, also masked ones
         loss = loss_of(policy, shard.batch)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()
-        dist.all_reduce(total)  # gradients are averaged over ranks, and so is the loss
+        dist.all_reduce(total)  # gradients are averaged over ranks, so the loss is as well
         total /= ranks
         if rank == 0:
             report(
@@ -107,17 +108,17 @@ def train(settings: Settings, report: Any = print) -> dict[str, torch.Tensor]:
 
 
 def train_alone(settings: Settings) -> dict[str, torch.Tensor]:
-    """The same steps on all rollouts in one process, eagerly and one rollout at a time."""
+    """Run the same steps on all rollouts in one process, eagerly and one rollout at a time."""
     policy = TokenLogProbs(settings)
     optimizer = torch.optim.SGD(policy.parameters(), lr=settings.learning_rate)
     batch = generated(0, 1, settings)
     total = int(batch["loss_mask"].sum())
     for _ in range(settings.steps):
         for row in range(len(batch["input_ids"])):
-            one = {name: value[row : row + 1] for name, value in batch.items()}
-            length = int(one["attention_mask"].sum())
-            logprobs = policy(*(one[name][:, :length] for name in ("input_ids", "attention_mask", "labels")))
-            (-(logprobs * one["advantages"])[one["loss_mask"][:, :length]].sum() / total).backward()
+            rollout = {name: value[row : row + 1] for name, value in batch.items()}
+            length = int(rollout["attention_mask"].sum())
+            logprobs = policy(*(rollout[name][:, :length] for name in ("input_ids", "attention_mask", "labels")))
+            (-(logprobs * rollout["advantages"])[rollout["loss_mask"][:, :length]].sum() / total).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -125,7 +126,7 @@ def train_alone(settings: Settings) -> dict[str, torch.Tensor]:
 
 
 def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Largest difference of two sets of weights, over the largest weight of its tensor."""
+    """Return the largest max |difference| / max |weight| over all tensors."""
     return max(
         float((found[name] - value).abs().max() / value.abs().max().clamp(min=1e-6)) for name, value in expected.items()
     )
@@ -143,18 +144,18 @@ def main() -> int:
     if "RANK" not in os.environ:  # not under torchrun
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group()
-    found = 0.0
+    error = 0.0
     try:
         weights = train(settings)
         if settings.check and dist.get_rank() == 0:
-            found = difference(weights, train_alone(settings))
-            print(f"largest difference of the weights to those of one eager process: {found:.1e}")
-        # Gloo's threads still let go of the last transfer's tensors when it has been waited for: a rank that exits
-        # at that moment is aborted by Python's shutdown.
+            error = difference(weights, train_alone(settings))
+            print(f"largest difference of the weights to those of one eager process: {error:.1e}")
+        # Gloo's threads may still release tensors of the last transfer after the wait for it; a rank that exits at that
+        # moment is aborted by Python's shutdown.
         dist.barrier()
     finally:
         dist.destroy_process_group()
-    return 0 if found < 1e-5 else 1  # transformers computes norms in float32
+    return 0 if error < 1e-5 else 1  # transformers computes norms in float32
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A whole GRPO loss, compiled: `torch.compile(loss, backend="dta")` and nothing else changes.
+"""Compile a whole GRPO loss: `torch.compile(loss, backend="dta")`, and nothing else changes.
 
     python examples/grpo_loss.py
 
-The loss normalises rewards over the group, so it mixes the rollouts of the batch; only what comes before that, one
-value per token, runs over the prefix tree.
+The loss normalises rewards over the group, so it mixes the rollouts of the batch; only the part before that, one value
+per token, runs over the prefix tree.
 """
 
 import argparse

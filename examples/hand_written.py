@@ -1,4 +1,4 @@
-"""A module of one's own, trained eagerly and over the prefix tree of its batch: only torch is needed.
+"""Train a hand-written module eagerly and over the prefix tree of its batch; needs only torch.
 
 python examples/hand_written.py
 """
@@ -31,7 +31,7 @@ class TinyLM(nn.Module):
 
 
 def train(model: nn.Module, forward, ids: torch.Tensor, steps: int = 3) -> list[float]:
-    """Next-token prediction; the loss of every step."""
+    """Train next-token prediction; return the loss of every step."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
     for _ in range(steps):
         loss = F.cross_entropy(forward(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())

@@ -1,4 +1,4 @@
-"""The step of fsdp2_grpo.py under Ray Train, which starts the ranks and their process group; nothing else changes.
+"""Run the step of fsdp2_grpo.py under Ray Train, which starts the ranks and their process group.
 
 pip install "ray[train]"
 python examples/ray_train.py [--workers 2] [--gpu]
@@ -14,12 +14,12 @@ import ray
 from ray.train import RunConfig, ScalingConfig, report
 from ray.train.torch import TorchConfig, TorchTrainer
 
-# Workers need not have this folder: what they run travels by value.
+# Pickle by value, as workers may not have this folder.
 ray.cloudpickle.register_pickle_by_value(fsdp2_grpo)
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """What every worker runs; `report` is a collective, so all of them call it."""
+    """Run the training on one worker; `report` is a collective, so all of them call it."""
     fsdp2_grpo.train(fsdp2_grpo.Settings(steps=config["steps"]))
     report({"steps": config["steps"]})
 
@@ -37,7 +37,7 @@ def main() -> int:
         scaling_config=ScalingConfig(num_workers=arguments.workers, use_gpu=arguments.gpu),
         run_config=RunConfig(name="dta_fsdp2_grpo"),
     )
-    trainer.fit()  # raises what a worker raised
+    trainer.fit()  # raises the errors of workers
     print(f"trained {arguments.steps} steps on {arguments.workers} workers")
     return 0
 

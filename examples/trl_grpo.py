@@ -1,14 +1,14 @@
-"""TRL's GRPOTrainer, unchanged but for one line: `callbacks=[dta_compile.DTACallback()]`.
+"""Run TRL's GRPOTrainer with one added line: `callbacks=[dta_compile.DTACallback()]`.
 
     python examples/trl_grpo.py [--where callback|model|backbone] [--steps 4]
 
-The callback compiles the model, with TRL's fused head: only completion tokens are scored. Of the backbone alone all
-hidden states are handed to TRL's own kernel.
+The callback compiles the model with TRL's fused head, so that only completion tokens are scored. If only the backbone
+is compiled, TRL's own kernel gets all hidden states.
 
 Trains a tiny Qwen3 with random weights twice in one process on CPU, eagerly and over the prefix tree, from the same
-seeds, and compares the weights afterwards. Plain SGD in float64, because Adam divides every gradient by its size and so
-turns rounding (1e-7: transformers computes its norms in float32) into full steps where a gradient is almost zero.
-Everything is made here: model, tokenizer, prompts, reward. Generation (KV cache, no gradients) runs as captured.
+seeds, and compares the weights. Uses plain SGD in float64: Adam divides every gradient by its magnitude and so turns
+rounding errors (1e-7, as transformers computes norms in float32) into full steps where a gradient is almost zero.
+Model, tokenizer, prompts and reward are made here. Generation (KV cache, no gradients) runs as captured.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WORDS = [f"w{i}" for i in range(61)]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Sizes: prompts of `prompt` and `prompt - 5` words in turns (padded on the left), `group` completions each."""
+    """Sizes: prompts alternate between `prompt` and `prompt - 5` words (left-padded), with `group` completions each."""
 
     steps: int = 4
     prompt: int = 240
@@ -49,9 +49,9 @@ class Settings:
 
 @dataclasses.dataclass
 class Run(TrainerCallback):
-    """What one training run left behind; as a callback and reward of the trainer it fills itself.
+    """Records of one training run; as callback and reward function of the trainer it fills itself.
 
-    `seconds`: of forward, loss and backward of each step, from the reward (generation is over) to the optimizer.
+    `seconds`: forward, loss and backward per step, from the reward (generation is done) to the optimizer.
     """
 
     compiled: Any = None
@@ -61,7 +61,7 @@ class Run(TrainerCallback):
     weights: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def reward(self, completions: list[str], **kwargs: Any) -> list[float]:
-        """The share of even-numbered words."""
+        """Return the fraction of even-numbered words."""
         numbers = [[int(word[1:]) for word in text.split() if word[1:].isdigit()] for text in completions]
         self.started = time.perf_counter()
         return [sum(number % 2 == 0 for number in row) / max(len(row), 1) for row in numbers]
@@ -77,7 +77,7 @@ class Run(TrainerCallback):
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word; nothing is downloaded."""
+    """Return a tokenizer with one token per word; nothing is downloaded."""
     vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -87,7 +87,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def dataset(settings: Settings) -> Dataset:
-    """Prompts of random words, half of them shorter."""
+    """Return prompts of random words, half of them shorter."""
     generator = torch.Generator().manual_seed(1)
     lengths = [settings.prompt - 5 * (i % 2) for i in range(2 * settings.steps)]
     picks = [torch.randint(len(WORDS), (length,), generator=generator).tolist() for length in lengths]
@@ -110,7 +110,7 @@ def model(settings: Settings) -> Qwen3ForCausalLM:
 
 
 def train(settings: Settings, where: str | None) -> Run:
-    """Train from the seeds; `where`: compile nothing (None), the "model", by the "callback" too, or its "backbone"."""
+    """Train from fixed seeds; `where`: compile nothing (None), the "model", also by "callback", or its "backbone"."""
     run = Run()
     with tempfile.TemporaryDirectory() as directory:
         arguments = GRPOConfig(
@@ -124,7 +124,7 @@ def train(settings: Settings, where: str | None) -> Run:
             lr_scheduler_type="constant",
             max_grad_norm=0.0,
             bf16=False,
-            gradient_checkpointing=False,  # dta decides itself what to recompute
+            gradient_checkpointing=False,  # dta itself decides on recomputation
             use_cpu=True,
             seed=3,
             logging_steps=1,
@@ -145,7 +145,7 @@ def train(settings: Settings, where: str | None) -> Run:
             trainer.add_callback(dta_compile.DTACallback())  # the one line
             run.compiled = trainer.model
         elif where == "model":
-            trainer.model.compile(backend="dta")  # or this one
+            trainer.model.compile(backend="dta")  # or this line
             run.compiled = trainer.model
         elif where == "backbone":
             trainer.model.model.compile(backend="dta")
@@ -156,7 +156,7 @@ def train(settings: Settings, where: str | None) -> Run:
 
 
 def difference(left: Run, right: Run) -> float:
-    """Largest over the parameters of max |difference| / max |weight|."""
+    """Return the largest max |difference| / max |weight| over all parameters."""
     return max(
         float((value - right.weights[name]).abs().max() / value.abs().max()) for name, value in left.weights.items()
     )

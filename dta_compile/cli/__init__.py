@@ -1,4 +1,4 @@
-"""The command `dta`."""
+"""Command line interface: the command `dta`."""
 
 from dta_compile.cli.command import main
 

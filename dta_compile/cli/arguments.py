@@ -1,4 +1,7 @@
-"""The parser of the command line: whatever cannot be used is an `OptionError`, numbers out of range too."""
+"""Argument parser shared by the subcommands of `dta`.
+
+Every unusable argument, including a number out of range, raises OptionError.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,19 @@ from dta_compile.options import MOST_BYTES, as_bytes
 from dta_compile.plan import PrefixTree
 from dta_compile.plan.tree.split_prefixes import with_routes
 
-MOST = 2**62  # of what is counted
+MOST = 2**62  # largest count that an argument may have
 
 
 class Parser(argparse.ArgumentParser):
-    """As argparse's, but errors are raised."""
+    """`argparse.ArgumentParser` that raises OptionError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print before it ends the process."""
+        """Raise OptionError with the message that argparse would print."""
         raise OptionError(message, hint=f"{self.prog} --help says what can be given")
 
 
 def whole(least: int, most: int = MOST) -> Callable[[str], int]:
-    """A type of argument: integers in a range."""
+    """Return an argument type: integers in [least, most]."""
 
     def parse(text: str) -> int:
         try:
@@ -47,7 +50,7 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
 
 
 def real(least: float, most: float) -> Callable[[str], float]:
-    """A type of argument: finite numbers in a range."""
+    """Return an argument type: finite numbers in [least, most]."""
 
     def parse(text: str) -> float:
         try:
@@ -62,29 +65,29 @@ def real(least: float, most: float) -> Callable[[str], float]:
 
 
 def size(text: str) -> int:
-    """A type of argument: bytes, as a number or like 8GB."""
+    """Parse a number of bytes, such as 1024 or 8GB."""
     value = as_bytes(text)
     if value is None or value > MOST_BYTES:
         raise argparse.ArgumentTypeError(f"expected bytes, as a number or like 8GB or 1.5GiB, got {text[:40]!r}")
     return value
 
 
-LONGEST = 1000  # characters of a line of a message
+LONGEST = 1000  # most characters per line of a message
 
 
 def visible(text: str) -> str:
-    """Text of somebody else's on one line: breaks and control characters as their escapes."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    """Escape line breaks and control characters in untrusted text, so that it fits on one line."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def message(text: str) -> str:
-    """Lines that may have anything in them, for people."""
+    """Escape and shorten every line of a message that may quote untrusted text."""
     lines = [visible(line) for line in text.split("\n")]
     return "\n".join(line if len(line) <= LONGEST else line[:LONGEST] + "..." for line in lines)
 
 
 def write(target: str, text: str) -> None:
-    """To a file, which has all of it or is as it was; `-` is standard output."""
+    """Write text to a file, atomically; `-` is standard output."""
     if target == "-":
         sys.stdout.write(text)
     else:
@@ -98,7 +101,7 @@ FILE = (
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """Declare FILE and how it is read."""
+    """Declare FILE and the options for reading it."""
     parser.add_argument("file", metavar="FILE", help=FILE)
     text = parser.add_argument_group("text", "how transcripts and texts become tokens")
     text.add_argument("--tokenizer", metavar="NAME_OR_FOLDER", help="for transformers, or a tokenizer.json")
@@ -125,12 +128,12 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def read_options(arguments: argparse.Namespace) -> ReadOptions:
-    """How FILE is to be read."""
+    """Collect the options for reading FILE."""
     values = {}
-    for given in arguments.template_value:
-        key, separator, value = given.partition("=")
+    for pair in arguments.template_value:
+        key, separator, value = pair.partition("=")
         if not separator:
-            raise OptionError("bad value for --template-value", expected="KEY=VALUE", got=repr(given))
+            raise OptionError("bad value for --template-value", expected="KEY=VALUE", got=repr(pair))
         try:
             values[key] = json.loads(value)
         except (ValueError, RecursionError):
@@ -141,31 +144,36 @@ def read_options(arguments: argparse.Namespace) -> ReadOptions:
 
 
 def read_source(path: str, options: ReadOptions, leaf_only: bool = False) -> Recording:
-    """The sequences of a file, without those that are strict prefixes of others if only leaves are wanted."""
+    """Read the sequences of a file; with `leaf_only`, drop those that are strict prefixes of others."""
     recording = read(path, options)
     if not leaf_only:
         return recording
     batches = tuple(map(leaves_only, recording.batches))
-    return dataclasses.replace(recording, sequences=[one for batch in batches for one in batch], batches=batches)
+    return dataclasses.replace(recording, sequences=[item for batch in batches for item in batch], batches=batches)
 
 
 def leaves_only(sequences: list[Recorded]) -> list[Recorded]:
-    """Those that are no strict prefixes of others."""
-    tokens, routes = [one.tokens for one in sequences], routes_of(sequences)
-    tree = PrefixTree.build(tokens) if routes is None else with_routes(tokens, routes)[0]
+    """Drop sequences that are strict prefixes of others."""
+    tree = tree_of(sequences)
     is_leaf = np.isin(tree.end_node, tree.leaves)
-    return [sequence for sequence, kept in zip(sequences, is_leaf.tolist(), strict=True) if kept]
+    return [sequence for sequence, leaf in zip(sequences, is_leaf.tolist(), strict=True) if leaf]
+
+
+def tree_of(sequences: list[Recorded]) -> PrefixTree:
+    """Build the prefix tree of sequences; rows are shared only where recorded routes agree."""
+    tokens, routes = [sequence.tokens for sequence in sequences], routes_of(sequences)
+    return PrefixTree.build(tokens) if routes is None else with_routes(tokens, routes)[0]
 
 
 def routes_of(sequences: list[Recorded]) -> list[Any] | None:
-    """The routes of all sequences; None if none were recorded.
+    """Return the routes of all sequences, or None if none were recorded.
 
     Raises:
-        PlanError: some have routes and some have not.
+        PlanError: only some of the sequences have routes.
     """
-    if all(one.routes is None for one in sequences):
+    if all(sequence.routes is None for sequence in sequences):
         return None
-    missing = [number for number, one in enumerate(sequences) if one.routes is None]
+    missing = [number for number, sequence in enumerate(sequences) if sequence.routes is None]
     if missing:
         raise PlanError("routes are there for some sequences only", got=f"none for sequence {missing[0]}")
-    return [one.routes for one in sequences]
+    return [sequence.routes for sequence in sequences]

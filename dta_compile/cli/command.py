@@ -1,6 +1,6 @@
-"""The command `dta`: look at the plan of a batch of token sequences, divide GPUs, or run the demo.
+"""The command `dta`: plan a batch of token sequences, split GPUs, or run the demo.
 
-`dta plan` and `dta split` need numpy, networkx and rich only; torch is imported by `dta demo` alone.
+`dta plan` and `dta split` need only numpy, networkx and rich; torch is imported by `dta demo` and `dta estimate`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -43,22 +43,22 @@ from dta_compile.plan import Plan, plan
 from dta_compile.plan.schedule import MODES, Anchor, Forward
 from dta_compile.plan.tree.chunk import Chunk
 
-# The largest segments of the tree, and operations of the schedule, that are printed without --full.
+# Number of largest tree segments and of schedule ops that are printed without --full.
 MOST_NODES, MOST_OPS = 10, 40
 UNFORESEEN = "the input cannot be used, or there is an error in dta"
-MOST_STEPS = 2**20  # of the demo
-LABEL_WIDTH = 120  # columns for the longest label of a segment
+MOST_STEPS = 2**20  # limit on the counts of the demo
+LABEL_WIDTH = 120  # columns reserved for the longest segment label
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; 0 on success, 2 for input or options that cannot be used, which are named on standard error."""
+    """Run the command; return 0 on success, 2 after printing an error on standard error."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names of files need not be text
+        if isinstance(stream, io.TextIOWrapper):  # file names may contain bytes that are not valid text
             stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
-    except BrokenPipeError:  # the reader of our output (head, less) has seen enough
+    except BrokenPipeError:  # the reader of the output (head, less) has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except DTAError as error:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         name, reason = error.filename or "", error.strerror or str(error)
         refused = DTAError("a file cannot be read or written", where=os.fsdecode(name), got=reason)
-    except Exception as error:  # the last net: what reads a file says by itself what is wrong with it
+    except Exception as error:  # last resort: file readers raise errors of their own that say more
         if os.environ.get("DTA_DEBUG"):
             raise
         refused = DTAError(
@@ -152,8 +152,8 @@ def _demo(arguments: argparse.Namespace) -> int:
         from dta_compile.cli import demo
     except ImportError as error:
         raise DTAError(f"the demo needs {error.name}", hint="pip install 'dta-compile[hf]'") from error
-    given = {key: value for key, value in vars(arguments).items() if key != "run"}
-    return demo.main(demo.Settings(**given), Console())
+    settings = {key: value for key, value in vars(arguments).items() if key != "run"}
+    return demo.main(demo.Settings(**settings), Console())
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -170,22 +170,22 @@ def _plan(arguments: argparse.Namespace) -> int:
                 hint="name one of its files",
             )
         return _plan_batches(arguments)
-    made = _made(recording.sequences, arguments)
+    batch_plan = _make_plan(recording.sequences, arguments)
     for target, render in ((arguments.json, as_json), (arguments.dot, as_dot)):
         if target:
-            write(target, render(made))
+            write(target, render(batch_plan))
     if arguments.html:
-        made.to_html(arguments.html, title=_name(arguments.file), **_known(recording))
+        batch_plan.to_html(arguments.html, title=_name(arguments.file), **_page_facts(recording))
         written = Path(arguments.html)
         print(f"{visible(str(written.resolve()))}: {written.stat().st_size / 1e6:.1f} MB, opens in a browser from disk")
     if not (arguments.json or arguments.dot or arguments.html):
-        _print(made, arguments)
+        _print(batch_plan, arguments)
     return 0
 
 
-def _made(sequences: list[Recorded], arguments: argparse.Namespace) -> Plan:
+def _make_plan(sequences: list[Recorded], arguments: argparse.Namespace) -> Plan:
     return plan(
-        [one.tokens for one in sequences],
+        [sequence.tokens for sequence in sequences],
         routes=routes_of(sequences),
         mode=arguments.mode,
         chunk_size=arguments.chunk_size,
@@ -198,71 +198,68 @@ def _made(sequences: list[Recorded], arguments: argparse.Namespace) -> Plan:
 
 
 def _plan_batches(arguments: argparse.Namespace) -> int:
-    """Several batches, or two variants side by side: their figures together, no tree and no schedule."""
+    """Print the figures of several batches, or of two variants side by side; neither tree nor schedule."""
     console = Console(highlight=False)
     if arguments.compare:
-        text = compare(arguments, _made, console)
+        text = compare(arguments, _make_plan, console)
     else:
-        found = totals(arguments, _made)
-        text = found.to_json()
+        sums = totals(arguments, _make_plan)
+        text = sums.to_json()
         if not arguments.json:
             title = "a file a batch" if arguments.rows is None else f"{arguments.rows} rows a batch"
-            print_totals([title], [found], console)
+            print_totals([title], [sums], console)
     if arguments.json:
         write(arguments.json, text)
     return 0
 
 
-def _known(recording: Recording) -> dict[str, Any]:
-    """What a page shows of sequences: texts, rewards, tokens that are trained on, names; what all of them have."""
+def _page_facts(recording: Recording) -> dict[str, Any]:
+    """Return the facts for the HTML page (tokenizer, rewards, loss spans, names) that every sequence has."""
     sequences = recording.sequences
-    found: dict[str, Any] = {"tokenizer": recording.tokenizer}
+    facts: dict[str, Any] = {"tokenizer": recording.tokenizer}
     for key, values in (
-        ("rewards", [one.reward for one in sequences]),
-        ("loss_masks", [one.spans for one in sequences]),
-        ("names", [one.name for one in sequences]),
+        ("rewards", [sequence.reward for sequence in sequences]),
+        ("loss_masks", [sequence.spans for sequence in sequences]),
+        ("names", [sequence.name for sequence in sequences]),
     ):
         if sequences and None not in values:
-            found[key] = values
-    return found
+            facts[key] = values
+    return facts
 
 
 def _name(path: str) -> str:
     return "standard input" if path == "-" else visible(Path(path).name)
 
 
-def _print(made: Plan, arguments: argparse.Namespace) -> None:
+def _print(batch_plan: Plan, arguments: argparse.Namespace) -> None:
     console = Console(highlight=False)
-    console.print(str(made), markup=False, soft_wrap=True)
+    console.print(str(batch_plan), markup=False, soft_wrap=True)
     console.print()
     if arguments.full:
-        # Deep trees run past the edge of the terminal instead of being folded at it.
-        console.width = max(console.width, LABEL_WIDTH + 4 * levels(made))
-        console.print(tree_view(made), soft_wrap=True)
+        # Let deep trees run past the edge of the terminal instead of folding them.
+        console.width = max(console.width, LABEL_WIDTH + 4 * _depth(batch_plan))
+        console.print(tree_view(batch_plan), soft_wrap=True)
     else:
-        console.print(tree_view(made, MOST_NODES), soft_wrap=True)
+        console.print(tree_view(batch_plan, MOST_NODES), soft_wrap=True)
         console.print("--full shows all of it, and --html PAGE draws it", style="dim")
     if arguments.schedule:
-        lines = str(made.schedule).splitlines()
+        lines = str(batch_plan.schedule).splitlines()
         shown = lines if arguments.full else lines[: MOST_OPS + 1]
         console.print("", *shown, sep="\n", markup=False, soft_wrap=True)
         if len(shown) < len(lines):
             console.print(f"... and {len(lines) - len(shown):,} more operations (--full shows all)", style="dim")
 
 
-if TYPE_CHECKING:
-    from dta_compile.plan import Plan
-
-GOLDEN_RATIO = 0.618034  # steps around the colour circle that never come close to each other soon
-MOST_SEQUENCES = 6  # sequences named beside a node
+GOLDEN_RATIO = 0.618034  # hue step (in turns) that keeps successive colours far apart
+MOST_SEQUENCES = 6  # sequences listed in a segment's label
 
 
 def tree_view(plan: Plan, most: int | None = None) -> Tree:
-    """The prefix tree for a terminal: depths of each segment and the sequences that end with it.
+    """Render the prefix tree for a terminal: depth range of each segment and the sequences that end with it.
 
     Args:
-        plan: whose tree to show.
-        most: show so many of the largest segments, and what is above them.
+        plan: the plan whose tree is shown.
+        most: show this many of the largest segments and their ancestors; None: all.
     """
     nodes = plan.tree.nodes
     shown = set(nodes) if most is None else _largest(plan, most)
@@ -282,38 +279,33 @@ def tree_view(plan: Plan, most: int | None = None) -> Tree:
     return view
 
 
-def levels(plan: Plan) -> int:
-    """Most segments on a path of the tree."""
-    return len(_levels(plan))
-
-
 def _roots(plan: Plan) -> list[int]:
     return [node for node in plan.tree if plan.tree.in_degree(node) == 0]
 
 
-def _levels(plan: Plan) -> list[list[int]]:
-    """Nodes by their distance from the root."""
-    found, level = [], _roots(plan)
+def _depth(plan: Plan) -> int:
+    """Return the depth of the tree in segments."""
+    depth, level = 0, _roots(plan)
     while level:
-        found.append(level)
+        depth += 1
         level = [child for node in level for child in plan.tree.successors(node)]
-    return found
+    return depth
 
 
 def _largest(plan: Plan, most: int) -> set[int]:
-    """The largest segments, and those above them."""
-    nodes, found = plan.tree.nodes, set[int]()
+    """Return the `most` largest segments and their ancestors."""
+    nodes, selected = plan.tree.nodes, set[int]()
     pending = sorted(nodes, key=lambda node: nodes[node]["start"] - nodes[node]["stop"])[:most]
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
+        if node not in selected:
+            selected.add(node)
             pending += plan.tree.predecessors(node)
-    return found
+    return selected
 
 
 def _label(node: dict[str, Any]) -> str:
-    """`[0:447] 447 tokens, ends s3 s8`: depths, size, and the sequences whose last token is the segment's last."""
+    """Label a segment, `[0:447] 447 tokens, ends s3 s8`: depth range, size, and the sequences that end with it."""
     size = node["stop"] - node["start"]
     ends = [f"s{sequence}" for sequence in node["sequences"][:MOST_SEQUENCES]]
     more = len(node["sequences"]) - len(ends)
@@ -322,7 +314,7 @@ def _label(node: dict[str, Any]) -> str:
 
 
 def as_json(plan: Plan) -> str:
-    """The plan as a JSON object: options, stats, tree (nodes with their parent) and schedule (its text, by line)."""
+    """Return the plan as a JSON object: options, stats, tree (nodes with parents) and schedule (list of text lines)."""
     parents = {child: parent for parent, child in plan.tree.edges}
     nodes = [{"node": node, "parent": parents.get(node), **plan.tree.nodes[node]} for node in plan.tree]
     fields = {
@@ -336,7 +328,7 @@ def as_json(plan: Plan) -> str:
 
 
 def as_dot(plan: Plan) -> str:
-    """The prefix tree in Graphviz' DOT language; every segment names the chunks that run it and has their colour."""
+    """Return the prefix tree in Graphviz DOT; each segment lists its chunks and is coloured by the first of them."""
     lines = ["digraph prefix_tree {", "  rankdir=LR; node [shape=box, style=filled, fontname=monospace];"]
     chunks = _chunks_of_nodes(plan)
     for node, data in plan.tree.nodes(data=True):
@@ -348,10 +340,10 @@ def as_dot(plan: Plan) -> str:
 
 
 def _chunks_of_nodes(plan: Plan) -> list[list[int]]:
-    """For every segment the chunks that run it, numbered in the order of their first run."""
+    """Return the chunks that run each segment, numbered in order of first execution."""
     tree = plan.prefix_tree
     numbers: dict[Chunk, int] = {}
-    found: list[list[int]] = [[] for _ in tree.parent]
+    chunks: list[list[int]] = [[] for _ in tree.parent]
     for op in plan.schedule.ops:
         if not isinstance(op, (Anchor, Forward)) or not op.out or op.chunk in numbers:
             continue
@@ -359,6 +351,6 @@ def _chunks_of_nodes(plan: Plan) -> list[list[int]]:
         for start, stop in tree.chunk_ranges(op.chunk):
             first, last = np.searchsorted(tree.row, [start, stop - 1], side="right") - 1
             for node in range(first, last + 1):
-                if number not in found[node]:
-                    found[node].append(number)
-    return found
+                if number not in chunks[node]:
+                    chunks[node].append(number)
+    return chunks

@@ -1,4 +1,4 @@
-"""`dta plan` of several batches, and of two variants of one command side by side."""
+"""Totals of `dta plan` over several batches, and two variants of one command side by side."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dta_compile.cli.arguments import MOST, read_options, read_source, routes_of, visible, whole
+from dta_compile.cli.arguments import MOST, read_options, read_source, tree_of, visible, whole
 from dta_compile.data import Recorded
 from dta_compile.data.recorded import TURNS
 from dta_compile.errors import OptionError
 from dta_compile.plan import Plan, PrefixTree
-from dta_compile.plan.tree.split_prefixes import with_routes
 
 ARRANGEMENTS = ("file", "shuffled", "length", "prefix")
-SEED = 0  # of the shuffle
+SEED = 0  # seed of the shuffle
 MakePlan = Callable[[list[Recorded], argparse.Namespace], Plan]
 
-# What --compare may change: the argument, and how its value is read.
+# Keys of --compare: the argument that each one changes, and the parser of its value.
 _CHANGES: dict[str, tuple[str, Callable[[str], object]]] = {
     "file": ("file", str),
     "template": ("chat_template", str),
@@ -42,16 +41,16 @@ _CHANGES: dict[str, tuple[str, Callable[[str], object]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Figures of all batches together.
+    """Figures summed over all batches.
 
     Attributes:
         batches, sequences, tokens: counts.
         tree_tokens: tokens that are run.
         forwarded_twice: forward work beyond one forward of the trees.
         pairs: query-key pairs of the trees, forward.
-        peak_stack_tokens: of the batch that needs most.
-        together: tokens that one tree of all sequences has.
-        seconds: by the cost model's defaults, which know of no device: for comparisons alone.
+        peak_stack_tokens: peak of the batch with the largest stack.
+        together: tokens of one tree over all sequences.
+        seconds: estimate by the cost model's defaults, which know no device: only for comparison.
     """
 
     batches: int
@@ -66,16 +65,16 @@ class Totals:
 
     @property
     def compression(self) -> float:
-        """Tokens of the sequences over tokens that are run."""
+        """Ratio of sequence tokens to tokens that are run."""
         return self.tokens / self.tree_tokens if self.tree_tokens else 1.0
 
     def to_json(self) -> str:
-        """All figures."""
+        """Return all figures as a JSON object."""
         return json.dumps({**dataclasses.asdict(self), "compression": self.compression}, indent=1) + "\n"
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    """Declare how sequences become batches, and what is compared."""
+    """Declare the options that form batches and compare variants."""
     batches = parser.add_argument_group("batches")
     batches.add_argument("--rows", type=whole(1), metavar="N", help="sequences of a batch (default: those of a file)")
     batches.add_argument(
@@ -93,10 +92,10 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def totals(arguments: argparse.Namespace, make_plan: MakePlan) -> Totals:
-    """Plan all batches of a command.
+    """Plan all batches of a command and sum their figures.
 
     Raises:
-        OptionError: fewer than one row a batch.
+        OptionError: `rows` is below 1.
     """
     recording = read_source(arguments.file, read_options(arguments), arguments.leaf_only)
     sequences = recording.sequences
@@ -109,70 +108,70 @@ def totals(arguments: argparse.Namespace, make_plan: MakePlan) -> Totals:
     return Totals(
         batches=len(plans),
         sequences=len(sequences),
-        tokens=sum(one.tokens for one in stats),
-        tree_tokens=sum(one.tree_tokens for one in stats),
-        forwarded_twice=sum(one.tokens_forwarded_twice for one in stats),
+        tokens=sum(batch.tokens for batch in stats),
+        tree_tokens=sum(batch.tree_tokens for batch in stats),
+        forwarded_twice=sum(batch.tokens_forwarded_twice for batch in stats),
         pairs=sum(plan.simulation.forward.pairs for plan in plans),
-        peak_stack_tokens=max((one.peak_stack_tokens for one in stats), default=0),
-        together=_tree_tokens(sequences),
+        peak_stack_tokens=max((batch.peak_stack_tokens for batch in stats), default=0),
+        together=tree_of(sequences).num_rows,
         seconds=sum(plan.estimates.seconds for plan in plans),
     )
 
 
 def compare(arguments: argparse.Namespace, make_plan: MakePlan, console: Console) -> str:
-    """Print a command and its variant side by side; the figures of both as JSON.
+    """Print a command and its variant side by side and return the figures of both as JSON.
 
     Raises:
-        OptionError: `--compare` names something that cannot be changed.
+        OptionError: `--compare` names a key or value that is not supported.
     """
     other = _changed(arguments)
-    found = [totals(one, make_plan) for one in (arguments, other)]
+    variants = [totals(variant, make_plan) for variant in (arguments, other)]
     if not arguments.json:
-        print_totals(["as given", escape(visible(" ".join(arguments.compare)))], found, console)
-    return f"[{','.join(one.to_json() for one in found)}]\n"
+        print_totals(["as given", escape(visible(" ".join(arguments.compare)))], variants, console)
+    return f"[{','.join(variant.to_json() for variant in variants)}]\n"
 
 
-def print_totals(titles: Sequence[str], found: Sequence[Totals], console: Console) -> None:
-    """A table with a column for each; of two, how the second compares with the first."""
+def print_totals(titles: Sequence[str], variants: Sequence[Totals], console: Console) -> None:
+    """Print a table with one column per variant and, for two variants, their ratio."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     for title in titles:
         table.add_column(title, justify="right", overflow="fold")
-    if len(found) > 1:
+    if len(variants) > 1:
         table.add_column("", justify="right", style="dim")
     rows: list[tuple[str, Callable[[Totals], float], str]] = [
-        ("batches", lambda one: one.batches, ",d"),
-        ("sequences", lambda one: one.sequences, ",d"),
-        ("tokens", lambda one: one.tokens, ",d"),
-        ("tokens to run", lambda one: one.tree_tokens, ",d"),
-        ("C", lambda one: one.compression, ".2f"),
-        ("in one batch, C", lambda one: one.tokens / one.together if one.together else 1.0, ".2f"),
-        ("query-key pairs", lambda one: one.pairs, ",d"),
-        ("forwarded twice", lambda one: one.forwarded_twice, ",d"),
-        ("most on the stack", lambda one: one.peak_stack_tokens, ",d"),
+        ("batches", lambda variant: variant.batches, ",d"),
+        ("sequences", lambda variant: variant.sequences, ",d"),
+        ("tokens", lambda variant: variant.tokens, ",d"),
+        ("tokens to run", lambda variant: variant.tree_tokens, ",d"),
+        ("C", lambda variant: variant.compression, ".2f"),
+        ("in one batch, C", lambda variant: variant.tokens / variant.together if variant.together else 1.0, ".2f"),
+        ("query-key pairs", lambda variant: variant.pairs, ",d"),
+        ("forwarded twice", lambda variant: variant.forwarded_twice, ",d"),
+        ("most on the stack", lambda variant: variant.peak_stack_tokens, ",d"),
     ]
     for label, value, form in rows:
-        values = [value(one) for one in found]
+        values = [value(variant) for variant in variants]
         ratio = [f"x{values[1] / values[0]:.2f}" if values[0] else ""] if len(values) == 2 else []
-        table.add_row(label, *(format(one, form) for one in values), *ratio)
-    if len(found) > 1 and found[0].seconds:
-        table.add_row("estimated time", "1.00", f"{found[1].seconds / found[0].seconds:.2f}", "not calibrated")
+        table.add_row(label, *(format(number, form) for number in values), *ratio)
+    if len(variants) > 1 and variants[0].seconds:
+        table.add_row("estimated time", "1.00", f"{variants[1].seconds / variants[0].seconds:.2f}", "not calibrated")
     console.print(table)
 
 
 def _changed(arguments: argparse.Namespace) -> argparse.Namespace:
     other = copy.copy(arguments)
-    for given in arguments.compare:
-        key, separator, value = given.partition("=")
+    for pair in arguments.compare:
+        key, separator, value = pair.partition("=")
         if not separator or key not in _CHANGES:
             raise OptionError(
-                "bad value for --compare", expected=f"KEY=VALUE with a key of {', '.join(_CHANGES)}", got=repr(given)
+                "bad value for --compare", expected=f"KEY=VALUE with a key of {', '.join(_CHANGES)}", got=repr(pair)
             )
         name, parse = _CHANGES[key]
         try:
             setattr(other, name, parse(value))
         except ValueError as error:
-            raise OptionError("bad value for --compare", expected=f"{key}=NUMBER", got=repr(given)) from error
+            raise OptionError("bad value for --compare", expected=f"{key}=NUMBER", got=repr(pair)) from error
     for key, choices in (("arrange", ARRANGEMENTS), ("turns", TURNS)):
         if getattr(other, key) not in choices:
             expected = f"{key}={', '.join(choices)}"
@@ -189,15 +188,8 @@ def _batches(sequences: list[Recorded], rows: int | None, arrange: str) -> list[
     elif arrange == "length":
         order.sort(key=lambda i: len(sequences[i]))
     elif arrange == "prefix":
-        order = PrefixTree.build([one.tokens for one in sequences]).order.tolist()
+        order = PrefixTree.build([sequence.tokens for sequence in sequences]).order.tolist()
     arranged = [sequences[i] for i in order]
     if rows is None:
         return [arranged]
     return [arranged[first : first + rows] for first in range(0, len(arranged), rows)] or [[]]
-
-
-def _tree_tokens(sequences: list[Recorded]) -> int:
-    """Tokens of one tree of all sequences."""
-    tokens, routes = [one.tokens for one in sequences], routes_of(sequences)
-    tree = PrefixTree.build(tokens) if routes is None else with_routes(tokens, routes)[0]
-    return tree.num_rows

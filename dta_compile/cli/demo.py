@@ -1,8 +1,8 @@
 """`dta demo`: GRPO on bundled real rollouts, eager and dta side by side in one process.
 
-Two copies of one small Qwen3-architecture model start from the same weights and see the same rollouts. Each optimiser
-step runs both ways and compares the gradients, so the table at the end reports speed and equality of the same steps.
-The first call, on a few of the rollouts, compiles and is compared as a whole with the program as it was captured.
+Two copies of a small Qwen3-architecture model start from the same weights and train on the same rollouts. Every
+optimiser step runs both ways and compares the gradients, so the final table reports speed and agreement of the same
+steps. The first call, on a few rollouts, compiles and is verified against the captured program.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ TokenValues = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.T
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the demo trains and how.
+    """Settings of the demo.
 
     Attributes:
         turns: assistant turns taken from each trajectory; every turn is one rollout.
         steps: optimiser steps, all on the same rollouts (so that ratios leave 1 and the clip acts).
         micro_batch: rows per eager call, padded to the longest of them (1: no padding).
         chunk_size: most tokens per chunk of the dta side.
-        backend: what `torch.compile` is given; "eager" shows the harness without dta.
+        backend: backend of `torch.compile`; "eager" runs the harness without dta.
         threads: CPU threads of torch, None for its default.
-        html: where the page of the plan is written.
+        html: path of the plan's HTML page.
     """
 
     turns: int = 3
@@ -55,13 +55,13 @@ class Settings:
     html: str = "dta_demo.html"
 
 
-# Rows of the first call: what the self-check runs densely.
+# Rows of the first call, which the self-check also runs densely.
 CHECKED_ROWS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorBatch:
-    """`data.Batch` as tensors, with the log-probs `[B, S]` of the policy that is being improved on."""
+    """`data.Batch` as tensors, with the log-probs `[B, S]` of the old policy."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
@@ -72,22 +72,22 @@ class TensorBatch:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> TensorBatch:
-        """The rollouts, padded on the right."""
+        """Pad the rollouts on the right."""
         batch = pad_batch(rollouts)
         return cls(*(torch.from_numpy(getattr(batch, field.name)) for field in dataclasses.fields(cls)[:-1]))
 
     def micro_batches(self, rows: int) -> Iterator[TensorBatch]:
-        """Consecutive rows, cut to the longest of them."""
+        """Yield consecutive blocks of rows, each cut to its longest row."""
         fields = {name: value for name, value in vars(self).items() if value is not None}
         for first in range(0, len(self.input_ids), rows):
             part = {name: value[first : first + rows] for name, value in fields.items()}
             width = int(part["attention_mask"].sum(1).max())
             cut = {name: value[:, :width] if value.dim() == 2 else value for name, value in part.items()}
-            yield TensorBatch(**{name: value.contiguous() for name, value in cut.items()})  # one graph serves them all
+            yield TensorBatch(**{name: value.contiguous() for name, value in cut.items()})  # one graph for all parts
 
 
 def build_model(vocabulary: int, seed: int) -> torch.nn.Module:
-    """A Qwen3 of 4 layers and hidden size 256 with random float32 weights, in training mode."""
+    """Build a Qwen3 of 4 layers and hidden size 256 with random float32 weights, in training mode."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocabulary,
@@ -106,7 +106,7 @@ def build_model(vocabulary: int, seed: int) -> torch.nn.Module:
 
 
 def token_values(model: torch.nn.Module) -> TokenValues:
-    """The function that is compiled: per-token values, so that no `[B, S, V]` tensor leaves it."""
+    """Return the function to compile: it yields values per token, so that no `[B, S, V]` tensor leaves it."""
 
     def values(
         input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
@@ -131,7 +131,7 @@ def grpo_loss(
 
 
 class Trainer:
-    """One of the two ways: a model, its optimiser, and the token values computed `rows` rows at a time."""
+    """One side of the comparison: a model, its optimiser, and token values computed `rows` rows at a time."""
 
     def __init__(self, model: torch.nn.Module, values: TokenValues, rows: int, settings: Settings) -> None:
         self.model, self.values, self.rows, self.settings = model, values, rows, settings
@@ -141,7 +141,7 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, batch: TensorBatch) -> torch.Tensor:
-        """Log-probs `[B, S]` under the current weights; 0 on padding."""
+        """Return the log-probs `[B, S]` under the current weights; 0 on padding."""
         scores = torch.zeros(batch.labels.shape)
         for first, part in enumerate(batch.micro_batches(self.rows)):
             values, _ = self.values(part.input_ids, part.attention_mask, part.labels)
@@ -149,7 +149,7 @@ class Trainer:
         return scores * batch.attention_mask
 
     def backward(self, batch: TensorBatch) -> None:
-        """Gradients of the loss over the whole batch; keeps the loss and the seconds it took."""
+        """Accumulate the gradients of the loss over the batch; record the loss and the time in seconds."""
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
         total, loss = int(batch.loss_mask.sum()), 0.0
@@ -163,7 +163,7 @@ class Trainer:
 
 
 def gradient_difference(reference: torch.nn.Module, other: torch.nn.Module) -> float:
-    """Largest over the parameters of max |difference| / max |reference gradient|."""
+    """Return the largest max |difference| / max |reference gradient| over all parameters."""
     worst = 0.0
     for left, right in zip(reference.parameters(), other.parameters(), strict=True):
         assert left.grad is not None and right.grad is not None
@@ -173,11 +173,11 @@ def gradient_difference(reference: torch.nn.Module, other: torch.nn.Module) -> f
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What `run` measured; seconds are those of each optimiser step, without the first call's compilation.
+    """Measurements of `run`; seconds are per optimiser step, without the first call's compilation.
 
     Attributes:
-        self_check: what comparing the first call with the captured program came to.
-        plan: of all rollouts, by default rates; the last two are None for another backend than dta.
+        self_check: outcome of comparing the first call with the captured program.
+        plan: plan of all rollouts at default rates; both are None for backends other than dta.
     """
 
     rollouts: int
@@ -194,12 +194,12 @@ class Result:
 
     @property
     def speedup(self) -> float:
-        """Median eager time over median compiled time."""
+        """Ratio of median eager time to median compiled time."""
         return statistics.median(self.eager_seconds) / statistics.median(self.compiled_seconds)
 
 
 def run(settings: Settings, console: Console) -> Result:
-    """Train both ways, step by step in turns, with a line for each."""
+    """Train both ways in alternating order and print one line per step."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     rollouts = [rollout for rollout in load_rollouts(bundled(), dense=True) if rollout.turn < settings.turns]
@@ -248,7 +248,7 @@ def run(settings: Settings, console: Console) -> Result:
 
 
 def report(result: Result, settings: Settings, console: Console) -> None:
-    """Print the table and the plan."""
+    """Print the table, the plan, and the next steps for the user."""
     rows = "one rollout at a time" if settings.micro_batch == 1 else f"{settings.micro_batch} padded rollouts at a time"
     table = Table(title=f"GRPO, {result.rollouts} rollouts, {settings.steps} optimiser steps, CPU float32")
     table.add_column("")
@@ -278,7 +278,7 @@ def report(result: Result, settings: Settings, console: Console) -> None:
 
 
 def main(settings: Settings, console: Console) -> int:
-    """Run and report; 1 if the two ways disagree, else 0.
+    """Run the demo and print its report; return 1 if the two sides disagree, else 0.
 
     Raises:
         OptionError: torch has no such backend.

@@ -1,4 +1,4 @@
-"""The command `dta estimate`: what a step of a model over a file of rollouts will take."""
+"""The command `dta estimate`: predict time and memory of a training step over a file of rollouts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from dta_compile.files import read_text
 from dta_compile.options import CHOICES, Options
 from dta_compile.plan import CostModel
 
-FIGURE = real(1e-6, 1e9)  # of devices: TFLOP/s, TB/s, GB
-WIDTH = 100  # columns of the table, also where the terminal has fewer
+FIGURE = real(1e-6, 1e9)  # range of device figures: TFLOP/s, TB/s, GB
+WIDTH = 100  # least width of the table in columns
 NOTES = """\
 Ranges: steps measured on an H100 took 0.80 to 1.02 of what is predicted, memory 0.87 to 1.12; a device that was
 not measured gets a factor of 2. Others are priced at the same rates, and scaled as they were measured there: dense
@@ -84,12 +84,12 @@ def _run(arguments: argparse.Namespace) -> int:
     options = Options(arguments.chunk_size, sweep=arguments.sweep, memory_budget=arguments.memory_budget)
     ranks = Ranks(arguments.ranks, arguments.shard, arguments.optimizer)
     batches = read_source(arguments.file, read_options(arguments), arguments.leaf_only).batches
-    sequences = max(batches, key=lambda batch: sum(map(len, batch)), default=[])  # of a folder, the largest
+    sequences = max(batches, key=lambda batch: sum(map(len, batch)), default=[])  # the largest file of a folder
     cost = None if arguments.calibration is None else _calibrated(arguments.calibration)
     shape = model_shape(arguments.config)
-    found = estimate(sequences, shape, device, options, cost, ranks)
+    result = estimate(sequences, shape, device, options, cost, ranks)
     if arguments.json:
-        text = json.dumps(_as_json(found) | {"model": dataclasses.asdict(shape)}, indent=1) + "\n"
+        text = json.dumps(_as_json(result) | {"model": dataclasses.asdict(shape)}, indent=1) + "\n"
         write(arguments.json, text)
         return 0
     console = Console(highlight=False)
@@ -98,7 +98,7 @@ def _run(arguments: argparse.Namespace) -> int:
         soft_wrap=True,
         markup=False,
     )
-    _print(found, device, console)
+    _print(result, device, console)
     return 0
 
 
@@ -111,79 +111,79 @@ def _calibrated(path: str) -> CostModel:
         raise OptionError("not a calibration", expected="a file of the cache folder", got=f"{path}: {error}") from error
 
 
-def _as_json(found: Estimate) -> dict[str, object]:
+def _as_json(result: Estimate) -> dict[str, object]:
     return {
-        "stats": dataclasses.asdict(found.plan.stats),
-        "head_rows": found.head_rows,
-        "fixed_bytes": found.fixed_bytes,
-        "ours": [dataclasses.asdict(one) for one in found.ours],
-        "others": [dataclasses.asdict(one) for one in found.others],
-        "source": found.source,
-        "uncertainty": found.uncertainty,
-        "best": None if found.best is None else dataclasses.asdict(found.best),
-        "batches": found.batches,
-        "usable": found.usable,
-        "ranks": dataclasses.asdict(found.ranks),
-        "ranks_needed": found.ranks_needed,
+        "stats": dataclasses.asdict(result.plan.stats),
+        "head_rows": result.head_rows,
+        "fixed_bytes": result.fixed_bytes,
+        "ours": [dataclasses.asdict(prediction) for prediction in result.ours],
+        "others": [dataclasses.asdict(prediction) for prediction in result.others],
+        "source": result.source,
+        "uncertainty": result.uncertainty,
+        "best": None if result.best is None else dataclasses.asdict(result.best),
+        "batches": result.batches,
+        "usable": result.usable,
+        "ranks": dataclasses.asdict(result.ranks),
+        "ranks_needed": result.ranks_needed,
     }
 
 
-def _print(found: Estimate, device: Device, console: Console) -> None:
-    stats = found.plan.stats
+def _print(result: Estimate, device: Device, console: Console) -> None:
+    stats = result.plan.stats
     shared = f"C {stats.compression:.2f}, attention {stats.attention_compression:.2f}"
     console.print(
         f"{stats.sequences:,} sequences, {stats.tokens:,} tokens, {stats.tree_tokens:,} to run ({shared}), "
-        f"{found.head_rows:,} rows of the head",
+        f"{result.head_rows:,} rows of the head",
         soft_wrap=True,
     )
-    console.print(f"times by {visible(found.source)}", soft_wrap=True, markup=False)
+    console.print(f"times by {visible(result.source)}", soft_wrap=True, markup=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("", "seconds", "range", "times", "peak GB", "forwarded twice", "chunks"):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    for one in found.ours:
-        table.add_row(*_row(one, found), style="bold" if one is found.best else "")
-    for one in found.others:
-        table.add_row(*_row(one, found))
+    for prediction in result.ours:
+        table.add_row(*_row(prediction, result), style="bold" if prediction is result.best else "")
+    for prediction in result.others:
+        table.add_row(*_row(prediction, result))
     console.width = max(console.width, WIDTH)
     console.print(table)
     console.print(NOTES, style="dim", soft_wrap=True)
-    console.print(verdict(found, device), soft_wrap=True, markup=False)
+    console.print(verdict(result, device), soft_wrap=True, markup=False)
 
 
-def verdict(found: Estimate, device: Device) -> str:
-    """What fits, and by which options, or what is missing."""
-    ranks, best = found.ranks, found.best
+def verdict(result: Estimate, device: Device) -> str:
+    """Say whether the step fits and with which options, or how many ranks it would need."""
+    ranks, best = result.ranks, result.best
     where = f"{ranks.count:,} x {visible(device.name)}" if ranks.count > 1 else visible(device.name)
     optimiser = "no optimiser" if ranks.optimizer == "none" else f"{ranks.optimizer} in it"
-    memory = f"{device.memory / 1e9:,.0f} GB of memory, {found.usable / 1e9:,.0f} of them for plans"
+    memory = f"{device.memory / 1e9:,.0f} GB of memory, {result.usable / 1e9:,.0f} of them for plans"
     if best is not None:
         budget = device.memory if best.budget is None else best.budget
         options = f"options={{'sweep': '{best.sweep}', 'memory_budget': '{budget / 1e9:.1f}GB'}}"
-        parts = f", each rank's batch in {found.batches} one after another" if found.batches > 1 else ""
+        parts = f", each rank's batch in {result.batches} one after another" if result.batches > 1 else ""
         times = f"{_seconds(best.seconds)} s, {_seconds(best.seconds * best.factors[0])} to "
         times += f"{_seconds(best.seconds * best.factors[1])} s"
         return (
             f"verdict: fits {where} ({memory}, {optimiser}) with {options}{parts}: {best.bytes / 1e9:,.1f} GB, {times}"
         )
-    leanest = min(found.ours, key=lambda one: one.bytes)
+    leanest = min(result.ours, key=lambda prediction: prediction.bytes)
     text = f"verdict: does not fit {where} ({memory}, {optimiser}): at least {leanest.bytes / 1e9:,.1f} GB"
-    text += f", {found.fixed_bytes / 1e9:,.1f} of them for weights, gradients and the optimiser"
-    if found.ranks_needed is None:
+    text += f", {result.fixed_bytes / 1e9:,.1f} of them for weights, gradients and the optimiser"
+    if result.ranks_needed is None:
         return f"{text}; no number of ranks makes it fit, so train shorter sequences or take a smaller model"
-    return f"{text}; it would with --ranks {found.ranks_needed} --shard fsdp"
+    return f"{text}; it would with --ranks {result.ranks_needed} --shard fsdp"
 
 
-def _row(one: Prediction, found: Estimate) -> tuple[str, ...]:
-    least, most = (one.seconds * factor for factor in one.factors)
-    reference = (found.best or found.ours[0]).seconds
+def _row(prediction: Prediction, result: Estimate) -> tuple[str, ...]:
+    least, most = (prediction.seconds * factor for factor in prediction.factors)
+    reference = (result.best or result.ours[0]).seconds
     return (
-        one.name,
-        _seconds(one.seconds),
+        prediction.name,
+        _seconds(prediction.seconds),
         f"{_seconds(least)} to {_seconds(most)}",
-        f"{one.seconds / reference:.2f}" if reference else "",
-        f"{one.bytes / 1e9:,.1f}{'' if one.bytes <= found.usable else ' (too much)'}",
-        f"{one.forwarded_twice:,}",
-        f"{one.chunk_size:,}" if one.chunk_size else "",
+        f"{prediction.seconds / reference:.2f}" if reference else "",
+        f"{prediction.bytes / 1e9:,.1f}{'' if prediction.bytes <= result.usable else ' (too much)'}",
+        f"{prediction.forwarded_twice:,}",
+        f"{prediction.chunk_size:,}" if prediction.chunk_size else "",
     )
 
 

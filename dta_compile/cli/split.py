@@ -1,10 +1,10 @@
-"""The command `dta split`: how many GPUs should generate rollouts and how many train, from measured throughputs.
+"""The command `dta split`: divide GPUs between rollout generation and training, from measured throughputs.
 
 The pipeline is as fast as its slower side (paper, appendix "Rollout/Training GPU Allocation Sweep"):
-`min(T_train * N_train / N, T_roll * N_roll / N)`, T being what a side would reach with all N GPUs. Sides rarely scale
-in proportion to their GPUs, so every further measurement, of one side or of the whole pipeline, refines the curves.
-Beyond what is measured the model hopes for ideal scaling. So measure the split that it finds best, add the figure, and
-ask again, until the best split is one that has been measured.
+`min(T_train * N_train / N, T_roll * N_roll / N)`, where T is the throughput of a side on all N GPUs. Sides rarely
+scale linearly, so each further measurement, of one side or of the whole pipeline, refines the curves. Beyond the
+measured points the model assumes linear scaling. So measure the split that it recommends, add the figure and repeat
+until the recommended split has been measured.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from dta_compile.cli.arguments import visible, whole, write
 from dta_compile.errors import OptionError
 from dta_compile.options import as_integer
 
-MOST_GPUS = 16_384  # a line is printed for each
-LEAST, MOST = 1e-30, 1e30  # of throughputs in any unit
+MOST_GPUS = 16_384  # limits the printed table, which has one row per split
+LEAST, MOST = 1e-30, 1e30  # range of throughputs in any unit
 Split = tuple[int, int]  # (rollout GPUs, training GPUs), written 5/3
 
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """Measured throughputs of one system, all of them in one unit, such as tokens per second.
+    """Measured throughputs of one system, all in one unit, such as tokens per second.
 
     Attributes:
-        name: what to call it.
-        train, roll: of training and of rollout on their own, by number of GPUs; `{1: 40.3}` is the figure per GPU.
-        measured: of the whole pipeline, by split.
+        name: label in the output.
+        train, roll: throughput of training and of rollout alone, by number of GPUs; `{1: 40.3}` is the figure per GPU.
+        measured: throughput of the whole pipeline, by split.
 
     Raises:
-        OptionError: a number of GPUs below 1, or a throughput that is not positive and finite.
+        OptionError: a number of GPUs is below 1, or a throughput is not positive and finite.
     """
 
     name: str
@@ -66,13 +66,13 @@ class System:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One split of the GPUs.
+    """One row of a sweep: a split of the GPUs and its throughputs.
 
     Attributes:
         roll_gpus, train_gpus: the split.
-        roll, train: throughput that each side could reach.
-        throughput: of the pipeline; as measured if it was, else that of the slower side.
-        measured: whether it was.
+        roll, train: throughput that each side can reach.
+        throughput: throughput of the pipeline: the measured one, or that of the slower side.
+        measured: whether `throughput` was measured.
     """
 
     roll_gpus: int
@@ -84,12 +84,12 @@ class Cell:
 
     @property
     def split(self) -> str:
-        """As it is printed: rollout GPUs / training GPUs."""
+        """Format the split as rollout GPUs / training GPUs."""
         return f"{self.roll_gpus}/{self.train_gpus}"
 
     @property
     def limit(self) -> str:
-        """The slower side, "rollout" or "training"."""
+        """Name of the slower side, "rollout" or "training"."""
         return "rollout" if self.roll < self.train else "training"
 
 
@@ -102,12 +102,12 @@ class Sweep:
 
     @property
     def best(self) -> Cell:
-        """The fastest split; of equal ones, that with the fewest rollout GPUs."""
+        """Fastest split; among equals, the one with the fewest rollout GPUs."""
         return max(self.cells, key=lambda cell: cell.throughput)
 
 
 def sweep(system: System, gpus: int) -> Sweep:
-    """Throughput of every split of `gpus` GPUs, each side having at least one.
+    """Compute the throughput of every split of `gpus` GPUs with at least one GPU per side.
 
     Raises:
         OptionError: fewer than 2 GPUs, a side without any figure, or a measured split of another number of GPUs.
@@ -133,10 +133,10 @@ def sweep(system: System, gpus: int) -> Sweep:
 
 
 def capacity(points: Mapping[int, float], gpus: int) -> float:
-    """Throughput of one side on `gpus` GPUs, from what it is on others.
+    """Interpolate the throughput of one side on `gpus` GPUs.
 
-    Exact at the points, linear between them, and beyond them proportional to the GPUs at the rate of the nearest one,
-    which is the ideal model from there on. If the points rise with the GPUs, so does all of it.
+    The curve is exact at the measured points, linear between them, and proportional to the number of GPUs beyond them,
+    at the rate of the nearest point. It rises with the number of GPUs if the points do.
     """
     counts = sorted(points)
     nearest = min(max(gpus, counts[0]), counts[-1])
@@ -144,11 +144,11 @@ def capacity(points: Mapping[int, float], gpus: int) -> float:
 
 
 def _sides(system: System) -> tuple[dict[int, float], dict[int, float]]:
-    """Points of the rollout and of the training side, with what the measured splits tell about them."""
+    """Return the points of the rollout and of the training side, extended by what the measured splits imply."""
     roll, train, measured = dict(system.roll), dict(system.train), system.measured
     peak = max(measured, key=measured.__getitem__, default=(0, 0))
-    # A GPU more for rollout makes rollout faster and training slower. So a split that gives rollout less than the
-    # fastest one does, and yet is slower, is limited by rollout; one that gives training less, by training.
+    # One more GPU for rollout makes rollout faster and training slower. So a split with fewer rollout GPUs than the
+    # fastest one is limited by rollout, and a split with fewer training GPUs by training.
     for (roll_gpus, train_gpus), throughput in measured.items():
         if roll_gpus < peak[0]:
             roll.setdefault(roll_gpus, throughput)
@@ -158,12 +158,12 @@ def _sides(system: System) -> tuple[dict[int, float], dict[int, float]]:
         if not points:
             hint = f"give the throughput of {side} on one GPU, or of splits that are limited by it"
             raise OptionError(f"no throughput of {side} is known", where=system.name, hint=hint)
-    if measured:  # the fastest split is limited by the side that is slower by all the other figures
+    if measured:  # the fastest split is limited by the side that is slower by all other figures
         if capacity(roll, peak[0]) < capacity(train, peak[1]):
             roll.setdefault(peak[0], measured[peak])
         else:
             train.setdefault(peak[1], measured[peak])
-    for split, throughput in measured.items():  # what the pipeline did, both of its sides can do
+    for split, throughput in measured.items():  # each side reaches at least what the pipeline reached
         for points, gpus in zip((roll, train), split, strict=True):
             if capacity(points, gpus) < throughput:
                 points[gpus] = throughput
@@ -194,14 +194,14 @@ def add_split(parser: argparse.ArgumentParser) -> None:
 
 
 class _NewSystem(argparse.Action):
-    """Begins a system, to which the figures after it belong."""
+    """Action that begins a system, to which the figures after it belong."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         namespace.systems = [*namespace.systems, (values, {})]
 
 
 class _Figures(argparse.Action):
-    """Adds figures to the system that was begun last, or to an unnamed one."""
+    """Action that adds figures to the latest system, or to an unnamed one."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         if not namespace.systems:
@@ -230,7 +230,7 @@ def _system(name: str, figures: dict[str, list[str]]) -> System:
 
 
 def _parsed(name: str, key: str, figures: Sequence[str], read: Callable[[str], Any]) -> dict[Any, float]:
-    found: dict[Any, float] = {}
+    throughputs: dict[Any, float] = {}
     for figure in figures:
         count, _, throughput = figure.rpartition("=")
         try:
@@ -238,10 +238,10 @@ def _parsed(name: str, key: str, figures: Sequence[str], read: Callable[[str], A
         except ValueError as error:
             expected = "ROLL/TRAIN=X, such as 5/3=66.7" if key == "measured" else "X, or COUNT=X, such as 2=49.4"
             raise OptionError("bad figure", where=f"{name}, {key}", expected=expected, got=repr(figure)) from error
-        if gpus in found:
+        if gpus in throughputs:
             raise OptionError("two figures for the same GPUs", where=f"{name}, {key}", got=repr(figure))
-        found[gpus] = value
-    return found
+        throughputs[gpus] = value
+    return throughputs
 
 
 def _count(text: str) -> int:
@@ -258,7 +258,7 @@ def _as_json(sweeps: list[Sweep], gpus: int, unit: str) -> dict[str, Any]:
         return {**dataclasses.asdict(cell), "split": cell.split, "limit": cell.limit}
 
     systems = {
-        made.system.name: {"best": cell(made.best), "sweep": [cell(each) for each in made.cells]} for made in sweeps
+        each.system.name: {"best": cell(each.best), "sweep": [cell(row) for row in each.cells]} for each in sweeps
     }
     return {"gpus": gpus, "unit": unit, "systems": systems}
 
@@ -266,19 +266,19 @@ def _as_json(sweeps: list[Sweep], gpus: int, unit: str) -> dict[str, Any]:
 def _print(sweeps: list[Sweep], gpus: int, unit: str) -> None:
     table = Table(title=escape(visible(f"{gpus} GPUs, {unit}")), title_justify="left", box=None, pad_edge=False)
     table.add_column("rollout/training")
-    for made in sweeps:
-        table.add_column(escape(visible(made.system.name)), justify="right")
+    for result in sweeps:
+        table.add_column(escape(visible(result.system.name)), justify="right")
         table.add_column("limited by")
-    for row in zip(*(made.cells for made in sweeps), strict=True):
-        values = [text for made, cell in zip(sweeps, row, strict=True) for text in _texts(cell, cell is made.best)]
+    for row in zip(*(result.cells for result in sweeps), strict=True):
+        values = [text for result, cell in zip(sweeps, row, strict=True) for text in _texts(cell, cell is result.best)]
         table.add_row(row[0].split, *values)
     console = Console(highlight=False)
     console.print(table)
     console.print("\n* best of its column; m measured\n", style="dim")
-    slowest = min(made.best.throughput for made in sweeps)
-    for made in sweeps:
-        ratio = f", {made.best.throughput / slowest:.2f}x" if len(sweeps) > 1 else ""
-        text = f"{made.system.name}: best {made.best.split} with {made.best.throughput:,.4g} {unit}{ratio}"
+    slowest = min(result.best.throughput for result in sweeps)
+    for result in sweeps:
+        ratio = f", {result.best.throughput / slowest:.2f}x" if len(sweeps) > 1 else ""
+        text = f"{result.system.name}: best {result.best.split} with {result.best.throughput:,.4g} {unit}{ratio}"
         console.print(visible(text), markup=False, soft_wrap=True)
 
 

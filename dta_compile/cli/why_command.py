@@ -1,4 +1,4 @@
-"""The command `dta why`: where the sequences of a file could share more, and why they do not."""
+"""The command `dta why`: report where sequences of a file could share more of their prefixes, and why they do not."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rich.table import Table
 from dta_compile.cli.arguments import add_source, read_options, read_source, visible, whole, write
 from dta_compile.divergence import CauseOfLoss, Losses, Place, find_losses
 
-CONTEXT = 60  # characters of what is alike, on either side of a difference
-SIDE = 160  # of each side of it
-SMALL = 0.001  # of the tokens that are run: causes below are summed up in a line
+CONTEXT = 60  # characters of common text shown on either side of a difference
+SIDE = 160  # characters shown of each variant
+SMALL = 0.001  # fraction of the tree tokens; smaller causes are summed up in one line
 
 
 def add_why(parser: argparse.ArgumentParser) -> None:
@@ -42,10 +42,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def as_json(losses: Losses) -> dict[str, object]:
-    """All figures and places."""
+    """Return all figures and differences as JSON fields."""
     fields = dataclasses.asdict(losses)
-    for given, one in zip(fields["causes"], losses.causes, strict=True):
-        given["compression"] = one.compression
+    for fields_of_cause, cause in zip(fields["causes"], losses.causes, strict=True):
+        fields_of_cause["compression"] = cause.compression
     return {**fields, "compression": losses.compression}
 
 
@@ -62,10 +62,10 @@ def _print(losses: Losses, kind: str, examples: int, console: Console) -> None:
         markup=False,
         soft_wrap=True,
     )
-    shown = [one for one in losses.causes if one is main or one.gained >= SMALL * losses.tree_tokens]
+    shown = [cause for cause in losses.causes if cause is main or cause.gained >= SMALL * losses.tree_tokens]
     console.print(_table(losses, shown))
     if len(shown) < len(losses.causes):
-        rest = ", ".join(one.name for one in losses.causes[len(shown) :])
+        rest = ", ".join(cause.name for cause in losses.causes[len(shown) :])
         console.print(f"less than {SMALL:.1%} each: {rest}", style="dim")
     for cause in shown:
         console.print(f"\n{cause.name}: {cause.advice}", markup=False, soft_wrap=True)
@@ -83,14 +83,14 @@ def _table(losses: Losses, shown: list[CauseOfLoss]) -> Table:
     for title in ("without", "places", "tokens gained", "tokens to run", "fewer by", "C"):
         table.add_column(title, justify="left" if title == "without" else "right")
     together = [losses.together] if losses.together is not None and len(losses.causes) > 1 else []
-    for one in [*shown, *together]:
+    for cause in [*shown, *together]:
         table.add_row(
-            one.name,
-            f"{one.places:,}",
-            f"{one.gained:,}",
-            f"{one.tree_tokens:,}",
-            f"{losses.tree_tokens / max(one.tree_tokens, 1):.2f}x",
-            f"{one.compression:.2f}",
+            cause.name,
+            f"{cause.places:,}",
+            f"{cause.gained:,}",
+            f"{cause.tree_tokens:,}",
+            f"{losses.tree_tokens / max(cause.tree_tokens, 1):.2f}x",
+            f"{cause.compression:.2f}",
         )
     return table
 

@@ -1,7 +1,7 @@
-"""Rollouts from files: the project's own, and those that people have. Never imports torch by itself.
+"""Token sequences from files: the project's rollout files and common formats. Imports no torch itself.
 
-`read` knows a file by its content: rollout files (`.npz`), JSON lines (token ids, chat transcripts, verl's dumps),
-parquet (TRL's completions) and folders of the package `datasets`.
+`read` detects the format by content: rollout files (`.npz`), JSON lines (token ids, chat transcripts, verl's dumps),
+parquet (TRL's completions) and folders written by the package `datasets`.
 """
 
 from dta_compile.data.batch import Batch, pad_batch

@@ -1,4 +1,4 @@
-"""Rollouts as the padded arrays that a trainer feeds to a model (numpy only, no torch)."""
+"""Pad rollouts into the arrays that a trainer feeds to a model (numpy only, no torch)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dta_compile.errors import PlanError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """Rollouts padded to one length S, as the arrays that a trainer feeds to a model.
+    """Rollouts padded to a common length S, as numpy arrays for a trainer.
 
-    Entry p of a row speaks of the prediction made *from* position p, so `labels`, `loss_mask` and per-token values such
+    Entry p of a row describes the prediction made *from* position p, so `labels`, `loss_mask` and per-token values such
     as log-probs line up.
 
     Attributes:
         input_ids: `[B, S]` int64, padded with `pad_id`.
-        labels: `[B, S]` int64, the next token; `pad_id` where there is none.
+        labels: `[B, S]` int64, the next token; `pad_id` where there is no next token.
         attention_mask: `[B, S]` int64, 1 on tokens and 0 on padding.
-        loss_mask: `[B, S]` bool, true where `labels` is a token that is trained on.
+        loss_mask: `[B, S]` bool, true where `labels` is a trained token.
         advantages: `[B]` float32.
     """
 

@@ -1,4 +1,4 @@
-"""Token sequences of whatever file or folder people have, known by its content."""
+"""Entry point `read`: detect the format of a file or folder by its content and read its token sequences."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from dta_compile.data.tokenizer import Tokenizer, load_tokenizer
 from dta_compile.errors import PlanError
 from dta_compile.files import open_regular
 
-ZIP, PARQUET = b"PK\x03\x04", b"PAR1"  # first bytes
+ZIP, PARQUET = b"PK\x03\x04", b"PAR1"  # magic bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recording:
-    """What a file has.
+    """Result of `read`.
 
     Attributes:
-        sequences: its token sequences, in its order.
-        kind: what it was read as, in words.
-        tokenizer: the one that was named; None: none was.
-        batches: the same by file, of a folder of several: trainers dump a batch into each.
+        sequences: the token sequences, in file order.
+        kind: description of the detected format.
+        tokenizer: the tokenizer named in the options; None: none was named.
+        batches: the sequences by file; trainers dump one batch per file of a folder.
     """
 
     sequences: list[Recorded]
@@ -35,18 +35,18 @@ class Recording:
 
 
 def read(path: str, options: ReadOptions | None = None) -> Recording:
-    """The token sequences of a file or folder; "-" is standard input.
+    """Read the token sequences of a file or folder; "-" is standard input.
 
-    Known are rollout files (`.npz`, see `load_rollouts`); JSON lines of token ids, of objects with `tokens` (and
-    `routes`, `spans`, `loss_mask`, ...), of chat transcripts (`messages`, with `tools` perhaps) and of prompts with
-    completions, as verl dumps them; parquet files with such columns, as TRL writes its completions; folders that
-    `datasets.save_to_disk` wrote; and folders of such files.
+    Supported are rollout files (`.npz`, see `load_rollouts`); JSON lines of token ids, of objects with `tokens` (and
+    `routes`, `spans`, `loss_mask`, ...), of chat transcripts (`messages`, optionally `tools`) and of prompts with
+    completions, like verl's dumps; parquet files with such columns, like TRL's completions; folders written by
+    `datasets.save_to_disk`; and folders of such files.
 
     Raises:
         OSError: the file cannot be read.
-        PlanError: a part of it is nothing that is known, naming the line or row.
-        OptionError: it has text, and no tokenizer is named; or several splits, and none of them is.
-        MissingPackageError: reading it needs a package that is not installed.
+        PlanError: a line or row has an unknown format; the error names it.
+        OptionError: the file has text but no tokenizer is named, or several splits and none of them is named.
+        MissingPackageError: reading needs a package that is not installed.
     """
     options = options or ReadOptions()
     reader = RowReader(options)
@@ -57,14 +57,14 @@ def read(path: str, options: ReadOptions | None = None) -> Recording:
     kinds: list[str] = []
     for file in files:
         is_rollouts = file != "-" and Path(file).is_file() and _begins(file) == ZIP
-        found = _rollouts(file) if is_rollouts else list(reader.read(_rows(file, options)))
+        content = _rollouts(file) if is_rollouts else list(reader.read(_rows(file, options)))
         kinds += ["rollout files"] if is_rollouts else []
-        # Each file numbers its trajectories anew.
-        batches.append([_of_file(one, file) for one in found] if len(files) > 1 else found)
+        # Trajectory numbers are unique only within a file.
+        batches.append([_of_file(item, file) for item in content] if len(files) > 1 else content)
     kinds = [*dict.fromkeys(kinds), *(f"{count:,} {kind}" for kind, count in reader.kinds.items())]
     if len(files) > 1:
         kinds = [f"{len(files)} files", *kinds]
-    sequences = [one for batch in batches for one in batch]
+    sequences = [item for batch in batches for item in batch]
     return Recording(sequences, ", ".join(kinds) or "nothing", reader.tokenizer, tuple(batches))
 
 
@@ -72,7 +72,7 @@ def _files(path: str, options: ReadOptions) -> list[str]:
     folder = Path(path)
     if path == "-" or not folder.is_dir() or is_saved_dataset(folder):
         return [path]
-    files = [str(one) for one in sorted_files(folder)]
+    files = [str(file) for file in sorted_files(folder)]
     if not files:
         raise PlanError(
             "a folder without anything to read",
@@ -98,10 +98,10 @@ def _begins(path: str) -> bytes:
 def _rollouts(path: str) -> list[Recorded]:
     return [
         Recorded(
-            *(one.tokens, one.routes, one.spans, one.trajectory, one.turn, one.reward),
-            name=f"task {one.group} · trial {one.trial} · turn {one.turn}",
+            *(rollout.tokens, rollout.routes, rollout.spans, rollout.trajectory, rollout.turn, rollout.reward),
+            name=f"task {rollout.group} · trial {rollout.trial} · turn {rollout.turn}",
         )
-        for one in load_rollouts(path)
+        for rollout in load_rollouts(path)
     ]
 
 

@@ -1,31 +1,32 @@
-"""A token sequence with what is known of it, and what readers are told."""
+"""`Recorded`, a token sequence with its metadata, and `ReadOptions`, the options of all readers."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LOSSES", "TURNS", "ReadOptions", "Recorded", "spans_of_mask"]
+__all__ = ["LOSSES", "TURNS", "ReadOptions", "Recorded", "mask_of_spans", "spans_of_mask"]
 
 TURNS, LOSSES = ("each", "whole"), ("last", "all")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recorded:
-    """A token sequence of a file.
+    """Token sequence read from a file, with its metadata.
 
     Attributes:
         tokens: `[n]` ids, a list or an array.
-        routes: `[n, ...]` what was recorded of its tokens and is replayed; None: nothing.
-        spans: half-open ranges of the positions of the tokens that are trained on; None: not known.
-        trajectory: what has the same one is of one conversation; None: not known.
-        turn: number of the turn that it ends with, in its trajectory; None: not known.
-        reward: of its trajectory; None: not known.
-        name: for people; None: it has none.
+        routes: `[n, ...]` recorded values per token that are replayed, such as chosen experts; None: none were
+            recorded.
+        spans: half-open ranges of the positions of trained tokens; None: unknown.
+        trajectory: identifies the conversation, shared by all of its sequences; None: unknown.
+        turn: number of the sequence's last turn within its trajectory; None: unknown.
+        reward: reward of the trajectory; None: unknown.
+        name: display name; None: unnamed.
     """
 
     tokens: Any
@@ -40,28 +41,25 @@ class Recorded:
         return len(self.tokens)
 
     def loss_mask(self) -> NDArray[np.bool_]:
-        """`[n]`, true at the positions of the tokens that are trained on; all of them if that is not known."""
+        """Return `[n]` bool, true at the positions of trained tokens; all true if the spans are unknown."""
         if self.spans is None:
             return np.ones(len(self.tokens), bool)
-        mask = np.zeros(len(self.tokens), bool)
-        for start, stop in self.spans:
-            mask[start:stop] = True
-        return mask
+        return mask_of_spans(self.spans, len(self.tokens))
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadOptions:
-    """How files are read that have no token ids.
+    """Options for files that contain text instead of token ids.
 
     Attributes:
-        tokenizer: name or folder of a tokenizer of transformers, or a `tokenizer.json`; None: there is none.
-        chat_template: file with another chat template than the tokenizer's, or the template itself.
-        template_values: further values that the template is given, such as `enable_thinking`.
-        turns: "each" assistant turn of a transcript is a sample of its own, with all messages before it, or the "whole"
-            transcript is one sample.
-        loss: the "last" assistant turn of a sample is trained on, or "all" of them; None: the last for "each", all for
+        tokenizer: name or folder of a tokenizer of transformers, or a `tokenizer.json`; None: no tokenizer.
+        chat_template: file with a chat template that replaces the tokenizer's, or the template itself.
+        template_values: extra variables for the template, such as `enable_thinking`.
+        turns: "each" makes every assistant turn of a transcript a sample, with all messages before it; "whole" makes
+            the transcript one sample.
+        loss: train on the "last" assistant turn of a sample or on "all" of them; None: "last" for "each", "all" for
             "whole".
-        split: which split of a folder of several.
+        split: name of the split to read from a folder with several.
     """
 
     tokenizer: str | None = None
@@ -77,7 +75,15 @@ class ReadOptions:
         return (self.loss or ("all" if self.turns == "whole" else "last")) == "all"
 
 
+def mask_of_spans(spans: Iterable[tuple[int, int]], size: int) -> NDArray[np.bool_]:
+    """Return `[size]` bool, true within half-open ranges."""
+    mask = np.zeros(size, bool)
+    for start, stop in spans:
+        mask[start:stop] = True
+    return mask
+
+
 def spans_of_mask(mask: Any) -> tuple[tuple[int, int], ...]:
-    """The half-open runs of true entries of a mask `[n]`."""
+    """Return the half-open runs of true entries of a mask `[n]`."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], np.asarray(mask, bool), [False]])))
     return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

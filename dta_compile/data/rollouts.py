@@ -1,10 +1,10 @@
-"""Rollout files: real agent trajectories as batches of token ids (numpy only, no torch).
+"""Rollout files: batches of real agent trajectories as token ids (numpy only, no torch).
 
-A file is an `.npz` archive that stores the distinct leaf sequences front-coded in lexicographic order, as what each
-one shares with the one before it and the suffix that it adds, and every sample as a prefix of a leaf. Loss spans are
-half-open ranges of *target* positions: position p is the token that is predicted from position p - 1. An array `routes`
-`[tokens of all samples, ...]`, if there is one, has the rows of all samples one after the other. `ARRAYS` and
-`_relations` say what a file has to be; nothing of it is used before all of that holds.
+A file is an `.npz` archive. It stores the distinct leaf sequences in lexicographic order, front-coded: the length of
+the prefix shared with the previous leaf, and the new suffix. Every sample is a prefix of a leaf. Loss spans are
+half-open ranges of *target* positions: position p is the token predicted from position p - 1. An optional array
+`routes` `[tokens of all samples, ...]` concatenates the rows of all samples. `ARRAYS` and `_relations` specify the
+format; a file is checked against them completely before it is used.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dta_compile.data.recorded import mask_of_spans
 from dta_compile.errors import PlanError
 from dta_compile.files import open_regular
 
 EXAMPLE = "airline_tiny.npz"
-MOST_TOKENS = 2**30  # of all samples of a file: four gibibytes of ids
-MOST_DIMENSIONS = 8  # of routes
+MOST_TOKENS = 2**30  # over all samples of a file: 4 GiB of ids
+MOST_DIMENSIONS = 8  # of the routes array
 
 
 class Column(NamedTuple):
-    """What an array of a rollout file has to be.
+    """Specification of one array of a rollout file.
 
     Attributes:
-        of: what has an entry in it; arrays of the same have the same length.
-        least, below: range of its values.
-        more: entries beyond one for each; 1 for where each begins and the last one ends.
-        kinds: of its dtype, as numpy names them.
+        of: the entity with one entry each; arrays of the same entity have the same length.
+        least, below: half-open range of the values.
+        more: extra entries; 1 for offsets, which have an end after the last start.
+        kinds: allowed dtype kinds, as numpy's letters.
     """
 
     of: str
@@ -63,20 +64,20 @@ ARRAYS = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rollout:
-    """One training sample: a prompt with everything said and called so far, up to the end of one assistant turn.
+    """One training sample: the conversation from the prompt to the end of one assistant turn.
 
     Attributes:
         tokens: `[n]` int32 token ids.
-        spans: half-open ranges of the positions of the tokens that the policy produced and is trained on.
-        reward: the trajectory's reward.
+        spans: half-open ranges of the positions of tokens that the policy generated and is trained on.
+        reward: reward of the trajectory.
         advantage: the reward, normalised over the trajectories of its group (GRPO).
-        advantage_batch: the same, normalised over all samples of the file.
-        group: the task that was attempted; trajectories of a group are comparable.
+        advantage_batch: the reward, normalised over all samples of the file.
+        group: the task; trajectories of one group are comparable.
         trial: number of the attempt within the group.
         trajectory: number of the trajectory within the file.
-        turn: number of the assistant turn that the sample ends with.
-        is_leaf: no other sample of the file extends this one.
-        routes: `[n, ...]` integers that were recorded of every token and are to be replayed, such as the experts of
+        turn: number of the assistant turn that ends the sample.
+        is_leaf: whether no other sample of the file extends this one.
+        routes: `[n, ...]` integers recorded per token for replay, such as the experts of
             every layer `[n, layers, k]`; None: the file has none.
     """
 
@@ -97,33 +98,30 @@ class Rollout:
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
-        """`[n]`, true at the positions of the tokens that are trained on."""
-        mask = np.zeros(len(self.tokens), dtype=bool)
-        for start, stop in self.spans:
-            mask[start:stop] = True
-        return mask
+        """Return `[n]` bool, true at the positions of trained tokens."""
+        return mask_of_spans(self.spans, len(self.tokens))
 
 
 def bundled(name: str = EXAMPLE) -> Path:
-    """Path of a rollout file that is installed with the package."""
+    """Return the path of a rollout file that is installed with the package."""
     return Path(__file__).parents[1] / "examples_data" / name
 
 
 def load_rollouts(
     path: str | PathLike[str], dense: bool = False, leaf_only: bool = False, max_length: int | None = None
 ) -> list[Rollout]:
-    """The samples of a rollout file, in arrival order.
+    """Read the samples of a rollout file, in arrival order.
 
     Args:
         path: the `.npz` file.
-        dense: replace the tokenizer's ids by 0 .. `vocab_size(path)` - 1, so that a small model can take them.
-        leaf_only: keep only samples that no other sample extends; each takes over the loss spans of the samples of its
-            own trajectory that are prefixes of it.
-        max_length: leave longer samples out (before `leaf_only` gathers spans).
+        dense: replace the tokenizer's ids by 0 .. `vocab_size(path)` - 1, so that a small model can embed them.
+        leaf_only: keep only samples that no other sample extends; each inherits the loss spans of those samples of its
+            trajectory that are prefixes of it.
+        max_length: drop longer samples (before `leaf_only` gathers spans).
 
     Raises:
         OSError: the file cannot be read.
-        PlanError: it is no rollout file.
+        PlanError: the file is not a valid rollout file.
     """
     data = _read(path)
     leaves = _decode_leaves(data, dense, path)
@@ -134,16 +132,16 @@ def load_rollouts(
 
 
 def vocab_size(path: str | PathLike[str], multiple: int = 1) -> int:
-    """Number of ids under `dense=True`, rounded up to a multiple of `multiple`."""
+    """Return the number of ids under `dense=True`, rounded up to a multiple of `multiple`."""
     return -(-len(_read(path)["dense_vocab"]) // multiple) * multiple
 
 
 def _read(path: str | PathLike[str]) -> dict[str, NDArray[Any]]:
-    """The arrays of a rollout file, of which everything holds that is said of them.
+    """Read the arrays of a rollout file and check them against the specification.
 
     Raises:
         OSError: the file cannot be read.
-        PlanError: it is no rollout file, or a damaged one.
+        PlanError: the file is not a valid rollout file.
     """
     with open_regular(Path(path)) as file:
         try:
@@ -151,29 +149,29 @@ def _read(path: str | PathLike[str]) -> dict[str, NDArray[Any]]:
                 return _checked(archive, path)
         except PlanError:
             raise
-        except Exception as error:  # of numpy, zipfile, zlib, lzma, bz2 and struct
+        except Exception as error:  # raised by numpy, zipfile, zlib, lzma, bz2 and struct
             raise _damaged(path, "an .npz archive", f"{type(error).__name__}: {error}") from error
 
 
 def _checked(archive: zipfile.ZipFile, path: str | PathLike[str]) -> dict[str, NDArray[Any]]:
     names = {f"{name}.npy": name for name in (*ARRAYS, "routes")}
-    unknown = [one for one in archive.namelist() if one not in names]
-    if unknown:  # an array whose name is damaged would be left out otherwise
+    unknown = [entry for entry in archive.namelist() if entry not in names]
+    if unknown:  # an array with a corrupted name must not be ignored
         raise _damaged(path, "arrays " + ", ".join([*ARRAYS, "and perhaps routes"]), f"{unknown[0]!r}")
-    headers = {names[one]: _header(archive, one) for one in archive.namelist()}
+    headers = {names[entry]: _header(archive, entry) for entry in archive.namelist()}
     _check_headers(headers, path)
-    found: dict[str, NDArray[Any]] = {}
+    arrays: dict[str, NDArray[Any]] = {}
     for name, column in ARRAYS.items():
-        found[name] = _array(archive, name)
-        _check_range(name, found[name], column, path)
+        arrays[name] = _array(archive, name)
+        _check_range(name, arrays[name], column, path)
         if column.kinds != "f":
-            found[name] = found[name].astype(np.int64)
-    for name, expected, holds in _relations(found):
+            arrays[name] = arrays[name].astype(np.int64)
+    for name, expected, holds in _relations(arrays):
         if not np.all(holds):
             entry = f", entry {np.argmin(holds)}" if np.ndim(holds) else ""
             raise _damaged(path, f"{name}: {expected}", f"something else{entry}")
     if "routes" in headers:
-        (shape, dtype), total = headers["routes"], int(found["length"].sum())
+        (shape, dtype), total = headers["routes"], int(arrays["length"].sum())
         if shape[:1] != (total,) or len(shape) > MOST_DIMENSIONS or dtype.kind not in "iu":
             raise PlanError(
                 "the routes of a rollout file do not fit its samples",
@@ -181,12 +179,12 @@ def _checked(archive: zipfile.ZipFile, path: str | PathLike[str]) -> dict[str, N
                 expected=f"integers [{total}, ...], as many as tokens of all samples",
                 got=f"{dtype} {list(shape)}",
             )
-        found["routes"] = _array(archive, "routes")
-    return found
+        arrays["routes"] = _array(archive, "routes")
+    return arrays
 
 
 def _header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of an array, which the archive has as many bytes of: nothing is allocated for others."""
+    """Read shape and dtype of an array, checked against the stored bytes so that no bogus size is allocated."""
     info = archive.getinfo(name)
     with archive.open(info) as file:
         version = np.lib.format.read_magic(file)
@@ -229,7 +227,7 @@ def _check_range(name: str, values: NDArray[Any], column: Column, path: str | Pa
 
 
 def _relations(data: dict[str, NDArray[Any]]) -> Iterator[tuple[str, str, Any]]:
-    """By array, what holds between it and others, and where it does. Each rests on those before it."""
+    """Yield (array, rule, whether it holds by entry) for relations between arrays; each relies on those before it."""
     for name, target in (("suffix_offsets", "suffix_tokens"), ("loss_ptr", "loss_start")):
         bounds, size = data[name], len(data[target])
         yield name, f"ascends from 0 to {size}, the length of {target}", _ascends(bounds, size)
@@ -276,7 +274,7 @@ def _decode_leaves(data: dict[str, NDArray[Any]], dense: bool, path: str | PathL
 
 
 def _routes(data: dict[str, NDArray[Any]]) -> list[NDArray[Any] | None]:
-    """The routes of every sample, if the file has some."""
+    """Split the routes by sample; None for every sample if the file has no routes."""
     lengths, routes = data["length"], data.get("routes")
     if routes is None or not len(lengths):
         return [None] * len(lengths)

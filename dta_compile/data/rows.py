@@ -1,4 +1,4 @@
-"""What a row of a file is, by its keys: token ids, messages, or a prompt with its completion."""
+"""Convert rows to token sequences by their keys: token ids, messages, or a prompt with its completion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dta_compile.data.tables import SHOWN, Row
 from dta_compile.data.tokenizer import Tokenizer, conversation, load_tokenizer, samples
 from dta_compile.errors import OptionError, PlanError
 
-# Keys in the order in which they are looked for; the names that trainers and engines use.
+# Keys used by trainers and inference engines, in order of precedence.
 TOKENS = ("tokens", "input_ids", "token_ids")
 TOKEN_PAIRS = (
     ("prompt_ids", "completion_ids"),
@@ -30,8 +30,8 @@ TEXT_PAIRS = (("prompt", "completion"), ("input", "output"), ("prompt", "respons
 LOSS_MASKS = ("loss_mask", "completion_mask", "response_mask", "assistant_masks", "assistant_mask")
 TRAJECTORIES = ("trajectory", "trajectory_id", "traj", "conversation_id", "request_id")
 REWARDS = ("reward", "score", "rewards")
-MOST_ID, FINITE = 2**63, sys.float_info.max  # token ids are below; other numbers within
-IGNORED_LABEL = -100  # of torch's cross-entropy: no loss here
+MOST_ID, FINITE = 2**63, sys.float_info.max  # exclusive bound of token ids; inclusive bound of other numbers
+IGNORED_LABEL = -100  # ignore_index of torch's cross-entropy
 
 EXPECTED = (
     "token ids such as [151644, 8948, 198], or an object with tokens (and routes), messages, or prompt and completion"
@@ -40,12 +40,12 @@ EXPECTED = (
 
 @dataclasses.dataclass
 class RowReader:
-    """Makes token sequences of rows, and counts what it met.
+    """Converter of rows to token sequences, which counts the kinds of rows.
 
     Attributes:
-        options: how rows without token ids are read.
-        kinds: what the rows were, in words, and how many of each.
-        tokenizer: as named by the options, loaded when a row first needs it.
+        options: options for rows with text.
+        kinds: number of rows by description.
+        tokenizer: tokenizer named by the options, loaded when the first row needs it.
     """
 
     options: ReadOptions
@@ -53,19 +53,19 @@ class RowReader:
     tokenizer: Tokenizer | None = None
 
     def read(self, rows: Iterable[Row]) -> Iterator[Recorded]:
-        """The sequences of rows, in their order.
+        """Yield the sequences of rows, in order.
 
         Raises:
-            PlanError: a row is nothing that is known, naming it.
+            PlanError: a row has an unknown format; the error names it.
             OptionError: a row has text, and no tokenizer is named.
         """
         for number, (where, row) in enumerate(rows):
-            kind, found = self._of(row, where, number)
+            kind, sequences = self._of(row, where, number)
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
-            yield from found
+            yield from sequences
 
     def _of(self, row: Any, where: str, number: int) -> tuple[str, Iterable[Recorded]]:
-        if isinstance(row, list) and row and all(isinstance(one, dict) for one in row):
+        if isinstance(row, list) and row and all(isinstance(message, dict) for message in row):
             row = {"messages": row}
         if not isinstance(row, dict):
             return "rows of token ids", [Recorded(_ids(row, where))]
@@ -102,14 +102,14 @@ class RowReader:
         number: int,
         options: ReadOptions | None = None,
     ) -> Iterator[Recorded]:
-        """The samples of a transcript, of which messages from `first` on are answers."""
+        """Yield the samples of a transcript whose answers begin at message `first`."""
         tokenizer, options = self._tokenizer(where), options or self.options
         own = row.get("chat_template_kwargs")
         values = {**(own if isinstance(own, dict) else {}), **options.template_values}
         tools, facts = row.get("tools"), _facts(row, where)
         facts.setdefault("trajectory", number)
-        for one in samples(tokenizer, messages, tools, values, options, first, where):
-            yield dataclasses.replace(one, **facts, name=f"talk {facts['trajectory']} · turn {one.turn}")
+        for sample in samples(tokenizer, messages, tools, values, options, first, where):
+            yield dataclasses.replace(sample, **facts, name=f"talk {facts['trajectory']} · turn {sample.turn}")
 
     def _tokenizer(self, where: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -124,7 +124,7 @@ class RowReader:
 
 
 def _of_tokens(row: dict[str, Any], key: str, where: str) -> Recorded:
-    """Ids with routes, masks and labels beside them; padding that an attention mask names is left out."""
+    """Read token ids with routes, masks and labels; drop the padding marked by `attention_mask`."""
     tokens, facts = _ids(row[key], where), _facts(row, where)
     routes = None if row.get("routes") is None else _routes(row["routes"], len(tokens), where)
     spans = None
@@ -157,7 +157,7 @@ def _of_token_pair(row: dict[str, Any], pair: tuple[str, str], where: str) -> Re
 
 
 def _facts(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Trajectory, turn and reward, as far as a row says them. Rewards of every token are none of the trajectory."""
+    """Collect trajectory, turn and reward of a row, if present; a reward per token is not the trajectory's."""
     facts: dict[str, Any] = {}
     name = _first(row, TRAJECTORIES)
     if name is not None:
@@ -178,7 +178,7 @@ def _number(row: Mapping[str, Any], key: str, where: str) -> float:
 
 
 def _integer(row: Mapping[str, Any], key: str, where: str) -> int:
-    """A number of something; tables in which some are missing have floats."""
+    """Return an integer field; tables with missing values store integers as floats."""
     value = row[key]
     if type(value) not in (int, float) or not -MOST_ID <= value < MOST_ID or value != int(value):
         raise _bad(f"{key} is no integer", where, "an integer of 64 bits, or null where it is not known", value)
@@ -198,30 +198,30 @@ def _is_messages(value: Any) -> bool:
 
 
 def _ids(value: Any, where: str) -> Any:
-    # JSON's true and false are ints to Python, but no token ids.
+    # bool is a subclass of int in Python, but true and false are no token ids.
     if isinstance(value, list) and all(type(token) is int and 0 <= token < MOST_ID for token in value):
         return value
     raise _bad("a line is not a list of token ids", where, EXPECTED, value)
 
 
 def _beside(row: dict[str, Any], key: str, tokens: int, where: str) -> Any:
-    """A list of numbers, one for each token."""
+    """Return a list of numbers, one per token, as float64."""
     value = row[key]
     is_list = isinstance(value, list) and len(value) == tokens
-    if not is_list or not all(type(one) in (int, bool, float) and -FINITE <= one <= FINITE for one in value):
+    if not is_list or not all(type(number) in (int, bool, float) and -FINITE <= number <= FINITE for number in value):
         raise _bad(f"{key} does not fit the tokens", where, f"{tokens} numbers, one for each token", value)
     return np.asarray(value, np.float64)
 
 
 def _spans(value: Any, tokens: int, where: str) -> tuple[tuple[int, int], ...]:
     pairs: list[Any] = value if isinstance(value, list) else [None]
-    if not all(isinstance(one, list) and len(one) == 2 and _ascends([0, *one, tokens]) for one in pairs):
+    if not all(isinstance(pair, list) and len(pair) == 2 and _ascends([0, *pair, tokens]) for pair in pairs):
         raise _bad("spans do not fit the tokens", where, f"pairs [start, stop] within [0, {tokens}]", value)
     return tuple((start, stop) for start, stop in pairs)
 
 
 def _ascends(values: list[Any]) -> bool:
-    return all(type(one) is int for one in values) and values == sorted(values)
+    return all(type(value) is int for value in values) and values == sorted(values)
 
 
 def _routes(value: Any, tokens: int, where: str) -> Any:
@@ -230,8 +230,8 @@ def _routes(value: Any, tokens: int, where: str) -> Any:
         entries = value
         for _ in routes.shape[1:]:
             entries = itertools.chain.from_iterable(entries)
-        is_whole = set(map(type, entries)) <= {int} and (not routes.size or routes.dtype.kind == "i")  # true is no 1
-    except Exception:  # numpy's, and of lists in lists without end
+        is_whole = set(map(type, entries)) <= {int} and (not routes.size or routes.dtype.kind == "i")  # no bools
+    except Exception:  # numpy's errors, and those of lists nested too deep
         routes, is_whole = None, False
     if not isinstance(value, list) or routes is None or not is_whole or len(routes) != tokens:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Rows of files as dictionaries, each with the place it comes from: JSON lines, parquet, folders of `datasets`."""
+"""Rows of JSON lines, parquet files and `datasets` folders as dictionaries, each with its origin."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from dta_compile.errors import DTAError, MissingPackageError, OptionError, PlanE
 from dta_compile.files import read_text
 
 Row = tuple[str, Any]
-"""Where it is (file and line or row), and its value."""
+"""Origin (file and line or row) and value."""
 
-SHOWN = 60  # characters of a bad line
-PARQUET_BATCH = 512  # rows that are decoded at a time
+SHOWN = 60  # characters of a bad line that an error quotes
+PARQUET_BATCH = 512  # rows decoded at a time
 SUFFIXES = (".jsonl", ".json", ".parquet", ".npz")
 
 
 def json_rows(path: str) -> Iterator[Row]:
-    """The values of JSON lines, or of one JSON list of objects; "-" is standard input. A line that is no JSON is None.
+    """Yield the values of JSON lines, or of one JSON list of objects; "-" is standard input.
 
     Raises:
         OSError: the file cannot be read.
-        PlanError: it is no text.
+        PlanError: the file is not text, or a line is not JSON.
     """
     name = "standard input" if path == "-" else path
     try:
@@ -42,20 +42,20 @@ def json_rows(path: str) -> Iterator[Row]:
     if whole is not None:
         yield from ((f"{name}, entry {number}", value) for number, value in enumerate(whole, start=1))
         return
-    for number, line in enumerate(text.split("\n"), start=1):  # never at other separators, which strings may have
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: JSON strings may contain U+2028 etc.
         if line.strip():
             yield f"{name}, line {number}", _parsed(line, f"{name}, line {number}")
 
 
 def stdin_text() -> str:
-    """All of standard input (see `read_text`)."""
+    """Read all of standard input (see `read_text`)."""
     stream = getattr(sys.stdin, "buffer", None)
     return sys.stdin.read() if stream is None else read_text(stream)
 
 
 @contextlib.contextmanager
 def _reading(what: str, path: str) -> Iterator[None]:
-    """Whatever a package raises over a damaged file, as one error that names it; they raise nearly anything."""
+    """Convert any exception of a third-party reader into a PlanError that names the damaged file."""
     try:
         yield
     except (DTAError, FileNotFoundError, PermissionError):
@@ -65,14 +65,14 @@ def _reading(what: str, path: str) -> Iterator[None]:
 
 
 def _whole(text: str) -> list[Any] | None:
-    """The objects of a text that is one JSON list of objects; None for anything else, JSON lines above all."""
+    """Parse a text that is one JSON list of objects; return None for anything else, such as JSON lines."""
     if not re.match(r"\s*\[\s*\{", text):
         return None
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    is_messages = all(isinstance(one, dict) and "role" in one for one in value)
+    is_messages = all(isinstance(item, dict) and "role" in item for item in value)
     return [value] if is_messages else value
 
 
@@ -89,11 +89,11 @@ def _parsed(line: str, where: str) -> Any:
 
 
 def parquet_rows(path: str) -> Iterator[Row]:
-    """The rows of a parquet file as dictionaries.
+    """Yield the rows of a parquet file as dictionaries.
 
     Raises:
         MissingPackageError: pyarrow is not installed.
-        PlanError: it is no parquet file.
+        PlanError: the file is not valid parquet.
     """
     parquet = optional("pyarrow.parquet", "reading parquet files", "pyarrow")
     number = 0
@@ -105,44 +105,44 @@ def parquet_rows(path: str) -> Iterator[Row]:
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether a folder was written by `save_to_disk` of the package `datasets`."""
+    """Return whether `save_to_disk` of the package `datasets` wrote this folder."""
     return any((folder / name).exists() for name in ("dataset_dict.json", "dataset_info.json", "state.json"))
 
 
 def saved_rows(path: str, split: str | None = None) -> Iterator[Row]:
-    """The rows of a folder that `save_to_disk` wrote, of one of its splits if it has several.
+    """Yield the rows of a folder written by `save_to_disk`; of one split if it has several.
 
     Raises:
         MissingPackageError: datasets is not installed.
-        OptionError: there are several splits and none is named, or another one.
+        OptionError: the folder has several splits and `split` names none of them.
         PlanError: the folder cannot be read.
     """
     datasets = optional("datasets", "reading a folder of save_to_disk")
     with _reading("not a dataset that can be read", path):
-        found = datasets.load_from_disk(path)
-    if isinstance(found, datasets.DatasetDict):
-        names = list(found)
+        dataset = datasets.load_from_disk(path)
+    if isinstance(dataset, datasets.DatasetDict):
+        names = list(dataset)
         if (split or (names[0] if len(names) == 1 else None)) not in names:
             raise OptionError(
                 "a folder of several splits", expected=f"--split with one of {', '.join(names)}", got=repr(split)
             )
-        found = found[split or names[0]]
+        dataset = dataset[split or names[0]]
     with _reading("not a dataset that can be read", path):
-        for number, row in enumerate(found):
+        for number, row in enumerate(dataset):
             yield f"{path}, row {number}", row
 
 
 def sorted_files(folder: Path) -> list[Path]:
-    """The files of a folder that can be read, in the order of the numbers in their names (`2.jsonl`, `10.jsonl`)."""
-    files = [one for one in folder.iterdir() if one.suffix in SUFFIXES and one.is_file()]
-    return sorted(files, key=lambda one: [int(w) if w.isdecimal() else w for w in re.split(r"(\d+)", one.name)])
+    """List the readable files of a folder, sorted by the numbers in their names (`2.jsonl` before `10.jsonl`)."""
+    files = [file for file in folder.iterdir() if file.suffix in SUFFIXES and file.is_file()]
+    return sorted(files, key=lambda file: [int(w) if w.isdecimal() else w for w in re.split(r"(\d+)", file.name)])
 
 
 def optional(module: str, purpose: str, install: str = "") -> Any:
-    """A module of a package that `purpose` needs ("reading parquet files").
+    """Import a module of an optional package; `purpose` says what needs it ("reading parquet files").
 
     Raises:
-        MissingPackageError: it is not installed; says which package to install.
+        MissingPackageError: the package is not installed; the error says how to install it.
     """
     try:
         return importlib.import_module(module)

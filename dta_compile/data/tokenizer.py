@@ -1,4 +1,4 @@
-"""Tokenizers and their chat templates, by transformers; a `tokenizer.json` alone by the package `tokenizers`."""
+"""Tokenizers and chat templates through transformers; a `tokenizer.json` without a configuration works as well."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dta_compile.data.tables import optional
 from dta_compile.errors import OptionError, PlanError
 from dta_compile.files import read_text
 
-CACHED_TEXTS = 1024  # turns of a conversation are rendered again as parts of later ones
+CACHED_TEXTS = 1024  # later turns of a conversation render the earlier ones again
 
 
 class Tokenizer:
-    """Text to token ids and back, and messages to text.
+    """Tokenizer with a chat template: converts text to token ids and back, and messages to text.
 
     Args:
         inner: a tokenizer of transformers.
-        name: as the user called it.
-        template: a chat template in place of the tokenizer's own.
+        name: name given by the user, for error messages.
+        template: chat template that replaces the tokenizer's own.
     """
 
     def __init__(self, inner: Any, name: str, template: str | None = None) -> None:
@@ -30,16 +30,16 @@ class Tokenizer:
         self.encode = functools.lru_cache(CACHED_TEXTS)(self._encode)
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text, without special tokens around it."""
+        """Return the token ids of a text, without added special tokens."""
         try:
             return tuple(self.inner(text, add_special_tokens=False)["input_ids"])
-        except Exception as error:  # of tokenizers: halves of characters, for one
+        except Exception as error:  # raised by tokenizers, for example over unpaired surrogates
             raise PlanError(
                 "a text cannot be tokenized", where=self.name, got=f"{type(error).__name__}: {error}"
             ) from error
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids, special tokens included; ids that are out of its vocabulary by their number."""
+        """Return the text of token ids, with special tokens; an id out of the vocabulary appears as `<id>`."""
         ids, size = [int(token) for token in tokens], len(self.inner)
         if all(0 <= token < size for token in ids):
             return str(self.inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -55,10 +55,10 @@ class Tokenizer:
         values: Mapping[str, Any] | None = None,
         prompt: bool = False,
     ) -> str:
-        """The text of messages by the chat template; `prompt`: with the beginning of an assistant's turn after them.
+        """Render messages by the chat template; `prompt` appends the header of an assistant turn.
 
         Raises:
-            PlanError: there is no template, or it does not take these messages.
+            PlanError: there is no template, or it rejects these messages.
         """
         if not (self.template or getattr(self.inner, "chat_template", None)):
             raise PlanError(
@@ -66,17 +66,17 @@ class Tokenizer:
                 where=self.name,
                 expected="a tokenizer with one, or --chat-template FILE",
             )
-        given = {"chat_template": self.template} if self.template else {}
+        template = {"chat_template": self.template} if self.template else {}
         try:
             text = self.inner.apply_chat_template(
                 list(messages),
                 tools=tools or None,
                 tokenize=False,
                 add_generation_prompt=prompt,
-                **given,
+                **template,
                 **(values or {}),
             )
-        except Exception as error:  # jinja2's errors, and whatever Python raises inside of a template
+        except Exception as error:  # jinja2's errors, and any Python error inside the template
             raise PlanError(
                 "the chat template does not take these messages",
                 where=f"roles {', '.join(str(message.get('role')) for message in messages)}",
@@ -86,14 +86,14 @@ class Tokenizer:
 
 
 def load_tokenizer(name: str, template: str | None = None) -> Tokenizer:
-    """A tokenizer by name, folder or `tokenizer.json`.
+    """Load a tokenizer by name, folder or `tokenizer.json`.
 
     Args:
         template: file with a chat template, or the template itself.
 
     Raises:
         MissingPackageError: transformers is not installed.
-        OptionError: there is no such tokenizer, or it cannot be read.
+        OptionError: the tokenizer does not exist or cannot be read.
     """
     transformers = optional("transformers", "a tokenizer", "transformers")
     try:
@@ -106,7 +106,7 @@ def load_tokenizer(name: str, template: str | None = None) -> Tokenizer:
             inner = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
         else:
             inner = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # of transformers, tokenizers, huggingface_hub and its HTTP client
+    except Exception as error:  # raised by transformers, tokenizers, huggingface_hub and its HTTP client
         raise OptionError(
             "the tokenizer cannot be loaded",
             expected="--tokenizer with a name that transformers' AutoTokenizer knows, its folder, or a tokenizer.json",
@@ -115,19 +115,19 @@ def load_tokenizer(name: str, template: str | None = None) -> Tokenizer:
     return Tokenizer(inner, name, _template(template))
 
 
-def _template(given: str | None) -> str | None:
-    """A template from its file; what has marks of jinja in it is a template itself."""
-    if given is None or "{%" in given or "{{" in given:
-        return given
+def _template(template: str | None) -> str | None:
+    """Read a template from its file; a text with jinja markers is a template itself."""
+    if template is None or "{%" in template or "{{" in template:
+        return template
     try:
-        return read_text(given)
+        return read_text(template)
     except UnicodeError as error:
-        raise OptionError("a chat template is no text", expected="a file of jinja", got=given) from error
+        raise OptionError("a chat template is no text", expected="a file of jinja", got=template) from error
 
 
 Message = dict[str, Any]
 
-# ShareGPT's words for roles.
+# Role names of ShareGPT.
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -138,18 +138,19 @@ ROLES = {
 
 
 def conversation(value: Any, where: str, role: str = "user") -> list[Message]:
-    """Messages `{"role", "content", ...}` of a list of them in OpenAI's or ShareGPT's words, or of one text by `role`.
+    """Normalise a conversation to messages `{"role", "content", ...}`.
 
-    Arguments of tool calls that are JSON in a string become objects, as chat templates want them; entries without a
-    value, which tables have for keys of other messages, are left out.
+    `value` is a list of messages in OpenAI's or ShareGPT's format, or one text spoken by `role`. Tool call arguments
+    that are JSON strings become objects, as chat templates expect. Entries that are None are dropped: tables have them
+    for keys that only other messages use.
 
     Raises:
-        PlanError: an entry has no role.
+        PlanError: `value` is not a list of messages with roles.
     """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    messages = [_message(one) for one in value] if isinstance(value, list) else [None]
-    bad = next((number for number, one in enumerate(messages) if one is None), None)
+    messages = [_message(message) for message in value] if isinstance(value, list) else [None]
+    bad = next((number for number, message in enumerate(messages) if message is None), None)
     if bad is not None or not messages:
         raise PlanError(
             "not a list of messages",
@@ -157,7 +158,7 @@ def conversation(value: Any, where: str, role: str = "user") -> list[Message]:
             expected='[{"role": "user", "content": "..."}, ...] or [{"from": "human", "value": "..."}, ...]',
             got=f"entry {bad} without a role" if isinstance(value, list) and messages else repr(value)[:60],
         )
-    return [one for one in messages if one is not None]
+    return [message for message in messages if message is not None]
 
 
 def samples(
@@ -169,25 +170,25 @@ def samples(
     first: int = 0,
     where: str = "",
 ) -> Iterator[Recorded]:
-    """The samples of one transcript.
+    """Yield the samples of one transcript.
 
     Args:
-        tools, values: what the chat template is given besides the messages.
-        options: which turns are samples, and which count for the loss.
-        first: messages before this one are a prompt, whoever wrote them.
+        tools, values: variables of the chat template besides the messages.
+        options: select the turns that become samples and those that are trained on.
+        first: index of the first message that may be an answer; earlier ones are the prompt.
 
     Raises:
-        PlanError: no message is an assistant's.
+        PlanError: no message is by the assistant.
     """
-    if isinstance(tools, str):  # as tables keep them
+    if isinstance(tools, str):  # tables store them as JSON text
         tools = _from_json(tools)
-    answers = [i for i, one in enumerate(messages) if one["role"] == "assistant" and i >= first]
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     if not answers:
         raise PlanError(
             "a transcript without an assistant's turn",
             where=where,
             expected='a message with "role": "assistant"',
-            got=", ".join(str(one["role"]) for one in messages),
+            got=", ".join(str(message["role"]) for message in messages),
         )
     render = _Renderer(tokenizer, messages, tools, values)
     ends = answers if options.turns == "each" else [answers[-1]]
@@ -199,7 +200,7 @@ def samples(
 
 
 class _Renderer:
-    """The messages of one transcript, up to any of them, as token ids."""
+    """Renderer of prefixes of one transcript as token ids."""
 
     def __init__(self, tokenizer: Tokenizer, messages: list[Message], tools: Any, values: Mapping[str, Any]) -> None:
         self.tokenizer, self.messages, self.tools, self.values = tokenizer, messages, tools, values
@@ -211,10 +212,10 @@ class _Renderer:
         return self.tokenizer.encode(self.text(stop, prompt))
 
     def spans(self, tokens: tuple[int, ...], answers: list[int], stop: int) -> Iterator[tuple[int, int]]:
-        """Where the answers are in the tokens of the messages before `stop`.
+        """Yield the token ranges of the answers within the messages before `stop`.
 
-        An answer begins where the prompt before it ends. Where the template has changed that prompt since (it leaves
-        out thinking of earlier turns, say), the answer's content is looked for behind the answers before it.
+        An answer begins where its prompt ends. If the template has changed that prompt since (for example by dropping
+        the reasoning of earlier turns), the answer's content is searched for after the previous answer.
         """
         text, done = self.text(stop), 0
         for answer in answers:
@@ -222,15 +223,15 @@ class _Renderer:
             if answer + 1 < stop:
                 end = common_prefix(tokens, self.tokens(answer + 1))
             if begin is None or end <= max(begin, done):
-                found = self._found(text, answer, done)
-                if found is None:
+                span = self._found(text, answer, done)
+                if span is None:
                     continue
-                begin, end = found
+                begin, end = span
             yield begin, end
             done = end
 
     def _begin(self, tokens: tuple[int, ...], answer: int) -> int | None:
-        """Where the prompt before an answer ends; None if the tokens do not begin with the messages before it."""
+        """Return the length of an answer's prompt, or None if `tokens` do not begin with the messages before it."""
         before = self.tokens(answer)
         shared = common_prefix(tokens, self.tokens(answer, prompt=True))
         return shared if shared >= common_prefix(tokens, before) >= len(before) - 1 else None
@@ -247,7 +248,7 @@ class _Renderer:
 
 
 def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many tokens two sequences have in common from their beginning."""
+    """Return the length of the common prefix of two token sequences."""
     size = min(len(one), len(other))
     return next((i for i in range(size) if one[i] != other[i]), size)
 
@@ -255,19 +256,19 @@ def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 def _message(value: Any) -> Message | None:
     if not isinstance(value, dict):
         return None
-    found = {str(key): one for key, one in value.items() if one is not None}
-    if "role" not in found and "from" in found:
-        role = str(found.pop("from"))
-        found = {"role": ROLES.get(role, role), "content": found.pop("value", ""), **found}
-    if not isinstance(found.get("role"), str):
+    message = {str(key): entry for key, entry in value.items() if entry is not None}
+    if "role" not in message and "from" in message:
+        role = str(message.pop("from"))
+        message = {"role": ROLES.get(role, role), "content": message.pop("value", ""), **message}
+    if not isinstance(message.get("role"), str):
         return None
-    parts = found.get("content")
-    if isinstance(parts, list) and all(isinstance(one, dict) and one.get("type") == "text" for one in parts):
-        found["content"] = "".join(str(one.get("text", "")) for one in parts)
-    found.setdefault("content", "")
-    if isinstance(found.get("tool_calls"), list):
-        found["tool_calls"] = [_tool_call(one) for one in found["tool_calls"]]
-    return found
+    parts = message.get("content")
+    if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        message["content"] = "".join(str(part.get("text", "")) for part in parts)
+    message.setdefault("content", "")
+    if isinstance(message.get("tool_calls"), list):
+        message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+    return message
 
 
 def _tool_call(call: Any) -> Any:
@@ -280,7 +281,7 @@ def _tool_call(call: Any) -> Any:
     if isinstance(arguments, str):
         arguments = _from_json(arguments)
     elif isinstance(arguments, dict):
-        arguments = {key: one for key, one in arguments.items() if one is not None}
+        arguments = {key: argument for key, argument in arguments.items() if argument is not None}
     inner = {**inner, "arguments": arguments}
     return {**call, "function": inner} if "function" in call else inner
 

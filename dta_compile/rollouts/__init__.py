@@ -1,4 +1,4 @@
-"""The stream of rollouts: the tree that they wait in, and which of them are the next batch. Never imports torch."""
+"""Streaming rollouts: `RolloutTree` stores them as a prefix tree and selects batches. Never imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollouts that wait to be trained: what they share, what has expired, and which of them are the next batch."""
+"""State of a `RolloutTree`: the waiting and expired rollouts, and the selection of the next batch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dta_compile.rollouts.trie import ForkPoint, Node, Trie
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Rollout:
-    """A rollout that leaves a `RolloutTree`.
+    """Rollout handed out by a `RolloutTree`.
 
     Attributes:
-        id: what `RolloutTree.add` returned; ids count up in the order of arrival.
-        tokens: `[n]` token ids, an array of its own.
-        policy_version: of the policy that generated it.
-        payload: what came with it.
-        seconds_waited: from its arrival to its departure.
-        batches_waited: batches that left in between without it.
+        id: the id returned by `RolloutTree.add`; ids increase in order of arrival.
+        tokens: `[n]` token ids, in an array of its own.
+        policy_version: version of the policy that generated the rollout.
+        payload: the object passed to `RolloutTree.add`.
+        seconds_waited: time from arrival to departure.
+        batches_waited: number of batches that left in between.
     """
 
     id: int
@@ -38,13 +38,13 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class RolloutBatch:
-    """What one call of `RolloutTree.take` hands out.
+    """Batch returned by `RolloutTree.take`.
 
     Attributes:
-        groups: K lists, the batch in lexicographic order, cut so that the largest number of tree tokens of a group is
-            the least. None is empty if there are at least K rollouts.
-        expired: rollouts that have become too old to be trained, and have not been handed out before.
-        tokens, tree_tokens: of all groups together, as sequences and as one prefix tree.
+        groups: K lists that partition the batch, in lexicographic order, minimising the largest number of tree tokens
+            per group. No list is empty if there are at least K rollouts.
+        expired: rollouts that have become too stale for training since the previous batch.
+        tokens, tree_tokens: tokens of all groups together, counted by sequence and as one prefix tree.
     """
 
     groups: list[list[Rollout]]
@@ -54,7 +54,7 @@ class RolloutBatch:
 
     @property
     def compression(self) -> float:
-        """`tokens / tree_tokens` (the paper's C), 1 without tokens."""
+        """Ratio `tokens / tree_tokens` (the paper's C); 1 without tokens."""
         return self.tokens / self.tree_tokens if self.tree_tokens else 1.0
 
     def __len__(self) -> int:
@@ -63,16 +63,16 @@ class RolloutBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RolloutTreeStats:
-    """A `RolloutTree` at one moment. Always `added == waiting + trained + expired`.
+    """Snapshot of the figures of a `RolloutTree`. Always `added == waiting + trained + expired`.
 
     Attributes:
-        waiting: rollouts that may still be trained.
-        tokens, tree_tokens, compression: theirs, as in `RolloutBatch`.
-        oldest_version: the least of their policy versions; None without any.
-        oldest_age, mean_age: seconds since their arrival; 0 without any.
-        added: rollouts that were ever accepted.
+        waiting: number of rollouts that may still be trained.
+        tokens, tree_tokens, compression: figures of the waiting rollouts, defined like those of `RolloutBatch`.
+        oldest_version: lowest policy version among them; None if none waits.
+        oldest_age, mean_age: seconds since their arrival; 0 if none waits.
+        added: rollouts accepted so far.
         trained: rollouts that left in the groups of a batch.
-        expired: rollouts that became too old; `expired_pending` of them leave with the next batch.
+        expired: rollouts that became too stale; `expired_pending` of them leave with the next batch.
         rejected: calls of `add` that raised an error.
         batches: calls of `take` that returned a batch.
     """
@@ -98,15 +98,15 @@ class _Waiting:
     policy_version: int
     payload: Any
     arrived: float
-    batch: int  # batches that had left by then
+    batch: int  # number of batches that had left on arrival
 
 
 class RolloutPool:
-    """What a `RolloutTree` holds, without threads or clocks: times are given, in seconds of any one clock.
+    """Contents of a `RolloutTree`, without threads or clocks: callers pass times in seconds of any single clock.
 
     Attributes:
-        trie: the tokens of the waiting rollouts.
-        oldest_arrival: time at which the oldest waiting rollout arrived, None if none waits.
+        trie: tokens of the waiting rollouts.
+        oldest_arrival: arrival time of the oldest waiting rollout; None if none waits.
         expired: rollouts that leave with the next batch.
     """
 
@@ -123,13 +123,13 @@ class RolloutPool:
         self.trie = Trie(dtype)
         self.expired: list[Rollout] = []
         self._expired_tokens = 0
-        self._ends: OrderedDict[int, Node] = OrderedDict()  # oldest first, as everything by id
+        self._ends: OrderedDict[int, Node] = OrderedDict()  # last nodes by id, hence oldest first
         self._waiting: dict[int, _Waiting] = {}
         self._of_version: dict[int, dict[int, None]] = {}
-        self._tokens = 0  # of the waiting rollouts
-        self._arrivals = 0.0  # sum of the times at which they arrived
+        self._tokens = 0  # total over the waiting rollouts
+        self._arrivals = 0.0  # sum of their arrival times
         self._added = self._trained = self._expired_ever = self._batches = self._latest_size = 0
-        self._left: deque[int] = deque(maxlen=patience)  # rollouts gone after each of the latest batches
+        self._left: deque[int] = deque(maxlen=patience)  # rollouts that had left after each of the latest batches
 
     def __len__(self) -> int:
         """Number of waiting rollouts."""
@@ -137,11 +137,11 @@ class RolloutPool:
 
     @property
     def oldest_arrival(self) -> float | None:
-        """When the rollout that waits longest came; None: none waits."""
+        """Arrival time of the rollout that waits longest; None if none waits."""
         return self._waiting[next(iter(self._ends))].arrived if self._ends else None
 
     def find_room(self, key: bytes) -> ForkPoint | None:
-        """Where a rollout goes, None if it does not fit now. `key` is its tokens as bytes of the trie's dtype."""
+        """Return the insertion point of a rollout, or None if it exceeds the limits; `key` is its tokens as bytes."""
         if self._max_rollouts is not None and len(self._ends) + len(self.expired) >= self._max_rollouts:
             return None
         fork, length = self.trie.find(key), len(key) // self.trie.dtype.itemsize
@@ -149,7 +149,7 @@ class RolloutPool:
         return fork if self._max_tokens is None or stored <= self._max_tokens else None
 
     def insert(self, key: bytes, fork: ForkPoint, policy_version: int, payload: Any, now: float) -> int:
-        """Add a rollout where there was room for it, and return its id."""
+        """Insert a rollout at the point that `find_room` returned, and return its id."""
         name, length = self._added, len(key) // self.trie.dtype.itemsize
         waiting = _Waiting(length, policy_version, payload, now, self._batches)
         self._ends[name] = self.trie.insert(name, key, fork)
@@ -161,27 +161,27 @@ class RolloutPool:
         return name
 
     def expire(self, policy_version: int | None, now: float) -> bool:
-        """Put what is too old aside, for the next batch; whether there was anything."""
+        """Set stale rollouts aside for the next batch; return whether there were any."""
         if policy_version is None or self._max_staleness is None:
             return False
         old = [version for version in self._of_version if policy_version - version > self._max_staleness]
-        gone = [self._rollout(name, now) for name in sorted(name for v in old for name in self._of_version[v])]
-        for rollout in gone:
+        stale = [self._rollout(name, now) for name in sorted(name for v in old for name in self._of_version[v])]
+        for rollout in stale:
             self._remove(rollout.id)
-        self.expired += gone
-        self._expired_tokens += sum(len(rollout.tokens) for rollout in gone)
-        self._expired_ever += len(gone)
-        return bool(gone)
+        self.expired += stale
+        self._expired_tokens += sum(len(rollout.tokens) for rollout in stale)
+        self._expired_ever += len(stale)
+        return bool(stale)
 
     def take(
         self, num_groups: int, rows: int | None, tokens: int | None, policy_version: int | None, now: float
     ) -> RolloutBatch:
-        """Choose a batch and remove it. Whatever may fail comes before the first change."""
+        """Select a batch and remove it. All steps that may fail precede the first change."""
         choice = choose_batch(
             self.trie, self._ends, self._overdue(), self._last_chance(policy_version, rows), rows, tokens
         )
         chosen = [self._rollout(name, now) for name in sorted(choice.names)]
-        in_order = True  # as `RolloutBatch.groups` promises
+        in_order = True  # `RolloutBatch.groups` promises lexicographic order
         groups = balance([rollout.tokens for rollout in chosen], num_groups, "tree_tokens", in_order)
         batch = RolloutBatch(
             groups=[[chosen[index] for index in group] for group in groups],
@@ -198,7 +198,7 @@ class RolloutPool:
         return batch
 
     def stats(self, now: float, rejected: int) -> RolloutTreeStats:
-        """All numbers, in O(distinct policy versions)."""
+        """Return all figures, in O(distinct policy versions)."""
         count, oldest = len(self._ends), self.oldest_arrival
         return RolloutTreeStats(
             waiting=count,
@@ -217,19 +217,18 @@ class RolloutPool:
         )
 
     def _overdue(self) -> Iterable[int]:
-        """Rollouts that first-come-first-served would have taken at least `patience` batches ago, oldest first."""
+        """Return rollouts due `patience` or more batches ago under first-come-first-served, oldest first."""
         if not self._patience:
             return self._ends
         first = self._left[0] if len(self._left) == self._patience else 0
         return itertools.takewhile(lambda name: name < first, self._ends)
 
     def _last_chance(self, policy_version: int | None, rows: int | None) -> Collection[int]:
-        """Rollouts that will expire unless they leave now: the least versions first, oldest first.
+        """Return the rollouts that will expire unless they leave now: lowest versions first, then oldest first.
 
-        Those that expire with the next version, and as many as later batches cannot take before they expire: of all
-        that have `k` batches left after this one, `k` batches take `k * rows`. No more than one batch holds: of too
-        many, those with the least versions. A new version per batch is assumed, and without `rows` the size of the
-        latest batch.
+        These are the rollouts that expire with the next version, plus the excess over the capacity of later batches:
+        `k` batches take `k * rows` of the rollouts that have `k` batches left after this one. The result is cut to the
+        size of one batch. It assumes a new version per batch and, if `rows` is None, batches of the latest size.
         """
         if policy_version is None or self._max_staleness is None:
             return ()
@@ -251,10 +250,10 @@ class RolloutPool:
         if not peers:
             del self._of_version[waiting.policy_version]
         self._tokens -= waiting.tokens
-        self._arrivals = self._arrivals - waiting.arrived if self._ends else 0.0  # no rounding piles up
+        self._arrivals = self._arrivals - waiting.arrived if self._ends else 0.0  # the reset drops rounding errors
 
     def _rollout(self, name: int, now: float) -> Rollout:
-        """A waiting rollout as it is handed out. Changes nothing."""
+        """Build the `Rollout` to hand out; changes nothing."""
         waiting = self._waiting[name]
         return Rollout(
             id=name,
@@ -267,12 +266,12 @@ class RolloutPool:
 
 
 class Choice:
-    """A batch that grows up to its limits.
+    """Batch under selection, which grows up to its limits.
 
     Attributes:
-        names: the rollouts, in the order in which they were chosen.
-        tokens: tokens of their tree.
-        nodes: the root and the nodes of their tree.
+        names: the selected rollouts, in order of selection.
+        tokens: tokens of their prefix tree.
+        nodes: the root and the nodes of their prefix tree.
     """
 
     def __init__(self, trie: Trie, rows: int | None, tokens: int | None) -> None:
@@ -287,7 +286,7 @@ class Choice:
         return not self._has_row or (self._most_tokens is not None and self.tokens >= self._most_tokens)
 
     def take(self, name: int, end: Node) -> None:
-        """Add a rollout that ends at `end`, if it is not in the batch yet, and fits or is the first."""
+        """Add a rollout that ends at `end` unless it is in the batch or exceeds a limit; the first always fits."""
         if name in self.names or not self._has_row:
             return
         new, node = [], end
@@ -315,18 +314,18 @@ def choose_batch(
     rows: int | None = None,
     tokens: int | None = None,
 ) -> Choice:
-    """Choose rollouts until there are `rows` of them, or their tree has `tokens` tokens.
+    """Select rollouts until there are `rows` of them, or their tree has `tokens` tokens.
 
-    The overdue come first, in their order; then those that have a last chance; then all others. Within these two,
-    what shares most with the rollouts chosen before comes first; where there are none, the oldest does, so that no
-    part of the tree is forgotten. Takes O(waiting rollouts) at worst.
+    Overdue rollouts come first, in their order, then those with a last chance, then all others. Each of the latter two
+    groups is ordered by the prefix shared with the rollouts selected before. If none is selected yet, the oldest comes
+    first, so that no part of the tree starves. Takes O(waiting rollouts) at worst.
 
     Args:
-        ends: the last node of every waiting rollout, oldest first.
-        overdue: oldest first, so that one that does not fit any more is the first of the next batch.
-        last_chance: those that expire if they do not leave now, oldest first.
-        rows: at least 1.
-        tokens: most tokens of the tree, unless the first rollout alone has more.
+        ends: last node of every waiting rollout, oldest first.
+        overdue: oldest first; the first one that does not fit leads the next batch.
+        last_chance: rollouts that expire unless they leave now, oldest first.
+        rows: most rollouts, at least 1.
+        tokens: most tokens of the tree; the first rollout may exceed it.
     """
     choice = Choice(trie, rows, tokens)
     for name in overdue:
@@ -346,10 +345,10 @@ def choose_batch(
 
 
 def _closest_first(chosen: list[Node]) -> Iterator[tuple[int, Node]]:
-    """Every waiting rollout and its last node, in the order of what it has in common with the tree of `chosen` nodes.
+    """Yield every waiting rollout and its last node, by the prefix length shared with the tree of `chosen` nodes.
 
-    First those that add no token, then those that leave it deepest. What leaves it at one node comes depth first, which
-    keeps relatives together, and in the order of arrival.
+    Rollouts that add no token come first, then those that leave the tree deepest. Rollouts that leave it at the same
+    node come depth first, which keeps relatives together, and in order of arrival.
     """
     for node in chosen:
         for name in node.ending:
@@ -365,5 +364,5 @@ def _closest_first(chosen: list[Node]) -> Iterator[tuple[int, Node]]:
 
 
 def _others(node: Node, known: set[Node]) -> list[Node]:
-    """Children that are not known, the first one last."""
+    """Return the children that are not in `known`, in reverse order for a stack."""
     return [child for child in reversed(node.children.values()) if child not in known]

@@ -1,4 +1,4 @@
-"""Rollouts of an asynchronous RL system, from the threads that generate them to the batches that are trained."""
+"""`RolloutTree`: thread-safe pool between rollout generation and training in an asynchronous RL system."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ _Limits = tuple[int | None, int | None, float | None]
 
 
 class RolloutTree:
-    """A pool of rollouts that grows while they are generated, and yields balanced groups when a training step is due.
+    """Pool of rollouts that grows during generation and hands out balanced groups when a training step is due.
 
-    Any number of threads may `add` and `take`. What rollouts share is stored once and known at any time (`stats`).
-    A batch is chosen by sharing (see `choose_batch`): the oldest rollout and those closest to it in the prefix tree.
-    Three rules keep this from harming anyone:
+    Any number of threads may call `add` and `take`. Shared prefixes are stored once, and the amount of sharing is known
+    at any time (`stats`). A batch is selected by sharing (see `choose_batch`): the oldest rollout and those closest to
+    it in the prefix tree. Three rules prevent starvation:
 
     * A rollout is *overdue* once `patience` batches have left since the one in which first-come-first-served would have
-      taken it. The overdue go first, oldest first: while batches have one size and nothing expires, no rollout leaves
-      more than `patience` batches later than under first-come-first-served.
+      taken it. Overdue rollouts go first, oldest first: while batches have one size and nothing expires, no rollout
+      leaves more than `patience` batches later than under first-come-first-served.
     * Next come the rollouts that would expire if they did not leave now, because there are too many of their age for
-      the batches that remain to them. So sharing lets nothing expire that first-come-first-served would train, while
-      every batch of `rows` makes one policy version and rollouts arrive with the latest.
-    * A rollout that is too old to be trained is handed out as expired. None is lost, none is handed out twice.
+      the batches that remain to them. So selection by sharing expires nothing that first-come-first-served would train,
+      while every batch of `rows` makes one policy version and rollouts arrive with the latest.
+    * A rollout that is too stale for training is handed out as expired. None is lost, none is handed out twice.
 
-    The bounds hold for all tokens and rollouts that are stored: the waiting ones, which count by the tokens of their
-    tree, and expired ones until the next batch, which count by all of their own. When there is no room, `add` waits or
-    raises like `queue.Queue.put`, and those that wait are served in their order. A batch is due then, too.
+    The limits cover all tokens and rollouts in storage: waiting rollouts count by the tokens of their tree, and expired
+    ones, which stay until the next batch, by all of their own tokens. When there is no room, a batch is due, and `add`
+    waits or raises like `queue.Queue.put`; waiting calls are served in order.
 
     Args:
         max_staleness: a rollout expires when the trainer's policy version exceeds its own by more than this; None:
             never.
-        max_rollouts: most rollouts stored, None without bound.
-        max_tokens: most tokens stored, None without bound. Longer rollouts are refused.
+        max_rollouts: most rollouts stored; None: unlimited.
+        max_tokens: most tokens stored; None: unlimited. Longer rollouts are refused.
         patience: see above; 0 is first-come-first-served.
-        dtype: signed or unsigned integers in which tokens are stored and handed out.
-        clock: seconds, for ages and for `take(seconds=...)`; `timeout`s are always real time.
+        dtype: signed or unsigned integer type in which tokens are stored and handed out.
+        clock: returns seconds, for ages and for `take(seconds=...)`; `timeout`s always use real time.
 
     Raises:
-        PlanError: a value that cannot be used.
+        PlanError: an argument is not usable.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class RolloutTree:
         self._pool = RolloutPool(max_staleness, max_rollouts, max_tokens, patience, dtype)
         self._rejected = 0
         self._last_batch = float("-inf")
-        self._refused = False  # since the last batch a rollout has found no room
+        self._refused = False  # whether a rollout has found no room since the last batch
         self._closed = False
         self._lock = threading.Lock()
-        self._arrived = threading.Condition(self._lock)  # consumers wait for it
-        self._consumers: list[_Limits] = []  # what they wait for
-        self._producers: deque[threading.Condition] = deque()  # those that wait for room, in their order
+        self._arrived = threading.Condition(self._lock)  # wakes consumers
+        self._consumers: list[_Limits] = []  # limits of the waiting consumers
+        self._producers: deque[threading.Condition] = deque()  # producers waiting for room, in order
 
     def add(
         self,
@@ -91,20 +91,20 @@ class RolloutTree:
         block: bool = True,
         timeout: float | None = None,
     ) -> int:
-        """Insert a finished rollout and return its id. The tokens are copied, the payload is kept as it is.
+        """Insert a finished rollout and return its id. The tokens are copied, the payload is not.
 
-        Takes O(length): one comparison of memory along the path, and a step in Python for every node on it.
+        Takes O(length): one memory comparison along the path, and one Python step per node on it.
 
         Args:
             tokens: a 1-D list, array or tensor of integers, possibly empty.
-            policy_version: of the policy that generated it.
-            payload: anything that belongs to it (rewards, masks, log-probs).
+            policy_version: version of the policy that generated the rollout.
+            payload: any object to keep with it (rewards, masks, log-probs).
             block: wait until there is room; else raise at once.
-            timeout: most seconds to wait; None without end.
+            timeout: most seconds to wait; None: unlimited.
 
         Raises:
-            PlanError: no run of integers of the tree's dtype, or longer than `max_tokens`.
-            WaitTimeoutError: no room, or none in time.
+            PlanError: the tokens are no 1-D integers of the tree's dtype, or more than `max_tokens`.
+            WaitTimeoutError: there is no room, or there was none in time.
             TreeClosedError: the tree is closed, or was closed while this call waited.
         """
         try:
@@ -116,7 +116,7 @@ class RolloutTree:
                 fork = fork or self._await_room(key, deadline)
                 name = self._pool.insert(key, fork, policy_version, payload, self._clock())
                 if len(self._pool) == 1 or any(self._is_due(*limits) for limits in self._consumers):
-                    self._arrived.notify_all()  # the first arrival starts the clock of those that wait for seconds
+                    self._arrived.notify_all()  # the first arrival starts the clock for limits in seconds
                 return name
         except BaseException:
             with self._lock:
@@ -135,23 +135,24 @@ class RolloutTree:
     ) -> RolloutBatch:
         """Wait until a batch is due, remove it and return it in `num_groups` balanced groups.
 
-        It is due as soon as one of its limits can be filled, `seconds` are over, the tree is closed, or a rollout
-        finds no room. In the last three cases the batch may be smaller than its limits, and in the last two even empty,
-        if there are expired rollouts to hand out. Without `rows` and `tokens` it is all that waits.
+        A batch is due as soon as one of its limits can be filled, `seconds` have passed, the tree is closed, or a
+        rollout finds no room. In the last three cases the batch may be smaller than its limits, and in the last two
+        even empty if there are expired rollouts to hand out. Without `rows` and `tokens`, all waiting rollouts form the
+        batch.
 
-        If this raises, whatever the reason, no rollout has left. While a batch is chosen and balanced (milliseconds per
-        hundred rollouts), `add` waits.
+        If this raises, for whatever reason, no rollout has left. While a batch is selected and balanced (milliseconds
+        per hundred rollouts), `add` waits.
 
         Args:
             num_groups: K >= 1.
             rows: most rollouts of the batch.
-            tokens: most tokens of its prefix tree, which is what it costs to train. A longer rollout goes alone.
-            seconds: since the latest batch or, if that is later, since the oldest waiting rollout arrived.
-            policy_version: the trainer's, which decides what expires; required if there is a `max_staleness`.
-            timeout: most seconds to wait; None without end.
+            tokens: most tokens of its prefix tree, which determines the cost of training. A longer rollout goes alone.
+            seconds: time since the latest batch or, if that is later, since the oldest waiting rollout arrived.
+            policy_version: the trainer's version, which decides what expires; required if there is a `max_staleness`.
+            timeout: most seconds to wait; None: unlimited.
 
         Raises:
-            PlanError: a value that cannot be used, or none of `rows`, `tokens` and `seconds`.
+            PlanError: an argument is not usable, or none of `rows`, `tokens` and `seconds` is given.
             WaitTimeoutError: no batch was due in time.
             TreeClosedError: the tree is closed and nothing is left in it.
         """
@@ -181,7 +182,7 @@ class RolloutTree:
             return batch
 
     def close(self) -> None:
-        """End of the stream: `add` raises from now on, `take` hands out what is left and raises when nothing is."""
+        """End the stream: `add` raises from now on; `take` hands out the remaining rollouts and then raises."""
         with self._lock:
             self._closed = True
             self._arrived.notify_all()
@@ -194,12 +195,12 @@ class RolloutTree:
 
     @property
     def stats(self) -> RolloutTreeStats:
-        """All numbers at this moment, at a cost that does not depend on how much waits."""
+        """Current figures, at a cost that does not depend on the number of waiting rollouts."""
         with self._lock:
             return self._pool.stats(self._clock(), self._rejected)
 
     def _encode(self, tokens: Any) -> bytes:
-        """The tokens as a key of the trie."""
+        """Encode the tokens as a key of the trie."""
         array, dtype = as_integers(tokens, "the rollout"), self._pool.trie.dtype
         if self.max_tokens is not None and len(array) > self.max_tokens:
             expected, hint = f"at most {self.max_tokens} tokens", "a larger max_tokens"
@@ -212,7 +213,7 @@ class RolloutTree:
         return array.astype(dtype, copy=False).tobytes()
 
     def _await_room(self, key: bytes, deadline: float) -> ForkPoint:
-        """Wait until this rollout fits and no producer has waited for longer."""
+        """Wait until this rollout fits and no other producer has waited longer; return its insertion point."""
         turn = threading.Condition(self._lock)
         self._producers.append(turn)
         try:
@@ -236,12 +237,12 @@ class RolloutTree:
             self._wake_producer()
 
     def _wake_producer(self) -> None:
-        """Let the producer that has waited longest look for room."""
+        """Wake the producer that has waited longest, to look for room."""
         if self._producers:
             self._producers[0].notify()
 
     def _is_due_for(self, policy_version: int | None, limits: _Limits) -> bool:
-        """Whether a trainer of this version can have a batch; `TreeClosedError` if it never will."""
+        """Return whether a batch is due at this policy version; raise TreeClosedError if none ever will be."""
         if self._pool.expire(policy_version, self._clock()):
             self._wake_producer()
         if self._is_due(*limits):
@@ -251,7 +252,7 @@ class RolloutTree:
         return False
 
     def _is_due(self, rows: int | None, tokens: int | None, seconds: float | None) -> bool:
-        if not len(self._pool):  # only the expired may have to leave
+        if not len(self._pool):  # there may be expired rollouts to hand out
             return bool(self._pool.expired) and (self._closed or self._refused)
         return (
             (rows is not None and len(self._pool) >= rows)
@@ -262,7 +263,7 @@ class RolloutTree:
         )
 
     def _seconds_left(self, seconds: float | None) -> float:
-        """Until `seconds` have passed since the latest batch, or since the oldest arrival if that is later."""
+        """Return the seconds until `seconds` have passed since the later of the latest batch and the oldest arrival."""
         oldest = self._pool.oldest_arrival
         if seconds is None or oldest is None:
             return float("inf")
@@ -270,7 +271,7 @@ class RolloutTree:
 
 
 def _integer(name: str, value: object, least: int | None) -> int:
-    """The value as an integer; raises a `PlanError` unless it is one, and at least `least`."""
+    """Return the value as an int; raise PlanError unless it is an integer of at least `least`."""
     number = as_integer(value)
     if number is None or (least is not None and number < least):
         expected = "an integer" if least is None else f"an integer >= {least}"
@@ -283,7 +284,7 @@ def _integer_or_none(name: str, value: object, least: int | None) -> int | None:
 
 
 def _deadline(timeout: float | None) -> float:
-    """Time of the real clock at which a wait of `timeout` seconds from now ends."""
+    """Return the time of the monotonic clock at which a wait of `timeout` seconds from now ends."""
     if timeout is not None and (not isinstance(timeout, numbers.Real) or timeout != timeout):
         raise PlanError("bad value for timeout", expected="seconds or None", got=repr(timeout))
     return float("inf") if timeout is None else time.monotonic() + timeout

@@ -1,7 +1,7 @@
-"""A compressed prefix tree that grows and shrinks one sequence at a time.
+"""Compressed prefix tree (radix trie) with incremental insertion and removal, the storage of `RolloutPool`.
 
-`PrefixTree` is the tree of a finished batch; this is the one that waits for the batch. It knows nothing of policies,
-batches or threads.
+`PrefixTree` is its immutable counterpart for a finished batch. This module knows nothing of policies, batches or
+threads.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_SEGMENT = 4096
-"""Most tokens of a node. It bounds what a split or a merge copies, however long the sequences are."""
+"""Most tokens of a node; bounds the bytes that a split or merge copies, however long the sequences are."""
 
 
 class Node:
-    """A segment of tokens without branch or sequence end inside.
+    """Segment of tokens that contains no branch and no sequence end except at its last token.
 
     Attributes:
-        segment: the tokens, as the bytes of an array: comparing them to a sequence is then one `memcmp`.
+        segment: the tokens as bytes of an array, so that comparing them to a sequence is one `memcmp`.
         parent: None for the root, whose segment is empty.
-        stop: tokens from the root to the segment's end. Splits and merges never change it, so that a node keeps on
-            standing for the sequences that end at it.
-        children: by their first token, in the order of arrival.
-        ending: names of the sequences that end here, in the order of arrival.
+        stop: number of tokens from the root to the segment's end. Splits and merges keep it, so a node remains the end
+            of the same sequences.
+        children: child nodes by first token, in order of insertion.
+        ending: names of the sequences that end here, in order of insertion.
     """
 
     __slots__ = ("children", "ending", "parent", "segment", "stop")
@@ -36,7 +36,7 @@ class Node:
 
 
 class ForkPoint:
-    """Where a sequence leaves the tree: `shared` tokens lead there, the last `inside` bytes of them within `node`."""
+    """Point where a sequence leaves the tree, after `shared` tokens: `inside` bytes into the segment of `node`."""
 
     __slots__ = ("inside", "node", "shared")
 
@@ -45,14 +45,14 @@ class ForkPoint:
 
 
 class Trie:
-    """Prefix tree of named sequences of tokens; duplicates, empty ones and prefixes of others are allowed.
+    """Prefix tree of named token sequences, which may be duplicates, empty, or prefixes of one another.
 
-    A sequence is a key: `array.tobytes()` of its tokens as `dtype`. Inserting one costs a `memcmp` over its tokens and
-    a step in Python for every node on its path. There are at most four nodes per sequence and two per `MAX_SEGMENT`
-    tokens, and a removed sequence takes with it what no other one needs.
+    A sequence is a key: `array.tobytes()` of its tokens as `dtype`. Inserting costs a `memcmp` over its tokens and one
+    Python step per node on its path. There are at most four nodes per sequence and two per `MAX_SEGMENT` tokens.
+    Removing a sequence frees all tokens that no other sequence needs.
 
     Attributes:
-        tokens: tokens of the tree, each shared one counted once.
+        tokens: number of tokens in the tree, shared ones counted once.
     """
 
     def __init__(self, dtype: npt.DTypeLike = np.int32) -> None:
@@ -61,7 +61,7 @@ class Trie:
         self.tokens = 0
 
     def find(self, key: bytes) -> ForkPoint:
-        """The longest prefix of `key` that is in the tree. Changes nothing."""
+        """Find the longest prefix of `key` in the tree; changes nothing."""
         width, node, at = self.dtype.itemsize, self.root, 0
         while (child := node.children.get(key[at : at + width])) is not None:
             if not key.startswith(child.segment, at):
@@ -71,9 +71,9 @@ class Trie:
         return ForkPoint(node, len(node.segment), at // width)
 
     def insert(self, name: int, key: bytes, fork: ForkPoint) -> Node:
-        """Add a sequence at the fork that `find` has given since the tree last changed; its last node.
+        """Insert a sequence at its fork and return its last node; `fork` is from `find` on the unchanged tree.
 
-        All memory is allocated before the first change, so that a failure leaves the tree as it was.
+        All memory is allocated before the first change, so that a failure leaves the tree unchanged.
         """
         width = self.dtype.itemsize
         branch, head = fork.node, None
@@ -82,18 +82,18 @@ class Trie:
         above = branch if head is None else head
         first, last = self._chain(above, key, fork.shared)
         last.ending[name] = None
-        if first is not None:  # of three changes only this one may allocate; where it fails, `head` is not linked yet
+        if first is not None:  # the only one of three changes that may allocate; if it fails, `head` is not linked yet
             above.children[key[fork.shared * width : (fork.shared + 1) * width]] = first
         if head is not None:
             assert branch.parent is not None
             branch.parent.children[branch.segment[:width]] = head
             branch.parent, branch.segment = head, rest
-            self._merge(branch)  # what remains of it may now be short enough
+            self._merge(branch)  # its remainder may now be short enough
         self.tokens += len(key) // width - fork.shared
         return last
 
     def remove(self, name: int, node: Node) -> None:
-        """Take away the sequence `name` that ends at `node`, and the tokens that were its own."""
+        """Remove the sequence `name`, which ends at `node`, and all tokens that only it used."""
         del node.ending[name]
         width = self.dtype.itemsize
         while not node.ending and not node.children and node.parent is not None:
@@ -107,7 +107,7 @@ class Trie:
             self._merge(above)
 
     def key(self, node: Node) -> bytearray:
-        """The tokens from the root to the end of `node`, as new writable memory."""
+        """Return the tokens from the root to the end of `node`, as a new writable buffer."""
         segments, above = [], node
         while above.parent is not None:
             segments.append(above.segment)
@@ -115,7 +115,7 @@ class Trie:
         return bytearray().join(reversed(segments))
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes but the root."""
+        """Yield all nodes except the root."""
         stack = list(self.root.children.values())
         while stack:
             node = stack.pop()
@@ -123,7 +123,7 @@ class Trie:
             stack += node.children.values()
 
     def _cut(self, node: Node, inside: int) -> tuple[Node, bytes]:
-        """A node for the first `inside` bytes of `node`, above it but not yet linked, and the bytes that remain."""
+        """Return an unlinked parent of `node` for its first `inside` bytes, and the remaining bytes."""
         width = self.dtype.itemsize
         rest = node.segment[inside:]
         head = Node(node.segment[:inside], node.parent, node.stop - len(rest) // width)
@@ -131,9 +131,9 @@ class Trie:
         return head, rest
 
     def _chain(self, above: Node, key: bytes, shared: int) -> tuple[Node | None, Node]:
-        """New nodes below `above` for what follows the first `shared` tokens, not yet linked: the first and the last.
+        """Create nodes below `above` for the tokens of `key` after the first `shared`; return the first and the last.
 
-        None and `above` itself if nothing follows.
+        The first one is not linked to `above` yet. Returns None and `above` if no tokens follow.
         """
         width, first, last = self.dtype.itemsize, None, above
         for at in range(shared * width, len(key), MAX_SEGMENT * width):
@@ -147,7 +147,7 @@ class Trie:
         return first, last
 
     def _merge(self, node: Node) -> None:
-        """Join a node without branch or sequence end to its only child, if that is not too long."""
+        """Merge a node with its only child if no sequence ends at it and the result fits into MAX_SEGMENT."""
         if node.parent is None or node.ending or len(node.children) != 1:
             return
         width = self.dtype.itemsize
@@ -157,7 +157,7 @@ class Trie:
             node.parent.children[node.segment[:width]] = child
 
     def _common_bytes(self, segment: bytes, key: bytes, at: int) -> int:
-        """Bytes of the whole tokens that `segment` and `key[at:]` have in common at their beginning."""
+        """Return the length in bytes of the common prefix of `segment` and `key[at:]`, in whole tokens."""
         width = self.dtype.itemsize
         size = min(len(segment), len(key) - at) // width
         differs = np.frombuffer(segment, self.dtype, size) != np.frombuffer(key, self.dtype, size, at)

@@ -1,4 +1,4 @@
-"""One chunk through an attention provider, drawn shapes of chunks, and as the oracle a dense softmax over the pairs.
+"""Attention providers on single chunks: drawn chunk shapes, and dense softmax over allowed pairs as the oracle.
 
 Run(Case(shape, window=3), Reference).check()
 """
@@ -25,7 +25,7 @@ TIGHT = 1e-12
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A chunk and the sizes of its tensors."""
+    """Chunk shape, limit, and sizes of the tensors."""
 
     shape: ChunkShape
     window: int = 0
@@ -51,7 +51,7 @@ class Case:
 
 @st.composite
 def shapes(draw, sizes=(1, 1, 2, 3, 5, 8, 13)):
-    """Chunks of random slices: nested branches, from any token of a slice, with and without a spine."""
+    """Draw chunks of random slices: nested branches from any token of a slice, with and without a spine."""
     start = draw(st.sampled_from([0, 1, 17]))
     budget, parts = draw(st.integers(1, 10)), []
 
@@ -85,7 +85,7 @@ def cases(shape):
 
 
 def ancestry(case: Case) -> torch.Tensor:
-    """Bool `[c, start + c]`, token by token: which keys of the stack and of the chunk each query reads."""
+    """Return bool `[c, start + c]`: the keys of the stack and of the chunk that each query reads, token by token."""
     shape = case.shape
     parent = list(range(-1, shape.start - 1)) + [0] * shape.segments[-1].last
     for part in shape.segments:
@@ -108,7 +108,7 @@ def ancestry(case: Case) -> torch.Tensor:
 
 
 def attention_layer(kv_heads, key_dim, value_dim, dtype=torch.float64, with_sinks=False):
-    """An attention layer of no graph."""
+    """Return an attention layer that belongs to no graph."""
     states = tuple(StateSpec((1, kv_heads, 1, width), 2, dtype) for width in (key_dim, value_dim))
     return AttentionLayer(0, SINK_ATTENTION_MIXER if with_sinks else ATTENTION_MIXER, states, "", None)
 
@@ -118,10 +118,10 @@ def random(*sizes, dtype=torch.float64, seed=0):
 
 
 class Run:
-    """One chunk through a `PathStack`, and what the dense oracle (float64, autograd) says about it."""
+    """Run of one chunk through a `PathStack`, with the results of the dense oracle (float64, autograd)."""
 
     def __init__(self, case: Case, provider, spare: int = 2, change=lambda run: None) -> None:
-        """`change`: is called with the run once it has its operands, before anything is computed."""
+        """`change` is called with the run once its operands exist, before anything is computed."""
         self.case, shape, dtype = case, case.shape, case.dtype
         tokens, heads = shape.tokens, case.kv_heads * case.groups
         capacity = shape.start + tokens + spare
@@ -132,7 +132,7 @@ class Run:
         key_buffer.copy_(random(1, case.kv_heads, capacity, case.width, dtype=dtype, seed=1))
         value_buffer.copy_(random(1, case.kv_heads, capacity, case.value_width, dtype=dtype, seed=2))
         self.before = key_buffer.clone(), value_buffer.clone()
-        # Projections come as [1, c, heads, D] in memory.
+        # Projections have the memory layout [1, c, heads, D].
         self.query, self.key, self.value, self.grad = (
             random(1, tokens, count, width, dtype=dtype, seed=seed).transpose(1, 2)
             for seed, (count, width) in enumerate(
@@ -160,12 +160,12 @@ class Run:
         self.grads = path.mix_backward(0, self.grad, *self.given, self.out, self.logsumexp, *self.scoring)
 
     def operands(self):
-        """What the stack hands to the provider for this chunk."""
+        """Return the operands that the stack passes to the provider for this chunk."""
         inputs = self.path._inputs(0, self.given, self.scoring)
         return self.path.runtimes[0]._operands(inputs)
 
     def oracle(self):
-        """Output, log-sum-exp, gradients of query, keys and values `[.., start + c, ..]`, and of sinks."""
+        """Return output, log-sum-exp, gradients of query, keys and values `[.., start + c, ..]`, and of sinks."""
         case, start = self.case, self.case.shape.start
         own = [tensor.double() for tensor in (self.query, self.key, self.value)]
         prefix = [buffer[:, :, :start].double() for buffer in self.before]
@@ -183,7 +183,7 @@ class Run:
         return out, scores.logsumexp(-1), *torch.autograd.grad(out, leaves, self.grad.double())
 
     def results(self):
-        """As `oracle`, with what the stack was given of the gradients."""
+        """Return the results in the form of `oracle`, including the gradients added to the stack."""
         start, spine = self.case.shape.start, self.case.shape.spine
         both = []
         buffers = self.path.states[0].gradients
@@ -204,7 +204,7 @@ class Run:
             assert not buffer[:, :, start:].any(), "what waited for the spine is taken"
 
 
-# Forks in the middle and at the end of a spine, a branch that has branches, and one that hangs from the stack.
+# Forks inside and at the end of a spine, a branch with branches, and one that hangs from the stack.
 FORKED = ChunkShape.of(
     3,
     8,
@@ -217,7 +217,7 @@ FORKED = ChunkShape.of(
         Segment(20, 23, 23, 3, -1),
     ],
 )
-UNREAD = [  # what is not finite, of which token of `FORKED`, and a limit
+UNREAD = [  # operand with a non-finite value, its token in `FORKED`, and a limit
     *((operand, token, {}) for operand in ("query", "key", "value", "grad") for token in (7, 11, 21)),
     *((operand, 9, limit) for operand in ("query", "key", "value", "grad") for limit in ({"window": 3}, {"chunk": 4})),
     ("above", 1, {"window": 3}),
@@ -225,30 +225,30 @@ UNREAD = [  # what is not finite, of which token of `FORKED`, and a limit
 
 
 def unread(*softcaps: float):
-    """Parameters `(value, operand, token, limit, softcap)`; slow is what differs from others in several of them."""
-    found = []
+    """Return parameters `(value, operand, token, limit, softcap)`; those that vary several of them at once are slow."""
+    parameters = []
     for value, (operand, token, limit), softcap in itertools.product((math.nan, math.inf, 1e200), UNREAD, softcaps):
         changes = (not math.isnan(value)) + (token not in (11, 1)) + bool(softcap)
         marks = [pytest.mark.slow] if changes > 1 else []
         name = f"{value}-{operand}-{token}-{limit or 'all'}-{softcap}"
-        found.append(pytest.param(value, operand, token, limit, softcap, marks=marks, id=name))
-    return found
+        parameters.append(pytest.param(value, operand, token, limit, softcap, marks=marks, id=name))
+    return parameters
 
 
 def check_unread(run, operand: str, token: int, value: float, tolerance: float = TIGHT) -> None:
-    """A value that is not finite leaves no trace in what does not depend on it, and one in the token's own results.
+    """Check that a non-finite value reaches only results that depend on it, and does reach the token's own.
 
     Args:
-        run: makes a `Run` of `FORKED`, given `change`.
-        operand: of the token; "above": key and value of the stack at depth `token`.
+        run: builds a `Run` of `FORKED`, given `change`.
+        operand: operand of the token; "above": key and value on the stack at depth `token`.
     """
 
-    def change(one: Run) -> None:
+    def change(target: Run) -> None:
         if operand == "above":
-            for buffer in one.path.states[0].buffers:
+            for buffer in target.path.states[0].buffers:
                 buffer[:, :, token] = value
         else:
-            getattr(one, operand)[:, :, token] = value
+            getattr(target, operand)[:, :, token] = value
 
     plain, changed = run(), run(change=change)
     reads, start = ancestry(plain.case), plain.case.shape.start
@@ -258,11 +258,11 @@ def check_unread(run, operand: str, token: int, value: float, tolerance: float =
         rows[token] = True
     keys = reads[rows].any(0)
     forward = torch.zeros_like(rows) if operand == "grad" else rows
-    for found, expected, apart in zip(
+    for actual, expected, apart in zip(
         changed.results()[:5], plain.results()[:5], (forward, forward, rows, keys, keys), strict=True
     ):
-        assert found[:, :, ~apart].isfinite().all()
-        torch.testing.assert_close(found[:, :, ~apart], expected[:, :, ~apart], rtol=tolerance, atol=tolerance * 10)
+        assert actual[:, :, ~apart].isfinite().all()
+        torch.testing.assert_close(actual[:, :, ~apart], expected[:, :, ~apart], rtol=tolerance, atol=tolerance * 10)
     if math.isnan(value):
         own = changed.grads[0] if operand == "grad" else changed.out
         assert not own[:, :, rows].isfinite().any()

@@ -1,4 +1,4 @@
-"""Drawn batches, options and losses for `TinyLM`, and one training step of all three against every row alone.
+"""Drawn batches, options and losses for `TinyLM`, and the check of one training step against every row alone.
 
 check_transparent(model, compiled, make_case(chain(9), "left"), Options(chunk_size=2), "entropy")
 """
@@ -20,7 +20,7 @@ QUICK = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandom
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A batch: ids and real tokens `[B, S]`, and whether the model is told about padding."""
+    """Batch: ids and mask of real tokens `[B, S]`, and whether the model gets the mask."""
 
     sequences: list[list[int]]
     ids: torch.Tensor
@@ -56,14 +56,14 @@ def make_case(sequences, padding):
 
 @st.composite
 def rollouts(draw):
-    """Sequences grown from others: cut anywhere (empty rows, prefixes, duplicates, forks), then extended."""
+    """Draw sequences grown from others: cut anywhere (empty rows, prefixes, duplicates, forks), then extended."""
     tokens = st.integers(0, 3)
-    grown = [draw(st.lists(tokens, min_size=1, max_size=12))]
+    sequences = [draw(st.lists(tokens, min_size=1, max_size=12))]
     for _ in range(draw(st.integers(1, 8))):
-        source = draw(st.sampled_from(grown))
-        kept = draw(st.sampled_from([0, 1, len(source) - 1, len(source), draw(st.integers(0, len(source)))]))
-        grown.append((source[: max(kept, 0)] + draw(st.lists(tokens, max_size=4)))[:24])
-    return grown
+        source = draw(st.sampled_from(sequences))
+        length = draw(st.sampled_from([0, 1, len(source) - 1, len(source), draw(st.integers(0, len(source)))]))
+        sequences.append((source[: max(length, 0)] + draw(st.lists(tokens, max_size=4)))[:24])
+    return sequences
 
 
 def chain(length):
@@ -85,7 +85,7 @@ options = st.builds(
 )
 
 
-# Losses of logits `[B, S, V]` that are zero at padding; the last two mix sequences.
+# Losses of logits `[B, S, V]`, which are zero at padding; the last two mix sequences.
 LOSSES = {
     "weights": lambda logits, mask: (logits * weights_like(logits)).sum(),
     "a third": lambda logits, mask: (logits[:, ::3] * weights_like(logits)[:, ::3]).sum(),
@@ -97,13 +97,13 @@ LOSSES = {
 
 
 def with_options(compiled, chosen):
-    """Options decide about plans only, so that one compilation serves all of them."""
+    """Set options, which affect only plans, so that one compilation serves all of them."""
     inside(compiled).use(chosen)
     return compiled
 
 
 def reference(model, case):
-    """Logits `[B, S, V]` of every row alone and unpadded; zero at padding."""
+    """Compute the logits `[B, S, V]` of every row alone and unpadded; zero at padding."""
     rows = []
     for ids, mask in zip(case.ids, case.mask, strict=True):
         row = torch.zeros(*ids.shape, 31, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A small tokenizer, trained on the project's own README, with a chat template in the manner of Qwen3's."""
+"""Small tokenizer, trained on the project's own README, with a chat template like Qwen3's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 ROOT = Path(__file__).parents[2]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
 
-# Thinking is kept in the turns after the last message of a user, and left out of those before it, as Qwen3 does.
+# Like Qwen3's: reasoning is kept in turns after the last user message and dropped from earlier ones.
 STRIPPING = "".join(
     [
         "{% set ns = namespace(last=0) %}",
@@ -37,7 +37,7 @@ KEEPING = STRIPPING.replace(" and loop.index0 > ns.last", "")
 
 @functools.cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE with a thousand tokens."""
+    """Return a byte-level BPE tokenizer with a thousand tokens."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -48,17 +48,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     inner.train_from_iterator((ROOT / "README.md").read_text().splitlines(), trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    made.chat_template = STRIPPING
-    return made
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    wrapped.chat_template = STRIPPING
+    return wrapped
 
 
 def say(role: str, content: str, **more: Any) -> dict[str, Any]:
-    """A message."""
+    """Return a message."""
     return {"role": role, "content": content, **more}
 
 
 def write_lines(path: Path, rows: list[Any]) -> str:
-    """JSON lines; the path as text."""
+    """Write rows as JSON lines; return the path as text."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)

@@ -1,4 +1,4 @@
-"""The graphs of one chunk: what they are made of, and runs of them on random values, without a tree and a schedule.
+"""Graphs of one chunk: their nodes, and runs of them on random values without a tree or a schedule.
 
 run = Run(program, tokens=7, head_rows=5)
 gradients = run.backward(run.kept, run.tangents)
@@ -11,37 +11,31 @@ from torch import fx
 
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.passes.chunk_bytes import Bytes
-from dta_compile.passes.program import output_node
 from dta_compile.runtime.path.stack import StagePath
 from tests.support.inside import inside
 
 
 def nodes_of(program, name):
-    """The nodes of a graph of the whole chunk, stage by stage: those of a kind as often as there are stages of it."""
-    found, anchors = [], [stage.only_states for stage in program.joint.stages]
+    """Return the nodes of a graph of the whole chunk, stage by stage; a kind's nodes recur for every stage of it."""
+    nodes, anchors = [], [stage.only_states for stage in program.joint.stages]
     stages = list(zip(program.stages.of_kinds(), anchors, strict=True))
     for (_, kind), only_states in reversed(stages) if name == "backward" else stages:
         graph = name
         if name == "cache_only":
             graph = None if only_states is None else "cache_only" if only_states else "forward_only"
         if graph in kind.graphs:
-            found += kind.graphs[graph].graph.nodes
-    return found
+            nodes += kind.graphs[graph].graph.nodes
+    return nodes
 
 
-def targets(found):
-    """How often operators are called, by the nodes of a graph or its module."""
-    nodes = found.graph.nodes if isinstance(found, fx.GraphModule) else found
+def targets(graph):
+    """Count the calls of each operator; `graph` is a graph module or its nodes."""
+    nodes = graph.graph.nodes if isinstance(graph, fx.GraphModule) else graph
     return collections.Counter(str(node.target) for node in nodes if node.op.startswith("call"))
 
 
-def saved_by(program):
-    """Per stage, the nodes that its forward saves."""
-    return [output_node(kind.forward.graph).args[0][len(stage.writes) :] for stage, kind in program.stages.of_kinds()]
-
-
 def program_of(model, vocabulary):
-    """The program of the log-probs that a model gives to labels."""
+    """Compile a model's log-probs of labels and return the program."""
     torch._dynamo.reset()
 
     def logprobs(ids, labels):
@@ -55,7 +49,7 @@ def program_of(model, vocabulary):
 
 
 class LinearPath:
-    """Stands for the path: something linear of attention's shapes, which allocates what attention is taken to."""
+    """Stand-in for the path: a linear function with attention's shapes and its assumed allocations."""
 
     def __init__(self):
         self.on_backward = lambda layer: None
@@ -79,18 +73,18 @@ class LinearPath:
 
 
 def inputs_of(program):
-    """For each input of a chunk, a node of a stage that reads it, and whether it is transposed there."""
-    found = {}
+    """Return, for each input of a chunk, a node of a stage that reads it, and whether it is transposed there."""
+    nodes_of_slots = {}
     for stage, kind in program.stages.of_kinds():
         nodes = list(kind.forward.graph.find_nodes(op="placeholder"))[1:]
         for i, (slot, node) in enumerate(zip(stage.reads, nodes, strict=True)):
-            if slot < program.stages.inputs and (slot not in found or i not in kind.transposed):
-                found[slot] = node, i in kind.transposed
-    return [found[slot] for slot in range(program.stages.inputs)]
+            if slot < program.stages.inputs and (slot not in nodes_of_slots or i not in kind.transposed):
+                nodes_of_slots[slot] = node, i in kind.transposed
+    return [nodes_of_slots[slot] for slot in range(program.stages.inputs)]
 
 
 def example(node, sizes, tokens, head_rows):
-    """A random value for a graph's input."""
+    """Return a random value for a graph's input."""
     value = node.meta["val"]
     at = dict(zip(sizes.symbols, (tokens, head_rows), strict=True))
     shape = [size if isinstance(size, int) else int(size.node.expr.subs(at)) for size in value.shape]
@@ -100,7 +94,7 @@ def example(node, sizes, tokens, head_rows):
 
 
 class Run:
-    """A chunk's forward on random inputs: what it kept, and how to run its backward."""
+    """Forward run of a chunk on random inputs, with its saved values and a way to run its backward."""
 
     def __init__(self, program, tokens, head_rows, path=None):
         self.joint, self.path, sizes = program.joint, path or LinearPath(), program.stages.sizes
@@ -114,11 +108,11 @@ class Run:
         self.kept_whole = sum(i < program.stages.whole for i in self.joint.backward_inputs)
 
     def arguments(self):
-        """What graphs but the backward take after the path."""
+        """Return the arguments after the path, for all graphs but the backward."""
         return [*self.inputs, *self.joint.transposes(self.inputs)]
 
     def kept_bytes(self, *others):
-        """Of memory that belongs to the chunk alone."""
+        """Count the bytes of memory that only the chunk owns."""
         memory = [value.untyped_storage() for value in (*self.kept[self.kept_whole :], *others)]
         return sum({piece.data_ptr(): piece.nbytes() for piece in memory}.values())
 
@@ -131,14 +125,14 @@ class Run:
         return gradients
 
     def hand_over(self):
-        """The arguments of a backward, and nothing else that refers to what was kept."""
+        """Return the arguments of a backward, and drop all other references to saved values."""
         arguments = [self.path, *self.kept, *self.tangents, *self.gradients()]
         self.inputs, self.outputs, self.kept, self.tangents = [], (), [], []
         return arguments
 
 
 def operators(nodes):
-    """As `targets`, whether an operator works in place or not."""
+    """Count the calls of each operator like `targets`, in-place variants included under the plain name."""
     counts = collections.Counter()
     for name, count in targets(nodes).items():
         counts[name.replace("_.", ".")] += count
@@ -146,7 +140,7 @@ def operators(nodes):
 
 
 def allocations(program, name, tokens, head_rows):
-    """Sizes of what a graph allocates (negative: frees), in order, and the bytes that it is handed."""
+    """Return the sizes of a graph's allocations (frees are negative) in order, and the bytes that it is handed."""
     joint, marker = program.joint, 1234567
     with torch.profiler.profile(profile_memory=True) as profiler:
         run = Run(program, tokens, head_rows)
@@ -163,5 +157,5 @@ def allocations(program, name, tokens, head_rows):
 
 
 def peak(working, tokens, head_rows):
-    """Bytes at the peak that `ChunkGraphs.working` predicts of a graph, for a chunk of so many tokens and head rows."""
+    """Return the peak bytes that `ChunkGraphs.working` predicts for a chunk of `tokens` tokens and `head_rows` rows."""
     return max((Bytes(*part).at(tokens, head_rows) for part in working), default=0.0)

@@ -1,6 +1,6 @@
-"""Compiles all kernels for a Hopper GPU, which needs no GPU: `python -m tests.support.compile_kernels`.
+"""Compile all kernels for a Hopper GPU, which needs no GPU: `python -m tests.support.compile_kernels`.
 
-Triton's interpreter runs what its compiler may not take. Prints one line per kernel.
+Triton's interpreter accepts kernels that its compiler may reject. Prints one line per kernel.
 """
 
 import triton
@@ -14,7 +14,7 @@ from dta_compile.runtime.attention import triton_kernels as kernels
 
 KERNELS = (kernels.forward_kernel, kernels.queries_kernel, kernels.own_keys_kernel, kernels.stack_keys_kernel)
 STATISTICS = ("logsumexp", "delta", "grad_key", "grad_value")
-SHARED_MEMORY = 227 * 1024  # of a block of threads
+SHARED_MEMORY = 227 * 1024  # per thread block
 
 
 def kind_of(name: str, constants: dict, dtype: str) -> str:
@@ -74,15 +74,15 @@ def main() -> None:
             numbers = dict.fromkeys(("logits_row", "columns", "start", "temperature_row"), "i32")
             kinds = {"logits": f"*{dtype}", "labels": "*i64", **numbers, **dict.fromkeys(constants, "constexpr")}
             signature = {name: kinds.get(name, "*fp32") for name in kernel.arg_names}
-            aligned = ("logits", "logits_row", "columns")  # as they are found to be when it is called
+            aligned = ("logits", "logits_row", "columns")  # as the specialisation at a call finds them
             options = {"num_warps": by_kernels.WARPS}
             print(f"{dtype} {chosen}:", compiled(kernel, signature, constants, options, aligned))
 
 
 def compiled(kernel, signature: dict, constants: dict, options: dict, aligned: tuple[str, ...] = ()) -> str:
-    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    positions = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=positions, attrs=attributes)
     shared = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
     assert shared <= SHARED_MEMORY, (kernel.fn.__name__, shared)
     return f"{kernel.fn.__name__}: {shared} bytes of shared memory"

@@ -1,8 +1,8 @@
-"""Runs under torchrun: trains a model five steps on all ranks, and on the first rank alone, and compares.
+"""Worker for torchrun: train a model for five steps on all ranks and on the first rank alone, and compare.
 
     torchrun --nproc-per-node 4 -m tests.support.distributed_worker RESULTS.json [SCENARIO ...]
 
-Rank 0 writes a JSON object: for every scenario "" or what went wrong.
+Rank 0 writes a JSON object with an entry per scenario: "" or the error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.support.tiny import SMALL_CHUNKS
 
 
 def wrap(kind: str) -> Wrapped:
-    """A model that is wrapped as a whole."""
+    """Build a model with a data-parallel wrapper around the whole of it."""
     model = Trained()
     if kind == "ddp":
         forward = DistributedDataParallel(torch.compile(model, backend="dta", options=SMALL_CHUNKS))
@@ -63,7 +63,7 @@ def train(kind: str, tolerance: dict[str, float] = EXACT, clip: float = 0.0, **h
 
 
 def rows_come_back() -> None:
-    """Results of rows go to their owners, whatever the paddings and widths of the ranks."""
+    """Check that results of rows return to their owners, whatever the paddings and widths of the ranks."""
     rank = dist.get_rank()
     batch = rows_of(0, rank)
     if rank % 2:  # padded on the left, and wider
@@ -86,17 +86,17 @@ def rows_come_back() -> None:
 
 
 def sequences_of(batch: dict[str, torch.Tensor], count: int | None = None) -> list[tuple[object, ...]]:
-    """The first sequences of packed rows, each with its tokens of all fields."""
+    """Split packed rows into sequences, each with its tokens of all fields; return the first `count`."""
     tokens = zip(*(values.flatten().tolist() for values in batch.values()), strict=True)
     begins = list(batch).index("position_ids")
-    found: list[tuple[object, ...]] = []
+    sequences: list[tuple[object, ...]] = []
     for token in tokens:
-        found = [*found, (token,)] if token[begins] == 0 else [*found[:-1], (*found[-1], token)]
-    return found[:count]
+        sequences = [*sequences, (token,)] if token[begins] == 0 else [*sequences[:-1], (*sequences[-1], token)]
+    return sequences[:count]
 
 
 def sequences_of_packed_rows_come_back() -> None:
-    """Every sequence is dealt to one rank and whole, also where ranks bring nothing or are left without one."""
+    """Check that every sequence is dealt whole to one rank, even if ranks bring none or receive none."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for step, packed in enumerate([(2, 12), (0, 5), (1, 0), (1, 3)]):
         random = torch.Generator().manual_seed(100 * step + rank)
@@ -129,9 +129,8 @@ def a_bad_batch_is_an_error_everywhere() -> None:
         raise AssertionError("no error")
 
 
-# By name: on how many ranks they run, and what they do.
 def a_trace_of_all_ranks(path: pathlib.Path | None = None) -> None:
-    """One file with what every rank planned and measured: as many seconds and tokens as their plans say."""
+    """Check that one trace file has every rank's planned and measured runs, with their plans' seconds and tokens."""
     compiled = torch.compile(Trained(), backend="dta", options=SMALL_CHUNKS)
     shard = distributed.scatter(rows_of(1, dist.get_rank()))
     mask = shard.batch["attention_mask"]
@@ -156,6 +155,7 @@ def a_trace_of_all_ranks(path: pathlib.Path | None = None) -> None:
         assert sum(one["args"].get("tokens", 0) for one in runs) == tokens, name
 
 
+# By name: the numbers of ranks on which a scenario runs, and its function.
 SCENARIOS = {
     "rows come back": ((2, 4), rows_come_back),
     "packed rows come back": ((2, 4), sequences_of_packed_rows_come_back),
@@ -178,7 +178,7 @@ SCENARIOS = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    torch._dynamo.config.fake_tensor_cache_enabled = False  # as in conftest.py
+    torch._dynamo.config.fake_tensor_cache_enabled = False  # like conftest.py
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     results = {}
     for name, (ranks, scenario) in SCENARIOS.items():
@@ -198,7 +198,7 @@ def main() -> None:
         results[name] = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
     if dist.get_rank() == 0:
         pathlib.Path(sys.argv[1]).write_text(json.dumps(results))
-    dist.barrier()  # a rank that exits while gloo lets go of the last transfer's tensors is aborted
+    dist.barrier()  # a rank that exits while gloo releases the last transfer's tensors is aborted
     dist.destroy_process_group()
 
 

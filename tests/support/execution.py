@@ -1,4 +1,4 @@
-"""What "exact" means for a schedule, token by token on explicit paths and without the planner's own code."""
+"""Reference interpreter of schedules that defines exactness: token by token on explicit paths, without the planner."""
 
 from collections import Counter
 from itertools import product
@@ -7,12 +7,12 @@ from dta_compile.plan import Anchor, Attach, Backward, Forward, Pop, Restore, re
 
 
 class Tokens:
-    """The tokens of a batch by number: sequences that share a prefix name the same ones (or none do).
+    """Tokens of a batch by number; sequences that share a prefix share its numbers (unless `share` is false).
 
     Attributes:
-        paths: the tokens of every sequence.
-        above: for every token those that it attends to besides itself, from the root.
-        below: for every token those that attend to it, ascending.
+        paths: token numbers of every sequence.
+        above: for every token, the other tokens that it attends to, from the root.
+        below: for every token, the tokens that attend to it, ascending.
     """
 
     def __init__(self, sequences, share=True):
@@ -38,7 +38,7 @@ class Tokens:
 
 
 def check_attention(tokens, chunk, parts):
-    """Squares and rectangles are the pairs of the tree inside a chunk, each once; and its prefix is the rest."""
+    """Check that squares and rectangles cover each tree pair inside a chunk once, and that its prefix is the rest."""
     inside = [token for part in chunk.slices for token in tokens.of(part)]
     number = {token: k for k, token in enumerate(inside)}
     pairs = [(q, k) for part in parts for q in range(part.first, part.last) for k in range(part.first, q + 1)]
@@ -51,11 +51,11 @@ def check_attention(tokens, chunk, parts):
 
 
 def execute(sequences, schedule, share=True, states=False):
-    """Runs a schedule as the runtime does; fails if a token misses KV, an output, a loss or a gradient.
+    """Run a schedule like the runtime; fail if a token misses KV, an output, a loss or a gradient.
 
-    KV gradients wait by depth on the stack. A token reads the KV of all tokens above it, so when it goes backward it
-    must have had one gradient from each token below it. With `states` chunks also find the running state of exactly
-    the tokens above them, in both directions. Returns the run, which counted states.
+    KV gradients wait on the stack by depth. A token attends to all tokens above it, so it must have received one
+    gradient from each token below it when it goes backward. With `states`, chunks must also find the running state of
+    exactly the tokens above them, in both directions. Returns the execution with its counts of states.
     """
     run = _Execution(Tokens(sequences, share), states)
     for op in schedule.ops:
@@ -70,13 +70,13 @@ def execute(sequences, schedule, share=True, states=False):
 class _Execution:
     def __init__(self, tokens, has_states):
         self.tokens, self.has_states = tokens, has_states
-        self.states = {}  # depth -> (tokens that it is of, run that made it)
-        self.kept_states = {}  # first token of a spine -> the states kept of it
+        self.states = {}  # depth -> (tokens it covers, run that made it)
+        self.kept_states = {}  # first token of a spine -> states kept for it
         self.waiting_states = set()  # depths
         self.most_states = self.most_state_gradients = 0
         self.runs = 0
-        self.stack = []  # the token whose KV is there
-        self.waiting = {}  # depth -> (token, token that gave it a gradient), ...
+        self.stack = []  # token whose KV is at each depth
+        self.waiting = {}  # depth -> [(token, token that sent it a gradient), ...]
         self.live, self.kept = set(), {}
         self.written, self.attached, self.done = set(), set(), set()
 
@@ -93,8 +93,8 @@ class _Execution:
             case Restore(part):
                 *_, spine = (spine for spine in self.kept.values() if _covers(spine, part, self.tokens))
                 self.push(part)
-                kept = self.kept_states[self.tokens.of(spine)[0]]
-                self.states.update({d: state for d, state in kept.items() if part.start < d <= part.stop})
+                states = self.kept_states[self.tokens.of(spine)[0]]
+                self.states.update({d: state for d, state in states.items() if part.start < d <= part.stop})
             case Pop(part):
                 assert self.tokens.of(part) == self.stack[part.start :]
                 self.cut(part.start, [])
@@ -110,14 +110,14 @@ class _Execution:
         self.cut(part.start, self.tokens.of(part))
 
     def cut(self, depth, then):
-        """What comes down from `depth` on is replaced; gradients may only wait for tokens that come back at once."""
+        """Replace the stack from `depth` on by `then`; pending gradients must belong to tokens that remain on it."""
         self.stack[depth:] = then
         self.states = {at: state for at, state in self.states.items() if at <= depth}
         for at, gradients in self.waiting.items():
             assert all(self.stack[at : at + 1] == [token] for token, _ in gradients)
 
     def read(self, chunk):
-        """The tokens of a chunk, each of which finds the tokens above it on the stack or before it in the chunk."""
+        """Return the tokens of a chunk; each must find the tokens above it on the stack or earlier in the chunk."""
         inside = []
         if self.has_states and chunk.start:
             assert self.states[chunk.start][0] == tuple(self.tokens.paths[chunk.slices[0].sequence][: chunk.start])
@@ -133,15 +133,15 @@ class _Execution:
         if chunk.spine is not None:
             self.push(chunk.spine)
         self.runs += 1
-        made = {depth: (tuple(self.stack[:depth]), self.runs) for depth in op.states}
-        self.states.update(made)
+        states = {depth: (tuple(self.stack[:depth]), self.runs) for depth in op.states}
+        self.states.update(states)
         if isinstance(op, Forward):
             assert chunk not in self.live
             self.live.add(chunk)
         if chunk.spine is not None and (isinstance(op, Forward) or op.kv):
-            self.count_states()  # with what is replaced
+            self.count_states()  # including those about to be replaced
             self.kept[chunk] = chunk.spine
-            self.kept_states[inside[0]] = made
+            self.kept_states[inside[0]] = states
         self.written.update(inside if op.out else [])
 
     def backward(self, chunk):

@@ -1,4 +1,4 @@
-"""Toy models of the families of transformers.
+"""Toy models of transformers' model families.
 
 model = build("qwen3", dtype=torch.float64)
 """
@@ -23,8 +23,8 @@ TOY = {
     "eos_token_id": None,
 }
 GQA = {**TOY, "num_key_value_heads": 2}
-ONE = {"num_hidden_layers": 1}  # where a second layer shows nothing that it does not show in another family
-# name: configuration class, its arguments, the tolerance, the chunk size
+ONE = {"num_hidden_layers": 1}  # where other families cover what a second layer would test
+# name: configuration class, its arguments, tolerance, chunk size
 FAMILIES = {
     "qwen2": (transformers.Qwen2Config, {**GQA, **ONE}, FLOAT32_ISLANDS, 4),
     "qwen3": (transformers.Qwen3Config, {**GQA, "head_dim": 16}, FLOAT32_ISLANDS, 3),
@@ -35,7 +35,7 @@ FAMILIES = {
     "gpt2": (transformers.GPT2Config, {**TOY, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}, EXACT, 4),
     "gpt_neox": (transformers.GPTNeoXConfig, {**TOY, **ONE}, EXACT, 1),
     "gemma3": (transformers.Gemma3TextConfig, {**GQA, "head_dim": 16, "sliding_window": 5}, FLOAT32_ISLANDS, 4),
-    "llama4": (  # a layer of chunks with rotary positions, and one of neither; no experts
+    "llama4": (  # one layer with chunked attention and rotary positions, one with neither; no experts
         transformers.Llama4TextConfig,
         {**GQA, "head_dim": 16, "intermediate_size_mlp": 96, "moe_layers": [], "no_rope_layers": [1, 0]}
         | {"attention_chunk_size": 6},

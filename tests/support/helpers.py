@@ -1,4 +1,4 @@
-"""Batches of sequences with shared prefixes, the one-sequence-at-a-time reference, and exact comparison with it.
+"""Batches of sequences with shared prefixes, the one-sequence-at-a-time reference, and comparison with it.
 
     batch = make_batch(rollouts(vocabulary=96), padding="right")
     expected = reference(model, batch, loss)            # every row alone, without padding, in eager mode
@@ -17,19 +17,19 @@ from typing import Any
 import torch
 
 EXACT = 1e-9  # float64 throughout
-FLOAT32_ISLANDS = 2e-6  # float64 models that compute their norms in float32, as most of transformers does
-# A gradient that is zero but for rounding (the key bias of a softmax) is compared on the scale of the others.
+FLOAT32_ISLANDS = 2e-6  # float64 models that compute norms in float32, like most of transformers
+# A gradient that is zero except for rounding (the key bias of a softmax) is compared on the scale of the others.
 NOISE_FLOOR = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Sequences as a rectangle.
+    """Sequences as a padded rectangle.
 
     Attributes:
         ids: `[B, S]` token ids; padding is 0.
-        mask: `[B, S]` int64, 1 at real tokens; None when there is no padding.
-        extras: further `[B, S]` tensors (labels, advantages), cut along with the ids.
+        mask: `[B, S]` int64, 1 at real tokens; None without padding.
+        extras: further `[B, S]` tensors (labels, advantages), cut like the ids.
     """
 
     ids: torch.Tensor
@@ -38,21 +38,21 @@ class Batch:
 
     @property
     def valid(self) -> torch.Tensor:
-        """`[B, S]` bool: the real tokens."""
+        """Mask of real tokens, `[B, S]` bool."""
         return torch.ones_like(self.ids, dtype=torch.bool) if self.mask is None else self.mask.bool()
 
     @property
     def positions(self) -> torch.Tensor:
-        """`[B, S]` position ids that count real tokens from 0."""
+        """Position ids `[B, S]` that count real tokens from 0."""
         return (self.valid.long().cumsum(1) - 1).clamp(min=0)
 
     def row(self, index: int) -> Batch:
-        """One sequence alone, without padding: `[1, length]`."""
+        """Return one sequence alone, without padding: `[1, length]`."""
         real = self.valid[index]
         return Batch(self.ids[index, real][None], None, {k: v[index, real][None] for k, v in self.extras.items()})
 
     def to(self, device: torch.device) -> Batch:
-        """The same on another device."""
+        """Move the batch to another device."""
         mask = None if self.mask is None else self.mask.to(device)
         return Batch(self.ids.to(device), mask, {name: value.to(device) for name, value in self.extras.items()})
 
@@ -61,7 +61,7 @@ class Batch:
 
 
 def rollouts(vocabulary: int = 96, seed: int = 0, length: int = 17) -> list[list[int]]:
-    """Sequences that share prefixes in every way: forks, a duplicate, prefixes of others, one token, no sharing."""
+    """Draw sequences that share prefixes in every way: forks, a duplicate, prefixes, one token, no sharing."""
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> list[int]:
@@ -82,7 +82,7 @@ def rollouts(vocabulary: int = 96, seed: int = 0, length: int = 17) -> list[list
 
 
 def make_batch(sequences: Sequence[Sequence[int]], padding: str = "right") -> Batch:
-    """A rectangle of sequences, padded at the "right", at the "left", or ("none") cut to the shortest length."""
+    """Build a rectangle of sequences, padded "right" or "left", or ("none") cut to the shortest length."""
     if padding == "none":
         shortest = min(map(len, sequences))
         return Batch(torch.tensor([list(sequence[:shortest]) for sequence in sequences]))
@@ -90,9 +90,9 @@ def make_batch(sequences: Sequence[Sequence[int]], padding: str = "right") -> Ba
     ids = torch.zeros(len(sequences), longest, dtype=torch.int64)
     mask = torch.zeros_like(ids)
     for i, sequence in enumerate(sequences):
-        place = slice(0, len(sequence)) if padding == "right" else slice(longest - len(sequence), longest)
-        ids[i, place] = torch.tensor(sequence, dtype=torch.int64)
-        mask[i, place] = 1
+        columns = slice(0, len(sequence)) if padding == "right" else slice(longest - len(sequence), longest)
+        ids[i, columns] = torch.tensor(sequence, dtype=torch.int64)
+        mask[i, columns] = 1
     return Batch(ids, mask)
 
 
@@ -106,7 +106,7 @@ def logits(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def logits_at_positions(model: Any, batch: Batch) -> torch.Tensor:
-    """Call a transformers model with position ids as well (what left padding needs)."""
+    """Call a transformers model with position ids as well, which left padding needs."""
     return model(input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False).logits
 
 
@@ -123,15 +123,15 @@ class Measurement:
     gradients: dict[str, torch.Tensor]
 
 
-def random_loss(batch: Batch, features: int, seed: int = 3) -> Loss:
-    """A loss that weighs every output differently, so that no error can cancel."""
-    generator = torch.Generator().manual_seed(seed)
+def random_loss(batch: Batch, features: int) -> Loss:
+    """Return a loss that weights every output differently, so that no errors cancel."""
+    generator = torch.Generator().manual_seed(3)
     weights = torch.randn(*batch.ids.shape, features, generator=generator, dtype=torch.float64)
     return lambda outputs: (outputs * weights.to(outputs)).sum()
 
 
 def reference(model: torch.nn.Module, batch: Batch, loss: Loss, forward: Forward = logits) -> Measurement:
-    """The definition of correct: the eager model on every sequence alone, unpadded, in one autograd graph."""
+    """Run the eager model on every sequence alone, unpadded, in one autograd graph: the definition of correct."""
     rows = [forward(model, batch.row(i))[0] if batch.valid[i].any() else None for i in range(len(batch.ids))]
     some = next(row for row in rows if row is not None)
     outputs = torch.zeros((*batch.ids.shape, *some.shape[1:]), dtype=some.dtype, device=some.device)
@@ -143,7 +143,7 @@ def reference(model: torch.nn.Module, batch: Batch, loss: Loss, forward: Forward
 
 
 def measure(compiled: Any, model: torch.nn.Module, batch: Batch, loss: Loss, forward: Forward = logits) -> Measurement:
-    """The same through a compiled callable, whose parameters are those of `model`."""
+    """Run a compiled callable on the whole batch; its parameters are those of `model`."""
     outputs = forward(compiled, batch)
     keep = batch.valid.reshape(*batch.valid.shape, *(1,) * (outputs.dim() - 2))
     return _differentiate(model, torch.where(keep, outputs, outputs.new_zeros(())), loss)
@@ -151,21 +151,21 @@ def measure(compiled: Any, model: torch.nn.Module, batch: Batch, loss: Loss, for
 
 def _differentiate(model: torch.nn.Module, outputs: torch.Tensor, loss: Loss) -> Measurement:
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(loss(outputs), list(named.values()), allow_unused=True)
-    gradients = {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
+    grads = torch.autograd.grad(loss(outputs), list(named.values()), allow_unused=True)
+    gradients = {name: grad for name, grad in zip(named, grads, strict=True) if grad is not None}
     return Measurement(outputs.detach(), gradients)
 
 
 def errors(actual: Measurement, expected: Measurement) -> dict[str, float]:
-    """Largest difference of the outputs and of every gradient, relative to its own largest entry."""
+    """Return the largest difference of the outputs and of every gradient, each relative to its largest entry."""
     assert actual.gradients.keys() == expected.gradients.keys(), (
         f"parameters with a gradient on one side only: {sorted(actual.gradients.keys() ^ expected.gradients.keys())}"
     )
     scale = max((float(g.abs().max()) for g in expected.gradients.values()), default=0.0)
-    found = {"outputs": _relative(actual.outputs, expected.outputs, 0.0)}
+    relative = {"outputs": _relative(actual.outputs, expected.outputs, 0.0)}
     for name, grad in expected.gradients.items():
-        found[name] = _relative(actual.gradients[name], grad, scale * NOISE_FLOOR)
-    return found
+        relative[name] = _relative(actual.gradients[name], grad, scale * NOISE_FLOOR)
+    return relative
 
 
 def _relative(actual: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
@@ -175,7 +175,7 @@ def _relative(actual: torch.Tensor, expected: torch.Tensor, floor: float) -> flo
 
 
 def distances(actual: Measurement, expected: Measurement) -> dict[str, float]:
-    """L2 distance of the outputs and of every gradient, relative to its own norm: what rounding is judged by."""
+    """Return the L2 distance of the outputs and of every gradient, each relative to its norm; measures rounding."""
     pairs = {"outputs": (actual.outputs, expected.outputs)}
     pairs |= {name: (actual.gradients[name], grad) for name, grad in expected.gradients.items()}
     wide = {name: (got.double().cpu(), want.double().cpu()) for name, (got, want) in pairs.items()}
@@ -183,18 +183,18 @@ def distances(actual: Measurement, expected: Measurement) -> dict[str, float]:
 
 
 def rounds_worse(actual: Measurement, eager: Measurement, exact: Measurement) -> dict[str, tuple[float, float]]:
-    """What is further from `exact` than twice as far as `eager`, which has the same precision as `actual`."""
+    """Return values whose distance to `exact` is over twice that of `eager`, which has the precision of `actual`."""
     ours, theirs = distances(actual, exact), distances(eager, exact)
     return {name: (ours[name], theirs[name]) for name in ours if not ours[name] <= 2 * theirs[name]}
 
 
 def assert_equal(actual: Measurement, expected: Measurement, tolerance: float) -> None:
-    """Outputs and every gradient within `tolerance`, each relative to its own largest entry."""
+    """Assert that outputs and every gradient agree within `tolerance`, each relative to its largest entry."""
     wrong = {name: error for name, error in errors(actual, expected).items() if not error <= tolerance}
     assert not wrong, f"beyond {tolerance:g}: " + ", ".join(f"{name} {error:.2g}" for name, error in wrong.items())
 
 
 def assert_within_rounding(actual: Measurement, eager: Measurement, exact: Measurement) -> None:
-    """Each error against float64 at most twice that of eager at the same precision."""
+    """Assert that each error against float64 is at most twice that of eager at the same precision."""
     worse = rounds_worse(actual, eager, exact)
     assert not worse, worse

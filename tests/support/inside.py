@@ -1,10 +1,10 @@
-"""The one way by which tests get behind a compiled callable: to its engines, executables, options and stacks.
+"""Access to the engines, executables, options and stacks behind a compiled callable, for tests only.
 
     executable = inside(compiled).newest.executable  # what runs
-    program = inside(compiled).newest.program  # what the passes made it of; a chunk's graphs are program.joint
-    inside(compiled).use(Options(chunk_size=3))  # for the next calls, with nothing compiled again
+    program = inside(compiled).newest.program  # result of the passes; a chunk's graphs are program.joint
+    inside(compiled).use(Options(chunk_size=3))  # for the next calls, without recompilation
 
-What a user may know of a call is in `dta_compile.last_plan` and `dta_compile.explain`; tests of that use these.
+Public facts about a call are in `dta_compile.last_plan` and `dta_compile.explain`; tests of those use them directly.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ PROGRAMS: weakref.WeakKeyDictionary[Executable, Program] = weakref.WeakKeyDictio
 
 
 def _sealed(program: Program) -> Executable:
-    """Remember what an executable was made of, for as long as there is the executable."""
-    made = seal(program)
-    PROGRAMS[made] = program
-    return made
+    """Seal a program and remember it for as long as its executable exists."""
+    executable = seal(program)
+    PROGRAMS[executable] = program
+    return executable
 
 
 backend.seal = cache.seal = _sealed
@@ -39,51 +39,51 @@ backend.seal = cache.seal = _sealed
 
 @dataclasses.dataclass(frozen=True)
 class Inside:
-    """What was compiled so far for one callable.
+    """Engines that were compiled so far for one callable.
 
     Attributes:
-        engines: of those of its graphs that ran over a tree, oldest first; empty before the first such call.
+        engines: engines of its graphs that ran over a tree, oldest first; empty before the first such call.
     """
 
     engines: tuple[Engine, ...]
 
     @property
     def newest(self) -> Engine:
-        """The engine of the graph that was captured last."""
+        """Engine of the graph that was captured last."""
         return self.engines[-1]
 
     @property
     def only(self) -> Engine:
-        """The engine, where one graph has to be all that was captured."""
+        """The single engine; fails if several graphs were captured."""
         (engine,) = self.engines
         return engine
 
     def use(self, options: Options) -> None:
-        """Plan and run the next calls by other options; the graphs stay as they were compiled."""
+        """Plan and run the next calls with other options; the compiled graphs stay."""
         for engine in self.engines:
             engine.options = options
 
     def forget_check(self) -> None:
-        """Let the next call be the first one again, which the self-check precedes."""
+        """Make the next call a first one again, so that the self-check precedes it."""
         for engine in self.engines:
             engine.checked = False
 
     def forget_replays(self) -> None:
-        """Let no chunk be recorded."""
+        """Drop all recorded chunks."""
         for engine in self.engines:
             engine.replays = ReplayCache()
 
     def recorded_stacks(self) -> Iterator[PathStack]:
-        """The path stacks that recorded chunks read and write, which stay between calls."""
+        """Yield the path stacks that recorded chunks read and write, which persist between calls."""
         for engine in self.engines:
             for arena in engine.replays.arenas.values():
                 yield arena.path
 
 
 def inside(compiled: Any) -> Inside:
-    """Get behind what `torch.compile(..., backend="dta")` returned, or a module after `.compile(backend="dta")`."""
+    """Get behind a callable of `torch.compile(..., backend="dta")` or a module after `.compile(backend="dta")`."""
     engines = tuple(records.of(compiled).engines)
     for engine in engines:
-        if engine.executable in PROGRAMS:  # and not from a file
+        if engine.executable in PROGRAMS:  # not loaded from a file
             engine.program = PROGRAMS[engine.executable]
     return Inside(engines)

@@ -1,4 +1,4 @@
-"""A kernel that only an interpreter that works can run: it loops up to a number that it has loaded."""
+"""Kernel that only a working interpreter runs: it loops up to a loaded number."""
 
 import triton
 import triton.language as tl

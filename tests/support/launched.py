@@ -1,8 +1,8 @@
-"""A trainer as `accelerate launch` starts it with FSDP2, on gloo ranks: eagerly, then over the tree.
+"""Start a trainer like `accelerate launch` with FSDP2 on gloo ranks: eagerly, then over the tree.
 
     accelerate launch --config_file CONFIG -m tests.support.launched OUT.json WAY '{"settings": 1}'
 
-accelerate knows FSDP on accelerators only; of its state, `with_fsdp_on_cpus` alone is not its own.
+accelerate enables FSDP only on accelerators; `with_fsdp_on_cpus` is the only change to its state.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ fsdp_config:
 
 
 def launch(way: str, ranks: int = 2, **settings: Any) -> list[dict[str, Any]]:
-    """What every rank came to: `difference` of the weights, `wrapped` modules, `compression` of each call."""
+    """Return every rank's `difference` of the weights, `wrapped` modules, and `compression` of each call."""
     with tempfile.TemporaryDirectory() as folder:
         config, out = pathlib.Path(folder, "config.yaml"), pathlib.Path(folder, "out.json")
         config.write_text(CONFIG.format(ranks=ranks))
@@ -52,7 +52,7 @@ def launch(way: str, ranks: int = 2, **settings: Any) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def with_fsdp_on_cpus() -> Iterator[None]:
-    """What accelerate's state does where it finds several accelerators."""
+    """Give accelerate's state the settings that it takes only on several accelerators."""
     start = AcceleratorState.__init__
 
     def start_with_fsdp(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
@@ -88,16 +88,16 @@ def main(out: str, way: str, settings: str) -> None:
 
     with with_fsdp_on_cpus():
         eager, ours = run(), run(trainers.callback)
-    found = {
+    figures = {
         "difference": trainers.difference(eager, ours),
         "moved": trainers.moved(ours),
         "wrapped": watch.wrapped,
         "compression": [plan.stats.compression for plan in ours.plans],
     }
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, found)
+    all_figures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_figures, figures)
     if dist.get_rank() == 0:
-        pathlib.Path(out).write_text(json.dumps(told))
+        pathlib.Path(out).write_text(json.dumps(all_figures))
     dist.destroy_process_group()
 
 

@@ -1,9 +1,9 @@
-"""Masks alone: a function that makes one, traced as a model would be, and what it allows by plain evaluation.
+"""Masks alone: a function that builds one, traced like in a model, and its entries by direct evaluation.
 
-    found = trace(lambda ids: make_mask(ids), ids)
-    found.check()          # the derived class allows what the mask allows; or raises the typed error
+    traced, *_ = trace(lambda ids: make_mask(ids), ids)
+    traced.check()          # the derived class allows what the mask allows; or raises the typed error
 
-`check` compares all pairs of all real queries, and also every entry of the mask with its term.
+`check` compares all pairs of all real queries, and every entry of the mask with its term.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dta_compile.runtime.calls.sizes import Sizes
 
 @dataclasses.dataclass
 class Traced:
-    """A program whose attention has the mask, and the inputs of one call."""
+    """Program whose attention has the mask, and the inputs of one call."""
 
     program: Program
     args: tuple[Any, ...]
@@ -47,7 +47,7 @@ class Traced:
         return self.program.attention[0].mask
 
     def pickled(self) -> Traced:
-        """The same with a mask from another process."""
+        """Return a copy whose mask was pickled, as for another process."""
         stream = io.BytesIO()
         _PlainPickler(stream).dump(self.program.mixers)
         program = dataclasses.replace(self.program, mixers=pickle.loads(stream.getvalue()))
@@ -60,23 +60,23 @@ class Traced:
         dense = {node.name: value for node, value in zip(leaves, values, strict=True)}
         sizes = Sizes(self.program.input_symbols)
         self._check_term(dense, sizes, actual)
-        found = read_masks(self.program.mixers, dense, lambda expr: sizes.value(expr, self.args), self.shape)
+        masks = read_masks(self.program.mixers, dense, lambda expr: sizes.value(expr, self.args), self.shape)
         allowed = actual if actual.dtype is torch.bool else actual == 0
         batch, tokens = self.shape
         allowed = allowed[(None,) * (4 - allowed.dim())].expand(batch, 1, tokens, tokens)[:, 0]
         distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
-        starts = torch.zeros(self.shape) if found.starts is None else torch.from_numpy(found.starts)
+        starts = torch.zeros(self.shape) if masks.starts is None else torch.from_numpy(masks.starts)
         sequence = starts.cumsum(1)
-        expected = (distance >= 0) & torch.from_numpy(found.valid)[:, None]
+        expected = (distance >= 0) & torch.from_numpy(masks.valid)[:, None]
         expected = expected & (sequence[:, :, None] == sequence[:, None])
         starts_of = torch.where(starts.bool(), torch.arange(tokens), 0).cummax(1).values
-        if found.limits[0] is not None:
-            depths = torch.from_numpy(found.valid).cumsum(1) - 1
+        if masks.limits[0] is not None:
+            depths = torch.from_numpy(masks.valid).cumsum(1) - 1
             depths = depths - torch.gather(depths, 1, starts_of).clamp(min=0)
-            expected = expected & (depths[:, None] >= found.limits[0].first(depths)[:, :, None])
-        real = torch.from_numpy(found.valid)[:, :, None]
-        assert torch.equal(allowed & real, expected & real), f"{found.classes[0]}: {self.mask.term}"
-        return found
+            expected = expected & (depths[:, None] >= masks.limits[0].first(depths)[:, :, None])
+        real = torch.from_numpy(masks.valid)[:, :, None]
+        assert torch.equal(allowed & real, expected & real), f"{masks.classes[0]}: {self.mask.term}"
+        return masks
 
     def _check_term(self, dense: dict[Any, torch.Tensor], sizes: Sizes, actual: torch.Tensor) -> None:
         batch, tokens = self.shape
@@ -84,7 +84,7 @@ class Traced:
         indices = {"row": row, "query": query, "key": torch.arange(tokens)[None, None]}
 
         def number(expr: Any) -> Any:
-            return number_of_call(lambda one: sizes.value(one, self.args), dense, self.mask.items, expr)
+            return number_of_call(lambda size: sizes.value(size, self.args), dense, self.mask.items, expr)
 
         value = Evaluation(dense, number, indices)(self.mask.term)
         actual = actual[(None,) * (4 - actual.dim())][:, 0]
@@ -93,7 +93,7 @@ class Traced:
 
 
 class _PlainPickler(pickle.Pickler):
-    """Takes nothing of the passes, nor what belongs to a trace."""
+    """Pickler that rejects objects of the passes and of a trace."""
 
     def reducer_override(self, value: Any) -> Any:
         assert not isinstance(value, (fx.Node, fx.Graph, torch.nn.Module, torch.Tensor, Program, torch.SymInt)), value
@@ -103,16 +103,16 @@ class _PlainPickler(pickle.Pickler):
 
 
 def trace(make_mask: Any, ids: torch.Tensor, *inputs: Any) -> list[Traced]:
-    """The call of attention over `ids` `[B, S]` with the mask that `make_mask(ids, *inputs)` makes; see `calls`."""
+    """Trace attention over `ids` `[B, S]` with the mask that `make_mask(ids, *inputs)` builds; see `calls`."""
     return calls(make_mask, [(ids, *inputs)])
 
 
 def calls(make_mask: Any, inputs: list[tuple[Any, ...]]) -> list[Traced]:
-    """The same for several calls of one compiled function, traced as often as Dynamo wants to.
+    """Run several calls of one compiled function, traced as often as Dynamo requires.
 
-    Raises the typed error of a mask that is refused while it is traced.
+    Raises the typed error of a mask that is refused during tracing.
     """
-    found: list[Traced] = []
+    invocations: list[Traced] = []
     errors: list[DTAError] = []
 
     def backend(module: Any, _: Any) -> Any:
@@ -121,14 +121,14 @@ def calls(make_mask: Any, inputs: list[tuple[Any, ...]]) -> list[Traced]:
         program = Program(module, training=False)
         try:
             lower(program)
-            made = Masking(*mixer_calls(program.graph)[0].args[3:]).mask
+            mask = Masking(*mixer_calls(program.graph)[0].args[3:]).mask
             for step in (token_axis, mixers):
                 step(program)
         except DTAError as error:
             errors.append(error)
 
         def run(*args: Any) -> Any:
-            found.append(Traced(program, args, (0, 0), made))
+            invocations.append(Traced(program, args, (0, 0), mask))
             return module.forward(*args)
 
         return run
@@ -143,5 +143,5 @@ def calls(make_mask: Any, inputs: list[tuple[Any, ...]]) -> list[Traced]:
         attend(ids, *rest)
         if errors:
             raise errors[0]
-        found[-1].shape = tuple(ids.shape)  # type: ignore[assignment]
-    return found
+        invocations[-1].shape = tuple(ids.shape)  # type: ignore[assignment]
+    return invocations

@@ -1,4 +1,4 @@
-"""Pages as their scripts find them: what is packed in a file of `Plan.to_html`.
+"""Read the data packed in a file of `Plan.to_html`, like the page's own scripts.
 
 page = read_page(path)
 page.facts["ops"], page.columns["stop"]
@@ -21,13 +21,13 @@ TYPES = {"Uint8Array": "u1", "Uint16Array": "<u2", "Uint32Array": "<u4", "Int32A
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """A page in parts.
+    """Parts of a page.
 
     Attributes:
-        title: of the browser's window.
+        title: title of the browser window.
         tags: every tag of the markup with its attributes, in order.
         facts: the JSON object.
-        columns: the arrays, by name.
+        columns: arrays by name.
     """
 
     title: str
@@ -52,7 +52,7 @@ class _Markup(HTMLParser):
 
 
 def read_page(path: Path) -> Page:
-    """The parts of a page."""
+    """Read the parts of a page."""
     markup = _Markup()
     markup.feed(path.read_text(encoding="utf-8"))
     packed = zlib.decompress(base64.b64decode(markup.texts["data"]))
@@ -60,7 +60,7 @@ def read_page(path: Path) -> Page:
     facts = json.loads(packed[4 : 4 + size])
     base = (4 + size + 7) // 8 * 8
     columns = {}
-    for one in facts["columns"]:
-        numbers = np.frombuffer(packed, TYPES[one["type"]], one["length"], base + one["offset"])
-        columns[one["name"]] = numbers.cumsum(dtype=np.int64) if one["steps"] else numbers
+    for column in facts["columns"]:
+        numbers = np.frombuffer(packed, TYPES[column["type"]], column["length"], base + column["offset"])
+        columns[column["name"]] = numbers.cumsum(dtype=np.int64) if column["steps"] else numbers
     return Page(markup.texts["title"], markup.tags, facts, columns)

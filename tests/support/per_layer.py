@@ -1,4 +1,4 @@
-"""Scenarios of `distributed_worker` with `fully_shard` on every layer, as trainers apply it."""
+"""Scenarios of `distributed_worker` with `fully_shard` on every layer, the way trainers apply it."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def toy(name: str) -> torch.nn.Module:
 
 
 def by_hand(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
-    """Each layer, then what is left."""
+    """Shard each layer, then the rest of the model."""
     for layer in model.blocks if isinstance(model, TinyLM) else model.model.layers:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
 
 
 def by_accelerate(model: torch.nn.Module) -> torch.nn.Module:
-    """Its own wrapping, which `Accelerator.prepare` applies on GPUs alone."""
+    """Shard with accelerate's own wrapping, which `Accelerator.prepare` applies only on GPUs."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -63,7 +63,7 @@ def by_accelerate(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def wrapped(model: torch.nn.Module, whole: bool = False) -> Wrapped:
-    """A sharded model on its way: compiled in place, or as a part of one function of ids and mask."""
+    """Compile a sharded model, in place or (`whole`) as part of a function of ids and mask."""
     trained = Trained(model)
     if whole:
         return Wrapped("fsdp2", trained, torch.compile(trained.forward, backend="dta", options=SMALL_CHUNKS), model)
@@ -100,35 +100,35 @@ def offloaded(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Of all ranks, and none left."""
-    grads = {name: one.grad for name, one in model.named_parameters()}
-    found = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+    """Return the full gradients, gathered from all ranks, and clear them."""
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    full = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
     model.zero_grad()
-    return found
+    return full
 
 
 def own_ids(seed: int = 1) -> torch.Tensor:
-    """Different rows on each rank, more of them on higher ones."""
+    """Return different rows on each rank, more on higher ranks."""
     return shared_ids(batch=2 + dist.get_rank(), seed=10 * seed + dist.get_rank())
 
 
 def pair(
     shard: Callable[..., torch.nn.Module] = by_hand, compile_options: Any = SMALL_CHUNKS, **options: Any
 ) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
-    """A sharded model for eager mode, its double, and that one compiled."""
+    """Return a sharded model for eager mode, a copy of it, and the copy compiled."""
     eager, model = shard(tiny(), **options), shard(tiny(), **options)
     return eager, model, torch.compile(model, backend="dta", options=compile_options)
 
 
 def both(models: Sequence[Any], run: Callable[[Any], Any], tolerance: float = 1e-9) -> None:
-    """A step is the same in eager FSDP2 and over the tree: what it returns, and the gradients."""
+    """Assert that a step returns the same values and gradients in eager FSDP2 and over the tree."""
     eager, model, compiled = models
     expected = run(eager), gradients(eager)
     assert_same((run(compiled), gradients(model)), expected, tolerance)
 
 
 def crossed(forward: Any, order: Sequence[int]) -> Any:
-    """Two graphs alive at one time."""
+    """Run the backward passes of two graphs that are alive at the same time, in the given order."""
     outputs = [forward(own_ids(seed)) for seed in (1, 2)]
     with torch.no_grad():
         scored = forward(own_ids(3))
@@ -138,11 +138,13 @@ def crossed(forward: Any, order: Sequence[int]) -> Any:
 
 
 def calls_of_all_kinds() -> None:
-    """Two graphs alive at one time, in both orders; calls without a graph or a backward; weights written in between;
-    with all layers together."""
+    """Check two live graphs in both orders, calls without graph or backward, and weights written in between.
+
+    All layers are gathered together.
+    """
     models = pair(compile_options={**SMALL_CHUNKS, "sweep": "chunks"})
     eager, model, compiled = models
-    shards = [*eager.parameters(), *model.parameters()]  # as an optimiser has them
+    shards = [*eager.parameters(), *model.parameters()]  # the objects that an optimiser holds
     both(models, functools.partial(crossed, order=(0, 1)))
     both(models, functools.partial(crossed, order=(1, 0)))
     assert is_sharded(model)
@@ -151,14 +153,14 @@ def calls_of_all_kinds() -> None:
         mock.patch.object(group, "foreach_reduce", wraps=group.foreach_reduce) as reduced,
     ):
         weighted(compiled(own_ids())).backward()
-    assert gathered.call_count == reduced.call_count == 3  # groups: two layers, and what is left
+    assert gathered.call_count == reduced.call_count == 3  # groups: two layers, and the rest
     model.zero_grad()
     with torch.no_grad():
         compiled(own_ids())
     assert all(is_sharded(block) for block in model.blocks)
     outputs = compiled(own_ids())
     assert not is_sharded(model.blocks[0])
-    with torch.no_grad():  # without a backward: what is together is out of date
+    with torch.no_grad():  # after a forward without backward, the gathered copy is stale
         for parameter in shards:
             parameter.mul_(1.5)
     both(models, lambda forward: weighted(forward(own_ids())).backward())
@@ -169,7 +171,7 @@ def calls_of_all_kinds() -> None:
     gc.collect()
     assert all(is_sharded(block) for block in model.blocks)
     both(models, lambda forward: weighted(forward(own_ids())).backward())
-    # Outside of compiled calls every layer is gathered and freed as it always was.
+    # Outside of compiled calls every layer is gathered and freed as in eager mode.
     freed = []
     handle = model.blocks[0].register_forward_hook(lambda *_: freed.append(is_sharded(model.blocks[1])))
     both((eager, model, model), lambda forward: weighted(forward(own_ids())).backward())
@@ -178,8 +180,10 @@ def calls_of_all_kinds() -> None:
 
 
 def layer_by_layer() -> None:
-    """Layers are together while they run, but in the first call, which is compared with eager mode; trees of any size,
-    none on a rank, two graphs alive at one time."""
+    """Check that layers are gathered only while they run, except in the first call, which is compared with eager mode.
+
+    Covers trees of any size, a rank without a tree, and two live graphs.
+    """
     models = pair(compile_options={**SMALL_CHUNKS, "memory_budget": 0})
     _, model, compiled = models
     for seed in (1, 2):
@@ -194,22 +198,22 @@ def layer_by_layer() -> None:
         logits = compiled(own_ids())
         assert all(is_sharded(block) for block in model.blocks)
         weighted(logits).backward()
-    assert (gathered.call_count, reduced.call_count) == (2 * 2 + 1, 3)  # two layers, and what is left
+    assert (gathered.call_count, reduced.call_count) == (2 * 2 + 1, 3)  # two layers, and the rest
     model.zero_grad()
     assert dta_compile.last_plan(compiled).schedule.sweep == "stages"
     none = torch.zeros(own_ids().shape, dtype=torch.bool) if dist.get_rank() else torch.ones(own_ids().shape).bool()
-    weighted(compiled(own_ids(), none)[none]).backward()  # a rank without tokens takes part all the same
+    weighted(compiled(own_ids(), none)[none]).backward()  # a rank without tokens still takes part
     model.zero_grad()
     with torch.no_grad():
         assert_same(compiled(own_ids()), models[0](own_ids()))
-    with mock.patch.object(engine, "_pays_layer_by_layer", lambda call: dist.get_rank() == 0):  # memory is short on one
+    with mock.patch.object(engine, "_pays_layer_by_layer", lambda call: dist.get_rank() == 0):  # one rank is short
         both(models, lambda forward: weighted(forward(own_ids())).backward())
         assert dta_compile.last_plan(compiled).schedule.sweep == "chunks"
     both(models, lambda forward: weighted(forward(own_ids())).backward())
 
 
 def failures(sweep: str) -> None:
-    """A call that fails, and a backward that does half-way: what comes after is as if they had not been."""
+    """Check that a failing call, or a backward that fails half-way, leaves no trace in later calls."""
     models = pair(compile_options={**SMALL_CHUNKS, "sweep": sweep})
     _, model, compiled = models
 
@@ -227,11 +231,11 @@ def failures(sweep: str) -> None:
             pass
         else:
             raise AssertionError("no error")
-        gc.collect()  # of an error's traceback, which may hold outputs of a part that did run
+        gc.collect()  # an error's traceback may hold outputs of a part that did run
         assert all(is_sharded(block) for block in model.blocks)
     both(models, run)
     logits = compiled(own_ids())
-    weight = model.blocks[1].up.weight  # others have their gradients by then
+    weight = model.blocks[1].up.weight  # other parameters have their gradients by then
     hook = weight.register_post_accumulate_grad_hook(fail) if sweep == "auto" else weight.register_hook(fail)
     try:
         weighted(logits).backward()
@@ -240,13 +244,13 @@ def failures(sweep: str) -> None:
     else:
         raise AssertionError("no error")
     del logits
-    model.zero_grad()  # of what was reduced before
+    model.zero_grad()  # drop gradients that were reduced before the failure
     both(models, run)
     both(models, run)
 
 
 def mixed_precision() -> None:
-    """Layers in float32 between what is in float64: casts at their borders as eager FSDP2 does them."""
+    """Check float32 layers between float64 ones: casts at their borders like in eager FSDP2."""
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
 
     def shard(model: torch.nn.Module) -> torch.nn.Module:
@@ -262,7 +266,7 @@ def mixed_precision() -> None:
 
 
 def streams() -> None:
-    """`streaming_step`, which autograd does not see through the model's outputs; twice into the same gradients."""
+    """Check `streaming_step`, which bypasses autograd at the model's outputs, twice into the same gradients."""
     eager, model, compiled = pair()
     for _ in range(2):
         sum(weighted(logits) for logits in eager(own_ids())).backward()
@@ -272,7 +276,7 @@ def streams() -> None:
 
 
 def without_a_root() -> None:
-    """Layers alone are sharded: they are reduced as in eager mode, and what is left has the gradients of the rank."""
+    """Check a model with only its layers sharded: they reduce as in eager mode, the rest has rank-local gradients."""
 
     def shard(model: torch.nn.Module) -> torch.nn.Module:
         for block in model.blocks:
@@ -280,21 +284,14 @@ def without_a_root() -> None:
         return model
 
     eager, model, compiled = pair(shard)
-    for one in (eager, compiled):
+    for forward in (eager, compiled):
         for seed in (1, 2):
-            weighted(one(own_ids(seed))).backward()
-    expected, found = (
-        {
-            name: one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
-            for name, one in m.named_parameters()
-        }
-        for m in (eager, model)
-    )
-    assert_same(found, expected)
+            weighted(forward(own_ids(seed))).backward()
+    assert_same(gradients(model), gradients(eager))
 
 
 def backbone() -> None:
-    """The part of a sharded model that has the layers, compiled alone, and a model beside it that is not."""
+    """Check a sharded model whose layers are compiled alone, next to an eager model."""
 
     class Whole(torch.nn.Module):
         def __init__(self) -> None:
@@ -312,10 +309,10 @@ def backbone() -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(3)
-        one = Whole()
-        for block in one.model.blocks:
+        whole = Whole()
+        for block in whole.model.blocks:
             fully_shard(block)
-        models.append(fully_shard(one))
+        models.append(fully_shard(whole))
     eager, model = models
     model.model.compile(backend="dta", options=SMALL_CHUNKS)
     for _ in range(2):
@@ -324,7 +321,7 @@ def backbone() -> None:
 
 
 def predicted_memory() -> None:
-    """The plan's peak is that of a step: whole parameters of every rank, sums of their gradients, and activations."""
+    """Check that the plan's peak is a step's: every rank's full parameters, gradient sums, and activations."""
     model = TinyLM(width=128)
     size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
     compiled = torch.compile(by_hand(model), backend="dta", options={"chunk_size": 16, "memory_budget": 0})
@@ -336,11 +333,11 @@ def predicted_memory() -> None:
     def measured() -> int:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
             step()
-        events = [one for one in run.profiler.kineto_results.events() if one.name() == "[memory]"]
-        return max(itertools.accumulate(one.nbytes() for one in sorted(events, key=lambda one: one.start_ns())))
+        events = [event for event in run.profiler.kineto_results.events() if event.name() == "[memory]"]
+        return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
     step()
-    peak = min(measured() for _ in range(4))  # gloo lets go of what it has sent when it gets to it
+    peak = min(measured() for _ in range(4))  # gloo releases sent tensors with a delay
     estimates = dta_compile.last_plan(compiled).estimates
     assert estimates.gathered_bytes == size
     assert 0.9 < estimates.peak_bytes / peak < 1.1, (estimates.peak_bytes, peak)

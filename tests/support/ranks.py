@@ -1,4 +1,4 @@
-"""What ranks train in tests: rows of each rank and step, their loss, a wrapped model; and the same in one process."""
+"""Training on ranks in tests: rows by rank and step, their loss, a wrapped model, and the one-process reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dta_compile import distributed
 from tests.support.tiny import VOCABULARY, TinyLM
 
 STEPS, LONGEST = 5, 11
-ROWS = [(0, 1, 7, 40), (40, 7, 1, 0), (0, 0, 1, 0), (3, 2, 4, 1), (0, 0, 0, 0)]  # per step, of the ranks
+ROWS = [(0, 1, 7, 40), (40, 7, 1, 0), (0, 0, 1, 0), (3, 2, 4, 1), (0, 0, 0, 0)]  # per step, by rank
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 
 
@@ -41,7 +41,7 @@ class Trained(torch.nn.Module):
 
 
 def rows_of(step: int, rank: int) -> dict[str, torch.Tensor]:
-    """A rank's rows: rollouts of a few prompts, some of them empty."""
+    """Return a rank's rows: rollouts of a few prompts, some of them empty."""
     random = torch.Generator().manual_seed(100 * step + rank)
     count = ROWS[step % len(ROWS)][rank]
     lengths = torch.randint(0, LONGEST + 1, (count,), generator=random)
@@ -63,18 +63,18 @@ def loss_of(
     logprobs = forward(batch["input_ids"], batch["attention_mask"])
     counted = batch["attention_mask"].clone()
     if counted.shape[1]:
-        counted = torch.nn.functional.pad(counted[:, 1:], (0, 1))  # nothing follows the last token
+        counted = torch.nn.functional.pad(counted[:, 1:], (0, 1))  # the last token has no successor
     losses = -logprobs * batch["advantages"][:, None]
     return distributed.token_mean(losses, counted, total=total, group=group)
 
 
 def predicted(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Tokens that another one precedes."""
+    """Count the tokens that have a predecessor."""
     return (batch["attention_mask"].sum(1) - 1).clamp(min=0).sum()
 
 
 def optimiser_of(model: torch.nn.Module, kind: str) -> torch.optim.Optimizer:
-    """Adam turns rounding into full steps where a gradient is zero, which float32 cannot be compared by."""
+    """Return the optimiser: SGD in mixed precision, where Adam turns rounding of zero gradients into full steps."""
     return torch.optim.SGD(model.parameters(), 0.1) if kind == "mixed" else torch.optim.AdamW(model.parameters(), 1e-2)
 
 
@@ -82,7 +82,7 @@ def optimiser_of(model: torch.nn.Module, kind: str) -> torch.optim.Optimizer:
 def reference(
     kind: str, steps: int = STEPS, clip: float = 0.0, build: Callable[[], torch.nn.Module] = Trained
 ) -> dict[str, torch.Tensor]:
-    """Parameters after training on all rows in one process, eagerly and one sequence at a time."""
+    """Return the parameters after training on all rows in one process, eagerly and one sequence at a time."""
     model = build()
     optimiser = optimiser_of(model, kind)
     for step in range(steps):
@@ -92,9 +92,9 @@ def reference(
             length = int(batch["attention_mask"][row].sum())
             if length < 2:
                 continue
-            one = {name: value[row : row + 1] for name, value in batch.items()}
-            logprobs = model(one["input_ids"][:, :length], one["attention_mask"][:, :length])[:, :-1]
-            (-(logprobs * one["advantages"][:, None]).sum() / total).backward()
+            sequence = {name: value[row : row + 1] for name, value in batch.items()}
+            logprobs = model(sequence["input_ids"][:, :length], sequence["attention_mask"][:, :length])[:, :-1]
+            (-(logprobs * sequence["advantages"][:, None]).sum() / total).backward()
         for parameter in model.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -106,7 +106,7 @@ def reference(
 
 
 class Wrapped:
-    """A model on its way through a data-parallel wrapper: what is called, and how reduction is put off."""
+    """Model in a data-parallel wrapper, with its forward callable and a way to defer reduction."""
 
     def __init__(self, kind: str, model: torch.nn.Module, forward: Any, wrapped: torch.nn.Module) -> None:
         self.kind, self.model, self.forward, self.wrapped = kind, model, forward, wrapped
@@ -126,7 +126,7 @@ class Wrapped:
         batch = rows_of(step, dist.get_rank())
         if scatter:
             batch = distributed.scatter(batch).batch
-        elif not len(batch["input_ids"]):  # no model runs without rows: an empty one
+        elif not len(batch["input_ids"]):  # no model runs without rows, so use an empty one
             batch = {name: value.new_zeros((1, *value.shape[1:])) for name, value in batch.items()}
         total = distributed.global_count(torch.ones(int(predicted(batch))))
         size = -(-len(batch["input_ids"]) // micro_batches) or 1
@@ -145,24 +145,24 @@ class Wrapped:
 
 
 def assert_equal(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: dict[str, float]
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: dict[str, float]
 ) -> None:
-    """Rank 0 alone has full parameters; all ranks have the same expectation."""
+    """Assert equal parameters; only rank 0 has the full ones, but all ranks have the expected ones."""
     if dist.get_rank() == 0:
-        assert set(found) == set(expected), set(found) ^ set(expected)
-    for name, value in found.items():
+        assert set(actual) == set(expected), set(actual) ^ set(expected)
+    for name, value in actual.items():
         torch.testing.assert_close(value, expected[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def trained(wrapped: Wrapped, **how: Any) -> Wrapped:
-    """What is left of a model after all steps."""
+    """Train for all steps and return the wrapper."""
     for step in range(STEPS):
         wrapped.step(step, **how)
     return wrapped
 
 
 def resume(make: Callable[[], Wrapped]) -> None:
-    """Two steps, a checkpoint, a fresh model that loads it, three steps more."""
+    """Train two steps, save a checkpoint, load it into a fresh model, and train three more."""
     first = make()
     for step in range(2):
         first.step(step)

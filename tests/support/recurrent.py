@@ -1,4 +1,4 @@
-"""Toy models with recurrent layers of transformers, and float64 that their casts to float32 do not cut down.
+"""Toy models with transformers' recurrent layers, and a mode without their casts from float64 to float32.
 
 model = build("qwen3_next", torch.float32)
 with no_float32_islands():
@@ -133,11 +133,11 @@ ATTENTION_FREE = ("mamba", "mamba2", "falcon_mamba")
 
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A model whose biases and skips are not what they all are at first."""
+    """Build a model whose biases and skips differ from their constant initial values."""
     config, arguments = FAMILIES[name]
     torch.manual_seed(1)
-    given = {} if name in ATTENTION_FREE else {"attn_implementation": "sdpa"}
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**arguments), **given)
+    attention = {} if name in ATTENTION_FREE else {"attn_implementation": "sdpa"}
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**arguments), **attention)
     if "experts" in name or name == "kimi_linear":
         model.set_experts_implementation("eager")
     with torch.no_grad():
@@ -150,14 +150,14 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
 class _InFloat64(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if function is torch.Tensor.float and not args[0].is_complex():  # of positions, too: they meet frequencies
+        if function is torch.Tensor.float and not args[0].is_complex():  # also of positions, which multiply frequencies
             return args[0].double()
         if function is torch.Tensor.to and args[0].dtype is torch.float64:
-            args = tuple(torch.float64 if one is torch.float32 else one for one in args)
-            kwargs = {key: torch.float64 if one is torch.float32 else one for key, one in kwargs.items()}
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
         return function(*args, **kwargs)
 
 
 def no_float32_islands() -> TorchFunctionMode:
-    """In it float64 tensors stay so where a model casts them to float32: what remains is the exact function."""
+    """Return a mode in which float64 tensors ignore a model's casts to float32, so that it computes exactly."""
     return _InFloat64()

@@ -1,4 +1,4 @@
-"""What a CUDA graph does, on a CPU: operators are recorded, and computed when the recording is replayed."""
+"""Simulate CUDA graphs on a CPU: operators are recorded, and computed when the recording is replayed."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
 class Recording(TorchDispatchMode):
-    """The operators that run inside, each with the tensors and numbers it got: nothing is computed until `replay`."""
+    """Mode that records operators with their tensors and numbers; nothing is computed until `replay`."""
 
     def __init__(self):
         super().__init__()
@@ -30,12 +30,12 @@ class Recording(TorchDispatchMode):
 
     def replay(self):
         for func, args, kwargs, results in self.steps:
-            for place, value in zip(results, tree_leaves(func(*args, **kwargs)), strict=bool(results)):
-                place.copy_(value)
+            for result, value in zip(results, tree_leaves(func(*args, **kwargs)), strict=bool(results)):
+                result.copy_(value)
 
 
 class Recorder:
-    """What a CUDA graph does with a function, on a CPU."""
+    """Stand-in for a CUDA graph recorder."""
 
     def __call__(self, function):
         with Recording() as recording:

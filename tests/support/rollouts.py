@@ -1,10 +1,10 @@
-"""Streams of rollouts: what is in a batch, and threads that wait for one, none of them for ever."""
+"""Helpers for streams of rollouts: contents of a batch, and threads that wait for one with a time limit."""
 
 import threading
 
 from dta_compile.plan import PrefixTree
 
-SOON = 20  # seconds after which a test that waits for another thread gives up
+SOON = 20  # seconds after which a test stops waiting for another thread
 
 
 def tree_tokens(sequences):
@@ -28,7 +28,7 @@ class Clock:
 
 
 class Started(threading.Thread):
-    """A thread that runs `function` and keeps what it returns or raises."""
+    """Thread that runs `function` and keeps its result or exception."""
 
     def __init__(self, function, *args, **kwargs):
         super().__init__(daemon=True)
@@ -58,10 +58,10 @@ def wait_until(condition):
 
 
 def producers_waiting(tree):
-    """How many threads wait for room."""
+    """Count the threads that wait for room."""
     return len(tree._producers)
 
 
 def consumers_waiting(tree):
-    """How many threads wait for a batch."""
+    """Count the threads that wait for a batch."""
     return len(tree._consumers)

@@ -1,4 +1,4 @@
-"""Batches of sequences that share prefixes in every way that matters."""
+"""Strategies for batches of sequences that share prefixes in every relevant way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 @st.composite
 def _batches(draw, max_sequences=7, max_suffix=9):
-    """Each sequence extends a prefix of an earlier one: empty rows, duplicates, prefixes of others, forks anywhere."""
+    """Extend prefixes of earlier sequences: empty rows, duplicates, prefixes of others, forks anywhere."""
     sequences: list[list[int]] = []
     for _ in range(draw(st.integers(0, max_sequences))):
         base = draw(st.sampled_from(sequences)) if sequences and draw(st.booleans()) else []

@@ -1,14 +1,13 @@
-"""A device that is not there: what Dynamo takes up is on it, its tensors are computed on the CPU, and what would fail
-or make the host wait on a GPU is noticed.
+"""Simulated device: Dynamo sees tensors on it, values are computed on the CPU, and GPU failures and waits are noticed.
 
 with simulated() as device:
-    out = compiled(*inputs)  # tensors of the CPU; out is on the device
-    with device:  # tensors can be made on it
+    out = compiled(*inputs)  # CPU tensors; out is on the device
+    with device:  # tensors can be created on it
         out.sum().backward()
     device.put(parameter).grad.host
-    device.waits  # what made the host wait, inside of schedules and outside
+    device.waits  # ops that made the host wait, inside and outside of schedules
 
-To torch it is "meta", the one kind of device that every build knows and none computes on.
+For torch it is "meta", the one device type that every build knows and none computes on.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from dta_compile.runtime.streaming import Stream
 DEVICE, CPU = torch.device("meta"), torch.device("cpu")
 aten = torch.ops.aten
 COPIES = (aten._to_copy.default, aten.copy_.default)
-# What a GPU has to hand a number to the host for.
+# Ops for which a GPU has to hand a number to the host.
 WAITING = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten._unique2.default)
 
 
 @contextlib.contextmanager
 def captured_on_device() -> Iterator[None]:
-    """Parameters and inputs that Dynamo takes up are on the device for it, and for what is compiled."""
+    """Make Dynamo, and the compiled code, see parameters and inputs on the device."""
     convert, create = fake_tensor.FakeTensorConverter.from_real_tensor, fake_tensor.FakeTensor.__new__
     is_input = False
 
@@ -60,7 +59,7 @@ def captured_on_device() -> Iterator[None]:
 
 
 class OnDevice(torch.Tensor):
-    """A tensor of the device; `host` has its values."""
+    """Tensor on the device; `host` has its values."""
 
     host: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -81,10 +80,10 @@ class OnDevice(torch.Tensor):
 
 
 class Device(TorchDispatchMode):
-    """Runs what is called on tensors of the device, or makes such.
+    """Mode that runs operators on tensors of the device and creates such tensors.
 
     Attributes:
-        waits: operators that a GPU would have made the host wait for, and whether that was inside of a schedule.
+        waits: operators for which a GPU would make the host wait, and whether each ran inside a schedule.
     """
 
     current: Device
@@ -96,15 +95,15 @@ class Device(TorchDispatchMode):
         self.leaves: dict[torch.Tensor, OnDevice] = {}
 
     def put(self, value: Any) -> Any:
-        """A tensor's values on the device; the same leaf of autograd's graph each time where it requires gradients."""
+        """Put a tensor on the device; a tensor that requires gradients always maps to the same autograd leaf."""
         if not isinstance(value, torch.Tensor) or isinstance(value, OnDevice):
             return value
         if value.requires_grad and value in self.leaves:
             return self.leaves[value]
-        found = OnDevice(value.detach().as_subclass(torch.Tensor)).requires_grad_(value.requires_grad)
+        tensor = OnDevice(value.detach().as_subclass(torch.Tensor)).requires_grad_(value.requires_grad)
         if value.requires_grad:
-            self.leaves[value] = found
-        return found
+            self.leaves[value] = tensor
+        return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -118,18 +117,18 @@ class Device(TorchDispatchMode):
         if func not in COPIES and len(here) + len(numbers) < len(tensors):
             raise RuntimeError(f"{func} got tensors of the CPU and of the device")
         self._note(func, args, kwargs, len(here) < len(tensors))
-        given = tree_map(_on_host, (args, kwargs))
-        found = func(*given[0], **given[1])
+        host_arguments = tree_map(_on_host, (args, kwargs))
+        results = func(*host_arguments[0], **host_arguments[1])
         if func is aten._to_copy.default and kwargs.get("device") == CPU:
-            return found
+            return results
         if func._schema.is_mutable:
             return kwargs.get("out", args[0]) if func._schema.returns else None
-        return tree_map_only(torch.Tensor, OnDevice, found)
+        return tree_map_only(torch.Tensor, OnDevice, results)
 
     def _note(self, func: Any, args: Any, kwargs: Any, mixed: bool) -> None:
         by_mask = func is aten.index.Tensor and any(i is not None and i.dtype is torch.bool for i in args[1])
         to_host = func is aten._to_copy.default and kwargs.get("device") == CPU
-        from_host = func in COPIES and mixed and not _is_called_by("upload")  # which goes through pinned memory
+        from_host = func in COPIES and mixed and not _is_called_by("upload")  # `upload` uses pinned memory
         if func in WAITING or by_mask or to_host or from_host:
             self.waits.append((str(func), self.in_schedule))
 
@@ -147,7 +146,7 @@ def _is_called_by(name: str) -> bool:
 
 @contextlib.contextmanager
 def simulated() -> Iterator[Device]:
-    """Compiled functions run on a new simulated device, whatever device their inputs are on."""
+    """Run compiled functions on a new simulated device, whatever the device of their inputs."""
     device = Device.current = Device()
     call, run, stream = Engine.__call__, Executor.run, Stream.run
 

@@ -1,6 +1,6 @@
-"""Attention written out, in the ways in which public models have it.
+"""Attention written out, in the ways of public models.
 
-Each is a function `(query, key, value, attn_mask, is_causal)` of `[B, H, S, D]`, whose numbers are those of
+Each is a function `(query, key, value, attn_mask, is_causal)` of `[B, H, S, D]` that computes the same values as
 `scaled_dot_product_attention`.
 """
 
@@ -20,7 +20,7 @@ OPTIONS = {"chunk_size": 3, "codegen": "eager", "cache_dir": "off"}
 
 
 class WrittenLM(TinyLM):
-    """A layer for each of some functions `(layer, query, key, value, pairs)`, of `[B, S, heads, D]` but for `pairs`."""
+    """Model with one layer per function `(layer, query, key, value, pairs)`; operands are `[B, S, heads, D]`."""
 
     def __init__(self, *ways, kv_heads=HEADS):
         super().__init__(layers=0)
@@ -59,7 +59,7 @@ def spelling(function: Callable[[Tensor, Tensor, Tensor, Callable[..., Tensor]],
             if way == "fill":
                 never = (
                     float("-inf") if is_causal else -1e30
-                )  # rows of padding, all of whose keys are hidden, are no NaN
+                )  # finite, so that padding rows, whose keys are all hidden, give no NaN
                 return scores.masked_fill(attn_mask.logical_not(), never)
             if way == "where":
                 return torch.where(attn_mask, scores, torch.finfo(scores.dtype).min)
@@ -97,7 +97,7 @@ def flat_heads(q, k, v, masked):
 
 @spelling
 def grouped(q, k, v, masked):
-    """All heads in one group of a single key head of their own: `[B, kv, G, S, S]` scores."""
+    """Put all heads into one group of a key head of its own: scores `[B, kv, G, S, S]`."""
     scores = q.unsqueeze(2) @ k.unsqueeze(2).mT * q.shape[-1] ** -0.5
     return (masked(scores.flatten(1, 2)).unflatten(1, (-1, 1)).softmax(-1) @ v.unsqueeze(2)).squeeze(2)
 
@@ -135,7 +135,7 @@ def in_place(q, k, v, masked):
 
 @spelling
 def merged_heads(q, k, v, masked):
-    """`scaled_dot_product_attention` of `[B * H, S, D]`, and what sees the mask written out beside it."""
+    """Call `scaled_dot_product_attention` on `[B * H, S, D]`, with the mask made from written-out scores."""
     batch, heads = q.shape[:2]
     scores = masked(torch.zeros(1, 1, q.shape[2], q.shape[2], dtype=q.dtype), "where")
     mask = scores.expand(batch, heads, -1, -1).flatten(0, 1)

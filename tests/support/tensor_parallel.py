@@ -1,4 +1,4 @@
-"""What ranks do in tests that have parts of one layer each (tensor parallelism), alone and with FSDP2 beside it."""
+"""Tensor parallelism in tests: ranks that hold parts of each layer, with and without FSDP2."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ import dta_compile
 from dta_compile import distributed
 from dta_compile.errors import RefusalError, RuntimeContractError
 from dta_compile.runtime.calls import planned_call
+from tests.support.per_layer import gradients
 from tests.support.ranks import EXACT, STEPS, Trained, assert_equal, loss_of, predicted, reference, rows_of
 from tests.support.tiny import SMALL_CHUNKS, assert_same, weighted
 
@@ -33,7 +34,7 @@ VOCABULARY, WIDTH, HEAD = 32, 16, 4
 
 
 class Block(nn.Module):
-    """Attention whose heads are counted by what the projections return, and an MLP; with biases."""
+    """Attention whose head count follows from the projections' outputs, and an MLP; with biases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,14 +45,14 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
-        heads = [one(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for one in (self.query, self.key, self.value)]
+        heads = [project(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for project in (self.query, self.key, self.value)]
         y = F.scaled_dot_product_attention(*heads, mask)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(F.silu(self.up(self.mlp_norm(x))))
 
 
 class ParallelLM(nn.Module):
-    """Logits `[B, S, V]` of ids and a mask `[B, S]`."""
+    """Causal LM: ids and mask `[B, S]` to logits `[B, S, V]`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,9 +76,9 @@ def build() -> nn.Module:
 
 
 def qwen() -> nn.Module:
-    """A toy qwen3 with norms in float64, unlike those of transformers.
+    """Return a toy qwen3 with norms in float64, unlike transformers' own.
 
-    `no_float32_islands` is in the way of the hooks that transformers gives norms.
+    `no_float32_islands` conflicts with the hooks that transformers puts on norms.
     """
     import transformers
     from transformers.models.qwen3 import modeling_qwen3
@@ -102,7 +103,7 @@ def qwen() -> nn.Module:
 
 
 def by_torch(model: nn.Module, mesh: DeviceMesh) -> None:
-    """All that has features is split: projections, MLP, embedding and head."""
+    """Split every layer with features: projections, MLP, embedding and head."""
     column, row = ColwiseParallel, RowwiseParallel
     plan = {
         "embedding": row(input_layouts=Replicate()),
@@ -119,7 +120,7 @@ def by_torch(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def by_transformers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """As `tp_plan="auto"` of `from_pretrained` does it, and the embedding in parts."""
+    """Split like `tp_plan="auto"` of `from_pretrained`, and also the embedding."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     causal = model.model
@@ -146,7 +147,7 @@ def train(
     copies: int = 1,
     shard: Callable[[nn.Module, DeviceMesh], None] | None = None,
 ) -> None:
-    """Five steps on groups of ranks that have parts of a model, `copies` of it, equal those of one process."""
+    """Train five steps on `copies` groups of ranks, each holding a model in parts; compare with one process."""
     size = dist.get_world_size() // copies
     mesh = init_device_mesh("cpu", (copies, size), mesh_dim_names=("dp", "tp"))
     model = make()
@@ -166,12 +167,12 @@ def train(
         optimiser.step()
         optimiser.zero_grad()
     compare_scores(model, make)
-    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    assert_equal(found, reference("ddp", build=make), EXACT)
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert_equal(weights, reference("ddp", build=make), EXACT)
 
 
 def compare_scores(model: nn.Module, make: Callable[[], nn.Module]) -> None:
-    """Calls without gradients, for which transformers has code of its own."""
+    """Compare calls without gradients, for which transformers has separate code."""
     whole = make()
     whole.load_state_dict(reference("ddp", build=make))
     ids, mask = inputs()
@@ -188,7 +189,7 @@ def per_layer(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def pair(plan: dict[str, Any], make: Callable[[], nn.Module] = ParallelLM) -> tuple[nn.Module, nn.Module]:
-    """An eager model in parts, and a compiled one."""
+    """Return an eager model in parts, and a compiled one."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     models = tuple(parallelize_module(make(), mesh, plan) for _ in range(2))
     models[1].compile(backend="dta", options=SMALL_CHUNKS)
@@ -211,7 +212,7 @@ def inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ranks_that_differ() -> None:
-    """Another batch, gradients and free memory on one rank: an error on all ranks, or the same schedule."""
+    """Check other batches, gradients and free memory on one rank: all ranks raise an error or run the same schedule."""
     _, model = pair(MLP)
     rank = dist.get_rank()
     try:
@@ -221,34 +222,30 @@ def ranks_that_differ() -> None:
     else:
         raise AssertionError("no error")
     ids, mask = inputs()
-    try:  # refused on one rank, before it gets to any collective
+    try:  # refused on one rank before any collective
         model(ids, mask if rank == 0 else torch.tensor([[True, False] * 4] * 3))
     except RuntimeContractError as error:
         assert "rank 1" in str(error) or "not the same on all ranks" in str(error), error
     else:
         raise AssertionError("no error")
     eager, model = pair(MLP)
-    for one in (eager, model):
-        logits = one(ids, mask)
-        # On the first rank only some rows have a gradient. What is replicated has another gradient on each rank then:
-        # only that no rank waits for another one is of interest.
+    for lm in (eager, model):
+        logits = lm(ids, mask)
+        # On the first rank only some rows have a gradient, so replicated parameters get different gradients on each
+        # rank. This tests only that no rank waits for another.
         (weighted(logits[:1]) if rank == 0 else weighted(logits)).backward()
-    for one in (eager, model):
-        one.zero_grad()
+    for lm in (eager, model):
+        lm.zero_grad()
     with mock.patch.object(planned_call, "default_budget", return_value=0 if rank == 1 else 2**30):
         weighted(model(ids, mask)).backward()
     weighted(eager(ids, mask)).backward()
     plan = dta_compile.last_plan(model)
     assert plan.stats.tokens_forwarded_twice > 0, plan
-    grads = (
-        {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in one.named_parameters()}
-        for one in (model, eager)
-    )
-    assert_same(*grads)
+    assert_same(gradients(model), gradients(eager))
 
 
 def refusals() -> None:
-    """What is not supported is refused by name."""
+    """Check that unsupported cases are refused by name."""
 
     class Scaled(ParallelLM):
         def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A hand-written causal LM, float64 throughout and quick to compile, with batches that share prefixes.
+"""Hand-written causal LM in float64, quick to compile, and batches that share prefixes.
 
 model = TinyLM()
 compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class TinyLM(nn.Module):
-    """Logits `[B, S, V]` of ids `[B, S]`; positions count the real tokens of `mask` `[B, S]` (bool) if it is given."""
+    """Causal LM: ids `[B, S]` to logits `[B, S, V]`; positions count real tokens of bool `mask` `[B, S]`, if any."""
 
     def __init__(self, seed: int = 0, width: int = WIDTH, layers: int = 2) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class TinyLM(nn.Module):
         return self.mix(x, pairs)
 
     def mix(self, x: torch.Tensor, pairs: torch.Tensor | None = None) -> torch.Tensor:
-        """All between embeddings and head."""
+        """Apply everything between embeddings and head."""
         for block in self.blocks:
             x = block(x, pairs)
         return self.norm(x)
@@ -71,20 +71,20 @@ class TinyLM(nn.Module):
 
 
 class BareLM(TinyLM):
-    """Attention without weights in place of blocks: half the time to compile, for tests of what is around blocks."""
+    """`TinyLM` with weightless attention instead of blocks: compiles in half the time, for tests outside of blocks."""
 
     def __init__(self, seed: int = 0, width: int = WIDTH) -> None:
         super().__init__(seed, width, layers=0)
 
     def mix(self, x: torch.Tensor, pairs: torch.Tensor | None = None) -> torch.Tensor:
-        """All between embeddings and head."""
+        """Apply everything between embeddings and head."""
         heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
         y = F.scaled_dot_product_attention(heads, heads, heads, pairs, is_causal=pairs is None)
         return self.norm(x + y.transpose(1, 2).flatten(2))
 
 
 class StatedLM(TinyLM):
-    """Attention by the public function, with all that it has, within segments `[B, T]`."""
+    """`TinyLM` with `dta_compile.attention`, all of its options, and segments `[B, T]`."""
 
     def __init__(self) -> None:
         super().__init__(layers=2)
@@ -115,7 +115,7 @@ SEGMENTS = torch.tensor([[7, 7, 7, 7, 2, 2, 2, 2, 5, 0], [1, 1, 1, 1, 1, 3, 3, 0
 
 
 def shared_ids(batch: int = 5, tokens: int = 9, seed: int = 1) -> torch.Tensor:
-    """`[B, S]` ids: a prompt of all, forks at several depths, and a duplicate (the last row)."""
+    """Draw ids `[B, S]` with a common prompt, forks at several depths, and a duplicate (the last row)."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (batch, tokens), generator=generator)
     for row in range(1, batch):
@@ -126,13 +126,13 @@ def shared_ids(batch: int = 5, tokens: int = 9, seed: int = 1) -> torch.Tensor:
 
 
 def log_probs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """`[B, S - 1]` log-probabilities of every next token."""
+    """Return the log-probs `[B, S - 1]` of every next token."""
     return logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
 
 
-def weights_like(tensor: torch.Tensor, seed: int = 7) -> torch.Tensor:
-    """Fixed random weights, so that no error can cancel in `(tensor * weights).sum()`."""
-    generator = torch.Generator().manual_seed(seed)
+def weights_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return fixed random weights, so that no errors cancel in `(tensor * weights).sum()`."""
+    generator = torch.Generator().manual_seed(7)
     return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
 
 
@@ -141,21 +141,21 @@ def weighted(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """A copy of every parameter's `.grad`, None where there is none."""
+    """Copy every parameter's `.grad`, None where there is none."""
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
 def after(model: nn.Module, step: Callable[[], Any]) -> tuple[Any, dict[str, torch.Tensor | None]]:
-    """What a step returned, and the gradients it left on a model that had none."""
+    """Run a step on a model without gradients; return its result and the gradients it left."""
     model.zero_grad()
     result = step()
-    found = gradients(model)
+    grads = gradients(model)
     model.zero_grad()
-    return result, found
+    return result, grads
 
 
 def assert_same(actual: Any, expected: Any, tolerance: float = 1e-9) -> None:
-    """Equal structures of tensors: each within `tolerance` of its own largest entry, None only where None is."""
+    """Assert equal structures of tensors, each within `tolerance` of its largest entry; None matches only None."""
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys()
         for key in expected:
@@ -173,7 +173,7 @@ def assert_same(actual: Any, expected: Any, tolerance: float = 1e-9) -> None:
         if not (expected.is_floating_point() or expected.is_complex()):
             assert torch.equal(actual, expected)
             return
-        # A gradient that is zero but for rounding has no size of its own; no value here is smaller than 1e-6.
+        # A gradient that is zero except for rounding has no scale; no other value here is smaller than 1e-6.
         size = max(float(expected.detach().abs().max()), 1e-6) if expected.numel() else 1.0
         error = float((actual - expected).detach().abs().max()) / size if expected.numel() else 0.0
         assert error <= tolerance, f"relative difference {error:.2g}"

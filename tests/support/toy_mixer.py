@@ -1,8 +1,8 @@
-"""A mixer that is not attention, and small: every token gets the decayed sum of the values above it and its own.
+"""Small mixer other than attention: every token gets the decayed sum of its own value and those above it.
 
     out[t] = sum over s <= t of decay ** (t - s) * value[s]
 
-What stays of a token on the path is its value `[B, S, D]`. Importing the module makes the mixer known:
+The path keeps the value `[B, S, D]` of each token. Importing the module registers the mixer:
 
     torch.ops.toy.decayed_sum(value, 0.9)
 """
@@ -18,8 +18,8 @@ from dta_compile.ops.mixer import BATCH, TOKENS, Mixer, Operand, register_mixer
 from dta_compile.runtime.calls import mixers
 
 LIBRARY = torch.library.Library("toy", "DEF")
-LIBRARY.define("decayed_sum(Tensor value, float decay) -> Tensor")  # what a model calls
-LIBRARY.define("decayed_sum_of_grads(Tensor grad, float decay) -> Tensor")  # its derivative, of the whole batch
+LIBRARY.define("decayed_sum(Tensor value, float decay) -> Tensor")  # called by a model
+LIBRARY.define("decayed_sum_of_grads(Tensor grad, float decay) -> Tensor")  # its derivative, on the whole batch
 LIBRARY.define("decayed_sum_chunk(int layer, Tensor value, float decay) -> Tensor")
 LIBRARY.define("decayed_sum_chunk_backward(int layer, Tensor grad, Tensor value, Tensor out, float decay) -> Tensor")
 OPS = torch.ops.toy
@@ -39,7 +39,7 @@ TOY = register_mixer(
 
 
 def weights(tokens: int, decay: float, like: torch.Tensor) -> torch.Tensor:
-    """`[tokens, tokens]`: how much of each token's value (a column) is in the result of each token (a row)."""
+    """Return `[tokens, tokens]`: the weight of each token's value (column) in each token's result (row)."""
     number = torch.arange(tokens, device=like.device)
     distance = number[:, None] - number
     return torch.where(distance >= 0, torch.as_tensor(decay, dtype=like.dtype) ** distance, 0.0)
@@ -86,7 +86,7 @@ torch.library.register_autograd("toy::decayed_sum_chunk", _chunk_backward, setup
 
 @dataclasses.dataclass(frozen=True)
 class ToyRuntime:
-    """A layer over a chunk and the path: a matrix product with the weights of all pairs of the tree."""
+    """Runtime of a layer: over chunk and path, a matrix product with the weights of all pairs of the tree."""
 
     replayable = True
     key = None
@@ -102,7 +102,7 @@ class ToyRuntime:
         return (total[:, count:].clone(),)
 
     def _weights(self, x):
-        """`[c, p + c]`; zero where a token does not read another."""
+        """Return the weights `[c, p + c]`; zero where a token does not read another."""
         table, (decay,), (value,) = x.table(), x.constants, x.operands
         above = torch.arange(x.above[0].shape[1], device=value.device)
         number = torch.arange(table.tokens, device=value.device)
@@ -113,7 +113,7 @@ class ToyRuntime:
 
 
 def _defined(above: torch.Tensor, x: Any) -> torch.Tensor:
-    """Zeros beyond the chunk's start, where there may be anything: zero weights do not hide that."""
+    """Zero the values beyond the chunk's start, which may be NaN: 0 * NaN is NaN."""
     beyond = torch.arange(above.shape[1], device=above.device) >= x.table().start
     return above.masked_fill(beyond[:, None], 0)
 

@@ -1,9 +1,10 @@
-"""Toy runs of trainers: the same model and rows, trained by TRL or transformers, eagerly or over the prefix tree.
+"""Toy training runs: the same model and rows, by TRL or transformers, eagerly or over the prefix tree.
 
     difference(train(grpo), train(grpo, backbone))
 
-Plain SGD in float64: Adam divides every gradient by its size and so turns rounding into full steps where it is almost
-zero. Nothing is generated: `ROWS` are the completions, so that runs cannot part ways by a drawn token.
+Uses plain SGD in float64: Adam divides every gradient by its magnitude and so turns rounding into full steps where it
+is almost zero. Nothing is generated: `completion` gives the completions, so that runs cannot diverge by a sampled
+token.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ GROUP = 4
 
 @dataclasses.dataclass
 class Run(TrainerCallback):
-    """What a run left behind: weights, the loss of each update, the plans of its calls."""
+    """Records of a run: weights, the loss of each update, the plans of its calls."""
 
     watched: Callable[[], Any] | None = None
     weights: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -58,7 +59,7 @@ class Run(TrainerCallback):
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word, `w5` is 5; 0 to 2 are padding, end and unknown."""
+    """Return a tokenizer with one token per word, `w5` is 5; 0 to 2 are padding, end and unknown."""
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>"])}
     vocabulary = words | {f"w{i}": i for i in range(3, VOCABULARY)}
     model = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -71,7 +72,7 @@ def text(ids: list[int]) -> str:
 
 
 def prompts(count: int, length: int = 14) -> list[list[int]]:
-    """Prompts of two lengths, so that some are padded, that begin alike."""
+    """Draw prompts with a common beginning and two lengths, so that some are padded."""
     draw = torch.Generator().manual_seed(1)
     return [
         [7, 8, 9, 10, *torch.randint(3, VOCABULARY, (length - 4 - i % 2,), generator=draw).tolist()]
@@ -80,7 +81,7 @@ def prompts(count: int, length: int = 14) -> list[list[int]]:
 
 
 def completion(prompt: list[int], which: int) -> list[int]:
-    """The completion of this number: two and two share their first tokens."""
+    """Return completion number `which`; pairs of them share their first tokens."""
     draw = torch.Generator().manual_seed(sum(prompt) + which // 2)
     shared = torch.randint(3, VOCABULARY, (3,), generator=draw).tolist()
     draw.manual_seed(sum(prompt) + 1000 + which)
@@ -88,7 +89,7 @@ def completion(prompt: list[int], which: int) -> list[int]:
 
 
 def answer(prompt: list[int], which: int) -> str:
-    """A completion as text, without its end."""
+    """Return a completion as text, without its end token."""
     return " " + text(completion(prompt, which)[:-1])
 
 
@@ -126,11 +127,11 @@ COMMON: dict[str, Any] = {
 
 
 def grpo(folder: str, callbacks: list[Any], peft_config: Any = None, **settings: Any) -> GRPOTrainer:
-    """GRPO on `completion(prompt, 0..GROUP-1)` of each prompt, handed over by its `rollout_func`."""
+    """Build a GRPO trainer on `completion(prompt, 0..GROUP-1)` of each prompt, passed in by its `rollout_func`."""
     words = tokenizer()
 
     def rollouts(texts: list[str], trainer: Any) -> dict[str, Any]:
-        ids = [words(one)["input_ids"] for one in texts]
+        ids = [words(prompt_text)["input_ids"] for prompt_text in texts]
         rows = [completion(prompt, i % GROUP) for i, prompt in enumerate(ids)]
         return {"prompt_ids": ids, "completion_ids": rows, "logprobs": [[0.0] * len(row) for row in rows]}
 
@@ -155,10 +156,8 @@ def grpo(folder: str, callbacks: list[Any], peft_config: Any = None, **settings:
 
 
 def sft(folder: str, callbacks: list[Any], **settings: Any) -> SFTTrainer:
-    """Prompts with several answers each, one after the other."""
-    rows = [
-        {"prompt": text(row), "completion": " " + text(completion(row, i)[:-1])} for row in prompts(8) for i in (0, 1)
-    ]
+    """Build an SFT trainer on prompts with several answers each, in sequence."""
+    rows = [{"prompt": text(row), "completion": answer(row, i)} for row in prompts(8) for i in (0, 1)]
     return SFTTrainer(
         model(),
         args=SFTConfig(
@@ -172,12 +171,12 @@ def sft(folder: str, callbacks: list[Any], **settings: Any) -> SFTTrainer:
 
 
 def dpo(folder: str, callbacks: list[Any], **settings: Any) -> DPOTrainer:
-    """Two answers to each prompt."""
+    """Build a DPO trainer with two answers per prompt."""
     rows = [
         {
             "prompt": text(row),
-            "chosen": " " + text(completion(row, 0)[:-1]),
-            "rejected": " " + text(completion(row, 1)[:-1]),
+            "chosen": answer(row, 0),
+            "rejected": answer(row, 1),
         }
         for row in prompts(12)
     ]
@@ -192,7 +191,7 @@ def dpo(folder: str, callbacks: list[Any], **settings: Any) -> DPOTrainer:
 
 
 def plain(folder: str, callbacks: list[Any], **settings: Any) -> Trainer:
-    """transformers' own trainer, with the loss of the model."""
+    """Build transformers' own trainer, with the model's loss."""
     words = tokenizer()
     rows = [{"input_ids": [*row, *completion(row, i)]} for row in prompts(8) for i in (0, 1)]
     return Trainer(
@@ -209,7 +208,7 @@ def plain(folder: str, callbacks: list[Any], **settings: Any) -> Trainer:
 
 
 def train(make: Callable[..., Trainer], compiled: Callable[[Trainer], Any] | None = None, **settings: Any) -> Run:
-    """Train from the seeds; `compiled` compiles something of the trainer and returns it."""
+    """Train from fixed seeds; `compiled` compiles a part of the trainer and returns it."""
     run = Run()
     with tempfile.TemporaryDirectory() as folder:
         trainer = make(folder, [run], **settings)
@@ -224,13 +223,13 @@ def train(make: Callable[..., Trainer], compiled: Callable[[Trainer], Any] | Non
 
 
 def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies, of whole parameters where they are sharded."""
+    """Copy the weights, gathered where they are sharded."""
     named = ((name, value.detach()) for name, value in model.named_parameters())
     return {name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in named}
 
 
 def callback(trainer: Trainer) -> Any:
-    """Leave all to a `DTACallback`."""
+    """Compile by a `DTACallback`."""
     trainer.add_callback(dta_compile.DTACallback())
     return trainer.model
 
@@ -249,14 +248,14 @@ def whole(trainer: Trainer) -> Any:
 
 
 def difference(left: Run, right: Run) -> float:
-    """Largest over the parameters of max |difference| / max |weight|."""
+    """Return the largest max |difference| / max |weight| over all parameters."""
     return max(
         float((value - right.weights[name]).abs().max() / value.abs().max()) for name, value in left.weights.items()
     )
 
 
 def rounding(exact: Run, other: Run) -> float:
-    """Root of the mean over the parameters of |difference|^2 / |exact|^2."""
+    """Return the root mean over all parameters of |difference|^2 / |exact|^2."""
     parts = [
         float((value - other.weights[name]).square().sum() / value.square().sum())
         for name, value in exact.weights.items()
@@ -265,5 +264,5 @@ def rounding(exact: Run, other: Run) -> float:
 
 
 def moved(run: Run) -> float:
-    """Largest change of a weight."""
+    """Return the largest change of a weight."""
     return max(float((value - run.initial[name]).abs().max()) for name, value in run.weights.items())

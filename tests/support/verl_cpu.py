@@ -1,6 +1,6 @@
-"""verl on a CPU: a platform for it, its engines side by side on one set of weights, and bundled rollouts as its data.
+"""verl on a CPU: a platform for it, its engines with common initial weights, and bundled rollouts as its data.
 
-verl's own engines are registered for accelerators alone; what they do on a CPU is the reference here.
+verl registers its own engines only for accelerators; their results on a CPU are the reference here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VOCABULARY = 64
 
 
 class CPU(PlatformBase):
-    """What verl asks of a device, for none."""
+    """verl's platform interface without an accelerator."""
 
     device_name = "cpu"
     vendor_name = "cpu"
@@ -71,7 +71,7 @@ class CPU(PlatformBase):
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """For what a device can do and none needs not."""
+    """Stand-in for device functions that a CPU does not need."""
 
 
 for _name in PlatformBase.__abstractmethods__ - vars(CPU).keys():
@@ -81,7 +81,7 @@ CPU.__abstractmethods__ = frozenset()
 
 @contextlib.contextmanager
 def verl_on_cpu() -> Iterator[None]:
-    """verl takes the CPU for its device, and its FSDP engine is registered for it; one rank, unless there are some."""
+    """Make verl use the CPU, and register its FSDP engine for it; starts one rank unless ranks exist."""
     before, own = platform_manager._current_platform, not dist.is_initialized()
     platform_manager._current_platform = CPU()
     reference = EngineRegistry._engines["language_model"][REFERENCE]
@@ -99,13 +99,13 @@ def verl_on_cpu() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of an engine and of the data it is given.
+    """Settings of an engine and its data.
 
     Attributes:
-        tokens: most tokens of a micro-batch with dynamic batch sizes; None: `rows` sequences instead.
-        checkpointing: verl's default recomputes the activations of every layer.
-        engine: more fields of the engine's configuration.
-        model: more fields of the model's configuration.
+        tokens: most tokens per micro-batch with dynamic batch sizes; None: `rows` sequences instead.
+        checkpointing: recompute the activations of every layer, verl's default.
+        engine: further fields of the engine's configuration.
+        model: further fields of the model's configuration.
     """
 
     remove_padding: bool = True
@@ -125,7 +125,7 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def save_model(path: str, vocabulary: int, seed: int = 0, **sizes: Any) -> None:
-    """A Qwen3 with random float32 weights, as a checkpoint; a tiny one without other sizes."""
+    """Save a Qwen3 with random float32 weights as a checkpoint; a tiny one unless sizes are given."""
     torch.manual_seed(seed)
     sizes = sizes or {**TINY, **HEADS}
     Qwen3ForCausalLM(
@@ -134,8 +134,8 @@ def save_model(path: str, vocabulary: int, seed: int = 0, **sizes: Any) -> None:
 
 
 def nested_rollouts(vocabulary: int, seed: int = 0) -> list[Rollout]:
-    """Two prompts with three answers of two turns each, of which every turn is a rollout; uneven lengths."""
-    random, found = np.random.default_rng(seed), []
+    """Return rollouts of two prompts with three answers of two turns each; every turn is one, with uneven lengths."""
+    random, rollouts = np.random.default_rng(seed), []
     for group in range(2):
         prompt = random.integers(vocabulary, size=16 + 5 * group)
         for trial in range(3):
@@ -145,12 +145,12 @@ def nested_rollouts(vocabulary: int, seed: int = 0) -> list[Rollout]:
             for number, tokens in enumerate([turn, np.concatenate([turn, second, third])], 1):
                 reward = random.normal()
                 own = (reward, reward, reward, group, trial, 3 * group + trial, number, number == 2)
-                found.append(Rollout(tokens.astype(np.int32), spans[:number], *own))
-    return found
+                rollouts.append(Rollout(tokens.astype(np.int32), spans[:number], *own))
+    return rollouts
 
 
 def engine_of(strategy: str, path: str, settings: Settings) -> Any:
-    """verl's engine of a strategy, as its workers make it."""
+    """Build verl's engine of a strategy like its workers do."""
     model_config = HFModelConfig(
         path=path,
         load_tokenizer=False,
@@ -174,13 +174,13 @@ def engine_of(strategy: str, path: str, settings: Settings) -> Any:
         ),
         checkpoint_config=CheckpointConfig(),
     )
-    torch.manual_seed(0)  # adapters begin with random weights
+    torch.manual_seed(0)  # adapters have random initial weights
     engine.initialize()
     return engine
 
 
 def actor_of(strategy: str, settings: Settings) -> FSDPActorConfig:
-    """The actor's configuration, which hands its strategy to that of the engine."""
+    """Return the actor's configuration, which passes its strategy to the engine's."""
     return FSDPActorConfig(
         strategy=strategy,
         rollout_n=1,
@@ -191,7 +191,7 @@ def actor_of(strategy: str, settings: Settings) -> FSDPActorConfig:
 
 
 def data_of(rollouts: Sequence[Rollout], settings: Settings, old_logprobs: torch.Tensor | None = None) -> Any:
-    """A mini-batch as verl's trainer hands it to a worker: nested tensors, the prompt up to the first trained token."""
+    """Build a mini-batch like verl's trainer: nested tensors, the prompt up to the first trained token."""
     prompts, responses, masks, advantages = [], [], [], []
     for rollout in rollouts:
         start = max(int(np.argmax(rollout.loss_mask)), 1)
@@ -206,9 +206,9 @@ def data_of(rollouts: Sequence[Rollout], settings: Settings, old_logprobs: torch
         "response_mask": masks,
         "loss_mask": masks,
         "advantages": advantages,
-        "old_log_probs": [torch.zeros_like(one) for one in advantages],
+        "old_log_probs": [torch.zeros_like(values) for values in advantages],
         "input_ids": whole,
-        "position_ids": [torch.arange(len(one)) for one in whole],
+        "position_ids": [torch.arange(len(values)) for values in whole],
     }
     nested = {name: torch.nested.as_nested_tensor(list(parts), layout=torch.jagged) for name, parts in tensors.items()}
     if old_logprobs is not None:
@@ -228,7 +228,7 @@ def data_of(rollouts: Sequence[Rollout], settings: Settings, old_logprobs: torch
 
 
 def response_values(values: torch.Tensor, data: Any) -> torch.Tensor:
-    """Those of a nested tensor that predict the response, as verl's trainer cuts old log-probs out."""
+    """Return the values of a nested tensor that predict the response, cut like verl's trainer cuts old log-probs."""
     from verl.workers.utils.padding import response_from_nested
 
     return response_from_nested(values, data["response_mask"])
@@ -236,7 +236,7 @@ def response_values(values: torch.Tensor, data: Any) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What some updates gave: log-probs (and entropies) before, what verl reports of each, and the weights after."""
+    """Results of some updates: log-probs (and entropies) before, verl's metrics of each, and the weights after."""
 
     scores: dict[str, torch.Tensor]
     reports: list[dict[str, Any]]
@@ -244,7 +244,7 @@ class Trained:
 
 
 def train(engine: Any, rollouts: Sequence[Rollout], settings: Settings, steps: int = 3) -> Trained:
-    """Score the rollouts, then update the policy some times, as verl's actor does."""
+    """Score the rollouts, then update the policy some times, like verl's actor."""
     config = actor_of(REFERENCE, settings)
     with engine.eval_mode():
         data = data_of(rollouts, settings)
@@ -252,9 +252,9 @@ def train(engine: Any, rollouts: Sequence[Rollout], settings: Settings, steps: i
         scores = engine.infer_batch(data)["model_output"]
     old = response_values(scores["log_probs"], data)
     reports = [update(engine, data_of(rollouts, settings, old), config) for _ in range(steps)]
-    weights = {name: full(one.detach()).clone() for name, one in engine.module.named_parameters()}
-    # verl rolls labels over a micro-batch: what a last token is asked for is the first one of whatever row comes next.
-    real = {name: torch.cat([one[:-1] for one in value.unbind()]) for name, value in scores.items()}
+    weights = {name: full(parameter.detach()).clone() for name, parameter in engine.module.named_parameters()}
+    # verl rolls labels over a micro-batch: the label of a last token is the first token of an arbitrary next row.
+    real = {name: torch.cat([row[:-1] for row in value.unbind()]) for name, value in scores.items()}
     return Trained(real, reports, weights)
 
 
@@ -263,7 +263,7 @@ def full(tensor: Any) -> torch.Tensor:
 
 
 def update(engine: Any, data: Any, config: FSDPActorConfig) -> dict[str, Any]:
-    """One optimiser step; metrics, each summed over micro-batches, with the loss and the norm of the gradient."""
+    """Run one optimiser step; return metrics summed over micro-batches, with the loss and the gradient norm."""
 
     def loss(**values: Any) -> Any:
         return ppo_loss(config, **values)
@@ -276,22 +276,22 @@ def update(engine: Any, data: Any, config: FSDPActorConfig) -> dict[str, Any]:
 
 
 def _two_ranks() -> dict[str, float]:
-    """How far weights are from those of verl's engine on as many ranks, and how far they moved."""
+    """Return the distance of the weights to verl's engine on as many ranks, and how far they moved."""
     settings = Settings(tokens=90, entropy=0.01)
     with tempfile.TemporaryDirectory() as path, verl_on_cpu():
         save_model(path, VOCABULARY)
         mine = nested_rollouts(VOCABULARY, seed=dist.get_rank())
-        expected, ours = (train(engine_of(one, path, settings), mine, settings) for one in (REFERENCE, "dta"))
+        expected, ours = (train(engine_of(name, path, settings), mine, settings) for name in (REFERENCE, "dta"))
         start = engine_of(REFERENCE, path, settings).module.named_parameters()
-        moved = max((full(one.detach()) - expected.weights[name]).abs().max().item() for name, one in start)
-    difference = max((ours.weights[name] - one).abs().max().item() for name, one in expected.weights.items())
+        moved = max((full(parameter.detach()) - expected.weights[name]).abs().max().item() for name, parameter in start)
+    difference = max((ours.weights[name] - weight).abs().max().item() for name, weight in expected.weights.items())
     return {"moved": moved, "difference": difference}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = _two_ranks()
+    result = _two_ranks()
     if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""kept: generated code on disk, found by what it was generated from without asking inductor.
+"""Code cache: generated code on disk, looked up by its source without calling inductor.
 
-Inductor's own look-up traces and lowers a function before it knows its name there, which takes seconds for a model.
+Inductor's own cache look-up must trace and lower a function to know its key, which takes seconds for a model.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ logger = logging.getLogger("dta_compile")
 
 
 def keys(sources: Iterable[AnySource]) -> list[str]:
-    """The names of files for the code of these sources, generated in this process or for it."""
-    around = functools.cache(environment)  # the same for all
+    """Return the cache keys (file names) of these sources, for code that runs in this process."""
+    around = functools.cache(environment)  # once per set of device types
     texts = (f"{generator()} {one!r} {around(frozenset(one.devices))!r}" for one in sources)
     return [hashlib.sha256(text.encode()).hexdigest()[:32] for text in texts]
 
 
 def place() -> pathlib.Path:
-    """The folder for code, in inductor's; raises `ValueError` where others could put code there or into inductor's."""
+    """Return the cache folder, inside inductor's; raise `ValueError` if other users could write to either."""
     return own_folder(folder() / "dta")
 
 
 def find(key: str) -> AnyCode | None:
-    """The code that is kept under a name, loaded; None: there is none, or its files are gone."""
+    """Load the code with this key; None if there is none or it cannot be loaded."""
     try:
         return load(pickle.loads(read_own(place() / key)))
     except FileNotFoundError:
         return None
-    except Exception as error:  # of another release, half of a file, or what it names: generated again
+    except Exception as error:  # from another release, incomplete, or a file is missing: the code is generated again
         logger.info("dta: generated code that was kept is not used: %s: %s", type(error).__name__, error)
         return None
 
 
 def keep(key: str, compiled: AnyCompiled) -> None:
-    """Keep code for other processes; raises `OSError` or `ValueError`."""
+    """Store code for other processes; raise `OSError` or `ValueError` if that fails."""
     write_whole(place() / key, pickle.dumps(compiled))

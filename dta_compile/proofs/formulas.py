@@ -233,8 +233,8 @@ class Formulas(abc.ABC):
         if pairs.is_causal:
             within.append(j <= i)
         if pairs.is_packed:
-            one, other = (self._atomic(self.terms.entry(sequences_of(term.leaf), (row, at))) for at in (query, key))
-            within.append(one == other)
+            own, other = (self._atomic(self.terms.entry(sequences_of(term.leaf), (row, at))) for at in (query, key))
+            within.append(own == other)
         if pairs.window is not None:
             within.append(i - j < pairs.window)
         anything = z3.Function(f"padding of {term.leaf.name}", *[z3.IntSort()] * 3, z3.BoolSort())

@@ -105,8 +105,8 @@ def _by_a_condition(term: Term, logic: Logic) -> MaskClass | None:
             return None
     except undecided:
         return None
-    of_key = [one for one in subterms(term) if one.indices - {"row"} == {"key"} and one.dtype is torch.bool]
-    for condition in [one for one in of_key if logic.reads_inputs(one)][:MOST_CONDITIONS]:
+    of_key = [part for part in subterms(term) if part.indices - {"row"} == {"key"} and part.dtype is torch.bool]
+    for condition in [part for part in of_key if logic.reads_inputs(part)][:MOST_CONDITIONS]:
         for is_real in (True, False):
             other = Logic(Terms(in_order(term)), logic.sizes, logic.facts, logic.float_role, logic.integer_role)
             real = condition if is_real else other.terms.apply(torch.ops.aten.logical_not.default, condition)
@@ -164,20 +164,20 @@ class _Proof:
         If a value is wrongly taken for a position, only a token itself is in its segment. So among several classes with
         positions the one with the widest window or chunks holds for most inputs.
         """
-        found, failure = [], None
+        classes, failure = [], None
         for roles in self._roles():
             try:
-                one = self._with_roles(roles)
+                mask_class = self._with_roles(roles)
             except Unproven as error:
                 failure = failure or error
                 continue
             if not roles.positions:
-                return one
-            found.append(one)
-        if not found:
+                return mask_class
+            classes.append(mask_class)
+        if not classes:
             assert failure is not None
             raise failure
-        return max(found, key=lambda one: one.window or one.chunk or math.inf)
+        return max(classes, key=lambda mask_class: mask_class.window or mask_class.chunk or math.inf)
 
     def _valid_term(self) -> Term:
         if self.real.dtype is torch.bool:
@@ -187,8 +187,10 @@ class _Proof:
     def _require_padding(self) -> None:
         """Raise `Unproven` if some token is padding whatever the inputs are: any token must be able to be real."""
         atoms = self.logic.atoms.values()
-        inputs = applications(self.valid_key, {str(one.function) for one in atoms if self.logic.reads_inputs(one.term)})
-        fresh = [z3.FreshConst(one.sort()) for one in inputs]
+        inputs = applications(
+            self.valid_key, {str(atom.function) for atom in atoms if self.logic.reads_inputs(atom.term)}
+        )
+        fresh = [z3.FreshConst(value.sort()) for value in inputs]
         never = z3.substitute(z3.Not(self.valid_key), *zip(inputs, fresh, strict=True))
         claim = z3.Not(z3.ForAll(fresh, never)) if fresh else self.valid_key
         if (example := self._counterexample(claim)) is not None:
@@ -198,8 +200,8 @@ class _Proof:
         """Yield assignments of roles to the values compared between query and key, those with fewest roles first."""
         integers = [atom for atom in self.compared if atom.function.range() == z3.IntSort()]
         compared = self.compared if len(self.compared) <= MOST_ROLES else integers[:MOST_ROLES]
-        named = {sequences_of(mask) for mask in self.logic.facts.pairs}  # numbers that count nothing
-        counting = [one for one in integers if not (isinstance(one.term, Entry) and one.term.leaf in named)]
+        named = {sequences_of(mask) for mask in self.logic.facts.pairs}  # sequence numbers, which are no positions
+        counting = [atom for atom in integers if not (isinstance(atom.term, Entry) and atom.term.leaf in named)]
         options = [("", "segment", "position") if atom in counting else ("", "segment") for atom in compared]
         choices = sorted(
             itertools.product(*options), key=lambda roles: (roles.count("position"), roles.count("segment"))

@@ -207,16 +207,16 @@ class Terms:
         """Simplify binary operators algebraically: `x == x` of integers, `x & True`, `x + 0`; None if none applies."""
         if len(args) != 2 or not isinstance(args[0], Term) or args[0].is_scalar:
             return None
-        name, (one, other) = _name(op), args
-        if one is other and not one.dtype.is_floating_point and name in OF_ITSELF:
+        name, (first, second) = _name(op), args
+        if first is second and not first.dtype.is_floating_point and name in OF_ITSELF:
             return self.const(OF_ITSELF[name], torch.bool)
-        if name in ("bitwise_and", "logical_and") and one.dtype == getattr(other, "dtype", None) == torch.bool:
-            for left, right in ((one, other), (other, one)):
-                if isinstance(left, Const) and not other.is_scalar:
+        if name in ("bitwise_and", "logical_and") and first.dtype == getattr(second, "dtype", None) == torch.bool:
+            for left, right in ((first, second), (second, first)):
+                if isinstance(left, Const) and not second.is_scalar:
                     return right if left.value else left
-        number = other.value if isinstance(other, Const) and other.dtype == one.dtype else other
+        number = second.value if isinstance(second, Const) and second.dtype == first.dtype else second
         adds_nothing = name in ("add", "sub") and isinstance(number, int) and number == 0
-        return one if adds_nothing and one.dtype is torch.int64 and result in (None, torch.int64) else None
+        return first if adds_nothing and first.dtype is torch.int64 and result in (None, torch.int64) else None
 
     def with_rank(self, term: Term, is_scalar: bool) -> Term:
         """Return a term as an entry of a tensor without dimensions (`is_scalar`) or with some."""

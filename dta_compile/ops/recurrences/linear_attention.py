@@ -11,7 +11,7 @@ D_ij = exp(G_i - G_j) for j <= i, and A_ij = beta_i (k_i k_j) D_ij for j < i,
     U = (I + A)^-1 (beta v) - (I + A)^-1 (beta exp(G) k) S    out = (exp(G) q) S + (q k^T D) U
     S after r tokens = exp(G_r) S + sum over i < r of exp(G_r - G_i) k_i u_i^T
 
-where S is the state before the block. Only U and S depend on the blocks before it.
+where S is the state before the block. Only U and S are computed block after block.
 
 I + A is inverted by batched matrix products. A batched triangular solve would take the matrices one by one with all
 threads each, and wait thousands of times for a core that is busy otherwise.

@@ -55,7 +55,7 @@ class Ancestors:
         shifted = np.arange(initial, initial + tokens) - np.arange(1, initial + 1)[:, None]
         self._others = np.flatnonzero((table != shifted).any(0))
         self._above = table[:, self._others]
-        self._kept = initial + kept[:, None] - np.arange(initial, 0, -1)  # the first segment is below the initial state
+        self._kept = initial + kept[:, None] - np.arange(initial, 0, -1)  # segment 0 starts from the initial state
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

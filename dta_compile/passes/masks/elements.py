@@ -238,8 +238,8 @@ class Elements(Entries):
             dim, before = len(index) - 1 - i, self._number(widths[2 * i])
             moved = self._plus(index[dim], -before)
             at[dim] = self._clamped(moved, shape[dim])
-            for one in (self.terms.apply(aten.ge.Scalar, moved, 0), self._below(moved, shape[dim])):
-                exists = one if exists is None else self.terms.apply(aten.logical_and.default, exists, one)
+            for condition in (self.terms.apply(aten.ge.Scalar, moved, 0), self._below(moved, shape[dim])):
+                exists = condition if exists is None else self.terms.apply(aten.logical_and.default, exists, condition)
         inner, value = self.entry(source, tuple(at)), node.meta["val"]
         fill = argument(node, 2, "value") or 0
         if exists is None:

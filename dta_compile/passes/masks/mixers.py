@@ -185,17 +185,17 @@ def _is_capacity(node: fx.Node) -> bool:
             return False
     elif node.target not in CHOICES:
         return False
-    sources = ancestors(node.all_input_nodes, stop=lambda one: one.target in MIXERS)
-    return any(one.target in CHOICES or one.target is aten._softmax.default for one in sources)
+    sources = ancestors(node.all_input_nodes, stop=lambda source: source.target in MIXERS)
+    return any(source.target in CHOICES or source.target is aten._softmax.default for source in sources)
 
 
 def _leads_to_softmax(node: fx.Node, steps: int = 12) -> bool:
     """Return whether a softmax follows within `steps` operators, as in attention that is written out."""
     level = {node}
     for _ in range(steps):
-        if any(one.target is aten._softmax.default for one in level):
+        if any(follower.target is aten._softmax.default for follower in level):
             return True
-        level = {user for one in level for user in one.users}
+        level = {user for follower in level for user in follower.users}
     return False
 
 

@@ -23,7 +23,7 @@ from typing import IO
 
 import torch
 
-from dta_compile.codegen import inductor, kept, worker
+from dta_compile.codegen import code_cache, inductor, worker
 from dta_compile.codegen.worker import Job, Result
 from dta_compile.executable.code import AnySource
 
@@ -50,7 +50,7 @@ class BackgroundCompile:
         self.missing, self.results, self.failure = dict(sources), list[Result](), ""
         self._read, self._heard, self._owner = 0, time.monotonic(), os.getpid()
         job = pickle.dumps(Job(dict(sources), torch.get_num_threads(), inductor.settings()))
-        folder = kept.place()
+        folder = code_cache.path()
         with contextlib.ExitStack() as files:
             self._written, self._errors = (files.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(2))
             self._process = _started(job, self._written, self._errors, folder)

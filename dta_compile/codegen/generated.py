@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from dta_compile.codegen import inductor, kept
+from dta_compile.codegen import code_cache, inductor
 from dta_compile.codegen.background import BackgroundCompile
 from dta_compile.codegen.inductor import generate
 from dta_compile.codegen.worker import reason
@@ -32,7 +32,7 @@ class GeneratedCode:
     Attributes:
         pieces: the pieces, by the graph that calls them.
         native: C++ functions for mixers, which every graph calls.
-        beside: whether code is generated in the background; otherwise a call waits for the code that it needs.
+        in_background: whether code is generated in the background; otherwise a call waits for the code that it needs.
         codes: the code for calls that start now; replaced by a new mapping when code is added.
         swaps: how often code from the background replaced ATen operators.
         found: number of pieces whose code was in the code cache.
@@ -42,7 +42,7 @@ class GeneratedCode:
 
     pieces: dict[str, list[Piece]]
     native: Sequence[TreeAttention] = ()
-    beside: bool = False
+    in_background: bool = False
     codes: Codes = dataclasses.field(default_factory=lambda: NO_CODES)
     swaps: int = 0
     found: int = 0
@@ -55,7 +55,7 @@ class GeneratedCode:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the state before any call."""
-        return GeneratedCode, (self.pieces, self.native, self.beside)
+        return GeneratedCode, (self.pieces, self.native, self.in_background)
 
     @property
     def compiled(self) -> int:
@@ -65,7 +65,7 @@ class GeneratedCode:
     @property
     def is_used(self) -> bool:
         """Return whether calls that start now run generated code."""
-        return not self.beside or bool(self.codes)
+        return not self.in_background or bool(self.codes)
 
     def prepare(self, graphs: Iterable[str], wait: bool = False) -> Codes:
         """Return the code for a call of these graphs that starts now.
@@ -76,10 +76,10 @@ class GeneratedCode:
         with self._lock:
             pieces = dict.fromkeys(piece for graph in graphs for piece in (*self.pieces.get(graph, ()), *self.native))
             self._find([piece for piece in pieces if piece not in self._tried])
-            if not self.beside or wait:
+            if not self.in_background or wait:
                 self._generate_now()
             elif self._pending:
-                self._generate_beside()
+                self._generate_in_background()
             return self.codes
 
     def _find(self, pieces: list[AnyPiece]) -> None:
@@ -88,8 +88,8 @@ class GeneratedCode:
             return
         self._tried.update(pieces)
         started, codes = time.perf_counter(), dict[AnyPiece, AnyCode]()
-        for key, piece in zip(kept.keys(piece.source for piece in pieces), pieces, strict=True):
-            if inductor.is_cached() and (code := kept.find(key)) is not None:
+        for key, piece in zip(code_cache.keys(piece.source for piece in pieces), pieces, strict=True):
+            if inductor.is_cached() and (code := code_cache.find(key)) is not None:
                 codes[piece] = code
             elif missing := inductor.why_no_compiler(piece.source.devices):
                 self._fail(missing)
@@ -103,7 +103,7 @@ class GeneratedCode:
         codes, started, self._job = dict[AnyPiece, AnyCode](), time.perf_counter(), None
         for number, (key, piece) in enumerate(self._pending.items()):
             try:
-                codes[piece] = _made(key, piece.source)
+                codes[piece] = _generated(key, piece.source)
             except Exception as error:
                 self._fail(reason(error))
             elapsed = time.perf_counter() - started
@@ -117,7 +117,7 @@ class GeneratedCode:
         self._add(codes)
         self.seconds += time.perf_counter() - started
 
-    def _generate_beside(self) -> None:
+    def _generate_in_background(self) -> None:
         """Start a process for the pending pieces, or load their code once it has ended."""
         if self._job is None:
             if not BackgroundCompile.is_busy():
@@ -132,7 +132,7 @@ class GeneratedCode:
         self.seconds += sum(result.seconds for result in job.results)
         for result in job.results:
             piece = self._pending.pop(result.key)
-            code = None if result.error else kept.find(result.key)
+            code = None if result.error else code_cache.find(result.key)
             if code is None:
                 self._fail(result.error or "the code that was generated is gone")
             else:
@@ -161,7 +161,7 @@ class GeneratedCode:
         failed = f"; {len(self.failures)} failed and run as ATen operators" if self.failures else ""
         if failed and len(set(self.failures)) == 1:
             failed += f" ({self.failures[0]})"
-        if not self.beside:
+        if not self.in_background:
             return f"inductor: {self.compiled} pieces compiled once each, {self.seconds:.1f} s{cached}{failed}"
         done = self._job.results if self._job is not None else []
         seconds = self.seconds + sum(result.seconds for result in done)
@@ -175,13 +175,13 @@ def _warn(why: str) -> None:
     logger.warning("dta: code could not be generated or compiled, so part of the model runs as ATen operators: %s", why)
 
 
-def _made(key: str, source: AnySource) -> AnyCode:
+def _generated(key: str, source: AnySource) -> AnyCode:
     """Generate code in this process; store it in the code cache if possible."""
     with contextlib.suppress(OSError):
-        kept.place()  # raises if other users could have put code there that inductor would run
+        code_cache.path()  # raises if other users could have put code there that inductor would run
     compiled = generate(source)
     try:
-        kept.keep(key, compiled)
+        code_cache.store(key, compiled)
     except (OSError, TypeError) as error:
         logger.info("dta: generated code is not kept: %s", error)
     return inductor.load(compiled)

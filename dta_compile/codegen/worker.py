@@ -1,7 +1,7 @@
 """The worker process of a background compile; it ends with its parent.
 
 `python worker.py PARENT` reads a `Job` from stdin; see `background`. It stores generated code in the code cache
-(`kept`), and writes one line for every source to stdout.
+(`code_cache`), and writes one line for every source to stdout.
 
 The worker is two processes. One of them only watches the parent and imports nothing, not even the package. A thread
 could not watch, since importing torch holds the GIL for seconds. PR_SET_PDEATHSIG would not do either: it fires when
@@ -79,12 +79,12 @@ def _work() -> None:
 
 def _generated(key: str, source: AnySource, threads: int) -> str:
     """Generate and store code, unless another process did; return why it failed, or ""."""
-    from dta_compile.codegen import inductor, kept
+    from dta_compile.codegen import code_cache, inductor
 
     try:
-        kept.place()  # raises if other users could have put code there that inductor would run
-        if kept.find(key) is None:
-            kept.keep(key, inductor.generate(source, threads))
+        code_cache.path()  # raises if other users could have put code there that inductor would run
+        if code_cache.find(key) is None:
+            code_cache.store(key, inductor.generate(source, threads))
     except Exception as error:
         return reason(error)
     return ""

@@ -12,7 +12,7 @@ that was asked for is there. A call runs what there was when it began, to its en
 
 On a CPU, generated code saves passes over memory and calls of operators: 3% to 7% of a step without sharing, of a
 model of 4 layers with hidden size 256 (medians of 7, two threads), and compiled attention 10% or more, for 15 to 30
-seconds of one core, once: what was generated is found by later processes (`codegen.kept`). So "auto" leaves it out of
+seconds of one core, once: what was generated is found by later processes (`codegen.code_cache`). So "auto" skips it in
 small steps only.
 """
 

@@ -27,7 +27,7 @@ def keys(sources: Iterable[AnySource]) -> list[str]:
     return [hashlib.sha256(text.encode()).hexdigest()[:32] for text in texts]
 
 
-def place() -> pathlib.Path:
+def path() -> pathlib.Path:
     """Return the cache folder, inside inductor's; raise `ValueError` if other users could write to either."""
     return own_folder(folder() / "dta")
 
@@ -35,7 +35,7 @@ def place() -> pathlib.Path:
 def find(key: str) -> AnyCode | None:
     """Load the code with this key; None if there is none or it cannot be loaded."""
     try:
-        return load(pickle.loads(read_own(place() / key)))
+        return load(pickle.loads(read_own(path() / key)))
     except FileNotFoundError:
         return None
     except Exception as error:  # from another release, incomplete, or a file is missing: the code is generated again
@@ -43,6 +43,6 @@ def find(key: str) -> AnyCode | None:
         return None
 
 
-def keep(key: str, compiled: AnyCompiled) -> None:
+def store(key: str, compiled: AnyCompiled) -> None:
     """Store code for other processes; raise `OSError` or `ValueError` if that fails."""
-    write_whole(place() / key, pickle.dumps(compiled))
+    write_whole(path() / key, pickle.dumps(compiled))

@@ -105,29 +105,17 @@ ATTENTION_MIXERS = (ATTENTION_MIXER, SINK_ATTENTION_MIXER)
 # Over a batch
 
 
-@torch.library.impl("dta::attention_call", "CompositeExplicitAutograd", lib=LIBRARY)
 def _attention_call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *masking: Any) -> torch.Tensor:
     return attend(query, key, value, None, *masking)
 
 
-@torch.library.impl("dta::sink_attention_call", "CompositeExplicitAutograd", lib=LIBRARY)
-def _sink_attention_call(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, *masking: Any
-) -> torch.Tensor:
-    return attend(query, key, value, sinks, *masking)
-
-
-@torch.library.impl("dta::dense_attention_backward", "CompositeExplicitAutograd", lib=LIBRARY)
-def _dense_attention_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    return attend_backward(*arguments)
+LIBRARY.impl("attention_call", _attention_call, "CompositeExplicitAutograd")
+LIBRARY.impl("sink_attention_call", attend, "CompositeExplicitAutograd")
+LIBRARY.impl("dense_attention_backward", attend_backward, "CompositeExplicitAutograd")
 
 
 def _call_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> torch.Tensor:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
-
-
-for _name in ("attention_call", "sink_attention_call"):
-    torch.library.register_fake(f"dta::{_name}", _call_fake, lib=LIBRARY)
 
 
 @torch.library.register_fake("dta::dense_attention_backward", lib=LIBRARY)
@@ -158,6 +146,7 @@ def _call_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 for _name in ("attention_call", "sink_attention_call"):
+    torch.library.register_fake(f"dta::{_name}", _call_fake, lib=LIBRARY)
     torch.library.register_autograd(f"dta::{_name}", _call_backward, setup_context=_save_call, lib=LIBRARY)
 
 
@@ -192,11 +181,6 @@ def _backward_fake(layer: int, grad: torch.Tensor, *arguments: Any) -> Any:
     return (*map(empty_by_tokens, operands[:3]), *(sinks.new_empty(sinks.shape) for sinks in operands[3:]))
 
 
-for _mixer, _name in zip(ATTENTION_MIXERS, ("attention", "sink_attention"), strict=True):
-    torch.library.register_fake(f"dta::{_name}", _chunk_fake, lib=LIBRARY)
-    torch.library.register_fake(f"dta::{_name}_backward", _backward_fake, lib=LIBRARY)
-
-
 def _save_chunk(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.layer, *operands, ctx.scale, ctx.softcap = inputs
     ctx.save_for_backward(*operands, *output)
@@ -209,4 +193,6 @@ def _chunk_backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
 
 
 for _name in ("attention", "sink_attention"):
+    torch.library.register_fake(f"dta::{_name}", _chunk_fake, lib=LIBRARY)
+    torch.library.register_fake(f"dta::{_name}_backward", _backward_fake, lib=LIBRARY)
     torch.library.register_autograd(f"dta::{_name}", _chunk_backward, setup_context=_save_chunk, lib=LIBRARY)

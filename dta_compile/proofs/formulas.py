@@ -16,7 +16,7 @@ import sympy
 import torch
 import z3
 
-from dta_compile.proofs.cases import Cases, Ranges, Untranslatable, Value, boolean, case, chain, exact_int, merged
+from dta_compile.proofs.cases import Cases, Ranges, Untranslatable, Value, as_integer, boolean, case, merged
 from dta_compile.proofs.mask_class import LONGEST_ROW
 from dta_compile.proofs.pairs import Pairs, sequences_of
 from dta_compile.proofs.tables import Facts, Table
@@ -317,10 +317,7 @@ class Formulas(abc.ABC):
 
     def integer(self, term: Term) -> z3.ArithRef:
         """Return the formula of a term as one integer."""
-        value = self.value(term)
-        if isinstance(value, Cases):
-            return chain([(guard, exact_int(number, term)) for number, guard in value.numbers])
-        return z3.If(value, 1, 0) if z3.is_bool(value) else value
+        return as_integer(self.value(term), term)
 
     @abc.abstractmethod
     def _applied(self, term: Apply) -> Value:

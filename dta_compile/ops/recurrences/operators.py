@@ -151,8 +151,8 @@ def _define(recurrence: Recurrence) -> None:
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         return tuple(value.new_empty(value.shape) for value in tensors[1 : count + 1])
 
-    torch.library.impl(f"dta::{name}", "CompositeExplicitAutograd", lib=LIBRARY)(call)
-    torch.library.impl(f"dta::{name}_backward", "CompositeExplicitAutograd", lib=LIBRARY)(call_backward)
+    LIBRARY.impl(name, call, "CompositeExplicitAutograd")
+    LIBRARY.impl(f"{name}_backward", call_backward, "CompositeExplicitAutograd")
     for suffix, fake in (
         ("", like_value),
         ("_chunk", like_value),
@@ -302,18 +302,7 @@ GATED_DELTA_RULE = Recurrence(
     numbers=("scale",),
     scratch=_matrix_scratch,
 )
-LINEAR_ATTENTION = Recurrence(
-    name="linear_attention",
-    operands=(*_QUERY_KEY_VALUE, _DECAY),
-    like=2,
-    state=_matrix_state,
-    kernel=linear_attention,
-    arguments=_of_attention,
-    dims=_HEADS,
-    silent=(1, 2),
-    numbers=("scale",),
-    scratch=_matrix_scratch,
-)
+LINEAR_ATTENTION = dataclasses.replace(GATED_DELTA_RULE, name="linear_attention", operands=(*_QUERY_KEY_VALUE, _DECAY))
 SELECTIVE_SCAN = Recurrence(
     name="selective_scan",
     operands=(

@@ -188,8 +188,7 @@ class _Call:
             of_x[..., channels] = of_dtx * part.dt[:, :, 0]
             of_dt[..., channels] = (of_exponent * part.A).sum(2).addcmul_(of_dtx, part.x[:, :, 0])
             of_A[:, channels] = of_exponent.mul_(part.dt).sum((0, 1))
-        grads_by_token = (self.tokens_first(tensor) for tensor in (of_x, of_dt, of_B[..., 0], of_C[..., 0]))
-        x, dt, B, C = grads_by_token
+        x, dt, B, C = (self.tokens_first(tensor) for tensor in (of_x, of_dt, of_B[..., 0], of_C[..., 0]))
         return x, dt, of_A.t(), B, C, grads[0].t()
 
     def _state_grads(self, grad: torch.Tensor, grad_kept: torch.Tensor) -> torch.Tensor:

@@ -224,8 +224,8 @@ class Attention {
     }
   }
 
-  // A unit of work is a key head; for load balance, each head's blocks are split into `parts_`. Each part sums gradients
-  // of keys and values of its own, the first one directly in the result.
+  // A unit of work is a key head; for load balance, each head's blocks are split into `parts_`. Each part has its own
+  // sums of gradients of keys and values, the first one directly in the result.
   void backward() const {
     const std::unique_ptr<T[]> owned(new T[threads_ * numbers() + (parts_ - 1) * 2 * sums_of_a_part()]);
     T *const scratch = owned.get(), *const sums = scratch + threads_ * numbers();

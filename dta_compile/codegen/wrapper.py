@@ -34,8 +34,8 @@ def needed(text: str, name: str, known: Container[str] = ()) -> tuple[str, list[
             pending += used
             seen.update(used)
         chosen.update(positions)
-    kept = ast.Module([statements[position] for position in sorted(chosen)], type_ignores=[])
-    return ast.unparse(kept), sorted(free)
+    selected = ast.Module([statements[position] for position in sorted(chosen)], type_ignores=[])
+    return ast.unparse(selected), sorted(free)
 
 
 def kernels(text: str, maker: str) -> list[str]:

@@ -230,7 +230,7 @@ class Part:
 
 
 class _Forward:
-    """Run stages in order."""
+    """A callable that runs stages in order."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class _Forward:
 
 
 class _Backward:
-    """Run the backward of stages in reverse order, adding the gradients of slots that several stages read."""
+    """A callable that runs the backward of stages in reverse order, and adds gradients of slots with several readers."""
 
     def __init__(self, chunk: ChunkGraphs) -> None:
         self.kept, self.tangents = len(chunk.head_dims), [chunk.outputs[i] for i in chunk.differentiated]

@@ -48,7 +48,7 @@ def is_random(operator: Any) -> bool:
 
 
 class DrawCapture(TorchDispatchMode):
-    """Collect the results of random operators, since tracing drops operators without uses."""
+    """Dispatch mode that collects the results of random operators, since tracing drops operators without uses."""
 
     def __init__(self) -> None:
         super().__init__()

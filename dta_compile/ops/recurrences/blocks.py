@@ -295,7 +295,7 @@ class Runs:
     def apart(self, tokens: Sequence[int]) -> Runs:
         """Return the same tokens in runs that end at every fork, at the kept states, and around some tokens.
 
-        Then no block computes a token together with one of these tokens, unless it reads it.
+        Then no block computes a token or an exit together with one of these tokens that it does not read.
 
         Args:
             tokens: ascending; each becomes a run of its own.

@@ -169,7 +169,7 @@ NONE: Masks = frozenset()
 
 
 class Silencers:
-    """Finds for values of a program the masks that make them zero: one number per token, computed from inputs.
+    """Analysis of the masks that make values of a program zero; a mask is one number per token, computed from inputs.
 
     If a mask of a value is zero at all tokens up to some token, the value is zero at these tokens. (Only leading zeros
     count, since the output of a recurrence is zero only as long as its state is.)

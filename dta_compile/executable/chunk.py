@@ -261,7 +261,7 @@ class _Forward:
 
 
 class _Backward:
-    """A callable that runs the backward of stages in reverse order, and adds gradients of slots with several readers."""
+    """A callable that runs the backward of stages in reverse order and sums the gradients of each slot."""
 
     def __init__(self, chunk: ChunkGraphs) -> None:
         self.kept, self.tangents = len(chunk.head_dims), [chunk.outputs[i] for i in chunk.differentiated]

@@ -71,57 +71,51 @@ def explain_engine(engine: Intercepted, args: Sequence[Any]) -> Explanation:
     executable = engine.executable
     mode = "transparent" if executable.training else "score"
     call = plan_call(engine.begin(args), mode, [not value.is_cache for value in executable.frontier])
-    regions = dict(executable.regions)
-    attention = _attention(executable, call.masks.classes)
-    prefix_key = tuple(map(_input, executable.trunk_keys))
-    frontier = tuple(_frontier(value, call.batch * call.tokens) for value in executable.frontier)
-    sections = {
-        "regions": [f"{name}: {count} operators" for name, count in regions.items()],
-        "attention": list(attention),
-        "other mixers": _other_mixers(executable),
-        "prefix key": list(prefix_key),
-        "head inputs": [*map(_input, executable.head_inputs)],
-        "frontier": list(frontier),
-        "activations": [f"{executable.joint.saved_bytes_per_token:,.0f} bytes per kept token"]
-        if executable.training
-        else [],
-        "batches of other sizes, each with a tree of its own": [
-            line
-            for rest in executable.further
-            for line in _attention(rest, [layer.mask or MaskClass() for layer in rest.attention])
-        ],
-    }
-    if FOUND in executable.seconds:
-        sections["passes"] = [_found(executable)]
+    further = [line for rest in executable.further for line in _attention(rest, _masks(rest))]
+    sections = _sections(executable, call.masks.classes, further, call.batch * call.tokens)
     text = f"{_listed(sections)}\n{call.plan}"
     plan = dataclasses.replace(call.plan, sequences=_token_ids(call))
-    return Explanation(text, None, plan, regions, attention, prefix_key, frontier)
+    attention, prefix_key, frontier = (tuple(sections[title]) for title in ("attention", "prefix key", "frontier"))
+    return Explanation(text, None, plan, dict(executable.regions), attention, prefix_key, frontier)
 
 
 def capture_report(executable: Executable) -> str:
     """Report the results of the passes on a captured graph before any call: regions, mixers, prefix key, frontier."""
-    masks = [layer.mask or MaskClass() for layer in executable.attention]
-    sections = {
+    return _listed(_sections(executable, _masks(executable)))
+
+
+def _sections(
+    executable: Executable,
+    masks: Sequence[MaskClass | MaskProgram],
+    further: Sequence[str] = (),
+    positions: int | None = None,
+) -> dict[str, Sequence[str]]:
+    """Return the lines of a report by title, in order.
+
+    Args:
+        masks: mask of each attention layer.
+        further: lines for batches of other sizes.
+        positions: number of positions `B * S` of a call, if there is one.
+    """
+    saved = f"{executable.joint.saved_bytes_per_token:,.0f} bytes per kept token"
+    return {
         "regions": [f"{name}: {count} operators" for name, count in executable.regions.items()],
-        "attention": list(_attention(executable, masks)),
+        "attention": _attention(executable, masks),
         "other mixers": _other_mixers(executable),
         "prefix key": [*map(_input, executable.trunk_keys)],
         "head inputs": [*map(_input, executable.head_inputs)],
-        "frontier": [_frontier(value) for value in executable.frontier],
-        "activations": [f"{executable.joint.saved_bytes_per_token:,.0f} bytes per kept token"]
-        if executable.training
-        else [],
+        "frontier": [_frontier(value, positions) for value in executable.frontier],
+        "activations": [saved] if executable.training else [],
+        "batches of other sizes, each with a tree of its own": further,
+        "passes": [_cached_passes(executable)] if FOUND in executable.seconds else [],
     }
-    if FOUND in executable.seconds:
-        sections["passes"] = [_found(executable)]
-    return _listed(sections)
 
 
-def _activations(executable: Executable) -> list[str]:
-    return [f"{executable.joint.saved_bytes_per_token:,.0f} bytes per kept token"] if executable.training else []
+def _masks(executable: Executable) -> list[MaskClass | MaskProgram]:
+    return [layer.mask or MaskClass() for layer in executable.attention]
 
 
-def _found(executable: Executable) -> str:
+def _cached_passes(executable: Executable) -> str:
     """Compare the seconds to read a cached program with those that its passes took in the process that ran them."""
     seconds = sum(time for name, time in executable.seconds.items() if name != FOUND)
     return f"{FOUND}, {executable.seconds[FOUND]:.2f} s in the place of {seconds:.2f} s"

@@ -83,7 +83,9 @@ def with_our_attention(module: fx.GraphModule) -> fx.GraphModule:
     Raises:
         RefusalError: a call is not causal self-attention, or returns more than its output.
     """
-    inner = {name: with_our_attention(part) for name, part in module.named_children() if _is_graph(part)}
+    inner = {
+        name: with_our_attention(part) for name, part in module.named_children() if isinstance(part, fx.GraphModule)
+    }
     calls = [node for node in module.graph.nodes if node.op == "call_function" and node.target in IN_GRAPH]
     if not calls and all(part is getattr(module, name) for name, part in inner.items()):
         return module
@@ -97,10 +99,6 @@ def with_our_attention(module: fx.GraphModule) -> fx.GraphModule:
             node.target = attention_tokens_first
     result.recompile()
     return result
-
-
-def _is_graph(part: torch.nn.Module) -> bool:
-    return isinstance(part, fx.GraphModule)
 
 
 def _our_arguments(node: fx.Node) -> tuple[Any, ...]:

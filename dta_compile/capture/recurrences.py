@@ -214,10 +214,6 @@ def _selective_scan(args: Arguments) -> Any:
     return out, FINAL_STATE(value, [value.shape[0], value.shape[1], entry.shape[2]])
 
 
-def _chunk_scan_like_input(args: Arguments) -> Any:
-    return _chunk_scan(args, None)
-
-
 class Definition(NamedTuple):
     """What `compute` makes of a function's arguments, and the arguments that it understands.
 
@@ -255,7 +251,9 @@ DEFINITIONS: dict[str, Definition] = {
     "chunk_simple_gla": _definition(_gated_linear_attention, *_QKV),
     "fused_recurrent_gated_delta_rule": _DELTA_RULE,
     "mamba2_chunk_scan": _definition(_chunk_scan, *_CHUNK_SCAN, "seq_idx", "return_final_states"),
-    "mamba_chunk_scan_combined": _definition(_chunk_scan_like_input, *_CHUNK_SCAN, "seq_idx", "return_final_states"),
+    "mamba_chunk_scan_combined": _definition(
+        functools.partial(_chunk_scan, dtype=None), *_CHUNK_SCAN, "seq_idx", "return_final_states"
+    ),
     "mamba_selective_scan": _definition(_selective_scan, *_SELECTIVE_SCAN, "return_last_state"),
     "selective_scan_fn": _definition(_selective_scan, *_SELECTIVE_SCAN, "return_last_state"),
     "torch_chunk_gated_delta_rule": _DELTA_RULE,

@@ -38,7 +38,7 @@ NO_ATTENTION = (
 
 
 class Kind(enum.Enum):
-    """How a captured graph runs."""
+    """Ways to run a captured graph."""
 
     TREE = "runs over a prefix tree, if the passes can prove it equivalent"
     PLAIN = "runs as captured"
@@ -47,7 +47,7 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A captured graph with the facts that the capture alone gives.
+    """Captured graph with the facts that are known before any pass.
 
     Attributes:
         module: Dynamo's graph; with symbolic batch and token sizes if it runs over the tree.

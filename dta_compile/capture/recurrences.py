@@ -215,7 +215,7 @@ def _selective_scan(args: Arguments) -> Any:
 
 
 class Definition(NamedTuple):
-    """What `compute` makes of a function's arguments, and the arguments that it understands.
+    """Definition of a function in terms of our operators, with the names of the arguments that it understands.
 
     A call that sets another argument to anything but its default keeps the function's own code.
     """

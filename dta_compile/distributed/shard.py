@@ -24,7 +24,7 @@ PER_SEQUENCE_HINT = "a packed row has no value of its own: give every token the 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The batch that a rank trains after `scatter`.
+    """Batch that a rank trains after `scatter`.
 
     Attributes:
         batch: the fields of this rank's rows: `[B', ...]`, or `[B', S', ...]` padded on the right, with rows in

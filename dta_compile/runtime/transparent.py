@@ -126,12 +126,10 @@ class TreeRun:
         with no_autocast():
             return _or_keeping_nothing(call, run)[1]
 
-    def _again(
-        self, call: PlannedCall, received: Mapping[Chunk, Sequence[torch.Tensor]]
-    ) -> tuple[Executor, Sequence[Op]]:
+    def _again(self, call: PlannedCall, reads: Mapping[Chunk, Sequence[torch.Tensor]]) -> tuple[Executor, Sequence[Op]]:
         """Return an executor and the ops of the backward half, for a backward without kept graphs."""
         if not call.by_stages:
-            executor, _, left = forward_half(call, self.number, received)
+            executor, _, left = forward_half(call, self.number, reads)
             return executor, left
         return call.executor(self.part), call.plan.schedule.of_part(self.number).halves[1]
 

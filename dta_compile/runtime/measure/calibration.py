@@ -1,6 +1,6 @@
 """Calibrate the cost model: fit its rates to the times of past runs, stored in one file per device and model.
 
-A fit solves `seconds = rates . work` for samples of one kind of run ("forward", "backward"). It is robust by these means:
+A fit solves `seconds = rates . work` for samples of one kind of run ("forward", "backward"). Robustness:
 
 * Samples are spread over sizes and calls: for every size of run (by half powers of two) each of the latest `CALLS`
   calls contributes one sample, its median run. So neither a thousand equal runs nor one disturbed call dominate.

@@ -112,7 +112,7 @@ class OnDemand(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = pytree.tree_map_only(cls, lambda one: one.cache.value(one.number), (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(cls, lambda tensor: tensor.cache.value(tensor.number), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

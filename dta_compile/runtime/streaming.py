@@ -232,7 +232,6 @@ def _under_current_autocast(function: Callable[..., torch.Tensor]) -> Callable[.
 
 
 def _buffers(call: PlannedCall, executor: Executor) -> ScheduleBuffers:
-    """Allocate buffers for the rows of the current path."""
     frontier, heads, device = call.executable.frontier, len(executor.head_rows), executor.path.device
     differentiated = executor.joint.differentiated
     gradients = [
@@ -307,7 +306,7 @@ class _Rows:
     def _outputs(self, row: int, leaves: Sequence[torch.Tensor]) -> Sequence[Any]:
         """Run the row epilogue: the graph's outputs for one row."""
         batch = self.call.batch
-        inputs, dense = ([_cut(value, dim, row, batch) for value, dim in each] for each in (self.inputs, self.dense))
+        inputs, dense = ([_cut(value, dim, row, batch) for value, dim in pairs] for pairs in (self.inputs, self.dense))
         # Same memory, but not autograd leaves: loss_fn may write to its outputs in place.
         frontier = [aten._unsafe_view(leaf, leaf.shape) for leaf in leaves]
         outputs: Sequence[Any] = self.epilogue(batch, *inputs, *frontier, *dense)

@@ -258,7 +258,7 @@ def _unchanged(ctx: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _or_keeping_nothing(call: PlannedCall, run: Callable[[PlannedCall], Result]) -> tuple[PlannedCall, Result]:
-    """`run` a call; if it runs out of memory, run it again with a plan that keeps no graphs."""
+    """Run a call; if it runs out of memory, run it again with a plan that keeps no graphs."""
     try:
         return call, run(call)
     except torch.OutOfMemoryError:

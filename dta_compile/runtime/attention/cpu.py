@@ -271,7 +271,6 @@ def _span(prefix: torch.Tensor, own: torch.Tensor, span: tuple[int, int], start:
 
 
 def _cut(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Return `tensor[:, :, first:last]`."""
     return tensor if last - first == tensor.shape[2] else tensor[:, :, first:last]
 
 

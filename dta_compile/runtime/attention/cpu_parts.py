@@ -103,23 +103,23 @@ def _blocks(segments: Sequence[Segment]) -> Iterator[tuple[int, int, bool]]:
         yield first, last, last == part.last
 
 
-def _outside(found: Sequence[Rectangle], blocks: Sequence[tuple[int, int, bool]]) -> list[Rectangle]:
+def _outside(rectangles: Sequence[Rectangle], blocks: Sequence[tuple[int, int, bool]]) -> list[Rectangle]:
     """Return the rectangles that no block covers, sorted by first key, then by queries."""
     joined = [(first, last) for first, last, is_slice in blocks if not is_slice]
     outside = []
-    for rectangle in found:
+    for rectangle in rectangles:
         index = bisect_right(joined, rectangle.key_first, key=lambda block: block[0]) - 1
         if index < 0 or rectangle.query_last > joined[index][1]:
             outside.append(rectangle)
     return sorted(outside, key=lambda r: (r.key_first, r.query_first))
 
 
-def _joined(found: Sequence[Rectangle]) -> Iterator[tuple[Rectangle, bool]]:
+def _joined(rectangles: Sequence[Rectangle]) -> Iterator[tuple[Rectangle, bool]]:
     """Join neighbours of one parent if cheaper than another call; yield them, and whether all read the same keys."""
-    if not found:
+    if not rectangles:
         return
-    joined, same = found[0], True
-    for new in found[1:]:
+    joined, same = rectangles[0], True
+    for new in rectangles[1:]:
         key_last = max(joined.key_last, new.key_last)
         rows, more = joined.query_last - joined.query_first, new.query_last - new.query_first
         waste = rows * (key_last - joined.key_last) + more * (key_last - new.key_last)

@@ -30,7 +30,7 @@ class Operands(NamedTuple):
     prefix_value: torch.Tensor
     chunk: ChunkShape
     table: Callable[[], ChunkTable]
-    scale: float  # positive, as kernels need it: see `passes.lowering.attention_capture`
+    scale: float  # positive, as kernels need it: see `passes.lowering.decompositions`
     limit: Limit | None  # a sliding window or chunks of the sequence; None: a token reads all above it
     softcap: float = 0.0  # 0: none; else scaled scores `s` become `softcap * tanh(s / softcap)`
 

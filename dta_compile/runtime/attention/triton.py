@@ -119,7 +119,6 @@ def _strides(x: Operands, out: torch.Tensor) -> tuple[int, ...]:
 
 
 def _constants(x: Operands, blocks: Blocks) -> dict[str, Any]:
-    """Return the last arguments of the kernels."""
     return {
         "tokens": x.query.shape[2],
         "scale": x.scale,

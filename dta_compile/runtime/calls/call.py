@@ -89,7 +89,7 @@ class Call:
         return self.context.executable
 
     def parameters(self, part: Part) -> list[torch.Tensor]:
-        """Return the region parameters that a part reads, in the order of its inputs, which they come first in."""
+        """Return the region parameters that a part reads: the first of its inputs."""
         specs = self.executable.region_parameters
         return [self.args[specs[i].index] for i in part.inputs if i < len(specs)]
 

@@ -357,7 +357,7 @@ class Executor:
         """Run or replay a graph, timed. A backward graph takes its arguments as one list and empties it."""
         self.path.chunk = batch_chunk.shape
         work = batch_chunk.work if active is None else batch_chunk.work._replace(heads=active.count)
-        run = graph if kind == "backward" else lambda given: graph(*given)
+        run = graph if kind == "backward" else lambda inputs: graph(*inputs)
         with self.stopwatch.measure(kind, work, op), running(self.codes):
             if self.lease and batch_chunk.replayable:
                 return self.lease.run(graph, run, arguments)

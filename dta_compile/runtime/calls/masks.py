@@ -62,10 +62,10 @@ def _goes_by_others(layer: MixerLayer) -> bool:
     return isinstance(layer, RecurrentLayer) and layer.mask is None
 
 
-def _limit(one: MaskClass) -> Limit | None:
-    if one.chunk is not None:
-        return Limit(one.chunk, by_chunks=True)
-    return None if one.window is None else Limit(one.window)
+def _limit(mask_class: MaskClass) -> Limit | None:
+    if mask_class.chunk is not None:
+        return Limit(mask_class.chunk, by_chunks=True)
+    return None if mask_class.window is None else Limit(mask_class.window)
 
 
 def read_masks(
@@ -283,9 +283,9 @@ class _Reader:
                 )
         return dataclasses.replace(rows, begins=first)
 
-    def _begins_of(self, one: MaskClass, rows: _Sequences) -> torch.Tensor:
+    def _begins_of(self, mask_class: MaskClass, rows: _Sequences) -> torch.Tensor:
         """Return `[P]` real tokens that begin a sequence by one mask class; raise if a sequence is interrupted."""
-        values = [rows.at(self.value(term)) for term in one.segments]
+        values = [rows.at(self.value(term)) for term in mask_class.segments]
         begins = rows.begins
         for numbers in values:
             begins = begins | torch.cat([rows.begins[:1], numbers[1:] != numbers[:-1]])
@@ -298,29 +298,29 @@ class _Reader:
             row, column = rows.where(int(begins.nonzero()[is_split.nonzero()[-1, 0], 0]))
             raise RuntimeContractError(
                 "a sequence of a packed row is in several pieces, with another one in between",
-                where=self._inputs(one.segments[0]),
-                expected=f"the tokens of one {shown(one.segments[0])} next to each other",
+                where=self._inputs(mask_class.segments[0]),
+                expected=f"the tokens of one {shown(mask_class.segments[0])} next to each other",
                 got=f"row {row}, where one goes on at token {column}",
                 hint="put all tokens of a sequence together",
             )
         return begins
 
-    def check_sequences(self, one: MaskClass, sequences: _Sequences) -> None:
+    def check_sequences(self, mask_class: MaskClass, sequences: _Sequences) -> None:
         """Raise unless positions count the tokens of each sequence as the proof assumes."""
-        for term in one.positions:
+        for term in mask_class.positions:
             self._require_consecutive(term, sequences)
-        if one.chunk is not None and one.counted is not None:
-            self._require_aligned(one.counted, one.chunk, sequences)
+        if mask_class.chunk is not None and mask_class.counted is not None:
+            self._require_aligned(mask_class.counted, mask_class.chunk, sequences)
 
-    def check(self, one: MaskClass) -> None:
+    def check(self, mask_class: MaskClass) -> None:
         """Raise unless values are binary, a bias or bounded, as the proof assumes."""
-        for term in one.binary:
+        for term in mask_class.binary:
             values = self.value(term)
             self._require(term, (values == 0) | (values == 1), "zero or one")
-        for term in one.bias:
+        for term in mask_class.bias:
             values = self.value(term)
             self._require(term, (values == 0) | (values <= FORBIDDEN), f"zero, or at most {FORBIDDEN:g}")
-        for term in one.bounded:
+        for term in mask_class.bounded:
             self._require_bounded(term)
 
     def _require_bounded(self, term: Term) -> None:

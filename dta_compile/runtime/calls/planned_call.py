@@ -200,7 +200,7 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     gathered, in_flight = bytes_of_running()
     plan.estimates.gathered_bytes = gathered
     plan.estimates.peak_bytes = gathered + max(_peak_bytes(call, rows, plan, limits, wanted), in_flight)
-    needed = [one if is_wanted else None for one, is_wanted in zip(read.used, wanted, strict=True)]
+    needed = [mask if is_wanted else None for mask, is_wanted in zip(read.used, wanted, strict=True)]
     layout = BatchLayout.of(
         executable.frontier, rows, needed, call.window, call.device, by_sequence=mode == "streaming"
     )
@@ -227,7 +227,7 @@ def _require_restarts(executable: Executable) -> None:
 
 def _read(call: Call, wanted: Sequence[bool]) -> _Read:
     executable, masks = call.executable, call.read_masks()
-    used = [one if is_wanted else np.zeros_like(one) for one, is_wanted in zip(call.used(), wanted, strict=True)]
+    used = [mask if is_wanted else np.zeros_like(mask) for mask, is_wanted in zip(call.used(), wanted, strict=True)]
     reads = np.logical_or.reduce(used)
     for items, tokens_read in ((executable.trunk_inputs, masks.valid), (executable.head_inputs, reads)):
         for item in items:
@@ -379,7 +379,6 @@ def _runs(plan: Plan) -> list[int]:
 
 
 def _graphs(plan: Plan) -> set[str]:
-    """Return the names of the graphs that a schedule runs."""
     names: set[str] = set()
     for op in (op for _, schedule in plan.schedule.kinds for op in schedule.ops):
         match op:

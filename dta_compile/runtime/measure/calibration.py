@@ -295,8 +295,8 @@ def times_as_fast(before: Calibration, after: Calibration) -> float | None:
                 continue
             amount = sum(sample.runs * prior.seconds(sample.work) for sample in samples)
             old, new = (
-                total + amount * statistics.median(one.seconds / prior.seconds(one.work) for one in found)
-                for total, found in ((old, others), (new, samples))
+                total + amount * statistics.median(sample.seconds / prior.seconds(sample.work) for sample in chosen)
+                for total, chosen in ((old, others), (new, samples))
             )
     return old / new if new else None
 

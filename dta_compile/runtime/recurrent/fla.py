@@ -198,7 +198,7 @@ class Pieces:
         of_kept = np.searchsorted(ends, kept)
         self.kept = list(zip(level[of_kept].tolist(), places[of_kept].tolist(), strict=True))
         self._lengths, self._entries = (ends - starts)[order], places[above[order]]
-        self._order = np.concatenate([np.arange(starts[one], ends[one]) for one in order])
+        self._order = np.concatenate([np.arange(starts[piece], ends[piece]) for piece in order])
         self._tables: dict[torch.device, tuple[list[Level], torch.Tensor | None]] = {}
 
     @classmethod

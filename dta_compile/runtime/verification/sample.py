@@ -95,9 +95,9 @@ def _resized(
         if size != wanted:
             symbol = _free_symbol(expr)
             assert symbol is not None
-            for one, value in values.items():
-                if one == symbol or (value == values[symbol] and one not in fixed):
-                    new[one] -= size - wanted
+            for other, value in values.items():
+                if other == symbol or (value == values[symbol] and other not in fixed):
+                    new[other] -= size - wanted
             if _evaluate(expr, new) != wanted:
                 return None
     return new
@@ -115,7 +115,6 @@ def _is_allowed(call: PlannedCall, values: Sizes) -> bool:
 
 
 def _cut(call: PlannedCall, old: Sizes, new: Sizes, rows: int, columns: int) -> list[Any]:
-    """Cut the inputs to the new sizes."""
     chosen, where = _rows_and_columns(call, rows, columns)
     changed = {symbol for symbol, value in new.items() if value != old[symbol]}
     return [
@@ -178,7 +177,7 @@ def _rows_and_columns(call: PlannedCall, rows: int, columns: int) -> tuple[list[
     chosen = list(dict.fromkeys([*near, *range(call.batch)]))[:rows]
     packed = tokens.segments is not None
     pair = tree.order[max(0, position - 1) : position + 1] if packed else tree.order[position : position + 1]
-    pieces = [_around_fork(call, int(one), int(tree.common[position]), columns // len(pair)) for one in pair]
+    pieces = [_around_fork(call, int(sequence), int(tree.common[position]), columns // len(pair)) for sequence in pair]
     wanted = np.unique(np.concatenate(pieces))
     others = np.setdiff1d(np.arange(call.tokens), wanted)
     return chosen if rows < call.batch else list(range(rows)), np.sort(np.append(wanted, others)[:columns])

@@ -47,7 +47,7 @@ class FlashCPU:
         """See `Provider.forward`."""
         if (library := _library(x)) is not None:
             return kernel.forward(library, x.query, _states(x), _keys(x), x.scale)
-        x, dtype = _with_dense_rows(x), statistics_dtype(x.query.dtype)
+        x, dtype = x.with_dense_rows(), statistics_dtype(x.query.dtype)
         first, *others = parts = _parts(x, x.query)
         _, heads, tokens, _ = x.query.shape
         if (first.first, first.last) == (0, tokens):
@@ -73,7 +73,7 @@ class FlashCPU:
         if (library := _library(x)) is not None:
             of_prefix = prefix_key_grad, prefix_value_grad
             return kernel.backward(library, grad, out, logsumexp, x.query, _states(x), _keys(x), x.scale, of_prefix)
-        x, dtype, start = _with_dense_rows(x), statistics_dtype(x.query.dtype), x.chunk.start
+        x, dtype, start = x.with_dense_rows(), statistics_dtype(x.query.dtype), x.chunk.start
         first, *others = parts = _parts(x, x.query, grad, out)
         tokens = x.query.shape[2]
         if (first.first, first.last, first.spans) == (0, tokens, ((start, start + tokens),)):
@@ -95,13 +95,6 @@ class FlashCPU:
             _add(key_part, part, start, prefix_key_grad, grad_key)
             _add(value_part, part, start, prefix_value_grad, grad_value)
         return grad_query.to(x.query.dtype), grad_key, grad_value
-
-
-def _with_dense_rows(x: Operands) -> Operands:
-    """Make the last dimension contiguous, as the kernels assume."""
-    if x.query.stride(-1) == x.key.stride(-1) == x.value.stride(-1) == 1:
-        return x
-    return x._replace(query=x.query.contiguous(), key=x.key.contiguous(), value=x.value.contiguous())
 
 
 def _library(x: Operands) -> ctypes.CDLL | None:

@@ -34,6 +34,13 @@ class Operands(NamedTuple):
     limit: Limit | None  # a sliding window or chunks of the sequence; None: a token reads all above it
     softcap: float = 0.0  # 0: none; else scaled scores `s` become `softcap * tanh(s / softcap)`
 
+    def with_dense_rows(self) -> Operands:
+        """Make the features of query, key and value contiguous, as kernels assume."""
+        query, key, value = (
+            tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (self.query, self.key, self.value)
+        )
+        return self._replace(query=query, key=key, value=value)
+
 
 class Provider(Protocol):
     """Implementation of chunk attention.

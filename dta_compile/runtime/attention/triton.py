@@ -51,7 +51,7 @@ class TritonAttention:
         """See `Provider.forward`."""
         from dta_compile.runtime.attention.triton_kernels import forward_kernel
 
-        x = _with_dense_rows(x)
+        x = x.with_dense_rows()
         _, heads, tokens, _ = x.query.shape
         width = x.value.shape[-1]
         blocks = _forward_blocks(x)
@@ -79,7 +79,7 @@ class TritonAttention:
         """See `Provider.backward`."""
         from dta_compile.runtime.attention.triton_kernels import own_keys_kernel, queries_kernel, stack_keys_kernel
 
-        x = _with_dense_rows(x)
+        x = x.with_dense_rows()
         grad, out = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (grad, out))
         logsumexp = logsumexp.contiguous()
         _, heads, tokens, _ = x.query.shape
@@ -184,11 +184,3 @@ def _splits(x: Operands, blocks: Blocks) -> int:
     """Return the number of programs among which the stack is divided."""
     programs = x.query.shape[1] * _blocks_of(x.query.shape[2], blocks.queries)
     return max(1, min(PROGRAMS // programs, x.prefix_key.shape[2] // LEAST_KEYS))
-
-
-def _with_dense_rows(x: Operands) -> Operands:
-    """Make features contiguous, as the kernels assume."""
-    query, key, value = (
-        tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (x.query, x.key, x.value)
-    )
-    return x._replace(query=query, key=key, value=value)

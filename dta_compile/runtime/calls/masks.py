@@ -196,7 +196,10 @@ class _Reader:
             return MaskClass()
         for size in mask.sizes.values():
             if (number := self.number(size)) > LONGEST_ROW:
-                raise _too_large(number)
+                expected = f"at most {LONGEST_ROW} rows, and as many tokens in each"
+                raise RuntimeContractError(
+                    "the batch is too large for the proof of its mask", expected=expected, got=f"{number}"
+                )
         if mask.constant is not None:
             return mask.constant
         tables = {leaf: table for leaf in mask.tables if (table := self._table(leaf)) is not None}
@@ -381,11 +384,6 @@ class _Reader:
 
 def _padding(term: Term | None) -> str:
     return "no padding" if term is None else f"real tokens where {shown(term)}"
-
-
-def _too_large(size: float) -> RuntimeContractError:
-    expected = f"at most {LONGEST_ROW} rows, and as many tokens in each"
-    return RuntimeContractError("the batch is too large for the proof of its mask", expected=expected, got=f"{size}")
 
 
 def _segments(one: MaskClass) -> str:

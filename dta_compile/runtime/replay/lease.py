@@ -252,8 +252,7 @@ class Recorded:
     @property
     def bytes(self) -> int:
         """Bytes of its input and output buffers, without the shared memory pool."""
-        held = [*(tensor for tensor in self.inputs if tensor is not None), *self.outputs]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return sum(tensor.nbytes for tensor in (*self.inputs, *self.outputs) if tensor is not None)
 
 
 class GraphTable:

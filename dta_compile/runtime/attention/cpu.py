@@ -204,10 +204,7 @@ def _plain_backward(
     for first, last in _pieces(query, key):
         own, of_own, result = (tensor[:, :, first:last].to(dtype) for tensor in (query, grad, out))
         scores, slope, read = _scores(own, key, x, part, first)
-        weights = weights_of(scores, logsumexp[:, :, first:last])
-        of_scores = weights * (of_own @ value.mT - (of_own * result).sum(-1, keepdim=True)) * slope
-        of_scores = of_scores.masked_fill_(~read, 0)
-        grads = grads_of_read(of_scores, weights, own, key, of_own, read)
+        grads = grads_of_read(of_own, result, own, key, value, scores, logsumexp[:, :, first:last], slope, read)
         of_query[:, :, first:last] = grads[0]
         of_key += grads[1]
         of_value += grads[2]

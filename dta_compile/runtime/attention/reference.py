@@ -38,10 +38,7 @@ class Reference:
         grad, out, query = (tensor.to(value.dtype) for tensor in (grad, out, x.query))
         prefix, groups, read = x.prefix_key.shape[2], self._groups(x), self._allowed(x)
         key = self._wide(x, x.prefix_key, x.key)
-        weights = weights_of(scores, logsumexp)
-        grad_scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * slope
-        grad_scores = grad_scores.masked_fill_(~read, 0)
-        grad_query, grad_key, grad_value = grads_of_read(grad_scores, weights, query, key, grad, read)
+        grad_query, grad_key, grad_value = grads_of_read(grad, out, query, key, value, scores, logsumexp, slope, read)
         grad_key, grad_value = sum_groups(grad_key, groups), sum_groups(grad_value, groups)
         prefix_key_grad += grad_key[:, :, :prefix]
         prefix_value_grad += grad_value[:, :, :prefix]
@@ -82,14 +79,20 @@ def weights_of(scores: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tensor:
 
 
 def grads_of_read(
-    grad_scores: torch.Tensor,
-    weights: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
-    grad: torch.Tensor,
+    value: torch.Tensor,
+    scores: torch.Tensor,
+    logsumexp: torch.Tensor,
+    slope: torch.Tensor | float,
     read: torch.Tensor,
 ) -> Tensors:
-    """Return gradients of queries, keys and values from `[..., q, k]` weights and score gradients, 0 where not read."""
+    """Return gradients of queries, keys and values over the pairs `read [q, k]`; `scores [..., q, k]` are masked."""
+    weights = weights_of(scores, logsumexp)
+    grad_scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * slope
+    grad_scores = grad_scores.masked_fill_(~read, 0)
     return (
         product_of_read(grad_scores, key, read),
         product_of_read(grad_scores.mT, query, read.mT),

@@ -24,7 +24,7 @@ N ?= 200
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo rl test test-all test-slow test-verl fuzz fuzz-data lint format bench bench-all d3 docs clean
+.PHONY: help setup demo rl test test-all test-slow test-verl fuzz fuzz-data fuzz-relations lint format bench bench-all d3 docs clean
 
 help:
 	@echo "make demo       install what it needs, then train a small model with eager and with dta side by side"
@@ -37,6 +37,7 @@ help:
 	@echo "make bench-all  set up, then every baseline, with plots; BENCH=\"--suite full\" takes hours"
 	@echo "make fuzz       set up, then 200 drawn programs against eager on all cores; more and others by N=2000 SEED=7"
 	@echo "make fuzz-data  set up, then 200 damaged files and options for the command line; N and SEED as above"
+	@echo "make fuzz-relations  set up, then 200 drawn programs and all models of transformers under metamorphic relations"
 	@echo "make docs       set up, then the documentation as pages in build/docs"
 	@echo "make lint       set up, then ruff and mypy only"
 	@echo "make format     set up, then let ruff rewrite the code"
@@ -88,6 +89,10 @@ $(VENV_VERL)/.installed: pyproject.toml
 
 fuzz: setup
 	$(BIN)/python -m tests.fuzz -n $(N) --seed $(SEED)
+
+fuzz-relations: setup
+	$(BIN)/python -m tests.fuzz -n $(N) --seed $(SEED) --relations
+	$(BIN)/python -m tests.fuzz.families --seed $(SEED)
 
 fuzz-data: setup
 	$(BIN)/python -m tests.fuzz.data -n $(N) --seed $(SEED)

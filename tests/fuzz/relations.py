@@ -72,7 +72,7 @@ def gradients(function: Any, model: torch.nn.Module, calls: tuple[Weighted, ...]
 
 def relations(base: Weighted, seed: int) -> Iterator[Relation]:
     """The relations that the shapes of a call allow."""
-    chance, (rows, tokens) = random.Random(seed), _sizes(base.call)
+    chance, (rows, _) = random.Random(seed), _sizes(base.call)
     order = chance.sample(range(rows), rows)
     twice = chance.sample([*range(rows), *range(rows)], 2 * rows)
     cut = chance.randint(1, max(rows - 1, 1))
@@ -85,7 +85,6 @@ def relations(base: Weighted, seed: int) -> Iterator[Relation]:
     yield Relation("more padding in front", (_padded(base, chance.randint(1, 3), right=False),))
     if rows % 2 == 0 and "segments" in base.call:
         yield Relation("two rows packed into one", (_packed(base),))
-    del tokens
 
 
 def changes(seed: int) -> list[Change]:

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from dta_compile.errors import RefusalError
-from tests.fuzz import oracle
+from tests.fuzz import metamorphic, oracle
 from tests.fuzz.__main__ import drawn
 from tests.fuzz.grammar import PLAIN
 from tests.fuzz.minimise import minimised
 from tests.fuzz.program import load, verdict
+from tests.fuzz.relations import Weighted, gradients, relations, weigh
 
 PROGRAMS = 4
 
@@ -22,6 +23,33 @@ def test_drawn_programs_equal_eager_or_are_refused_by_name(number):
     if kind in ("wrong", "crashed"):
         print(minimised(program, kind, attempts=30).source())
     assert kind not in ("wrong", "crashed"), detail
+
+
+@pytest.mark.parametrize("number", [3, pytest.param(2, marks=pytest.mark.slow)])
+def test_drawn_programs_obey_the_relations_that_eager_obeys(number):
+    """Rows permuted, doubled, split over calls; other options; models that change between calls."""
+    kind, detail = metamorphic.verdict(drawn(number))
+    assert kind == "equal" and "rows permuted" in detail, detail
+
+
+def test_a_relation_that_does_not_hold_is_told():
+    """Of a backend whose gradients are those of the first call's rows, whatever comes later."""
+    call = {"ids": torch.arange(12).view(3, 4) % 13}
+    model = torch.nn.Embedding(13, 2)
+
+    def first(ids):
+        first.ids = getattr(first, "ids", ids)
+        return model(first.ids)
+
+    base = Weighted(call, weigh((model(call["ids"]),), (None,)))
+    expected = gradients(lambda ids: model(ids), model, (base,))
+    assert all(torch.equal(gradients(first, model, (base,))[name], expected[name]) for name in expected)
+    for relation in relations(base, seed=1):
+        eager = gradients(lambda ids: model(ids), model, relation.calls)
+        assert oracle.difference(eager, expected) < 1e-6, relation.name
+        wrong = relation.name.startswith("rows p") or "calls" in relation.name
+        if wrong and relation.calls[0].call["ids"].shape == (3, 4):
+            assert oracle.difference(gradients(first, model, relation.calls), expected) > 1e-3, relation.name
 
 
 class Saturated(torch.nn.Module):

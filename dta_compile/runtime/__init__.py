@@ -1,1 +1,1 @@
-"""Execution of planned schedules: the path stack, attention, the executor, and the autograd function around them."""
+"""Run executables: the engine, its modes, and the execution of planned schedules over the path stack."""

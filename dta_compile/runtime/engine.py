@@ -1,4 +1,8 @@
-"""The engine: a compiled call at run time."""
+"""Run an `Executable` on the inputs of real calls.
+
+Dynamo's compiled code calls an `Engine` in place of the captured graph. The engine runs the prologue, plans the call
+(`calls/`), checks the program at its first call (`verification/`), and runs the schedule and the epilogue.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +39,14 @@ from dta_compile.runtime.verification.self_check import self_check, verified
 logger = logging.getLogger("dta_compile")
 
 
-TRACED_PLANS = 8  # of each program; a run has thousands
+TRACED_PLANS = 8  # per program; a training run has thousands of plans
 
 
 class Engine:
-    """Runs the passes' result on real inputs, any number of times; holds of a call only its plan and timings, and what
-    replays are for: see `replay`."""
+    """Callable that runs an executable on real inputs, any number of times.
+
+    Between calls it holds the last plan, timings that are still to be read, and the arenas of `replay/`.
+    """
 
     def __init__(
         self,
@@ -50,44 +56,44 @@ class Engine:
         compile_seconds: float = 0.0,
         ranks: Ranks | None = None,
     ) -> None:
-        """`captured`: the graph that the executable was made of, to compare calls with and to run densely."""
+        """`captured`: Dynamo's graph that the executable was compiled from, for the self-check and dense runs."""
         self.executable, self.captured = executable, captured
         self.options, self.compile_seconds = options, compile_seconds
         self.ranks = ranks or Ranks()
         self.sizes = Sizes(executable.symbols)
         self.last_plan: Plan | None = None
         self.checked = False
-        self.is_reported = True  # in logs and traces
-        self.traced = 0  # plans that are in structured traces
+        self.is_reported = True  # whether plans go to logs and traces
+        self.traced = 0  # number of plans in structured traces
         self.verdict: str | None = None  # of the self-check
-        self.timed: list[tuple[Plan, Stopwatch, torch.device]] = []  # of calls whose times have not been read
+        self.timed: list[tuple[Plan, Stopwatch, torch.device]] = []  # calls whose times have not been read
         self.replays = ReplayCache() if options.cuda_graphs and not self.ranks.several else None
-        self._calibrations: dict[bool, Calibration] = {}  # with generated code, and without
-        self._checked_swaps = 0  # of ATen for generated code, that the self-check has seen
-        # Of further batches; what is checked is the whole call.
+        self._calibrations: dict[bool, Calibration] = {}  # by whether generated code runs
+        self._checked_swaps = 0  # swaps of ATen for generated code that the self-check has covered
+        # Runs the model on further batches, in place of the epilogue. The self-check here covers the whole call.
         self.rest: Engine | None = None
         if executable.rest is not None:
             self.rest = Engine(executable.rest, captured, dataclasses.replace(options, verify="off"), ranks=ranks)
 
     def calibration(self, device: torch.device, generated: bool = False) -> Calibration:
-        """What runs of this model have taken so far, with generated code or without."""
+        """Return the calibration of this model on a device, for runs with generated code or without it."""
         if generated not in self._calibrations:
-            chosen = "" if self.options.attention == "auto" else self.options.attention
+            provider = "" if self.options.attention == "auto" else self.options.attention
             prior = self.calibration(device).cost_model() if generated else None
-            loaded = Calibration.load(self.executable, device, self.options, chosen, generated, prior)
-            self._calibrations[generated] = loaded
+            calibration = Calibration.load(self.executable, device, self.options, provider, generated, prior)
+            self._calibrations[generated] = calibration
         return self._calibrations[generated]
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
-        """The outputs of the captured call for its inputs."""
-        if interception.is_active():  # which may read any parameter
+        """Return the outputs of the captured graph for its inputs."""
+        if interception.is_active():  # the handler may read any parameter
             gather_all()
-        replaced = interception.handle(self, args)
-        if replaced is not None:
-            return replaced
+        intercepted = interception.handle(self, args)
+        if intercepted is not None:
+            return intercepted
         try:
             return self._checked_run(args)
-        except RefusalError as refusal:  # of a mask with the numbers and tables of this call
+        except RefusalError as refusal:  # a mask is not supported with the numbers and tables of this call
             if self.options.fallback != "dense":
                 raise
             logger.warning("dta: running densely, as fallback='dense' says: %s", refusal)
@@ -106,43 +112,47 @@ class Engine:
         return self.run(args, cache_now=False, layers=layers).outputs
 
     def _layer_groups(self, args: Sequence[Any]) -> LayerGroups | None:
-        """What gathers sharded parameters layer by layer; where a call cannot do with that, all are gathered now.
+        """Return the groups that gather sharded parameters layer by layer, or gather all parameters and return None.
 
-        All ranks have to come to the same, so nothing here may depend on the batch, or on what a rank has measured.
+        All ranks must decide alike, so nothing here may depend on the batch or on measurements of one rank.
         """
-        executable, options, found = self.executable, self.options, None
-        can = self.rest is None and not self.ranks.several and len(executable.parts) > 1
-        may = options.sweep != "chunks" and options.verify in ("auto", "off") and options.fallback == "raise"
-        if can and may and not (options.verify == "auto" and is_gathered_to_check()):
+        executable, options, groups = self.executable, self.options, None
+        is_able = self.rest is None and not self.ranks.several and len(executable.parts) > 1
+        is_allowed = options.sweep != "chunks" and options.verify in ("auto", "off") and options.fallback == "raise"
+        if is_able and is_allowed and not (options.verify == "auto" and is_gathered_to_check()):
             specs = executable.region_parameters
-            of_parts = [[args[specs[i].index] for i in part.inputs if i < len(specs)] for part in executable.parts]
-            others = [args[i] for i in executable.epilogue_reads if isinstance(args[i], torch.Tensor)]
-            found = layer_groups(of_parts, others)
-        if found is None:
+            by_part = [[args[specs[i].index] for i in part.inputs if i < len(specs)] for part in executable.parts]
+            in_epilogue = [args[i] for i in executable.epilogue_reads if isinstance(args[i], torch.Tensor)]
+            groups = layer_groups(by_part, in_epilogue)
+        if groups is None:
             gather_all()
-        return found
+        return groups
 
     def run(self, args: Sequence[Any], cache_now: bool = True, layers: LayerGroups | None = None) -> Run:
-        """A call under ordinary autograd; a KV cache among its outputs is computed now, or when it is read."""
+        """Run a call under ordinary autograd.
+
+        Args:
+            cache_now: compute a KV cache among the outputs now; else when it is read.
+        """
         mode = "transparent" if self.executable.training and torch.is_grad_enabled() else "score"
         call = self.planned(args, mode, cache_now, layers)
         with no_autocast():
-            found = dense_frontier(call)
-        frontier = [one for one in found if one is not None]
-        if len(frontier) < len(found):
+            values = dense_frontier(call)
+        frontier = [value for value in values if value is not None]
+        if len(frontier) < len(values):
             cache = ReturnedCache(call)
-            for node in {one.grad_fn for one in frontier if one.grad_fn is not None}:
+            for node in {value.grad_fn for value in frontier if value.grad_fn is not None}:
                 node.register_prehook(lambda _: cache.expire())
-            frontier = [cache.tensor(i) if value is None else value for i, value in enumerate(found)]
+            frontier = [cache.tensor(i) if value is None else value for i, value in enumerate(values)]
         return Run(call, frontier, self.outputs_of(call, frontier), functools.partial(self.outputs_of, call))
 
     def planned(
         self, args: Sequence[Any], mode: str, with_cache: bool = True, layers: LayerGroups | None = None
     ) -> PlannedCall:
-        """A call with its prologue run and its plan; before the first one goes on, the program is checked.
+        """Run the prologue of a call and plan it; run the self-check where it is due.
 
         Args:
-            layers: what gathers its parameters layer by layer; None: all are there.
+            layers: gather the call's parameters layer by layer; None: all parameters are gathered.
         """
         wanted = [with_cache or not value.is_cache for value in self.executable.frontier]
         with no_autocast():
@@ -161,35 +171,35 @@ class Engine:
             self.checked = True
             self.verdict = self_check(call, self.captured, run_small, self.compile_seconds)
         elif call.rows.tree.num_rows and self._is_swap_unchecked(call, mode):
-            again = self_check(call, self.captured, run_small, 0.0, "at the first call with generated code")
-            skipped = again.startswith("skipped")
-            self.verdict = f"{self.verdict}; with generated code {again}" if skipped else again
+            verdict = self_check(call, self.captured, run_small, 0.0, "at the first call with generated code")
+            skipped = verdict.startswith("skipped")
+            self.verdict = f"{self.verdict}; with generated code {verdict}" if skipped else verdict
         call.plan.estimates.self_check = self.verdict
         return call
 
     def _trace(self, plan: Plan) -> None:
-        """Leave the plans of the first calls in structured traces."""
+        """Write the plans of the first calls to structured traces."""
         if self.is_reported and self.traced < TRACED_PLANS:
             self.traced += 1
             trace_artifact(f"dta_plan_{self.traced}", lambda: f"{plan}\n\n{plan.schedule}\n")
 
     def _is_check_due(self, mode: str) -> bool:
         verify = self.options.verify
-        if mode == "streaming":  # has no outputs that could be compared as a whole
+        if mode == "streaming":  # it has no outputs of the whole batch to compare
             return verify == "always" or (verify != "off" and not self.checked)
         return verify == "auto" and not self.checked
 
     def _is_swap_unchecked(self, call: PlannedCall, mode: str) -> bool:
-        """Whether a call is the first one that runs code which was generated since the self-check."""
+        """Return whether a call is the first to run code that was generated after the self-check."""
         generated = self.executable.joint.generated
         if generated is None or self.options.verify != "auto" or mode == "streaming":
             return False
-        _ = call.generated_code  # those that are ready are taken now
+        _ = call.generated_code  # takes the code that is ready now
         seen, self._checked_swaps = self._checked_swaps, generated.swaps
         return self._checked_swaps > seen
 
     def run_small(self, columns: int, args: Sequence[Any], sweep: str) -> Run:
-        """Run a small call so that it shares prefixes, needs several chunks and leaves nothing behind: no times, no
+        """Run the small call of a self-check: with shared prefixes, in several chunks, without recording times or CUDA
         graphs."""
         options = dataclasses.replace(
             self.options,
@@ -206,7 +216,7 @@ class Engine:
         return engine.run(args)
 
     def collect_times(self, wait: bool = False) -> None:
-        """Note in their plans, and for the cost model, what calls took that have ended; `wait` for the others."""
+        """Record the times of ended calls in their plans and the calibration; `wait` for calls that still run."""
         pending = self.timed
         self.timed = []
         if self.rest is not None:
@@ -224,7 +234,7 @@ class Engine:
                 steps.log(plan)
 
     def _calibrate(self, plan: Plan, runs: Sequence[MeasuredRun], device: torch.device, generated: bool) -> None:
-        """Learn from the runs of a plan, and say in it whether generated code has paid."""
+        """Record the runs of a plan for the cost model, and note in the plan the speedup by generated code."""
         learned = self.calibration(device, generated)
         whole = runs if plan.schedule.sweep == "chunks" else of_whole_chunks(runs)
         learned.record((run.kind, run.work, run.seconds) for run in whole)
@@ -232,7 +242,7 @@ class Engine:
             plan.estimates.codegen = f"{plan.estimates.codegen}; chunks run {times:.2f}x as fast as on ATen"
 
     def begin(self, args: Sequence[Any], layers: LayerGroups | None = None, sweep: str | None = None) -> Call:
-        """A call with its prologue run; `sweep`: in place of that of the options. Layers are gathered by stages."""
+        """Run the prologue of a call. `sweep` overrides the option; gathering by `layers` needs the sweep "stages"."""
         self.collect_times()
         sweep = "stages" if layers is not None else sweep or self.options.sweep
         with torch.no_grad():
@@ -258,14 +268,14 @@ class Engine:
         self.last_plan = plan
 
     def outputs_of(self, call: PlannedCall, frontier: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """The outputs of a call for some dense frontier values."""
+        """Run the epilogue of a call on dense frontier values, without autocast."""
         with no_autocast():
             return self.epilogue(call.args, call.dense, frontier)
 
     def epilogue(
         self, args: Sequence[Any], dense: Sequence[torch.Tensor], frontier: Sequence[torch.Tensor]
     ) -> tuple[Any, ...]:
-        """The outputs of the call from its dense frontier values, under ordinary autograd."""
+        """Compute the outputs of a call from its dense frontier values, under ordinary autograd."""
         if self.rest is not None:
             return self.rest.run([*args, *frontier]).outputs
         assert self.executable.epilogue is not None
@@ -275,8 +285,8 @@ class Engine:
 
 
 def _pays_layer_by_layer(call: PlannedCall) -> bool:
-    """Whether a plan fits into memory or, if not, hands less from layer to layer than whole parameters would take."""
+    """Return whether a plan fits into memory, or its boundary values take less memory than whole parameters would."""
     limits, rows = call.plan.limits, call.plan.prefix_tree.num_rows
-    handed = rows * sum(part.sent for part in limits.parts)
+    boundary_bytes = rows * sum(part.sent for part in limits.parts)
     fits = (call.plan.estimates.peak_bytes or 0) <= free_bytes(call.device)
-    return fits or handed <= limits.sums + sum(one.nbytes for one in call.parameters(call.executable.whole))
+    return fits or boundary_bytes <= limits.sums + sum(p.nbytes for p in call.parameters(call.executable.whole))

@@ -1,4 +1,8 @@
-"""What an engine does in place of its work while somebody asks it to: explaining a call, or streaming it."""
+"""Replace what engines of this thread do when they are called.
+
+`explain` and `streaming_step` call the compiled function within `intercept`, so that its engines hand their inputs to a
+handler.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +17,18 @@ from dta_compile.runtime.calls.planned_call import PlannedCall
 
 
 class Intercepted(Protocol):
-    """An engine, as far as its call may be replaced."""
+    """Part of an engine that handlers use."""
 
     executable: Executable
 
     def begin(self, args: Sequence[Any]) -> Call:
-        """A call with its prologue run."""
+        """Run the prologue of a call."""
 
     def planned(self, args: Sequence[Any], mode: str) -> PlannedCall:
-        """A call with its prologue run and its plan, in an executable that was checked."""
+        """Run the prologue of a call and plan it; run the self-check where it is due."""
 
 
-# Returns what the engine is to return instead of the call's outputs, or None: nothing, the engine runs as always.
+# Returns the outputs that the engine returns, or None to let the engine run as usual.
 Handler = Callable[[Intercepted, Sequence[Any]], tuple[Any, ...] | None]
 
 _active = threading.local()
@@ -32,7 +36,7 @@ _active = threading.local()
 
 @contextlib.contextmanager
 def intercept(handler: Handler) -> Iterator[None]:
-    """Within the block, engines of this thread ask `handler(engine, inputs)` first, until it has returned outputs."""
+    """Let engines of this thread call `handler(engine, inputs)` first, until it has returned outputs."""
     _active.handler = handler
     try:
         yield
@@ -41,16 +45,16 @@ def intercept(handler: Handler) -> Iterator[None]:
 
 
 def is_active() -> bool:
-    """Whether somebody asks engines of this thread for something else than their outputs."""
+    """Return whether a handler is set for engines of this thread."""
     return getattr(_active, "handler", None) is not None
 
 
 def handle(engine: Intercepted, args: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Called by every engine at its start."""
+    """Return the handler's outputs for an engine's call; None if the engine is to run."""
     handler = getattr(_active, "handler", None)
     if handler is None:
         return None
-    _active.handler = None  # what the handler itself calls is not meant
+    _active.handler = None  # engines that the handler itself calls are not intercepted
     outputs = handler(engine, args)
     if outputs is None:
         _active.handler = handler

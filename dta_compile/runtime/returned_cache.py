@@ -1,7 +1,7 @@
-"""The KV cache among a training call's outputs (transformers' default): it is not computed until somebody reads it.
+"""Compute the KV cache among a training call's outputs (transformers' default) lazily.
 
-Keys and values of the whole batch then come from another forward over the tree. They can be read until the call goes
-backward or what they are computed from changes; for as long, the cache holds the inputs of the call.
+Reading it runs another forward over the tree for keys and values of the whole batch. It can be read until the backward
+of the call, or until a parameter or an input changes; until then it holds the inputs of the call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dta_compile.runtime.transparent import dense_frontier, gradient_of_cache, n
 
 
 class ReturnedCache:
-    """Keys and values of a call, by frontier value; all of them are computed when the first one is read."""
+    """Keys and values of a call by frontier value; reading one computes all of them."""
 
     def __init__(self, call: PlannedCall) -> None:
         self.call: PlannedCall | None = call
@@ -29,28 +29,28 @@ class ReturnedCache:
         self.values: list[torch.Tensor | None] | None = None
 
     def expire(self) -> None:
-        """The call goes backward: an optimizer may change parameters in ways that leave no trace."""
+        """Drop the call before its backward: an optimizer may then change parameters undetected."""
         self.call, self.state = None, []
 
     def tensor(self, index: int) -> OnDemand:
-        """A tensor in the place of a frontier value."""
+        """Return a lazy tensor for a frontier value."""
         assert self.call is not None
         value = self.call.executable.frontier[index]
         sizes = self.call.context.sizes.shape(value.shape, self.call.args)
         return OnDemand(self, index, value, sizes, self.call.device)
 
     def value(self, index: int) -> torch.Tensor:
-        """The dense frontier value."""
+        """Return a dense frontier value."""
         if self.values is None:
             self.values = self._computed()
-        found = self.values[index]
-        assert found is not None
-        return found
+        value = self.values[index]
+        assert value is not None
+        return value
 
     @torch._dynamo.disable
     def _computed(self) -> list[torch.Tensor | None]:
         call = self.call
-        is_sharded = call is not None and call.context.layers is not None  # other ranks would have to gather as well
+        is_sharded = call is not None and call.context.layers is not None  # other ranks would have to gather, too
         if call is None or is_sharded or any(_state(value) != state for value, state in self.state):
             raise RuntimeContractError(
                 "the returned KV cache is computed when it is read, and it is too late for that",
@@ -66,21 +66,21 @@ class ReturnedCache:
             )
         wanted = [value.is_cache for value in call.executable.frontier]
         with _disable_current_modes(), torch.no_grad(), no_autocast():
-            again = plan_call(call, "score", wanted)
-            return dense_frontier(again)
+            rerun = plan_call(call, "score", wanted)
+            return dense_frontier(rerun)
 
 
 def _state(value: torch.Tensor) -> tuple[int, int, int]:
-    """What differs once a tensor has been written to, moved or freed (as sharded parameters are)."""
+    """Return a state that changes when a tensor is written to, moved or freed (like sharded parameters)."""
     version = 0 if value.is_inference() else value._version
     return version, value.data_ptr(), value.untyped_storage().size()
 
 
 class OnDemand(torch.Tensor):
-    """A tensor of a returned KV cache; any operator on it computes the cache first."""
+    """Lazy tensor of a returned KV cache: any operator on it computes the cache first."""
 
     cache: ReturnedCache
-    number: int  # of the frontier value
+    number: int  # index of the frontier value
 
     @staticmethod
     def __new__(
@@ -91,28 +91,28 @@ class OnDemand(torch.Tensor):
         sizes: Sequence[int],
         device: torch.device,
     ) -> OnDemand:
-        """`value` of these sizes."""
+        """Return a lazy tensor for `value`, of the given sizes, without storage."""
         strides, step = [0] * len(sizes), 1
         for dim in reversed(value.memory_order):
             strides[dim], step = step, step * max(sizes[dim], 1)
-        made = torch.Tensor._make_wrapper_subclass(
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls, tuple(sizes), strides=tuple(strides), dtype=value.dtype, device=device
         )
-        made.cache, made.number = cache, index
+        tensor.cache, tensor.number = cache, index
         if value.differentiable and torch.is_grad_enabled():
-            made.requires_grad_()
+            tensor.requires_grad_()
 
             def refuse(grad: torch.Tensor) -> None:
                 raise gradient_of_cache(value)
 
-            made.register_hook(refuse)
-        return made
+            tensor.register_hook(refuse)
+        return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = pytree.tree_map_only(cls, lambda one: one.cache.value(one.number), (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(cls, lambda tensor: tensor.cache.value(tensor.number), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

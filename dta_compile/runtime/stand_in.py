@@ -1,4 +1,7 @@
-"""Tensors that stand for outputs of a graph while the compiled function builds its return value from them."""
+"""Tensors without values that stand for the outputs of a graph in a streaming step.
+
+The compiled function builds its return value from them, which tells `streaming.py` where each output goes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from dta_compile.executable.executable import TensorSpec
 
 
 class StandIn(torch.Tensor):
-    """A tensor without values: any operator on it raises."""
+    """Tensor without values: any operator on it raises RefusalError."""
 
     origin: str
 
@@ -23,11 +26,13 @@ class StandIn(torch.Tensor):
     def __new__(
         cls: type[StandIn], shape: Sequence[int], dtype: torch.dtype, device: torch.device, where: str
     ) -> StandIn:
-        """`where` is the user's line that the value comes from."""
-        follows = dtype.is_floating_point or dtype.is_complex
-        made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device, requires_grad=follows)
-        made.origin = where
-        return made
+        """Return a stand-in; `where` is the user's line that computes the value."""
+        requires_grad = dtype.is_floating_point or dtype.is_complex
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        tensor.origin = where
+        return tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StandIn(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -40,7 +45,7 @@ class StandIn(torch.Tensor):
 
 
 def used_as_a_whole(user: object, where: str) -> RefusalError:
-    """The error for code that needs an output of a streaming step for the whole batch."""
+    """Return the error for code that needs an output of a streaming step for the whole batch."""
     return RefusalError(
         "a value of a streaming step is used outside of loss_fn: it never exists for the whole batch",
         where=where,
@@ -52,7 +57,7 @@ def used_as_a_whole(user: object, where: str) -> RefusalError:
 
 
 def tensors_of(returned: Any) -> list[torch.Tensor]:
-    """The tensors of a return value, in order: in tuples, lists, mappings (so in ModelOutput) and dataclasses."""
+    """Return the tensors of a return value in order, from tuples, lists, mappings (as ModelOutput) and dataclasses."""
     return list(_tensors_of(returned))
 
 
@@ -73,30 +78,30 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 class StandIns:
-    """The stand-ins of one call, known by their positions among the graph's outputs, and kept alive by others only."""
+    """Stand-ins of one call by output position, held by weak references."""
 
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref[StandIn]] = {}
 
     def make(self, position: int, value: TensorSpec, shape: Sequence[int], where: str) -> StandIn:
-        """The one for an output like this."""
-        made = StandIn(shape, value.dtype, value.device, where)
-        self._known[position] = weakref.ref(made)
-        return made
+        """Create the stand-in of an output."""
+        tensor = StandIn(shape, value.dtype, value.device, where)
+        self._known[position] = weakref.ref(tensor)
+        return tensor
 
     def position(self, tensor: torch.Tensor) -> int | None:
-        """Which output a tensor stands for."""
+        """Return the position of the output that a tensor stands for; None if it is no stand-in."""
         return next((i for i, known in self._known.items() if known() is tensor), None)
 
     def alive(self, expected: Collection[object] = ()) -> set[int]:
-        """Positions of those that somebody still refers to, where it is `expected` or not."""
-        found = {i for i, known in self._known.items() if known() is not None}
-        if not found.issubset(expected):
-            gc.collect()  # what refers to it may be a cycle that nobody refers to; slow, so only if in doubt
-            found = {i for i in found if self._known[i]() is not None}
-        return found
+        """Return the positions of stand-ins that are still referenced; collects garbage if one is not `expected`."""
+        positions = {i for i, known in self._known.items() if known() is not None}
+        if not positions.issubset(expected):
+            gc.collect()  # the reference may be from a dead cycle; collecting is slow, so only if needed
+            positions = {i for i in positions if self._known[i]() is not None}
+        return positions
 
     def where(self, position: int) -> str:
-        """The user's line of one that is alive."""
-        made = self._known[position]()
-        return "" if made is None else made.origin
+        """Return the user's line of a stand-in; "" if it is gone."""
+        tensor = self._known[position]()
+        return "" if tensor is None else tensor.origin

@@ -1,7 +1,8 @@
-"""The paper's own loop: losses attached and suffixes backpropagated while the tree is walked, in one pass.
+"""The streaming mode: evaluate each row's loss and backpropagate its suffix during one walk over the tree.
 
-The compiled callable runs first, with stand-ins for the outputs of its graph, so that Dynamo's own code builds what the
-function returns. Then the schedule runs, and every row's loss gets the rows of what was returned.
+This is the loop of the paper, called by `dta_compile.streaming_step`. The compiled callable runs first, with stand-ins
+for the outputs of its graph, so that Dynamo's code builds the return value. Then the schedule runs: each `attach` op
+gives the rows of the returned tensors to the loss of the sequences that it names.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def step(
     kwargs: dict[str, Any],
     log: Callable[[str], None],
 ) -> list[torch.Tensor]:
-    """One streaming step of a compiled callable; see `dta_compile.streaming_step`."""
+    """Run one streaming step of a compiled callable; see `dta_compile.streaming_step`."""
     stream = Stream()
     with held() as reduce:
         with intercept(stream.begin):
@@ -50,7 +51,7 @@ def step(
             log(f"the outputs of a streaming step exist for the whole batch: {stream.why_whole}")
             return _whole(tensors_of(returned), loss_fn)
         sources = stream.sources(tensors_of(returned))
-        stream.in_return_value = stream.stand_ins.alive(expected=[one for one in sources if isinstance(one, int)])
+        stream.in_return_value = stream.stand_ins.alive(expected=[i for i in sources if isinstance(i, int)])
         del returned
         stream.refuse_other_places(sources)
         losses = stream.run(sources, loss_fn)
@@ -59,7 +60,7 @@ def step(
 
 
 def _whole(outputs: Sequence[torch.Tensor], loss_fn: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-    """The same for outputs of all rows: of a call that had nothing to stream."""
+    """Run the step on outputs of the whole batch, for a call that was not streamed."""
     if not outputs:
         raise RefusalError(
             "the compiled function returns no tensors, so its rows cannot be told", expected="outputs [rows, ...]"
@@ -101,7 +102,7 @@ def _checked(loss: Any, row: int) -> torch.Tensor:
 
 
 class Stream:
-    """A call that is streamed: begun when its engine is called, run when the compiled function has returned."""
+    """Streamed call: begun when its engine is called, run when the compiled function has returned."""
 
     def __init__(self) -> None:
         self.call: PlannedCall | None = None
@@ -110,7 +111,10 @@ class Stream:
         self.why_whole = "it ran no training graph over a tree"
 
     def begin(self, engine: Intercepted, args: Sequence[Any]) -> tuple[Any, ...] | None:
-        """The outputs of the graph: real ones where they exist for the whole batch, else stand-ins."""
+        """Plan the call; return the graph's outputs, as stand-ins where they do not exist for the whole batch.
+
+        Returns None, so that the engine runs as usual, where the call cannot be streamed.
+        """
         executable = engine.executable
         if not executable.training:
             return None  # its outputs exist for the whole batch
@@ -142,18 +146,18 @@ class Stream:
         return output.value
 
     def sources(self, returned: Sequence[torch.Tensor]) -> list[int | torch.Tensor]:
-        """For every returned tensor which output of the graph it is, or the tensor itself if it exists."""
+        """Return for each returned tensor the position of its output, or the tensor itself if it has values."""
         assert self.call is not None
-        found: list[int | torch.Tensor] = []
+        sources: list[int | torch.Tensor] = []
         for tensor in returned:
             position = self.stand_ins.position(tensor)
             if position is None:
                 _require_rows(tensor, self.call.batch)
-            found.append(tensor if position is None else position)
-        return found
+            sources.append(tensor if position is None else position)
+        return sources
 
     def refuse_other_places(self, sources: Sequence[int | torch.Tensor]) -> None:
-        """Raise if stand-ins went anywhere but to loss_fn; those of a returned KV cache may."""
+        """Raise RefusalError if a stand-in does not go to loss_fn; a returned KV cache need not."""
         assert self.call is not None
         stored = self.stand_ins.alive()
         if stored:
@@ -176,7 +180,7 @@ class Stream:
             )
 
     def run(self, sources: Sequence[int | torch.Tensor], loss_fn: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        """Run the schedule and add the gradients to the parameters."""
+        """Run the schedule, add the gradients to the parameters, and return the loss of each row."""
         call = self.call
         assert call is not None
         executable = call.executable
@@ -214,7 +218,7 @@ def _mixes_sequences(why: NoRowEpilogue) -> RefusalError:
 
 
 def _under_current_autocast(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The user's loss runs as outside the compiled call: its casts are left to autocast, unlike the graphs'."""
+    """Return the user's loss under the autocast of the caller: unlike the graphs, it has no explicit casts."""
     devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     dtypes = [torch.get_autocast_dtype(device) for device in devices]
 
@@ -228,7 +232,6 @@ def _under_current_autocast(function: Callable[..., torch.Tensor]) -> Callable[.
 
 
 def _buffers(call: PlannedCall, executor: Executor) -> ScheduleBuffers:
-    """Buffers for the rows of the current path."""
     frontier, heads, device = call.executable.frontier, len(executor.head_rows), executor.path.device
     differentiated = executor.joint.differentiated
     gradients = [
@@ -240,7 +243,7 @@ def _buffers(call: PlannedCall, executor: Executor) -> ScheduleBuffers:
 
 
 class _Rows:
-    """Losses of single rows: dense outputs of one row, its loss, and the gradient back on the tree's rows."""
+    """Losses row by row: dense outputs of the row, its loss, and the gradients summed onto head rows."""
 
     def __init__(
         self,
@@ -252,14 +255,14 @@ class _Rows:
         self.call, self.buffers, self.sources, self.loss_fn = call, buffers, sources, loss_fn
         self.losses: dict[int, torch.Tensor] = {}
         self.used: set[int] = set()  # frontier values that a loss sends gradients to
-        self.gradients = RowGradients()  # that the epilogue and the loss send elsewhere: to parameters, for one
-        self.at_padding: dict[int, list[torch.Tensor]] = {}  # by frontier value: which entries there have gradients
+        self.gradients = RowGradients()  # of the epilogue and the loss for other leaves, such as parameters
+        self.at_padding: dict[int, list[torch.Tensor]] = {}  # by frontier value: entries at padding with a gradient
         epilogue = call.executable.row_epilogue
         assert isinstance(epilogue, RowEpilogue)
-        received = [call.dense[slot] for slot in call.executable.epilogue_slots]
+        slots = [call.dense[slot] for slot in call.executable.epilogue_slots]
         self.epilogue = epilogue.code.function
         self.inputs = list(zip(call.args, epilogue.input_dims, strict=True))
-        self.dense = list(zip(received, epilogue.dense_dims, strict=True))
+        self.dense = list(zip(slots, epilogue.dense_dims, strict=True))
 
     def attach(self, sequences: tuple[int, ...]) -> bool:
         for row in sequences:
@@ -267,17 +270,17 @@ class _Rows:
         return True
 
     def refuse_padding(self) -> None:
-        """Raise if a loss sent gradients to padding. Asking waits for the device: once, when all rows are through."""
-        for i, found in self.at_padding.items():
-            if found:
-                self.call.layout.refuse_padding(i, torch.cat(found))
+        """Raise if a loss has a gradient at padding. Run once after all rows: it synchronises the device."""
+        for i, masks in self.at_padding.items():
+            if masks:
+                self.call.layout.refuse_padding(i, torch.cat(masks))
 
     def _row(self, row: int) -> None:
         leaves = [self._leaf(i, row) for i in range(len(self.buffers.outputs))]
         self.gradients.begin_row()
         with torch.enable_grad():
             outputs = self._outputs(row, leaves)
-            rows = [outputs[each][0] if isinstance(each, int) else each[row] for each in self.sources]
+            rows = [outputs[source][0] if isinstance(source, int) else source[row] for source in self.sources]
             loss = _checked(self.loss_fn(row, *rows), row)
         self.losses[row] = loss.detach()
         if not loss.requires_grad:
@@ -301,17 +304,17 @@ class _Rows:
         self.used.add(index)
 
     def _outputs(self, row: int, leaves: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """The graph's outputs for one row."""
+        """Run the row epilogue: the graph's outputs for one row."""
         batch = self.call.batch
-        inputs, dense = ([_cut(value, dim, row, batch) for value, dim in each] for each in (self.inputs, self.dense))
-        # The same memory, but no leaves to autograd: loss_fn may write to its outputs in place.
+        inputs, dense = ([_cut(value, dim, row, batch) for value, dim in pairs] for pairs in (self.inputs, self.dense))
+        # Same memory, but not autograd leaves: loss_fn may write to its outputs in place.
         frontier = [aten._unsafe_view(leaf, leaf.shape) for leaf in leaves]
         outputs: Sequence[Any] = self.epilogue(batch, *inputs, *frontier, *dense)
         return outputs
 
 
 def _cut(value: Any, dim: int | None, row: int, batch: int) -> Any:
-    """A dense value cut to one row of the batch, if it has a batch axis."""
+    """Cut a dense value to one row of the batch, if it has a batch axis."""
     if dim is None:
         return value
     length = value.shape[dim] // batch

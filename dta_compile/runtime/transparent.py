@@ -1,4 +1,8 @@
-"""The transparent mode: forward over the tree, any loss by ordinary autograd, then backward over the tree."""
+"""The transparent mode: a `torch.autograd.Function` between the dense world and the executor.
+
+`dense_frontier` runs the first half of the schedule in the forward of a `TreeFunction` and the second half in its
+backward, one such function per part of a chunk's stages. Any loss works on the outputs by ordinary autograd.
+"""
 
 from __future__ import annotations
 
@@ -32,27 +36,27 @@ Result = TypeVar("Result")
 
 @contextlib.contextmanager
 def no_autocast() -> Iterator[None]:
-    """Casts are spelled out in the graphs: autocast around the call must not add its own."""
+    """Switch autocast off: casts are explicit in the graphs, and autocast must not add others."""
     with torch._C._DisableAutocast():
         yield
 
 
 def is_batched(value: torch.Tensor) -> bool:
-    """Whether a value stands for many, in a `vmap` of either kind."""
+    """Return whether a tensor is batched by `torch.func.vmap` or the legacy `vmap`."""
     return bool(torch._C._functorch.is_batchedtensor(value) or torch._C._functorch.is_legacy_batchedtensor(value))
 
 
 class TreeRun:
-    """A part of a call's chunks on its way through autograd.
+    """Forward and backward of one part of a call's stages over all chunks, for a `TreeFunction`.
 
     Attributes:
-        call: that is run; another one once memory did not suffice for what its plan keeps.
-        number: of the part.
-        chunks: of the tree, in the order of what crosses from part to part.
-        is_first: no part before it goes backward, so that its backward ends that of the call.
-        is_last: it ends the forward.
-        used: what crosses from part to part and gradients depend on, as far as a backward has come.
-        executor: of the forward half, with what is kept for one backward; another backward recomputes.
+        call: the call; replaced by one with a plan that keeps nothing after running out of memory.
+        number: index of the part.
+        chunks: chunks of the tree, in the order of the boundary values between parts.
+        is_first: no earlier part goes backward, so that the backward of this part ends that of the call.
+        is_last: the forward of this part ends that of the call.
+        used: boundary values with a gradient, collected while the backward runs from the last part to the first.
+        executor: executor of the forward half, with the graphs kept for one backward; another backward recomputes.
     """
 
     def __init__(self, call: PlannedCall, number: int, chunks: Sequence[Chunk], is_first: bool, used: set[int]) -> None:
@@ -62,7 +66,7 @@ class TreeRun:
         self.backward_half: Sequence[Op] = ()
 
     def is_differentiable(self, position: int) -> bool:
-        """Whether a result may get a gradient: those of a KV cache do not, which is an error if one comes."""
+        """Return whether a result may get a gradient. A KV cache may not; a gradient for it is an error."""
         written = len(self.part.writes)
         sent = written * len(self.chunks)
         if position < sent:
@@ -71,18 +75,18 @@ class TreeRun:
 
     @property
     def received(self) -> int:
-        """How many tensors it gets from other parts."""
+        """Number of tensors received from other parts."""
         return len(self.part.reads) * len(self.chunks)
 
     def by_chunk(self, tensors: Sequence[Any], each: int) -> dict[Chunk, Sequence[Any]]:
-        """Tensors chunk by chunk, of which every chunk has so many."""
+        """Group tensors by chunk, `each` tensors per chunk."""
         return {chunk: tensors[i * each :][:each] for i, chunk in enumerate(self.chunks)} if each else {}
 
     def forward(self, received: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Run the forward half of the schedule; what it has for other parts, then dense frontier values."""
-        given = self.by_chunk(received, len(self.part.reads))
+        """Run the forward half of the schedule; return values for later parts, then dense frontier values."""
+        chunk_inputs = self.by_chunk(received, len(self.part.reads))
         self.call, (executor, buffers, left) = _or_keeping_nothing(
-            self.call, lambda call: forward_half(call, self.number, given)
+            self.call, lambda call: forward_half(call, self.number, chunk_inputs)
         )
         if self.is_last and not left:
             self.call.record(executor)
@@ -90,30 +94,31 @@ class TreeRun:
             executor.leave_path()
         if executor.keeps or not self.call.by_stages:
             self.executor, self.backward_half = executor, left
-        # Tensors of their own: those that kept graphs have would hold the node of autograd that holds the graphs.
-        sent = [one.detach() for chunk in self.chunks for one in buffers.sent.get(chunk, ())]
+        # Detached, because tensors of kept graphs would hold the autograd node that holds the graphs.
+        sent = [value.detach() for chunk in self.chunks for value in buffers.sent.get(chunk, ())]
         rows: list[RowBuffer | None] = list(buffers.outputs)
         del executor, buffers
         frontier = [
-            None if (one := rows.pop(0)) is None else self.call.layout.expand(i, one) for i in self.part.frontier
+            None if (row_buffer := rows.pop(0)) is None else self.call.layout.expand(i, row_buffer)
+            for i in self.part.frontier
         ]
         return [*sent, *frontier]
 
     def backward(
         self, grads: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Run the backward half; gradients of what was received, then of the part's parameters."""
+        """Run the backward half; return gradients of the received values, then of the part's parameters."""
         if self.call.context.layers is not None:
             self.call.context.layers.begin_backward(self.number)
         begun = [(self.executor, self.backward_half)] if self.executor is not None else []
-        self.executor, self.backward_half = None, ()  # the kept graphs serve one backward; another one recomputes
-        given = self.by_chunk(received, len(self.part.reads))
+        self.executor, self.backward_half = None, ()  # kept graphs serve one backward; another one recomputes
+        chunk_inputs = self.by_chunk(received, len(self.part.reads))
         recomputes = self.call.by_stages and not self.call.plan.schedule.of_part(self.number).keeps
         call = self.call if begun or recomputes else self.call.keeping_nothing()
 
         def run(call: PlannedCall) -> list[torch.Tensor | None]:
-            executor, backward_half = begun.pop() if begun else self._again(call, given)
-            gradients = self._backpropagate(call, executor, backward_half, grads, given, parameters)
+            executor, backward_half = begun.pop() if begun else self._again(call, chunk_inputs)
+            gradients = self._backpropagate(call, executor, backward_half, grads, chunk_inputs, parameters)
             if self.is_first:
                 call.record(executor)
             return gradients
@@ -121,10 +126,10 @@ class TreeRun:
         with no_autocast():
             return _or_keeping_nothing(call, run)[1]
 
-    def _again(self, call: PlannedCall, given: Mapping[Chunk, Sequence[torch.Tensor]]) -> tuple[Executor, Sequence[Op]]:
-        """An executor for the backward half alone; outputs are there."""
+    def _again(self, call: PlannedCall, reads: Mapping[Chunk, Sequence[torch.Tensor]]) -> tuple[Executor, Sequence[Op]]:
+        """Return an executor and the ops of the backward half, for a backward without kept graphs."""
         if not call.by_stages:
-            executor, _, left = forward_half(call, self.number, given)
+            executor, _, left = forward_half(call, self.number, reads)
             return executor, left
         return call.executor(self.part), call.plan.schedule.of_part(self.number).halves[1]
 
@@ -169,19 +174,26 @@ class TreeRun:
 
 
 class TreeFunction(torch.autograd.Function):
-    """What a part of a call computes, as a function of what other parts do and of the region's parameters: what crosses
-    to other parts, chunk by chunk, and dense frontier values.
+    """Autograd function of one part of a call.
 
-    First of all a link of no meaning from part to part (None where there is but one): it makes all parts go backward,
-    from the last to the first, however little there is to do: other ranks wait for the groups of each.
+    Maps the values received from earlier parts and the part's parameters to the values sent to later parts, chunk by
+    chunk, and dense frontier values. The first input and output is a dummy link between the parts (None if there is
+    one part): it makes every part go backward, from the last to the first, because other ranks wait for the gather and
+    reduction of each.
     """
 
     @staticmethod
     def forward(
         ctx: Any, run: TreeRun, link: torch.Tensor | None, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        """Of what is received, then parameters; returns what is sent, then frontier values, None for those not
-        wanted."""
+        """Run the forward half.
+
+        Args:
+            tensors: received values, then parameters.
+
+        Returns:
+            The link, values for later parts, then frontier values (None for those not wanted).
+        """
         outputs = run.forward(tensors[: run.received])
         ctx.run = run
         ctx.save_for_backward(*tensors, *run.call.reread())
@@ -192,9 +204,13 @@ class TreeFunction(torch.autograd.Function):
         return (None if link is None else link.clone(), *outputs)
 
     @staticmethod
-    @torch.compiler.disable  # else Dynamo traces it where a compiled function calls backward()
+    @torch.compiler.disable  # else Dynamo would trace it in a compiled function that calls backward()
     def backward(ctx: Any, link: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Run the backward half; returns a gradient, or None, for everything that it is a function of."""
+        """Run the backward half; return a gradient or None for every input of `forward`.
+
+        Raises:
+            RuntimeContractError: under create_graph=True, or for batched gradients.
+        """
         if torch.is_grad_enabled():
             raise RuntimeContractError(
                 "a backward over the prefix tree cannot be differentiated again",
@@ -217,7 +233,7 @@ class TreeFunction(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> NoReturn:
-        """Refuse derivatives in the direction of the forward."""
+        """Raise RuntimeContractError: forward-mode derivatives are not supported."""
         raise RuntimeContractError(
             "a call over the prefix tree has no derivative in forward mode",
             expected="gradients by backward() or torch.autograd.grad",
@@ -227,7 +243,7 @@ class TreeFunction(torch.autograd.Function):
 
 
 def _unchanged(ctx: Any) -> tuple[torch.Tensor, ...]:
-    """What was saved; torch checks that no parameter and no input was changed in place since the forward."""
+    """Return the saved tensors; raise RuntimeContractError if one was changed in place since the forward."""
     try:
         return tuple(ctx.saved_tensors)
     except RuntimeError as error:
@@ -242,13 +258,13 @@ def _unchanged(ctx: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _or_keeping_nothing(call: PlannedCall, run: Callable[[PlannedCall], Result]) -> tuple[PlannedCall, Result]:
-    """`run` a call; if memory does not suffice for what its plan keeps, once more with a plan that keeps nothing."""
+    """Run a call; if it runs out of memory, run it again with a plan that keeps no graphs."""
     try:
         return call, run(call)
     except torch.OutOfMemoryError:
-        if not call.plan.keeps or call.context.ranks.several:  # the other ranks are in the middle of it
+        if not call.plan.keeps or call.context.ranks.several:  # other ranks are in the middle of the same run
             raise
-    # Outside of the handler: the error's traceback holds what the run had allocated.
+    # Outside of the handler, because the traceback of the error holds the allocations of the run.
     logger.warning(
         "dta: out of memory with activations kept from forward to backward: this call starts again and recomputes all "
         "of them (options={'memory_budget': BYTES} keeps fewer from the start)"
@@ -261,9 +277,9 @@ def _or_keeping_nothing(call: PlannedCall, run: Callable[[PlannedCall], Result])
 
 
 def dense_frontier(call: PlannedCall) -> list[torch.Tensor | None]:
-    """The dense frontier values of a call, under ordinary autograd; None for those not wanted."""
-    found: list[torch.Tensor | None] = [None] * len(call.executable.frontier)
-    crossing: dict[int, list[torch.Tensor]] = {}  # tensors chunk by chunk
+    """Run the forward of all parts; return the dense frontier values, with autograd history (None: not wanted)."""
+    frontier: list[torch.Tensor | None] = [None] * len(call.executable.frontier)
+    crossing: dict[int, list[torch.Tensor]] = {}  # boundary values: a tensor per chunk
     parts, chunks = call.parts, call.plan.schedule.chunks if call.by_stages else ()
     link, layers, used = torch.zeros(1) if call.by_stages else None, call.context.layers, set[int]()
     last_read = {value: number for number, part in enumerate(parts) for value in part.reads}
@@ -284,14 +300,14 @@ def dense_frontier(call: PlannedCall) -> list[torch.Tensor | None]:
         sent = len(part.writes) * len(chunks)
         crossing |= {value: outputs[i : sent : len(part.writes)] for i, value in enumerate(part.writes)}
         for i, output in zip(part.frontier, outputs[sent:], strict=True):
-            found[i] = output
-    return found
+            frontier[i] = output
+    return frontier
 
 
 def forward_half(
     call: PlannedCall, number: int, received: Mapping[Chunk, Sequence[torch.Tensor]]
 ) -> tuple[Executor, ScheduleBuffers, Sequence[Op]]:
-    """Run a part's schedule up to its attach op; the executor, what has been computed, and what is left of the ops."""
+    """Run a part's schedule up to its attach op; return the executor, its buffers and the remaining ops."""
     part, schedule = call.parts[number], call.plan.schedule.of_part(number)
     executor, training = call.executor(part), schedule.mode != "score"
     heads, device = len(executor.head_rows), executor.path.device
@@ -305,8 +321,8 @@ def forward_half(
 def row_gradients(
     call: PlannedCall, executor: Executor, grads: Sequence[torch.Tensor | None]
 ) -> list[RowBuffer | None]:
-    """Dense gradients of the frontier values of a part, summed onto head rows."""
-    found: list[RowBuffer | None] = []
+    """Sum the dense gradients of a part's frontier values onto head rows."""
+    buffers: list[RowBuffer | None] = []
     part, first = executor.part, len(executor.part.writes)
     for i, (number, value, grad) in enumerate(zip(part.frontier, executor.frontier, grads, strict=True), first):
         if value.is_cache and grad is not None:
@@ -315,12 +331,12 @@ def row_gradients(
         if i in executor.joint.differentiated and grad is not None:
             buffer = gradient_buffer(AllRows, value, len(executor.head_rows), executor.path.device)
             call.layout.add_gradient(number, buffer, grad)
-        found.append(buffer)
-    return found
+        buffers.append(buffer)
+    return buffers
 
 
 def gradient_of_cache(value: FrontierValue) -> RuntimeContractError:
-    """The error for a loss that depends on returned keys or values, which are not followed back."""
+    """Return the error for a loss that depends on returned keys or values: no gradient goes through the KV cache."""
     return RuntimeContractError(
         "a gradient reached the returned KV cache",
         expected="a loss that does not use past_key_values",

@@ -1,1 +1,1 @@
-"""Attention of a chunk: one interface, a provider per kind of kernel."""
+"""Attention of a chunk: one interface, and a provider per kind of kernel."""

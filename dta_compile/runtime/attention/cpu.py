@@ -1,8 +1,7 @@
-"""Attention of a chunk on a CPU: by C++ of our own where it has been compiled (`ops.tree_attention`), in one call.
+"""Attention provider for CPUs: the C++ kernel of `ops.tree_attention` if it is compiled, else torch's flash kernel.
 
-Else by torch's flash kernels: the parts of `cpu_parts`, merged by log-sum-exp.
-The kernels take fewer heads of keys than of queries (torch 2.9 and later), so keys and values are never repeated. Given
-the merged output and log-sum-exp, the backward of each part is exact by itself.
+Torch's kernel runs the parts of `cpu_parts`, merged by log-sum-exp. It supports grouped queries (torch 2.9 and later),
+so keys and values are never repeated. Given the merged output and log-sum-exp, the backward of each part is exact.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from dta_compile.runtime.attention.reference import (
 
 aten = torch.ops.aten
 
-MOST_PAIRS = 2**22  # scores of plain math at one time
+MOST_PAIRS = 2**22  # most scores that plain math holds at a time
 
 
 class FlashCPU:
-    """Kernels for CPUs; float32, float64 and bfloat16, with one head size for keys and values.
+    """Provider for float32, float64 and bfloat16, with equal head sizes of keys and values.
 
-    Both kinds return the same values, up to roundings, so that a call may go on with the other kind. Parts are summed
-    in at least float32.
+    Both kinds of kernels return the same values up to rounding, so that a call may switch between them. Parts are
+    summed in at least float32.
     """
 
     replayable = False
@@ -48,13 +47,13 @@ class FlashCPU:
         """See `Provider.forward`."""
         if (library := _library(x)) is not None:
             return kernel.forward(library, x.query, _states(x), _keys(x), x.scale)
-        x, dtype = _with_dense_rows(x), statistics_dtype(x.query.dtype)
+        x, dtype = x.with_dense_rows(), statistics_dtype(x.query.dtype)
         first, *others = parts = _parts(x, x.query)
         _, heads, tokens, _ = x.query.shape
         if (first.first, first.last) == (0, tokens):
             out, logsumexp = _flash(x, first)
             out, parts = out.to(dtype) if others else out, others
-        else:  # in the layout of the kernel's results
+        else:  # allocate in the layout of the kernel's results
             out = empty_by_tokens(x.query, dtype=dtype)
             logsumexp = x.query.new_empty((1, tokens, heads), dtype=dtype).transpose(1, 2)
         for part in parts:
@@ -74,7 +73,7 @@ class FlashCPU:
         if (library := _library(x)) is not None:
             of_prefix = prefix_key_grad, prefix_value_grad
             return kernel.backward(library, grad, out, logsumexp, x.query, _states(x), _keys(x), x.scale, of_prefix)
-        x, dtype, start = _with_dense_rows(x), statistics_dtype(x.query.dtype), x.chunk.start
+        x, dtype, start = x.with_dense_rows(), statistics_dtype(x.query.dtype), x.chunk.start
         first, *others = parts = _parts(x, x.query, grad, out)
         tokens = x.query.shape[2]
         if (first.first, first.last, first.spans) == (0, tokens, ((start, start + tokens),)):
@@ -98,15 +97,8 @@ class FlashCPU:
         return grad_query.to(x.query.dtype), grad_key, grad_value
 
 
-def _with_dense_rows(x: Operands) -> Operands:
-    """The kernels read rows of `D` numbers, whatever the strides say."""
-    if x.query.stride(-1) == x.key.stride(-1) == x.value.stride(-1) == 1:
-        return x
-    return x._replace(query=x.query.contiguous(), key=x.key.contiguous(), value=x.value.contiguous())
-
-
 def _library(x: Operands) -> ctypes.CDLL | None:
-    """The C++ that computes this; None: torch's kernels do."""
+    """Return the compiled C++ library; None: torch's kernel computes this."""
     return None if x.softcap or x.query.dtype not in kernel.DTYPES else running_library(TreeAttention())
 
 
@@ -115,21 +107,23 @@ def _states(x: Operands) -> States:
 
 
 def _keys(x: Operands) -> Keys:
-    """Made once per shape."""
+    """Return the C++ kernel's description of which keys are read; made once per shape."""
     limit = x.chunk.cut_by(x.limit)
     derived = x.chunk.derived
     if (Keys, limit) not in derived:
-        ends, depths = (torch.from_numpy(one.astype(np.int32)) for one in (x.chunk.subtree_ends, x.chunk.depths))
+        ends, depths = (torch.from_numpy(array.astype(np.int32)) for array in (x.chunk.subtree_ends, x.chunk.depths))
         derived[Keys, limit] = Keys(ends, depths, *(limit or ()))
     keys: Keys = derived[Keys, limit]
     return keys
 
 
 def _parts(x: Operands, *of_queries: torch.Tensor) -> list[Part]:
-    """The parts of a chunk. Torch's kernels multiply what a part's mask leaves out by zero, and 0 * NaN is NaN: where
-    not all numbers are bounded, plain math computes parts that have a mask."""
+    """Return the parts of a chunk, with plain math for parts that are not full unless all numbers are bounded.
+
+    Torch's kernel multiplies masked pairs by zero, and 0 * NaN is NaN.
+    """
     parts, limit, start = parts_of(x.chunk, x.limit, x.query.dtype), x.chunk.cut_by(x.limit), x.chunk.start
-    lowest = start if limit is None else max(int(limit.first(np.array(start))), 0)  # of the stack, under a mask
+    lowest = start if limit is None else max(int(limit.first(np.array(start))), 0)  # first stack token under a mask
     above = [] if lowest == start else [x.prefix_key[:, :, lowest:], x.prefix_value[:, :, lowest:]]
     if are_bounded(*of_queries, x.key, x.value, *above):
         return parts
@@ -137,9 +131,9 @@ def _parts(x: Operands, *of_queries: torch.Tensor) -> list[Part]:
 
 
 def _flash(x: Operands, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of one part, of `[1, Hkv, g * q]` queries where every query reads every key.
+    """Return output and log-sum-exp of one part.
 
-    So the queries of a group are rows over the same keys: larger products.
+    In full parts the queries of a group become rows over the same keys, `[1, Hkv, g * q]`, for larger products.
     """
     query, key, value = _rows(x.query, part), *_keys_and_values(x, part)
     if x.softcap or part.plain:
@@ -153,10 +147,10 @@ def _flash(x: Operands, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _flash_backward(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tensor, x: Operands, part: Part) -> Tensors:
-    """Gradients of one part's queries (rows of a group as in `_flash`), keys and values.
+    """Return gradients of one part's queries (rows of a group as in `_flash`), keys and values.
 
-    The kernel's threads share out the heads of keys. Where those are fewer, they become the batch, and `spread` groups
-    of query heads read each of them side by side.
+    The kernel parallelises over key heads. If there are fewer than threads, key heads become the batch, and each is
+    expanded to `spread` heads for groups of query heads.
     """
     key, value = _keys_and_values(x, part)
     (_, heads, _, width), kv_heads, threads = x.query.shape, key.shape[1], torch.get_num_threads()
@@ -180,7 +174,7 @@ def _flash_backward(grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tens
 def _plain(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, x: Operands, part: Part
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_flash`, by plain math, a few queries at a time: torch's kernels lack soft caps, and read masked keys."""
+    """Like `_flash`, by plain math, a few queries at a time: torch's kernel lacks soft caps and reads masked keys."""
     dtype, groups = statistics_dtype(query.dtype), query.shape[1] // key.shape[1]
     out = query.new_empty(query.shape, dtype=dtype)
     logsumexp = query.new_empty(query.shape[:-1], dtype=dtype)
@@ -210,10 +204,7 @@ def _plain_backward(
     for first, last in _pieces(query, key):
         own, of_own, result = (tensor[:, :, first:last].to(dtype) for tensor in (query, grad, out))
         scores, slope, read = _scores(own, key, x, part, first)
-        weights = weights_of(scores, logsumexp[:, :, first:last])
-        of_scores = weights * (of_own @ value.mT - (of_own * result).sum(-1, keepdim=True)) * slope
-        of_scores = of_scores.masked_fill_(~read, 0)
-        grads = grads_of_read(of_scores, weights, own, key, of_own, read)
+        grads = grads_of_read(of_own, result, own, key, value, scores, logsumexp[:, :, first:last], slope, read)
         of_query[:, :, first:last] = grads[0]
         of_key += grads[1]
         of_value += grads[2]
@@ -221,7 +212,7 @@ def _plain_backward(
 
 
 def _pieces(query: torch.Tensor, key: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Ranges of queries whose scores are few enough at one time."""
+    """Yield ranges of queries with at most `MOST_PAIRS` scores."""
     rows = max(1, MOST_PAIRS // (query.shape[1] * max(key.shape[2], 1)))
     for first in range(0, query.shape[2], rows):
         yield first, min(first + rows, query.shape[2])
@@ -230,8 +221,7 @@ def _pieces(query: torch.Tensor, key: torch.Tensor) -> Iterator[tuple[int, int]]
 def _scores(
     query: torch.Tensor, key: torch.Tensor, x: Operands, part: Part, first: int
 ) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor]:
-    """Scores of a part's queries from `first` on, their derivative by the products of queries and keys, and which keys
-    each of them reads."""
+    """Return scores of a part's queries from `first` on, their derivative by the products, and the read mask."""
     scores, slope = capped(query @ key.mT, x.scale, x.softcap)
     read = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu")
     if part.causal:
@@ -242,19 +232,19 @@ def _scores(
 
 
 def _rows(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """Those of a part's queries."""
+    """Slice a tensor to the queries of a part."""
     return _cut(tensor, part.first, part.last)
 
 
 def _keys_and_values(x: Operands, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those of a part, `[1, Hkv, n, D]`."""
+    """Return keys and values of a part, `[1, Hkv, n, D]`."""
     keys = [_span(x.prefix_key, x.key, span, x.chunk.start) for span in part.spans]
     values = [_span(x.prefix_value, x.value, span, x.chunk.start) for span in part.spans]
     return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, 2), torch.cat(values, 2))
 
 
 def _add(grad: torch.Tensor, part: Part, start: int, prefix_grad: torch.Tensor, own_grad: torch.Tensor) -> None:
-    """Add the gradient of a part's keys (or values) where they came from, if there is one."""
+    """Write or add the gradient of a part's keys (or values) to the gradients of stack and chunk."""
     begin = 0
     for first, last in part.spans:
         target, added = _span(prefix_grad, own_grad, (first, last), start), _cut(grad, begin, begin + last - first)
@@ -271,12 +261,11 @@ def _span(prefix: torch.Tensor, own: torch.Tensor, span: tuple[int, int], start:
 
 
 def _cut(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """`tensor[:, :, first:last]`"""
     return tensor if last - first == tensor.shape[2] else tensor[:, :, first:last]
 
 
 def _aligned(whole: torch.Tensor, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`whole [1, H, q, ...]` and a part's result, whose queries of a group may be rows, with dimensions that agree."""
+    """Reshape `whole [1, H, q, ...]` and a part's result, whose rows may be queries of a group, to equal shapes."""
     if whole.shape == part.shape:
         return whole, part
     return whole.unflatten(1, (part.shape[1], -1)), part.unflatten(2, (-1, whole.shape[2]))
@@ -285,7 +274,7 @@ def _aligned(whole: torch.Tensor, part: torch.Tensor) -> tuple[torch.Tensor, tor
 def _merge(
     out: torch.Tensor, logsumexp: torch.Tensor, part_out: torch.Tensor, part_logsumexp: torch.Tensor, fresh: bool
 ) -> None:
-    """Merge a part into what its queries have got so far, in place."""
+    """Merge a part into the results of its queries, in place."""
     out, part_out = _aligned(out, part_out)
     logsumexp, part_logsumexp = _aligned(logsumexp, part_logsumexp)
     if fresh:

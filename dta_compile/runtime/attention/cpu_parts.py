@@ -1,12 +1,12 @@
-"""How the attention of a chunk is cut into kernel calls, each over few pairs that it does not need.
+"""Cut the attention of a chunk into calls of torch's CPU flash kernel, each with few masked query-key pairs.
 
-A kernel call is either full, causal from the first pair on, or masked. Together the parts of a chunk are
-* the stack below it: one full call for all queries;
+A call is full, causal or masked. The parts of a chunk are
+* the stack: one full call for all queries;
 * blocks on the diagonal: slices (causal), and neighbouring small subtrees together (masked);
-* long slices in strips, each some rows of the slice's causal square (the first is causal, the others are masked):
-  torch's causal kernel computes blocks of up to 512 keys whole (very long ones, of which it takes larger blocks, not);
-* what hangs from a slice against the slice: full, or masked where neighbours that hang from different tokens share one.
-With a limit, a window or chunks of the sequence, every call is masked, over the keys that its queries reach.
+* long slices in strips of rows of their causal square (the first is causal, the others are masked), because torch's
+  causal kernel computes blocks of up to 512 keys whole (except for very long slices, where its blocks are larger);
+* descendants of a slice against the slice: full, or masked where neighbours that hang from different tokens are joined.
+With an attention span (window or chunks), every call is masked, over the keys that its queries reach.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from dta_compile.plan.tree.segments import Rectangle, Segment
 from dta_compile.runtime.path.chunk_shape import ChunkShape, Limit
 
 # Measured with torch 2.13 on two AVX-512 cores, of AMD and of Intel, heads of 64 and 128.
-_CALL_PAIRS = 1024  # query-key pairs of all heads that take about as long as one more call
-_BLOCK = 48  # neighbouring subtrees are joined up to so many tokens
-_SUBTREE = 128  # a slice is joined with all that hangs from it up to so many tokens
-_PIECE = 128  # queries of a call under a limit; more would attend to too many masked keys
-_ONE_CALL = 256  # slices up to so many tokens are one causal call
-_LARGE_BLOCKS = 768  # queries from which on torch's kernel takes 256 at a time; of fewer 64, and 32 below 192
-_ROWS = 192  # of a strip
+_CALL_PAIRS = 1024  # query-key pairs of all heads that cost about as much as one more call
+_BLOCK = 48  # most tokens of joined neighbouring subtrees
+_SUBTREE = 128  # most tokens of a slice joined with its descendants
+_PIECE = 128  # queries of a call under a limit; more would have too many masked keys
+_ONE_CALL = 256  # most tokens of a slice in one causal call
+_LARGE_BLOCKS = 768  # from so many queries on, torch's kernel has blocks of 256; else of 64, and of 32 below 192
+_ROWS = 192  # rows of a strip
 
 
 class Part(NamedTuple):
-    """One kernel call: the chunk's queries `[first, last)` against the keys of some ranges.
+    """Kernel call: the chunk's queries `[first, last)` against ranges of keys.
 
     Attributes:
-        spans: ranges of keys; the stack's are `[0, start)`, the chunk's follow.
+        spans: ranges of keys; the stack's keys are `[0, start)`, the chunk's follow.
         causal: query `first + k` reads the keys up to the k-th.
         mask: `[queries, keys]`, added to the scores.
-        fresh: the first part of these queries; the others are merged into it.
-        fresh_keys: the first part of these keys, to whose gradients those of the others are added. All keys of a
-            chunk have such a part, or, under a limit, none has.
-        plain: computed by plain math, in which keys that are not read leave no trace.
+        fresh: first part of its queries; later parts are merged into its result.
+        fresh_keys: first part of its keys: it writes their gradients, later parts add to them. All keys of a chunk
+            have such a part, or, under a limit, none has.
+        plain: computed by plain math, so that keys that are not read cannot spread NaN.
     """
 
     first: int
@@ -57,12 +57,12 @@ class Part(NamedTuple):
 
     @property
     def full(self) -> bool:
-        """Every query reads every key."""
+        """Whether every query reads every key."""
         return self.mask is None and not self.causal
 
 
 def parts_of(chunk: ChunkShape, limit: Limit | None, dtype: torch.dtype) -> list[Part]:
-    """The parts of a chunk, the fresh ones first; made once per shape."""
+    """Return the parts of a chunk, the fresh ones first; made once per shape."""
     limit = chunk.cut_by(limit)
     derived, key = chunk.derived, (Part, limit, dtype)
     if key not in derived:
@@ -89,7 +89,7 @@ def _parts(chunk: ChunkShape, dtype: torch.dtype) -> Iterator[Part]:
 
 
 def _blocks(segments: Sequence[Segment]) -> Iterator[tuple[int, int, bool]]:
-    """Ranges of tokens on the diagonal, in order, and whether each is a single slice."""
+    """Yield the blocks `(first, last, is_slice)` on the diagonal, in order."""
     number = 0
     while number < len(segments):
         part = segments[number]
@@ -103,23 +103,23 @@ def _blocks(segments: Sequence[Segment]) -> Iterator[tuple[int, int, bool]]:
         yield first, last, last == part.last
 
 
-def _outside(found: Sequence[Rectangle], blocks: Sequence[tuple[int, int, bool]]) -> list[Rectangle]:
-    """The rectangles that no block covers, those of the same keys in the order of their queries."""
+def _outside(rectangles: Sequence[Rectangle], blocks: Sequence[tuple[int, int, bool]]) -> list[Rectangle]:
+    """Return the rectangles that no block covers, sorted by first key, then by queries."""
     joined = [(first, last) for first, last, is_slice in blocks if not is_slice]
     outside = []
-    for rectangle in found:
+    for rectangle in rectangles:
         index = bisect_right(joined, rectangle.key_first, key=lambda block: block[0]) - 1
         if index < 0 or rectangle.query_last > joined[index][1]:
             outside.append(rectangle)
     return sorted(outside, key=lambda r: (r.key_first, r.query_first))
 
 
-def _joined(found: Sequence[Rectangle]) -> Iterator[tuple[Rectangle, bool]]:
-    """Neighbours of one parent together where that costs less than another call, and whether all read the same keys."""
-    if not found:
+def _joined(rectangles: Sequence[Rectangle]) -> Iterator[tuple[Rectangle, bool]]:
+    """Join neighbours of one parent if cheaper than another call; yield them, and whether all read the same keys."""
+    if not rectangles:
         return
-    joined, same = found[0], True
-    for new in found[1:]:
+    joined, same = rectangles[0], True
+    for new in rectangles[1:]:
         key_last = max(joined.key_last, new.key_last)
         rows, more = joined.query_last - joined.query_first, new.query_last - new.query_first
         waste = rows * (key_last - joined.key_last) + more * (key_last - new.key_last)
@@ -135,7 +135,7 @@ def _joined(found: Sequence[Rectangle]) -> Iterator[tuple[Rectangle, bool]]:
 def _slice(chunk: ChunkShape, first: int, last: int, dtype: torch.dtype) -> Iterator[Part]:
     tokens, below = last - first, chunk.start + first
     rows = _ROWS if _ONE_CALL < tokens < _LARGE_BLOCKS else tokens
-    for end in range(tokens, 0, -rows):  # the widest comes first: its keys are those of all
+    for end in range(tokens, 0, -rows):  # widest strip first: it has the keys of all strips
         begin, is_first = max(end - rows, 0), end == tokens
         mask = _staircase(rows, end, dtype) if begin else None
         span = below, below + end
@@ -143,7 +143,7 @@ def _slice(chunk: ChunkShape, first: int, last: int, dtype: torch.dtype) -> Iter
 
 
 def _staircase(rows: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """The last rows of the causal mask of `tokens` tokens: a part of one that all strips share, so it stays cached."""
+    """Return the last rows of the causal mask of `tokens` tokens, a view of one shared mask, which stays in cache."""
     shared = _shared_staircase(2 ** (tokens - 1).bit_length(), dtype)
     skipped = shared.shape[1] - tokens - (shared.shape[0] - rows)
     return shared[:rows, skipped : skipped + tokens]
@@ -151,19 +151,19 @@ def _staircase(rows: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def _shared_staircase(tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    width = tokens + _ROWS + 16  # no power of two, where all rows would compete for the same places of a cache
+    width = tokens + _ROWS + 16  # not a power of two, where all rows would map to the same cache sets
     return torch.full((_ROWS, width), float("-inf"), dtype=dtype, device="cpu").triu_(width - _ROWS + 1)
 
 
 def _masked(chunk: ChunkShape, queries: range, keys: range, dtype: torch.dtype, fresh: bool = False) -> Part:
-    """`fresh`: a block on the diagonal."""
+    """Return a masked part; `fresh`: it is a block on the diagonal."""
     mask = _additive(chunk.allowed(queries, keys), dtype)
     span = chunk.start + keys.start, chunk.start + keys.stop
     return Part(queries.start, queries.stop, (span,), mask=mask, fresh=fresh, fresh_keys=fresh)
 
 
 def _limited(chunk: ChunkShape, limit: Limit, dtype: torch.dtype) -> Iterator[Part]:
-    """Pieces of the queries, each against all keys that any of them reaches: the top of the stack, and their own."""
+    """Yield a part per piece of the queries, with all keys that any of them reaches on the stack and in the chunk."""
     for first in range(0, chunk.tokens, _PIECE):
         last = min(first + _PIECE, chunk.tokens)
         begins = limit.first(chunk.depths[first:last])

@@ -1,4 +1,4 @@
-"""Attention of a chunk: its queries over the stack below it, and over those of its own tokens that are their ancestors.
+"""Interface of attention providers: queries of a chunk over the stack and over their ancestors in the chunk.
 
 Shapes: query `[1, Hq, c, D]`, key and value of the chunk `[1, Hkv, c, D]`, of the prefix `[1, Hkv, p, D]`; Hq is a
 multiple of Hkv.
@@ -17,11 +17,10 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Operands(NamedTuple):
-    """What one attention call reads.
+    """Inputs of one attention call.
 
-    Providers that are `replayable` go by `table`, and take the `p` of the prefix for an upper bound of its length: what
-    lies beyond the chunk's start may be anything, and neither is read nor gets a gradient. For the others `p` is the
-    chunk's start.
+    For `replayable` providers `p` is an upper bound: they read the chunk's start from `table`, and the prefix beyond it
+    is arbitrary, is not read and gets no gradient. For others `p` is the chunk's start.
     """
 
     query: torch.Tensor
@@ -31,22 +30,29 @@ class Operands(NamedTuple):
     prefix_value: torch.Tensor
     chunk: ChunkShape
     table: Callable[[], ChunkTable]
-    scale: float  # positive, as kernels need it: see `passes.lowering.attention_capture`
+    scale: float  # positive, as kernels need it: see `passes.lowering.decompositions`
     limit: Limit | None  # a sliding window or chunks of the sequence; None: a token reads all above it
     softcap: float = 0.0  # 0: none; else scaled scores `s` become `softcap * tanh(s / softcap)`
 
+    def with_dense_rows(self) -> Operands:
+        """Make the features of query, key and value contiguous, as kernels assume."""
+        query, key, value = (
+            tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (self.query, self.key, self.value)
+        )
+        return self._replace(query=query, key=key, value=value)
+
 
 class Provider(Protocol):
-    """How attention is computed.
+    """Implementation of chunk attention.
 
     Attributes:
-        replayable: it goes by `Operands.table` alone, so that a CUDA graph of it serves chunks of other shapes.
+        replayable: it reads the shape from `Operands.table` alone, so that a CUDA graph serves chunks of other shapes.
     """
 
     replayable: bool
 
     def forward(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output `[1, Hq, c, Dv]` and log-sum-exp `[1, Hq, c]`."""
+        """Return output `[1, Hq, c, Dv]` and log-sum-exp `[1, Hq, c]`."""
 
     def backward(
         self,
@@ -57,7 +63,7 @@ class Provider(Protocol):
         prefix_key_grad: torch.Tensor,
         prefix_value_grad: torch.Tensor,
     ) -> Tensors:
-        """New tensors: the gradients of query, key and value; those of the prefix are added to `prefix_*_grad`.
+        """Return the gradients of query, key and value as new tensors; add those of the prefix to `prefix_*_grad`.
 
-        `out` and `logsumexp` may be those of more keys than the operands have: the others' gradients are not asked for.
+        `out` and `logsumexp` may cover more keys than the operands; gradients are those of the operands alone.
         """

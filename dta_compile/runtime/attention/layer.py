@@ -1,4 +1,4 @@
-"""Attention as a mixer of the path: its layers at run time, computed by a provider."""
+"""Runtime of attention layers, called by the path stack: chooses a provider and adds attention sinks."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from dta_compile.runtime.path.interface import LayerInputs, Tensors
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRuntime:
-    """One attention layer; `limit`: how far up a token attends; None: to all above it."""
+    """Runtime of an attention layer; `limit`: attention span (None: a token attends to all above it)."""
 
     provider: Provider
     limit: Limit | None = None
 
     @property
     def replayable(self) -> bool:
-        """That of the provider."""
+        """Whether the provider is replayable."""
         return self.provider.replayable
 
     @property
     def key(self) -> Hashable:
-        """What replays tell it apart by: its sliding window or chunks."""
+        """Key of CUDA graphs: the attention span."""
         return self.limit
 
     def forward(self, x: LayerInputs) -> Tensors:
-        """Output `[1, Hq, c, Dv]`, see `by_tokens`, and log-sum-exp `[1, Hq, c]`, sinks included."""
+        """Return output `[1, Hq, c, Dv]`, laid out as by `by_tokens`, and log-sum-exp `[1, Hq, c]`, sinks included."""
         out, logsumexp = self.provider.forward(self._operands(x))
         for sinks in x.operands[3:]:
             sinks = sinks.to(logsumexp.dtype)[:, None]
@@ -45,14 +45,14 @@ class AttentionRuntime:
         return by_tokens(out), logsumexp
 
     def backward(self, grad: torch.Tensor, results: Tensors, x: LayerInputs, above_grads: Tensors) -> Tensors:
-        """Gradients of query, key and value, see `by_tokens`, and of sinks `[Hq]` if there are any.
+        """Return gradients of query, key and value, in the layout of `by_tokens`, and of sinks `[Hq]` if there are any.
 
-        Given the output and log-sum-exp of all keys, a sink among them, those of any keys are exact by themselves. A
-        sink has the share `exp(sink - log-sum-exp)` of a query's weight, and the value zero.
+        Gradients of any subset of keys are exact given output and log-sum-exp over all keys, sinks included. A sink has
+        the weight `exp(sink - log-sum-exp)` and the value zero.
         """
         out, logsumexp = results
-        found = self.provider.backward(grad, out, logsumexp, self._operands(x), *above_grads)
-        grads: Tensors = tuple(map(by_tokens, found))
+        gradients = self.provider.backward(grad, out, logsumexp, self._operands(x), *above_grads)
+        grads: Tensors = tuple(map(by_tokens, gradients))
         for sinks in x.operands[3:]:
             share = (sinks.to(logsumexp.dtype)[:, None] - logsumexp).exp()
             grads += (-(share * (grad.to(share.dtype) * out.to(share.dtype)).sum(-1)).sum((0, 2)),)
@@ -64,29 +64,31 @@ class AttentionRuntime:
 
 
 def provider_of(layer: AttentionLayer, device: torch.device, choice: str) -> Provider:
-    """The provider that `options={"attention": choice}` gives a layer."""
+    """Return the provider of a layer under `options={"attention": choice}`."""
     key, value = (torch.empty(spec.of_tokens(0), dtype=spec.dtype, device=device) for spec in layer.states)
     return provider_for(choice, key[:, :1], value[:, :1], layer.softcap)
 
 
 def provider_for(choice: str, query: torch.Tensor, value: torch.Tensor, softcap: float = 0.0) -> Provider:
-    """The provider named by `options={"attention": choice}`; for "auto" the fastest that takes tensors like these.
+    """Return the provider named `choice`; for "auto" the first of `PROVIDERS` that supports such tensors.
 
     Raises:
-        OptionError: the named one does not take them.
+        OptionError: the named provider does not support them.
     """
     if choice == "auto":
-        return next(found for make in PROVIDERS.values() if not isinstance(found := make(query, value, softcap), str))
-    found = PROVIDERS[choice](query, value, softcap)
-    if isinstance(found, str):
+        return next(
+            provider for make in PROVIDERS.values() if not isinstance(provider := make(query, value, softcap), str)
+        )
+    provider = PROVIDERS[choice](query, value, softcap)
+    if isinstance(provider, str):
         raise OptionError(
             f"attention={choice!r} cannot run this model here",
-            expected=found,
+            expected=provider,
             got=f"{query.dtype} on {query.device.type}, heads of {query.shape[-1]} and {value.shape[-1]}"
             + (", a soft cap" if softcap else ""),
             hint="attention='auto' picks one that can",
         )
-    return found
+    return provider
 
 
 def _reference(query: torch.Tensor, value: torch.Tensor, softcap: float) -> Provider | str:
@@ -102,8 +104,8 @@ def _flash_cpu(query: torch.Tensor, value: torch.Tensor, softcap: float) -> Prov
 
 Make = Callable[[torch.Tensor, torch.Tensor, float], Provider | str]
 
-# By name: how each is made for queries and values like these and a soft cap, or what it takes instead; "auto" tries
-# them in turn.
+# Factories by name: given an example query, value and soft cap, each returns a provider, or its requirements as text.
+# "auto" tries them in this order, the fastest first.
 PROVIDERS: dict[str, Make] = {
     "cpu": _flash_cpu,
     "triton": triton.make,

@@ -1,7 +1,7 @@
-"""Attention of a chunk written down plainly: what the other providers are compared with.
+"""Reference attention provider in plain torch, which other providers are tested against, and shared helpers.
 
-Attention over parts of the keys is merged by the log-sum-exps of the parts' scores: a part that has the share `exp(its
-log-sum-exp - that of all)` of a query's weight has this share of the output (FlashAttention-2, Dao, 2023, section 3.1).
+Attention over parts of the keys is merged by the log-sum-exps of their scores: the output of a part is weighted by
+`exp(log-sum-exp of the part - log-sum-exp of all)` (FlashAttention-2, Dao, 2023, section 3.1).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dta_compile.runtime.attention.interface import Operands, Tensors
 
 
 class Reference:
-    """Plain softmax over all keys at once, in at least float32: the definition of correct."""
+    """Provider by a plain softmax over all keys at once, in at least float32: the definition of correct."""
 
     replayable = True
 
@@ -38,10 +38,7 @@ class Reference:
         grad, out, query = (tensor.to(value.dtype) for tensor in (grad, out, x.query))
         prefix, groups, read = x.prefix_key.shape[2], self._groups(x), self._allowed(x)
         key = self._wide(x, x.prefix_key, x.key)
-        weights = weights_of(scores, logsumexp)
-        grad_scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * slope
-        grad_scores = grad_scores.masked_fill_(~read, 0)
-        grad_query, grad_key, grad_value = grads_of_read(grad_scores, weights, query, key, grad, read)
+        grad_query, grad_key, grad_value = grads_of_read(grad, out, query, key, value, scores, logsumexp, slope, read)
         grad_key, grad_value = sum_groups(grad_key, groups), sum_groups(grad_value, groups)
         prefix_key_grad += grad_key[:, :, :prefix]
         prefix_value_grad += grad_value[:, :, :prefix]
@@ -51,19 +48,19 @@ class Reference:
         return x.query.shape[1] // x.key.shape[1]
 
     def _scores_and_values(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
-        """Scores, values, and the derivative of the scores by the products of queries and keys."""
+        """Return scores, values, and the derivative of the scores by the query-key products."""
         value = self._wide(x, x.prefix_value, x.value)
         scores, slope = capped(x.query.to(value.dtype) @ self._wide(x, x.prefix_key, x.key).mT, x.scale, x.softcap)
         return scores.masked_fill(~self._allowed(x), float("-inf")), value, slope
 
     def _wide(self, x: Operands, prefix: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """`[1, Hq, p + c, D]` in at least float32; zeros beyond the chunk's start, which zero weights do not hide."""
+        """Concatenate to `[1, Hq, p + c, D]` in at least float32; 0 beyond the chunk's start, since 0 * NaN is NaN."""
         beyond = torch.arange(prefix.shape[2], device=own.device) >= x.table().start
         both = torch.cat([prefix.masked_fill(beyond[:, None], 0), own], 2)
         return repeat_heads(both, self._groups(x)).to(torch.promote_types(x.query.dtype, torch.float32))
 
     def _allowed(self, x: Operands) -> torch.Tensor:
-        """Which of the `p + c` keys each of the `c` queries reads, bool `[c, p + c]`."""
+        """Return the mask, bool `[c, p + c]`: which of the `p + c` keys each of the `c` queries reads."""
         table, device = x.table(), x.query.device
         number = torch.arange(table.tokens, device=device)
         above = torch.arange(x.prefix_key.shape[2], device=device)
@@ -76,20 +73,26 @@ class Reference:
 
 
 def weights_of(scores: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tensor:
-    """Attention weights, zero where scores are -inf; a row whose log-sum-exp is NaN has a score of NaN."""
+    """Compute attention weights in place, 0 where scores are -inf; a log-sum-exp of NaN comes from a score of NaN."""
     base = torch.where(logsumexp > float("-inf"), logsumexp, 0)
     return (scores - base[..., None]).exp_()
 
 
 def grads_of_read(
-    grad_scores: torch.Tensor,
-    weights: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
-    grad: torch.Tensor,
+    value: torch.Tensor,
+    scores: torch.Tensor,
+    logsumexp: torch.Tensor,
+    slope: torch.Tensor | float,
     read: torch.Tensor,
 ) -> Tensors:
-    """Gradients of queries, keys and values, from `[..., q, k]` weights and gradients of scores, zero if not read."""
+    """Return gradients of queries, keys and values over the pairs `read [q, k]`; `scores [..., q, k]` are masked."""
+    weights = weights_of(scores, logsumexp)
+    grad_scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * slope
+    grad_scores = grad_scores.masked_fill_(~read, 0)
     return (
         product_of_read(grad_scores, key, read),
         product_of_read(grad_scores.mT, query, read.mT),
@@ -98,7 +101,7 @@ def grads_of_read(
 
 
 def capped(products: torch.Tensor, scale: float, softcap: float) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Scores of the products of queries and keys, and their derivative by these."""
+    """Scale and cap query-key products; return scores and their derivative by the products."""
     if not softcap:
         return products * scale, scale
     tanh = (products * (scale / softcap)).tanh()
@@ -106,23 +109,23 @@ def capped(products: torch.Tensor, scale: float, softcap: float) -> tuple[torch.
 
 
 def repeat_heads(tensor: torch.Tensor, groups: int) -> torch.Tensor:
-    """`[1, Hkv, n, D]` to `[1, Hkv * groups, n, D]`."""
+    """Repeat heads: `[1, Hkv, n, D]` to `[1, Hkv * groups, n, D]`."""
     return tensor.repeat_interleave(groups, 1) if groups > 1 else tensor
 
 
 def sum_groups(tensor: torch.Tensor, groups: int) -> torch.Tensor:
-    """The gradient of `repeat_heads`."""
+    """Sum over the heads of a group: the gradient of `repeat_heads`."""
     return tensor.unflatten(1, (-1, groups)).sum(2) if groups > 1 else tensor
 
 
 def merge_with(out: torch.Tensor, logsumexp: torch.Tensor, part: torch.Tensor, part_logsumexp: torch.Tensor) -> None:
-    """Add a part to output `[..., D]` and log-sum-exp `[...]` of other keys, in place; of two, shares are a sigmoid."""
+    """Merge a part into `out [..., D]` and `logsumexp [...]` in place; for two parts, shares are a sigmoid."""
     share = torch.sigmoid(part_logsumexp - logsumexp)
     out.lerp_(part.to(out.dtype), share[..., None])
     torch.logaddexp(logsumexp, part_logsumexp, out=logsumexp)
 
 
 def merge_parts(parts: torch.Tensor, logsumexps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `[1, ..., D]` and log-sum-exp `[1, ...]` of parts that lie behind one another, `[n, ..., D]`."""
+    """Merge `n` parts `[n, ..., D]` to output `[1, ..., D]` and log-sum-exp `[1, ...]`."""
     logsumexp = logsumexps.logsumexp(0, keepdim=True)
     return (parts * (logsumexps - logsumexp).exp()[..., None]).sum(0, keepdim=True), logsumexp

@@ -1,8 +1,8 @@
-"""Attention of a chunk by Triton kernels that read the tree from memory: nothing is gathered, masked or merged outside.
+"""Attention provider by Triton kernels that read the tree structure from device memory.
 
-Queries read the stack in place, up to a length in device memory, and the chunk's own tokens by `ChunkTable`. Key
-and value heads are never repeated, and gradients of the stack are added to its float32 buffers by the program that owns
-the keys: no atomics. The kernels are in `triton_kernels`; Triton's interpreter runs them on a CPU.
+Queries read the stack in place, up to a length in device memory, and the chunk's own tokens by `ChunkTable`. Key and
+value heads are never repeated. Gradients of the stack are added to its float32 buffers by the program that owns the
+keys, without atomics. The kernels are in `triton_kernels`; Triton's interpreter runs them on a CPU.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dta_compile.runtime.attention.interface import Operands, Provider, Tensors
 from dta_compile.runtime.attention.reference import merge_parts
 
 LARGEST_HEAD = 256
-# A chunk of few tokens leaves most of a GPU idle while each program walks down the whole stack: the stack is divided
-# among so many programs per block of queries that there are about this many in all.
+# For a chunk of few tokens the stack is divided among several programs per block of queries (split-K), up to about this
+# many programs in all: else most of the GPU would be idle while each program walks down the whole stack.
 PROGRAMS = 256
-LEAST_KEYS = 512  # of the stack that are worth a program of their own
+LEAST_KEYS = 512  # least number of stack keys per program
 
 
 def make(query: torch.Tensor, value: torch.Tensor, softcap: float) -> Provider | str:
-    """The provider for tensors like these, or what it takes instead."""
+    """Return the provider if it supports such tensors, else its requirements."""
     if not triton_use.has_triton():
         return "the package triton, on a GPU"
     if triton_use.runs_kernels(query) and max(query.shape[-1], value.shape[-1]) <= LARGEST_HEAD:
@@ -34,7 +34,7 @@ def make(query: torch.Tensor, value: torch.Tensor, softcap: float) -> Provider |
 
 
 class Blocks(NamedTuple):
-    """How many queries and keys a program holds at a time, and on how many warps it runs."""
+    """Tile sizes of a program, its number of warps and of pipeline stages."""
 
     queries: int
     keys: int
@@ -43,7 +43,7 @@ class Blocks(NamedTuple):
 
 
 class TritonAttention:
-    """FlashAttention's recurrence over the stack and the tree below it; bfloat16, float16 and float32."""
+    """Provider by FlashAttention's recurrence over the stack and the chunk's tree; bfloat16, float16 and float32."""
 
     replayable = True
 
@@ -51,12 +51,12 @@ class TritonAttention:
         """See `Provider.forward`."""
         from dta_compile.runtime.attention.triton_kernels import forward_kernel
 
-        x = _with_dense_rows(x)
+        x = x.with_dense_rows()
         _, heads, tokens, _ = x.query.shape
         width = x.value.shape[-1]
         blocks = _forward_blocks(x)
         splits = _splits(x, blocks)
-        # In the order in which the next product reads it: tokens, heads, features.
+        # In the memory order of the next matrix product: tokens, heads, features.
         dtype = x.query.dtype if splits == 1 else torch.float32
         parts = x.query.new_empty((splits, tokens, heads, width), dtype=dtype).transpose(1, 2)
         logsumexps = x.query.new_empty((splits, heads, tokens), dtype=torch.float32)
@@ -79,7 +79,7 @@ class TritonAttention:
         """See `Provider.backward`."""
         from dta_compile.runtime.attention.triton_kernels import own_keys_kernel, queries_kernel, stack_keys_kernel
 
-        x = _with_dense_rows(x)
+        x = x.with_dense_rows()
         grad, out = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (grad, out))
         logsumexp = logsumexp.contiguous()
         _, heads, tokens, _ = x.query.shape
@@ -90,16 +90,16 @@ class TritonAttention:
         delta = torch.empty_like(logsumexp)
         wide = statistics_dtype(x.query.dtype)
         grad_key, grad_value = (empty_by_tokens(tensor, dtype=wide) for tensor in (x.key, x.value))
-        given = (*_tensors(x), out, logsumexp, grad)
+        shared = (*_tensors(x), out, logsumexp, grad)
         queries_kernel[(_blocks_of(tokens, by_queries.queries), heads)](
-            *given, delta, grad_query, *strides, *_rows_of(grad_query), **_constants(x, by_queries)
+            *shared, delta, grad_query, *strides, *_rows_of(grad_query), **_constants(x, by_queries)
         )
         constants = _constants(x, by_keys)
-        own = (*given, delta, grad_key, grad_value, *strides, *_rows_of(grad_key), *_rows_of(grad_value))
+        own = (*shared, delta, grad_key, grad_value, *strides, *_rows_of(grad_key), *_rows_of(grad_value))
         own_keys_kernel[(_blocks_of(tokens, by_keys.keys), kv_heads)](*own, **constants)
         if prefix:
-            into = (prefix_key_grad, prefix_value_grad)
-            stack = (*given, delta, *into, *strides, *_rows_of(into[0]), *_rows_of(into[1]))
+            targets = (prefix_key_grad, prefix_value_grad)
+            stack = (*shared, delta, *targets, *strides, *_rows_of(targets[0]), *_rows_of(targets[1]))
             stack_keys_kernel[(_blocks_of(prefix, by_keys.keys), kv_heads)](*stack, **constants)
         return grad_query, grad_key, grad_value
 
@@ -109,7 +109,7 @@ def _tensors(x: Operands) -> tuple[torch.Tensor, ...]:
 
 
 def _rows_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Strides of heads and tokens; features are dense."""
+    """Return the strides of heads and tokens; features are contiguous."""
     return tensor.stride(1), tensor.stride(2)
 
 
@@ -119,7 +119,6 @@ def _strides(x: Operands, out: torch.Tensor) -> tuple[int, ...]:
 
 
 def _constants(x: Operands, blocks: Blocks) -> dict[str, Any]:
-    """The kernels' last arguments."""
     return {
         "tokens": x.query.shape[2],
         "scale": x.scale,
@@ -143,7 +142,7 @@ def _constants(x: Operands, blocks: Blocks) -> dict[str, Any]:
 
 
 def _padded(size: int) -> int:
-    """The next power of two, of at least 16: what a block's side must be."""
+    """Round up to a power of two, at least 16, as sides of blocks must be."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -151,8 +150,8 @@ def _blocks_of(count: int, size: int) -> int:
     return -(-count // size)
 
 
-# As large as fits into registers and shared memory of a Hopper GPU without spills, or with few. Blocks of lists are
-# divided evenly among those of the kernels that read lists.
+# Tiles are as large as registers and shared memory of a Hopper GPU allow with few or no spills. They divide the blocks
+# of `ChunkTable` (128 queries, 64 keys) evenly.
 def _forward_blocks(x: Operands) -> Blocks:
     tokens, width = x.query.shape[2], _width(x)
     if x.query.dtype is torch.float32:
@@ -169,7 +168,7 @@ def _query_blocks(x: Operands) -> Blocks:
     return Blocks(_few(tokens), 32, 8, 1) if _width(x) > 128 else Blocks(_few(tokens), 64, 4, 2)
 
 
-_key_blocks = _query_blocks  # the same are the fastest for both
+_key_blocks = _query_blocks  # the same tiles are the fastest for both
 
 
 def _width(x: Operands) -> int:
@@ -177,19 +176,11 @@ def _width(x: Operands) -> int:
 
 
 def _few(tokens: int) -> int:
-    """A block of at most 64 queries, and no more than there are."""
+    """Return a block size of at most 64 queries, and little more than there are."""
     return max(16, min(64, _padded(tokens)))
 
 
 def _splits(x: Operands, blocks: Blocks) -> int:
-    """Among how many programs the stack is divided."""
+    """Return the number of programs among which the stack is divided."""
     programs = x.query.shape[1] * _blocks_of(x.query.shape[2], blocks.queries)
     return max(1, min(PROGRAMS // programs, x.prefix_key.shape[2] // LEAST_KEYS))
-
-
-def _with_dense_rows(x: Operands) -> Operands:
-    """The kernels read rows of features, whatever the other strides say."""
-    query, key, value = (
-        tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (x.query, x.key, x.value)
-    )
-    return x._replace(query=query, key=key, value=value)

@@ -2,13 +2,13 @@
 # ruff: noqa: ANN001, ANN201, ANN202  (arguments of kernels are pointers, numbers and constants, which have no types)
 """Triton kernels of `attention.triton`: forward, and the gradients of queries, of own keys and of the stack's keys.
 
-Token i of the chunk reads the first `start` entries of the stack, and its token j if `j <= i < ends[j]`; with a limit
-only what is not above `_first_key`, see `Limit`. `table` holds start, ends, depths and lists of blocks, see
-`ChunkTable`. What every query of a block reads whole is met without masks: most of the work, and masks cost more than
-the arithmetic around them. Scores are counted in powers of two.
+Token i of the chunk reads the first `start` tokens of the stack, and the chunk's token j if `j <= i < ends[j]`; with a
+limit, none above `_first_key`, see `Limit`. `table` holds start, ends, depths and lists of blocks, see `ChunkTable`.
+Blocks that every query reads whole, most of the work, run without masks, which cost more than the arithmetic around
+them. The softmax is computed in base 2; stored log-sum-exps are natural.
 
-Products of blocks multiply what is not read by zero, and 0 * NaN is NaN. So a program whose result is not finite
-computes it again, key by key or query by query, of what is read alone.
+Products of blocks multiply masked pairs by zero, and 0 * NaN is NaN. So a program with a non-finite result computes it
+again, key by key or query by query, over the pairs that are read.
 """
 
 import triton
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from dta_compile.runtime.path.chunk_shape import LISTED_KEYS, LISTED_QUERIES
 
-# Numbers that differ from chunk to chunk: one compilation must do for all of them.
+# Arguments that differ from chunk to chunk: one compilation must serve all values.
 UNSPECIALIZED = ("tokens",)
 LOG2E = tl.constexpr(1.4426950408889634)
 LIST_ROWS, LIST_COLUMNS = tl.constexpr(LISTED_QUERIES), tl.constexpr(LISTED_KEYS)
@@ -24,17 +24,17 @@ LIST_ROWS, LIST_COLUMNS = tl.constexpr(LISTED_QUERIES), tl.constexpr(LISTED_KEYS
 
 @triton.jit
 def _rows(pointer, head_stride, row_stride, head, rows, exists, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """`[rows, WIDTH]` of one head; zeros where nothing exists. `exists` None: everything does."""
+    """Load `[rows, WIDTH]` of one head, zeros where `exists` is false; `exists` None: no mask."""
     features = tl.arange(0, WIDTH)
     address = pointer + head * head_stride + rows.to(tl.int64)[:, None] * row_stride + features[None, :]
     real = (features < DIM)[None, :]
     if exists is not None:
-        found = tl.load(address, mask=exists[:, None] & real, other=0.0)
+        values = tl.load(address, mask=exists[:, None] & real, other=0.0)
     elif DIM == WIDTH:
-        found = tl.load(address)
+        values = tl.load(address)
     else:
-        found = tl.load(address, mask=real, other=0.0)
-    return found
+        values = tl.load(address, mask=real, other=0.0)
+    return values
 
 
 @triton.jit
@@ -52,20 +52,20 @@ def _add(pointer, head_stride, row_stride, head, rows, exists, values, DIM: tl.c
 
 @triton.jit
 def _first_key(depth, limit, CHUNKED: tl.constexpr):
-    """The depth of the first key that queries read through a window, or in their chunk of the sequence."""
+    """Return the depth of the first key in a query's window, or in its chunk of the sequence."""
     return depth // limit * limit if CHUNKED else depth - limit + 1
 
 
 @triton.jit
 def _lowest(first_key, exists, KEYS: tl.constexpr):
-    """The first block of the stack that a block of queries reaches."""
+    """Return the first stack token, rounded down to KEYS, that a block of queries reads under a limit."""
     return tl.maximum(tl.min(tl.where(exists, first_key, 2147483647), 0), 0) // KEYS * KEYS
 
 
 @triton.jit
 def _listed(table, tokens, block, QUERIES: tl.constexpr, KEYS: tl.constexpr, LIMITED: tl.constexpr):
-    """The list of key blocks that a block of queries reads: its address, and how many blocks of KEYS of it are read
-    whole, and how many in all. A limit may cut off any."""
+    """Return the list of key blocks that a block of queries reads: its address, the number of blocks of KEYS that are
+    read whole (0 under a limit, which may cut off any), and the number of all that are read."""
     row = block * QUERIES // LIST_ROWS
     counts = table + 1 + 2 * tokens + 2 * row
     lists = table + 1 + 2 * tokens + 2 * tl.cdiv(tokens, LIST_ROWS)
@@ -76,14 +76,14 @@ def _listed(table, tokens, block, QUERIES: tl.constexpr, KEYS: tl.constexpr, LIM
 
 @triton.jit
 def _listed_columns(listed, number, KEYS: tl.constexpr):
-    """The columns of a block of a list."""
+    """Return the columns of the `number`-th block of a list."""
     each = LIST_COLUMNS // KEYS
     return tl.load(listed + number // each) * LIST_COLUMNS + number % each * KEYS + tl.arange(0, KEYS)
 
 
 @triton.jit
 def _reads(table, tokens, rows, columns, inside, first_key, LIMITED: tl.constexpr):
-    """`[rows, columns]` which of the chunk's own tokens read which."""
+    """Return the mask `[rows, columns]` over the chunk's own tokens."""
     ends = tl.load(table + 1 + columns, mask=inside, other=0)
     allowed = (columns[None, :] <= rows[:, None]) & (rows[:, None] < ends[None, :])
     if LIMITED:
@@ -94,7 +94,7 @@ def _reads(table, tokens, rows, columns, inside, first_key, LIMITED: tl.constexp
 
 @triton.jit
 def _reads_stack(rows, columns, first_key, LIMITED: tl.constexpr):
-    """`[rows, columns]` which of the stack's entries are read, of those that exist."""
+    """Return the mask `[rows, columns]` over existing tokens of the stack."""
     allowed = (columns >= 0)[None, :] & (rows >= 0)[:, None]
     if LIMITED:
         allowed = columns[None, :] >= first_key[:, None]
@@ -103,46 +103,46 @@ def _reads_stack(rows, columns, first_key, LIMITED: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    """`(1 - e) / (1 + e)` of `e = exp(-2 |x|)`; near zero, where that loses digits, a series."""
+    """Compute tanh as `(1 - e) / (1 + e)` with `e = exp(-2 |x|)`; near zero, where that cancels, by a series."""
     size = tl.abs(x)
     exp_of_negative = tl.exp(-2.0 * size)
     large = (1.0 - exp_of_negative) / (1.0 + exp_of_negative)
     square = x * x
     small = size * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    found = tl.where(size < 0.1, small, large)
-    return tl.where(x < 0, -found, found)
+    magnitude = tl.where(size < 0.1, small, large)
+    return tl.where(x < 0, -magnitude, magnitude)
 
 
 @triton.jit
 def _has_others(values, exists):
-    """Whether a number of the rows that exist is not finite."""
+    """Return whether a number in the existing rows is not finite."""
     others = (tl.abs(values) < float("inf")) == 0
     return tl.max(tl.max((others & exists[:, None]).to(tl.int32), 1), 0) > 0
 
 
 @triton.jit
 def _products(rows, columns, PRECISION: tl.constexpr):
-    """`rows @ columns.T`."""
+    """Return `rows @ columns.T`."""
     if columns.shape[0] == 1:
-        found = tl.sum(rows.to(tl.float32) * columns.to(tl.float32), 1)[:, None]
+        products = tl.sum(rows.to(tl.float32) * columns.to(tl.float32), 1)[:, None]
     else:
-        found = tl.dot(rows, tl.trans(columns), input_precision=PRECISION)
-    return found
+        products = tl.dot(rows, tl.trans(columns), input_precision=PRECISION)
+    return products
 
 
 @triton.jit
 def _weighted(weights, values, allowed, PRECISION: tl.constexpr):
-    """`weights @ values`, with a single row of values where it is allowed."""
+    """Return `weights @ values`; a single row of values counts only where it is allowed."""
     if values.shape[0] == 1:
-        found = tl.where(allowed, weights * values.to(tl.float32), 0.0)
+        result = tl.where(allowed, weights * values.to(tl.float32), 0.0)
     else:
-        found = tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
-    return found
+        result = tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+    return result
 
 
 @triton.jit
 def _attend(q, k, v, allowed, scale, softcap, top, total, out, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of the online softmax; `top` is the running maximum of the scores. `allowed` None: everything is."""
+    """Run one step of the online softmax; `top` is the running maximum of the scores. `allowed` None: no mask."""
     scores = _products(q, k, PRECISION)
     if CAPPED:
         scores = _tanh(scores * (scale / softcap))
@@ -153,7 +153,7 @@ def _attend(q, k, v, allowed, scale, softcap, top, total, out, CAPPED: tl.conste
     else:
         scores = tl.where(allowed, scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * (scale * LOG2E))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row that has read nothing yet
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)  # nothing read yet
     weights = tl.exp2(scores * (scale * LOG2E) - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(weights, 1)
@@ -170,8 +170,8 @@ def forward_kernel(
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, CHUNKED: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of a block of queries over one of `splits` parts of the stack; the last part has the
-    chunk's own keys, too."""
+    """Compute output and log-sum-exp of a block of queries over one of `splits` parts of the stack; the last part
+    includes the chunk's own keys."""
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head = head // GROUPS
     rows = block * QUERIES + tl.arange(0, QUERIES)
@@ -250,8 +250,8 @@ def forward_kernel(
 
 @triton.jit
 def _weights(scores, grad_weights, allowed, scale, softcap, statistics, delta, CAPPED: tl.constexpr):
-    """Attention weights, and the gradients of the scores over `scale`, from products of queries and keys, of gradients
-    and values. All may be transposed alike. `allowed` None: everything is, or what comes of the rest is not used."""
+    """Return attention weights and the gradients of the scores divided by `scale`, from query-key products and
+    gradient-value products. All may be transposed. `allowed` None: no mask, or masked entries are not used."""
     if CAPPED:
         tanh = _tanh(scores * (scale / softcap))
         weights = tl.exp2(tanh * (softcap * LOG2E) - statistics)
@@ -269,7 +269,7 @@ def _weights(scores, grad_weights, allowed, scale, softcap, statistics, delta, C
 def _add_to_queries(
     acc, q, do, k, v, allowed, scale, softcap, statistics, delta, CAPPED: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """The gradient of a block of queries, over `scale`, with what a block of keys adds to it."""
+    """Add the contribution of a block of keys to the gradient of a block of queries, divided by `scale`."""
     scores = _products(q, k, PRECISION)
     grad_weights = _products(do, v, PRECISION)
     _, grads = _weights(scores, grad_weights, allowed, scale, softcap, statistics[:, None], delta[:, None], CAPPED)
@@ -286,7 +286,7 @@ def queries_kernel(
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, CHUNKED: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of queries, and the `delta` that the other kernels read."""
+    """Compute gradients of a block of queries, and the `delta` that the other kernels read."""
     block, head = tl.program_id(0), tl.program_id(1)
     kv_head = head // GROUPS
     rows = block * QUERIES + tl.arange(0, QUERIES)
@@ -361,10 +361,10 @@ def _add_to_keys(
     OWN: tl.constexpr, MASKED: tl.constexpr, LIMITED: tl.constexpr, CHUNKED: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of keys, over `scale`, and of values, with what queries from `first` to `last` add.
+    """Add contributions of queries from `first` to `last` to the gradients of keys, divided by `scale`, and of values.
 
-    Scores are computed with keys in rows: so are they the left operand of the next product where they are. Queries
-    that do not exist have a gradient of zero, and keys that do not exist are not stored: neither needs a mask.
+    Scores have keys in rows, so that they are the left operand of the next product without a transpose. Queries beyond
+    the chunk have a gradient of zero, and keys beyond it are not stored: neither needs a mask.
     """
     for begin in range(first, last, QUERIES):
         rows = begin + tl.arange(0, QUERIES)
@@ -408,7 +408,7 @@ def own_keys_kernel(
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, CHUNKED: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of the chunk's own keys and values."""
+    """Compute gradients of a block of the chunk's own keys and values."""
     block, kv_head = tl.program_id(0), tl.program_id(1)
     columns = block * KEYS + tl.arange(0, KEYS)
     inside = columns < tokens
@@ -417,7 +417,7 @@ def own_keys_kernel(
     v = _rows(value, v_head, v_row, kv_head, columns, inside, VALUE_DIM, VALUE_WIDTH)
     key_acc = tl.zeros([KEYS, KEY_WIDTH], tl.float32)
     value_acc = tl.zeros([KEYS, VALUE_WIDTH], tl.float32)
-    # Up to `below` a key may come after a query, from `whole` on one may have no more descendants.
+    # Before `below` a key may come after a query; from `whole` on a key may have no descendants left.
     first, last = block * KEYS // QUERIES * QUERIES, tl.max(ends, 0)
     below = tl.minimum(tl.cdiv(block * KEYS + KEYS, QUERIES) * QUERIES, last)
     whole = below
@@ -462,7 +462,7 @@ def stack_keys_kernel(
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, LIMITED: tl.constexpr, CHUNKED: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gradients of a block of the stack's keys and values to what is there."""
+    """Add the gradients of a block of the stack's keys and values to its gradient buffers."""
     block, kv_head = tl.program_id(0), tl.program_id(1)
     start = tl.load(table)
     if block * KEYS >= start:

@@ -1,1 +1,1 @@
-"""One call of a compiled program: its masks, rows and plan, and the executor that runs its schedule."""
+"""One call of an executable: its masks, rows and plan, and the executor that runs its schedule."""

@@ -1,4 +1,7 @@
-"""One call of a compiled program: its inputs, and what the prologue made of them."""
+"""A call before planning: its inputs and the dense values of the prologue, with the quantities derived from them.
+
+`Engine.begin` makes a `Call`; `planned_call.plan_call` turns it into a `PlannedCall`.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,17 @@ from dta_compile.runtime.rows.dense_to_tree import key_codes, used_tokens
 
 @dataclasses.dataclass(frozen=True)
 class CallContext:
-    """What an engine gives each of its calls.
+    """State of an engine that its calls share.
 
     Attributes:
-        executable, options: what was compiled, and how it is to run.
-        sizes: numbers for the program's size symbols.
-        replays: CUDA graphs of its chunks, if there are to be any.
-        calibration: what runs on a device have taken so far, with generated code or without.
-        note_run: takes the plan, the stopwatch and the device of a schedule that has been run.
-        note_plan: takes a plan that the call goes on with in place of its first one.
-        ranks: those that run the call together.
-        layers: what gathers parameters of other ranks layer by layer; None: all that are read are there.
+        executable, options: the compiled program and the user's options.
+        sizes: values of the program's size symbols.
+        replays: CUDA graphs of chunks; None: replay is off.
+        calibration: returns the cost model's calibration for a device, with generated code or without.
+        note_run: called with the plan, the stopwatch and the device of a schedule that has been run.
+        note_plan: called with a plan that replaces the call's first one.
+        ranks: tensor-parallel ranks that run the call together.
+        layers: gathers sharded parameters layer by layer; None: all parameters are gathered.
     """
 
     executable: Executable
@@ -54,13 +57,13 @@ class CallContext:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """One call before it is planned.
+    """Call before planning.
 
     Attributes:
-        args: the inputs of the captured graph.
-        dense: what the prologue returned, by dense slot.
-        batch, tokens: its sequences, and the tokens of each.
-        device: of the parameters.
+        args: inputs of the captured graph.
+        dense: outputs of the prologue, by dense slot.
+        batch, tokens: B and S: number of rows, and of tokens in each.
+        device: device of the parameters.
     """
 
     context: CallContext
@@ -72,7 +75,7 @@ class Call:
 
     @classmethod
     def begin(cls, context: CallContext, args: Sequence[Any], dense: Sequence[torch.Tensor]) -> Call:
-        """A call with these inputs and dense values."""
+        """Return the call for these inputs and dense values."""
         executable, sizes = context.executable, context.sizes
         device = next((args[spec.index].device for spec in executable.region_parameters), torch.device("cpu"))
         if device.type == "cpu":
@@ -82,38 +85,38 @@ class Call:
 
     @property
     def executable(self) -> Executable:
-        """What was compiled."""
+        """Executable that is called."""
         return self.context.executable
 
     def parameters(self, part: Part) -> list[torch.Tensor]:
-        """What a part reads of the region's parameters: the first of its inputs."""
+        """Return the region parameters that a part reads: the first of its inputs."""
         specs = self.executable.region_parameters
         return [self.args[specs[i].index] for i in part.inputs if i < len(specs)]
 
     def window(self, frame: Frame | None) -> tuple[int, int]:
-        """`(start, length)` of a frame."""
+        """Return `(start, length)` of a frame; `(0, 1)` for None."""
         return self.context.sizes.window(frame, self.args) if frame is not None else (0, 1)
 
     def read_masks(self) -> ReadMasks:
-        """The masks of the call; raises as `masks.read_masks` does."""
+        """Read the attention masks of the call; raises the errors of `masks.read_masks`."""
         leaves = {name: self.dense[slot] for name, slot in self.executable.mask_slots.items()}
         return read_masks(self.executable.mixers, leaves, self._number, (self.batch, self.tokens))
 
     def codes(self, item: ChunkInput) -> Integers:
-        """`[B, S]` codes of a value that is a part of a key."""
+        """Return `[B, S]` integer codes of a prefix-key or head-key input."""
         return key_codes(item, self.dense[item.slot], self.batch, self.tokens, self.window(item.layout.frame))
 
     def used(self) -> list[Booleans]:
-        """`[B, S]` tokens at which each frontier value is used."""
+        """Return for each frontier value the `[B, S]` tokens at which it is used."""
         frontier = self.executable.frontier
         return [used_tokens(value, self.dense, self.batch, self.tokens, self.window) for value in frontier]
 
     def reread(self) -> list[torch.Tensor]:
-        """Dense values, inputs of the call among them, that chunks may read again in the backward."""
+        """Return the dense values (inputs of the call included) that chunks may read again in the backward."""
         executable = self.executable
         slots = [item.slot for item in (*executable.trunk_inputs, *executable.head_inputs)]
         values = [self.dense[slot] for slot in dict.fromkeys([*slots, *executable.constant_inputs])]
-        return [value for value in values if not value.is_inference()]  # those have no version
+        return [value for value in values if not value.is_inference()]  # inference tensors have no version
 
     def _number(self, expr: sympy.Expr) -> int | float:
         return self.context.sizes.value(expr, self.args)

@@ -1,4 +1,8 @@
-"""The executor: one loop over the operations of a schedule (paper Algorithms 2 and 3, and packed chunks)."""
+"""Interpret a schedule: one loop over its ops (paper Algorithms 2 and 3, and packed chunks).
+
+The transparent mode runs the ops up to the `attach` op in the forward and the rest in the backward of autograd; the
+streaming mode runs all ops at once.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +32,18 @@ from dta_compile.runtime.rows.batch_rows import BatchRows
 from dta_compile.runtime.rows.buffers import Gathered, Rows, padded
 from dta_compile.runtime.rows.upload import upload
 
-HEAD_SHARE = 0.75  # of a kept graph's head rows with a gradient, from which on dropping the others does not pay
+HEAD_SHARE = 0.75  # if more of a kept graph's head rows have a gradient, dropping the others does not pay
 
 
 @dataclasses.dataclass
 class ChunkData:
-    """Everything that the graphs of a part read besides the path and what other parts write.
+    """Inputs of a part's graphs except the path stack and the values received from other parts.
 
     Attributes:
         whole: parameters, then constants.
-        trunk: by tree row.
-        reads_heads: it reads which token each head row is of.
-        head: by head row.
+        trunk: inputs by tree row.
+        reads_heads: the part reads the chunk token of each head row.
+        head: inputs by head row.
     """
 
     whole: list[torch.Tensor]
@@ -50,14 +54,14 @@ class ChunkData:
 
 @dataclasses.dataclass
 class BatchChunk:
-    """A chunk on this batch; perhaps with padding at the end, which nothing reads and which gets no gradient.
+    """Chunk of this batch, padded at the end if it may be replayed; nothing reads the padding, and it has no gradient.
 
     Attributes:
-        shape: what attention needs to know.
+        shape: where the chunk hangs on the stack, and which of its tokens read which.
         rows, heads: its tree rows and head rows.
-        readers: `[h]` which chunk token each of the head rows reads, padding included.
-        work: what running it once amounts to.
-        replayable: it has the size of other chunks, so that a CUDA graph may serve them all.
+        readers: `[h]` chunk token of each head row, padding included.
+        work: amount of work of one run, for the cost model.
+        replayable: the chunk is padded to a size that a CUDA graph may serve.
     """
 
     shape: ChunkShape
@@ -70,7 +74,7 @@ class BatchChunk:
 
 @dataclasses.dataclass
 class HeadChoice:
-    """Some of a chunk's head rows: positions among those, the first one repeated for padding, and how many are real."""
+    """Subset of a chunk's head rows: positions among them, padded with the first, and their number without padding."""
 
     index: torch.Tensor
     count: int
@@ -78,11 +82,11 @@ class HeadChoice:
 
 @dataclasses.dataclass
 class Graph:
-    """The graph that a `forward` op leaves for its `backward` op: inputs and saved values, in the order of `backward`.
+    """Inputs and saved values that a `forward` op keeps for its `backward` op, in the order of the backward graph.
 
     Attributes:
-        active: the head rows it was run for; None: all.
-        written: what it wrote for other parts: shapes, strides and dtypes of the gradients to come.
+        active: head rows that the forward ran for; None: all.
+        written: values sent to other parts; their gradients have the same shapes, strides and dtypes.
     """
 
     chunk: BatchChunk
@@ -92,17 +96,17 @@ class Graph:
 
 
 class Executor:
-    """Runs the operations of a schedule over one batch, for a part of a chunk's stages (or all of them); `run` may stop
-    at an `attach` op and go on there.
+    """Interpreter of a schedule over one batch, for one part of a chunk's stages or all of them.
 
-    What a backward phase puts on the stack is put there when the first chunk with a gradient needs it; chunks without
-    any incoming gradient are skipped, and their head rows without one are left out.
+    `run` may stop at an `attach` op and be resumed there. Anchors and restores of the backward half are deferred until
+    a chunk with a gradient needs them. Chunks without an incoming gradient are skipped, and head rows without one are
+    left out.
 
     Attributes:
-        buffers: of the half of the schedule that is being run.
+        buffers: buffers of the half of the schedule that is running.
         stopwatch: times every run of a graph.
-        lease: what replays graphs of small chunks, if anything does; `path` is its stack then.
-        codes: the generated code that all of its graphs run, whatever is generated meanwhile.
+        lease: replays CUDA graphs of small chunks, on its own `path`; None: no replay.
+        codes: generated code that all graphs run, fixed when the executor is made.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class Executor:
         lease: Lease | None = None,
         codes: Codes = NO_CODES,
     ) -> None:
-        """`frontier`: the values that the part computes."""
+        """`frontier`: the frontier values that the part computes."""
         self.part, self.joint, self.frontier = part, part.graphs, list(frontier)
         self.data, self.rows, self.path = data, rows, path
         self.stopwatch, self.lease, self.codes = stopwatch, lease, codes
@@ -131,25 +135,25 @@ class Executor:
 
     @property
     def keeps(self) -> bool:
-        """Whether anything is kept of what has run."""
+        """Whether graphs or spine states are kept from the ops that have run."""
         return bool(self.graphs or self.kept)
 
     def leave_path(self) -> None:
-        """Let go of the stack, which is empty; what goes backward is given another one."""
+        """Release the memory of the (empty) stack; the backward is given a new one."""
         self.path = PathStack((), (), 0, self.path.device)
 
     def run(
         self, ops: Sequence[Op], buffers: ScheduleBuffers, on_attach: Callable[[tuple[int, ...]], bool]
     ) -> Sequence[Op]:
-        """Run ops until they end or `on_attach` (called with the sequences that became due) returns False.
+        """Run ops until they end or `on_attach`, called with the sequences of an `attach` op, returns False.
 
-        Returns what is left of them.
+        Returns the remaining ops.
         """
         self.buffers = buffers
         try:
             return ops[self._run(ops, on_attach) :]
         finally:
-            self.buffers = ScheduleBuffers()  # whoever made them decides how long they live
+            self.buffers = ScheduleBuffers()  # the caller decides how long the buffers live
 
     def _run(self, ops: Sequence[Op], on_attach: Callable[[tuple[int, ...]], bool]) -> int:
         for position, op in enumerate(ops):
@@ -220,7 +224,7 @@ class Executor:
         chunk = op.chunk
         graph = self.graphs.pop(chunk)
         if chunk.spine is not None:
-            self.pending.cut(chunk.start)  # of its own spine
+            self.pending.cut(chunk.start)  # ops that restore its own spine
             self._forget(chunk.spine)
         if graph is None or not self._has_gradient(chunk, graph.chunk):
             return
@@ -232,18 +236,18 @@ class Executor:
             values = values if active is None else self.joint.of_head_rows(values, active.index)
         tangents = self._tangents(chunk, graph, active)
         arguments = [self.path, *values, *tangents, *self.buffers.accumulators]
-        del values, tangents  # the backward frees what is in its list as it goes
+        del values, tangents  # the backward frees the entries of its list as it runs
         gradients = self._launch(op, "backward", self.joint.run_backward, batch_chunk, arguments, active)
         self.path.finish()
         self.buffers.backpropagated(chunk, batch_chunk.heads, gradients)
 
     def _enough_idle(self, batch_chunk: BatchChunk) -> HeadChoice | None:
-        """The active head rows of a chunk, if leaving out the others of its graph pays."""
+        """Return the head rows with a gradient, if dropping the others from a kept graph pays; else None."""
         active = self._active_rows(batch_chunk)
         return None if active is None or active.count > HEAD_SHARE * batch_chunk.heads.count else active
 
     def _write(self, chunk: Chunk, batch_chunk: BatchChunk, results: Sequence[torch.Tensor]) -> None:
-        """Hand on what a chunk's graph returned for other parts, and as frontier values."""
+        """Write a graph's results to the buffers: values for other parts, then frontier values."""
         written = len(self.part.writes)
         self.buffers.write(chunk, batch_chunk.heads, results[:written], results[written:][: len(self.frontier)])
 
@@ -258,32 +262,32 @@ class Executor:
         return batch_chunk.heads.count > 0 and (active is None or bool(active[batch_chunk.heads.numpy].any()))
 
     def _active_rows(self, batch_chunk: BatchChunk) -> HeadChoice | None:
-        """Those of a chunk's head rows that have a gradient; None: all, or not known."""
+        """Return the head rows of a chunk that have a gradient; None: all, or not known."""
         if self.buffers.active is None or not self.joint.head_rows_separable:
             return None
         active = self.buffers.active[batch_chunk.heads.numpy]
         if active.all():
             return None
-        found = np.flatnonzero(active)
-        size = self.lease.size(len(found)) if self.lease and batch_chunk.replayable and len(found) else len(found)
-        return HeadChoice(upload(padded(found, size), self.path.device), len(found))
+        index = np.flatnonzero(active)
+        size = self.lease.size(len(index)) if self.lease and batch_chunk.replayable and len(index) else len(index)
+        return HeadChoice(upload(padded(index, size), self.path.device), len(index))
 
     def _tangents(self, chunk: Chunk, graph: Graph, active: HeadChoice | None) -> list[torch.Tensor]:
-        """Gradients of what the graph of a chunk returned, in the order of `differentiated`."""
+        """Return the gradients of the differentiated results of a chunk's graph, in the order of `differentiated`."""
         of_sent, written = self.buffers.gradients_of_sent.get(chunk, ()), len(self.part.writes)
-        found: list[torch.Tensor] = []
+        tangents: list[torch.Tensor] = []
         for index in self.joint.differentiated:
             if index >= written:
-                found.append(self._tangent(index - written, graph.chunk, active))
+                tangents.append(self._tangent(index - written, graph.chunk, active))
                 continue
             gradient = of_sent[index] if of_sent else None
-            found.append(torch.zeros_like(graph.written[index]) if gradient is None else gradient)
-        return found
+            tangents.append(torch.zeros_like(graph.written[index]) if gradient is None else gradient)
+        return tangents
 
     def _tangent(self, index: int, batch_chunk: BatchChunk, active: HeadChoice | None) -> torch.Tensor:
-        """Gradients of a frontier value at a chunk's (active) head rows, in the value's dtype; zeros at padding."""
+        """Return the gradient of a frontier value at a chunk's (active) head rows, in its dtype; 0 at padding."""
         value, buffer = self.frontier[index], self.buffers.gradients[index]
-        rows, real = (
+        rows, count = (
             (batch_chunk.heads.size, batch_chunk.heads.count) if active is None else (len(active.index), active.count)
         )
         if buffer is None:
@@ -291,8 +295,8 @@ class Executor:
         gradient = buffer.read(batch_chunk.heads)
         if active is not None:
             gradient = gradient.index_select(0, active.index)
-        if real < rows:
-            gradient[real:] = 0
+        if count < rows:
+            gradient[count:] = 0
         return gradient.to(value.dtype)
 
     def _keep(self, spine: Slice, states: SpineStates) -> None:
@@ -305,8 +309,8 @@ class Executor:
         self.kept.pop(self.rows.tree.row_at(spine.sequence, spine.start), None)
 
     def _restore(self, part: Slice) -> None:
-        kept = self.kept[int(self.spine_of_row[self.rows.tree.row_at(part.sequence, part.start)])]
-        self.path.put(kept, part.start, part.stop)
+        states = self.kept[int(self.spine_of_row[self.rows.tree.row_at(part.sequence, part.start)])]
+        self.path.put(states, part.start, part.stop)
 
     def _on_batch(self, chunk: Chunk, heads: bool = True) -> BatchChunk:
         tree, starts, device = self.rows.tree, self.rows.head_starts, self.path.device
@@ -319,7 +323,7 @@ class Executor:
         readers_of_all = np.concatenate(readers)
         parts, real, heads_real = segments(tree, chunk), offset, len(readers_of_all)
         size, heads_size = (self.lease.size(count) if self.lease else count for count in (real, heads_real))
-        if size > real:  # padding hangs from the stack like one more branch
+        if size > real:  # padding is one more branch that hangs from the stack
             parts = [*parts, Segment(real, size, size, chunk.start, -1)]
         shape = ChunkShape.of(chunk.start, chunk.spine.tokens if chunk.spine is not None else 0, parts)
         pairs = sum(attention_pairs(part) for part in chunk.slices)
@@ -350,10 +354,10 @@ class Executor:
         arguments: list[Any],
         active: HeadChoice | None = None,
     ) -> Sequence[torch.Tensor]:
-        """Run a graph; a backward takes its arguments as one list, which it empties."""
+        """Run or replay a graph, timed. A backward graph takes its arguments as one list and empties it."""
         self.path.chunk = batch_chunk.shape
         work = batch_chunk.work if active is None else batch_chunk.work._replace(heads=active.count)
-        run = graph if kind == "backward" else lambda given: graph(*given)
+        run = graph if kind == "backward" else lambda inputs: graph(*inputs)
         with self.stopwatch.measure(kind, work, op), running(self.codes):
             if self.lease and batch_chunk.replayable:
                 return self.lease.run(graph, run, arguments)
@@ -361,7 +365,7 @@ class Executor:
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same rows in as few ranges as possible."""
+    """Merge adjacent ranges of rows."""
     merged: list[tuple[int, int]] = []
     for start, stop in ranges:
         if merged and merged[-1][1] == start:

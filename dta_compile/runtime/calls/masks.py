@@ -1,5 +1,8 @@
-"""What the attention masks of a call say: which tokens are real, where sequences begin, and how far up each layer
-reaches; with the checks of everything that their proofs take for granted."""
+"""Read the attention masks of a call: real tokens, starts of sequences, and the attention span of each layer.
+
+Proofs of masks (`proofs/`) rest on assumptions about values, such as "zero or one" or "consecutive positions". They are
+checked here at every call, and so is the agreement of all layers on padding and sequences.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,14 @@ BINARY_HINT = "pass a mask of zeros and ones, or compare (mask > 0) before you u
 
 @dataclasses.dataclass(frozen=True)
 class ReadMasks:
-    """The masks of one call.
+    """Facts read from the masks of one call.
 
     Attributes:
         valid: `[B, S]` real tokens.
         starts: `[B, S]` real tokens that begin a sequence, where rows are packed; None: the real tokens of a row are
             one sequence.
-        classes: by attention layer. What mixes tokens otherwise has no mask, and takes all tokens of a row for real and
-            for one sequence; but recurrences without one go by the masks of others.
+        classes: mask class by attention layer. A mixer without a mask takes all tokens of a row for real and for one
+            sequence, except recurrences, which then follow the masks of other layers.
     """
 
     valid: Booleans
@@ -46,8 +49,8 @@ class ReadMasks:
 
     @property
     def limits(self) -> list[Limit | None]:
-        """By attention layer, how far up a token attends; None: to all above it."""
-        return [_limit(one) for one in self.classes]
+        """Attention span by attention layer; None: a token attends to all tokens above it."""
+        return [_limit(mask_class) for mask_class in self.classes]
 
 
 def _mask(layer: MixerLayer) -> MaskProgram | None:
@@ -55,14 +58,14 @@ def _mask(layer: MixerLayer) -> MaskProgram | None:
 
 
 def _goes_by_others(layer: MixerLayer) -> bool:
-    """Whether a layer says nothing about padding and sequences, because it was given no mask."""
+    """Return whether a layer follows the masks of other layers: a recurrence without a mask."""
     return isinstance(layer, RecurrentLayer) and layer.mask is None
 
 
-def _limit(one: MaskClass) -> Limit | None:
-    if one.chunk is not None:
-        return Limit(one.chunk, by_chunks=True)
-    return None if one.window is None else Limit(one.window)
+def _limit(mask_class: MaskClass) -> Limit | None:
+    if mask_class.chunk is not None:
+        return Limit(mask_class.chunk, by_chunks=True)
+    return None if mask_class.window is None else Limit(mask_class.window)
 
 
 def read_masks(
@@ -74,31 +77,31 @@ def read_masks(
     """Read the masks of a call of `shape` rows and tokens.
 
     Args:
-        dense: values of the leaves of layers, by name.
-        number: gives the value of a size expression.
+        dense: values of the leaves of mask terms, by name.
+        number: evaluates a size expression.
 
     Raises:
         RefusalError: a mask is of no supported class with the numbers and tables of this call.
-        RuntimeContractError: the inputs are not what the proof of a mask takes for granted.
+        RuntimeContractError: the inputs violate an assumption of the proof of a mask, or layers disagree.
     """
     masks = dict.fromkeys(_mask(layer) for layer in layers if not _goes_by_others(layer))
     reader = _Reader(layers, dense, number, shape)
     classes = {mask: reader.class_of(mask) for mask in masks}
     distinct = list(dict.fromkeys(classes.values()))
     valid = reader.valid_of(distinct) if distinct else reader.unpadded()
-    for one in distinct:
-        reader.check(one)
+    for mask_class in distinct:
+        reader.check(mask_class)
     on_host: Booleans = valid.contiguous().cpu().numpy()
     starts: Booleans | None = None
-    if any(one.segments or one.positions or one.chunk for one in distinct):
+    if any(mask_class.segments or mask_class.positions or mask_class.chunk for mask_class in distinct):
         rows = _Sequences.rows_of(valid)
         sequences = reader.sequences_of(distinct, rows)
-        for one in distinct:
-            reader.check_sequences(one, sequences)
+        for mask_class in distinct:
+            reader.check_sequences(mask_class, sequences)
         if not torch.equal(sequences.begins, rows.begins):
             starts = np.zeros_like(on_host)
             starts.reshape(-1)[sequences.places.cpu().numpy()] = sequences.begins.cpu().numpy()
-    if any(one.window for one in distinct):
+    if any(mask_class.window for mask_class in distinct):
         _require_contiguous(on_host, starts, "a sliding window counts padding")
     if reader.recurrent:
         _require_contiguous(on_host, starts, "a recurrence runs over it")
@@ -113,7 +116,7 @@ def number_of_call(
     items: Mapping[sympy.Symbol, Leaf],
     expr: sympy.Expr,
 ) -> int | float:
-    """The value of an expression some of whose symbols are read from tensors; `number` knows the others."""
+    """Evaluate an expression: symbols in `items` are read from tensors (which synchronises), others by `number`."""
     if expr in items:
         return dense[items[expr].name].item()
     read = {symbol: dense[items[symbol].name].item() for symbol in expr.free_symbols & items.keys()}
@@ -122,11 +125,11 @@ def number_of_call(
 
 @dataclasses.dataclass(frozen=True)
 class _Sequences:
-    """The real tokens of a batch, one row after the other, and which of them begin a sequence.
+    """Real tokens of a batch in row-major order, and the starts of sequences among them.
 
     Attributes:
-        places: `[P]` in the flattened batch, whose rows have `width` tokens.
-        begins: `[P]` bool.
+        places: `[P]` indices of the tokens in the flattened batch, whose rows have `width` tokens.
+        begins: `[P]` bool, tokens that begin a sequence.
     """
 
     places: torch.Tensor
@@ -135,27 +138,27 @@ class _Sequences:
 
     @classmethod
     def rows_of(cls, valid: torch.Tensor) -> _Sequences:
-        """One sequence a row."""
+        """Return the real tokens with one sequence per row."""
         places = valid.reshape(-1).nonzero()[:, 0]
         rows = places // valid.shape[1]
         return cls(places, valid.shape[1], torch.diff(rows, prepend=rows.new_full((1,), -1)) != 0)
 
     def at(self, values: torch.Tensor) -> torch.Tensor:
-        """`[P]` of `[B, S]`"""
+        """Gather `[P]` from `[B, S]`."""
         return values.reshape(-1)[self.places]
 
     def where(self, number: int) -> tuple[int, int]:
-        """Row and column of a token."""
+        """Return row and column of a token."""
         row, column = divmod(int(self.places[number]), self.width)
         return row, column
 
     def first(self, wrong: torch.Tensor) -> int | None:
-        """The number of the first token for which something holds, if there is one."""
+        """Return the index of the first True of `[P]`, or None."""
         return int(wrong.nonzero()[0, 0]) if bool(wrong.any()) else None
 
     @property
     def depths(self) -> torch.Tensor:
-        """`[P]` tokens of the same sequence before each."""
+        """`[P]` number of tokens of the same sequence before each."""
         numbers = torch.arange(len(self.places), device=self.places.device)
         return numbers - torch.where(self.begins, numbers, 0).cummax(0).values
 
@@ -184,7 +187,7 @@ class _Reader:
         return Evaluation(self.dense, self.number, {"row": rows[:, None], "key": keys[None]})
 
     def value(self, term: Term) -> torch.Tensor:
-        """`[B, S]` of a term over row and key."""
+        """Evaluate a term over row and key to `[B, S]`."""
         with torch.no_grad():
             return torch.as_tensor(self._evaluate(term)).expand(self.shape)
 
@@ -192,8 +195,11 @@ class _Reader:
         if mask is None:
             return MaskClass()
         for size in mask.sizes.values():
-            if (found := self.number(size)) > LONGEST_ROW:
-                raise _too_large(found)
+            if (number := self.number(size)) > LONGEST_ROW:
+                expected = f"at most {LONGEST_ROW} rows, and as many tokens in each"
+                raise RuntimeContractError(
+                    "the batch is too large for the proof of its mask", expected=expected, got=f"{number}"
+                )
         if mask.constant is not None:
             return mask.constant
         tables = {leaf: table for leaf in mask.tables if (table := self._table(leaf)) is not None}
@@ -201,7 +207,7 @@ class _Reader:
         scalars = {leaf: self.dense[leaf.name].item() for leaf in mask.scalars}
         numbers: dict[sympy.Symbol, int | float] = {}
         others = [size for shape in mask.tables.values() for size in shape if size not in (1, *mask.sizes.values())]
-        if mask.numbers or scalars or tables or others:  # what is known of pairs alone holds for all sizes
+        if mask.numbers or scalars or tables or others:  # facts about pairs alone hold for all sizes
             expressions = [*mask.numbers, *others, *mask.sizes.values()]
             numbers = {symbol: self.number(symbol) for expr in expressions for symbol in expr.free_symbols}
         return mask.classify(Facts(numbers, scalars, {**mask.fixed, **tables}, pairs))
@@ -211,7 +217,7 @@ class _Reader:
         return None if math.prod(value.shape[:-2]) > 1 else _table(value)
 
     def _tested(self, leaf: Leaf, mask: MaskProgram) -> Pairs:
-        """What the values of a mask over pairs are, tested once a call. Raises `RefusalError`."""
+        """Classify the values of a mask tensor over token pairs, once per call. Raises `RefusalError`."""
         if leaf not in self._pairs:
             try:
                 self._pairs[leaf], sequences = read_pairs(self.dense[leaf.name])
@@ -221,9 +227,9 @@ class _Reader:
         return self._pairs[leaf]
 
     def valid_of(self, classes: list[MaskClass]) -> torch.Tensor:
-        """`[B, S]` real tokens, which all masks have to agree on."""
+        """Return `[B, S]` real tokens; raise RuntimeContractError if masks disagree."""
         everything = torch.ones((1, 1), dtype=torch.bool, device=self._evaluate.indices["row"].device)
-        different = dict.fromkeys(one.valid for one in classes)
+        different = dict.fromkeys(mask_class.valid for mask_class in classes)
         first, *others = [everything.expand(self.shape) if term is None else self.value(term) for term in different]
         for term, other in zip(list(different)[1:], others, strict=True):
             if not torch.equal(first, other):
@@ -236,13 +242,13 @@ class _Reader:
         return first
 
     def unpadded(self) -> torch.Tensor:
-        """`[B, S]` tokens that the padding masks leave which silence every recurrence; all, if there are none."""
-        every = (frozenset(given for given, _ in layer.padding) for layer in self.recurrent)
+        """Return `[B, S]` real tokens by the padding masks common to all recurrences; all tokens if there are none."""
+        every = (frozenset(leaf for leaf, _ in layer.padding) for layer in self.recurrent)
         common = frozenset.intersection(*every)
-        return ~self._zero_at([mask for given, mask in self.recurrent[0].padding if given in common])
+        return ~self._zero_at([mask for leaf, mask in self.recurrent[0].padding if leaf in common])
 
     def require_silence(self, valid: torch.Tensor) -> None:
-        """Raise unless recurrences read zeros in the padding before a sequence."""
+        """Raise unless masks zero the inputs of recurrences in the padding before a sequence."""
         leading = ~valid & (valid.cumsum(1) == 0) & valid.any(1, keepdim=True)
         if not bool(leading.any()):
             return
@@ -259,65 +265,65 @@ class _Reader:
                 )
 
     def _zero_at(self, masks: Collection[Leaf]) -> torch.Tensor:
-        """`[B, S]` where one of some masks, one number a token each, is zero."""
+        """Return `[B, S]` tokens at which any of the masks (one number per token) is zero."""
         batch, tokens = self.shape
-        found = torch.zeros((1, 1), dtype=torch.bool, device=self._evaluate.indices["row"].device)
+        is_zero = torch.zeros((1, 1), dtype=torch.bool, device=self._evaluate.indices["row"].device)
         for leaf in masks:
-            found = found | (self.dense[leaf.name].reshape(-1, tokens) == 0)
-        return found.expand(batch, tokens)
+            is_zero = is_zero | (self.dense[leaf.name].reshape(-1, tokens) == 0)
+        return is_zero.expand(batch, tokens)
 
     def sequences_of(self, classes: list[MaskClass], rows: _Sequences) -> _Sequences:
-        """Where sequences begin, on which all masks have to agree."""
-        first, *others = [self._begins_of(one, rows) for one in classes]
-        for one, other in zip(classes[1:], others, strict=True):
+        """Return the starts of sequences; raise RuntimeContractError if masks disagree."""
+        first, *others = [self._begins_of(mask_class, rows) for mask_class in classes]
+        for mask_class, other in zip(classes[1:], others, strict=True):
             if (number := rows.first(first != other)) is not None:
                 row, column = rows.where(number)
                 raise RuntimeContractError(
                     "attention layers take different tokens of a row for one sequence",
                     expected=f"{_segments(classes[0])}, as another layer has it",
-                    got=f"{_segments(one)}, which differs at row {row}, token {column}",
+                    got=f"{_segments(mask_class)}, which differs at row {row}, token {column}",
                     hint="give all layers the same packed rows, or pass one sequence per row",
                 )
         return dataclasses.replace(rows, begins=first)
 
-    def _begins_of(self, one: MaskClass, rows: _Sequences) -> torch.Tensor:
-        """`[P]` which of the real tokens begin a sequence, by one class."""
-        values = [rows.at(self.value(term)) for term in one.segments]
+    def _begins_of(self, mask_class: MaskClass, rows: _Sequences) -> torch.Tensor:
+        """Return `[P]` real tokens that begin a sequence by one mask class; raise if a sequence is interrupted."""
+        values = [rows.at(self.value(term)) for term in mask_class.segments]
         begins = rows.begins
-        for each in values:
-            begins = begins | torch.cat([rows.begins[:1], each[1:] != each[:-1]])
-        if all(_never_falls(each, rows.begins) for each in values):
+        for numbers in values:
+            begins = begins | torch.cat([rows.begins[:1], numbers[1:] != numbers[:-1]])
+        if all(_never_falls(numbers, rows.begins) for numbers in values):
             return begins
-        ranks = [each[begins].unique(return_inverse=True)[1] for each in values]
+        ranks = [numbers[begins].unique(return_inverse=True)[1] for numbers in values]
         runs = torch.stack([rows.places[begins] // rows.width, *ranks])
         _, run, count = runs.unique(dim=1, return_inverse=True, return_counts=True)
-        if bool((again := count[run] > 1).any()):
-            row, column = rows.where(int(begins.nonzero()[again.nonzero()[-1, 0], 0]))
+        if bool((is_split := count[run] > 1).any()):
+            row, column = rows.where(int(begins.nonzero()[is_split.nonzero()[-1, 0], 0]))
             raise RuntimeContractError(
                 "a sequence of a packed row is in several pieces, with another one in between",
-                where=self._inputs(one.segments[0]),
-                expected=f"the tokens of one {shown(one.segments[0])} next to each other",
+                where=self._inputs(mask_class.segments[0]),
+                expected=f"the tokens of one {shown(mask_class.segments[0])} next to each other",
                 got=f"row {row}, where one goes on at token {column}",
                 hint="put all tokens of a sequence together",
             )
         return begins
 
-    def check_sequences(self, one: MaskClass, sequences: _Sequences) -> None:
-        """Raise unless numbers count the tokens of sequences as a proof takes for granted."""
-        for term in one.positions:
+    def check_sequences(self, mask_class: MaskClass, sequences: _Sequences) -> None:
+        """Raise unless positions count the tokens of each sequence as the proof assumes."""
+        for term in mask_class.positions:
             self._require_consecutive(term, sequences)
-        if one.chunk is not None and one.counted is not None:
-            self._require_aligned(one.counted, one.chunk, sequences)
+        if mask_class.chunk is not None and mask_class.counted is not None:
+            self._require_aligned(mask_class.counted, mask_class.chunk, sequences)
 
-    def check(self, one: MaskClass) -> None:
-        """Raise unless numbers are of the kind that a proof takes for granted."""
-        for term in one.binary:
+    def check(self, mask_class: MaskClass) -> None:
+        """Raise unless values are binary, a bias or bounded, as the proof assumes."""
+        for term in mask_class.binary:
             values = self.value(term)
             self._require(term, (values == 0) | (values == 1), "zero or one")
-        for term in one.bias:
+        for term in mask_class.bias:
             values = self.value(term)
             self._require(term, (values == 0) | (values <= FORBIDDEN), f"zero, or at most {FORBIDDEN:g}")
-        for term in one.bounded:
+        for term in mask_class.bounded:
             self._require_bounded(term)
 
     def _require_bounded(self, term: Term) -> None:
@@ -371,18 +377,13 @@ class _Reader:
             )
 
     def _inputs(self, term: Term) -> str:
-        """The call's inputs that a term is made of."""
-        found = {given for one in subterms(term) if isinstance(one, Entry) for given in one.leaf.inputs}
-        return "input " + ", ".join(name for _, name in sorted(found)) if found else ""
+        """Name the inputs of the call that a term reads, for errors."""
+        inputs = {name for entry in subterms(term) if isinstance(entry, Entry) for name in entry.leaf.inputs}
+        return "input " + ", ".join(name for _, name in sorted(inputs)) if inputs else ""
 
 
 def _padding(term: Term | None) -> str:
     return "no padding" if term is None else f"real tokens where {shown(term)}"
-
-
-def _too_large(size: float) -> RuntimeContractError:
-    expected = f"at most {LONGEST_ROW} rows, and as many tokens in each"
-    return RuntimeContractError("the batch is too large for the proof of its mask", expected=expected, got=f"{size}")
 
 
 def _segments(one: MaskClass) -> str:
@@ -390,12 +391,12 @@ def _segments(one: MaskClass) -> str:
 
 
 def _never_falls(values: torch.Tensor, begins_row: torch.Tensor) -> bool:
-    """Whether values never fall along a row, so that equal ones are next to each other."""
+    """Return whether values are non-decreasing along each row, so that equal ones are adjacent."""
     return bool(((values[1:] >= values[:-1]) | begins_row[1:]).all())
 
 
 def _require_contiguous(valid: Booleans, starts: Booleans | None, why: str) -> None:
-    """Raise unless the tokens of every sequence are next to each other."""
+    """Raise if there is padding between the tokens of a sequence."""
     begins = np.diff(valid.astype(np.int8), axis=1, prepend=0) == 1
     begins &= (np.cumsum(valid, axis=1) > 1) & (True if starts is None else ~starts)
     if begins.any():
@@ -407,18 +408,19 @@ def _require_contiguous(valid: Booleans, starts: Booleans | None, why: str) -> N
         )
 
 
-# By tensor: its contents when it was read, and what they say. Writes through `.data` and numpy leave no other trace.
+# By id of a tensor: a weak reference, its contents when it was read, and the table read from them. Contents are
+# compared because writes through `.data` and numpy do not change the version.
 _tables: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor, Table | None]] = {}
 
 
 def _table(values: torch.Tensor) -> Table | None:
-    """`read_table`, once for all calls that find the same contents."""
-    known = _tables.get(id(values))
-    if known is None or known[0]() is not values or not _is_same(values, known[1]):
+    """Return `read_table(values)`, cached while the tensor has the same contents."""
+    cached = _tables.get(id(values))
+    if cached is None or cached[0]() is not values or not _is_same(values, cached[1]):
         key, contents = id(values), values.detach().clone()
         reference = weakref.ref(values, lambda _: _tables.pop(key, None))
-        known = _tables[key] = (reference, contents, read_table(contents))
-    return known[2]
+        cached = _tables[key] = (reference, contents, read_table(contents))
+    return cached[2]
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -427,7 +429,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _words(table: torch.Tensor) -> torch.Tensor:
-    """Eight bytes at a time, which are compared ten times as fast as truth values; every call waits for it."""
+    """View a table as int64 words if possible: every call compares it, and words are ten times as fast as bool."""
     offset = table.storage_offset() * table.itemsize
     whole = table.is_contiguous() and table.nbytes % 8 == offset % 8 == 0
     return table.detach().view(-1).view(torch.int64) if whole else table

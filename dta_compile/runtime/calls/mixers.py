@@ -1,4 +1,4 @@
-"""How the mixer layers of a program are computed in one call: the table of what does it, by mixer."""
+"""Choose the runtime of every mixer layer for one call, by one table over mixers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["RUNTIMES", "LayerContext", "runtimes_of"]
 
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
-    """What a call tells its layers.
+    """Facts of a call that runtimes of layers depend on.
 
     Attributes:
-        attention: the chosen provider, see `Options`.
-        limits: how far attention layers reach in this call, by the number of the layer; see `ReadMasks.limits`.
-        providers: of attention, made so far, by the states and the soft cap of a layer: equal layers share one.
+        attention: name of the provider, see `Options`.
+        limits: by attention layer, how far up a token reads in this call; see `ReadMasks.limits`.
+        providers: attention providers made so far, shared by layers with equal states and soft cap.
     """
 
     device: torch.device
@@ -40,10 +40,10 @@ class LayerContext:
 
 def _attention(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
     assert isinstance(layer, AttentionLayer)
-    like = layer.states, layer.softcap
-    if like not in context.providers:
-        context.providers[like] = provider_of(layer, context.device, context.attention)
-    return AttentionRuntime(context.providers[like], context.limits[layer.index])
+    key = layer.states, layer.softcap
+    if key not in context.providers:
+        context.providers[key] = provider_of(layer, context.device, context.attention)
+    return AttentionRuntime(context.providers[key], context.limits[layer.index])
 
 
 def _recurrence(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
@@ -52,18 +52,18 @@ def _recurrence(layer: MixerLayer, context: LayerContext) -> AnyRuntime:
 
 Make = Callable[[MixerLayer, LayerContext], AnyRuntime]
 
-RUNTIMES: dict[str, Make] = {  # by the name of the mixer
+RUNTIMES: dict[str, Make] = {  # by mixer name
     **dict.fromkeys((mixer.name for mixer in ATTENTION_MIXERS), _attention),
     **dict.fromkeys((mixer.name for mixer in RECURRENCES), _recurrence),
 }
 
 
 def runtimes_of(executable: Executable, masks: ReadMasks, device: torch.device, attention: str) -> list[AnyRuntime]:
-    """The mixer layers, for one call.
+    """Return the runtimes of all mixer layers for one call.
 
     Raises:
-        OptionError: the provider of attention that was chosen cannot run here.
+        OptionError: the chosen attention provider cannot run here.
     """
-    limits = {layer.index: one for layer, one in zip(executable.attention, masks.limits, strict=True)}
+    limits = {layer.index: limit for layer, limit in zip(executable.attention, masks.limits, strict=True)}
     context = LayerContext(device, attention, limits)
     return [RUNTIMES[layer.mixer.name](layer, context) for layer in executable.mixers]

@@ -1,4 +1,4 @@
-"""What a backward phase is yet to put on the path: done when a chunk with a gradient needs it, or never."""
+"""Defer ops of the backward half that put states on the path until a chunk with a gradient needs them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dta_compile.plan.tree.chunk import Slice
 
 
 class PendingOps:
-    """Ops that put something on the path, by depth: anchors without outputs, and restores."""
+    """Stack of deferred anchors (without outputs) and restores, ordered by depth."""
 
     def __init__(self) -> None:
         self._ops: list[Anchor | Restore] = []
 
     def add(self, op: Anchor | Restore) -> None:
-        """To be done later; what was to be put at its depth or below is not needed any more."""
+        """Defer an op; deferred ops at its depth or below are dropped."""
         self.cut(_spine(op).start)
         self._ops.append(op)
 
     def cut(self, depth: int) -> None:
-        """The path ends at `depth`: what was to be put there is not needed any more."""
+        """Drop the deferred ops at `depth` or below, because the path is cut there."""
         while self._ops and _spine(self._ops[-1]).start >= depth:
             self._ops.pop()
 
     def taken(self) -> list[Anchor | Restore]:
-        """All of them, in order; the caller does them now."""
+        """Return and forget all deferred ops, in order; the caller runs them."""
         ops, self._ops = self._ops, []
         return ops
 

@@ -1,4 +1,7 @@
-"""A call with its rows and plan: all that running it needs, made at once by `plan_call`."""
+"""Plan a call: read its masks, build the prefix tree and its rows, and choose a schedule.
+
+`plan_call` is the entry; the `PlannedCall` that it returns makes executors for the modes.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +47,12 @@ logger = logging.getLogger("dta_compile")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlannedCall(Call):
-    """A call that can be run.
+    """Call with its masks, rows and plan, ready to run.
 
     Attributes:
-        masks: what its masks are.
-        layout: where its values lie.
-        plan: its tree and schedule.
+        masks: facts read from its attention masks.
+        layout: maps between dense values and head rows.
+        plan: prefix tree, schedule and estimates.
         wanted: by frontier value, whether it is computed.
     """
 
@@ -60,56 +63,56 @@ class PlannedCall(Call):
 
     @property
     def rows(self) -> BatchRows:
-        """How `[B, S]` and the rows of the tree correspond."""
+        """Maps between `[B, S]` tokens and rows of the tree."""
         return self.layout.rows
 
     @property
     def by_stages(self) -> bool:
-        """Whether the ops of its schedule run layer by layer."""
+        """Whether the schedule runs stage by stage: all chunks of a part before the next part."""
         return self.plan.schedule.sweep == "stages"
 
     @property
     def parts(self) -> Sequence[Part]:
-        """What the ops of its schedule run, one part after the other: layers, or all of a chunk at once."""
+        """Parts that the schedule runs one after the other: layers, or all stages of a chunk as one part."""
         return self.executable.parts if self.by_stages else (self.executable.whole,)
 
     @property
     def restarts(self) -> bool:
-        """Whether states start anew with sequences of packed rows that the captured program itself runs through."""
+        """Whether recurrent states are reset between packed sequences, unlike in the captured program."""
         return self.masks.starts is not None and any(layer.mask is None for layer in self.executable.recurrent)
 
     def keeping_nothing(self) -> PlannedCall:
-        """The call with a plan for another backward: the kept graphs are gone, so every chunk is recomputed."""
+        """Return the call with a plan that recomputes every chunk, for another backward or after out-of-memory."""
         schedule = self.plan.schedule
         same_rows = dataclasses.replace(
             self.context.options, strategy=schedule.strategy, chunk_size=schedule.chunk_size, sweep=schedule.sweep
         )
-        made = make_plan(
+        plan = make_plan(
             self.rows.tree,
             same_rows,
             mode="transparent",
             limits=Limits(budget=0, footprint=self.plan.limits.footprint),
             segments=self.plan.segments,
         )
-        made.estimates.self_check = self.plan.estimates.self_check
-        return dataclasses.replace(self, plan=made)
+        plan.estimates.self_check = self.plan.estimates.self_check
+        return dataclasses.replace(self, plan=plan)
 
     def record(self, executor: Executor) -> None:
-        """Note what the chunk runs of the schedule took, in the plan and for the cost model, as soon as they ended."""
+        """Pass the timings of a finished schedule to the engine, for the plan's estimates and the cost model."""
         self.plan.estimates.replays = executor.lease.counts if executor.lease else None
         self.context.note_run(self.plan, self.stopwatch, self.device)
 
     @functools.cached_property
     def generated_code(self) -> Codes:
-        """The generated code that it runs: what there is when it is first asked for, compiled now if none may wait."""
+        """Generated code that the call runs, fixed at first use; several ranks wait for compilation."""
         generated = self.executable.joint.generated
         if generated is None:
             return NO_CODES
-        # Ranks that run a call together would round apart if they ran different code.
+        # Ranks that run a call together must run the same code, or their results would round differently.
         return generated.prepare(sorted(_graphs(self.plan)), wait=self.context.ranks.several)
 
     def executor(self, part: Part | None = None) -> Executor:
-        """An executor with a fresh stack, of a part or all of a chunk's stages."""
+        """Return an executor for a part (default: all stages of a chunk), with a fresh or leased stack."""
         part = part or self.executable.whole
         codes = self.generated_code
         if self.executable.joint.generated is not None:
@@ -123,11 +126,11 @@ class PlannedCall(Call):
         path = lease.path if lease else self.path(part)
         executor = Executor(part, frontier, data, self.rows, path, watch, lease, codes)
         if lease:
-            weakref.finalize(executor, lease.arena.release)  # whatever way the call ends
+            weakref.finalize(executor, lease.arena.release)  # however the call ends
         return executor
 
     def path(self, part: Part) -> PathStack:
-        """A fresh stack for the layers of a part."""
+        """Allocate a path stack for the layers of a part."""
         return PathStack(*self._layers(part), self._capacity, self.device)
 
     def _layers(self, part: Part) -> tuple[list[MixerLayer], list[AnyRuntime]]:
@@ -143,11 +146,11 @@ class PlannedCall(Call):
 
     @functools.cached_property
     def stopwatch(self) -> Stopwatch:
-        """Times what its executors run."""
+        """Timer of the graphs that the call's executors run."""
         return Stopwatch(self.device, bool(self.generated_code))
 
     def _chunk_data(self, part: Part) -> ChunkData:
-        """The inputs of a part by what they run over."""
+        """Split the inputs of a part into constants, inputs by tree row and inputs by head row."""
         executable, rows = self.executable, self.rows
         first = len(executable.region_parameters)
         after = first + len(executable.constant_inputs), len(executable.trunk_inputs)
@@ -155,7 +158,7 @@ class PlannedCall(Call):
         constants = [executable.constant_inputs[i - first] for i in part.inputs if first <= i < after[0]]
         trunk = [executable.trunk_inputs[i - after[0]] for i in part.inputs if after[0] <= i < readers]
         head = [executable.head_inputs[i - readers - 1] for i in part.inputs if i > readers]
-        whole = [*(one.detach() for one in self.parameters(part)), *(self.dense[slot] for slot in constants)]
+        whole = [*(p.detach() for p in self.parameters(part)), *(self.dense[slot] for slot in constants)]
         return ChunkData(
             whole,
             [self._gathered(item, rows.row_positions) for item in trunk],
@@ -169,7 +172,7 @@ class PlannedCall(Call):
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """What a call says before it is planned: its masks, tokens, tree and rows, and where frontier values are used."""
+    """Facts read from a call before planning: masks, tokens, tree and rows, and the tokens that use frontier values."""
 
     masks: ReadMasks
     tokens: BatchTokens
@@ -197,12 +200,12 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
     gathered, in_flight = bytes_of_running()
     plan.estimates.gathered_bytes = gathered
     plan.estimates.peak_bytes = gathered + max(_peak_bytes(call, rows, plan, limits, wanted), in_flight)
-    needed = [one if is_wanted else None for one, is_wanted in zip(read.used, wanted, strict=True)]
+    needed = [mask if is_wanted else None for mask, is_wanted in zip(read.used, wanted, strict=True)]
     layout = BatchLayout.of(
         executable.frontier, rows, needed, call.window, call.device, by_sequence=mode == "streaming"
     )
-    known = call.context, call.args, call.dense, call.batch, call.tokens, call.device
-    planned = PlannedCall(*known, masks=masks, layout=layout, plan=plan, wanted=wanted)
+    fields = call.context, call.args, call.dense, call.batch, call.tokens, call.device
+    planned = PlannedCall(*fields, masks=masks, layout=layout, plan=plan, wanted=wanted)
     if planned.restarts:
         _require_restarts(executable)
         _note_restarts()
@@ -210,7 +213,7 @@ def plan_call(call: Call, mode: str, wanted: Sequence[bool]) -> PlannedCall:
 
 
 def _require_restarts(executable: Executable) -> None:
-    """Raise for packed rows and layers that read the token before, also that of another sequence."""
+    """Raise for packed rows if a recurrence without a mask cannot be reset between sequences."""
     for layer in executable.recurrent:
         if layer.mask is None and not layer.mixer.may_restart:
             raise RuntimeContractError(
@@ -224,13 +227,13 @@ def _require_restarts(executable: Executable) -> None:
 
 def _read(call: Call, wanted: Sequence[bool]) -> _Read:
     executable, masks = call.executable, call.read_masks()
-    used = [one if is_wanted else np.zeros_like(one) for one, is_wanted in zip(call.used(), wanted, strict=True)]
+    used = [mask if is_wanted else np.zeros_like(mask) for mask, is_wanted in zip(call.used(), wanted, strict=True)]
     reads = np.logical_or.reduce(used)
     for items, tokens_read in ((executable.trunk_inputs, masks.valid), (executable.head_inputs, reads)):
         for item in items:
             require_in_bounds(item, call.dense[item.slot], tokens_read, call.window(item.layout.frame))
-    # Tables that have an entry for each column of the batch: rows without padding agree on them; of other sequences,
-    # numbers are compared by value, and rows of a wide table by the column they are in.
+    # Tables with an entry per column of the batch are equal for all rows without padding. Otherwise tables of numbers
+    # become keys by value, and wide tables require that sequences agree on the columns of their tokens.
     is_even = masks.starts is None and bool(masks.valid.all())
     tables = [item for item in executable.trunk_keys if not item.layout.is_over_sequences]
     wide = [item for item in tables if not _is_one_number(call.dense[item.slot])]
@@ -246,17 +249,17 @@ def _read(call: Call, wanted: Sequence[bool]) -> _Read:
 
 
 def _notes(call: Call, tokens: BatchTokens) -> list[str]:
-    """What a user may not have meant."""
-    found = []
+    """Return hints for the plan about settings and inputs that may be mistakes."""
+    notes = []
     if is_hidden():
-        found.append("gradient checkpointing has no effect here: memory_budget decides what is computed again")
+        notes.append("gradient checkpointing has no effect here: memory_budget decides what is computed again")
     ids = next((item for item in call.executable.trunk_inputs if item.indexes and item.is_input), None)
     everything_is_real = tokens.segments is None and len(tokens.places) == call.batch * call.tokens
     if ids is not None and everything_is_real and ids.layout.is_over_sequences:
         numbers = call.dense[ids.slot].reshape(call.batch, -1)
         if (padding := looks_padded(to_numpy(numbers))) is not None:
-            found.append(f"{padding}: pass attention_mask, and padding is not run")
-    return found
+            notes.append(f"{padding}: pass attention_mask, and padding is not run")
+    return notes
 
 
 @functools.cache
@@ -270,9 +273,9 @@ def _note_restarts() -> None:
 def _split(
     keys: Sequence[ChunkInput], codes: Sequence[Integers], by_column: bool, tokens: BatchTokens, tree: PrefixTree
 ) -> SplitPrefixes | None:
-    """What of the keys besides numbers (ids, positions) splits prefixes: values of several numbers a token.
+    """Find keys with several numbers per token (unlike ids and positions) that split prefixes.
 
-    Not known of sequences that must agree on columns as well.
+    None if there are no such keys, or if sequences must also agree on columns, where the cause is unknown.
     """
     names = [item.source for item in keys]
     suspects = [name for name, item in zip(names, keys, strict=True) if None in item.layout.dims]
@@ -283,7 +286,7 @@ def _split(
 
 
 def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
-    """What the planner needs to know of this model, machine and batch."""
+    """Return what the planner knows of model, machine and batch: memory budget, footprints, rates, chunk sizes."""
     executable, asked_for = call.executable, call.context.options.memory_budget
     joint, whole = executable.joint, _bytes_of_part(call, executable.whole)
     kinds = {part.graphs: part for part in executable.parts}
@@ -303,11 +306,11 @@ def _limits(call: Call, rows: BatchRows, mode: str) -> Limits:
 
 
 def _by_stages(call: Call, parts: Sequence[PartBytes], rows: BatchRows) -> tuple[int, tuple[int, ...]]:
-    """What may be kept, and sizes of chunks, where the sums and the activations of one part are there at a time."""
+    """Return memory budget and chunk sizes for a sweep by stages: sums and activations of one part at a time."""
     budget = call.context.options.memory_budget
     if budget is None:
-        handed = rows.tree.num_rows * sum(part.written_bytes for part in call.executable.parts)
-        budget = default_budget(call.device, int(max(part.sums for part in parts) + handed))
+        boundary_bytes = rows.tree.num_rows * sum(part.written_bytes for part in call.executable.parts)
+        budget = default_budget(call.device, int(max(part.sums for part in parts) + boundary_bytes))
     widest = max(part.footprint.graph_token + part.footprint.graph_head for part in parts)
     return budget, chunk_sizes(budget, widest, BY_STAGES)
 
@@ -320,19 +323,19 @@ def _runs_generated(call: Call) -> bool:
 def _bytes_of_part(call: Call, part: Part) -> PartBytes:
     graphs, mixers = part.graphs, [call.executable.mixers[i] for i in part.layers]
     recurrent = [layer for layer in mixers if isinstance(layer, RecurrentLayer)]
-    # A model whose only recurrences have states without entries still goes by them.
+    # At least 1, so that the planner sees recurrences whose states are empty.
     state = max(sum(layer.running.bytes for layer in recurrent), 1) if recurrent else 0
     footprint = Footprint(graphs.token_bytes, graphs.head_bytes, graphs.kv_bytes, graphs.working, state)
     sums = 0
     if call.executable.training:
         parameters = call.parameters(part)
         trained = (parameters[i] for i in graphs.grad_parameters)
-        sums = sum(one.numel() * statistics_dtype(one.dtype).itemsize for one in trained)
+        sums = sum(parameter.numel() * statistics_dtype(parameter.dtype).itemsize for parameter in trained)
     return PartBytes(footprint, sums, part.written_bytes)
 
 
 def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, limits: Limits, wanted: Sequence[bool]) -> float:
-    """Most bytes that a call and its backward allocate at one time, besides what was gathered from other ranks."""
+    """Predict the peak bytes of a call and its backward, without parameters gathered from other ranks."""
     heads, by_stages = len(rows.head_positions), plan.schedule.sweep == "stages"
     features = [value.dtype.itemsize * math.prod(value.features) for value in call.executable.frontier]
     stored = [heads * size if is_wanted else 0 for size, is_wanted in zip(features, wanted, strict=True)]
@@ -353,15 +356,15 @@ def _peak_bytes(call: Call, rows: BatchRows, plan: Plan, limits: Limits, wanted:
     forward = sum(stored) + first
     if not call.executable.training or plan.schedule.mode == "score":
         return max(forward, sum(stored) + sum(dense))
-    return max(forward, sum(dense) + second)  # values stay as long as the user has them
+    return max(forward, sum(dense) + second)  # dense values live as long as the user holds them
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A call that was run: its dense frontier values and its outputs.
+    """Finished call: its dense frontier values and its outputs.
 
     Attributes:
-        outputs_of: the outputs for other frontier values.
+        outputs_of: computes the outputs for other frontier values.
     """
 
     call: PlannedCall
@@ -371,24 +374,23 @@ class Run:
 
 
 def _runs(plan: Plan) -> list[int]:
-    """Tokens of every chunk run of a schedule."""
+    """Return the number of tokens of every chunk run of a schedule."""
     return [op.chunk.tokens for op in plan.schedule.ops if isinstance(op, (Anchor, Forward, Backward))]
 
 
 def _graphs(plan: Plan) -> set[str]:
-    """Names of the executable graphs that a schedule runs."""
-    found: set[str] = set()
+    names: set[str] = set()
     for op in (op for _, schedule in plan.schedule.kinds for op in schedule.ops):
         match op:
             case Anchor(_, out):
-                found.add("forward_only" if out else "cache_only")
+                names.add("forward_only" if out else "cache_only")
             case Forward():
-                found.add("forward")
+                names.add("forward")
             case Backward():
-                found.add("backward")
-    return found
+                names.add("backward")
+    return names
 
 
 def _is_one_number(table: torch.Tensor) -> bool:
-    """Whether a table by column has one number for each, so that values are compared as fast as columns."""
+    """Return whether a table by column has one number per column, so that comparing values is as cheap as columns."""
     return table.numel() == max(table.shape, default=1)

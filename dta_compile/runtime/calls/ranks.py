@@ -1,8 +1,8 @@
-"""Ranks that run one call together (tensor parallelism): each runs the same schedule over its part of the model.
+"""Agreement between tensor-parallel ranks, which all run the same schedule over their shards of the model.
 
-A collective of one chunk must meet that of the same chunk on the other ranks. What ranks decide by what only they know
-(free memory, measured times, which gradients are zero) they agree on before; what they must have in common (tokens,
-and with them the tree and the schedule) is compared. Both raise on all ranks, so that none waits for another.
+A collective of a chunk must meet the collective of the same chunk on the other ranks. So ranks exchange local facts
+before they decide by them (free memory, measured times, zero gradients), and compare what must be equal (tokens, and
+with them tree and schedule). Errors are raised on all ranks, so that no rank waits for another.
 """
 
 from __future__ import annotations
@@ -24,43 +24,44 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of a tensor-parallel group; by default this process alone, for which nothing here does anything."""
+    """Ranks of a tensor-parallel group; by default this process alone, for which all methods are no-ops."""
 
     def __init__(self, group: Any = None) -> None:
         self._group = None if group is None else Group(group)
 
     @property
     def several(self) -> bool:
-        """Whether another rank waits for what this one does."""
+        """Whether the group has more than this process."""
         return self._group is not None
 
     def agreed(self, make: Callable[[], tuple[T, Limits]]) -> tuple[T, Limits]:
-        """What `make` makes, with limits that are the same on all ranks: the least memory, and the first rank's times.
+        """Call `make` and agree on its limits: the least memory of all ranks, the rates of the first rank.
 
-        An error of ours on one rank is raised on all of them.
+        Raises:
+            DTAError: `make` raised one on any rank.
         """
         if self._group is None:
             return make()
         failed: DTAError | None = None
         try:
             value, limits = make()
-            told: list[Any] = self._group.gather(limits.of_machine)
+            answers: list[Any] = self._group.gather(limits.of_machine)
         except DTAError as error:
             failed = error
-            told = [*self._group.gather(str(error))]
-        self._raise_together(failed, told)
-        return value, limits.agreed(told)
+            answers = [*self._group.gather(str(error))]
+        self._raise_together(failed, answers)
+        return value, limits.agreed(answers)
 
-    def _raise_together(self, failed: DTAError | None, told: Sequence[Any]) -> None:
-        """Raise on all ranks if one has told of an error; where all have one, each its own."""
-        problems = {rank: one for rank, one in enumerate(told) if isinstance(one, str)}
-        if failed is not None and len(problems) == len(told):
+    def _raise_together(self, failed: DTAError | None, answers: Sequence[Any]) -> None:
+        """Raise on all ranks if any reported an error; if all did, each raises its own."""
+        problems = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, str)}
+        if failed is not None and len(problems) == len(answers):
             raise failed
         for rank, problem in problems.items():
-            raise RuntimeContractError(f"tensor parallelism: rank {rank} of {len(told)}: {problem}") from failed
+            raise RuntimeContractError(f"tensor parallelism: rank {rank} of {len(answers)}: {problem}") from failed
 
     def require_same(self, what: str, *parts: Any) -> None:
-        """Raise on all ranks if something differs between them that decides what they run.
+        """Raise on all ranks if `parts` differ between them.
 
         Raises:
             RuntimeContractError: naming `what`, and the ranks that differ from the first.
@@ -78,18 +79,18 @@ class Ranks:
             )
 
     def with_gradient(self, active: npt.NDArray[np.bool_], given: Sequence[bool]) -> npt.NDArray[np.bool_]:
-        """Rows that have a gradient on any rank; `given`, which values have one at all, must be the same."""
+        """Return rows with a gradient on any rank; `given`, which values have one, must be equal on all ranks."""
         if self._group is None:
             return active
         self.require_same("the outputs that have a gradient", tuple(given), len(active))
-        told = self._group.gather(np.packbits(active).tobytes())
-        bits = np.bitwise_or.reduce([np.frombuffer(one, np.uint8) for one in told])
+        masks = self._group.gather(np.packbits(active).tobytes())
+        bits = np.bitwise_or.reduce([np.frombuffer(mask, np.uint8) for mask in masks])
         return np.unpackbits(bits, count=len(active)).astype(np.bool_)
 
 
 def _digest(parts: Sequence[Any]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
-        found.update(b"|")
-    return found.hexdigest()
+        digest.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
+        digest.update(b"|")
+    return digest.hexdigest()

@@ -1,5 +1,7 @@
-"""What a schedule, or a half of it, reads and writes besides the path: rows of the frontier, sums of gradients, and
-what crosses from one part of a chunk's stages to another."""
+"""Buffers that a schedule, or a half of it, reads and writes besides the path stack.
+
+Rows of frontier values and of their gradients, sums of parameter gradients, and boundary values between parts.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,15 @@ __all__ = ["ScheduleBuffers", "accumulators", "finished_gradients", "output_buff
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleBuffers:
-    """The buffers of a part of a schedule; those that none of its ops reads or writes may be left out.
+    """Buffers of a half of a schedule; buffers that none of its ops reads or writes may be left out.
 
     Attributes:
-        outputs: rows of every frontier value, written by ops with `out`; None: it is not asked for.
-        gradients: rows of every frontier value's gradient; None: nothing uses the value, its gradient is zero.
-        accumulators: per parameter that receives a gradient, as `accumulators` makes them.
+        outputs: by frontier value, its rows, written by ops with `out`; None: the value is not wanted.
+        gradients: by frontier value, the rows of its gradient; None: the value is unused, its gradient is zero.
+        accumulators: sums for the parameters with a gradient, see `accumulators`.
         active: `[H]` head rows with a gradient; None: not known before the ops run.
-        received, sent: what a chunk gets from parts before, and has for those after.
-        gradients_of_received, gradients_of_sent: of those; None: nothing uses the value.
+        received, sent: by chunk, values from earlier parts and for later parts.
+        gradients_of_received, gradients_of_sent: their gradients; None: the value is unused.
     """
 
     outputs: Sequence[RowBuffer | None] = ()
@@ -43,8 +45,10 @@ class ScheduleBuffers:
     gradients_of_sent: Mapping[Chunk, Sequence[torch.Tensor | None]] = dataclasses.field(default_factory=dict)
 
     def write(self, chunk: Chunk, heads: Rows, sent: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-        """Store the frontier values `[rows, *features]` of some head rows, and make room for their gradients; and what
-        the chunk has for later parts."""
+        """Store frontier values `[rows, *features]` of head rows and a chunk's values for later parts.
+
+        Also acquires the rows of the gradient buffers.
+        """
         if sent:
             self.sent[chunk] = sent
         for output, result in zip(self.outputs, results, strict=True):
@@ -56,7 +60,7 @@ class ScheduleBuffers:
                 gradient.acquire(heads)
 
     def backpropagated(self, chunk: Chunk, heads: Rows, gradients: Sequence[torch.Tensor | None]) -> None:
-        """A chunk went backward: gradients of what it received; its head rows are not read any more."""
+        """Store the gradients of a chunk's received values and release its head rows, after its backward."""
         if gradients:
             self.gradients_of_received[chunk] = gradients
         for buffer in (*self.outputs, *self.gradients):
@@ -72,7 +76,7 @@ def output_buffers(
     device: torch.device,
     training: bool,
 ) -> list[RowBuffer | None]:
-    """Empty buffers for the frontier values `wanted`."""
+    """Allocate buffers for the wanted frontier values; None for the others."""
     buffers = [
         kind(head_rows, value.features, value.dtype, device) if is_wanted else None
         for value, is_wanted in zip(frontier, wanted, strict=True)
@@ -84,15 +88,15 @@ def output_buffers(
 
 
 def gradient_buffer(kind: type[RowBuffer], value: FrontierValue, head_rows: int, device: torch.device) -> RowBuffer:
-    """An empty buffer for sums of a frontier value's gradient."""
+    """Allocate a buffer for sums of a frontier value's gradient, in at least float32."""
     return kind(head_rows, value.features, statistics_dtype(value.dtype), device)
 
 
 def accumulators(joint: ChunkGraphs, parameters: Sequence[torch.Tensor], lease: Lease | None) -> list[torch.Tensor]:
-    """Zeroed sums for the gradients of the parameters that receive one, in at least float32.
+    """Allocate zeroed sums for the parameters with a gradient, in at least float32.
 
     Args:
-        joint: graphs whose first inputs are the `parameters`.
+        joint: graphs whose first inputs are `parameters`.
     """
     if lease is not None:
         return lease.accumulators(parameters, joint.grad_parameters)
@@ -105,24 +109,23 @@ def accumulators(joint: ChunkGraphs, parameters: Sequence[torch.Tensor], lease: 
 def rows_with_gradient(
     gradients: Sequence[RowBuffer | None], head_rows: int, device: torch.device
 ) -> npt.NDArray[np.bool_]:
-    """`[H]` head rows with a gradient in any frontier value. Read once per backward: no chunk waits for the device."""
+    """Return `[H]` head rows with a gradient of any frontier value. Synchronises once, instead of per chunk."""
     active = torch.zeros(head_rows, dtype=torch.bool, device=device)
     for buffer in gradients:
         if isinstance(buffer, AllRows):
             active |= (buffer.values[:-1] != 0).unsqueeze(-1).flatten(1).any(1)
-    found: npt.NDArray[np.bool_] = active.cpu().numpy()
-    return found
+    on_host: npt.NDArray[np.bool_] = active.cpu().numpy()
+    return on_host
 
 
 def finished_gradients(
     joint: ChunkGraphs, totals: list[torch.Tensor], parameters: Sequence[torch.Tensor], used: set[int], copy: bool
 ) -> list[torch.Tensor | None]:
-    """Gradients of all region parameters; None, not zero, where none of the frontier values `used` depends on one.
+    """Cast the sums to the gradients of all parameters; None, not zero, if no `used` result depends on the parameter.
 
     Args:
-        totals: the accumulators; the list is emptied, so that each is gone before the next is rounded to its
-            parameter's dtype.
-        copy: whether somebody goes on using them.
+        totals: accumulators; the list is emptied, so that each is freed before the next one is cast.
+        copy: copy sums even if the dtype is the same, because their memory is reused.
     """
     gradients: list[torch.Tensor | None] = [None] * len(parameters)
     totals.reverse()

@@ -1,4 +1,4 @@
-"""The numbers that the symbols of a trace stand for in one call."""
+"""Evaluate size expressions (sympy over SymInt symbols) for the inputs of a call."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ __all__ = ["Sizes"]
 
 
 class Sizes:
-    """Numbers for the size symbols of one call."""
+    """Evaluator of size expressions, given which inputs define the symbols."""
 
     def __init__(self, symbols: Mapping[sympy.Symbol, tuple[int, int | None]]) -> None:
-        """`symbols`: where inputs give each, see `Executable.symbols`."""
+        """`symbols`: by symbol, the input (and dimension) that defines it, see `Executable.symbols`."""
         self._sources = symbols
 
     def evaluate(self, expr: sympy.Expr | None, args: Sequence[object]) -> int:
-        """The value of a size expression for the call's inputs; None counts as 1."""
+        """Return the integer value of a size expression; 1 for None."""
         return 1 if expr is None else int(self.value(expr, args))
 
     def number(self, spec: NumberSpec, args: Sequence[object]) -> int | float | bool:
-        """The number for the call's inputs."""
+        """Return the value of a number output."""
         return bool(self._substituted(spec.expr, args)) if spec.is_bool else self.value(spec.expr, args)
 
     def shape(self, shape: Sequence[sympy.Expr], args: Sequence[object]) -> list[int]:
-        """The sizes for the call's inputs."""
+        """Return the integer sizes of a symbolic shape."""
         return [int(self.value(size, args)) for size in shape]
 
     def value(self, expr: sympy.Expr, args: Sequence[object]) -> int | float:
-        """The value of an expression of sizes and numbers, a `float` if it is no integer."""
-        found = self._substituted(expr, args)
-        return int(found) if found.is_integer else float(found)
+        """Return the value of an expression: an `int` if it is integral, else a `float`."""
+        number = self._substituted(expr, args)
+        return int(number) if number.is_integer else float(number)
 
     def values(self, args: Sequence[object]) -> dict[sympy.Symbol, int]:
-        """The value of every symbol that an input gives."""
+        """Return the values of all symbols that inputs define."""
         return {symbol: self._value(symbol, args) for symbol in self._sources}
 
     def _substituted(self, expr: sympy.Expr, args: Sequence[object]) -> sympy.Expr:
@@ -49,5 +49,5 @@ class Sizes:
         return args[index] if dim is None else int(args[index].shape[dim])
 
     def window(self, frame: Frame, args: Sequence[object]) -> tuple[int, int]:
-        """`(start, length)` of a frame."""
+        """Return `(start, length)` of a frame."""
         return self.evaluate(frame.start, args), self.evaluate(frame.length, args)

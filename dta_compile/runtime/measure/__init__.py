@@ -1,1 +1,1 @@
-"""What is measured of machine and runs: times, the cost model's rates, the memory that may be used."""
+"""Measurements of machine and runs: times, rates of the cost model, available memory."""

@@ -1,4 +1,4 @@
-"""How many bytes of activations may be kept from forward to backward, and what becomes of freed ones."""
+"""Memory budget: bytes of activations that may be kept from forward to backward, and reuse of freed pages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def default_budget(device: torch.device, taken: int = 0) -> int:
-    """Half of the device's free memory, in bytes, but for those that the call will have taken in any case."""
+    """Return half of the device's free memory in bytes, after subtracting `taken`, which the call needs in any case."""
     return max(int((free_bytes(device) - taken) * BUDGET_SHARE), 0)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated now: on the GPU, or of system memory within the container's limit."""
+    """Return the bytes that can be allocated now: on the GPU, or of system memory within the container's limit."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
@@ -29,10 +29,10 @@ def free_bytes(device: torch.device) -> int:
 
 @functools.cache
 def keep_freed_pages() -> None:
-    """Let freed activations stay with the process, for the next step, as torch's allocator for GPUs does.
+    """Make malloc keep freed activations for the next step, like torch's caching allocator on GPUs.
 
-    By default glibc returns large blocks to the system at once, and every step pays again for mapping and zeroing their
-    pages: up to 5% of its time. Once per process, glibc only; `DTA_KEEP_PAGES=0` leaves the allocator as it is.
+    By default glibc returns large blocks to the system at once, and every step maps and zeroes their pages again: up to
+    5% of its time. Once per process, glibc only; `DTA_KEEP_PAGES=0` leaves the allocator as it is.
     """
     if os.environ.get("DTA_KEEP_PAGES") == "0":
         return
@@ -40,8 +40,8 @@ def keep_freed_pages() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # another C library
         return
-    # Before glibc 2.35 the most is half of a heap, 32 MiB. Without a threshold of ours glibc's own must go on adapting,
-    # which setting the other one would end.
+    # Before glibc 2.35 the maximum is half of a heap, 32 MiB. If setting the mmap threshold fails, the trim threshold
+    # is left alone, too, because setting it would stop glibc from adapting the mmap threshold.
     if mallopt(_M_MMAP_THRESHOLD, 2**30) or mallopt(_M_MMAP_THRESHOLD, 2**25):
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
@@ -57,7 +57,7 @@ def _system_bytes() -> int:
 
 
 def _container_bytes() -> int:
-    """Limit minus use of the control group (version 2), where there is one; files kept in memory are not in use."""
+    """Return limit minus use of the control group (version 2), if there is one; inactive page cache counts as free."""
     group = pathlib.Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()

@@ -1,18 +1,18 @@
-"""Calibration: the cost model's rates, fitted to the times of past runs and kept in one file per device and model.
+"""Calibrate the cost model: fit its rates to the times of past runs, stored in one file per device and model.
 
-A fit takes `seconds = rates . work` to the samples of one kind of run ("forward", "backward"). It is kept sane by this:
+A fit solves `seconds = rates . work` for samples of one kind of run ("forward", "backward"). Robustness:
 
-* Samples are spread over sizes and calls: of every size of run (by half powers of two) the latest `CALLS` calls leave
-  one sample each, the median of their runs. So neither a thousand equal runs nor one disturbed call outweigh the rest.
-* The error is relative and absolute values of it are summed, so that short and long runs count alike and outliers
-  (page faults, other load) do not.
-* The defaults of `CostModel`, times one common factor, are worth a little of a sample. They decide what the samples
-  leave open, such as the share of launches and tokens in runs that are all of one size.
-* In the end all rates of the kind are scaled to the times of the latest calls (by the median error, long runs weigh
-  more), so that predictions follow a machine that becomes slower or faster, while the ratios of the rates, which
-  decide between strategies, stay.
+* Samples are spread over sizes and calls: for every size of run (by half powers of two) each of the latest `CALLS`
+  calls contributes one sample, its median run. So neither a thousand equal runs nor one disturbed call dominate.
+* The loss is the sum of absolute relative errors, so that short and long runs weigh the same and outliers (page faults,
+  other load) weigh little.
+* The prior (defaults of `CostModel` times one common factor) weighs a fraction of a sample. It decides directions that
+  the samples leave open, such as the shares of launches and tokens if all runs have one size.
+* Finally all rates of the kind are scaled to the latest calls by the weighted median error (long runs weigh more). So
+  predictions follow a machine that becomes slower or faster, and the ratios of rates, which decide between strategies,
+  are unchanged.
 
-The first call that has runs of a kind is not recorded: it allocates and warms up.
+The first call with runs of a kind is not recorded: it allocates and warms up.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ Floats = npt.NDArray[np.floating[Any]]
 
 FORMAT, VERSION = "dta_compile calibration", 1
 KINDS = ("forward", "backward")
-MOST_BYTES = 2**22  # of a file; it has 1,024 samples at most
-# Of what was measured: whatever is beyond has not been written by us.
+MOST_BYTES = 2**22  # largest file; it has at most 1,024 samples
+# Bounds of measured values: a file with others was not written by this module.
 MOST_COUNTED, LEAST_SECONDS, MOST_SECONDS = 2**53, 1e-12, 1e9
 
-CALLS = 9  # samples of one size
-SAMPLES = 512  # of one kind; the least recently seen size is forgotten first
-MINIMUM_RUNS = 16  # of a kind; with fewer the prior's rates are used, times the common factor
-BOUND = 100.0  # a rate is within this factor of its prior, relative to the common factor
-PRIOR_WEIGHT = 0.001  # samples' worth that each of the prior's rates counts
-TOLERANCE = 0.02  # relative errors beyond it, and beyond their median, count linearly; below by their square
-HALF_LIFE, LEAST_WEIGHT = 100, 0.02  # calls after which a sample counts half; what it counts at least
-ROUNDS = 12  # of reweighting
-COMPARED = 2  # samples of one size, at least, that say what runs of it take
-LONGEST_WAIT = 7  # calls that may come between two fits, each of which takes a millisecond or more
+CALLS = 9  # most samples per size
+SAMPLES = 512  # most samples per kind; the least recently seen size is evicted first
+MINIMUM_RUNS = 16  # per kind; with fewer, rates are those of the prior times the common factor
+BOUND = 100.0  # largest ratio between a rate and its prior times the common factor
+PRIOR_WEIGHT = 0.001  # weight of each rate of the prior, in samples
+TOLERANCE = 0.02  # relative errors above it and above their median count linearly, others by their square
+HALF_LIFE, LEAST_WEIGHT = 100, 0.02  # calls after which a sample weighs half; its least weight
+ROUNDS = 12  # iterations of reweighting
+COMPARED = 2  # least number of samples of a size for comparing times
+LONGEST_WAIT = 7  # most calls between two fits, each of which takes a millisecond or more
 
 
 class Sample(NamedTuple):
-    """A run of the call with this number, standing for `runs` of its size; its work and what it took."""
+    """Median run of a call, representing `runs` runs of its size: its work and its time."""
 
     call: int
     runs: int
@@ -70,12 +70,12 @@ class Sample(NamedTuple):
 
 
 class RunHistory:
-    """What is remembered of one kind of run.
+    """Samples of one kind of run.
 
     Attributes:
-        prior: the default rates.
-        runs: how many were recorded.
-        sizes: samples of each size of run; the least recently seen size is first.
+        prior: default rates.
+        runs: number of recorded runs.
+        sizes: samples by size of run, the least recently seen size first.
     """
 
     def __init__(self, prior: Rates) -> None:
@@ -84,22 +84,22 @@ class RunHistory:
 
     @property
     def samples(self) -> Iterator[Sample]:
-        """All of them, size by size."""
+        """All samples, size by size."""
         return itertools.chain.from_iterable(self.sizes.values())
 
     def add(self, call: int, runs: list[tuple[Work, float]]) -> None:
-        """The median run of every size, by its time relative to the prior."""
+        """Record a call: insert the median run of every size, by time relative to the prior."""
         of_size: dict[tuple[int, ...], list[tuple[float, Work, float]]] = {}
         for work, seconds in runs:
             relative = seconds / self.prior.seconds(work)
             of_size.setdefault(_size(work), []).append((relative, work, seconds))
-        for found in of_size.values():
-            _, work, seconds = sorted(found)[(len(found) - 1) // 2]
-            self.insert(Sample(call, len(found), work, seconds))
+        for timed in of_size.values():
+            _, work, seconds = sorted(timed)[(len(timed) - 1) // 2]
+            self.insert(Sample(call, len(timed), work, seconds))
         self.runs += len(runs)
 
     def insert(self, sample: Sample) -> None:
-        """Add a sample; the oldest of its size, and the least recently seen size, make room."""
+        """Add a sample; evict the oldest of its size, and the least recently seen size, if there are too many."""
         size = _size(sample.work)
         self.sizes[size] = [*self.sizes.pop(size, []), sample][-CALLS:]
         if sum(map(len, self.sizes.values())) > SAMPLES:
@@ -107,12 +107,12 @@ class RunHistory:
 
 
 class Fit(NamedTuple):
-    """What the samples of one kind say.
+    """Result of fitting the samples of one kind.
 
     Attributes:
-        rates: fitted; the prior's, scaled, if there were few runs.
-        factor: measured time over that by the prior.
-        errors: of the samples by these rates, relative to the measured times.
+        rates: fitted rates; the scaled prior if there were few runs.
+        factor: measured time over the time predicted by the prior.
+        errors: errors of the rates on the samples, relative to the measured times.
     """
 
     rates: Rates
@@ -121,13 +121,13 @@ class Fit(NamedTuple):
 
 
 class Calibration:
-    """Learns the rates of one model on one device.
+    """Calibration of the rates of one model on one device.
 
     Attributes:
-        path: the file to keep it in; None: in memory only.
-        identity: what was calibrated, for readers of the file.
-        calls: calls recorded, those of earlier processes included.
-        prior: the rates before anything is recorded.
+        path: file that stores it; None: in memory only.
+        identity: name of model and device, for readers of the file.
+        calls: number of recorded calls, including those of earlier processes.
+        prior: rates before anything is recorded.
     """
 
     def __init__(self, path: pathlib.Path | None = None, identity: str = "", prior: CostModel | None = None) -> None:
@@ -136,7 +136,7 @@ class Calibration:
         self._calls_here = 0  # since this object was made
         self._warm: set[str] = set()
         self._model = self.prior
-        self._fitted_at = 0  # of `calls`
+        self._fitted_at = 0  # value of `calls` at the last fit
 
     @classmethod
     def load(
@@ -148,12 +148,12 @@ class Calibration:
         generated: bool = False,
         prior: CostModel | None = None,
     ) -> Calibration:
-        """The calibration kept for this model and device, or an empty one.
+        """Load the calibration of this model and device, or return an empty one.
 
         Args:
-            attention: name of what computes attention, if it is not a matter of device and layers alone.
-            generated: of runs with generated code.
-            prior: the rates before anything is recorded; None: those of any model on such a device.
+            attention: name of the attention provider, if it does not follow from device and layers.
+            generated: whether it is for runs with generated code.
+            prior: rates before anything is recorded; None: the defaults for the device.
         """
         folder = options.cache_folder
         prior = prior or (CostModel.of_gpu() if device.type == "cuda" else CostModel())
@@ -169,7 +169,7 @@ class Calibration:
         return cls(path, path.stem, prior)
 
     def record(self, runs: Iterable[tuple[str, Work, float]]) -> None:
-        """Learn from the runs of one call, `(kind, work, seconds)`; after the 2nd, 4th, 8th, ... call, save."""
+        """Record the runs `(kind, work, seconds)` of one call; save after the 2nd, 4th, 8th, ... call."""
         of_kind: dict[str, list[tuple[Work, float]]] = {}
         for kind, work, seconds in runs:
             if kind in self.histories and seconds > 0 and work.launches:
@@ -185,7 +185,7 @@ class Calibration:
             self.save()
 
     def cost_model(self) -> CostModel:
-        """The fitted rates, refitted every few calls; the defaults before anything is recorded."""
+        """Return the fitted rates, refitted every few calls; the prior before anything is recorded."""
         if self.calls - self._fitted_at > min(self._fitted_at // 8, LONGEST_WAIT):
             self._model, self._fitted_at = self._fitted(), self.calls
         return self._model
@@ -194,17 +194,17 @@ class Calibration:
         fits = {kind: fit(history) for kind, history in self.histories.items() if history.runs}
         if not fits:
             return self.prior
-        factor = next(iter(fits.values())).factor  # of the forward, if there was any
+        factor = next(iter(fits.values())).factor  # that of the forward if it has samples
         scaled = {kind: Rates(*(factor * rate for rate in getattr(self.prior, kind))) for kind in KINDS}
-        rates = scaled | {kind: found.rates for kind, found in fits.items()}
+        rates = scaled | {kind: fitted.rates for kind, fitted in fits.items()}
         runs = sum(history.runs for history in self.histories.values())
-        error = float(np.median(np.concatenate([found.errors for found in fits.values()])))
+        error = float(np.median(np.concatenate([fitted.errors for fitted in fits.values()])))
         verb = "calibrated on" if runs >= MINIMUM_RUNS else "defaults scaled to"
         source = f"{verb} {runs:,} runs, median error {error:.0%}"
         return CostModel(**rates, restore=self.prior.restore * factor, source=source)
 
     def to_json(self) -> str:
-        """What is kept on disk; `from_json` reads it."""
+        """Serialise for the file that `from_json` reads."""
         fields = {
             "format": FORMAT,
             "version": VERSION,
@@ -218,25 +218,25 @@ class Calibration:
 
     @classmethod
     def from_json(cls, text: str, path: pathlib.Path | None = None, prior: CostModel | None = None) -> Calibration:
-        """Raises `ValueError` for anything that `to_json` of this version did not write."""
+        """Parse the text of `to_json`; raise ValueError for anything else, other versions included."""
         try:
             fields = json.loads(text)
             if (fields["format"], fields["version"]) != (FORMAT, VERSION):
                 raise ValueError(f"format {fields['format']!r}, version {fields['version']!r}")
-            made = cls(path, str(fields["identity"]), prior)
-            made.calls = _counted(fields["calls"])
-            for kind, history in made.histories.items():
+            calibration = cls(path, str(fields["identity"]), prior)
+            calibration.calls = _counted(fields["calls"])
+            for kind, history in calibration.histories.items():
                 history.runs = _counted(fields["runs"][kind])
                 for row in fields["samples"][kind]:
-                    history.insert(_sample(row, made.calls))
+                    history.insert(_sample(row, calibration.calls))
                 if bool(history.runs) != bool(history.sizes):
                     raise ValueError(f"{history.runs} {kind} runs")
         except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"not a calibration: {type(error).__name__}: {error}") from error
-        return made
+        return calibration
 
     def save(self) -> None:
-        """Write the file; failing is no error."""
+        """Write the file; log a failure and stay in memory."""
         if self.path is None:
             return
         try:
@@ -248,17 +248,17 @@ class Calibration:
 
 
 def fit(history: RunHistory) -> Fit:
-    """Rates of least absolute relative error over the samples, scaled to the latest calls."""
+    """Fit the rates of least absolute relative error over the samples, scaled to the latest calls."""
     samples = list(history.samples)
     work = np.array([sample.work for sample in samples], np.float64)
     seconds = np.array([sample.seconds for sample in samples], np.float64)
     call = np.array([sample.call for sample in samples])
     age = call.max() - call
-    # What the runs of the latest calls should have taken; not what they took, or disturbed ones would weigh more.
+    # Weights by predicted time of the latest calls, because by measured time disturbed runs would weigh more.
     spent = np.where(age < CALLS, work @ history.prior * [sample.runs for sample in samples], 0.0)
     factor = _median(seconds / (work @ history.prior), spent)
     prior = factor * np.array(history.prior)
-    shares = work * prior / seconds[:, None]  # of the measured times; 1 in sum when times the factors to be found
+    shares = work * prior / seconds[:, None]  # shares of the measured times: `shares @ factors` should be 1
     factors: Floats = np.ones(len(prior))
     if history.runs >= MINIMUM_RUNS:
         factors = _robust(shares, np.maximum(0.5 ** (age / HALF_LIFE), LEAST_WEIGHT))
@@ -268,20 +268,24 @@ def fit(history: RunHistory) -> Fit:
 
 
 def of_whole_chunks(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
-    """The runs of a sweep of stages as those of whole chunks: what all parts together take. That some parts run again,
-    or only for their states, is no run of a chunk."""
-    found: dict[tuple[str, Chunk], MeasuredRun] = {}
+    """Sum the runs of all parts to runs of whole chunks, for a sweep by stages.
+
+    Repeated runs of parts, and runs for their states alone, are left out.
+    """
+    by_chunk: dict[tuple[str, Chunk], MeasuredRun] = {}
     for run in runs:
         if not isinstance(run.op, (Anchor, Forward, Backward)) or not getattr(run.op, "out", True):
             continue
         key = run.kind, run.op.chunk
-        found[key] = run._replace(seconds=run.seconds + found[key].seconds) if key in found else run
-    return list(found.values())
+        by_chunk[key] = run._replace(seconds=run.seconds + by_chunk[key].seconds) if key in by_chunk else run
+    return list(by_chunk.values())
 
 
 def times_as_fast(before: Calibration, after: Calibration) -> float | None:
-    """How many times as fast runs became, by the median times of sizes that both have several samples of; None: of no
-    size. What the later runs were counts, each by its time."""
+    """Return the speedup from `before` to `after`, by median times of sizes with several samples in both; else None.
+
+    Sizes are weighted by their predicted time in `after`.
+    """
     old = new = 0.0
     for kind, history in after.histories.items():
         prior = before.histories[kind].prior
@@ -291,21 +295,21 @@ def times_as_fast(before: Calibration, after: Calibration) -> float | None:
                 continue
             amount = sum(sample.runs * prior.seconds(sample.work) for sample in samples)
             old, new = (
-                total + amount * statistics.median(one.seconds / prior.seconds(one.work) for one in found)
-                for total, found in ((old, others), (new, samples))
+                total + amount * statistics.median(sample.seconds / prior.seconds(sample.work) for sample in chosen)
+                for total, chosen in ((old, others), (new, samples))
             )
     return old / new if new else None
 
 
 def _median(values: Floats, weights: Floats) -> float:
-    """The least value with half of the weight at or below it."""
+    """Return the weighted median: the least value with half of the weight at or below it."""
     order = values.argsort()
     total = weights[order].cumsum()
     return float(values[order][np.searchsorted(total, total[-1] / 2)])
 
 
 def _robust(shares: Floats, weights: Floats) -> Floats:
-    """Factors within the bounds with which the shares sum to 1, by iteratively reweighted least squares."""
+    """Solve `shares @ factors = 1` within bounds by iteratively reweighted least squares."""
     factors: Floats = np.ones(shares.shape[1])
     predicted: Floats = np.ones(len(shares))  # relative to the measured times
     for _ in range(ROUNDS):
@@ -320,9 +324,9 @@ def _robust(shares: Floats, weights: Floats) -> Floats:
 
 
 def _bounded(matrix: Floats, right: Floats) -> Floats:
-    """The least of `x . matrix x / 2 - right . x` within the bounds, plus the pull towards 1 in both.
+    """Minimise `x . matrix x / 2 - right . x` within bounds, where matrix and right side include the prior towards 1.
 
-    Every unknown is free or at one of its bounds; with five of them all cases are solved at once.
+    Every unknown is free or at one of its bounds; with five unknowns all cases are solved at once.
     """
     right = right + PRIOR_WEIGHT
     inside: Floats = np.linalg.solve(matrix, right)
@@ -331,10 +335,10 @@ def _bounded(matrix: Floats, right: Floats) -> Floats:
     free = _CASES == 0
     fixed = np.choose(_CASES, (0.0, 1 / BOUND, BOUND))
     systems = np.where(free[:, :, None] & free[:, None, :], matrix, np.eye(len(matrix)))
-    found = np.linalg.solve(systems, np.where(free, right - fixed @ matrix, fixed)[..., None])[..., 0]
-    value = ((found @ matrix) * found).sum(1) / 2 - found @ right
-    legal = ((found >= 1 / BOUND - 1e-12) & (found <= BOUND + 1e-9)).all(1)
-    best: Floats = found[np.where(legal, value, np.inf).argmin()]
+    solutions = np.linalg.solve(systems, np.where(free, right - fixed @ matrix, fixed)[..., None])[..., 0]
+    value = ((solutions @ matrix) * solutions).sum(1) / 2 - solutions @ right
+    legal = ((solutions >= 1 / BOUND - 1e-12) & (solutions <= BOUND + 1e-9)).all(1)
+    best: Floats = solutions[np.where(legal, value, np.inf).argmin()]
     return best
 
 
@@ -342,7 +346,7 @@ _CASES = np.array(list(itertools.product(range(3), repeat=len(Rates._fields)))) 
 
 
 def _size(work: Work) -> tuple[int, ...]:
-    """Runs of one size differ by at most a factor of 1.4 in everything."""
+    """Return the size class of a run: runs of one class differ by at most a factor of 1.4 in every amount."""
     return tuple(round(2 * math.log2(1 + amount)) for amount in work)
 
 
@@ -366,7 +370,7 @@ def _sample(row: Any, calls: int) -> Sample:
 
 
 def file_name(executable: Executable, device: torch.device, attention: str = "", generated: bool = False) -> str:
-    """Readable parts, then a hash of everything that a run's time depends on besides its work."""
+    """Return the file name: readable parts, then a hash of all that the time of a run depends on besides its work."""
     read = [(executable.values[spec.index], spec.requires_grad) for spec in executable.region_parameters]
     known = [(value, trained) for value, trained in read if isinstance(value, TensorSpec)]
     dtypes = "-".join(sorted({str(value.dtype).removeprefix("torch.") for value, _ in known})) or "no-parameters"
@@ -382,13 +386,13 @@ def file_name(executable: Executable, device: torch.device, attention: str = "",
 
 
 def device_name(device: torch.device) -> str:
-    """As its maker calls it."""
+    """Return the device's product name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return device.type
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    return f"cpu {found[1] if found else platform.processor() or platform.machine()}"
+        match = None
+    return f"cpu {match[1] if match else platform.processor() or platform.machine()}"

@@ -1,4 +1,4 @@
-"""Names of ops for `torch.profiler`, and of plans for structured traces; next to nothing where neither is on."""
+"""Name ops for `torch.profiler` and write plans to structured traces; nearly free when both are off."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _NOTHING = contextlib.nullcontext()
 
 
 def named(op: Op) -> contextlib.AbstractContextManager[Any]:
-    """What runs inside has the op's name for a profiler, if there is one."""
-    # What every profiler of torch sets, for all threads; `record_function` alone costs microseconds also without one.
+    """Return a context that names an op for an active profiler."""
+    # Set by every profiler of torch, for all threads. `record_function` costs microseconds even without a profiler.
     if not profiler._is_profiler_enabled:
         return _NOTHING
     return torch.profiler.record_function(f"dta {op_name(op)}")
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """A text for `TORCH_TRACE`, which the tool `tlparse` shows; it is made only where somebody asks for it."""
+    """Write a text to `TORCH_TRACE`, shown by `tlparse`; `text` is called only if tracing is on."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)

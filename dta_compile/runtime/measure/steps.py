@@ -1,4 +1,4 @@
-"""A line for every call, on request: `TORCH_LOGS=+dta_compile.runtime.measure.steps`, or DEBUG for the logger below."""
+"""Log a line per call: `TORCH_LOGS=+dta_compile.runtime.measure.steps`, or level DEBUG of the logger below."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from dta_compile.plan import Plan
 from dta_compile.plan.scalars import step_line
 
-# Called after this module, as TORCH_LOGS wants it, so that it can be asked for alone.
+# Named after this module, so that TORCH_LOGS can select it alone.
 logger = logging.getLogger(__name__)
 
 

@@ -1,4 +1,4 @@
-"""Times of graph runs, for the cost model, for predicted against measured time, and for traces."""
+"""Time graph runs: for the cost model, for measured against predicted times of plans, and for traces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dta_compile.plan import MeasuredRun, Op, Work
 
 
 class _Pending(NamedTuple):
-    """A run that a GPU may still be at: when the host launched it, and events around it."""
+    """Run that a GPU may not have finished: launch times on the host, and events around it."""
 
     kind: str
     work: Work
@@ -25,12 +25,12 @@ class _Pending(NamedTuple):
 
 
 class Stopwatch:
-    """Collects every run; on a GPU by events, which `times` reads.
+    """Timer of graph runs; on a GPU by events, which `times` reads.
 
     Attributes:
-        on_generated_code: whether what it times has any.
-        began: when the first run did (seconds since 1970); None: there was none yet.
-        stream: what they run on, in words.
+        on_generated_code: whether the timed graphs run generated code.
+        began: start of the first run, in seconds since 1970; None: nothing has run.
+        stream: name of device and stream.
     """
 
     def __init__(self, device: torch.device, on_generated_code: bool = False) -> None:
@@ -40,12 +40,12 @@ class Stopwatch:
         self.pending: list[_Pending] = []
         self.began: float | None = None
         self.stream = str(device)
-        self._zero = 0.0  # of the host's clock
+        self._zero = 0.0  # start of the first run on the host's clock
         self._first: torch.cuda.Event | None = None
 
     @contextlib.contextmanager
     def measure(self, kind: str, work: Work, op: Op) -> Iterator[None]:
-        """Time what runs inside."""
+        """Time the block as one run."""
         if self.began is None:
             self._begin()
         started = time.perf_counter()
@@ -68,13 +68,13 @@ class Stopwatch:
             self.stream = f"{self.device} stream {torch.cuda.current_stream(self.device).stream_id}"
 
     def has_ended(self) -> bool:
-        """Whether all runs so far have ended: a GPU may still be at them."""
+        """Return whether all runs so far have ended on the device."""
         return not self.pending or self.pending[-1].last.query()
 
     def times(self) -> list[MeasuredRun]:
-        """All runs so far; waits for those that have not ended, and forgets them.
+        """Return and forget all runs so far; waits for those that have not ended.
 
-        On a GPU starts count from the first run's, whose delay behind the host is not known.
+        On a GPU, starts are relative to the first run's start, whose delay behind the host is unknown.
         """
         if self.pending:
             self.pending[-1].last.synchronize()

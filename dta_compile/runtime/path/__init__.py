@@ -1,1 +1,1 @@
-"""The path stack: what mixers keep of the tokens of one root-to-leaf path, and how a chunk reads and writes it."""
+"""The path stack: states of mixers (KV, running states) along one root-to-leaf path, read and written by chunks."""

@@ -1,4 +1,7 @@
-"""The shape of a chunk: where it hangs on the stack and which of its tokens read which, for the host and the device."""
+"""Shape of a chunk: its start on the path stack and the ancestor relation of its tokens, on the host and the device.
+
+Executors make a `ChunkShape` per chunk; attention providers and recurrences read it, or its `ChunkTable`.
+"""
 
 from __future__ import annotations
 
@@ -17,37 +20,37 @@ from dta_compile.runtime.rows.upload import upload
 
 __all__ = ["LISTED_KEYS", "LISTED_QUERIES", "ChunkShape", "ChunkTable", "Limit"]
 
-LISTED_QUERIES, LISTED_KEYS = 128, 64  # tokens of a block of queries, and of a block of keys that its list names
+LISTED_QUERIES, LISTED_KEYS = 128, 64  # tokens of a block of queries and of a block of keys in `ChunkTable`
 Numbers = TypeVar("Numbers", torch.Tensor, npt.NDArray[np.int64])
 
 
 class Limit(NamedTuple):
-    """How far up a token reads: down from depth `first`.
+    """Attention span: a sliding window or chunked attention.
 
     Attributes:
-        tokens: how many it reads at most, itself included.
-        by_chunks: every sequence is divided into chunks of so many tokens, and a token reads those of its own chunk;
-            else a sliding window. (A `ChunkShape` is of something else: what one op of a schedule runs.)
+        tokens: most tokens that a token reads, itself included.
+        by_chunks: chunked attention: sequences are divided into chunks of `tokens` tokens, and a token reads those of
+            its own; else a sliding window. (Not the chunks of a schedule, which `ChunkShape` describes.)
     """
 
     tokens: int
     by_chunks: bool = False
 
     def first(self, depths: Numbers) -> Numbers:
-        """The depth of the first key that is read at each depth, or less than zero."""
+        """Return the depth of the first key that a token at each depth reads; may be negative."""
         return depths // self.tokens * self.tokens if self.by_chunks else depths - self.tokens + 1
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkShape:
-    """Where a chunk hangs and how its tokens relate.
+    """Position of a chunk on the stack and structure of its tokens.
 
     Attributes:
-        start: tokens of the stack that it reads.
-        spine: its first tokens that go onto the stack (0: none).
+        start: number of stack tokens that it reads.
+        spine: number of its first tokens that go onto the stack (0: none).
         segments: its slices, see `dta_compile.plan.tree.segments`.
-        rectangles: what hangs from each slice against the slice.
-        derived: what mixers derive from the shape once, for all layers, forward and backward.
+        rectangles: blocks of (queries, keys) between each slice and its descendants.
+        derived: cache of what mixers derive from the shape, shared by all layers, forward and backward.
     """
 
     start: int
@@ -58,22 +61,22 @@ class ChunkShape:
 
     @classmethod
     def of(cls, start: int, spine: int, parts: Sequence[Segment]) -> ChunkShape:
-        """The shape of a chunk with these slices."""
+        """Return the shape of a chunk with the given slices."""
         return cls(start, spine, tuple(parts), tuple(rectangles(parts)))
 
     @classmethod
     def run(cls, start: int, tokens: int) -> ChunkShape:
-        """One slice, all of it spine."""
+        """Return the shape of a single slice that is all spine."""
         return cls.of(start, tokens, [Segment(0, tokens, tokens, start, -1)])
 
     @functools.cached_property
     def tokens(self) -> int:
-        """Tokens of the chunk."""
+        """Number of tokens of the chunk."""
         return self.segments[-1].last
 
     @functools.cached_property
     def height(self) -> int:
-        """Tokens of the longest path that ends in the chunk, from the root on."""
+        """Number of tokens of the longest root path that ends in the chunk."""
         return max(part.depth + part.last - part.first for part in self.segments)
 
     @functools.cached_property
@@ -85,31 +88,31 @@ class ChunkShape:
     def subtree_ends(self) -> npt.NDArray[np.int64]:
         """`[tokens]` one past the last token that reads each token: token i reads j if `j <= i < subtree_ends[j]`.
 
-        That is so because chunks are in depth-first order: what hangs from a deeper token of a slice comes first.
+        Holds because chunks are in depth-first order: subtrees that hang from deeper tokens of a slice come first.
         """
         ends = np.concatenate([np.full(part.last - part.first, part.last) for part in self.segments])
         for part in self.segments:
             if part.parent >= 0:
                 above = self.segments[part.parent]
                 reaches = ends[above.first : above.first + part.depth - above.depth]
-                # Of what came before it, nothing may hang from a token above the one it hangs from.
+                # No earlier subtree may hang from a token above the one that this segment hangs from.
                 assert reaches[0] == reaches[-1] or reaches[-1] > part.first - 1, "not in depth-first order"
                 reaches[:] = part.end
         return ends
 
     def cut_by(self, limit: Limit | None) -> Limit | None:
-        """The limit, if it may keep a token of the chunk from reading all above it."""
+        """Return the limit if it cuts off any token of the chunk; else None."""
         return limit if limit is not None and limit.tokens < self.height else None
 
     def table(self, device: torch.device) -> ChunkTable:
-        """The shape as tensors; made once per device."""
+        """Return the shape as tensors, uploaded once per device."""
         if (ChunkTable, device) not in self.derived:
             self.derived[ChunkTable, device] = ChunkTable(upload(self.table_rows(), device), self.tokens)
         table: ChunkTable = self.derived[ChunkTable, device]
         return table
 
     def table_rows(self) -> npt.NDArray[np.int32]:
-        """What a `ChunkTable` holds."""
+        """Return the numbers of a `ChunkTable`."""
         whole, read = self._blocks_read()
         lists = np.argsort(np.where(whole, 0, np.where(read, 1, 2)), axis=1, kind="stable")
         counts = np.stack([whole.sum(1), read.sum(1)], 1)
@@ -117,10 +120,10 @@ class ChunkShape:
         return np.concatenate([start, self.subtree_ends, self.depths, counts.ravel(), lists.ravel()]).astype(np.int32)
 
     def _blocks_read(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """`[query blocks, key blocks]` twice: whose every key each query of a block reads, and of which one reads one.
+        """Return two masks `[query blocks, key blocks]`: blocks that are read whole, and blocks that are read at all.
 
-        Whatever reads a token lies between it and its end, without gaps, so a block of queries has a reader if its
-        first one lies before the last of the ends.
+        The readers of a token are contiguous, from the token to its end. So a block of keys is read by a block of
+        queries if the first query lies before the largest end of the keys.
         """
         keys, queries = np.arange(0, self.tokens, LISTED_KEYS), np.arange(0, self.tokens, LISTED_QUERIES)
         ends = self.subtree_ends
@@ -130,10 +133,7 @@ class ChunkShape:
         return whole, read
 
     def allowed(self, queries: range, keys: range, limit: Limit | None = None) -> npt.NDArray[np.bool_]:
-        """`[queries, keys]`: which of the chunk's tokens `keys` the tokens `queries` read: ancestors and themselves.
-
-        A limit leaves those that it does not cut off.
-        """
+        """Return the mask `[queries, keys]` of chunk tokens: each reads its ancestors and itself, within `limit`."""
         out = np.zeros((len(queries), len(keys)), np.bool_)
         number = bisect_right(self.segments, queries.start, key=lambda part: part.first) - 1
         while number < len(self.segments) and self.segments[number].first < queries.stop:
@@ -148,7 +148,7 @@ class ChunkShape:
             child = part
             while child.parent >= 0:
                 above = self.segments[child.parent]
-                read = above.first + child.depth - above.depth  # one past the last token that `child` hangs from
+                read = above.first + child.depth - above.depth  # one past the token that `child` hangs from
                 rows[:, max(above.first - keys.start, 0) : max(read - keys.start, 0)] = True
                 child = above
         if limit is not None:
@@ -158,13 +158,13 @@ class ChunkShape:
 
 
 class ChunkTable(NamedTuple):
-    """A chunk's shape in device memory: kernels that read it there can be replayed for another chunk.
+    """Shape of a chunk in device memory, so that recorded kernels can be replayed for another chunk.
 
     Attributes:
-        numbers: int32 `[size(tokens)]`: the chunk's start, then `subtree_ends`, then depths; then for every block of
-            128 queries how many blocks of 64 keys they all read whole, and how many any of them reads; then for every
-            block of queries the numbers of all blocks of keys, in this order.
-        tokens: of the chunk, padding included.
+        numbers: int32 `[size(tokens)]`: the chunk's start; `subtree_ends`; depths; for every block of 128 queries the
+            number of blocks of 64 keys that it reads whole, and of those that it reads at all; for every block of
+            queries the indices of all key blocks, first those read whole, then those read in part, then the others.
+        tokens: number of tokens of the chunk, padding included.
     """
 
     numbers: torch.Tensor
@@ -172,21 +172,21 @@ class ChunkTable(NamedTuple):
 
     @staticmethod
     def size(tokens: int) -> int:
-        """How many numbers there are for so many tokens."""
+        """Return the length of `numbers` for a number of tokens."""
         queries, keys = -(-tokens // LISTED_QUERIES), -(-tokens // LISTED_KEYS)
         return 1 + 2 * tokens + queries * (2 + keys)
 
     @property
     def start(self) -> torch.Tensor:
-        """`[1]`"""
+        """`[1]` start of the chunk."""
         return self.numbers[:1]
 
     @property
     def ends(self) -> torch.Tensor:
-        """`[tokens]`"""
+        """`[tokens]` subtree ends."""
         return self.numbers[1 : 1 + self.tokens]
 
     @property
     def depths(self) -> torch.Tensor:
-        """`[tokens]`"""
+        """`[tokens]` depths."""
         return self.numbers[1 + self.tokens : 1 + 2 * self.tokens]

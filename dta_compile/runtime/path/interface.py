@@ -1,4 +1,4 @@
-"""How one mixer layer is computed over a chunk and the path above it: what the path stack asks of every mixer."""
+"""Interface between the path stack and mixer layers: compute a layer over a chunk and the path above it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class LayerInputs(NamedTuple):
-    """What one run of a layer reads.
+    """Inputs of one run of a layer.
 
-    Layers that are `replayable` go by `table`, and take the tokens of `above` for an upper bound of their number: what
-    lies beyond the chunk's start may be anything, and neither is read nor gets a gradient. For the others `above` has
-    as many tokens as the chunk's start says.
+    For `replayable` layers the length of `above` is an upper bound: they read the chunk's start from `table`, and
+    tokens beyond it are arbitrary, are not read and get no gradient. For others the length is the chunk's start.
 
     Attributes:
-        operands: of the chunk's tokens, with the dimensions of the mixer and a batch of one.
-        constants: as the mixer's `chunk` operator takes them.
-        above: the states of the tokens above the chunk, in order of depth.
-        chunk, table: the chunk's shape, for the host and as tensors.
+        operands: the mixer's operands for the chunk's tokens, batch size one.
+        constants: constant arguments of the mixer's `chunk` operator.
+        above: states of the tokens above the chunk, in order of depth.
+        chunk, table: the chunk's shape, on the host and as tensors.
     """
 
     operands: Tensors
@@ -36,11 +35,11 @@ class LayerInputs(NamedTuple):
 
 
 class RecurrentInputs(NamedTuple):
-    """What one run of a layer with a running state reads.
+    """Inputs of one run of a layer with a running state.
 
     Attributes:
         operands, constants, chunk: see `LayerInputs`.
-        state: that of the tokens above the chunk.
+        state: running state after the tokens above the chunk.
     """
 
     operands: Tensors
@@ -50,30 +49,30 @@ class RecurrentInputs(NamedTuple):
 
 
 class LayerRuntime(Protocol):
-    """How a layer is computed, for one call."""
+    """Implementation of a layer for one call."""
 
     @property
     def replayable(self) -> bool:
-        """Whether it goes by `LayerInputs.table` alone, so that a CUDA graph of it serves chunks of other shapes."""
+        """Whether it reads the shape from `LayerInputs.table` alone, so that one CUDA graph serves all shapes."""
 
     @property
     def key(self) -> Hashable:
-        """What else than sizes a CUDA graph of it depends on."""
+        """Facts besides sizes that a CUDA graph of the layer depends on."""
 
     def forward(self, x: LayerInputs) -> Tensors:
-        """The output and the residuals, as the mixer's `chunk` operator returns them."""
+        """Return the output and the residuals, in the order of the mixer's `chunk` operator."""
 
     def backward(self, grad: torch.Tensor, results: Tensors, x: LayerInputs, above_grads: Tensors) -> Tensors:
-        """The gradients of the operands, as new tensors; those of the states above are added to `above_grads`.
+        """Return the gradients of the operands as new tensors; add those of the states above to `above_grads`.
 
         Args:
-            grad: of the output.
-            results: what `forward` returned.
+            grad: gradient of the output.
+            results: results of `forward`.
         """
 
 
 class RecurrentRuntime(Protocol):
-    """How a layer with a running state is computed, for one call."""
+    """Implementation of a layer with a running state for one call."""
 
     @property
     def replayable(self) -> bool:
@@ -84,16 +83,16 @@ class RecurrentRuntime(Protocol):
         """See `LayerRuntime.key`."""
 
     def forward(self, x: RecurrentInputs, depths: Sequence[int]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """The output, and the states at `depths` of the chunk's spine, each in memory of its own."""
+        """Return the output, and the states at `depths` of the chunk's spine, each with its own storage."""
 
     def backward(
         self, grad: torch.Tensor, x: RecurrentInputs, state_grads: Mapping[int, torch.Tensor]
     ) -> tuple[Tensors, torch.Tensor]:
-        """The gradients of the operands, as new tensors, and of the state above the chunk.
+        """Return the gradients of the operands, as new tensors, and of the state above the chunk.
 
         Args:
-            grad: of the output.
-            state_grads: of the states at depths of the chunk's spine, ascending.
+            grad: gradient of the output.
+            state_grads: gradients of the states at depths of the chunk's spine, ascending.
         """
 
 

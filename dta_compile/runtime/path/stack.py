@@ -1,4 +1,7 @@
-"""The path stack: what mixers keep of the tokens of one root-to-leaf path, and its gradients (paper section 3.1)."""
+"""The path stack: states of mixer layers along one root-to-leaf path, and their gradients (paper section 3.1).
+
+The opaque mixer operators of chunk graphs call it; the executor cuts and refills it.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ from dta_compile.runtime.path.token_states import HostReach, PathStates, Reach
 
 @dataclasses.dataclass(frozen=True)
 class SpineStates:
-    """The states of a spine that starts at depth `start`, all layers.
+    """States of a spine that starts at depth `start`, for all layers.
 
     Attributes:
-        states: those of its tokens: of attention, key and value `[1, Hkv, n, D]`.
-        running: running states at some of its depths, of the layers that have any.
+        states: states of its tokens by layer; key and value `[1, Hkv, n, D]` for attention.
+        running: running states at some of its depths, by recurrent layer.
     """
 
     start: int
@@ -37,18 +40,18 @@ class SpineStates:
 
 
 class PathStack:
-    """States of the active path and their gradients, per mixer layer, preallocated to the deepest path.
+    """States of the current path and their gradients, per mixer layer, preallocated for the deepest path.
 
-    Chunk graphs call `mix`, `write` and `mix_backward`; the executor sets `chunk` before it runs a graph, and calls
-    `finish` after a backward graph, when all layers have been through.
+    Chunk graphs call `mix`, `write` and `mix_backward`. The executor sets `chunk` before it runs a graph, and calls
+    `finish` after a backward graph of all layers.
 
     Attributes:
-        chunk: the chunk being run.
-        depths: where running states are to be kept as it runs forward.
-        pending: gradients of states are zero from this depth on, in all layers.
-        runtimes: how each layer is computed.
-        states: what each layer keeps of tokens.
-        running: what recurrent layers keep, by layer.
+        chunk: chunk that is running.
+        depths: depths at which the forward of the chunk stores running states.
+        pending: depth from which on all gradients of states are zero, in all layers.
+        runtimes: implementation of each layer.
+        states: states of tokens, by layer.
+        running: running states, by recurrent layer.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class PathStack:
         capacity: int,
         device: torch.device,
     ) -> None:
-        """Of these layers, which it counts from zero."""
+        """`capacity`: tokens of the deepest path; `layers` are numbered from zero."""
         self.chunk = ChunkShape.of(0, 0, ())
         self.depths: tuple[int, ...] = ()
         self.pending = 0
@@ -73,48 +76,48 @@ class PathStack:
         }
 
     def allocate_gradients(self) -> None:
-        """Zeroed gradients of states; needed before the first backward."""
+        """Allocate zeroed gradients of states; needed before the first backward."""
         self.token_states.allocate_gradients()
 
     def waits_for(self, start: int) -> bool:
-        """Whether gradients may be pending for a chunk whose spine begins at depth `start`."""
+        """Return whether gradients may be pending for a chunk whose spine begins at depth `start`."""
         return start < self.pending
 
     def finish(self) -> None:
-        """The backward graph of `chunk` ran: what was pending for its spine is taken, gradients are pending above."""
+        """Update `pending` after the backward of `chunk`: gradients are pending above it, not for its spine."""
         if self.pending <= self.chunk.start + self.chunk.spine:
             self.pending = self.chunk.start
 
     def cut(self, depth: int) -> None:
-        """The path ends at a depth: running states below are not needed any more."""
+        """Cut the path at a depth: drop the running states below."""
         for running in self.running.values():
             running.cut(depth)
 
     def copy(self, start: int, stop: int) -> SpineStates:
-        """Copies of the states at depths `[start, stop)`, and the running states after these."""
+        """Copy the states at depths `[start, stop)`; return them with the running states at `(start, stop]`."""
         return SpineStates(start, [states.copy(start, stop) for states in self.states], self.snapshots(start, stop))
 
     def snapshots(self, start: int, stop: int) -> list[Snapshots]:
-        """The running states at depths `(start, stop]`."""
+        """Return the running states at depths `(start, stop]`, by recurrent layer."""
         return [running.part(start, stop) for running in self.running.values()]
 
     def put(self, spine: SpineStates, start: int, stop: int) -> None:
-        """Put the states of a spine that are of depths `[start, stop)` back on the path."""
-        for states, kept in zip(self.states, spine.states, strict=True):
-            states.put(start, states.part(kept, start - spine.start, stop - spine.start))
+        """Copy the states of a spine at depths `[start, stop)` back onto the path."""
+        for states, sources in zip(self.states, spine.states, strict=True):
+            states.put(start, states.part(sources, start - spine.start, stop - spine.start))
         for running, snapshots in zip(self.running.values(), spine.running, strict=True):
             running.put(start, {depth: state for depth, state in snapshots.items() if start < depth <= stop})
 
     def of_layers(self, layers: Sequence[int]) -> StagePath:
-        """The path for the mixers of a stage."""
+        """Return the view of the path for the mixers of a stage."""
         return StagePath(self, layers)
 
     def write(self, layer: int, *states: torch.Tensor) -> None:
-        """Put the spine's part of a chunk's states on the path."""
+        """Copy the states of the chunk's spine onto the path."""
         self.states[layer].write(self._reach(), states)
 
     def mix(self, layer: int, *arguments: Any) -> torch.Tensor | Tensors:
-        """A mixer's `chunk` operator over a chunk and the path before it; the states of its spine go on the path."""
+        """Run a mixer's `chunk` operator over the chunk and the path above; write the spine's states to the path."""
         mixer = self.layers[layer].mixer
         operands = mixer.operands_of(arguments)
         constants = arguments[len(operands) :]
@@ -124,9 +127,10 @@ class PathStack:
         return _as_returned(self._runtime(layer).forward(self._inputs(layer, operands, constants)))
 
     def mix_backward(self, layer: int, grad: torch.Tensor, *arguments: Any) -> torch.Tensor | Tensors:
-        """A mixer's `backward` operator: gradients of a chunk's operands.
+        """Run a mixer's `backward` operator; return the gradients of the chunk's operands.
 
-        Adds the gradients of the states above to the path, and takes from it what later chunks left for the spine's.
+        Adds the gradients of the states above to the path, and consumes the gradients that later chunks added for the
+        spine.
         """
         mixer, states, reach = self.layers[layer].mixer, self.states[layer], self._reach()
         operands, results, constants = mixer.backward_arguments(arguments)
@@ -139,19 +143,19 @@ class PathStack:
         return _as_returned(tuple(map(_in_dtype_of, operands, grads)))
 
     def _run(self, layer: int, operands: Tensors, constants: tuple[Any, ...]) -> torch.Tensor:
-        """A recurrence over a chunk, from the running state above it."""
+        """Run a recurrence over the chunk from the running state above it."""
         running, start = self.running[layer], self.chunk.start
         inputs = RecurrentInputs(operands, constants, running.at(start), self.chunk)
-        out, kept = self._recurrence(layer).forward(inputs, self.depths)
+        out, states = self._recurrence(layer).forward(inputs, self.depths)
         if self.chunk.spine:
-            running.put(start, dict(zip(self.depths, kept, strict=True)))
+            running.put(start, dict(zip(self.depths, states, strict=True)))
         return out
 
     def _run_backward(self, layer: int, grad: torch.Tensor, operands: Tensors, constants: tuple[Any, ...]) -> Tensors:
         running, start = self.running[layer], self.chunk.start
         inputs = RecurrentInputs(operands, constants, running.at(start), self.chunk)
-        waiting = running.take_gradients(start, start + self.chunk.spine)
-        grads, of_state = self._recurrence(layer).backward(grad, inputs, waiting)
+        pending = running.take_gradients(start, start + self.chunk.spine)
+        grads, of_state = self._recurrence(layer).backward(grad, inputs, pending)
         running.add_gradient(start, of_state)
         return grads
 
@@ -165,7 +169,7 @@ class PathStack:
         return LayerInputs(operands, constants, self.states[layer].above(self._reach()), self.chunk, self.table)
 
     def _reach(self) -> Reach:
-        """What the chunk reads and writes of the path; all layers ask alike."""
+        """Return the ranges of the path that the chunk reads and writes, cached for all layers."""
         latest = self._latest
         if latest is None or latest[0] is not self.chunk or latest[1] != self.pending:
             start, spine = self.chunk.start, self.chunk.spine
@@ -174,15 +178,15 @@ class PathStack:
         return latest[2]
 
     def table(self) -> ChunkTable:
-        """The chunk's shape on the device."""
+        """Return the chunk's shape on the device."""
         return self.chunk.table(self.device)
 
 
 class StagePath:
-    """A path for a stage, which counts its layers from zero.
+    """View of a path stack for a stage, which numbers its layers from zero.
 
     Args:
-        layers: by the stage's own number of a layer, that of the chunk.
+        layers: numbers of the stage's layers in the stack.
     """
 
     __slots__ = ("_layers", "_path")
@@ -205,9 +209,9 @@ class StagePath:
 
 def _in_dtype_of(operand: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     dtype = operand.dtype
-    return gradient if gradient.dtype is dtype else gradient.to(dtype)  # which takes the host longer also for nothing
+    return gradient if gradient.dtype is dtype else gradient.to(dtype)  # `to` costs host time even as a no-op
 
 
 def _as_returned(results: Tensors) -> torch.Tensor | Tensors:
-    """The results as an operator returns them: one by itself."""
+    """Unwrap a single result, like an operator with one output."""
     return results if len(results) > 1 else results[0]

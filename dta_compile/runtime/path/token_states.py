@@ -1,6 +1,6 @@
-"""States that mixers keep of every token of the path: a buffer each, over depths, and one for its gradient.
+"""Per-token states of mixers along the path (the KV cache): a buffer over depths each, and one for its gradient.
 
-Such a state is sliced by depth: popping the path is a cut, and a token's state does not change when others follow.
+They are sliced by depth: popping the path needs no copy, and a token's state does not depend on later tokens.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dta_compile.runtime.path.interface import Tensors
 
 
 class Buffer(NamedTuple):
-    """Memory for a state of one layer: `own`, which is `of_layers[layer]`, whose dimension `dim` runs over depths.
+    """Buffer of one state of one layer: `own` is `of_layers[layer]`, and its dimension `dim` runs over depths.
 
-    Layers that keep alike states have theirs next to each other, so that the same part of each is cut out in one go.
+    Layers with equal state specs share one tensor, so that a range of depths is sliced for all of them at once.
     """
 
     own: torch.Tensor
@@ -28,21 +28,28 @@ class Buffer(NamedTuple):
 
 
 class Reach(Protocol):
-    """What a chunk reads and writes of a buffer."""
+    """Ranges of a buffer that a chunk reads and writes."""
 
     def above(self, buffer: Buffer) -> torch.Tensor:
-        """The part that the chunk reads: the tokens above it."""
+        """Return the states of the tokens above the chunk."""
 
     def write(self, buffer: Buffer, values: torch.Tensor) -> None:
-        """Put the spine's part of a chunk's values there."""
+        """Copy the values of the chunk's spine into the buffer."""
 
     def take(self, buffer: Buffer, total: torch.Tensor) -> None:
-        """Add what is pending for the spine to the chunk's `total`, and zero it."""
+        """Add the pending gradients of the spine to the chunk's `total`, and zero them."""
 
 
 class HostReach:
-    """By numbers of the host: tokens above the chunk, those of its spine, and for how many of these there are pending
-    gradients. Cutting takes the host longer than copying, so parts are cut out for all layers at once."""
+    """Ranges known on the host.
+
+    Slicing costs more host time than copying, so the slices of all layers are made at once.
+
+    Args:
+        start: number of tokens above the chunk.
+        spine: number of its spine tokens.
+        pending: number of spine tokens with pending gradients.
+    """
 
     def __init__(self, start: int, spine: int, pending: int) -> None:
         self.start, self.spine, self.pending = start, spine, pending
@@ -76,13 +83,13 @@ def _first(values: torch.Tensor, dim: int, count: int) -> torch.Tensor:
 
 
 class TokenStates:
-    """The states of one layer for the tokens of the path.
+    """Per-token states of one layer.
 
-    Gradients are summed in float32 (float64 for float64 states) whatever the model's dtype is.
+    Gradients are summed in float32 (float64 for float64 states), whatever the model's dtype.
 
     Attributes:
         memory: a buffer per state, with `capacity` tokens.
-        memory_of_gradients: the same for their gradients; none before the first backward.
+        memory_of_gradients: a buffer per gradient of a state; empty before the first backward.
     """
 
     def __init__(self, specs: Sequence[StateSpec], memory: Sequence[Buffer]) -> None:
@@ -91,55 +98,55 @@ class TokenStates:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The states of all tokens."""
+        """Buffers of the states."""
         return [buffer.own for buffer in self.memory]
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """Their gradients."""
+        """Buffers of the gradients."""
         return [buffer.own for buffer in self.memory_of_gradients]
 
     def zero_gradients(self) -> None:
-        """Forget pending gradients."""
+        """Zero the pending gradients."""
         for gradient in self.gradients:
             gradient.zero_()
 
     def copy(self, start: int, stop: int) -> Tensors:
-        """Copies of the states at depths `[start, stop)`."""
+        """Copy the states at depths `[start, stop)`."""
         return tuple(part.clone() for part in self.part(self.buffers, start, stop))
 
     def put(self, start: int, states: Sequence[torch.Tensor]) -> None:
-        """Put the states of some tokens there, from depth `start` on."""
+        """Copy states of consecutive tokens into the buffers from depth `start` on."""
         for buffer, values in zip(self.memory, states, strict=True):
             buffer.own.narrow(buffer.dim, start, values.shape[buffer.dim]).copy_(values)
 
     def part(self, states: Sequence[torch.Tensor], start: int, stop: int) -> Tensors:
-        """Tokens `[start, stop)` of states."""
+        """Slice states to tokens `[start, stop)`."""
         return tuple(
             values.narrow(spec.token_dim, start, stop - start) for values, spec in zip(states, self.specs, strict=True)
         )
 
     def write(self, reach: Reach, states: Sequence[torch.Tensor]) -> None:
-        """Put the spine's part of a chunk's states on the path."""
+        """Copy the states of a chunk's spine onto the path."""
         for buffer, values in zip(self.memory, states, strict=True):
             reach.write(buffer, values)
 
     def above(self, reach: Reach) -> Tensors:
-        """The states that a chunk reads."""
+        """Return the states of the tokens above a chunk."""
         return tuple(map(reach.above, self.memory))
 
     def gradients_above(self, reach: Reach) -> Tensors:
-        """The gradients of those."""
+        """Return the gradients of the states above a chunk."""
         return tuple(map(reach.above, self.memory_of_gradients))
 
     def take(self, reach: Reach, totals: Sequence[torch.Tensor]) -> None:
-        """Add what is pending for a chunk's spine to the gradients `totals` of the chunk's states."""
+        """Move the pending gradients of a chunk's spine into the gradients `totals` of the chunk's states."""
         for buffer, total in zip(self.memory_of_gradients, totals, strict=True):
             reach.take(buffer, total)
 
 
 class PathStates:
-    """The states of all layers for the tokens of the path: what layers keep alike is one tensor."""
+    """Per-token states of all layers; layers with equal specs share a tensor."""
 
     def __init__(self, layers: Sequence[Sequence[StateSpec]], capacity: int, device: torch.device) -> None:
         self.capacity, self.device = capacity, device
@@ -150,21 +157,21 @@ class PathStates:
         self.of_layers = [TokenStates(specs, memory[number]) for number, specs in enumerate(layers)]
 
     def allocate_gradients(self) -> None:
-        """Zeroed gradients; needed before the first backward."""
+        """Allocate zeroed gradients; needed before the first backward."""
         if not any(states.memory_of_gradients for states in self.of_layers):
             gradients = self._allocated(lambda spec: statistics_dtype(spec.dtype))
             for number, states in enumerate(self.of_layers):
                 states.memory_of_gradients = gradients[number]
 
     def _allocated(self, dtype_of: Callable[[StateSpec], torch.dtype]) -> dict[int, list[Buffer]]:
-        """Zeroed memory for every state of every layer."""
-        found: dict[int, list[Buffer]] = {}
+        """Allocate zeroed buffers for every state of every layer."""
+        buffers: dict[int, list[Buffer]] = {}
         for specs, numbers in self.alike.items():
             tensors = [self._zeros(len(numbers), spec, dtype_of(spec)) for spec in specs]
             for layer, number in enumerate(numbers):
                 pairs = zip(tensors, specs, strict=True)
-                found[number] = [Buffer(tensor[layer], tensor, layer, spec.token_dim) for tensor, spec in pairs]
-        return found
+                buffers[number] = [Buffer(tensor[layer], tensor, layer, spec.token_dim) for tensor, spec in pairs]
+        return buffers
 
     def _zeros(self, layers: int, spec: StateSpec, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros((layers, *spec.of_tokens(self.capacity)), dtype=dtype, device=self.device)

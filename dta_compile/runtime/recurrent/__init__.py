@@ -1,1 +1,1 @@
-"""Recurrences over a chunk and the path: from the state above it to the states at chosen depths of its spine."""
+"""Runtimes of recurrent layers: from the state above a chunk to the states at chosen depths of its spine."""

@@ -3,19 +3,19 @@
     gated_delta_rule    chunk_gated_delta_rule with a decay by head, chunk_kda with one by channel
     linear_attention    chunk_simple_gla with a decay by head, chunk_gla with one by channel
 
-A chunk's runs are cut into pieces wherever something continues or a state is kept. A piece's level is one more than
-that of the piece it continues, so that a level is one call with variable lengths: the final states of the level above
-are its initial states. Gradients are autograd's through all levels, computed once more: the kernels derive initial and
-final states, and gradients of states that several pieces begin with are summed.
+The runs of a chunk are cut into pieces at every fork and at every kept state. The level of a piece is one more than
+that of the piece it continues, so that a level is one varlen call, whose initial states are final states of the level
+above. The backward reruns all levels under autograd: the kernels have gradients for initial and final states, and
+autograd sums the gradients of states that several pieces begin with.
 
-The kernels compute in blocks of 64 tokens, of which the first one begins with the piece, and give states in float32.
-They want as many heads of queries and keys as of values (from 0.6 on the delta rules take fewer), at most 256 channels
-of keys for a delta rule, and even widths. Inputs in float32 they multiply in TF32, so that these are left to torch.
+The kernels compute in blocks of 64 tokens, the first of which begins with the piece, and return states in float32.
+They need as many heads of queries and keys as of values (from 0.6 on the delta rules take fewer), at most 256 channels
+of keys for a delta rule, and widths divisible by 16. They multiply float32 inputs in TF32; so torch computes these.
 
-What stays with torch's operators: selective scans, because mamba_ssm's `selective_scan_fn` takes no initial state and
-does not derive the final one. Short convolutions: `causal_conv1d_fn` takes either states or several sequences in a row;
-fla's own takes both, but torch's operators compute all levels at once. For linear attention, mamba_ssm's
-`mamba_chunk_scan_combined` takes an initial state for every row of a batch, not for every sequence of a row.
+Torch operators also compute selective scans, because mamba_ssm's `selective_scan_fn` takes no initial state and has no
+gradient for the final one, and short convolutions: `causal_conv1d_fn` takes either states or several sequences in a
+row, and fla's own convolution takes both, but torch operators compute all levels at once. For linear attention,
+mamba_ssm's `mamba_chunk_scan_combined` takes an initial state per row of a batch, not per sequence of a row.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 Numbers = npt.NDArray[np.int64]
 
 TYPES = (torch.bfloat16, torch.float16)
-WIDTHS = 16  # heads are as wide as a multiple of it
+WIDTHS = 16  # widths of heads must be multiples of it
 WIDEST_KEY = 256
-KERNELS = {  # by recurrence, and whether the decay is by channel: where it is
+KERNELS = {  # by recurrence and whether the decay is by channel: module and function
     ("gated_delta_rule", False): ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     ("gated_delta_rule", True): ("fla.ops.kda", "chunk_kda"),
     ("linear_attention", False): ("fla.ops.simple_gla", "chunk_simple_gla"),
@@ -57,17 +57,17 @@ OTHERS = {"scale", "initial_state", "output_final_state", "cu_seqlens", "cu_seql
 
 @functools.cache
 def installed() -> bool:
-    """Whether there is the package."""
+    """Return whether the package is installed."""
     return importlib.util.find_spec("fla") is not None
 
 
 def has_kernel(recurrence: Recurrence) -> bool:
-    """Whether there is a kernel for it, with any decay."""
+    """Return whether there is a kernel for a recurrence, with any decay."""
     return (recurrence.name, False) in KERNELS
 
 
 def misfit(operands: Sequence[torch.Tensor]) -> str | None:
-    """What the kernels take instead of a recurrence's operands, if they do not take these."""
+    """Return the requirement of the kernels that the operands do not meet; None if they fit."""
     _, key, value, *_ = operands
     if value.dtype not in TYPES:
         return "they take values in bfloat16 or float16"
@@ -78,11 +78,11 @@ def misfit(operands: Sequence[torch.Tensor]) -> str | None:
 
 @functools.cache
 def kernel_for(recurrence: Recurrence, by_channel: bool) -> Kernel | str:
-    """The kernel for a recurrence, or why there is none."""
+    """Import the kernel for a recurrence; return the reason if that fails."""
     module, name = KERNELS[recurrence.name, by_channel]
     try:
         kernel: Kernel = getattr(importlib.import_module(module), name)
-    except Exception as error:  # of the package, or of the Triton that it brings up
+    except Exception as error:  # raised by the package or by Triton
         return f"{module}.{name} cannot be imported: {error!r}"
     needed = {ARGUMENTS[operand.name] for operand in recurrence.operands} | OTHERS
     missing = needed - inspect.signature(kernel).parameters.keys()
@@ -91,7 +91,7 @@ def kernel_for(recurrence: Recurrence, by_channel: bool) -> Kernel | str:
 
 @dataclasses.dataclass(frozen=True)
 class FlaRuntime:
-    """One recurrent layer, by a kernel for its recurrence."""
+    """Runtime of a recurrent layer by a kernel of fla."""
 
     recurrence: Recurrence
     kernel: Kernel
@@ -101,8 +101,8 @@ class FlaRuntime:
     def forward(self, x: RecurrentInputs, depths: Sequence[int]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """See `RecurrentRuntime.forward`."""
         with torch.no_grad():
-            out, kept = self._run(x.operands, x.state, x.constants[0], Pieces.of(runs_of(x.chunk, depths)))
-        return out.contiguous(), [state.clone() for state in kept]
+            out, states = self._run(x.operands, x.state, x.constants[0], Pieces.of(runs_of(x.chunk, depths)))
+        return out.contiguous(), [state.clone() for state in states]
 
     def backward(
         self, grad: torch.Tensor, x: RecurrentInputs, state_grads: Mapping[int, torch.Tensor]
@@ -111,17 +111,17 @@ class FlaRuntime:
         leaves = [tensor.detach().requires_grad_() for tensor in (*x.operands, x.state)]
         pieces = Pieces.of(runs_of(x.chunk, list(state_grads)))
         with torch.enable_grad():
-            out, kept = self._run(tuple(leaves[:-1]), leaves[-1], x.constants[0], pieces)
-            *grads, of_state = torch.autograd.grad((out, *kept), leaves, (grad, *state_grads.values()))
+            out, states = self._run(tuple(leaves[:-1]), leaves[-1], x.constants[0], pieces)
+            *grads, of_state = torch.autograd.grad((out, *states), leaves, (grad, *state_grads.values()))
         return tuple(grads), of_state
 
     def _run(
         self, operands: Tensors, initial: torch.Tensor, scale: float, pieces: Pieces
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The output `[1, c, H, V]` and the kept states."""
+        """Run all levels; return the output `[1, c, H, V]` and the kept states."""
         levels, order = pieces.on(initial.device)
-        given = zip(self.recurrence.operands, self._suited(operands), strict=True)
-        parts = {ARGUMENTS[operand.name]: _split(tensor[0], order, levels) for operand, tensor in given}
+        pairs = zip(self.recurrence.operands, self._suited(operands), strict=True)
+        parts = {ARGUMENTS[operand.name]: _split(tensor[0], order, levels) for operand, tensor in pairs}
         outs: list[torch.Tensor] = []
         finals: list[torch.Tensor] = []
         for number, level in enumerate(levels):
@@ -137,13 +137,13 @@ class FlaRuntime:
             )
             outs.append(out[0])
             finals.append(final if final is not None else initial[None][:0])
-        found = torch.cat(outs)
+        output = torch.cat(outs)
         if order is not None:
-            found = torch.empty_like(found).index_copy_(0, order, found)
-        return found[None], [finals[number][place] for number, place in pieces.kept]
+            output = torch.empty_like(output).index_copy_(0, order, output)
+        return output[None], [finals[number][place] for number, place in pieces.kept]
 
     def _suited(self, operands: Tensors) -> list[torch.Tensor]:
-        """As many heads of queries and keys as of values, and of their dtype; decays that can be added up."""
+        """Repeat heads and cast queries and keys to match values; cast decays to a dtype wide enough for sums."""
         query, key, value, decay, *others = operands
         query, key = query.to(value.dtype), key.to(value.dtype)  # normalised ones are in float32
         share = value.shape[2] // key.shape[2]
@@ -153,13 +153,14 @@ class FlaRuntime:
 
 
 class Level(NamedTuple):
-    """Pieces that one call computes.
+    """Pieces of one level, which one varlen call computes.
 
     Attributes:
-        pieces, tokens: how many there are.
-        offsets, offsets_on_host: `[pieces + 1]`, where the pieces lie behind one another.
-        entries: `[pieces]`, which piece of the level above each continues; None: they begin with the initial state.
-        continues: whether a final state is needed.
+        pieces, tokens: number of pieces and of their tokens.
+        offsets, offsets_on_host: `[pieces + 1]` cumulative lengths (`cu_seqlens`).
+        entries: `[pieces]` index in the level above of the piece that each continues; None: they begin with the
+            initial state.
+        continues: whether final states are needed.
     """
 
     pieces: int
@@ -171,17 +172,17 @@ class Level(NamedTuple):
 
 
 class Pieces:
-    """A forest of runs, cut into pieces wherever something continues or a state is kept; built once.
+    """Runs of a chunk, cut into pieces at forks and kept states.
 
     Attributes:
-        count: how many there are.
-        kept: of the states that are kept, their level, and which of its pieces ends there.
+        count: number of pieces.
+        kept: for every kept state its level and the index in it of the piece that ends there.
     """
 
     def __init__(self, runs: Runs) -> None:
         columns = np.array([(s.first, s.last, s.depth, s.parent) for s in runs.segments], np.int64).reshape(-1, 4)
         first, last, depth, parent = columns.T
-        befores = np.where(parent >= 0, first[parent] + depth - depth[parent] - 1, -1)  # the tokens before the runs
+        befores = np.where(parent >= 0, first[parent] + depth - depth[parent] - 1, -1)  # token before each run
         kept = np.asarray(runs.kept, np.int64)
         ends = np.unique(np.concatenate([last, befores[befores >= 0] + 1, kept]))
         starts = np.concatenate([[0], ends[:-1]])
@@ -197,16 +198,16 @@ class Pieces:
         of_kept = np.searchsorted(ends, kept)
         self.kept = list(zip(level[of_kept].tolist(), places[of_kept].tolist(), strict=True))
         self._lengths, self._entries = (ends - starts)[order], places[above[order]]
-        self._order = np.concatenate([np.arange(starts[one], ends[one]) for one in order])
+        self._order = np.concatenate([np.arange(starts[piece], ends[piece]) for piece in order])
         self._tables: dict[torch.device, tuple[list[Level], torch.Tensor | None]] = {}
 
     @classmethod
     def of(cls, runs: Runs) -> Pieces:
-        """Those of some runs, cut once."""
+        """Return the pieces of some runs, cut once."""
         return runs.derive(Pieces, lambda: cls(runs))
 
     def on(self, device: torch.device) -> tuple[list[Level], torch.Tensor | None]:
-        """The levels, and the tokens in their order (None: they are), on a device; copied there once."""
+        """Return the levels and the order of tokens by level (None: already in order), uploaded once per device."""
         if device not in self._tables:
             in_order = (np.diff(self._order) > 0).all()
             levels = [self._level(number, device) for number in range(len(self._bounds) - 1)]
@@ -227,15 +228,15 @@ class Pieces:
 
 
 def _levels(above: Numbers) -> Numbers:
-    """Levels of pieces, each of which continues an earlier one (-1: none)."""
+    """Return the level of every piece; `above` is the earlier piece that it continues (-1: none)."""
     levels: list[int] = []
-    for one in above.tolist():
-        levels.append(levels[one] + 1 if one >= 0 else 0)
+    for piece in above.tolist():
+        levels.append(levels[piece] + 1 if piece >= 0 else 0)
     return np.array(levels, np.int64)
 
 
 def _split(tensor: torch.Tensor, order: torch.Tensor | None, levels: Sequence[Level]) -> Sequence[torch.Tensor]:
-    """The tokens of each level."""
+    """Split a tensor over tokens by level."""
     ordered = tensor if order is None else tensor.index_select(0, order)
     parts: Any = ordered.split([level.tokens for level in levels])
     return parts

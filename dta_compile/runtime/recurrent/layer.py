@@ -1,4 +1,4 @@
-"""Recurrences as mixers of the path: their layers at run time."""
+"""Runtime of recurrent layers by torch operators, called by the path stack."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dta_compile.runtime.path.interface import RecurrentInputs, Tensors
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentLayerRuntime:
-    """One recurrent layer, by torch's operators. It goes by tables that are made on the host, a chunk at a time."""
+    """Runtime of a recurrent layer by torch operators. Not replayable: tables are made on the host for each chunk."""
 
     recurrence: Recurrence
     replayable = False
@@ -24,8 +24,8 @@ class RecurrentLayerRuntime:
     def forward(self, x: RecurrentInputs, depths: Sequence[int]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """See `RecurrentRuntime.forward`."""
         operands = self.recurrence.flat(x.operands)
-        out, kept = self.recurrence.forward(operands, x.constants, x.state, runs_of(x.chunk, depths))
-        return out.reshape(x.operands[self.recurrence.like].shape).contiguous(), [state.clone() for state in kept]
+        out, states = self.recurrence.forward(operands, x.constants, x.state, runs_of(x.chunk, depths))
+        return out.reshape(x.operands[self.recurrence.like].shape).contiguous(), [state.clone() for state in states]
 
     def backward(
         self, grad: torch.Tensor, x: RecurrentInputs, state_grads: Mapping[int, torch.Tensor]
@@ -36,12 +36,12 @@ class RecurrentLayerRuntime:
         runs = runs_of(x.chunk, list(state_grads))
         grads, of_state = self.recurrence.backward(grad.flatten(0, 1), of_kept, operands, x.constants, x.state, runs)
         pairs = zip(grads, x.operands, strict=True)
-        # It waits for long, and would keep the memory of all states that it was computed among.
-        return tuple(found.reshape(operand.shape).contiguous() for found, operand in pairs), of_state.clone()
+        # Cloned, because it lives long and would keep the storage of all states alive.
+        return tuple(gradient.reshape(operand.shape).contiguous() for gradient, operand in pairs), of_state.clone()
 
 
 def runs_of(chunk: ChunkShape, depths: Sequence[int]) -> Runs:
-    """The runs of a chunk of which the states at `depths` are kept; made once."""
+    """Return the runs of a chunk that keep the states at `depths`; made once per chunk shape."""
     kept = tuple(depth - chunk.start for depth in depths)
     if (Runs, kept) not in chunk.derived:
         chunk.derived[Runs, kept] = Runs(chunk.segments, kept)

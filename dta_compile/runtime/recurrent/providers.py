@@ -1,4 +1,7 @@
-"""What computes recurrent layers: torch's operators, and on CUDA the kernels of `fla` for the layers that they suit."""
+"""Choose the runtime of a recurrent layer: torch operators, or on CUDA the kernels of `fla` where they fit.
+
+A kernel is compared once per kind of operands with torch operators on a small chunk, and rejected if it is wrong.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ from dta_compile.runtime.recurrent.layer import RecurrentLayerRuntime, runs_of
 
 logger = logging.getLogger("dta_compile")
 
-MOST_STATES = 2**27  # elements of states that a chunk's pieces may begin with, which are all held at once
-LARGEST_ERROR = 0.1  # of a kernel, by norms: those of bfloat16 are a few hundredths, those of a wrong kernel about one
+MOST_STATES = 2**27  # most elements of the initial states of a chunk's pieces, which are all in memory at once
+LARGEST_ERROR = 0.1  # relative error by norms: bfloat16 has a few hundredths, a wrong kernel about one
 
 Kind = tuple[tuple[torch.device, torch.dtype, tuple[int, ...]], ...]
 
 
 def runtime_of(layer: MixerLayer, device: torch.device) -> RecurrentRuntime:
-    """How a layer is computed."""
+    """Return the runtime of a recurrent layer."""
     recurrence = RECURRENCES[layer.mixer]
     if device.type == "cuda" and fla.installed() and fla.has_kernel(recurrence):
         return ChosenRuntime(recurrence)
@@ -35,7 +38,7 @@ def runtime_of(layer: MixerLayer, device: torch.device) -> RecurrentRuntime:
 
 @dataclasses.dataclass(frozen=True)
 class ChosenRuntime:
-    """One recurrent layer, by the kernel of `fla` where it takes the operands and the chunk."""
+    """Runtime of a recurrent layer by a kernel of `fla` where that takes the operands and the chunk, else by torch."""
 
     recurrence: Recurrence
     replayable = False
@@ -52,7 +55,7 @@ class ChosenRuntime:
         return self.choose(x, list(state_grads)).backward(grad, x, state_grads)
 
     def choose(self, x: RecurrentInputs, depths: Sequence[int]) -> RecurrentRuntime:
-        """What computes a chunk of which states are kept at `depths`."""
+        """Return the runtime for a chunk that keeps states at `depths`."""
         kind = tuple((tensor.device, tensor.dtype, tuple(tensor.shape[2:])) for tensor in x.operands)
         chosen = _chosen(self.recurrence, kind)
         if isinstance(chosen, RecurrentLayerRuntime):
@@ -64,16 +67,16 @@ class ChosenRuntime:
 
 @functools.cache
 def _chosen(recurrence: Recurrence, kind: Kind) -> RecurrentRuntime:
-    """What computes operands of such a kind; looked into once, and said where it is not the kernel."""
-    found = _by_kernel(recurrence, _example(recurrence, kind))
-    if not isinstance(found, str):
-        return found
-    logger.warning("%s runs by torch's operators, not by the kernels of fla: %s", recurrence.name, found)
+    """Return the runtime for operands of a kind; log once if it is not the kernel."""
+    runtime = _by_kernel(recurrence, _example(recurrence, kind))
+    if not isinstance(runtime, str):
+        return runtime
+    logger.warning("%s runs by torch's operators, not by the kernels of fla: %s", recurrence.name, runtime)
     return RecurrentLayerRuntime(recurrence)
 
 
 def _by_kernel(recurrence: Recurrence, operands: Tensors) -> RecurrentRuntime | str:
-    """The kernel for operands like these, or why it cannot be taken."""
+    """Return the runtime by a kernel for operands of this kind, or the reason against it."""
     if (reason := fla.misfit(operands)) is not None:
         return reason
     kernel = fla.kernel_for(recurrence, by_channel=operands[3].dim() == 4)
@@ -84,42 +87,42 @@ def _by_kernel(recurrence: Recurrence, operands: Tensors) -> RecurrentRuntime | 
 
 
 CHUNK = ChunkShape.of(8, 70, [Segment(0, 70, 80, 8, -1), Segment(70, 80, 80, 8 + 66, 0)])
-DEPTH = 48  # at which its state is kept
+DEPTH = 48  # depth at which its state is kept
 
 
 def _example(recurrence: Recurrence, kind: Kind) -> Tensors:
-    """Operands of a kind for `CHUNK`: unit vectors, weak decays, and betas below one."""
-    found: list[torch.Tensor] = []
+    """Draw operands of a kind for `CHUNK`: unit vectors, weak decays, and betas below one."""
+    operands: list[torch.Tensor] = []
     for operand, (device, dtype, shape) in zip(recurrence.operands, kind, strict=True):
-        noise = torch.rand((1, CHUNK.tokens, *shape), generator=torch.Generator().manual_seed(len(found)))
+        noise = torch.rand((1, CHUNK.tokens, *shape), generator=torch.Generator().manual_seed(len(operands)))
         if operand.name == "decay":
             noise = -noise / 8
         elif operand.name != "beta":
             noise = torch.nn.functional.normalize(noise - 0.5, dim=-1)
-        found.append(noise.to(device, dtype))
-    return tuple(found)
+        operands.append(noise.to(device, dtype))
+    return tuple(operands)
 
 
 def _difference(
     one: RecurrentRuntime, other: RecurrentRuntime, operands: Tensors, recurrence: Recurrence
 ) -> str | None:
-    """Why the first runtime cannot be taken, if the second one is right: it raises an error, or differs.
+    """Return how runtime `one` fails or differs from the reference `other`; None if it agrees.
 
-    Some combinations of Triton and GPUs are known to compile kernels wrongly, for which fla raises errors of its own.
+    Some combinations of Triton and GPUs miscompile kernels; fla raises errors for some of them.
     """
     state = recurrence.initial(operands) + 0.1
     x = RecurrentInputs(operands, (1.0,), state, CHUNK)
     try:
-        found, expected = (_results(runtime, x) for runtime in (one, other))
+        results, expected = (_results(runtime, x) for runtime in (one, other))
     except Exception as error:
         return f"they fail with {error!r}"
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(results, expected, strict=True)
     errors = [((mine.float() - right).norm() / right.norm()).item() for mine, right in pairs]
     return None if all(error < LARGEST_ERROR for error in errors) else f"their errors are {errors}"
 
 
 def _results(runtime: RecurrentRuntime, x: RecurrentInputs) -> Tensors:
-    """Output, kept state and gradients."""
-    out, kept = runtime.forward(x, [DEPTH])
+    """Run forward and backward on `CHUNK`; return output, kept state and gradients."""
+    out, states = runtime.forward(x, [DEPTH])
     grads, of_state = runtime.backward(torch.ones_like(out), x, {DEPTH: torch.ones_like(x.state)})
-    return out, *kept, *grads, of_state
+    return out, *states, *grads, of_state

@@ -1,9 +1,9 @@
-"""CUDA graphs of chunks: recorded once per size, replayed for every chunk of that size.
+"""Record CUDA graphs of small chunks once per size, and replay them for every chunk of that size.
 
-A chunk of few tokens keeps a GPU busy for less time than its operators take to launch. A recorded graph launches as
-one, but reads and writes the memory that it was recorded with. So small chunks are padded to one of a few sizes; inputs
-are copied to where the graph reads them, and results from where it leaves them; the stack and the accumulators stay
-where they are from step to step; and where a chunk hangs on the stack is read from device memory (`ChunkTable`).
+The kernels of a small chunk take longer to launch than to run. A CUDA graph is launched at once, but reads and writes
+the addresses that it was recorded with. So small chunks are padded to a few sizes; inputs are copied to fixed buffers,
+and results out of them; the path stack and the accumulators have fixed addresses (the arena); and the position of a
+chunk on the stack is read from device memory (`ChunkTable`).
 
-One call of a model at a time can have them, from its forward to the end of its backward: others run without.
+One call of a model at a time leases the arena, from its forward to the end of its backward; others run without graphs.
 """

@@ -1,4 +1,4 @@
-"""Which calls replay graphs, and of which chunks: the arenas of an engine, each lent to one call at a time."""
+"""Decide which calls and chunks replay graphs: an engine's arenas, each leased to one call at a time."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from dta_compile.runtime.rows.upload import upload
 
 logger = logging.getLogger("dta_compile")
 
-SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # tokens, and head rows; larger chunks are worth their launches
-CAPACITY = 2048  # stacks grow by so many tokens
-LEAST_RUNS = 4  # of small chunks in a schedule, and as many as of others
-MODELS = 2  # that are served by the same compiled code, such as two policies
-MOST_MOVES = 3  # times that one of them may be somewhere else before graphs are given up
+SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # padded tokens and head rows; larger chunks gain nothing
+CAPACITY = 2048  # granularity of stack sizes, in tokens
+LEAST_RUNS = 4  # replay needs more runs of small chunks in a schedule, and at least as many as of others
+MODELS = 2  # most sets of parameters that share compiled code, such as two policies
+MOST_MOVES = 3  # graphs are given up after parameters have moved more often
 
 Run = Callable[[list[Any]], Sequence[torch.Tensor]]
 
 
 class Lease:
-    """An arena in the hands of one call, see `Executor.lease`."""
+    """Right of one call to an arena, see `Executor.lease`."""
 
     def __init__(self, cache: ReplayCache, arena: Arena, parameters: Sequence[torch.Tensor]) -> None:
         self.cache, self.arena, self.path = cache, arena, arena.path
@@ -42,24 +42,24 @@ class Lease:
         self.fixed = {parameter.data_ptr() for parameter in parameters}
 
     def size(self, count: int) -> int:
-        """What so many tokens or head rows are padded to."""
+        """Return the size that a number of tokens or head rows is padded to."""
         return SIZES[bisect_left(SIZES, count)] if 0 < count <= SIZES[-1] else count
 
     def replays(self, tokens: int, head_rows: int) -> bool:
-        """Whether chunks of this size, padding included, are worth a graph."""
+        """Return whether chunks of this size, padding included, are replayed."""
         return tokens <= SIZES[-1] and head_rows <= SIZES[-1]
 
     def accumulators(self, parameters: Sequence[torch.Tensor], positions: Sequence[int]) -> list[torch.Tensor]:
-        """Zeroed sums for the gradients of the parameters at these positions; the same tensors in every call."""
+        """Return zeroed gradient sums of the parameters at `positions`; the same tensors in every call."""
         sums = self.arena.zeroed_sums([parameters[i] for i in positions])
         self.fixed.update(tensor.data_ptr() for tensor in sums)
         return sums
 
     def run(self, graph: object, run: Run, arguments: list[Any]) -> Sequence[torch.Tensor]:
-        """Run a graph of the path and tensors: the first time of a size as it is, from the second time on replayed."""
+        """Run a chunk graph on the path and tensors: eagerly the first time for a size, by replay from then on."""
         path, tensors = self.path, arguments[1:]
         if any(tensor.device != path.device for tensor in tensors):
-            self.counts.eager += 1  # a graph would go on with the number that it was recorded with
+            self.counts.eager += 1  # a CUDA graph would repeat the values of host tensors at recording
             return run(arguments)
         copied = [tensor.data_ptr() not in self.fixed for tensor in tensors]
         shapes = tuple(tensor.shape for tensor, copy in zip(tensors, copied, strict=True) if copy)
@@ -81,26 +81,26 @@ class Lease:
     def _find(
         self, key: GraphKey, run: Run, tensors: Sequence[torch.Tensor], copied: Sequence[bool]
     ) -> Recorded | None:
-        """The graph for a key, recorded if it has been run before; None: run it as it is."""
+        """Return the recorded graph for a key, recording it on its second use; None: run eagerly."""
         table, cache = self.arena.table, self.cache
         if table.is_due(key) and not cache.given_up and table.has_room(self.path.device):
             try:
-                found = Recorded.of(cache.record, lambda given: run([self.path, *given]), tensors, copied)
+                recorded = Recorded.of(cache.record, lambda given: run([self.path, *given]), tensors, copied)
             except RuntimeError as error:
                 cache.give_up(str(error).strip().splitlines()[0])
                 return None
-            table.add(key, found)
+            table.add(key, recorded)
             self.counts.recorded += 1
             self.counts.bytes = table.bytes
         return table.graphs[key]
 
 
 class ReplayCache:
-    """The arenas of one engine: one for each model that it serves, up to `MODELS`."""
+    """Arenas of one engine, one for each set of parameters, at most `MODELS`."""
 
     def __init__(self) -> None:
         self.record: Record = CudaRecorder()
-        self.arenas: dict[Any, Arena] = {}  # by the addresses of the parameters, the latest last
+        self.arenas: dict[Any, Arena] = {}  # by addresses of parameters, the most recently used last
         self.moves = 0
         self.given_up = ""
 
@@ -114,8 +114,10 @@ class ReplayCache:
         parameters: Sequence[torch.Tensor],
         codes: Codes = NO_CODES,
     ) -> Lease | None:
-        """An arena for one call, whose stack needs `capacity` tokens and whose pieces run as `codes`; None: it is in
-        use, or none works here."""
+        """Lease an arena to a call whose stack needs `capacity` tokens and whose pieces run `codes`.
+
+        Returns None if the arena is in use or graphs were given up.
+        """
         if self.given_up:
             return None
         addresses = (attention, *(parameter.data_ptr() for parameter in parameters))
@@ -136,12 +138,12 @@ class ReplayCache:
         return Lease(self, arena, parameters)
 
     def pays(self, device: torch.device, chunks: Sequence[int]) -> bool:
-        """Whether a device has graphs, and a schedule that runs chunks of so many tokens is worth their memory."""
+        """Return whether graphs exist on a device and pay for a schedule that runs `chunks`, by numbers of tokens."""
         small = sum(tokens <= SIZES[-1] for tokens in chunks)
         return device.type == "cuda" and small > LEAST_RUNS and 2 * small >= len(chunks)
 
     def _make_room(self) -> bool:
-        """Forget the arena that was used longest ago, if there are as many as there may be."""
+        """Evict the least recently used arena if there are `MODELS`; give up graphs after `MOST_MOVES` evictions."""
         if len(self.arenas) < MODELS:
             return True
         self.arenas.pop(next(iter(self.arenas)))
@@ -151,19 +153,19 @@ class ReplayCache:
         return not self.given_up
 
     def give_up(self, reason: str) -> None:
-        """No more graphs for this engine; says so once."""
+        """Drop all graphs of this engine for good, with a warning."""
         self.given_up, self.arenas = reason, {}
         logger.warning("dta: chunks run without CUDA graphs from now on: %s", reason)
 
 
 class Arena:
-    """What graphs read and write besides the parameters, and the graphs; one call at a time has it.
+    """Recorded graphs of one set of parameters, with the memory that they read and write at fixed addresses.
 
     Attributes:
-        path: the stack.
-        codes: the generated code that the graphs were recorded with.
-        sums: accumulators of the gradients, once a backward has asked for them.
-        is_leased: a call is using it.
+        path: path stack.
+        codes: generated code that the graphs were recorded with.
+        sums: accumulators of parameter gradients, made at the first backward.
+        is_leased: a call is using the arena.
     """
 
     def __init__(self, path: ReplayStack) -> None:
@@ -173,7 +175,7 @@ class Arena:
         self.is_leased = False
 
     def begin(self, runtimes: Sequence[AnyRuntime], codes: Codes) -> None:
-        """A call takes it: as new, whatever a call left that ended half-way; graphs of other code are forgotten."""
+        """Reset the arena for a new call, even if the previous one failed half-way; drop graphs of other code."""
         if codes is not self.codes:
             self.table, self.codes = GraphTable(), codes
         self.path.runtimes = runtimes
@@ -183,11 +185,11 @@ class Arena:
         self.is_leased = True
 
     def release(self) -> None:
-        """The call that had it has ended."""
+        """Free the arena after the call that leased it."""
         self.is_leased = False
 
     def zeroed_sums(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sums for the gradients of these parameters; the same tensors in every call."""
+        """Return zeroed gradient sums of the parameters; the same tensors in every call."""
         if not self.sums:
             self.sums = [torch.empty_like(p, dtype=statistics_dtype(p.dtype)).detach() for p in parameters]
         for tensor in self.sums:
@@ -195,20 +197,20 @@ class Arena:
         return list(self.sums)
 
 
-SHARE = 0.1  # of the device's memory that graphs may hold
+SHARE = 0.1  # largest share of the device's memory that graphs hold
 
 Record = Callable[[Callable[[], Sequence[torch.Tensor]]], tuple[Sequence[torch.Tensor], Callable[[], None]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class GraphKey:
-    """What a recorded graph depends on.
+    """Facts that a recorded graph depends on.
 
     Attributes:
-        graph: the identity of the function that was recorded.
-        tokens, bound: of the chunk, and of the prefix that it may have.
-        layers: what its mixer layers depend on besides sizes.
-        shapes: of the inputs that are copied to it.
+        graph: identity of the recorded function.
+        tokens, bound: tokens of the chunk, and most tokens of the prefix above it.
+        layers: keys of its mixer layers, see `LayerRuntime.key`.
+        shapes: shapes of the inputs that are copied to fixed buffers.
     """
 
     graph: int
@@ -220,7 +222,7 @@ class GraphKey:
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """A recorded graph, and where it reads and writes; None stands for inputs that stay where they are."""
+    """Recorded graph with its input buffers (None: the input has a fixed address) and output buffers."""
 
     inputs: Sequence[torch.Tensor | None]
     outputs: Sequence[torch.Tensor]
@@ -234,32 +236,31 @@ class Recorded:
         tensors: Sequence[torch.Tensor],
         copied: Sequence[bool],
     ) -> Recorded:
-        """The graph of `run`; of its `tensors`, those that are `copied` have other addresses at every replay."""
+        """Record `run`; inputs among `tensors` that are `copied` have another address at every replay."""
         inputs = [torch.empty_like(tensor) if copy else None for tensor, copy in zip(tensors, copied, strict=True)]
-        given = [tensor if place is None else place for place, tensor in zip(inputs, tensors, strict=True)]
-        return cls(inputs, *record(lambda: run(given)))
+        arguments = [tensor if buffer is None else buffer for buffer, tensor in zip(inputs, tensors, strict=True)]
+        return cls(inputs, *record(lambda: run(arguments)))
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs for these inputs, in memory of their own."""
-        for place, tensor in zip(self.inputs, tensors, strict=True):
-            if place is not None:
-                place.copy_(tensor, non_blocking=True)
+        """Replay the graph; return copies of its outputs."""
+        for buffer, tensor in zip(self.inputs, tensors, strict=True):
+            if buffer is not None:
+                buffer.copy_(tensor, non_blocking=True)
         self.replay()
         return [output.clone() for output in self.outputs]
 
     @property
     def bytes(self) -> int:
-        """What stays allocated for it, besides what all graphs share."""
-        held = [*(tensor for tensor in self.inputs if tensor is not None), *self.outputs]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        """Bytes of its input and output buffers, without the shared memory pool."""
+        return sum(tensor.nbytes for tensor in (*self.inputs, *self.outputs) if tensor is not None)
 
 
 class GraphTable:
-    """The graphs of one arena.
+    """Recorded graphs of one arena.
 
     Attributes:
-        graphs: by key; None: run once, not recorded.
-        bytes: that they hold.
+        graphs: graphs by key; None: run once, not recorded yet.
+        bytes: bytes that the graphs hold.
     """
 
     def __init__(self) -> None:
@@ -267,24 +268,24 @@ class GraphTable:
         self.bytes = 0
 
     def is_due(self, key: GraphKey) -> bool:
-        """Whether a graph is to be recorded now: it has been run once, and is not there yet."""
+        """Return whether to record a graph now: it has been run once and is not recorded; notes the first run."""
         if key not in self.graphs:
             self.graphs[key] = None
             return False
         return self.graphs[key] is None
 
     def add(self, key: GraphKey, recorded: Recorded) -> None:
-        """Keep a graph."""
+        """Add a recorded graph."""
         self.graphs[key] = recorded
         self.bytes += recorded.bytes
 
     def has_room(self, device: torch.device) -> bool:
-        """Whether graphs hold less than their share of the device's memory."""
+        """Return whether graphs hold at most `SHARE` of the device's memory."""
         return self.bytes <= _most_bytes(device)
 
 
 class CudaRecorder:
-    """Records CUDA graphs into one memory pool: only one of them is under way at a time."""
+    """Recorder of CUDA graphs that share one memory pool, because only one of them runs at a time."""
 
     def __init__(self) -> None:
         self.pool: Any = None
@@ -307,16 +308,17 @@ def _most_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory * SHARE)
 
 
-SMALLEST_BOUND = 512  # tokens of a prefix that graphs are recorded for
+SMALLEST_BOUND = 512  # smallest prefix length, in tokens, that graphs are recorded for
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceReach:
-    """What a chunk reads and writes of the path by numbers in device memory: see `Reach`.
+    """Ranges of the path given by numbers in device memory, see `Reach`.
 
     Attributes:
-        bound: not less than the number of tokens above the chunk.
-        put, taken: `[tokens]` at which depth each token's states go on the path, and where its pending gradient is.
+        bound: upper bound of the number of tokens above the chunk.
+        put, taken: `[tokens]` depths to which the states of each token are written, and at which its pending gradient
+            is read.
     """
 
     bound: int
@@ -339,7 +341,7 @@ class DeviceReach:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceNumbers:
-    """Where graphs for one number of tokens read the shape of a chunk, and `put` and `taken` of its `DeviceReach`."""
+    """Fixed buffers from which graphs for one chunk size read the `ChunkTable` and the indices of `DeviceReach`."""
 
     table: ChunkTable
     put: torch.Tensor
@@ -347,16 +349,16 @@ class DeviceNumbers:
 
     @classmethod
     def allocate(cls, tokens: int, device: torch.device) -> DeviceNumbers:
-        """Zeroed numbers for chunks of so many tokens."""
+        """Allocate zeroed buffers for chunks of a number of tokens."""
         table = ChunkTable(torch.zeros(ChunkTable.size(tokens), dtype=torch.int32, device=device), tokens)
         put, taken = torch.zeros(2, tokens, dtype=torch.int64, device=device)
         return cls(table, put, taken)
 
 
 class ReplayStack(PathStack):
-    """A path stack at fixed addresses that goes by numbers in device memory while `replaying`.
+    """Path stack at fixed addresses that reads its indices from device memory while `replaying`.
 
-    The last token of every buffer takes what is not to be kept; its gradients are always zero.
+    The last token of every buffer is a dump for states that are not kept; its gradients are always zero.
     """
 
     def __init__(
@@ -367,28 +369,28 @@ class ReplayStack(PathStack):
         self.replaying = False
 
     def prepare(self) -> None:
-        """Bring the shape of `chunk` to where graphs for its number of tokens read it."""
+        """Upload the shape of `chunk` to the buffers that graphs of its size read."""
         shape, tokens, dump = self.chunk, self.chunk.tokens, self.capacity - 1
         if tokens not in self.numbers:
             self.numbers[tokens] = DeviceNumbers.allocate(tokens, self.device)
-        there, number = self.numbers[tokens], np.arange(tokens)
+        numbers, number = self.numbers[tokens], np.arange(tokens)
         put = np.where(number < shape.spine, shape.start + number, dump)
         taken = np.where(number < min(self.pending - shape.start, shape.spine), shape.start + number, dump)
-        for target, values in ((there.table.numbers, shape.table_rows()), (there.put, put), (there.taken, taken)):
+        for target, values in ((numbers.table.numbers, shape.table_rows()), (numbers.put, put), (numbers.taken, taken)):
             target.copy_(upload(values, self.device), non_blocking=True)
 
     @property
     def bound(self) -> int:
-        """The prefix that graphs are recorded for: a power of two that is not less than the chunk's start."""
+        """Prefix length that the chunk's graph is recorded for: a power of two, at least the chunk's start."""
         start = self.chunk.start
         return min(max(SMALLEST_BOUND, 1 << (start - 1).bit_length()), self.capacity - 1) if start else 0
 
     def table(self) -> ChunkTable:
-        """That of the place in memory which recorded graphs read, while one is recorded or replayed."""
+        """Return the table that recorded graphs read while one is recorded or replayed, else the chunk's own."""
         return self.numbers[self.chunk.tokens].table if self.replaying else super().table()
 
     def _reach(self) -> Reach:
         if not self.replaying:
             return super()._reach()
-        there = self.numbers[self.chunk.tokens]
-        return DeviceReach(self.bound, there.put, there.taken)
+        numbers = self.numbers[self.chunk.tokens]
+        return DeviceReach(self.bound, numbers.put, numbers.taken)

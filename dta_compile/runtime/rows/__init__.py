@@ -1,1 +1,1 @@
-"""Rows: where every token of a batch lives in the tree, and the values that are kept by row."""
+"""Rows: the map between `[B, S]` tokens and rows of the prefix tree, and buffers of values by row."""

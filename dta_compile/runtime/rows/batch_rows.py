@@ -1,8 +1,8 @@
-"""Where every token of a batch lives in the prefix tree: tree rows for the trunk, head rows for the head.
+"""Map every token of a batch to its row in the prefix tree: tree rows for the trunk, head rows for the head.
 
-The dense world speaks of (row of the batch, column), the tree of its own rows. A tree row is one token of the tree; a
-head row is one distinct use of a tree row by the head (a tree row with two different labels has two, one whose output
-nobody uses has none). Head rows are sorted by tree row, so that a range of tree rows is a range of head rows.
+Dense values are indexed by (row of the batch, column), values of the tree by tree row. A tree row is one token of the
+tree; a head row is one distinct use of a tree row by the head (a tree row with two different labels has two, one whose
+output is unused has none). Head rows are sorted by tree row, so that a range of tree rows is a range of head rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from dta_compile.plan import PrefixTree
 from dta_compile.plan.tree.lexicographic import combine
 
-LONGEST_RUN = 64  # equal sequences of one token behind one another that each are a sequence
+LONGEST_RUN = 64  # longer runs of equal sequences of one token are merged into one sequence
 
 Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]
@@ -25,15 +25,15 @@ Booleans = npt.NDArray[np.bool_]
 
 @dataclasses.dataclass
 class BatchTokens:
-    """The real tokens of a batch, the sequences that they are of, and what makes their prefixes the same.
+    """Real tokens of a batch, divided into sequences, with the codes of their prefix keys.
 
     Attributes:
         valid: `[B, S]` real tokens; the others are padding and get no rows.
-        places: `[P]` place of every real token in the flattened batch, `row * S + column`, ascending.
-        segments: `(row, segment)` of every sequence where rows are packed, ascending; None: a sequence for every row.
-        begins: for every sequence the position of its first token, which counts as `places` does.
-        keys: for every sequence the codes of its real tokens; two sequences share rows as long as their codes agree.
-        alike: `[P]` the position whose row each token shares; None: each has its own, all tokens are in `keys`.
+        places: `[P]` flat index of every real token, `row * S + column`, ascending. A *position* indexes this array.
+        segments: `(row, segment)` of every sequence where rows are packed, ascending; None: one sequence per row.
+        begins: position of the first token of every sequence.
+        keys: codes of the tokens of every sequence; two sequences share rows as long as their codes agree.
+        alike: `[P]` position whose tree row each token takes; None: every token is in `keys`.
     """
 
     valid: Booleans
@@ -47,13 +47,13 @@ class BatchTokens:
     def read(
         cls, valid: Booleans, starts: Booleans | None, trunk_keys: Sequence[Integers], by_column: bool
     ) -> BatchTokens:
-        """Tokens of a batch.
+        """Divide the tokens of a batch into sequences and combine their key codes.
 
         Args:
             valid: `[B, S]` real tokens.
-            starts: `[B, S]` real tokens that begin a sequence; None: a sequence for every row.
-            trunk_keys: `[B, S]` codes of everything that the trunk reads token by token.
-            by_column: whether sequences must agree on the columns of their tokens as well.
+            starts: `[B, S]` real tokens that begin a sequence; None: one sequence per row.
+            trunk_keys: `[B, S]` codes of each per-token input of the trunk.
+            by_column: whether sequences share a token only in the same column.
         """
         places = np.flatnonzero(valid)
         if starts is None:
@@ -71,40 +71,40 @@ class BatchTokens:
         if starts is None:
             return cls(valid, places, None, begins, np.split(combined, begins[1:]))
         owners = _owners(begins, lengths, combined)
-        kept = owners == np.arange(len(begins))
-        segments = list(zip(rows[kept].tolist(), _rank_in_run(rows)[kept].tolist(), strict=True))
-        alike = None if kept.all() else np.where(np.repeat(kept, lengths), np.arange(len(places)), -1)
+        is_owner = owners == np.arange(len(begins))
+        segments = list(zip(rows[is_owner].tolist(), _rank_in_run(rows)[is_owner].tolist(), strict=True))
+        alike = None if is_owner.all() else np.where(np.repeat(is_owner, lengths), np.arange(len(places)), -1)
         if alike is not None:
-            alike[begins[~kept]] = begins[owners[~kept]]
-        stops = (begins + lengths)[kept]
-        keys = [combined[begin:stop] for begin, stop in zip(begins[kept].tolist(), stops.tolist(), strict=True)]
-        return cls(valid, places, segments, begins[kept], keys, alike)
+            alike[begins[~is_owner]] = begins[owners[~is_owner]]
+        stops = (begins + lengths)[is_owner]
+        keys = [combined[begin:stop] for begin, stop in zip(begins[is_owner].tolist(), stops.tolist(), strict=True)]
+        return cls(valid, places, segments, begins[is_owner], keys, alike)
 
     def row_of(self, sequence: int) -> int:
-        """The row that a sequence is in."""
+        """Return the row of the batch that holds a sequence."""
         return sequence if self.segments is None else self.segments[sequence][0]
 
     def places_of(self, sequence: int) -> Integers:
-        """The places of a sequence's tokens."""
+        """Return the flat indices of a sequence's tokens."""
         begin = int(self.begins[sequence])
         return self.places[begin : begin + len(self.keys[sequence])]
 
     def rows_in(self, tree: PrefixTree) -> Integers:
-        """`[P]` row in the tree of the keys."""
+        """Return `[P]` the tree row of every real token."""
         rows = tree.token_rows()
         if self.alike is None:
             return rows
         own = self.alike == np.arange(len(self.alike))
-        index = np.cumsum(own) - 1  # of a token among those of the keys
-        found: Integers = rows[index[self.alike]]
-        return found
+        index = np.cumsum(own) - 1  # index of a token among the tokens of `keys`
+        token_rows: Integers = rows[index[self.alike]]
+        return token_rows
 
 
 def _owners(begins: Integers, lengths: Integers, codes: Integers) -> Integers:
-    """For every sequence itself, or the first of a long run of equal sequences of one token that it is in.
+    """Return for every sequence its own index, or that of the first sequence of its run of equal one-token sequences.
 
-    Such runs are padding at the end of a packed row, where positions are zero: rows of one sequence each would be
-    planned one by one.
+    Runs longer than `LONGEST_RUN` are padding at the end of a packed row, where all positions are zero; unmerged, each
+    of these tokens would be planned as a sequence.
     """
     numbers = np.arange(len(begins))
     same = np.zeros(len(begins), np.bool_)
@@ -116,15 +116,15 @@ def _owners(begins: Integers, lengths: Integers, codes: Integers) -> Integers:
 
 @dataclasses.dataclass
 class BatchRows:
-    """The correspondence between a batch and its prefix tree; positions count the real tokens, as in `BatchTokens`.
+    """Maps between a batch and its prefix tree; positions count the real tokens, as in `BatchTokens`.
 
     Attributes:
         tree: prefix tree of the sequences' keys.
-        tokens: the batch.
+        tokens: tokens of the batch.
         position_rows: `[P]` tree row of every position.
-        row_positions: `[R]` a position of every tree row (they all agree on what the trunk reads).
-        head_rows: `[B, S]` head row of every token whose output is used; H, one past the last, of all others.
-        head_positions: `[H]` a position of every head row.
+        row_positions: `[R]` one position of every tree row (all of them have the same trunk inputs).
+        head_rows: `[B, S]` head row of every token whose output is used; H, one past the last, for all others.
+        head_positions: `[H]` one position of every head row.
         head_starts: `[R + 1]` the head rows of tree row r are `head_starts[r]` to `head_starts[r + 1]`.
     """
 
@@ -138,10 +138,10 @@ class BatchRows:
 
     @classmethod
     def of(cls, tokens: BatchTokens, tree: PrefixTree, head_keys: Sequence[Integers], used: Booleans) -> BatchRows:
-        """Rows of a batch in a tree of its keys (shared or not).
+        """Map the tokens of a batch to the rows of a tree of its keys (shared or not).
 
         Args:
-            tokens: the batch.
+            tokens: tokens of the batch.
             tree: `PrefixTree.build(tokens.keys)`, or the same unshared.
             head_keys: `[B, S]` codes; two tokens of a tree row with equal codes share a head row.
             used: `[B, S]` tokens whose outputs are used.
@@ -156,18 +156,18 @@ class BatchRows:
         return cls(tree, tokens, position_rows, row_positions, head_rows, needed[chosen], head_starts)
 
     def coordinates(self, positions: Integers) -> tuple[Integers, Integers]:
-        """Row of the batch and column of positions."""
+        """Return row and column in the batch of each position."""
         rows, columns = np.divmod(self.tokens.places[positions], self.tokens.valid.shape[1])
         return rows, columns
 
 
 def _distinct_uses(rows: Integers, codes: Sequence[Integers], num_rows: int) -> tuple[Integers, Integers, Integers]:
-    """Head rows for `N` uses of tree rows: one for every distinct pair of a tree row and its `codes`.
+    """Assign head rows to `N` uses of tree rows: one per distinct pair of a tree row and its `codes`.
 
-    Most uses of a row agree with its first one, so only those that do not are sorted.
+    Most uses of a row agree with its first one, so only the others are sorted.
 
     Returns:
-        `[H]` a use of every head row; `[N]` head row of every use; `[R + 1]` where the head rows of a tree row begin.
+        `[H]` one use of every head row; `[N]` head row of every use; `[R + 1]` first head row of every tree row.
     """
     first = _first_index(rows, num_rows)
     leader = first[rows]
@@ -175,12 +175,12 @@ def _distinct_uses(rows: Integers, codes: Sequence[Integers], num_rows: int) -> 
     for code in codes:
         differs |= code != code[leader]
     other = np.flatnonzero(differs)
-    distinct = combine([rows[other], *(code[other] for code in codes)], len(other))  # ascending with the tree row
+    distinct = combine([rows[other], *(code[other] for code in codes)], len(other))  # sorted by tree row
     _, chosen, inverse = np.unique(distinct, return_index=True, return_inverse=True)
     chosen = other[chosen]
     has_use = first < len(rows)
     starts = np.concatenate([[0], np.cumsum(has_use + np.bincount(rows[chosen], minlength=num_rows))])
-    # Of a row's head rows the first use has the first, the others follow.
+    # The first use of a tree row gets its first head row, the other distinct uses follow.
     of_chosen = starts[:-1][rows[chosen]] + 1 + _rank_in_run(rows[chosen])
     head_of = starts[:-1][rows]
     head_of[other] = of_chosen[inverse.reshape(-1)]
@@ -191,20 +191,20 @@ def _distinct_uses(rows: Integers, codes: Sequence[Integers], num_rows: int) -> 
 
 
 def _rank_in_run(values: Integers) -> Integers:
-    """For sorted `values`: how many equal ones come before each."""
+    """Return for each of the sorted `values` the number of equal ones before it."""
     ranks: Integers = np.arange(len(values)) - np.searchsorted(values, values)
     return ranks
 
 
 def _first_index(values: Integers, count: int) -> Integers:
-    """`[count]` first index of every number in `values`; `len(values)` if there is none."""
+    """Return `[count]` the first index of every number below `count` in `values`; `len(values)` if it is absent."""
     first = np.full(count, len(values), np.int64)
-    first[values[::-1]] = np.arange(len(values))[::-1]  # the last assignment stays
+    first[values[::-1]] = np.arange(len(values))[::-1]  # the last assignment wins
     return first
 
 
 def _take(values: npt.NDArray, places: Integers) -> npt.NDArray:
-    """Entries of the flattened `values` at ascending `places` without duplicates."""
+    """Take entries of the flattened `values` at `places`, which are ascending and distinct."""
     flat = values.reshape(-1)
     return flat if len(places) == len(flat) else flat[places]
 
@@ -213,7 +213,7 @@ LEAST_RUN, LEAST_SHARE = 4, 0.05
 
 
 def looks_padded(ids: npt.NDArray[Any]) -> str | None:
-    """Say which rows `[B, S]` begin or end in runs of one token, as padding does; None if these are few tokens."""
+    """Describe the rows of ids `[B, S]` that begin or end in runs of one token, like padding; None if there are few."""
     for word, rows in (("end", ids[:, ::-1]), ("begin", ids)):
         differs = rows != rows[:, :1]
         runs = np.where(differs.any(1), differs.argmax(1), rows.shape[1])

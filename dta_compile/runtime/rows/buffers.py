@@ -1,4 +1,4 @@
-"""Rows of a batch, and storage for the values of head rows: of all of them, or only of those on the current path."""
+"""Sets of rows, and buffers for values by head row: of all head rows, or of those on the current path."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dta_compile.runtime.rows.upload import upload
 
 
 class Rows:
-    """Some rows, in the order of a chunk: a single range where possible, an index otherwise.
+    """Rows of a chunk in its order: one range where possible, else an index.
 
-    `size` is their number with padding: `read` then repeats the first row at the end, and `write` drops what is there.
+    `size` is their number with padding: `read` repeats the first row at the end, and `write` drops the padding.
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]], device: torch.device, size: int | None = None) -> None:
@@ -35,14 +35,14 @@ class Rows:
         return upload(padded(self.numpy, self.size), self.device)
 
     def read(self, values: torch.Tensor) -> torch.Tensor:
-        """`[size, ...]` of `[rows, ...]`."""
+        """Gather `[size, ...]` from `[rows, ...]`."""
         if len(self.ranges) == 1 and self.size == self.count:
             start, stop = self.ranges[0]
             return values[start:stop]
         return values.index_select(0, self.index)
 
     def write(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Put `[size, ...]` into `[rows, ...]`."""
+        """Scatter `[size, ...]` into `[rows, ...]`, without the padding."""
         if len(self.ranges) == 1:
             start, stop = self.ranges[0]
             target[start:stop] = values[: self.count]
@@ -52,114 +52,117 @@ class Rows:
 
 @dataclasses.dataclass
 class Gathered:
-    """A dense value that chunks read row by row: `values [N, *features]` and, for every row, which entry it reads."""
+    """Dense value that chunks read by row: `values [N, *features]`, and the index of the entry of every row."""
 
     values: torch.Tensor
     index: torch.Tensor
 
     def read(self, rows: Rows) -> torch.Tensor:
-        """`[c, *features]` for some rows."""
+        """Gather `[c, *features]` for some rows."""
         return self.values.index_select(0, rows.read(self.index))
 
 
 def padded(numbers: IntArray, size: int) -> IntArray:
-    """`[size]`: the first number repeated at the end."""
+    """Pad to `[size]` with the first number."""
     return np.concatenate([numbers, np.repeat(numbers[:1], size - len(numbers))]) if size > len(numbers) else numbers
 
 
 def next_to_zero(row: torch.Tensor) -> None:
-    """Fill what is read for padding, so that a loss that uses it sends a gradient there: that of x**2 or abs(x) is 0 at
-    0, that of relu on one side of it. Entries differ in sign, and their fourth power is a number still."""
+    """Fill the row that is read for padding with tiny numbers, so that a loss that uses padding has a gradient there.
+
+    The gradients of x**2 and abs(x) are 0 at 0, and that of relu is on one side. So entries alternate in sign, and
+    their fourth power does not underflow.
+    """
     if row.is_floating_point() or row.is_complex():
         row.fill_(-min(torch.finfo(row.dtype).tiny ** 0.25, 2.0**-10))
         row.view(-1)[1::2].neg_()
 
 
 class AllRows:
-    """`[H + 1, *features]` in one zeroed tensor; the last row is read for padding, and nothing is written to it."""
+    """Buffer of all head rows: one zeroed tensor `[H + 1, *features]`, whose last row is read for padding."""
 
     def __init__(self, rows: int, features: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.values = torch.zeros((rows + 1, *features), dtype=dtype, device=device)
 
     @property
     def padding(self) -> torch.Tensor:
-        """`[*features]`: what is read for padding, zero unless somebody fills it."""
+        """Row `[*features]` that is read for padding; zero unless filled."""
         return self.values[-1]
 
     def acquire(self, rows: Rows) -> None:
-        """Make room for rows that are about to be written."""
+        """No-op: every row has memory."""
 
     def release(self, rows: Rows) -> None:
-        """Rows that are not read any more."""
+        """No-op: see `acquire`."""
 
     def write(self, rows: Rows, values: torch.Tensor) -> None:
         """Store `[rows, *features]`."""
         rows.write(self.values, values)
 
     def read(self, rows: Rows) -> torch.Tensor:
-        """`[rows, *features]`."""
+        """Read `[rows, *features]`."""
         return rows.read(self.values)
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
-        """Rows by index; index H gives the padding."""
+        """Gather rows by index; index H reads the padding."""
         return self.values.index_select(0, index)
 
     def add(self, index: torch.Tensor, values: torch.Tensor) -> None:
-        """Add to rows by index; what is added at index H is lost."""
+        """Add to rows by index; additions at index H are dropped."""
         self.values.index_add_(0, index, values.to(self.values.dtype))
         self.values[-1] = 0
 
 
 class PathRows:
-    """The same for the rows that are in use only: acquired rows share a buffer that grows to the most used at a time.
+    """Buffer of the head rows in use: acquired rows get slots of a tensor that grows to the most in use at a time.
 
     In streaming mode a row is acquired when its outputs are written and released after its backward, so that the buffer
-    holds one path's worth of rows, never the batch's.
+    holds the rows of one path, never of the batch.
     """
 
     def __init__(self, rows: int, features: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.features, self.dtype, self.device = tuple(features), dtype, device
-        # Slot 0 is read for padding; index H and rows that are not in use map to it.
+        # Slot 0 is read for padding: index H and unused rows map to it.
         self.slots = torch.zeros(rows + 1, dtype=torch.int64)
         self.values = torch.zeros((1, *self.features), dtype=dtype, device=device)
         self.free: list[int] = []
 
     @property
     def padding(self) -> torch.Tensor:
-        """`[*features]`: what is read for padding, zero unless somebody fills it."""
+        """Row `[*features]` that is read for padding; zero unless filled."""
         return self.values[0]
 
     def acquire(self, rows: Rows) -> None:
-        """Zeroed slots for rows that have none."""
+        """Assign zeroed slots to rows that have none."""
         index = torch.from_numpy(rows.numpy)
         index = index[self.slots[index] == 0]
         if len(self.free) < len(index):
             self._grow(len(index) - len(self.free))
-        taken = torch.tensor([self.free.pop() for _ in range(len(index))], dtype=torch.int64)
-        self.slots[index] = taken
-        self.values.index_fill_(0, upload(taken.numpy(), self.device), 0)
+        slots = torch.tensor([self.free.pop() for _ in range(len(index))], dtype=torch.int64)
+        self.slots[index] = slots
+        self.values.index_fill_(0, upload(slots.numpy(), self.device), 0)
 
     def release(self, rows: Rows) -> None:
-        """Give the rows' slots back."""
+        """Free the slots of rows."""
         index = torch.from_numpy(rows.numpy)
         used = self.slots[index]
         self.free.extend(used[used > 0].tolist())
         self.slots[index] = 0
 
     def write(self, rows: Rows, values: torch.Tensor) -> None:
-        """Store `[rows, *features]` at rows that were acquired."""
+        """Store `[rows, *features]` at acquired rows."""
         self.values.index_copy_(0, self._slots(torch.from_numpy(rows.numpy)), values[: rows.count])
 
     def read(self, rows: Rows) -> torch.Tensor:
-        """`[rows, *features]`."""
+        """Read `[rows, *features]`."""
         return self.values.index_select(0, self._slots(torch.from_numpy(padded(rows.numpy, rows.size))))
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
-        """Rows by index; index H gives the padding."""
+        """Gather rows by index; index H reads the padding."""
         return self.values.index_select(0, self._slots(index.cpu()))
 
     def add(self, index: torch.Tensor, values: torch.Tensor) -> None:
-        """Add to rows by index; what is added at index H is lost."""
+        """Add to rows by index; additions at index H are dropped."""
         slots = self._slots(index.cpu())
         self.values.index_add_(0, slots, values.to(self.dtype))
         self.values[0] = 0

@@ -1,4 +1,4 @@
-"""From dense values of the call to what the tree reads: codes for keys, and entries for rows."""
+"""Convert dense values of a call to inputs of the tree: integer codes for prefix keys, and entries by row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IGNORED = -100  # the label that losses of torch and transformers ignore
 
 
 def entries_first(value: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """A dense value as `[entries, *features]`, entries counting sequences, then tokens."""
+    """Reshape a dense value to `[entries, *features]`, entries in the order (sequence, token)."""
     leading = [i for i, axis in enumerate(layout.dims) if axis is not None]
     leading.sort(key=lambda i: layout.dims[i] is not Axis.BATCH)
     features = [i for i, axis in enumerate(layout.dims) if axis is None]
@@ -30,7 +30,7 @@ def entries_first(value: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def entry_index(item: ChunkInput, sequences: Integers, columns: Integers, window: tuple[int, int]) -> Integers:
-    """Which entry each (sequence, column) reads; columns outside the value's window read any entry (never used)."""
+    """Return the entry that each (sequence, column) reads; columns outside the window get any entry (never used)."""
     start, length = window
     offsets = np.clip(columns - start, 0, length - 1)
     return sequences * length + offsets if item.layout.is_over_sequences else offsets
@@ -39,19 +39,22 @@ def entry_index(item: ChunkInput, sequences: Integers, columns: Integers, window
 def gathered(
     item: ChunkInput, value: torch.Tensor, rows: BatchRows, positions: Integers, window: tuple[int, int]
 ) -> Gathered:
-    """A chunk input read at the given positions of the batch."""
+    """Return a chunk input with the entry index of the given positions."""
     index = entry_index(item, *rows.coordinates(positions), window)
     return Gathered(entries_first(value, item.layout), upload(index, value.device))
 
 
 def key_codes(item: ChunkInput, value: torch.Tensor, batch: int, tokens: int, window: tuple[int, int]) -> Integers:
-    """`[B, S]` codes of a key value, equal where the value is equal."""
+    """Return `[B, S]` codes of a key value, equal where the value is equal."""
     entries = entries_first(value.detach(), item.layout)
     return over_batch(item.layout, codes_of(to_numpy(entries)), batch, tokens, window)
 
 
 def require_in_bounds(item: ChunkInput, value: torch.Tensor, read: Booleans, window: tuple[int, int]) -> None:
-    """Raise if an index is out of bounds at a token `[B, S]` that is `read`: on a GPU it would end the process."""
+    """Raise RuntimeContractError if an index is out of bounds at a token of `read [B, S]`.
+
+    On a GPU a failed device assert would end the process.
+    """
     if item.indexes is None or not value.numel():
         return
     entries, name, line = item.indexes
@@ -63,10 +66,10 @@ def require_in_bounds(item: ChunkInput, value: torch.Tensor, read: Booleans, win
     is_outside = (numbers < 0) | (numbers >= entries)
     batch, tokens = read.shape
     first = over_batch(item.layout, np.where(is_outside.any(1), is_outside.argmax(1), -1), batch, tokens, window)
-    found = np.argwhere((first >= 0) & read)
-    if not len(found):
+    coordinates = np.argwhere((first >= 0) & read)
+    if not len(coordinates):
         return
-    row, column = found[0].tolist()
+    row, column = coordinates[0].tolist()
     entry = over_batch(item.layout, np.arange(len(numbers)), batch, tokens, window)[row, column]
     number = int(numbers[entry, first[row, column]])
     if number == IGNORED:
@@ -80,7 +83,7 @@ def require_in_bounds(item: ChunkInput, value: torch.Tensor, read: Booleans, win
         f"an index is out of bounds: {name} gives {number} for token {column} of row {row}",
         where=line,
         expected=f"numbers from 0 to {entries - 1}",
-        got=f"{number}, and others out of bounds at {len(found) - 1:,} more tokens",
+        got=f"{number}, and others out of bounds at {len(coordinates) - 1:,} more tokens",
         hint=advice,
     )
 
@@ -92,15 +95,15 @@ def used_tokens(
     tokens: int,
     window: Callable[[Any], tuple[int, int]],
 ) -> Booleans:
-    """`[B, S]` tokens at which a frontier value is used; `window` gives `(start, length)` of a frame."""
+    """Return `[B, S]` tokens at which a frontier value is used; `window` returns `(start, length)` of a frame."""
     used = np.zeros((batch, tokens), bool)
     for use in value.uses:
         start, length = window(use.frame)
         part = np.zeros((batch, tokens), bool)
         part[:, start : start + length] = True
-        for one in use.conditions:
-            entries = to_numpy(entries_first(dense[one.source] != 0, one.layout).reshape(-1))
-            part &= over_batch(one.layout, entries, batch, tokens, window(one.layout.frame)) == one.holds
+        for mask in use.conditions:
+            entries = to_numpy(entries_first(dense[mask.source] != 0, mask.layout).reshape(-1))
+            part &= over_batch(mask.layout, entries, batch, tokens, window(mask.layout.frame)) == mask.holds
         used |= part
     return used
 
@@ -108,7 +111,7 @@ def used_tokens(
 def over_batch(
     layout: Layout, entries: npt.NDArray[Any], batch: int, tokens: int, window: tuple[int, int]
 ) -> npt.NDArray[Any]:
-    """`[B, S]` entry that every token reads of a value's `[entries]`, as `entry_index` says."""
+    """Gather `[B, S]` from a value's `[entries]` by the rule of `entry_index`."""
     start, length = window
     offsets = np.clip(np.arange(tokens) - start, 0, length - 1)
     if not layout.is_over_sequences:
@@ -120,7 +123,7 @@ def over_batch(
 
 
 def to_numpy(value: torch.Tensor) -> npt.NDArray[np.generic]:
-    """Bits of a tensor on the host; dtypes that numpy lacks are reinterpreted as integers of their size."""
+    """Copy a tensor to numpy; bfloat16 and float16 are reinterpreted as int16."""
     value = value.cpu()
     if value.dtype in (torch.bfloat16, torch.float16):
         value = value.contiguous().view(torch.int16)

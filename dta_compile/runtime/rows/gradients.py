@@ -1,4 +1,4 @@
-"""Gradients of row after row's loss, summed up for everything outside of the rows and sent there once."""
+"""Accumulate gradients of the losses of single rows for a streaming step, and run autograd behind the rows once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ Edge = tuple[Node, int]
 
 
 class RowGradients:
-    """Sums of the gradients that the losses of single rows send to what was there before: parameters and other leaves,
-    and values that somebody computed from such for all rows.
+    """Sums of the gradients of row losses at the edges where the autograd graphs of rows end.
 
-    A row's own graph ends there. What lies behind is gone through once, after the last row, so that hooks see the
-    gradient of the whole batch; only where one of these values was computed from another, every row goes through to
-    the leaves.
+    The graph of a row ends at leaves (such as parameters) and at autograd nodes made before the row. Backward behind
+    these nodes runs once, after the last row, so that hooks see the gradient of the whole batch. If one of the nodes is
+    behind another, the backward of each row goes on to the leaves instead.
     """
 
     def __init__(self) -> None:
@@ -27,11 +26,11 @@ class RowGradients:
         self._first_of_row = 0
 
     def begin_row(self) -> None:
-        """What is computed from now on belongs to the row."""
+        """Mark autograd nodes that are made from now on as nodes of the row."""
         self._first_of_row = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
     def of_row(self, loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """The gradients of a row's loss for some leaves (None for those that it does not depend on)."""
+        """Return the gradients of a row's loss for some leaves (None: no dependence); add the others to the sums."""
         own = [leaf for leaf in leaves if leaf.requires_grad]
         edges = {get_gradient_edge(leaf)[:2] for leaf in own}
         start = get_gradient_edge(loss)[:2]
@@ -42,28 +41,28 @@ class RowGradients:
         others = [edge for edge in ends if edge not in edges]
         inputs: list[Any] = [*own, *(GradientEdge(*edge) for edge in others)]
         with _without_hooks(others):
-            found = torch.autograd.grad(loss, inputs, torch.ones_like(loss), overlap, allow_unused=True)
-        for edge, gradient in zip(others, found[len(own) :], strict=True):
+            gradients = torch.autograd.grad(loss, inputs, torch.ones_like(loss), overlap, allow_unused=True)
+        for edge, gradient in zip(others, gradients[len(own) :], strict=True):
             if gradient is not None:
                 self._add(edge, gradient)
-        of_own = iter(found)
+        of_own = iter(gradients)
         return [next(of_own) if leaf.requires_grad else None for leaf in leaves]
 
     def add(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add to the gradient of a tensor."""
+        """Add to the sum of a tensor's gradient."""
         self._add(get_gradient_edge(tensor)[:2], gradient)
 
     def _add(self, edge: Edge, gradient: torch.Tensor) -> None:
-        known = self._sums.get(edge)
-        self._sums[edge] = gradient if known is None else known + gradient
+        total = self._sums.get(edge)
+        self._sums[edge] = gradient if total is None else total + gradient
 
     def send(self) -> None:
-        """Send the sums on."""
+        """Run backward from the sums."""
         if self._sums:
             torch.autograd.backward([GradientEdge(*edge) for edge in self._sums], list(self._sums.values()))
 
     def _has_one_behind_another(self, ends: Iterable[Edge]) -> bool:
-        """Whether going on from one end leads to another: `p` and `p.exp()` of before the row, both used in it."""
+        """Return whether one end is behind another, like `p` behind a `p.exp()` that was computed before the row."""
         nodes = {node for node, _ in ends}
         older = {node for node in nodes if not _is_leaf(node)}
         for node in older - self._behind.keys():
@@ -72,15 +71,15 @@ class RowGradients:
 
 
 def _walk(start: Iterable[Edge], is_end: Callable[[Node], bool]) -> dict[Edge, bool]:
-    """Every edge of a graph from `start` on, and whether the graph ends there."""
+    """Return every edge reachable from `start`, with whether the walk ends there."""
     pending = list(start)
-    found: dict[Edge, bool] = {}
+    reached: dict[Edge, bool] = {}
     while pending:
         edge = pending.pop()
-        if edge not in found:
-            found[edge] = is_end(edge[0])
-            pending.extend([] if found[edge] else _following(edge[0]))
-    return found
+        if edge not in reached:
+            reached[edge] = is_end(edge[0])
+            pending.extend([] if reached[edge] else _following(edge[0]))
+    return reached
 
 
 def _ends(start: Edge, is_end: Callable[[Node], bool]) -> list[Edge]:
@@ -97,7 +96,7 @@ def _is_leaf(node: Node) -> bool:
 
 @contextlib.contextmanager
 def _without_hooks(edges: Sequence[Edge]) -> Iterator[None]:
-    """Hooks of leaves wait for the gradient of the whole batch."""
+    """Disable the hooks of leaves, which must see the gradient of the whole batch only."""
     tensors = [node.variable for node, _ in edges if _is_leaf(node)]  # type: ignore[attr-defined]
     hooks = [(tensor._backward_hooks, dict(tensor._backward_hooks)) for tensor in tensors if tensor._backward_hooks]
     for present, _ in hooks:

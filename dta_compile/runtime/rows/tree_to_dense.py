@@ -1,4 +1,4 @@
-"""Where the values of a batch lie: dense in the call, by row in the tree; from one to the other and back."""
+"""Expand frontier values from head rows to dense tensors, and sum dense gradients back onto head rows."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Window = Callable[[Frame | None], tuple[int, int]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchLayout:
-    """How the frontier values of a batch lie in head rows, and dense.
+    """Maps between head rows and the dense layout of frontier values.
 
     Attributes:
-        batch: sequences of the batch.
-        device: of the dense values.
-        maps: per frontier value the head row of every entry; None where the value is not computed.
-        uncovered: per frontier value `[entries]` at padding that the outputs depend on, if there are any.
+        batch: number of rows of the batch.
+        device: device of the dense values.
+        maps: per frontier value `[entries]`, the head row of every dense entry; None: the value is not computed.
+        uncovered: per frontier value `[entries]`, entries at padding that outputs depend on; None: there are none.
     """
 
     frontier: Sequence[FrontierValue]
@@ -47,33 +47,33 @@ class BatchLayout:
         device: torch.device,
         by_sequence: bool,
     ) -> BatchLayout:
-        """The layout of a batch.
+        """Return the maps of a batch.
 
         Args:
             used: `[B, S]` tokens at which each frontier value is used; None: it is not computed.
-            window: `(start, length)` of a frame.
-            by_sequence: dense values are wanted sequence by sequence; then rows are looked up on the host.
+            window: returns `(start, length)` of a frame.
+            by_sequence: dense values are expanded row by row (streaming), with maps on the host.
         """
         valid, maps, uncovered = rows.tokens.valid, list[torch.Tensor | None](), list[Booleans | None]()
-        for value, one in zip(frontier, used, strict=True):
-            if one is None:
+        for value, mask in zip(frontier, used, strict=True):
+            if mask is None:
                 maps.append(None)
                 uncovered.append(None)
                 continue
-            of_value = window(value.layout.frame)
-            maps.append(upload(_entries(rows.head_rows, of_value), torch.device("cpu") if by_sequence else device))
-            padding = _entries(one & ~valid, of_value)
+            value_window = window(value.layout.frame)
+            maps.append(upload(_entries(rows.head_rows, value_window), torch.device("cpu") if by_sequence else device))
+            padding = _entries(mask & ~valid, value_window)
             uncovered.append(padding if padding.any() else None)
         return cls(frontier, rows, len(valid), device, maps, uncovered)
 
     def expand(self, index: int, buffer: RowBuffer) -> torch.Tensor:
-        """The rows of a frontier value in its dense layout; next to zero at padding and where it is not used."""
+        """Gather a frontier value into its dense layout; next to zero at padding and where it is unused."""
         value = self.frontier[index]
         dense = buffer.gather(self._map(index))
         return self._from_entries(value, dense, self.batch)
 
     def padding(self, index: int) -> torch.Tensor | None:
-        """Where the dense frontier value lies at padding that the outputs depend on, bool; None: nowhere."""
+        """Return a bool mask of the dense frontier value at padding that outputs depend on; None: there is none."""
         value, uncovered = self.frontier[index], self.uncovered[index]
         if uncovered is None:
             return None
@@ -81,22 +81,22 @@ class BatchLayout:
         return self._from_entries(value, entries.expand(-1, *value.features), self.batch)
 
     def expand_row(self, index: int, buffer: RowBuffer, row: int) -> torch.Tensor:
-        """As `expand`, for one sequence: the batch axis has size one."""
+        """Like `expand`, for one row: the batch axis has size one."""
         value = self.frontier[index]
         entries = buffer.gather(self._row_of(self._map(index), row))
         return self._from_entries(value, entries, batch=1)
 
     def add_row_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor, row: int) -> torch.Tensor | None:
-        """Add the gradient of `expand_row` to its rows; returns what `refuse_padding` asks for."""
+        """Add the gradient of `expand_row` to its head rows; return the argument for `refuse_padding`, if any."""
         value, uncovered = self.frontier[index], self.uncovered[index]
         entries = _to_entries(value, grad, batch=1)
         buffer.add(self._row_of(self._map(index), row), entries)
         return None if uncovered is None else _which_are_used(entries, self._row_of(uncovered, row))
 
     def _map(self, index: int) -> torch.Tensor:
-        found = self.maps[index]
-        assert found is not None, "a frontier value that is not computed"
-        return found
+        head_rows = self.maps[index]
+        assert head_rows is not None, "a frontier value that is not computed"
+        return head_rows
 
     def _row_of(self, entries: Any, row: int) -> Any:
         return entries.reshape(self.batch, -1)[row]
@@ -108,7 +108,7 @@ class BatchLayout:
         elif Axis.TOKEN_ROWS in dims:
             entries = entries.reshape(batch, -1, *value.features).transpose(0, 1).reshape(-1, *value.features)
         ordered = entries.permute([order.index(i) for i in value.memory_order]).contiguous()
-        # No view to autograd: callers may write to outputs in place (`logits.div_(temperature)`).
+        # Not a view for autograd: callers may write to outputs in place (`logits.div_(temperature)`).
         if value.memory_order == tuple(range(len(dims))):
             return torch.ops.aten._unsafe_view(ordered, ordered.shape)
         ordered = ordered.permute([value.memory_order.index(i) for i in range(len(dims))])
@@ -117,7 +117,7 @@ class BatchLayout:
         )
 
     def add_gradient(self, index: int, buffer: RowBuffer, grad: torch.Tensor) -> None:
-        """Add the gradient of `expand` to its rows."""
+        """Add the gradient of `expand` to its head rows; raise RuntimeContractError if it is nonzero at padding."""
         value, uncovered = self.frontier[index], self.uncovered[index]
         entries = _to_entries(value, grad, self.batch)
         if uncovered is not None and (used := _which_are_used(entries, uncovered)) is not None:
@@ -125,7 +125,7 @@ class BatchLayout:
         buffer.add(self._map(index), entries)
 
     def refuse_padding(self, index: int, used: torch.Tensor) -> None:
-        """Raise if a gradient came for any entry at padding; `used` says which, bool `[n]`. Waits for the device."""
+        """Raise RuntimeContractError if any of `used`, bool `[n]`: entries at padding with a gradient. Synchronises."""
         if bool(used.any()):
             raise RuntimeContractError(
                 "the loss uses outputs at padding positions, which the prefix tree does not compute",
@@ -137,13 +137,13 @@ class BatchLayout:
 
 
 def _entries(values: np.ndarray[Any, Any], window: tuple[int, int]) -> np.ndarray[Any, Any]:
-    """`[B, S]` (or `[1, S]`) numbers as `[entries]` of a frontier value over a window of tokens."""
+    """Flatten `[B, S]` (or `[1, S]`) over a window of tokens to `[entries]` of a frontier value."""
     start, length = window
     return np.ascontiguousarray(values[:, start : start + length]).reshape(-1)
 
 
 def _which_are_used(gradients: torch.Tensor, entries: Booleans) -> torch.Tensor | None:
-    """Which of some entries have a gradient, bool `[n]` on the gradients' device; None if there are no such entries."""
+    """Return bool `[n]`, which of the marked entries have a gradient, on the device; None if no entry is marked."""
     positions = upload(np.flatnonzero(entries), gradients.device)
     if not len(positions):
         return None
@@ -151,7 +151,7 @@ def _which_are_used(gradients: torch.Tensor, entries: Booleans) -> torch.Tensor 
 
 
 def _to_entries(value: FrontierValue, dense: torch.Tensor, batch: int) -> torch.Tensor:
-    """`[entries, *features]` of a dense frontier value, sequence by sequence."""
+    """Reshape a dense frontier value to `[entries, *features]`, entries in the order (sequence, token)."""
     if Axis.TOKEN_ROWS in value.layout.dims:
         dim = value.layout.dims.index(Axis.TOKEN_ROWS)
         dense = dense.unflatten(dim, (-1, batch)).transpose(dim, dim + 1).flatten(dim, dim + 1)
@@ -159,7 +159,7 @@ def _to_entries(value: FrontierValue, dense: torch.Tensor, batch: int) -> torch.
 
 
 def _entry_order(value: FrontierValue) -> list[int]:
-    """Dimensions of a frontier value: batch, tokens, then features."""
+    """Return the dimensions of a frontier value in the order batch, tokens, features."""
     dims = value.layout.dims
     order = sorted(range(len(dims)), key=lambda i: (dims[i] is None, dims[i] is not Axis.BATCH, i))
     return order

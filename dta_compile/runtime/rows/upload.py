@@ -1,4 +1,4 @@
-"""Small arrays from the planner to the device, without waiting for it."""
+"""Upload small arrays of the planner to the device without synchronisation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def upload(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """The array on the device. A copy from pageable memory would wait for all that the GPU still has to do."""
+    """Copy an array to the device, from pinned memory: a copy from pageable memory would synchronise with the GPU."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
-    # Only what is pinned is copied without waiting; other accelerators than CUDA's may not know pinned memory.
+    # Only copies from pinned memory are asynchronous; accelerators other than CUDA may not support it.
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -1,1 +1,1 @@
-"""The comparison of calls with the captured program: on a few rows by default, or as a whole."""
+"""Compare calls with the captured program: a few rows by default, or whole calls."""

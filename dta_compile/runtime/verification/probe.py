@@ -1,4 +1,4 @@
-"""What of a run's outputs can be compared: which entries are defined, and how much of them is rounding."""
+"""Determine which entries of a run's outputs are comparable and how much of them is rounding, for the self-check."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dta_compile.runtime.calls.planned_call import Run
 
 # Largest accepted difference relative to the largest entry; rounding differs because sums run in another order.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
-# A gradient that is zero but for rounding (of a key's bias) may differ by so many units in the last place of the
-# largest gradient, and by no more than the tolerance.
+# A gradient that is zero up to rounding (as of a key's bias) may differ by so many units in the last place of the
+# largest gradient, but not by more than the tolerance.
 ROUNDING = 100
-NOISE = 3.0  # times what rounding of frontier values does that outputs and gradients may differ by
+NOISE = 3.0  # outputs and gradients may differ by so many times the effect of rounding frontier values
 
 
 class Probe:
-    """Which entries of a run's outputs are defined, and how much of them is rounding.
+    """Perturbed epilogues of a run, which show the entries of outputs that are defined and their rounding.
 
     Args:
-        all_finite: the captured program's outputs are.
+        all_finite: the captured program's outputs are all finite.
     """
 
     def __init__(self, run: Run, all_finite: bool = True) -> None:
@@ -51,7 +51,7 @@ class Probe:
         return torch.randn(value.shape, generator=self.generator, device=value.device, dtype=torch.float32)
 
     def _rounded(self, value: torch.Tensor) -> torch.Tensor:
-        """The value with differences of the size of rounding."""
+        """Perturb a value by the size of rounding."""
         value = value.detach()
         if value.is_complex():
             return torch.view_as_complex(self._rounded(torch.view_as_real(value)))
@@ -61,20 +61,20 @@ class Probe:
         return value + noise.to(value.dtype)
 
     def _padded(self, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """The value with large numbers of either sign at padding; whole ones, which may be indices, occur elsewhere."""
+        """Fill padding with large numbers of either sign; integers, which may be indices, with one of the others."""
         value = value.detach()
         if mask is None:
             return value
         if value.is_complex():
             return torch.view_as_complex(self._padded(torch.view_as_real(value), of_parts(mask)))
-        if not value.is_floating_point():  # zero at padding
+        if not value.is_floating_point():  # it is zero at padding
             other = value.ne(0).any() if value.dtype is torch.bool else value.amax()
             return torch.where(mask, torch.where(other == 0, torch.ones_like(value), other), value)
         other = self._random(value) * 10 * max(largest_entry(value), 1.0)
         return torch.where(mask, other.to(value.dtype), value)
 
     def _plausible(self, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """The value with numbers at padding as they are elsewhere."""
+        """Fill padding with numbers in the range of the other entries."""
         value = value.detach()
         if mask is not None and value.is_complex():
             return torch.view_as_complex(self._plausible(torch.view_as_real(value), of_parts(mask)))
@@ -85,7 +85,7 @@ class Probe:
         return torch.where(mask, low + (high - low) * share.to(value.dtype), value)
 
     def require_no_padding(self, index: int) -> None:
-        """Refuse an output without a token axis that padding changes: no gradient need ever tell of a metric's use."""
+        """Raise VerificationError if padding changes an output without a token axis, such as a metric."""
         output, mine = self.outputs[index], self.run.outputs[index]
         if not self.has_padding or not isinstance(mine, torch.Tensor) or output.is_over_tokens:
             return
@@ -104,9 +104,9 @@ class Probe:
             )
 
     def compare_output(self, index: int, theirs: Any, rounding: float = 0.0) -> float | None:
-        """The largest relative difference of an output; None if it cannot be compared.
+        """Return the largest relative difference of an output; None if it cannot be compared.
 
-        `rounding`: a difference that is none, in addition to what rounding of frontier values makes.
+        `rounding`: absolute tolerance, in addition to the effect of rounding frontier values.
         """
         mine, output = self.run.outputs[index], self.outputs[index]
         what = f"output {index} ({output.name})"
@@ -121,7 +121,7 @@ class Probe:
         mine, theirs, rounded = real_parts(mine.detach()), real_parts(theirs.detach()), real_parts(self.rounded[index])
         mask = self.masks[index] = self._defined(index, mine, theirs)
         if not mine.is_floating_point():
-            if not self.all_finite:  # an index of a largest number says nothing where that may be NaN
+            if not self.all_finite:  # an argmax is not comparable if the maximum may be NaN
                 return None
             return compare_exactly(what, mine, theirs, mask & (rounded == mine), self.dtype)
         if not bool(mask.any()):
@@ -131,7 +131,7 @@ class Probe:
         return compare_values(what, mine, theirs, mask, self.tolerance, max(beyond, rounding))
 
     def _defined(self, index: int, mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-        """Entries that do not depend on padding, bool."""
+        """Return the mask, bool, of entries that are comparable and do not depend on padding."""
         compared = comparable(mine, theirs, self.all_finite)
         if not self.has_padding:
             return compared
@@ -139,26 +139,26 @@ class Probe:
         same = (others[0] == mine) & (others[1] == mine)
         if not mine.is_floating_point():
             return same
-        # Of many entries at padding some come near to what they were by chance, and a token's never change. What is
-        # summed over tokens may change by rounding.
+        # Exact for outputs over tokens: entries of real tokens never change, and among many at padding some would come
+        # close by chance. Sums over tokens may change by rounding.
         if not self.outputs[index].is_over_tokens:
             same |= (others[0] - mine).abs() <= self.tolerance * largest_entry(theirs)
         return same & theirs.isfinite() & compared
 
     def is_differentiable(self, index: int, out: Any) -> bool:
-        """Whether gradients may be taken of an output."""
+        """Return whether an output is compared by its gradients, too."""
         is_rounded = bool(out.is_floating_point() or out.is_complex())
         return is_rounded and not self.outputs[index].is_cache
 
     def cotangent(self, index: int, theirs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Random numbers where the output is defined and finite."""
+        """Draw a random cotangent, zero where the output is undefined or not finite."""
         parts = real_parts(theirs.detach())
         drawn = torch.randn(parts.shape, generator=generator, device=theirs.device, dtype=torch.float32)
         drawn = drawn.masked_fill(~(self.masks[index] & parts.isfinite()), 0).to(parts.dtype)
         return torch.view_as_complex(drawn) if theirs.is_complex() else drawn
 
     def conditioning(self, cotangents: dict[int, torch.Tensor]) -> float:
-        """How much rounding of frontier values changes the gradients that go to them, relative to these."""
+        """Return the relative change of the gradients of frontier values when these are perturbed by rounding."""
         plain = self._frontier_gradients([value.detach() for value in self.run.frontier], cotangents)
         again = self._frontier_gradients([self._rounded(value) for value in self.run.frontier], cotangents)
         change = max((largest_entry(a - b) for a, b in zip(again, plain, strict=True)), default=0.0)
@@ -169,7 +169,7 @@ class Probe:
         self, frontier: Sequence[torch.Tensor], cotangents: dict[int, torch.Tensor]
     ) -> list[torch.Tensor]:
         leaves = [
-            value.requires_grad_(one.requires_grad) for value, one in zip(frontier, self.run.frontier, strict=True)
+            value.requires_grad_(old.requires_grad) for value, old in zip(frontier, self.run.frontier, strict=True)
         ]
         outputs = self.run.outputs_of(leaves)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -179,53 +179,53 @@ class Probe:
 def gradients_of(
     outputs: Sequence[Any], inputs: Sequence[torch.Tensor], cotangents: dict[int, torch.Tensor], keep: bool = False
 ) -> Sequence[torch.Tensor | None]:
-    """Gradients of some outputs, by their position, weighted by `cotangents`; `keep` their graph for another time."""
-    kept = [i for i in cotangents if outputs[i].requires_grad]
-    if not kept or not inputs:
+    """Return gradients of outputs for `inputs`, with cotangents by output position; `keep`: retain the graph."""
+    positions = [i for i in cotangents if outputs[i].requires_grad]
+    if not positions or not inputs:
         return [None] * len(inputs)
-    seeds = [cotangents[i] for i in kept]
-    return torch.autograd.grad([outputs[i] for i in kept], inputs, seeds, retain_graph=keep, allow_unused=True)
+    seeds = [cotangents[i] for i in positions]
+    return torch.autograd.grad([outputs[i] for i in positions], inputs, seeds, retain_graph=keep, allow_unused=True)
 
 
 def precision(executable: Executable, device: torch.device) -> torch.dtype:
-    """The least precise dtype that values which depend on parameters are computed in."""
+    """Return the least precise dtype of values that depend on parameters."""
     least = executable.comparison.precision
     if least is torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
-        return torch.float16  # as many bits as TF32 has
+        return torch.float16  # the same mantissa as TF32
     return least
 
 
 def real_parts(value: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs of real ones, along a new last dimension; others as they are."""
+    """View complex values as pairs of reals along a new last dimension; return others unchanged."""
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
 def of_parts(mask: torch.Tensor) -> torch.Tensor:
-    """A mask of complex numbers as one of their real and imaginary parts."""
+    """Expand a mask of complex entries to their real and imaginary parts."""
     return mask[..., None].expand(*mask.shape, 2)
 
 
 def largest_entry(value: torch.Tensor) -> float:
-    """The largest magnitude of the finite entries."""
+    """Return the largest magnitude of the finite entries; 0 if there are none."""
     if not value.numel():
         return 0.0
     return float(torch.nan_to_num(value.detach(), nan=0.0, posinf=0.0, neginf=0.0).abs().max())
 
 
 def are_finite(values: Iterable[Any]) -> bool:
-    """Whether all numbers of all tensors are finite."""
+    """Return whether all entries of all tensors are finite."""
     return all(bool(value.isfinite().all()) for value in values if isinstance(value, torch.Tensor))
 
 
 def comparable(mine: torch.Tensor, theirs: torch.Tensor, all_finite: bool) -> torch.Tensor:
-    """Which numbers are compared, bool: all, or those that are finite in both, if not `all_finite` of the program."""
+    """Return the mask, bool, of compared entries: all, or those finite in both if the program is not `all_finite`."""
     return torch.ones_like(mine, dtype=torch.bool) if all_finite else mine.isfinite() & theirs.isfinite()
 
 
 def compare_exactly(
     what: str, mine: torch.Tensor, theirs: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype
 ) -> float | None:
-    """Whole numbers: equal; in less precision than float64 there may be a tie, or one in a hundred."""
+    """Compare integers for equality; below float64 allow one mismatch plus one per hundred, because ties may break."""
     count = int(mask.sum())
     wrong = int(((mine != theirs) & mask).sum())
     if wrong > (0 if dtype is torch.float64 else 1 + count // 100):
@@ -236,7 +236,7 @@ def compare_exactly(
 def compare_values(
     what: str, mine: torch.Tensor, theirs: torch.Tensor, mask: torch.Tensor, tolerance: float, rounding: float = 0.0
 ) -> float:
-    """The largest difference, relative to the largest entry, where `mask` holds.
+    """Return the largest difference, relative to the largest entry, where `mask` holds.
 
     Raises:
         VerificationError: it is beyond the tolerance, and beyond `rounding` in absolute terms.
@@ -253,13 +253,13 @@ def compare_values(
 
 
 def require(holds: bool, what: str, expected: Any, got: Any) -> None:
-    """Raise `VerificationError` unless something holds."""
+    """Raise `VerificationError` unless `holds`."""
     if not holds:
         raise difference(what, str(expected), str(got))
 
 
 def difference(what: str, expected: str, got: str) -> VerificationError:
-    """The error for something that differs."""
+    """Return the error for a difference from the captured program."""
     return VerificationError(
         f"{what} differs from the captured program",
         expected=expected,

@@ -1,8 +1,8 @@
-"""A small call of a compiled program: some rows and columns of a real one, for comparing it with the captured program.
+"""Cut a small call for the self-check out of a real one: some rows and columns of its inputs.
 
-Every size of the program is an expression in symbols, so that its inputs may be cut to any sizes that the guards of the
-trace allow; what the data then means does not matter, for both programs get the same. What must not happen is an index
-out of bounds (on a GPU it ends the process): an axis that is indexed by data keeps its length.
+Sizes of the program are expressions in SymInts, so that inputs may be cut to any sizes that the guards of the trace
+allow; the data need not be meaningful, because both programs get the same. But no index may be out of bounds (on a GPU
+that ends the process), so an axis that is indexed by data keeps its length.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from dta_compile.runtime.calls.planned_call import PlannedCall
 from dta_compile.runtime.rows.batch_rows import Integers
 
 MOST_ROWS = 4
-LEAST_TOKENS = 256  # that are always few enough; of a larger call, a share of what its tree runs
+LEAST_TOKENS = 256  # limit of tokens of a small call; for larger calls, 1 / SHARE of the tree's tokens
 SHARE = 20
 LEAST_COLUMNS = 16
-WHOLE = 4  # times so many tokens if the sizes cannot be cut further
+WHOLE = 4  # factor on the limit if the sizes cannot be cut further
 
 Sizes = Mapping[sympy.Symbol, int]
 
 
 class NotSampled(Exception):
-    """Why there is no small call to be made of a call."""
+    """Reason why no small call can be made."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Inputs of a small call, its rows and columns, and the bytes that it and its gradients may take."""
+    """Inputs of a small call, its numbers of rows and columns, and an upper bound of its memory in bytes."""
 
     args: list[Any]
     rows: int
@@ -47,7 +47,7 @@ class Sample:
 
 
 def sample(call: PlannedCall) -> Sample:
-    """Rows of a planned call that share something if any do, and columns around the place where they fork.
+    """Cut out rows of a planned call that share a prefix, if any do, and columns around their fork.
 
     Raises:
         NotSampled: its sizes cannot be cut, and it is too large to be run as it is.
@@ -64,7 +64,7 @@ def sample(call: PlannedCall) -> Sample:
 
 
 def _candidates(call: PlannedCall, limit: int, fixed: Collection[sympy.Basic]) -> Iterator[tuple[int, int]]:
-    """Numbers of rows and columns, the most wanted first."""
+    """Yield numbers of rows and columns in order of preference."""
     batch, tokens = _free_symbol(call.executable.batch), _free_symbol(call.executable.tokens)
     whole_rows = batch is None or batch in fixed or batch != call.executable.batch
     some = range(min(2, call.batch), min(MOST_ROWS, call.batch) + 1)
@@ -78,7 +78,7 @@ def _candidates(call: PlannedCall, limit: int, fixed: Collection[sympy.Basic]) -
 
 
 def _free_symbol(expr: sympy.Expr | None) -> sympy.Symbol | None:
-    """The one symbol of a size."""
+    """Return the symbol of a size; None if there is not exactly one."""
     symbols = expr.free_symbols if expr is not None else set()
     return next(iter(symbols)) if len(symbols) == 1 else None
 
@@ -86,18 +86,18 @@ def _free_symbol(expr: sympy.Expr | None) -> sympy.Symbol | None:
 def _resized(
     call: PlannedCall, values: Sizes, rows: int, columns: int, fixed: Collection[sympy.Basic]
 ) -> dict[sympy.Symbol, int] | None:
-    """Numbers for the symbols with which the call has so many rows and columns.
+    """Return values of the symbols for which the call has the given rows and columns; None if there are none.
 
-    Inputs may have symbols of their own for these sizes: those that are equal change too, unless they are `fixed`.
+    Inputs may have separate symbols for these sizes: symbols of equal value change, too, unless they are `fixed`.
     """
     new, executable = dict(values), call.executable
     for expr, size, wanted in ((executable.batch, call.batch, rows), (executable.tokens, call.tokens, columns)):
         if size != wanted:
             symbol = _free_symbol(expr)
             assert symbol is not None
-            for one, value in values.items():
-                if one == symbol or (value == values[symbol] and one not in fixed):
-                    new[one] -= size - wanted
+            for other, value in values.items():
+                if other == symbol or (value == values[symbol] and other not in fixed):
+                    new[other] -= size - wanted
             if _evaluate(expr, new) != wanted:
                 return None
     return new
@@ -108,14 +108,13 @@ def _evaluate(expr: Any, values: Sizes) -> Any:
 
 
 def _is_allowed(call: PlannedCall, values: Sizes) -> bool:
-    """Whether sizes are such as the trace assumed."""
+    """Return whether sizes satisfy the assumptions and guards of the trace."""
     assumed = call.executable.comparison
     least = all(assumed.least[symbol] <= value for symbol, value in values.items() if symbol in assumed.least)
     return least and not any(_evaluate(guard, values) == sympy.false for guard in assumed.guards)
 
 
 def _cut(call: PlannedCall, old: Sizes, new: Sizes, rows: int, columns: int) -> list[Any]:
-    """The inputs at the new sizes."""
     chosen, where = _rows_and_columns(call, rows, columns)
     changed = {symbol for symbol, value in new.items() if value != old[symbol]}
     return [
@@ -151,7 +150,7 @@ def _cut_input(
 
 
 def _picked(value: torch.Tensor, dim: int, length: int, columns: Integers) -> torch.Tensor:
-    """At most `length` entries, at the columns as far as there are so many."""
+    """Select at most `length` entries along `dim`, at `columns`, shifted to fit the size."""
     size = value.shape[dim]
     length = min(length, size)
     index = np.resize(columns, length) - max(0, int(columns[:length].max(initial=0)) - (size - 1))
@@ -159,7 +158,7 @@ def _picked(value: torch.Tensor, dim: int, length: int, columns: Integers) -> to
 
 
 def _in_order_of(arg: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A copy of the value with its dimensions in the same order in memory as those of the argument."""
+    """Copy a value into the memory order of dimensions of the argument that it is cut from."""
     order = sorted(range(arg.dim()), key=arg.stride, reverse=True)
     inverse = [order.index(i) for i in range(arg.dim())]
     copy = value.permute(order).contiguous().permute(inverse)
@@ -167,7 +166,7 @@ def _in_order_of(arg: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_and_columns(call: PlannedCall, rows: int, columns: int) -> tuple[list[int], Integers]:
-    """That many rows and columns of the batch, around the place where two sequences fork.
+    """Choose rows and columns of the batch around the fork of two sequences.
 
     The sequences are neighbours in lexicographic order, the shortest that share something and then fork, if any do.
     """
@@ -178,14 +177,14 @@ def _rows_and_columns(call: PlannedCall, rows: int, columns: int) -> tuple[list[
     chosen = list(dict.fromkeys([*near, *range(call.batch)]))[:rows]
     packed = tokens.segments is not None
     pair = tree.order[max(0, position - 1) : position + 1] if packed else tree.order[position : position + 1]
-    pieces = [_around_fork(call, int(one), int(tree.common[position]), columns // len(pair)) for one in pair]
+    pieces = [_around_fork(call, int(sequence), int(tree.common[position]), columns // len(pair)) for sequence in pair]
     wanted = np.unique(np.concatenate(pieces))
     others = np.setdiff1d(np.arange(call.tokens), wanted)
     return chosen if rows < call.batch else list(range(rows)), np.sort(np.append(wanted, others)[:columns])
 
 
 def _around_fork(call: PlannedCall, sequence: int, depth: int, columns: int) -> Integers:
-    """Columns of the batch next to the one where a sequence forks."""
+    """Return columns of the batch around the fork of a sequence."""
     real = call.rows.tokens.places_of(sequence) % call.tokens
     fork = int(real[min(depth, len(real) - 1)]) if len(real) else 0
     start = int(np.clip(fork - columns // 2, 0, call.tokens - columns))
@@ -193,14 +192,14 @@ def _around_fork(call: PlannedCall, sequence: int, depth: int, columns: int) -> 
 
 
 def _forking(tree: PrefixTree) -> int:
-    """Where in lexicographic order the shortest sequence is that shares something with the one before, and forks."""
+    """Return the lexicographic position of the shortest sequence that shares a prefix with the one before and forks."""
     lengths, common = tree.lengths[tree.order], tree.common
     longer, shorter = (np.append(0, choose(lengths[1:], lengths[:-1])) for choose in (np.maximum, np.minimum))
     return int(np.lexsort((longer, common >= shorter, common == 0, shorter == 0))[0])
 
 
 def _bytes(call: PlannedCall, new: Sizes) -> int:
-    """At most what both programs hold at one time: all intermediate values, and gradients of all parameters."""
+    """Bound the memory of both programs: all intermediate values, and gradients of all parameters."""
     executable = call.executable
     total = 0
     for shape, bytes_of_one in executable.comparison.bytes.items():

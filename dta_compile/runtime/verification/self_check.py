@@ -1,15 +1,15 @@
-"""The reference: the captured program run as it is, on the dense batch, by ordinary autograd.
+"""Compare calls with the captured program, run densely by ordinary autograd.
 
-`options={"verify": ...}` says which calls are compared with it, in every output and every gradient, before any of them
-is handed out: by default the first, on a few of its rows (`self_check`); "first" and "always" as a whole (`verified`).
+`options={"verify": ...}` says which calls are compared, in every output and every gradient, before any of them is
+returned: by default a few rows of the first call (`self_check`); "first" and "always" whole calls (`verified`).
 
-What the comparison allows is a share of the largest entry, and in addition what rounding may do: a loss that is the
-difference of equal sums is nothing but rounding. So the epilogue is run once more on rounded frontier values; and if
-there is padding, twice on others there, which shows what outputs depend on it: such entries of tokens are not compared,
-and an output of whole sequences, a metric say, is refused. Where there is a difference all the same, the captured
-program itself is run on rounded weights: what that changes is rounding, too, as in the divergence of two equal models.
-Where its numbers are not all finite, what is finite in both is compared, and nobody is blamed for the rest: kernels
-differ in how far a NaN reaches.
+The tolerance is relative to the largest entry, plus an estimate of rounding, because a loss that is the difference of
+equal sums is nothing but rounding. For the estimate the epilogue runs once more on perturbed frontier values. With
+padding it also runs twice with other values there, which shows the outputs that depend on padding: such entries of
+tokens are not compared, and an output of whole sequences, such as a metric, is refused. If a difference remains, the
+captured program runs on perturbed weights, and changes by that are allowed, too (the divergence of two equal models is
+all rounding). If the program has non-finite values, only entries that are finite in both are compared, because kernels
+differ in how far a NaN spreads.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from dta_compile.runtime.verification.probe import (
 )
 from dta_compile.runtime.verification.sample import NotSampled, sample
 
-RunSmall = Callable[[int, Sequence[Any]], Run]  # of a number of columns and the inputs of a small call
+RunSmall = Callable[[int, Sequence[Any]], Run]  # from the number of columns and the inputs of a small call
 
-SHARE = 0.1  # of the first call's time that the self-check may take
-UNNOTICED = 0.25  # seconds that it may take in any case: the first call with generated code compiles nothing
-PASSES = {True: 8.0, False: 3.0}  # what it takes with and without gradients, in forward passes of the captured program
+SHARE = 0.1  # largest share of the first call's time for the self-check
+UNNOTICED = 0.25  # seconds that it may take in any case; the first call with generated code compiles nothing
+PASSES = {True: 8.0, False: 3.0}  # its cost with and without gradients, in forward passes of the captured program
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The largest accepted differences, relative to the largest entry; None: nothing could be compared."""
+    """Largest accepted differences, relative to the largest entry; None: nothing could be compared."""
 
     outputs: float | None
     gradients: float | None
@@ -64,12 +64,12 @@ class Verdict:
 def verified(
     captured: fx.GraphModule, run: Callable[[Sequence[Any]], Run], args: Sequence[Any]
 ) -> tuple[tuple[Any, ...], str]:
-    """The outputs of a call that `run` runs, compared with the reference as their gradients are; and the verdict.
+    """Run a call, compare its outputs and gradients with the captured program, and return outputs and verdict.
 
     Raises:
         VerificationError: naming the output or parameter that differs, by how much, and the tolerance.
     """
-    # Gradients are taken for views: hooks that are registered on the parameters are for the user's own backward.
+    # Gradients are taken for views, so that hooks on parameters run in the user's own backward only.
     viewed = [arg.view_as(arg) if takes_gradient(arg) else arg for arg in args]
     ran = run(viewed)
     if reason := _not_comparable(ran.call):
@@ -89,9 +89,9 @@ def self_check(
     compile_seconds: float,
     when: str = "at the first call",
 ) -> str:
-    """Compare a few rows of a planned call, as a small call of its own; returns the verdict, or why there is none.
+    """Compare a few rows of a planned call, run as a small call; return the verdict, or the reason for skipping.
 
-    Whatever else fails is left to the call itself. `when` is said in the verdict.
+    Other errors skip the check, too: the call itself will raise them. `when` becomes part of the verdict.
 
     Raises:
         VerificationError: naming the output or parameter that differs, by how much, and the tolerance.
@@ -111,7 +111,7 @@ def _self_check(
     call: PlannedCall, captured: fx.GraphModule, run_small: RunSmall, compile_seconds: float, when: str
 ) -> str:
     generated = call.executable.joint.generated
-    if generated is not None:  # the call itself needs it, too
+    if generated is not None:  # the call itself needs the code, too
         graphs = ["forward", "backward"] if _trains(call.executable) else ["forward_only"]
         generated.prepare(graphs, wait=call.context.ranks.several)
     started = time.perf_counter()
@@ -132,12 +132,12 @@ def _self_check(
 def _captured_in_time(
     call: PlannedCall, captured: fx.GraphModule, args: Sequence[Any], compile_seconds: float, scale: float
 ) -> tuple[Any, ...]:
-    """The captured program's outputs; raises `NotSampled` if the rest would take longer than it may.
+    """Return the captured program's outputs; raise `NotSampled` if the rest of the check would take too long.
 
-    `scale`: how many times as many tokens the whole call has.
+    `scale`: tokens of the whole call per token of the small one.
     """
     trains = _trains(call.executable)
-    for _attempt in range(2):  # the first run may have loaded kernels
+    for _attempt in range(2):  # the first attempt may include loading kernels
         begun = time.perf_counter()
         outputs = run_captured(captured, args)
         if call.device.type == "cuda":
@@ -154,13 +154,13 @@ def _trains(executable: Executable) -> bool:
 
 
 def _detached(args: Sequence[Any]) -> list[Any]:
-    """The same inputs as leaves of their own, without hooks."""
+    """Return the inputs as new autograd leaves, without hooks."""
     return [arg.detach().requires_grad_() if takes_gradient(arg) else arg for arg in args]
 
 
 @contextlib.contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Autocast as around the call, but with no casts left in its cache; and no hooks that are for the call's values."""
+    """Isolate the check: autocast without its cache, random state restored, no saved-tensor hooks of the caller."""
     with contextlib.ExitStack() as stack:
         for kind in {"cpu", device.type}:
             if torch.amp.is_autocast_available(kind):
@@ -172,7 +172,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def _not_comparable(call: PlannedCall) -> str:
-    """Why a call may differ from one of the captured program; "": it may not."""
+    """Return the reason why a call may differ from the captured program; "" if it may not."""
     if call.restarts:
         return "the program's recurrences run on from one sequence of a packed row into the next"
     return call.executable.comparison.incomparable
@@ -184,7 +184,7 @@ def compare(
     """Compare the outputs of a run, and their gradients for `inputs`, with those of the captured program.
 
     Raises:
-        VerificationError: naming what differs.
+        VerificationError: naming the output or gradient that differs.
     """
     executable, probe = run.call.executable, Probe(run, are_finite(expected))
     rounded = Rounded(captured, their_inputs)
@@ -192,11 +192,11 @@ def compare(
         probe.require_no_padding(i)
     compared = [_compare_output(probe, rounded, i, theirs) for i, theirs in enumerate(expected)]
     outputs = max((x for x in compared if x is not None), default=None)
-    kept = [i for i, out in enumerate(run.outputs) if compared[i] is not None and probe.is_differentiable(i, out)]
-    if not kept or not _trains(executable):
+    indices = [i for i, out in enumerate(run.outputs) if compared[i] is not None and probe.is_differentiable(i, out)]
+    if not indices or not _trains(executable):
         return Verdict(outputs, None, _trains(executable))
     generator = torch.Generator(run.call.device).manual_seed(0)
-    cotangents = {i: probe.cotangent(i, expected[i], generator) for i in kept}
+    cotangents = {i: probe.cotangent(i, expected[i], generator) for i in indices}
     gradients = _compare_gradients(probe, rounded, run.outputs, inputs, expected, their_inputs, cotangents)
     return Verdict(outputs, gradients, trains=True)
 
@@ -217,7 +217,7 @@ def _compare_gradients(
     their_inputs: Sequence[Any],
     cotangents: dict[int, torch.Tensor],
 ) -> float | None:
-    """The largest relative difference; None if nothing is finite in both, or all is only rounding."""
+    """Return the largest relative difference; None if nothing is finite in both, or gradients are mere rounding."""
     trained = [i for i, arg in enumerate(their_inputs) if takes_gradient(arg)]
     theirs = gradients_of(expected, [their_inputs[i] for i in trained], cotangents)
     conditioning = probe.conditioning(cotangents)
@@ -228,40 +228,40 @@ def _compare_gradients(
     largest = max((largest_entry(grad) for grad in theirs if grad is not None), default=0.0)
     share = probe.rounding + NOISE * conditioning
 
-    def compare_gradient(what: str, one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor, more: float) -> float:
-        return compare_values(what, one, other, mask, probe.tolerance, max(share * largest, more))
+    def compare_gradient(what: str, got: torch.Tensor, want: torch.Tensor, mask: torch.Tensor, more: float) -> float:
+        return compare_values(what, got, want, mask, probe.tolerance, max(share * largest, more))
 
     change = functools.partial(rounded.change_of_gradients, trained, theirs, cotangents)
     all_finite = are_finite(theirs)
-    found = [0.0] if all_finite else []
-    for i, one, other in zip(trained, mine, theirs, strict=True):
-        known = one if one is not None else other
-        if known is not None:
-            one, other = (real_parts(torch.zeros_like(known) if grad is None else grad) for grad in (one, other))
-            mask = comparable(one, other, all_finite)
+    gaps = [0.0] if all_finite else []
+    for i, got, want in zip(trained, mine, theirs, strict=True):
+        example = got if got is not None else want
+        if example is not None:
+            got, want = (real_parts(torch.zeros_like(example) if grad is None else grad) for grad in (got, want))
+            mask = comparable(got, want, all_finite)
             what = f"the gradient of {inputs_of[i].name}"
             if bool(mask.any()) or all_finite:
-                found.append(but_for_rounding(functools.partial(compare_gradient, what, one, other, mask), change))
-    return max(found, default=None)
+                gaps.append(but_for_rounding(functools.partial(compare_gradient, what, got, want, mask), change))
+    return max(gaps, default=None)
 
 
 Compared = TypeVar("Compared")
 
-LAST_PLACES = 1  # that a weight is changed by, about
+LAST_PLACES = 1  # perturbation of weights, about so many units in the last place
 
 
 def run_captured(captured: fx.GraphModule, args: Sequence[Any]) -> tuple[Any, ...]:
-    """The outputs of the captured program as it is."""
+    """Run the captured program densely and return its outputs."""
     return tuple(as_captured(captured)(*args))
 
 
 def takes_gradient(arg: Any) -> bool:
-    """Whether an input of a call has a gradient."""
+    """Return whether an input of a call gets a gradient."""
     return isinstance(arg, torch.Tensor) and arg.requires_grad and torch.is_grad_enabled()
 
 
 def but_for_rounding(compared: Callable[[float], Compared], change: Callable[[], float]) -> Compared:
-    """A comparison with a difference that is allowed for; where it fails without any, with what rounding changes."""
+    """Run a comparison with no extra tolerance; if it fails, again with the `change` caused by rounding."""
     try:
         return compared(0.0)
     except VerificationError:
@@ -272,10 +272,10 @@ def but_for_rounding(compared: Callable[[float], Compared], change: Callable[[],
 
 
 class Rounded:
-    """The captured program on weights with differences of the size of its rounding. It runs once it is asked for.
+    """Captured program on weights perturbed by the size of its rounding; runs lazily.
 
     Args:
-        args: the inputs of the run that changes are measured from.
+        args: inputs of the unperturbed run.
     """
 
     def __init__(self, captured: fx.GraphModule, args: Sequence[Any]) -> None:
@@ -292,20 +292,20 @@ class Rounded:
         return run_captured(self._captured, self._inputs)
 
     def change_of_output(self, index: int, plain: Any, mask: torch.Tensor | None) -> float:
-        """The largest change of an output from what it was, where `mask` holds."""
-        other = self._outputs[index]
-        if mask is None or not isinstance(plain, torch.Tensor) or other.shape != plain.shape:
+        """Return the largest change of an output from its unperturbed value, where `mask` holds."""
+        perturbed = self._outputs[index]
+        if mask is None or not isinstance(plain, torch.Tensor) or perturbed.shape != plain.shape:
             return 0.0
-        changed, before = real_parts(other.detach()), real_parts(plain.detach())
+        changed, before = real_parts(perturbed.detach()), real_parts(plain.detach())
         return largest_entry(torch.where(mask, changed - before, 0)) if before.is_floating_point() else 0.0
 
     def change_of_gradients(
         self, inputs: Sequence[int], plain: Sequence[torch.Tensor | None], cotangents: dict[int, torch.Tensor]
     ) -> float:
-        """The largest change of any gradient for some inputs from what it was."""
+        """Return the largest change of any gradient for the given inputs."""
         if self._change_of_gradients is None:
-            again = gradients_of(self._outputs, [self._inputs[i] for i in inputs], cotangents)
-            changes = (a - b for a, b in zip(again, plain, strict=True) if a is not None and b is not None)
+            perturbed = gradients_of(self._outputs, [self._inputs[i] for i in inputs], cotangents)
+            changes = (a - b for a, b in zip(perturbed, plain, strict=True) if a is not None and b is not None)
             self._change_of_gradients = max(map(largest_entry, changes), default=0.0)
         return self._change_of_gradients
 
@@ -316,7 +316,7 @@ def _is_weight(arg: Any) -> bool:
 
 
 def _coarsest(captured: fx.GraphModule) -> float:
-    """The largest rounding unit of what a program computes: a softmax in float32 rounds so whatever weights do."""
+    """Return the largest machine epsilon among a program's values, such as that of a softmax in float32."""
     parts = [part for part in captured.modules() if isinstance(part, fx.GraphModule)]
     values = [node.meta.get("example_value") for part in parts for node in part.graph.nodes]
     floats = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()}

@@ -1,6 +1,7 @@
 """Prefix sharing for training: the `torch.compile` backend "dta" runs causal LMs over the prefix tree of a batch.
 
-The names below are the public interface. Importing the package is light: torch is imported when a name needs it.
+The names in `__all__` are the public interface. Importing the package is cheap: torch is imported when a name
+needs it.
 """
 
 from __future__ import annotations

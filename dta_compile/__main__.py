@@ -1,4 +1,4 @@
-"""`python -m dta_compile` is the command `dta`."""
+"""Run the command `dta` as `python -m dta_compile`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The public functions that need a compiled callable: `last_plan`, `explain` and `streaming_step`."""
+"""Public functions that take a compiled callable: `last_plan`, `explain` and `streaming_step`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from dta_compile.runtime.interception import Intercepted, intercept
 
 
 def last_plan(compiled: Any) -> Plan:
-    """The plan of the latest call of a compiled function or module; of several batches of different sizes, the first's.
+    """Return the plan of the latest call of a compiled function or module.
+
+    A call with several batches of different sizes has a plan for each; this is the one of the first batch.
 
     Args:
-        compiled: what `torch.compile(..., backend="dta")` returned, or a module after `.compile(backend="dta")`.
+        compiled: the result of `torch.compile(..., backend="dta")`, or a module after `.compile(backend="dta")`.
 
     Raises:
-        OptionError: it is not compiled, or has made no call over a tree yet.
+        OptionError: `compiled` is not compiled, or has made no call over a tree yet.
     """
     record = records.of(compiled)
     plan = record.plan
@@ -42,9 +44,9 @@ def last_plan(compiled: Any) -> Plan:
 def streaming_step(
     compiled: Any, loss_fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
 ) -> list[torch.Tensor]:
-    """Forward and backward in one pass for a loss that is a sum over sequences (paper Algorithms 2 and 3).
+    """Run forward and backward in one pass for a loss that is a sum over sequences (paper Algorithms 2 and 3).
 
-    Each sequence's loss is evaluated when its last token is on the stack, and what no other sequence needs goes
+    Each sequence's loss is evaluated when its last token is on the stack. Chunks that no other sequence needs then go
     backward at once, so that outputs never exist for the whole batch. Gradients are added to `.grad`, as by
     `backward()`.
 
@@ -59,7 +61,7 @@ def streaming_step(
         The detached losses, one a row.
 
     Raises:
-        RefusalError: the compiled function mixes sequences, so its outputs do not exist row by row.
+        RefusalError: the compiled function mixes sequences, so that its outputs do not exist row by row.
     """
     if not torch.is_grad_enabled():
         raise OptionError("streaming_step trains", expected="gradients enabled", got="torch.no_grad()")
@@ -67,15 +69,15 @@ def streaming_step(
 
 
 def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
-    """What the backend makes of a call, without running the token region: print the result.
+    """Report how the backend compiles and plans a call, without running the token region; print the result.
 
     Args:
         fn: a function or module, compiled or not.
         *args, **kwargs: arguments of the call to explain.
 
     Returns:
-        Regions, attention layers with their mask class, prefix-key inputs, frontier tensors with bytes, plan summary;
-        or for a refusal its reason with the user's line.
+        The regions, attention layers with their mask class, prefix-key inputs, frontier tensors with bytes and a plan
+        summary; for a refused call the reason with the user's line.
     """
     compiled = torch.compile(dynamo.uncompiled(fn), backend=_explain_backend)
     with intercept(_leave_with_explanation):
@@ -90,7 +92,7 @@ def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
 
 
 class _Explained(BaseException):
-    """Leaves a call that is explained."""
+    """Carry an explanation out of the call that it is about. No `Exception`, so that user code does not catch it."""
 
     def __init__(self, explanation: Explanation) -> None:
         super().__init__()

@@ -1,4 +1,8 @@
-"""The torch.compile backend: from Dynamo's graph to a callable, one named call per stage."""
+"""The torch.compile backend "dta": turn Dynamo's graph into a callable, one named call per stage.
+
+Runs the graph classification, rewrites of the captured graph, the passes (or the program cache), and wraps the
+`Executable` in an `Engine`.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +63,9 @@ def dta(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Compiled:
-    """Backend of `torch.compile(..., backend="dta", options={...})`; see `dta_compile.options.Options`.
+    """Compile one graph for `torch.compile(..., backend="dta", options={...})`; see `dta_compile.options.Options`.
 
-    Errors of ours are raised by the call itself, typed, not wrapped by Dynamo.
+    Our errors are raised by the compiled call itself with their own type, because Dynamo would wrap them here.
     """
     try:
         if mode is not None:
@@ -69,7 +73,7 @@ def dta(
         parsed = Options.parse(options)
     except OptionError as error:
         return Refused(error)
-    if calls := refused_calls(module):  # also if what is refused may run densely: that would be wrong as well
+    if calls := refused_calls(module):  # even with fallback="dense": these are wrong densely as well
         return Refused(_refusal_by(calls[0]))
     graph = classify(module)
     record = records.current()
@@ -85,7 +89,7 @@ def dta(
         ranks = Ranks(graph.local.group if graph.local else None)
         seconds = time.perf_counter() - started
         if FOUND in executable.seconds:
-            seconds = sum(executable.seconds.values())  # the self-check may take as long as where the passes ran
+            seconds = sum(executable.seconds.values())  # the self-check gets as much time as after passes
         engine = Engine(executable, captured, parsed, seconds, ranks)
     except GraphWithoutAttention as plain:
         if plain.log is None and graph.refusal is not None and graph.training:
@@ -94,7 +98,7 @@ def dta(
     except ContractError as broken:
         return _refused(_bug(broken), graph.module, parsed)
     except RefusalError as refusal:
-        if graph.refusal is not None and not graph.training:  # attention written out, with a cache of its own perhaps
+        if graph.refusal is not None and not graph.training:  # may be attention written out with a KV cache of its own
             return _plain(graph.module, str(refusal))
         return _refused(refusal, graph.module, parsed)
     trace_artifact("dta_capture", lambda: capture_report(executable))
@@ -121,7 +125,7 @@ def _bug(broken: ContractError) -> RefusalError:
 
 
 def _compiled(graph: Captured, options: Options) -> tuple[Executable, fx.GraphModule]:
-    """What is run over a tree, and the graph that it is compared with."""
+    """Run the passes; return the executable and the rewritten graph that the self-check compares it with."""
     program: Program | None = None
     try:
         with _autograd_of_our_own():
@@ -129,14 +133,14 @@ def _compiled(graph: Captured, options: Options) -> tuple[Executable, fx.GraphMo
             refuse_final_states(captured)
             module = with_our_convolutions(with_our_attention(without_flex_attention(captured)))
             program = Program(module, graph.training, options.codegen, graph.own_symbols)
-            if graph.local:  # groups of ranks are this process's own
+            if graph.local:  # process groups cannot go to the program cache
                 return seal(run_passes(program, skip=options.skip_passes)), module
             return analysed(program, options), module
     except SelectionRefusal:
         raise
     except (RefusalError, GraphWithoutAttention):
         if selects_rows(graph.module.graph if program is None or program.module is None else program.graph):
-            dynamo.trace_again_without_selections()  # as it would be without us, Dynamo ends the graph there
+            dynamo.trace_again_without_selections()  # then Dynamo breaks the graph there, as for any other backend
         raise
     except AmbiguousAxes as ambiguous:
         if graph.own_symbols and ambiguous.refusal is not None and ambiguous.length is not None:
@@ -147,15 +151,15 @@ def _compiled(graph: Captured, options: Options) -> tuple[Executable, fx.GraphMo
 def _for_one_length(
     graph: Captured, module: fx.GraphModule, options: Options, why: RefusalError, length: int
 ) -> Executable:
-    """What is run over a tree of a graph that holds for one number of tokens, as Dynamo's guards say of each call."""
+    """Compile a graph that Dynamo's guards restrict to one number of tokens; raise `why` if that is impossible."""
     records.current().note_length(length, why.where)
     env = shape_env_of(module)
-    assert env is not None  # sizes were symbolic before the graph made one a constant
+    assert env is not None  # sizes were symbolic until the graph specialised one
     try:
         with _autograd_of_our_own(), symbol_of_length(env, length) as size:
             program = Program(module, graph.training, options.codegen, graph.own_symbols, length=size)
             run_passes(program, skip=options.skip_passes)
-            if not expression(size).free_symbols:  # a pass took the size for a number
+            if not expression(size).free_symbols:  # a pass specialised the size
                 raise why
             return seal(program)
     except AmbiguousAxes as ambiguous:
@@ -179,14 +183,14 @@ def _refused(refusal: RefusalError, module: fx.GraphModule, options: Options) ->
 
 @contextlib.contextmanager
 def _autograd_of_our_own() -> Iterator[None]:
-    """Anomaly detection and the hooks of a checkpoint around a call are not for what passes differentiate."""
+    """Keep the caller's anomaly detection and saved-tensor hooks (checkpointing) off the autograd graphs of passes."""
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)
     with hooks, torch.autograd.set_detect_anomaly(False):
         yield
 
 
 class Refused:
-    """Stands for a graph that cannot be run over a tree: every call raises the error."""
+    """Compiled callable for a graph that cannot run over a tree: every call raises the error."""
 
     def __init__(self, error: DTAError) -> None:
         self.error = error

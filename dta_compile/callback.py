@@ -1,4 +1,4 @@
-"""`DTACallback` as users have it: the callback of `integrations`, and the figures of plans in what trainers log."""
+"""Public `DTACallback`: the callback in `integrations` that also adds figures of plans to the logs of trainers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dta_compile.integrations import trainer_callback
 
 class DTACallback(trainer_callback.DTACallback):
     __doc__ = f"""{trainer_callback.DTACallback.__doc__}
-    What the trainer logs of training gets the figures of the last plan (`Plan.scalars`). Callbacks see them that come
-    after this one, and those of `report_to` come before those of `callbacks=`. So that TensorBoard and wandb draw them:
+    The training logs of the trainer also get the figures of the last plan (`Plan.scalars`). Only callbacks after this
+    one see them, and those of `report_to` come before those of `callbacks=`. To have TensorBoard and wandb draw them:
 
         trainer.callback_handler.callbacks.insert(0, DTACallback())  # in place of callbacks=
     """
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Add the figures of the last plan to what is logged of training."""
+        """Add the figures of the last plan to the training logs."""
         if self._compiled is None or logs is None or "loss" not in logs:
             return
         with contextlib.suppress(OptionError):  # nothing ran over a tree yet

@@ -1,4 +1,4 @@
-"""Typed errors. Each says what happened, where, what was expected and got, and what to do about it."""
+"""Typed errors with five fields: what happened, where, what was expected, what was got, and what to do about it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class DTAError(Exception):
     Args:
         what: one sentence that names the problem.
         where: the user's source line, an input's name, or a row of a schedule.
-        expected: what would have been accepted.
-        got: what was found.
+        expected: the accepted value or condition.
+        got: the actual one.
         hint: what to do instead.
     """
 
@@ -21,11 +21,11 @@ class DTAError(Exception):
 
 
 class MissingPackageError(DTAError, ImportError):
-    """What was asked for needs a package that is not installed; `hint` says what to install."""
+    """A feature needs a package that is not installed; `hint` says how to install it."""
 
 
 class OptionError(DTAError, ValueError):
-    """An option is unknown or has a value that cannot be used."""
+    """An option is unknown or has an unusable value."""
 
 
 class PlanError(DTAError, ValueError):
@@ -41,7 +41,7 @@ class RefusalError(DTAError, RuntimeError):
 
 
 class RuntimeContractError(DTAError, RuntimeError):
-    """A call broke an assumption that the compiled program rests on (inputs, padding, gradients)."""
+    """A call broke an assumption of the compiled program (about inputs, padding or gradients)."""
 
 
 class VerificationError(DTAError, RuntimeError):
@@ -49,7 +49,7 @@ class VerificationError(DTAError, RuntimeError):
 
 
 class TreeClosedError(DTAError, RuntimeError):
-    """A `RolloutTree` takes no rollouts any more, or has none left."""
+    """A `RolloutTree` accepts no more rollouts, or has none left."""
 
 
 class WaitTimeoutError(DTAError, TimeoutError):

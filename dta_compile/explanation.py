@@ -1,4 +1,4 @@
-"""What `dta_compile.explain` reports."""
+"""Reports about a compiled call or graph, for `dta_compile.explain` and for the trace artifact of a capture."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from dta_compile.runtime.interception import Intercepted
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """How a call is compiled; `print` it.
+    """Report of how a call is compiled; `print` it.
 
     Attributes:
         text: the report.
         refusal: the error that the call would raise, if it is refused.
         plan: the plan of the call, if it runs over a tree.
-        regions: how many operators are in the prologue, trunk, head and epilogue.
+        regions: number of operators in the prologue, trunk, head and epilogue.
         attention: one line per group of equal attention layers, with their mask class.
-        prefix_key: inputs that make two prefixes the same.
+        prefix_key: inputs by which prefixes are compared: equal values make two prefixes one.
         frontier: name, shape per token and bytes of the values that leave the token region.
     """
 
@@ -47,14 +47,14 @@ class Explanation:
         return self.text
 
     def to_html(self, path: str | PathLike[str], **known: Any) -> None:
-        """Write the plan of the call as a page, with the token ids of the call.
+        """Write the plan of the call as an HTML page, with the token ids of the call.
 
         Args:
             path: the file to write.
-            known: what the page is to show besides, see `Plan.to_html`.
+            known: further contents of the page, see `Plan.to_html`.
 
         Raises:
-            PlanError: the call has no plan, as it is refused or runs without a tree.
+            PlanError: the call has no plan because it is refused or runs without a tree.
         """
         if self.plan is None:
             raise PlanError("nothing to draw: the call has no plan", got=self.text)
@@ -62,67 +62,61 @@ class Explanation:
 
 
 def explain_refusal(error: RefusalError) -> Explanation:
-    """The report of a refused call."""
+    """Report a refused call."""
     return Explanation(f"refused: {error}", refusal=error)
 
 
 def explain_engine(engine: Intercepted, args: Sequence[Any]) -> Explanation:
-    """The report of a call that runs over a tree: its prologue and plan are run, its token region is not."""
+    """Report a call over a tree: run its prologue and plan it, but do not run its token region."""
     executable = engine.executable
     mode = "transparent" if executable.training else "score"
     call = plan_call(engine.begin(args), mode, [not value.is_cache for value in executable.frontier])
-    regions = dict(executable.regions)
-    attention = _attention(executable, call.masks.classes)
-    prefix_key = tuple(map(_input, executable.trunk_keys))
-    frontier = tuple(_frontier(value, call.batch * call.tokens) for value in executable.frontier)
-    sections = {
-        "regions": [f"{name}: {count} operators" for name, count in regions.items()],
-        "attention": list(attention),
-        "other mixers": _other_mixers(executable),
-        "prefix key": list(prefix_key),
-        "head inputs": [*map(_input, executable.head_inputs)],
-        "frontier": list(frontier),
-        "activations": [f"{executable.joint.saved_bytes_per_token:,.0f} bytes per kept token"]
-        if executable.training
-        else [],
-        "batches of other sizes, each with a tree of its own": [
-            line
-            for rest in executable.further
-            for line in _attention(rest, [layer.mask or MaskClass() for layer in rest.attention])
-        ],
-    }
-    if FOUND in executable.seconds:
-        sections["passes"] = [_found(executable)]
+    further = [line for rest in executable.further for line in _attention(rest, _masks(rest))]
+    sections = _sections(executable, call.masks.classes, further, call.batch * call.tokens)
     text = f"{_listed(sections)}\n{call.plan}"
     plan = dataclasses.replace(call.plan, sequences=_token_ids(call))
-    return Explanation(text, None, plan, regions, attention, prefix_key, frontier)
+    attention, prefix_key, frontier = (tuple(sections[title]) for title in ("attention", "prefix key", "frontier"))
+    return Explanation(text, None, plan, dict(executable.regions), attention, prefix_key, frontier)
 
 
 def capture_report(executable: Executable) -> str:
-    """What the passes made of a captured graph, before any call: regions, mixers, prefix key, frontier."""
-    masks = [layer.mask or MaskClass() for layer in executable.attention]
-    sections = {
+    """Report the results of the passes on a captured graph before any call: regions, mixers, prefix key, frontier."""
+    return _listed(_sections(executable, _masks(executable)))
+
+
+def _sections(
+    executable: Executable,
+    masks: Sequence[MaskClass | MaskProgram],
+    further: Sequence[str] = (),
+    positions: int | None = None,
+) -> dict[str, Sequence[str]]:
+    """Return the lines of a report by title, in order.
+
+    Args:
+        masks: mask of each attention layer.
+        further: lines for batches of other sizes.
+        positions: number of positions `B * S` of a call, if there is one.
+    """
+    saved = f"{executable.joint.saved_bytes_per_token:,.0f} bytes per kept token"
+    return {
         "regions": [f"{name}: {count} operators" for name, count in executable.regions.items()],
-        "attention": list(_attention(executable, masks)),
+        "attention": _attention(executable, masks),
         "other mixers": _other_mixers(executable),
         "prefix key": [*map(_input, executable.trunk_keys)],
         "head inputs": [*map(_input, executable.head_inputs)],
-        "frontier": [_frontier(value) for value in executable.frontier],
-        "activations": [f"{executable.joint.saved_bytes_per_token:,.0f} bytes per kept token"]
-        if executable.training
-        else [],
+        "frontier": [_frontier(value, positions) for value in executable.frontier],
+        "activations": [saved] if executable.training else [],
+        "batches of other sizes, each with a tree of its own": further,
+        "passes": [_cached_passes(executable)] if FOUND in executable.seconds else [],
     }
-    if FOUND in executable.seconds:
-        sections["passes"] = [_found(executable)]
-    return _listed(sections)
 
 
-def _activations(executable: Executable) -> list[str]:
-    return [f"{executable.joint.saved_bytes_per_token:,.0f} bytes per kept token"] if executable.training else []
+def _masks(executable: Executable) -> list[MaskClass | MaskProgram]:
+    return [layer.mask or MaskClass() for layer in executable.attention]
 
 
-def _found(executable: Executable) -> str:
-    """Of what another process has compiled."""
+def _cached_passes(executable: Executable) -> str:
+    """Compare the seconds to read a cached program with those that its passes took in the process that ran them."""
     seconds = sum(time for name, time in executable.seconds.items() if name != FOUND)
     return f"{FOUND}, {executable.seconds[FOUND]:.2f} s in the place of {seconds:.2f} s"
 
@@ -133,8 +127,8 @@ def _listed(sections: Mapping[str, Sequence[str]]) -> str:
 
 
 def _token_ids(call: PlannedCall) -> list[Any] | None:
-    """The ids of every sequence; None if the call is given no integer for each token but its position."""
-    tokens, found = call.rows.tokens, []
+    """Return the token ids of every sequence; None if positions are the only integers that the call has per token."""
+    tokens, candidates = call.rows.tokens, []
     for item in call.executable.trunk_keys:
         dense = call.dense[item.slot]
         one_a_token = dense.numel() == call.batch * call.tokens
@@ -143,9 +137,9 @@ def _token_ids(call: PlannedCall) -> list[Any] | None:
         values = call.codes(item).reshape(-1)[tokens.places]
         runs = [values[begin : begin + len(key)] for begin, key in zip(tokens.begins, tokens.keys, strict=True)]
         if not all((np.diff(run) == 1).all() for run in runs):
-            found.append((len(np.unique(values)), runs))
-    # Masks and segment numbers have fewer values than ids have.
-    return max(found, key=lambda one: one[0])[1] if found else None
+            candidates.append((len(np.unique(values)), runs))
+    # Masks and segment numbers have fewer distinct values than ids, so the input with the most is the ids.
+    return max(candidates, key=lambda candidate: candidate[0])[1] if candidates else None
 
 
 def _attention(executable: Executable, masks: Sequence[MaskClass | MaskProgram]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Files: written as a whole or not at all, and read only where they are files; code, where nobody else wrote it."""
+"""File access: atomic writes, reads of regular files only, and files of code that no other user can have written."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ UNFINISHED = ".tmp"
 NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
 
-MOST_BYTES = 2**31  # of a text that is read as a whole
-PIECE = 2**24  # bytes that are read at a time
-MOST_LINKS = 40  # on the way to a folder
+MOST_BYTES = 2**31  # of one text
+PIECE = 2**24  # bytes per read
+MOST_LINKS = 40  # symbolic links on the path of a folder
 
 
 def write_whole(path: pathlib.Path, data: bytes, mode: int = 0o600) -> None:
-    """Write a file aside and rename it, so that whoever reads meanwhile meets the file before or after.
+    """Write a temporary file and rename it, so that concurrent readers see either the old or the new contents.
 
     Raises:
-        OSError: it cannot be written; nothing is left of it.
+        OSError: the file cannot be written; no temporary file is left behind.
     """
     unfinished = path.with_name(f".{secrets.token_hex(8)}{UNFINISHED}")
     try:
@@ -37,10 +37,10 @@ def write_whole(path: pathlib.Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def write_output(path: str | os.PathLike[str], data: str | bytes) -> None:
-    """Write what somebody asked for: a file as a whole, through links; a terminal or pipe as it comes.
+    """Write an output that the user named: a file atomically, following links; a terminal or pipe directly.
 
     Raises:
-        OSError: it cannot be written; a file that was there is as it was.
+        OSError: it cannot be written; an existing file is unchanged.
     """
     content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
     target = pathlib.Path(os.path.realpath(path))
@@ -54,7 +54,7 @@ def write_output(path: str | os.PathLike[str], data: str | bytes) -> None:
 
 
 def open_regular(path: pathlib.Path) -> IO[bytes]:
-    """Open a file to be read.
+    """Open a file for reading.
 
     Raises:
         OSError: it cannot be read, or is a pipe or device, which might never end.
@@ -71,11 +71,11 @@ def _not_waiting(name: str, flags: int) -> int:
 
 
 def read_text(source: str | os.PathLike[str] | IO[bytes], most: int = MOST_BYTES) -> str:
-    """The text of a file or stream of at most `most` bytes; a mark of UTF-8 at its beginning is no part of it.
+    """Read the text of a file or stream of at most `most` bytes, without a UTF-8 byte order mark.
 
     Raises:
-        OSError: it cannot be read, or has more.
-        UnicodeError: it is no text.
+        OSError: it cannot be read, or is larger.
+        UnicodeError: it is not text.
     """
     if isinstance(source, (str, os.PathLike)):
         with open_regular(pathlib.Path(source)) as file:
@@ -83,7 +83,7 @@ def read_text(source: str | os.PathLike[str] | IO[bytes], most: int = MOST_BYTES
     pieces: list[bytes] = []
     while piece := source.read(PIECE):
         most -= len(piece)
-        if b"\0" in piece:  # never in text; devices may send nothing else, for ever
+        if b"\0" in piece:  # never in text, but an endless device may send nothing else
             raise UnicodeError("a NUL byte")
         if most < 0:
             raise OSError(errno.EFBIG, "too large", str(getattr(source, "name", "input")))
@@ -95,7 +95,7 @@ def read_own(path: pathlib.Path) -> bytes:
     """Read a file that holds code.
 
     Raises:
-        ValueError: others may have written it.
+        ValueError: other users may have written it.
         OSError: it cannot be read.
     """
     with open_regular(path) as file:
@@ -104,22 +104,22 @@ def read_own(path: pathlib.Path) -> bytes:
         return file.read()
 
 
-def is_ours_alone(found: os.stat_result) -> bool:
-    """Of a file or folder: nobody else may write to it. Where there are no such rights, that is not known."""
-    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+def is_ours_alone(status: os.stat_result) -> bool:
+    """Return whether a file or folder is writable by this user alone; False on systems without POSIX permissions."""
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         return False
-    return hasattr(os, "getuid") and found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return hasattr(os, "getuid") and status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def own_folder(path: pathlib.Path) -> pathlib.Path:
-    """Find a folder for files that hold code, or make it; with links followed.
+    """Find or create a folder for files that hold code; return its path with links resolved.
 
-    Every folder on the way is looked at before what is in it. So nobody else can put anything in the place of what is
-    found in the end, and paths below it may be used without another look.
+    Every parent folder is checked before its entries are. So nobody else can exchange the folder that is returned, and
+    paths below it need no further check.
 
     Raises:
-        ValueError: other users than this one and root may have put something there, or can do so.
-        OSError: it cannot be made.
+        ValueError: users other than this one and root may have written there, or can do so.
+        OSError: the folder cannot be created.
     """
     here, pending, links = pathlib.Path("/"), list(reversed(path.absolute().parts[1:])), 0
     while pending:
@@ -131,14 +131,14 @@ def own_folder(path: pathlib.Path) -> pathlib.Path:
         with contextlib.suppress(FileExistsError):
             if not os.path.lexists(here / part):
                 (here / part).mkdir(mode=0o700)
-        found = (here / part).lstat()
-        if not stat.S_ISLNK(found.st_mode):
+        status = (here / part).lstat()
+        if not stat.S_ISLNK(status.st_mode):
             here = here / part
             continue
         links += 1
         if links > MOST_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-        if not _belongs_here(found):
+        if not _belongs_here(status):
             raise ValueError(f"the link {here / part} is another user's")
         target = pathlib.Path(os.readlink(here / part))
         here = pathlib.Path("/") if target.is_absolute() else here
@@ -149,29 +149,29 @@ def own_folder(path: pathlib.Path) -> pathlib.Path:
 
 
 def require_own(path: pathlib.Path) -> None:
-    """Raise `ValueError` where others may have written a file, or can exchange what is in a folder.
+    """Raise `ValueError` if others may have written a file, or can exchange the entries of a folder.
 
-    In a sticky folder, as /tmp, everybody can exchange what is their own alone.
+    In a sticky folder, such as /tmp, users can exchange their own entries only.
     """
-    found = path.lstat()
-    is_sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
-    by_group = found.st_mode & stat.S_IWGRP and not _is_group_of_one(found.st_gid)
-    if not _belongs_here(found) or ((by_group or found.st_mode & stat.S_IWOTH) and not is_sticky):
+    status = path.lstat()
+    is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    by_group = status.st_mode & stat.S_IWGRP and not _is_group_of_one(status.st_gid)
+    if not _belongs_here(status) or ((by_group or status.st_mode & stat.S_IWOTH) and not is_sticky):
         raise ValueError(f"others may write to {path}")
 
 
-def _belongs_here(found: os.stat_result) -> bool:
-    return hasattr(os, "getuid") and found.st_uid in (0, os.getuid())
+def _belongs_here(status: os.stat_result) -> bool:
+    return hasattr(os, "getuid") and status.st_uid in (0, os.getuid())
 
 
 @functools.cache
 def _is_group_of_one(group: int) -> bool:
-    """Whether a group is root's or this user's own, as where a umask of 002 is the default."""
+    """Return whether a group is root's or this user's private group, the case where a umask of 002 is the default."""
     import grp
     import pwd
 
     try:
-        user, found = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(group)
+        user, entry = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(group)
     except KeyError:
         return False
-    return found.gr_name in (user, "root") and set(found.gr_mem) <= {user, "root"}
+    return entry.gr_name in (user, "root") and set(entry.gr_mem) <= {user, "root"}

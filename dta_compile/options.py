@@ -1,4 +1,4 @@
-"""The options of `torch.compile(..., backend="dta", options={...})`, checked once, in one place."""
+"""Options of `torch.compile(..., backend="dta", options={...})`: parse and check them once, for all that follows."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fallback": ("raise", "dense"),
     "codegen": ("auto", "eager", "inductor"),
 }
-# Choices that there were, and what serves instead.
+# Former choices, and the hint that names a replacement.
 REPLACED = dict.fromkeys(("flash_attn", "varlen"), "attention='auto' takes Triton's kernels on a GPU, which are faster")
 CHUNK_TOKENS = 2048
-MOST_CHUNK_TOKENS, MOST_BYTES = 2**40, 2**62  # beyond any machine's, and within what 64 bits can be multiplied to
-# Of "8GB", "1.5 GiB": decimal and binary units.
+MOST_CHUNK_TOKENS, MOST_BYTES = 2**40, 2**62  # beyond any machine; products still fit in 64 bits
+# Bytes by decimal or binary unit, as in "8GB" and "1.5 GiB".
 UNITS = {"": 1, "B": 1}
 UNITS |= {f"{k}{unit}": base**i for unit, base in (("B", 1000), ("IB", 1024)) for i, k in enumerate("KMGT", 1)}
 SKIPPABLE_PASSES = ("head_rows", "lm_head", "codegen", "host_calls", "in_place")
@@ -35,39 +35,39 @@ SKIPPABLE_PASSES = ("head_rows", "lm_head", "codegen", "host_calls", "in_place")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a compiled call is planned and run.
+    """Options for planning and running compiled calls.
 
     Attributes:
-        chunk_size: most tokens that one chunk op runs at a time; None: 2048 as in the paper (section 3.2), or 4096 or
-            8192 where the cost model says that the step gets 3% faster (a GPU waits less for its host) and the
+        chunk_size: maximum number of tokens of one chunk op; None: 2048 as in the paper (section 3.2), or 4096 or
+            8192 if the cost model says that the step gets 3% faster (a GPU waits less for its host) and the
             activations of such a chunk are at most 0.4 of `memory_budget`; up to 65,536 in a sweep of stages, where
-            these are of one layer.
+            these are the activations of one layer.
         strategy: "packed" (chunks filled with whole subtrees and siblings), "dfs" (Algorithms 1 and 3), "vanilla"
             (Algorithm 2), "dense" (no sharing, same runtime), or "auto": the cheapest of them by the cost model.
         order: leaf order of the depth-first walk: "backward_dfs" (Algorithm 1), "lexicographic" or "random".
-        sweep: what runs to the end first: "chunks" (each chunk of the tree through all layers, depth first: activations
-            of a chunk at a time) or "stages" (each layer over all chunks: weights, sums of gradients, keys and values
-            of a layer at a time, and hidden states of all tokens between layers), or "auto": by memory and cost; with
-            FSDP2 around layers, stages.
-        verify: compare calls with the captured program run densely, outputs and gradients: "auto" (of the first call a
-            few rows and columns, in at most a tenth of its time; likewise of the first
-            with code generated meanwhile), "off", the whole "first" call, or "always".
+        sweep: loop order: "chunks" (each chunk of the tree through all layers, depth first: memory for the activations
+            of one chunk) or "stages" (each layer over all chunks: memory for the weights, gradient sums, keys and
+            values of one layer, and for the hidden states of all tokens between layers), or "auto": by memory and
+            cost; with FSDP2 around layers, stages.
+        verify: compare outputs and gradients with those of the captured program run densely: "auto" (a few rows and
+            columns of the first call, in at most a tenth of its time, and again of the first call with code generated
+            in the background), "off", "first" (the whole first call), or "always".
         memory_budget: bytes of activations that may be kept from the forward pass to the backward pass, as a number or
-            like "8GB" or "1.5GiB"; None is the default share of the free memory, 0 keeps nothing but what a sweep of
-            stages has to (with sweep="chunks" the paper's depth-bounded memory).
-        fallback: what a refused program does: "raise" its typed error, or run "dense" with a warning.
-        attention: how attention is computed: "cpu" (torch's flash kernels for CPUs), "triton" (kernels of our own),
-            "reference" (plain math), or "auto": the first of them that takes the model.
+            like "8GB" or "1.5GiB"; None: the default share of the free memory; 0: nothing beyond the minimum of a sweep
+            of stages (with sweep="chunks", the paper's depth-bounded memory).
+        fallback: how a refused program behaves: "raise" its typed error, or run "dense" with a warning.
+        attention: implementation of attention: "cpu" (torch's flash kernels for CPUs), "triton" (our own kernels),
+            "reference" (plain math), or "auto": the first of them that supports the model.
         cuda_graphs: on a GPU, record small chunks once per size and replay them.
-        codegen: what runs the operators between matrix products and attention: "eager" (ATen, one by one), "inductor"
-            (code generated once for all batches, before the first call runs), or "auto": inductor on CUDA, and on CPUs
-            where the first batch is not small. Nothing waits for "auto": calls run on ATen while another process
-            generates the code, and those that begin once it is there run it.
-        cache_dir: folder (a string or path) of the calibration that "auto" goes by and of analysed programs, which save
-            other processes the passes; or "off" to read and write none. None is $DTA_CACHE_DIR, else
+        codegen: implementation of the operators between matrix products and attention: "eager" (ATen, one by one),
+            "inductor" (code generated once for all batches, before the first call runs), or "auto": inductor on CUDA,
+            and on CPUs unless the first batch is small. "auto" never waits: calls run on ATen while another process
+            generates the code; calls that begin after that run the generated code.
+        cache_dir: folder (a string or path) for the calibration that "auto" uses and for analysed programs, which save
+            other processes the passes; "off": no cache is read or written. None: $DTA_CACHE_DIR, else
             $XDG_CACHE_HOME/dta_compile, else ~/.cache/dta_compile.
-        skip_passes: names of compiler passes to leave out, to find the one at fault when results are wrong; those that
-            a program does not need: "head_rows", "lm_head", "codegen", "host_calls", "in_place".
+        skip_passes: names of compiler passes to leave out, to find the one at fault when results are wrong; only
+            optional passes: "head_rows", "lm_head", "codegen", "host_calls", "in_place".
     """
 
     chunk_size: int | None = None
@@ -100,12 +100,12 @@ class Options:
 
     @property
     def chunk_tokens(self) -> int:
-        """`chunk_size`, or the default of those who know of no device."""
+        """`chunk_size`, or the default for callers that know of no device."""
         return CHUNK_TOKENS if self.chunk_size is None else self.chunk_size
 
     @property
     def cache_folder(self) -> pathlib.Path | None:
-        """Where calibrations and programs are kept (see `cache_dir`); None: nowhere."""
+        """Folder for calibrations and programs (see `cache_dir`); None: no cache."""
         named = self.cache_dir or os.environ.get("DTA_CACHE_DIR")
         if named:
             return None if named == "off" else pathlib.Path(os.path.expanduser(named))
@@ -114,7 +114,7 @@ class Options:
 
     @classmethod
     def parse(cls, mapping: Mapping[str, Any] | None) -> Options:
-        """Options from a user's dictionary; raises `OptionError` naming the key and the nearest known one."""
+        """Parse a user's dictionary; raise `OptionError` with the bad key and the nearest known one."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in mapping or {}:
             if key not in known:
@@ -128,7 +128,7 @@ class Options:
 
 
 def as_integer(value: object) -> int | None:
-    """An integer of any kind (numpy's, a 0-dim array or tensor) as Python's; None for anything else, booleans too."""
+    """Convert an integer of any kind (numpy, 0-dim array or tensor) to `int`; None for booleans and anything else."""
     if _is_bool(value):
         return None
     try:
@@ -150,7 +150,7 @@ def _integer(key: str, value: object, least: int, most: int) -> int:
 
 
 def as_bytes(text: str) -> int | None:
-    """The bytes that a size such as "8GB", "1.5 GiB" or "4096" is; None for any other text."""
+    """Parse a size such as "8GB", "1.5 GiB" or "4096" to bytes; None for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip()[:80], re.IGNORECASE | re.ASCII)
     unit = match and UNITS.get(match[2].upper())
     return int(decimal.Decimal(match[1]) * unit) if match and unit else None

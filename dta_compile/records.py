@@ -1,4 +1,7 @@
-"""What was compiled for which callable: the way from a compiled function back to its engines."""
+"""Records of compiled callables: lead from a compiled function to its engines and latest plan.
+
+`backend.py` files every engine with the callable that is being compiled; `api.py` looks it up.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ logger = logging.getLogger("dta_compile")
 _ATTRIBUTE = "_dta_record"
 MANY_GRAPHS = 10
 MOST_LENGTHS = 8
-MOST_ABANDONED = 2  # engines that are kept for nobody
-# What names of graph breaks have in them where Python asks for numbers of tensors.
+MOST_ABANDONED = 2  # engines kept although all callables that used them are gone
+# Parts of the messages of graph breaks where Python code reads numbers out of tensors.
 OF_NUMBERS = ("data-dependent", "data dependent", "item()", "tolist", "numpy", "could not guard")
 NUMBERS = (
     ": Python code cannot depend on what tensors hold. In a mixture of experts, drop the `if` around an expert without"
@@ -32,15 +35,15 @@ NUMBERS = (
 
 @dataclasses.dataclass
 class Record:
-    """What one `torch.compile(..., backend="dta")` compiled and said.
+    """Engines, plan and log lines of one `torch.compile(..., backend="dta")`.
 
     Attributes:
-        engines: those of its graphs that run over a tree, oldest first.
-        logged: the lines that it logged already.
-        plan: that of the latest call which ran over a tree.
-        as_captured: why graphs run as captured, and rows share nothing there.
-        graphs: how many graphs with attention Dynamo captured for it, those that run as captured included.
-        lengths: numbers of tokens that have a program each, as their graphs hold for one only.
+        engines: engines of its graphs that run over a tree, oldest first.
+        logged: lines that have been logged already.
+        plan: plan of the latest call that ran over a tree.
+        as_captured: reasons why graphs run as captured, without sharing between rows.
+        graphs: number of captured graphs with attention, including those that run as captured.
+        lengths: numbers of tokens that have a program of their own because their graphs hold for one length only.
     """
 
     engines: list[Engine] = dataclasses.field(default_factory=list)
@@ -51,12 +54,14 @@ class Record:
     lengths: set[int] = dataclasses.field(default_factory=set)
 
     def __reduce__(self) -> tuple[type[Record], tuple[()]]:
-        """A copied or unpickled callable is compiled anew, so it starts with an empty record."""
+        """Copy and pickle as an empty record, because a copied or unpickled callable is compiled anew."""
         return Record, ()
 
     def note_graph(self, graph: Captured) -> None:
-        """Count a new graph with attention, and warn when there are more than training, scoring and generation need;
-        remember the break that it ends in."""
+        """Note the graph break that ends a new graph; count it if it has attention, and warn about too many of them.
+
+        Training, scoring and generation together need fewer than `MANY_GRAPHS`.
+        """
         if graph.graph_break is not None:
             _last_break[:] = [graph.graph_break]
         if not graph.has_attention:
@@ -70,9 +75,9 @@ class Record:
             )
 
     def note_length(self, length: int, line: str) -> None:
-        """Count a number of tokens that needs a program of its own because of a line of the user's.
+        """Note a number of tokens that needs a program of its own because of the user's `line`.
 
-        Raises `RefusalError` for more of them than are compiled.
+        Raises `RefusalError` beyond `MOST_LENGTHS` of them.
         """
         if length not in self.lengths and len(self.lengths) == MOST_LENGTHS:
             raise RefusalError(
@@ -92,26 +97,26 @@ class Record:
         )
 
     def log_once(self, line: str, level: int = logging.INFO) -> None:
-        """Log a line the first time only: a callable has many graphs, and generation alone makes half a dozen."""
+        """Log a line the first time only, since a callable has many graphs (half a dozen for generation alone)."""
         if line not in self.logged:
             self.logged.add(line)
             logger.log(level, "dta: %s", line)
 
 
-# The latest graph break: what a refusal of the graph after it names as its cause.
+# The latest graph break, which a refusal of the graph after it names as its cause.
 _last_break: list[str] = []
 
 
 def current() -> Record:
-    """The record of the callable now being compiled (a fresh one if Dynamo was driven without torch.compile)."""
+    """Return the record of the callable being compiled (a new one if Dynamo runs without torch.compile)."""
     return _of_wrapper(dynamo.current_compile_wrapper())
 
 
 class _Users:
-    """The compiled callables that an engine serves: equal ones share what Dynamo compiled for one of them.
+    """Compiled callables that share an engine: equal ones reuse the code that Dynamo compiled for one of them.
 
-    Dynamo keeps what it has compiled as long as the function's code is there. So when all callables are gone, an engine
-    goes too, but for the latest few: a model that is made anew finds them.
+    Dynamo keeps compiled code as long as the function's code object lives. So an engine is dropped once all its
+    callables are gone, except for the latest few: a model that is created anew reuses those.
     """
 
     abandoned: ClassVar[collections.deque[_Users]] = collections.deque()
@@ -122,7 +127,7 @@ class _Users:
         self.alive: set[int] = set()
 
     def add(self, record: Record) -> None:
-        """Note that a callable, whose call is now running, is served."""
+        """Add a callable, whose call is running now."""
         self._is_wanted()
         self.records.append(record)
         context = dynamo.calling_context()
@@ -131,7 +136,7 @@ class _Users:
             weakref.finalize(context, self.remove, id(context)).atexit = False
 
     def remove(self, context: int) -> None:
-        """One of the callables is gone: after the last one, what has been for nobody for longest is dropped."""
+        """Remove a callable that is gone; after the last one, drop the engines that have been unused for longest."""
         self.alive.discard(context)
         if self.alive:
             return
@@ -151,7 +156,7 @@ class _Users:
 
 
 def recorded(engine: Engine) -> Callable[..., tuple[Any, ...]]:
-    """The engine as a callable that leaves each call's plan with the callable that was called."""
+    """Wrap an engine in a function that stores each call's plan in the record of the callable that was called."""
     users = _Users()
     users.add(current())
 
@@ -171,7 +176,7 @@ def recorded(engine: Engine) -> Callable[..., tuple[Any, ...]]:
 
 
 def of(compiled: Any) -> Record:
-    """The record of a compiled function or module; raises `OptionError` for anything else."""
+    """Return the record of a compiled function or module; raise `OptionError` for anything else."""
     wrapper = dynamo.compile_wrapper_of(compiled)
     if wrapper is None:
         raise OptionError(
@@ -191,7 +196,7 @@ def _of_wrapper(wrapper: Any | None) -> Record:
 
 
 def with_graph_break(error: RefusalError) -> RefusalError:
-    """The error; after a graph break, one that names the break, which is what cut the model in two."""
+    """Return an error that names the graph break as the cause if one cut the model in two; else the error itself."""
     is_part = "requires a gradient" in error.got
     if not dynamo.resumes_after_a_break() and "___stack" not in error.got and not (is_part and dynamo.given_up()):
         return error

@@ -1,8 +1,8 @@
-"""Makes the package known by name: `backend="dta"` to torch.compile, `attn_implementation="dta"` to transformers.
+"""Register names of the package: `backend="dta"` with torch.compile, `attn_implementation="dta"` with transformers.
 
-An installed package is found by torch through its entry point. A source tree has none on disk, so importing the package
-offers the same entry point in memory; torch reads it when it first looks for backends. transformers reads none: it
-and PEFT are told as soon as they are there. Nothing here imports any of them.
+torch finds an installed package through its entry point. A source tree has none on disk, so importing the package
+offers the same entry point in memory; torch reads it when it first lists backends. transformers, PEFT and TRL read no
+entry points: our modules in `integrations` register with them once they are imported. Nothing here imports any of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 GROUP, NAME, VALUE = "torch_dynamo_backends", "dta", "dta_compile.backend:dta"
 REGISTRY = "torch._dynamo.backends.registry"
-# By module of another package, those of ours that register with it as they are imported.
+# By module of another package, the modules of `integrations` that register with it when they are imported.
 STAND_INS = {
     "transformers.modeling_utils": (
         "transformers_attention",
@@ -44,7 +44,7 @@ class _SourceTree(importlib.metadata.Distribution):
         return files.get(filename)
 
     def locate_file(self, path: str | os.PathLike[str]) -> Any:
-        """Where a file of the distribution would be."""
+        """Path that a file of the distribution would have."""
         return os.path.join(os.path.dirname(os.path.dirname(__file__)), path)
 
 
@@ -52,15 +52,15 @@ class _Finder:
     """A metadata finder at the end of the import path: installed distributions come first and hide this one."""
 
     def find_spec(self, *args: Any, **kwargs: Any) -> None:
-        """Finds no modules."""
+        """Return None: there are no modules to find."""
 
     def find_distributions(self, context: Any) -> Iterable[importlib.metadata.Distribution]:
-        """The source tree's distribution, unless another one is asked for by name."""
+        """Return the source tree's distribution, unless the context names another one."""
         return [_SourceTree()] if getattr(context, "name", None) in (None, "dta-compile", "dta_compile") else []
 
 
 class _AfterLoading:
-    """A finder that calls functions once the modules that they wait for have been loaded, and finds nothing itself."""
+    """Meta path finder that finds nothing itself, but runs callbacks after the modules they wait for are loaded."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Callable[[types.ModuleType], None]] = {}
@@ -68,7 +68,7 @@ class _AfterLoading:
         self.searching = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The module's own spec, whose loader goes on to call; None for all other modules."""
+        """Return a watched module's spec, with a loader that also runs the callbacks; None for all other modules."""
         watched = any(name.startswith(starts) for starts, _ in self.watching)
         if self.searching or not (watched or name in self.waiting):
             return None
@@ -93,7 +93,7 @@ class _AfterLoading:
 
 
 def register() -> None:
-    """Idempotent; also serves a torch that has already looked for its backends, and transformers that is loaded."""
+    """Register all names, also if torch has already listed its backends or transformers is loaded. Idempotent."""
     _register_backend()
     if REGISTRY in sys.modules:
         _take_twice(sys.modules[REGISTRY])
@@ -113,12 +113,12 @@ def _load(modules: Iterable[str], _: types.ModuleType | None = None) -> None:
 
 
 def when_loaded(name: str, call: Callable[[types.ModuleType], None]) -> None:
-    """Call a function with a module as soon as that has been imported, which it has not been yet."""
+    """Call a function with a module that is not imported yet, as soon as it is."""
     _after_loading().waiting[name] = call
 
 
 def when_any_loaded(starts: tuple[str, ...], call: Callable[[types.ModuleType], None]) -> None:
-    """Call a function with every module from now on whose name begins so, as soon as it has been imported."""
+    """Call a function with every module whose name has one of these prefixes, as soon as it is imported."""
     _after_loading().watching.append((starts, call))
 
 
@@ -131,9 +131,9 @@ def _after_loading() -> Any:
 
 
 def _on_path(kind: type) -> Any | None:
-    """The finder of this name that is there; reloading the module makes another class of it."""
+    """Return the installed finder of a class, compared by name: reloading this module makes another class."""
     names = __name__, kind.__name__
-    return next((one for one in sys.meta_path if (type(one).__module__, type(one).__name__) == names), None)
+    return next((finder for finder in sys.meta_path if (type(finder).__module__, type(finder).__name__) == names), None)
 
 
 def _register_backend() -> None:
@@ -147,7 +147,7 @@ def _register_backend() -> None:
 
 
 def _take_twice(registry: Any) -> None:
-    """Threads that look for the backend at the same time all load it, and torch takes a second one for an error."""
+    """Let threads load the backend at the same time: torch would raise an error for the second registration."""
     register = registry.register_backend
     if hasattr(register, "__wrapped__"):
         return

@@ -1,1 +1,1 @@
-"""What Dynamo hands over: every private touch of it, and what kind of graph was captured."""
+"""Everything between Dynamo and the passes: uses of Dynamo's private parts, classification and rewrites of graphs."""

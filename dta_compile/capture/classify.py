@@ -1,8 +1,8 @@
-"""What kind of graph Dynamo captured, told before any pass: for the tree, for a run as it is, or for neither.
+"""Classify a captured graph before any pass: it runs over the tree, runs as captured, or is refused.
 
-Generation is told from training and scoring on Dynamo's own graph: without gradients, with a KV cache that it is
-given. It runs as captured: lowering it would take seconds for every kind of step that `generate` makes (prefill,
-decoding, with padding and without), for nothing. A call that makes a cache of its own scores rows: they share their
+Generation is distinguished from training and scoring on Dynamo's own graph: it has no gradients and is passed a KV
+cache. It runs as captured, because lowering would take seconds for every kind of step that `generate` makes (prefill
+and decoding, with and without padding) and gain nothing. A call that creates its own cache is scoring: its rows share
 prefixes, and the cache is computed if somebody reads it.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from dta_compile.capture import dynamo
-from dta_compile.capture.flash_attention import KEPT
+from dta_compile.capture.flash_attention import IN_GRAPH
 from dta_compile.capture.recurrences import hands_over_states
 from dta_compile.capture.tensor_parallel import LocalGraph, on_own_tensors
 from dta_compile.capture.written_out import trains_parameters, written_out_attention
@@ -38,7 +38,7 @@ NO_ATTENTION = (
 
 
 class Kind(enum.Enum):
-    """What becomes of a captured graph."""
+    """Ways to run a captured graph."""
 
     TREE = "runs over a prefix tree, if the passes can prove it equivalent"
     PLAIN = "runs as captured"
@@ -47,18 +47,18 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A captured graph and what is known of it from the capture alone.
+    """Captured graph with the facts that are known before any pass.
 
     Attributes:
-        module: Dynamo's graph; with symbolic batch and token sizes if it is for the tree.
-        kind: what becomes of it.
-        training: gradients are on, and flow to an input.
-        has_attention: it calls attention, or another mixer, or has attention that is written out.
-        own_symbols: every size has a symbol of its own, also where sizes are equal.
-        graph_break: why the graph ends before the function does, and where; None if it does not.
-        local: if ranks have parts of its parameters, the graph of this rank's.
-        note: a line to log, for a plain graph.
-        refusal: the error, for a refused one; for one with attention that is written out, if the passes find none.
+        module: Dynamo's graph; with symbolic batch and token sizes if it runs over the tree.
+        kind: how it runs.
+        training: gradients are enabled and an input requires one.
+        has_attention: it calls attention or another mixer, or attention is written out in it.
+        own_symbols: every size has a symbol of its own, also where sizes are equal (no duck shaping).
+        graph_break: reason and line of the graph break that ends it; None without a break.
+        local: this rank's graph, if parameters are DTensors (tensor parallelism).
+        note: a line to log for a graph that runs as captured.
+        refusal: the error of a refused graph; with written-out attention, the error to raise if the passes find none.
     """
 
     module: fx.GraphModule
@@ -73,10 +73,10 @@ class Captured:
 
 
 def classify(module: fx.GraphModule) -> Captured:
-    """What kind of graph this is; a graph for the tree is traced again until its sizes are symbolic.
+    """Classify a captured graph; have a graph for the tree traced again until its sizes are symbolic.
 
-    Called once for every graph that Dynamo hands over, while Dynamo waits for the result: tracing again is an exception
-    that passes through here, after which Dynamo calls with the next trace.
+    The backend calls this for every graph while Dynamo waits for the result. Tracing again is an exception that passes
+    through here to Dynamo, which then calls the backend with the next trace.
     """
     own_symbols = dynamo.restore_duck_shapes()
     has_attention = any(captured_mixer_calls(module))
@@ -111,7 +111,10 @@ def _for_the_tree(graph: Captured) -> Captured:
 
 
 def _selects_in_vain(graph: Captured) -> bool:
-    """Whether rows are selected in a graph that is not for the tree, or the selected ones are all that it is about."""
+    """Return whether selections of rows (sizes that depend on data) are useless in this graph.
+
+    They are if the graph does not run over the tree, or if its mixers read selected rows only.
+    """
     calls = [call for _, call in captured_mixer_calls(graph.module)]
     values = (arg.meta.get("example_value") for call in calls for arg in call.all_input_nodes)
     shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
@@ -125,8 +128,8 @@ def _is_training(module: fx.GraphModule) -> bool:
 
 
 def captured_mixer_calls(module: fx.GraphModule) -> Iterator[tuple[Mixer, fx.Node]]:
-    """The calls of attention and other mixers in a captured graph, also inside checkpointed regions."""
-    known = {function: mixer for mixer in (*MIXERS.values(), *KEPT.values()) for function in mixer.functions}
+    """Yield the calls of attention and other mixers in a captured graph, including those in checkpointed regions."""
+    known = {function: mixer for mixer in (*MIXERS.values(), *IN_GRAPH.values()) for function in mixer.functions}
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             for node in part.graph.nodes:
@@ -135,7 +138,7 @@ def captured_mixer_calls(module: fx.GraphModule) -> Iterator[tuple[Mixer, fx.Nod
 
 
 def _generates(module: fx.GraphModule) -> bool:
-    """Whether attention reads other tokens' keys, or the graph adds keys or values to a cache that it is given."""
+    """Return whether attention reads keys of other tokens, or the graph adds keys or values to a cache passed to it."""
     calls = list(captured_mixer_calls(module))
     if hands_over_states(module) or any(_reads_cache(mixer, call) for mixer, call in calls):
         return True
@@ -145,7 +148,8 @@ def _generates(module: fx.GraphModule) -> bool:
 
 
 def _reads_cache(mixer: Mixer, call: fx.Node) -> bool:
-    # From the end where functions take operands without batch or heads; those of recurrences may lack the last ones.
+    # Count the token dimension from the end, since some functions take operands without batch or heads; operands of
+    # recurrences may lack trailing dimensions instead.
     dim = mixer.token_dim - (0 if mixer.running_state else len(mixer.dims))
     lengths = {
         expression(_operand(call, index, operand).meta["example_value"].shape[dim])
@@ -156,7 +160,7 @@ def _reads_cache(mixer: Mixer, call: fx.Node) -> bool:
 
 
 def _sources(mixer: Mixer, call: fx.Node) -> Iterator[fx.Node]:
-    """States of a call, keys and values, and what they are views or copies of."""
+    """Yield the states of a mixer call (keys and values) and the tensors that they are views or copies of."""
     for node in (_operand(call, index, mixer.operands[index]) for index in mixer.states):
         while True:
             yield node

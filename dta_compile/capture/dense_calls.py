@@ -1,7 +1,7 @@
-"""Calls of a compiled function that run densely because Dynamo hands this backend no graph of them: said as a warning.
+"""Warn about calls of a compiled function that run densely because Dynamo hands this backend no graph of them.
 
-Dynamo traces a compiled function that it meets while it traces for another backend into a graph of that one. And it
-gives up on a function, which then runs in Python, where it cannot trace it, as inside of a `torch.func` transform.
+There are two causes. A compiled function that is called while Dynamo traces for another backend becomes part of that
+backend's graph. And a function that Dynamo cannot trace, for example inside a `torch.func` transform, runs in Python.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
 from dta_compile.capture import dynamo
 
-COMPILED = "_dta_compiled"  # of a trace: the modules in compiled ones for this backend
-SAID = "_dta_said"  # of a compiled function: that its calls share nothing
+COMPILED = "_dta_compiled"  # attribute of an `OutputGraph`: ids of modules that are compiled for this backend
+SAID = "_dta_said"  # attribute of a compiled function: the warning has been logged
 
 logger = logging.getLogger("dta_compile")
 
 
 def warn(has_graphs: Callable[[Any], bool]) -> None:
-    """Notice such calls from now on; `has_graphs` says of a compiler of Dynamo's whether it got graphs with attention
-    for the compiled function that it belongs to."""
+    """Patch Dynamo to log the warnings.
+
+    Args:
+        has_graphs: returns whether the compiled function of a compiler of Dynamo's got any graph with attention.
+    """
     of_failures = functools.partial(_noticing_failures, has_graphs=has_graphs)
     _patch(VariableBuilder, "_wrap", _noting_wrappers)
     _patch(UnspecializedNNModuleVariable, "call_function", _noticing_other_backends)
     _patch(WrapperUserFunctionVariable, "call_function", _noticing_other_backends)
-    _patch(InstructionTranslator, "__init__", of_failures)  # raises inside of torch.func
+    _patch(InstructionTranslator, "__init__", of_failures)  # raises inside torch.func
     _patch(InstructionTranslator, "run", of_failures)
 
 
@@ -48,7 +51,7 @@ def _patch(owner: type, name: str, noticing: Callable[[Callable[..., Any]], Call
 
 
 def _noting_wrappers(wrap: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo takes a compiled module for the one inside of it: note which one that is."""
+    """Note the module inside a compiled one, because Dynamo unwraps compiled modules."""
 
     @functools.wraps(wrap)
     def _wrap(self: Any, value: Any) -> Any:
@@ -73,7 +76,7 @@ def _noticing_other_backends(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_compiled(called: Any) -> bool:
-    compiled = getattr(called, "_compiled_call_impl", called)  # of a module compiled in place
+    compiled = getattr(called, "_compiled_call_impl", called)  # set by `module.compile()`
     return hasattr(compiled, "_torchdynamo_inline") and dynamo.is_ours(compiled)
 
 
@@ -86,15 +89,15 @@ def _noticing_failures(trace: Callable[..., None], has_graphs: Callable[[Any], b
             compiler = self.output.compiler_fn
             if dynamo.is_ours(compiler) and torch.is_grad_enabled():
                 cause, code = dynamo.cause(error), self.f_code
-                place = f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}"
-                dynamo.call_when_left(functools.partial(_say_if_dense, compiler, has_graphs, place, cause))
+                function = f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}"
+                dynamo.call_when_left(functools.partial(_say_if_dense, compiler, has_graphs, function, cause))
             raise
 
     return trace_noticed
 
 
-def _say_if_dense(compiler: Any, has_graphs: Callable[[Any], bool], place: str, cause: str) -> None:
-    """Once for a compiled function, unless the call itself tells what is wrong."""
+def _say_if_dense(compiler: Any, has_graphs: Callable[[Any], bool], function: str, cause: str) -> None:
+    """Warn once per compiled function, unless the call raises an error that explains itself."""
     wrapper = dynamo.compile_wrapper_of(compiler)
     if sys.exc_info()[0] is None and not hasattr(wrapper, SAID) and not has_graphs(compiler):
         setattr(wrapper, SAID, True)
@@ -102,7 +105,7 @@ def _say_if_dense(compiler: Any, has_graphs: Callable[[Any], bool], place: str, 
         is_of_transforms = torch._C._functorch.peek_interpreter_stack() is not None
         logger.warning(
             "dta: a compiled call shares no prefixes: torch.compile gave up on %s, which runs as it is: %s%s",
-            place,
+            function,
             cause,
             hint if is_of_transforms else "",
         )

@@ -1,6 +1,6 @@
-"""Every private touch of Dynamo: symbolic sizes, graph-break records, and which compiled callable a graph belongs to.
+"""Uses of Dynamo's private parts: symbolic sizes, graph breaks, and the compiled callable that a graph belongs to.
 
-Supported torch: 2.11 to 2.15. Each trick has a test of its own; when one stops working, the error says to pass
+Supported torch: 2.11 to 2.15. Each use has a test of its own; when one stops working, the error says to pass
 `dynamic=True` to `torch.compile`.
 """
 
@@ -49,30 +49,34 @@ from dta_compile.passes.symbols import hint
 
 MARKED = "_dta_marked_dynamic"
 SELECTIONS = "capture_dynamic_output_shape_ops"
-# What `use_duck_shape` was before the trace now running, if that is one with a symbol for every dimension.
+# Former values of `use_duck_shape`, if the running trace has a symbol for every dimension.
 _duck_shapes_before: list[bool] = []
-# The compilation now running, if its graphs are to end where rows are selected by a condition.
+# Ids of running compilations whose graphs end where rows are selected by a condition.
 _without_selections: set[Any] = set()
-# The compilation now running, if its layers cannot be traced once for all copies.
+# Ids of running compilations whose layers cannot be traced once for all copies.
 _without_regions: set[Any] = set()
-# Of the latest function that Dynamo gave up on: what it was to be compiled by, and why it gave up.
+# The latest function that Dynamo could not trace: its compiler, and the reason.
 _given_up: list[tuple[Any, str]] = []
-# The compilations whose graphs do not count towards Dynamo's recompile limit.
+# Ids of compilations whose graphs do not count towards Dynamo's recompile limit.
 _uncounted: set[Any] = set()
 EVAL_FRAME = torch._dynamo.eval_frame.__file__
 
 
 class _TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
-    """Passes through Dynamo's backend wrapper as the first base does; like the second, it makes Dynamo forget where it
-    tried graph breaks, because symbolic sizes add calls to the graph and with them places to try."""
+    """Restart Dynamo's trace from within a backend.
+
+    The first base passes through Dynamo's backend wrapper. The second makes Dynamo forget where it tried graph breaks,
+    because symbolic sizes add calls to the graph and so further instructions to try.
+    """
 
 
 def trace_again_with_symbolic_sizes(graph: fx.Graph) -> None:
     """Make Dynamo trace this call once more with symbolic batch and token sizes, unless it already has.
 
-    Dynamo's first trace of a call is static, but for what `_mark_at_hand` found. Inputs that are no parameters or
-    buffers of a module get their dimensions marked as dynamic (but for the features of floats, which a bias over pairs
-    of tokens has none of); sizes 0 and 1 stay special, as everywhere in torch.
+    Dynamo's first trace of a call is static, except for inputs that `_mark_at_hand` found. All dimensions of inputs
+    that are no parameters or buffers are marked as dynamic, except for the last one of floats with more than two
+    dimensions (features), unless the last two are equal (a bias over pairs of tokens). Sizes 0 and 1 stay specialised,
+    as everywhere in torch.
     """
     data = [node for node in graph.nodes if node.op == "placeholder" and _is_data(node)]
     marked = [_mark(node.meta["grapharg"].example, node.meta["example_value"]) for node in data]
@@ -81,7 +85,7 @@ def trace_again_with_symbolic_sizes(graph: fx.Graph) -> None:
 
 
 def _mark(example: torch.Tensor, traced: torch.Tensor) -> bool:
-    """Mark the dimensions of an input that are numbers in its trace; whether that is new."""
+    """Mark the dimensions of an input that are constants in its trace as dynamic; return whether that is new."""
     has_features = traced.is_floating_point() and traced.dim() > 2 and traced.shape[-2] != traced.shape[-1]
     counted = traced.dim() - 1 if has_features else traced.dim()
     fixed = [dim for dim in range(counted) if isinstance(traced.shape[dim], int) and traced.shape[dim] > 1]
@@ -93,7 +97,7 @@ def _mark(example: torch.Tensor, traced: torch.Tensor) -> bool:
 
 
 def _mark_at_hand(translator: Any) -> None:
-    """Mark what a function was called with, before its first trace, so that there need not be a second one."""
+    """Mark tensor arguments of a function before its first trace, so that no second one is needed."""
     pending, seen = [*translator.f_locals.values()], set()
     while pending:
         value = pending.pop()
@@ -105,16 +109,16 @@ def _mark_at_hand(translator: Any) -> None:
             pending += value.values() if hasattr(value, "values") else value
 
 
-def _with_marked_arrays(context_of: Callable[..., Any]) -> Callable[..., Any]:
-    """How Dynamo makes the sizes of an input, with numpy arrays marked: each trace makes new tensors of those."""
+def _with_marked_arrays(choose_sizes: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark numpy arrays whenever Dynamo chooses the sizes of an input, because each trace makes new tensors of them."""
 
-    @functools.wraps(context_of)
-    def context_of_marked(example: Any, translator: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(choose_sizes)
+    def choose_sizes_marked(example: Any, translator: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(source, NumpyTensorSource) and is_ours(translator.output.compiler_fn):
             _mark(example, example)
-        return context_of(example, translator, source, *args, **kwargs)
+        return choose_sizes(example, translator, source, *args, **kwargs)
 
-    return context_of_marked
+    return choose_sizes_marked
 
 
 if not hasattr(builder._automatic_dynamic, "__wrapped__"):
@@ -122,17 +126,17 @@ if not hasattr(builder._automatic_dynamic, "__wrapped__"):
 
 
 def allow_one_more_graph() -> None:
-    """Keep the graph now being compiled from counting towards Dynamo's recompile limit, for whoever compiles next.
+    """Keep the graph being compiled from counting towards Dynamo's recompile limit in later compilations.
 
-    Past that limit (8 graphs a function) Dynamo runs the function eagerly with no more than a warning, which would be a
-    dense run while training. The limit is reached soon: every transformers model is called through the one wrapper
-    function of a decorator, so that policy, reference model and each kind of generation step take places of the same 8.
-    Runaway recompilation has a warning of ours (`records.Record.note_graph`).
+    Past that limit (8 graphs per function) Dynamo runs the function eagerly with only a warning, which would be a dense
+    run while training. The limit is soon reached: every transformers model is called through the wrapper function of
+    one decorator, so that policy, reference model and each kind of generation step share these 8 graphs. Runaway
+    recompilation has our own warning (`records.Record.note_graph`).
 
-    Dynamo's cap of 256 graphs a function is raised where it is near, as it also counts graphs that are gone.
+    Dynamo's cap of 256 graphs per function is raised when it is near, since it also counts graphs that are gone.
     """
     if _leave_out_uncounted not in (get_hook_for_recompile_user_context() or ()):
-        register_hook_for_recompile_user_context(_leave_out_uncounted)  # again, after a reset of Dynamo's
+        register_hook_for_recompile_user_context(_leave_out_uncounted)  # again after `torch._dynamo.reset()`
     here = CompileContext.current_compile_id()
     _uncounted.add(here)
     if here is not None and (here.frame_compile_id or 0) + 1 >= torch._dynamo.config.accumulated_recompile_limit:
@@ -140,18 +144,18 @@ def allow_one_more_graph() -> None:
 
 
 def _leave_out_uncounted() -> str:
-    """Take graphs for the tree out of what Dynamo is about to compare with its limit; Dynamo logs what is returned.
+    """Subtract graphs for the tree from the counts that Dynamo is about to compare; return a line for Dynamo's log.
 
-    Dynamo counts the graphs of a function whoever compiled them, and compares before it calls a backend: a hook that
-    it calls in between, with every compilation of whatever backend, is the one place where its count can be put right.
+    Dynamo counts the graphs of all backends for a function, and compares before it calls a backend. The only place to
+    correct the count is a hook in between, which Dynamo calls in every compilation of every backend.
     """
     compiling: Any = sys._getframe()
     while compiling is not None and not {"cache_size", "code"} <= compiling.f_locals.keys():
         compiling = compiling.f_back
-    if compiling is None:  # another torch, perhaps: its limit holds for us, too, and nobody's compilation fails
+    if compiling is None:  # another torch: its limit then holds for us, too, and no compilation fails
         return ""
     size, frame, code = (compiling.f_locals.get(name) for name in ("cache_size", "frame", "code"))
-    entries = compiling.f_locals.get("cache_entries") or _debug_get_cache_entry_list(code)  # torch 2.11 has the latter
+    entries = compiling.f_locals.get("cache_entries") or _debug_get_cache_entry_list(code)  # the latter for torch 2.11
     left_out = [entry for entry in entries if _is_uncounted(entry)]
     same_objects = frame is not None and sum(_has_same_id_matched_objs(frame, entry) for entry in left_out)
     size.num_cache_entries_with_same_id_matched_objs -= same_objects
@@ -162,14 +166,14 @@ def _leave_out_uncounted() -> str:
 
 
 def _is_uncounted(entry: Any) -> bool:
-    """Also asks whose the graph is: numbers of compilations start anew when Dynamo is reset."""
+    """Return whether a cache entry is not to count. Checks the backend, too, since `reset()` restarts compile ids."""
     if isinstance(entry.guard_manager, _Dropped):
         return True
     return entry.compile_id in _uncounted and is_ours(entry.backend)
 
 
 def is_ours(compiled: Any) -> bool:
-    """Whether this is the backend that Dynamo's objects lead to."""
+    """Return whether an object of Dynamo's (a compiler or compiled callable) belongs to this backend."""
     backend = getattr(compile_wrapper_of(compiled), "compiler_fn", None)
     return getattr(backend, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
 
@@ -177,8 +181,8 @@ def is_ours(compiled: Any) -> bool:
 def trace_again_without_duck_shapes(already: bool) -> NoReturn:
     """Make Dynamo trace once more with a size symbol of its own for every dimension.
 
-    Dimensions that are equal at the first call share a symbol by default, so that B = S would leave the axes ambiguous.
-    `already`: this trace was such a one, and did not help.
+    Dimensions that are equal at the first call share a symbol by default (duck shaping), so that B = S would leave the
+    axes ambiguous. Raises `RefusalError` if this trace is `already` such a one.
     """
     if already:
         raise RefusalError(
@@ -187,40 +191,40 @@ def trace_again_without_duck_shapes(already: bool) -> NoReturn:
             got="one symbol for both",
             hint="pass dynamic=True to torch.compile, or make the first call with different sizes",
         )
-    if _restore not in callback_handler.end_callbacks:
-        callback_handler.register_end_callback(_restore)  # for a trace that fails
+    if _restore_duck_shape not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(_restore_duck_shape)  # in case the trace fails
     _duck_shapes_before.append(symbolic_shape_config.use_duck_shape)
     symbolic_shape_config.use_duck_shape = False
     raise TensorifyScalarRestartAnalysis("dta: trace with a symbol for every dimension")
 
 
 def restore_duck_shapes() -> bool:
-    """Undo `trace_again_without_duck_shapes` once its trace is here; whether dimensions have symbols of their own."""
+    """Undo `trace_again_without_duck_shapes` after its trace; return whether dimensions have symbols of their own."""
     without = not symbolic_shape_config.use_duck_shape
-    _restore()
+    _restore_duck_shape()
     return without
 
 
-def _restore(*_: Any) -> None:
-    """Give `use_duck_shape` its value from before; Dynamo calls this at the end of every compilation."""
+def _restore_duck_shape(*_: Any) -> None:
+    """Restore `use_duck_shape`; Dynamo also calls this at the end of every compilation."""
     if _duck_shapes_before:
         symbolic_shape_config.use_duck_shape = _duck_shapes_before.pop()
 
 
 class _BadOption(ShortenTraceback):
-    """Takes an error of ours through Dynamo, which raises what this says to raise in its place."""
+    """Carries an `OptionError` through Dynamo, which raises the result of `remove_dynamo_frames` instead."""
 
     def __init__(self, error: OptionError) -> None:
         super().__init__(str(error), first_useful_frame=None)
         self.error = error
 
     def remove_dynamo_frames(self) -> Any:
-        """The error, as the call raises it."""
+        """Return the error for the call to raise."""
         return self.error
 
 
 def _options_of(compiler: Any) -> Options:
-    """The options of a compiled callable: those that cannot be used are refused before the trace, which takes long."""
+    """Parse the options of a compiled callable; raise on bad ones before the trace, which takes long."""
     try:
         return Options.parse(compile_wrapper_of(compiler).kwargs.get("options"))  # type: ignore[union-attr]
     except OptionError as error:
@@ -228,17 +232,17 @@ def _options_of(compiler: Any) -> Options:
 
 
 def _with_selections(build: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of Dynamo's `OutputGraph`, for this backend with sizes that depend on data.
+    """Enable sizes that depend on data in the constructor of Dynamo's `OutputGraph`, for this backend.
 
-    Without them Dynamo ends a graph where rows are selected by a condition, as it is done for the tokens of an expert,
-    and gives up on a function that does so in a loop, before any backend is called. The setting is read there only.
+    Without them Dynamo breaks the graph where rows are selected by a condition, such as the tokens of an expert, and
+    gives up on a function that does so in a loop before any backend is called. Only the constructor reads the setting.
     """
 
     @functools.wraps(build)
     def build_with_selections(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(build).bind(self, *args, **kwargs).arguments
-        was_on = given.get("one_graph", False) or getattr(torch._dynamo.config, SELECTIONS)
-        here, compiler = CompileContext.current_compile_id(), given.get("compiler_fn")
+        arguments = inspect.signature(build).bind(self, *args, **kwargs).arguments
+        was_on = arguments.get("one_graph", False) or getattr(torch._dynamo.config, SELECTIONS)
+        here, compiler = CompileContext.current_compile_id(), arguments.get("compiler_fn")
         if is_traced_by_us := is_ours(compiler):
             _options_of(compiler)
         self._dta_selects = not was_on and here not in _without_selections and is_traced_by_us
@@ -248,13 +252,13 @@ def _with_selections(build: Callable[..., None]) -> Callable[..., None]:
     return build_with_selections
 
 
-if not hasattr(OutputGraph.__init__, "__wrapped__"):  # not once more, where the module is loaded again
+if not hasattr(OutputGraph.__init__, "__wrapped__"):  # only once, also if this module is reloaded
     OutputGraph.__init__ = _with_selections(OutputGraph.__init__)  # type: ignore[method-assign]
 
 
 def trace_again_without_selections() -> None:
-    """Make Dynamo trace once more as it would without us, ending the graph where rows are selected by a condition."""
-    _trace_without_selections(_calling("OutputGraph"))
+    """Make Dynamo trace once more with its own setting, breaking the graph where rows are selected by a condition."""
+    _trace_without_selections(_calling_self("OutputGraph"))
 
 
 def _trace_without_selections(output_graph: Any) -> None:
@@ -262,29 +266,32 @@ def _trace_without_selections(output_graph: Any) -> None:
         _trace_again_without(_without_selections, "selections of rows")
 
 
-def _trace_again_without(kept: set[Any], what: str) -> NoReturn:
-    """Note the compilation now running in a set that holds until it ends, and make Dynamo trace once more."""
-    if _forget not in callback_handler.end_callbacks:
-        callback_handler.register_end_callback(_forget)
-    kept.add(CompileContext.current_compile_id())
+def _trace_again_without(compilations: set[Any], what: str) -> NoReturn:
+    """Add the running compilation to a set until it ends, and make Dynamo trace once more."""
+    if _clear_ids not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(_clear_ids)
+    compilations.add(CompileContext.current_compile_id())
     raise _TraceAgain(f"dta: trace without {what}")
 
 
-def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Dynamo's trace of a function: what it fails at for a size that depends on data, it does not get to without."""
+def _with_preparations(run: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap Dynamo's trace of a function with the preparations and retries for this backend.
+
+    A trace that fails with regions, or on a size that depends on data, is repeated without them.
+    """
 
     @functools.wraps(run)
-    def run_watched(self: Any) -> None:
+    def run_prepared(self: Any) -> None:
         if not is_ours(self.output.compiler_fn):
             return run(self)
         modules = list(_modules_at_hand(self))
-        _enter(Sharded, modules)
-        if _options_of(self.output.compiler_fn).fallback != "dense":  # what runs as captured needs its checkpoints
-            _enter(CheckpointFlags, modules)
+        _prepare(Sharded, modules)
+        if _options_of(self.output.compiler_fn).fallback != "dense":  # dense runs need their checkpoints
+            _prepare(CheckpointFlags, modules)
         _mark_at_hand(self)
         here = CompileContext.current_compile_id()
         with _no_collections(), traced_once(() if here in _without_regions else modules) as has_regions:
-            if has_regions:  # what is traced once has no use for a cache, which takes a tenth of the time
+            if has_regions:  # layers that are traced once never hit this cache, which costs a tenth of the time
                 self.output.fake_mode.cache_enabled = False
             try:
                 run(self)
@@ -301,11 +308,11 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
                     _trace_without_selections(self.output)
                 raise
 
-    return run_watched
+    return run_prepared
 
 
 def _guard_hooks(guards: Any) -> None:
-    """Notice hooks that modules are given later: Dynamo looks at hooks as it traces, and never again by default."""
+    """Guard that modules get no hooks later, since by default Dynamo reads hooks only while it traces."""
     for guard in list(guards):
         if guard.create_fn_name() == "EMPTY_NN_MODULE_HOOKS_DICT":
             guards.add(guard.originating_source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
@@ -313,8 +320,11 @@ def _guard_hooks(guards: Any) -> None:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Little that a trace makes is garbage before its end: looking for some again and again takes a tenth of it. What
-    is left then counts as old at once, which freezing and thawing does; else it is soon looked through twice more."""
+    """Disable garbage collection during a trace, a tenth of its time, since few objects die before its end.
+
+    The remaining objects are then moved to the oldest generation by freezing and unfreezing; otherwise they would soon
+    be traversed twice more.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -322,19 +332,22 @@ def _no_collections() -> Iterator[None]:
     finally:
         if was_on:
             gc.collect(1)
-            if not gc.get_freeze_count():  # else what the user froze would be thawed
+            if not gc.get_freeze_count():  # unfreezing would undo a freeze of the user's
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
 
 
 if not hasattr(InstructionTranslator.run, "__wrapped__"):
-    InstructionTranslator.run = _watched(InstructionTranslator.run)  # type: ignore[assignment,method-assign]
+    InstructionTranslator.run = _with_preparations(InstructionTranslator.run)  # type: ignore[assignment,method-assign]
 
 
 def _modules_at_hand(translator: Any) -> Iterator[torch.nn.Module]:
-    """Modules that the function which Dynamo begins to trace can name: arguments (`*args` and `**kwargs`, too), free
-    and global variables, what methods belong to, and attributes that it reads of other objects."""
+    """Yield the modules that the function to be traced can name.
+
+    These are arguments (also in `*args` and `**kwargs`), free and global variables, owners of methods, and attributes
+    of other objects that the function reads.
+    """
     names = translator.f_code.co_names
     named = [translator.f_globals[name] for name in names if name in translator.f_globals]
     arguments = [*translator.f_locals.values()]
@@ -345,16 +358,16 @@ def _modules_at_hand(translator: Any) -> Iterator[torch.nn.Module]:
         is_other = not isinstance(owner, (torch.nn.Module, types.ModuleType, type))
         attributes = [getattr(owner, "__dict__", {}).get(name) for name in names] if is_other else []
         for part in (owner, *attributes):
-            if isinstance(part, torch.nn.Module) and "_modules" in vars(part):  # which is no more than being made else
+            if isinstance(part, torch.nn.Module) and "_modules" in vars(part):  # else its constructor is still running
                 yield part
 
 
-def _enter(kind: type[Sharded | CheckpointFlags], modules: Iterable[torch.nn.Module]) -> None:
-    """Let the compiled callable that was called prepare its modules: now, and whenever it is entered."""
-    entered = _entered()
-    if entered is None:  # driven without torch.compile
+def _prepare(kind: type[Sharded | CheckpointFlags], modules: Iterable[torch.nn.Module]) -> None:
+    """Have the compiled callable that is running prepare its modules now and whenever it is entered."""
+    hooks_of_call = _hooks_of_running_call()
+    if hooks_of_call is None:  # driven without torch.compile
         return
-    hooks, exits = entered
+    hooks, exits = hooks_of_call
     prepare = next((hook for hook in hooks if isinstance(hook, kind)), None) or kind()
     if prepare.add(modules):
         if prepare not in hooks:
@@ -363,13 +376,13 @@ def _enter(kind: type[Sharded | CheckpointFlags], modules: Iterable[torch.nn.Mod
 
 
 def call_when_left(function: Callable[[], object]) -> None:
-    """Call a function as the compiled callable returns that was called."""
-    if (entered := _entered()) is not None:
+    """Call a function when the running compiled callable returns."""
+    if (entered := _hooks_of_running_call()) is not None:
         entered[1].append(function)
 
 
-def _entered() -> tuple[list[Any], list[Any]] | None:
-    """Of the compiled callable that was called: what it calls whenever it is entered, and this time as it is left."""
+def _hooks_of_running_call() -> tuple[list[Any], list[Any]] | None:
+    """Return the running compiled callable's hooks for every entry, and the cleanups of this call; None outside one."""
     for known in _variables_of_calls():
         if "cleanups" in known:
             return known["self"].enter_exit_hooks, known["cleanups"]
@@ -377,7 +390,7 @@ def _entered() -> tuple[list[Any], list[Any]] | None:
 
 
 def _variables_of_calls() -> Iterator[dict[str, Any]]:
-    """Local variables of torch's functions through which compiled callables are called, the innermost first."""
+    """Yield the local variables of torch's frames that call compiled callables, the innermost first."""
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name in ("compile_wrapper", "_fn") and frame.f_code.co_filename == EVAL_FRAME:
@@ -386,48 +399,48 @@ def _variables_of_calls() -> Iterator[dict[str, Any]]:
 
 
 def given_up() -> str | None:
-    """Why, and where, Dynamo gave up on a function that calls the one now being compiled: a graph break in a loop, say.
+    """Return why and where Dynamo gave up on a caller of the function being compiled, for example at a break in a loop.
 
-    The functions that it called are then compiled one by one, for the same compiled callable.
+    The functions that the caller calls are then compiled one by one, for the same compiled callable.
     """
-    here = getattr(_calling("OutputGraph"), "compiler_fn", None)
+    here = getattr(_calling_self("OutputGraph"), "compiler_fn", None)
     return next((reason for compiler, reason in _given_up if compiler is here), None)
 
 
 def cause(error: BaseException) -> str:
-    """Why Dynamo cannot trace a function, and the user's line."""
+    """Return the reason why Dynamo cannot trace a function, with the user's line."""
     while error.__cause__ is not None and getattr(error.__cause__, "real_stack", None):
         error = error.__cause__
     return _with_line((str(error).strip().splitlines() or [""])[0], getattr(error, "real_stack", None))
 
 
-def _forget(*_: Any) -> None:
-    """Numbers of compilations start anew when Dynamo is reset. Dynamo calls this at the end of every compilation."""
+def _clear_ids(*_: Any) -> None:
+    """Clear ids at the end of every compilation, where Dynamo calls this, because `reset()` restarts them."""
     _without_selections.clear()
     _without_regions.clear()
 
 
 def unify_equal_sizes(graph: fx.Graph) -> None:
-    """Let data inputs that agree on their batch and token sizes now share the symbols, under a guard of Dynamo's.
+    """Unify the symbols of batch and token sizes that are equal in this call, under a guard of Dynamo's.
 
-    Dynamo gives every input symbols of its own until an operation proves two of them equal, and `gather` never does.
+    Dynamo gives every input its own symbols until an operation proves two of them equal, which `gather` never does.
     """
-    known: dict[int, list[Any]] = {0: [], 1: []}  # there may be several batches
+    known: dict[int, list[Any]] = {0: [], 1: []}  # distinct sizes by dimension; several if there are several batches
     for node in graph.nodes:
         if node.op != "placeholder" or not _is_data(node):
             continue
         value = node.meta["example_value"]
         for dim, size in enumerate(value.shape[:2]):
-            if isinstance(size, torch.SymInt) and value.dim() > 1 and not value.requires_grad:  # that may be a weight
-                same = next((one for one in known[dim] if hint(one) == hint(size)), None)
+            if isinstance(size, torch.SymInt) and value.dim() > 1 and not value.requires_grad:  # else maybe a weight
+                same = next((other for other in known[dim] if hint(other) == hint(size)), None)
                 if same is None:
                     known[dim].append(size)
                 else:
-                    bool(same == size)  # a guard: another call where they differ is traced anew
+                    bool(same == size)  # adds a guard: a call where they differ is traced anew
 
 
 def _is_data(node: fx.Node) -> bool:
-    """A tensor input that is neither parameter nor buffer of a module, nor a weight in any other place."""
+    """Return whether a node is a tensor input but no parameter, buffer or other weight."""
     value, grapharg = node.meta.get("example_value"), node.meta.get("grapharg")
     if not isinstance(value, torch.Tensor) or grapharg is None or isinstance(value, torch.nn.Parameter):
         return False
@@ -443,7 +456,7 @@ def _may_be_weight(value: torch.Tensor) -> bool:
 
 
 def graph_break(module: fx.GraphModule) -> str | None:
-    """Why Dynamo ended this graph before the end of the function, and the user's line; None if it did not."""
+    """Return the reason of the graph break that ends a graph, with the user's line; None without a break."""
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
@@ -456,20 +469,20 @@ def _with_line(reason: str, stack: Any) -> str:
 
 
 def resumes_after_a_break() -> bool:
-    """Whether the graph now being compiled is what comes after a graph break of the user's function."""
-    output_graph = _calling("OutputGraph")
+    """Return whether the graph being compiled continues the user's function after a graph break."""
+    output_graph = _calling_self("OutputGraph")
     code = getattr(getattr(output_graph, "root_tx", None), "f_code", None)
     return code is not None and code.co_name.startswith("torch_dynamo_resume_in_")
 
 
 def current_compile_wrapper() -> Any | None:
-    """The object that `torch.compile` made for the callable now being compiled (an instance of its private wrapper)."""
-    return _calling("_TorchCompileWrapper")
+    """Return the private wrapper object of `torch.compile` for the callable being compiled."""
+    return _calling_self("_TorchCompileWrapper")
 
 
 def is_given_a_cache() -> bool:
-    """Whether the function now being compiled was called with a KV cache of transformers, empty or not."""
-    root = getattr(_calling("OutputGraph"), "root_tx", None)
+    """Return whether the function being compiled was called with a KV cache of transformers, empty or not."""
+    root = getattr(_calling_self("OutputGraph"), "root_tx", None)
     pending = [*getattr(root, "f_locals", {}).values()]
     while pending:
         value = pending.pop()
@@ -481,15 +494,15 @@ def is_given_a_cache() -> bool:
 
 
 def _traces_for_this_backend() -> bool:
-    translator = _calling("InstructionTranslator")
+    translator = _calling_self("InstructionTranslator")
     return translator is not None and is_ours(translator.output.compiler_fn)
 
 
 tracing.answer_with(_traces_for_this_backend)
 
 
-def _calling(class_name: str) -> Any | None:
-    """The innermost object of a class, by name, that one of our callers is a method of."""
+def _calling_self(class_name: str) -> Any | None:
+    """Return `self` of the innermost calling method of a class, by the class's name."""
     frame: Any = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -500,48 +513,48 @@ def _calling(class_name: str) -> Any | None:
 
 
 def calling_wrapper() -> Any | None:
-    """The object that `torch.compile` made for the callable whose call is now running.
+    """Return the wrapper object of `torch.compile` for the callable whose call is running.
 
-    Not the one that a graph was compiled for: Dynamo serves equal compilations (the same function compiled twice, two
-    models of one class) from one cache.
+    A graph may have been compiled for another one: Dynamo serves equal compilations (the same function compiled twice,
+    two models of one class) from one cache.
     """
     wrappers = (compile_wrapper_of(known.get("callback")) for known in _variables_of_calls())
     return next((wrapper for wrapper in wrappers if wrapper is not None), None)
 
 
 def calling_context() -> Any | None:
-    """What a compiled callable that is being called or compiled for has of its own: it is gone when that is."""
+    """Return the Dynamo context of the running compiled callable, which lives as long as the callable."""
     return next((known["self"] for known in _variables_of_calls() if "cleanups" in known), None)
 
 
 def compiling() -> tuple[types.CodeType, Any] | None:
-    """The function now being compiled, and the number of its compilation."""
-    translator = getattr(_calling("OutputGraph"), "root_tx", None)
+    """Return the code of the function being compiled, and the id of the compilation."""
+    translator = getattr(_calling_self("OutputGraph"), "root_tx", None)
     return None if translator is None else (translator.f_code, CompileContext.current_compile_id())
 
 
 class _Dropped(DeletedGuardManagerWrapper):
-    """In the place of the guards of a compilation of ours that is dropped: Dynamo never looks at it again."""
+    """Replaces the guards of a compilation that we dropped, so that Dynamo never evaluates it again."""
 
 
 def forget(code: types.CodeType, compile_id: Any) -> None:
-    """Drop what Dynamo keeps of a compilation of ours, as it does itself when an object of a guard is gone."""
+    """Drop Dynamo's cache entry of our compilation, as Dynamo does when an object of a guard is gone."""
     for entry in _debug_get_cache_entry_list(code):
         state = entry.guard_manager.extra_state
-        # By identity: numbers of compilations start anew when Dynamo is reset.
+        # By identity, since `reset()` restarts compile ids.
         if entry.compile_id is compile_id and is_ours(entry.backend) and state is not None:
             state.invalidate(entry, _Dropped("its callable is gone"))
 
 
 def uncompiled(fn: Any) -> Any:
-    """The function or module behind what `torch.compile` returned; anything else as it is."""
+    """Return the function or module behind a result of `torch.compile`; anything else unchanged."""
     if isinstance(fn, torch._dynamo.eval_frame.OptimizedModule):
         return fn._orig_mod
     return torch._dynamo.eval_frame.innermost_fn(fn) if callable(fn) and not isinstance(fn, torch.nn.Module) else fn
 
 
 def compile_wrapper_of(compiled: Any) -> Any | None:
-    """The private wrapper behind a compiled function or module (also one compiled in place); None if there is none."""
+    """Return the private wrapper behind a compiled function or module (also one compiled in place), or None."""
     for candidate in _reachable(compiled, depth=8):
         if type(candidate).__name__ == "_TorchCompileWrapper":
             return candidate
@@ -563,7 +576,7 @@ _LINKS = (
 
 
 def _reachable(start: Any, depth: int) -> Iterator[Any]:
-    """Objects linked from a compiled callable, breadth first: known attributes and closure cells."""
+    """Yield objects linked from a compiled callable by known attributes and closure cells, breadth first."""
     seen, level = {id(start)}, [start]
     for _ in range(depth):
         following = []
@@ -591,7 +604,7 @@ def _cells(item: Any) -> Iterator[Any]:
 
 
 def _contents(cells: Any) -> Iterator[Any]:
-    """What the cells of a closure hold, if it has any."""
+    """Yield the contents of the cells of a closure."""
     for cell in cells or ():
-        with contextlib.suppress(ValueError):  # not set yet
+        with contextlib.suppress(ValueError):  # an empty cell
             yield cell.cell_contents

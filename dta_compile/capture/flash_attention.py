@@ -1,10 +1,10 @@
-"""Flash attention by functions of its packages and of torch: calls of them stay whole, and become our operator.
+"""Capture flash attention functions of flash-attn and torch as one node each, and rewrite these as our operator.
 
-Inside of them Dynamo would find kernels, in autograd functions that it cannot always trace. So where it traces for this
-backend, a call is one node that runs the function itself: in a graph that runs as captured it stays so. In a graph for
-the tree, `with_our_attention` puts our operator in its place, or refuses what the operator does not compute. For other
-backends Dynamo traces the function's own code, as it would without us. Importing the module sees to all that, also for
-packages that are imported later.
+These functions call kernels in autograd functions that Dynamo cannot always trace. So when Dynamo traces for this
+backend, a call becomes one node that runs the function itself, which also works in a graph that runs as captured. In a
+graph for the tree, `with_our_attention` replaces the node by our operator, or refuses a call that the operator cannot
+compute. For other backends Dynamo traces the function's own code as always. Importing this module sets this up, also
+for packages that are imported later.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FUNCTIONS = {  # by the module that defines them: flash-attn 2, flash-attn 3, to
     "flash_attn_interface": ("flash_attn_func", "flash_attn_varlen_func"),
     "torch.nn.attention.varlen": ("varlen_attn",),
 }
-# Arguments that say how to compute, or what the sizes say as well.
+# Arguments that only select an implementation, or repeat what the sizes say.
 WITHOUT_MEANING = (
     "deterministic",
     "enable_gqa",
@@ -57,13 +57,13 @@ HINTS = {
     "return_aux": STATISTICS,
 }
 
-# What stands in graphs for a function, as a mixer of which only `functions`, `operands` and `dims` count. Filled as
+# By function that is a node in graphs, its mixer, of which only `functions`, `operands` and `dims` count. Filled when
 # packages are imported.
-KEPT: dict[Callable[..., Any], Mixer] = {}
+IN_GRAPH: dict[Callable[..., Any], Mixer] = {}
 
 
 class _Call(NamedTuple):
-    """The arguments of a call that have a meaning, under one name for all functions; `others` by their own."""
+    """Arguments of a call that define its result, named alike for all functions; `others` under their own names."""
 
     query: fx.Node
     key: fx.Node
@@ -78,13 +78,15 @@ class _Call(NamedTuple):
 
 
 def with_our_attention(module: fx.GraphModule) -> fx.GraphModule:
-    """A graph whose calls of flash attention are calls of our operator; the same graph if it has none.
+    """Return a copy of the graph with our operator for flash attention calls; the graph itself if it has none.
 
     Raises:
-        RefusalError: a call is not causal attention of tokens over themselves, or does more than that.
+        RefusalError: a call is not causal self-attention, or returns more than its output.
     """
-    inner = {name: with_our_attention(part) for name, part in module.named_children() if _is_graph(part)}
-    calls = [node for node in module.graph.nodes if node.op == "call_function" and node.target in KEPT]
+    inner = {
+        name: with_our_attention(part) for name, part in module.named_children() if isinstance(part, fx.GraphModule)
+    }
+    calls = [node for node in module.graph.nodes if node.op == "call_function" and node.target in IN_GRAPH]
     if not calls and all(part is getattr(module, name) for name, part in inner.items()):
         return module
     result = fx.GraphModule(module, copy.deepcopy(module.graph))
@@ -92,19 +94,15 @@ def with_our_attention(module: fx.GraphModule) -> fx.GraphModule:
         part.meta = getattr(module, name).meta
         setattr(result, name, part)
     for node in result.graph.nodes:
-        if node.op == "call_function" and node.target in KEPT:
+        if node.op == "call_function" and node.target in IN_GRAPH:
             node.args, node.kwargs = _our_arguments(node), {}
             node.target = attention_tokens_first
     result.recompile()
     return result
 
 
-def _is_graph(part: torch.nn.Module) -> bool:
-    return isinstance(part, fx.GraphModule)
-
-
 def _our_arguments(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments of `attention_tokens_first` for a call that was kept."""
+    """Return the arguments of `attention_tokens_first` for a flash attention call."""
     call = _arguments(node)
     _require_nothing_else(node, call)
     _require_causal(node, call)
@@ -114,7 +112,7 @@ def _our_arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _require_nothing_else(node: fx.Node, call: _Call) -> None:
-    """Only arguments that are understood, and numbers that are the same for all calls."""
+    """Raise `RefusalError` for unsupported arguments, further results, or numbers that are not constants."""
     for name, value in call.others.items():
         left_out = inspect.signature(node.target).parameters[name].default
         is_default = not isinstance(value, fx.Node) and (value is None or value == left_out)
@@ -132,7 +130,7 @@ def _require_nothing_else(node: fx.Node, call: _Call) -> None:
 
 
 def _require_causal(node: fx.Node, call: _Call) -> None:
-    """Causal attention of tokens over themselves, in the rows of a batch or in one packed row."""
+    """Raise `RefusalError` unless a call is causal self-attention over rows of a batch or one packed row."""
     if not call.causal and call.window[1] != 0:
         raise _refusal(
             node,
@@ -149,7 +147,7 @@ def _require_causal(node: fx.Node, call: _Call) -> None:
             f"{call.ends} and {call.ends_of_keys}",
             "pass the same tensor twice: two with the same numbers cannot be told from others",
         )
-    lengths = [expression(one.meta["example_value"].shape[-3]) for one in (call.query, call.key)]
+    lengths = [expression(operand.meta["example_value"].shape[-3]) for operand in (call.query, call.key)]
     if lengths[0] != lengths[1]:
         raise _refusal(node, "it reads other tokens' keys", "as many keys as queries", f"{lengths[0]} and {lengths[1]}")
     if call.ends is not None and len(lengths[0].free_symbols) > 1:
@@ -165,16 +163,16 @@ def _require_causal(node: fx.Node, call: _Call) -> None:
 def _arguments(node: fx.Node) -> _Call:
     bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
-    given = bound.arguments
+    arguments = bound.arguments
 
     def take(*names: str, default: Any = None) -> Any:
-        return next((given.pop(name) for name in names if name in given), default)
+        return next((arguments.pop(name) for name in names if name in arguments), default)
 
-    query, key, value = (take(operand.name) for operand in KEPT[node.target].operands)
+    query, key, value = (take(operand.name) for operand in IN_GRAPH[node.target].operands)
     ends, ends_of_keys = take("cu_seqlens_q", "cu_seq_q"), take("cu_seqlens_k", "cu_seq_k")
     causal, window = take("causal", "is_causal", default=False), tuple(take("window_size") or (-1, -1))
     scale, softcap = take("softmax_scale", "scale"), take("softcap", default=0.0)
-    return _Call(query, key, value, ends, ends_of_keys, causal, window, scale, softcap, given)
+    return _Call(query, key, value, ends, ends_of_keys, causal, window, scale, softcap, arguments)
 
 
 def _refusal(node: fx.Node, what: str, expected: str, got: str, hint: str | None = None) -> RefusalError:
@@ -187,35 +185,35 @@ def _refusal(node: fx.Node, what: str, expected: str, got: str, hint: str | None
     )
 
 
-def _keep(module: types.ModuleType) -> None:
-    """Have Dynamo keep calls of a module's functions, where it traces for this backend."""
+def _allow_in_graph(module: types.ModuleType) -> None:
+    """Have Dynamo capture calls of a module's flash attention functions as nodes when it traces for this backend."""
     for name in FUNCTIONS[module.__name__]:
         original = getattr(module, name, None)
         if isinstance(original, types.FunctionType) and not hasattr(original, "_torchdynamo_disable"):
-            _keep_function(original)
+            _allow_function_in_graph(original)
 
 
-def _keep_function(original: types.FunctionType) -> None:
-    own = copy_of(original)
+def _allow_function_in_graph(original: types.FunctionType) -> None:
+    copy_of_original = copy_of(original)
 
     @functools.wraps(original)
-    def kept(*args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        return copy_of_original(*args, **kwargs)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        return kept(*args, **kwargs) if traces_for_this_backend() else own(*args, **kwargs)
+        return whole(*args, **kwargs) if traces_for_this_backend() else copy_of_original(*args, **kwargs)
 
-    torch._dynamo.allow_in_graph(kept)
+    torch._dynamo.allow_in_graph(whole)
     torch._dynamo.substitute_in_graph(original, skip_signature_check=True)(traced)
     names = list(inspect.signature(original).parameters)[:3]
-    operands = [one._replace(name=name) for one, name in zip(ATTENTION_MIXER.operands, names, strict=True)]
-    KEPT[kept] = dataclasses.replace(
-        ATTENTION_MIXER, functions=(kept,), operands=tuple(operands), dims=(TOKENS, "heads", "head_dim")
+    operands = [operand._replace(name=name) for operand, name in zip(ATTENTION_MIXER.operands, names, strict=True)]
+    IN_GRAPH[whole] = dataclasses.replace(
+        ATTENTION_MIXER, functions=(whole,), operands=tuple(operands), dims=(TOKENS, "heads", "head_dim")
     )
 
 
 def copy_of(function: types.FunctionType) -> types.FunctionType:
-    """The same code under another identity: Dynamo would put something else in place of the original."""
+    """Copy a function, so that Dynamo traces the copy's code although it substitutes calls of the original."""
     twin = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
@@ -225,6 +223,6 @@ def copy_of(function: types.FunctionType) -> types.FunctionType:
 
 for _name in FUNCTIONS:
     if _name in sys.modules:
-        _keep(sys.modules[_name])
+        _allow_in_graph(sys.modules[_name])
     else:
-        registration.when_loaded(_name, _keep)
+        registration.when_loaded(_name, _allow_in_graph)

@@ -1,9 +1,8 @@
-"""FlexAttention: a call of it becomes attention that is written out, which passes recognise as any other.
+"""Rewrite FlexAttention calls of a captured graph as written-out attention, which the passes recognise like any other.
 
-Dynamo captures `mask_mod` and `score_mod` as graphs of indices. Here they are called on all indices at once, so that
-the mask is one of comparisons of positions, for the prover, and the function of scores one that is taken apart. Of a
-`BlockMask` only its `mask_mod` says who attends to whom; the tables of its blocks are for kernels, and what computes
-them is left out.
+Dynamo captures `mask_mod` and `score_mod` as graphs over indices. Here they are called on all indices at once, so that
+the prover sees a mask of comparisons of positions and the passes can take the score function apart. Of a `BlockMask`
+only `mask_mod` defines the mask; its block tables are for kernels, and the nodes that compute them are removed.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from dta_compile.errors import RefusalError
 from dta_compile.passes.program import ancestors, output_node, where
 
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
-MASK_MOD = -1  # where the tables of a block mask have it
+MASK_MOD = -1  # its index in the tuple of a block mask
 
 
 def without_flex_attention(module: fx.GraphModule) -> fx.GraphModule:
-    """A graph with attention written out for every call; the same graph if it has none.
+    """Return a copy of the graph with every FlexAttention call written out; the graph itself if it has none.
 
     Raises:
         RefusalError: statistics of the scores are used besides the result.
@@ -45,7 +44,7 @@ def without_flex_attention(module: fx.GraphModule) -> fx.GraphModule:
             user.replace_all_uses_with(written)
             result.graph.erase_node(user)
         result.graph.erase_node(node)
-    _drop_what_nobody_reads(result.graph)
+    _eliminate_dead_code(result.graph)
     result.recompile()
     return result
 
@@ -70,7 +69,11 @@ def written_out(
     of_scores: Sequence[Any],
     of_mask: Sequence[Any],
 ) -> torch.Tensor:
-    """`flex_attention` of `[B, H, S, D]`, by what its functions and the tensors that they capture say."""
+    """Compute `flex_attention` of `[B, H, S, D]` densely.
+
+    Args:
+        of_scores, of_mask: tensors that `score_mod` and `mask_mod` capture, passed after the indices.
+    """
     batch, heads, tokens, _ = query.shape
     key, value = (_repeated(operand, batch, heads) for operand in (key, value))
     index = [
@@ -88,8 +91,8 @@ def _repeated(operand: torch.Tensor, batch: Any, heads: int) -> torch.Tensor:
     return operand.expand(batch, -1, -1, -1)
 
 
-def _drop_what_nobody_reads(graph: fx.Graph) -> None:
-    """Also what writes to values that nobody reads, and the levels of a `vmap` that nothing is mapped over."""
+def _eliminate_dead_code(graph: fx.Graph) -> None:
+    """Erase unused nodes, including in-place writes to unused values and the levels of a `vmap` without used nodes."""
     needed = ancestors([output_node(graph)])
     while more := {node for node in graph.nodes if _writes_to(node) in needed and node not in needed}:
         needed |= ancestors(list(more))
@@ -101,7 +104,7 @@ def _drop_what_nobody_reads(graph: fx.Graph) -> None:
 
 
 def _writes_to(node: fx.Node) -> fx.Node | None:
-    """The value that an operator writes to, if it is one of those that do."""
+    """Return the node that an in-place operator writes to; None for other operators."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_written = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
     return node.args[0] if is_written and node.args and isinstance(node.args[0], fx.Node) else None

@@ -1,4 +1,7 @@
-"""Two calls that Dynamo ends a graph at, although nothing in them keeps a model from being one graph."""
+"""Avoid two graph breaks of Dynamo that are not necessary: a symbolic `is_causal`, and `requires_grad_()` of a result.
+
+`backend.py` patches Dynamo once, on import; only traces for this backend are affected.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,18 @@ from dta_compile.capture import dynamo
 
 
 def avoid() -> None:
-    """Trace them in graphs of this backend, from now on."""
-    for owner, name, kept in (
-        (TorchInGraphFunctionVariable, "call_function", _with_bools),
-        (TensorVariable, "method_requires_grad_", _of_results),
+    """Patch Dynamo to trace these calls in graphs for this backend."""
+    for owner, name, patched in (
+        (TorchInGraphFunctionVariable, "call_function", _specialising_bools),
+        (TensorVariable, "method_requires_grad_", _tracing_requires_grad),
     ):
         method = getattr(owner, name, None)
         if method is not None and not hasattr(method, "of_dta"):
-            setattr(owner, name, kept(method))
+            setattr(owner, name, patched(method))
 
 
-def _with_bools(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`is_causal=query.shape[2] == key.shape[2]`, or `tokens > 1`, is a bool for attention: a guard says which."""
+def _specialising_bools(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Specialise symbolic bools among attention's arguments, as in `is_causal=tokens > 1`, under a guard."""
 
     @functools.wraps(call)
     def call_function(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -43,9 +46,11 @@ def _as_bool(value: Any) -> Any:
     return value
 
 
-def _of_results(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`embeddings.requires_grad_()` of a value that the graph computes, as PEFT's hook has it for checkpoints, changes
-    no gradient of a parameter: in a graph it only says so."""
+def _tracing_requires_grad(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace `requires_grad_()` of a computed value, which PEFT's hook for checkpoints calls on embeddings.
+
+    It changes no gradient of a parameter, so the graph only records that the value requires a gradient.
+    """
 
     @functools.wraps(method)
     def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:

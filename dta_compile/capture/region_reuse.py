@@ -1,17 +1,17 @@
-"""When what Dynamo traced of one layer is what it would trace of another: what torch leaves to the user of a region.
+"""Decide whether the trace of one layer is valid for another: the conditions that torch leaves to the user of a region.
 
-Torch puts the nodes of a traced region where it is called again if its arguments look alike and the guards of the trace
-hold, with the new layer in place of the old one. A trace depends on more:
+torch copies the nodes of a traced region to another call if the arguments look alike and the guards of the trace hold
+with the new layer in place of the old one. A trace depends on more:
 
-* **Which values are one.** An argument that is given twice, or that is a weight of the layer, too, is one input of the
-  region, and so would be two values of the next call. Of an object with two names only one is guarded.
-* **What the trace has written.** It is carried out after the graph, so that guards see what was there before.
-* **What had been looked up before the region**, and without a name: items of a list, whether there is an attribute.
-* **Numbers**, which torch compares by value: `True` is 1, and `0.0` is `-0.0`.
+* **Aliasing.** An argument that is passed twice, or that is also a weight of the layer, is one input of the region; two
+  different values of the next call would share it. Of an object with two sources, only one is guarded.
+* **Side effects of the trace.** They are applied after the graph, so that guards see the values before them.
+* **Lookups without a source or before the region**, such as items of a list, and whether an attribute exists.
+* **Numbers.** torch compares them by value, so that `True` equals 1, and `0.0` equals `-0.0`.
 * **The state of torch**: modes, autocast, default dtype.
 
-And a region may be called with other modules, of which some belong to the layer and others do not: such calls are not
-to be regions (`may_be_region`), nor are those after a write. For the others, `Traced` is all this of a traced call.
+A call that is passed other modules, some of which may belong to the layer, is no region (`may_be_region`), nor is one
+after a write to a container. For all other calls, `Traced` holds these conditions. Used by `repeated_layers`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew,
 from torch._dynamo.variables.invoke_subgraph import InputFingerprint, InputTag, LiftedCapturedSource, classify_vt
 from torch._guards import Source
 
-IS_ONE = "DUPLICATE_INPUT"  # of two names
-OF_TENSOR = "TENSOR_MATCH"  # not copied: a tensor gets one of its own
+IS_ONE = "DUPLICATE_INPUT"  # guard that two sources are one object
+OF_TENSOR = "TENSOR_MATCH"  # not copied, because each tensor gets its own
 OF_CONSTANT = frozenset({"EQUALS_MATCH", "CONSTANT_MATCH"})
 
 
 class NoRegion(Exception):
-    """Calls of a function that was to be a region have to be traced each time."""
+    """A function cannot be a region, so that its calls have to be traced each time."""
 
 
 def may_be_region(tx: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of a layer, the first of `args`, may be traced for others, or be what was traced of another."""
+    """Return whether a call of a layer, `args[0]`, may be traced for other layers or reuse the trace of another."""
     layer = args[0].realize() if args else None
     if not isinstance(layer, UnspecializedNNModuleVariable) or layer.source is None or _has_written_to_containers(tx):
         return False
@@ -60,9 +60,9 @@ def may_be_region(tx: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 
 def fingerprint_of(args: Iterable[Any], kwargs: dict[str, Any]) -> InputFingerprint | None:
-    """What torch compares of a call's arguments, for which it has Dynamo trace `pytree`: half the time of a copy.
+    """Build torch's fingerprint of a call's arguments directly: torch traces `pytree` for it, half the time of a copy.
 
-    None: there are other containers than tuples and lists, or other things in them.
+    Returns None for containers other than tuples and lists, or leaves that torch has no tag for.
     """
     leaves: list[Any] = []
 
@@ -73,7 +73,7 @@ def fingerprint_of(args: Iterable[Any], kwargs: dict[str, Any]) -> InputFingerpr
         leaves.append(value)
         return None
 
-    # Torch compares it with another of ours, and asks no more of it.
+    # torch only compares it with another structure made here.
     structures: Any = tuple(map(structure, args)), tuple((name, structure(value)) for name, value in kwargs.items())
     tagged = [(tag, leaf) for leaf in leaves if (tag := classify_vt(leaf)) is not None]
     if len(tagged) < len(leaves):
@@ -82,9 +82,9 @@ def fingerprint_of(args: Iterable[Any], kwargs: dict[str, Any]) -> InputFingerpr
 
 
 def _has_written_to_containers(tx: Any) -> bool:
-    """Whether globals, lists, dicts and the like hold what they did not before the trace, which readers do not tell."""
+    """Return whether the trace has written to globals, lists, dicts or the like: guards see their old contents."""
     effects = tx.output.side_effects
-    if effects.ignore_mutation_on_these_variables:  # for a while, as by `functional_call`
+    if effects.ignore_mutation_on_these_variables:  # temporary writes, as by `functional_call`
         return True
     if any(isinstance(value, NewGlobalVariable) for value, stores in effects.store_attr_mutations.items() if stores):
         return True
@@ -100,24 +100,24 @@ def _has_written_to_containers(tx: Any) -> bool:
 
 
 def _written(effects: Any) -> set[int]:
-    """Ids of the objects whose attributes the trace has written."""
+    """Return the ids of objects whose attributes the trace has written."""
     written = {value for value, stores in effects.store_attr_mutations.items() if stores}
     return {name for name, value in effects.id_to_variable.items() if value in written}
 
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What a traced call and another one must have in common, besides what torch asks for.
+    """Conditions for reusing the trace of a call, beyond those of torch.
 
     Attributes:
-        arguments: which of them are one, which are inputs of the graph, and constants to the letter.
-        state: of torch.
-        names: two sources each of one object.
-        asked: source, handler, what it expects: of torch's own condition.
-        checks: the same of guards of the layer that are none of torch's own condition.
-        constants: sources of what torch compares by value.
-        sources: of all that has been looked up on the way to what the trace has read.
-        guards: what has to hold of any other layer, too, whenever the graph runs.
+        arguments: aliasing among arguments, which of them are graph inputs, and exact constants.
+        state: global state of torch.
+        names: pairs of sources of one object.
+        asked: (source, handler, expected value) of the guards in torch's own condition.
+        checks: the same for guards of the layer that torch's condition lacks.
+        constants: sources of constants, which torch compares by value only.
+        sources: sources of all objects that were looked up to reach the values that the trace read.
+        guards: guards that another layer needs, too, whenever the graph runs.
     """
 
     arguments: Hashable
@@ -131,19 +131,19 @@ class Traced:
 
     @classmethod
     def of(cls, tx: Any, fingerprint: Any, condition: Any) -> Traced:
-        """Of a call that has just been traced, for which torch's own condition is `condition`.
+        """Record the conditions of a call that has just been traced, with torch's own `condition`.
 
         Raises:
-            NoRegion: it reads one of its arguments under another name, or of an object that has been written to.
+            NoRegion: the trace reads one of its arguments by another source, or an object that has been written to.
         """
         resolve, layer = _Resolver(tx), set(fingerprint.arg_sources) - {None}
         asked = [guard for *_, guard in condition.guards]
         others = [guard for guard in tx.output.guards if not layer.isdisjoint(_parts(guard))]
         guards = dict.fromkeys([*asked, *others])
         read = [*condition.traced_sources, *(guard.originating_source for guard in guards)]
-        way = {part for source in layer for part in _bases(source)} - layer  # to the layer itself, before the region
-        on_the_way = (part for source in read for part in _bases(source) if part not in way)
-        values = dict(_found(resolve, dict.fromkeys([*read, *on_the_way])))
+        way = {part for source in layer for part in _with_bases(source)} - layer  # looked up before the region
+        on_the_way = (part for source in read for part in _with_bases(source) if part not in way)
+        values = dict(_values_of(resolve, dict.fromkeys([*read, *on_the_way])))
         foreign = {*map(id, _inputs_of_graph(fingerprint)), *_written(tx.output.side_effects)}
         if any(id(value) in foreign for value in values.values()):
             raise NoRegion
@@ -160,31 +160,31 @@ class Traced:
         )
 
     def holds(self, call: OtherCall) -> bool:
-        """Whether what was traced is what would be traced of this call.
+        """Return whether the trace is valid for this call.
 
         Raises:
-            NoRegion: it would be of none.
+            NoRegion: it is valid for no other call.
         """
         tx, resolve, moved = call.tx, call.resolve, call.moved
         if not _hold(call, (check for check in self.asked if moved(check[0]) != check[0])):
             return False
-        if not all(isinstance(value, torch.Tensor) for _, value in _found(resolve, call.captured)):
-            raise NoRegion  # a number that the graph takes as a tensor
+        if not all(isinstance(value, torch.Tensor) for _, value in _values_of(resolve, call.captured)):
+            raise NoRegion  # a number that is a tensor input of the graph
         if self.arguments != _arguments(call.fingerprint) or self.state != _state(tx):
             return False
         written = _written(tx.output.side_effects)
         try:
             return (
                 not (written and any(id(resolve(moved(source))) in written for source in self.sources))
-                and all(resolve(moved(one)) is resolve(moved(other)) for one, other in self.names)
+                and all(resolve(moved(first)) is resolve(moved(other)) for first, other in self.names)
                 and _hold(call, self.checks)
                 and all(_exact(resolve(moved(source))) == _exact(resolve(source)) for source in self.constants)
             )
-        except (AttributeError, LookupError, TypeError):  # the new layer has nothing of that name
+        except (AttributeError, LookupError, TypeError):  # the new layer lacks an attribute or item
             return False
 
     def guards_of(self, call: OtherCall) -> Iterator[Any]:
-        """The guards that another layer needs for what was traced to stay what would be traced of it."""
+        """Yield the guards under which the trace stays valid for the layer of another call."""
         resolve = call.resolve
         for guard in self.guards:
             new = _moved(guard, call.moved)
@@ -193,17 +193,17 @@ class Traced:
 
 
 class OtherCall:
-    """A call that may be what was traced (`cached`)."""
+    """A call that may reuse a traced region (`cached`)."""
 
     def __init__(self, tx: Any, fingerprint: Any, cached: Any) -> None:
         self.tx, self.fingerprint = tx, fingerprint
-        self.captured = [one.source for one in cached.subgraph_input_mapping if isinstance(one, LiftedCapturedSource)]
+        self.captured = [arg.source for arg in cached.subgraph_input_mapping if isinstance(arg, LiftedCapturedSource)]
         self.resolve = _Resolver(tx)
         self._sources = dict(zip(cached.arg_sources, fingerprint.arg_sources, strict=True))
         self._moved: dict[Source, Source] = {}
 
     def moved(self, source: Source) -> Source:
-        """What stands for a source here; as `Source.clone` finds it, but each part is asked for once."""
+        """Map a source of the traced call to this call; like `Source.clone`, but each part is mapped once."""
         if source not in self._moved:
             parts = {name: self.moved(part) for name, part in _looked_up_in(source).items()}
             new = dataclasses.replace(source, **parts) if parts else source
@@ -212,7 +212,7 @@ class OtherCall:
 
 
 class _Resolver:
-    """Values by source; each is looked up once."""
+    """Look up values by source, each one once."""
 
     def __init__(self, tx: Any) -> None:
         self._scopes = {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}
@@ -223,8 +223,8 @@ class _Resolver:
         return source.get_value(self._scopes, self._locals, self._cache)
 
 
-def _found(resolve: _Resolver, sources: Iterable[Source]) -> Iterator[tuple[Source, Any]]:
-    """Values of the sources that have any outside of the trace."""
+def _values_of(resolve: _Resolver, sources: Iterable[Source]) -> Iterator[tuple[Source, Any]]:
+    """Yield the sources that have a value outside the trace, with it."""
     for source in sources:
         try:
             yield source, resolve(source)
@@ -233,19 +233,19 @@ def _found(resolve: _Resolver, sources: Iterable[Source]) -> Iterator[tuple[Sour
 
 
 def _inputs_of_graph(fingerprint: Any) -> Iterator[Any]:
-    """The tensors among a call's arguments that are inputs of the whole graph."""
+    """Yield the tensors among a call's arguments that are inputs of the whole graph."""
     for tag, value in fingerprint.flat_vts:
         if tag is InputTag.TENSOR and (argument := value.as_proxy().node.meta.get("grapharg")) is not None:
             yield argument.example
 
 
 def _arguments(fingerprint: Any) -> Hashable:
-    places: dict[torch.fx.Node, int] = {}
+    numbers: dict[torch.fx.Node, int] = {}
     rows: list[Hashable] = []
     for tag, value in fingerprint.flat_vts:
         if tag in (InputTag.TENSOR, InputTag.SYMNODE):
             node = value.as_proxy().node
-            rows.append((places.setdefault(node, len(places)), node if node.op == "placeholder" else None))
+            rows.append((numbers.setdefault(node, len(numbers)), node if node.op == "placeholder" else None))
         else:
             rows.append(_exact(value.value) if tag is InputTag.CONSTANT else None)
     return tuple(rows)
@@ -256,7 +256,7 @@ def _exact(value: Any) -> Hashable:
 
 
 def _state(tx: Any) -> Hashable:
-    """What operators of torch go by that is no argument."""
+    """Return the global state on which operators of torch depend."""
     modes = tx.symbolic_torch_function_state
     kinds = {"cpu", getattr(torch.accelerator.current_accelerator(), "type", "cpu")}
     casts = {
@@ -277,7 +277,7 @@ def _state(tx: Any) -> Hashable:
 
 
 def _names(effects: Any, values: dict[Source, Any]) -> Iterator[tuple[Source, Source]]:
-    """Pairs of sources of one object, of which Dynamo went by one."""
+    """Yield pairs of sources of one object, of which Dynamo used and guarded one."""
     first: dict[int, Source] = {}
     for source, value in values.items():
         if value in effects:
@@ -286,7 +286,7 @@ def _names(effects: Any, values: dict[Source, Any]) -> Iterator[tuple[Source, So
 
 
 def _checks(resolve: _Resolver, guards: Iterable[Any]) -> Iterator[tuple[Source, Any, Any]]:
-    """Guards as torch evaluates them while it traces; `NoRegion` if it cannot."""
+    """Yield guards in the form that torch can evaluate while tracing; raise `NoRegion` for one that it cannot."""
     for guard in guards:
         handler = GUARD_VALUE_DISPATCH.get(guard.create_fn_name())
         if handler is SKIP_GUARD:
@@ -298,7 +298,7 @@ def _checks(resolve: _Resolver, guards: Iterable[Any]) -> Iterator[tuple[Source,
 
 
 def _hold(call: OtherCall, checks: Iterable[tuple[Source, Any, Any]]) -> bool:
-    """Whether guards hold of what stands for their sources; what cannot be looked up is no layer of the kind."""
+    """Return whether guards hold with the sources of this call; False if a source cannot be looked up."""
     try:
         return all(handler.eval_fn(call.resolve(call.moved(source)), expected) for source, handler, expected in checks)
     except Exception:
@@ -306,26 +306,26 @@ def _hold(call: OtherCall, checks: Iterable[tuple[Source, Any, Any]]) -> bool:
 
 
 def _parts(guard: Any) -> set[Source]:
-    """All sources that a guard is about."""
+    """Return all sources of a guard, with the sources that these are looked up in."""
     sources = [guard.originating_source]
     if isinstance(guard.create_fn, functools.partial):
         sources += [value for value in guard.create_fn.keywords.values() if isinstance(value, Source)]
-    return {part for source in sources for part in _bases(source)}
+    return {part for source in sources for part in _with_bases(source)}
 
 
-def _bases(source: Source) -> list[Source]:
-    """A source, and all that it is looked up in."""
-    return [*(part for one in _looked_up_in(source).values() for part in _bases(one)), source]
+def _with_bases(source: Source) -> list[Source]:
+    """Return a source and all sources that it is looked up in."""
+    return [*(part for base in _looked_up_in(source).values() for part in _with_bases(base)), source]
 
 
 def _looked_up_in(source: Source) -> dict[str, Source]:
-    """The fields of a source that are sources."""
+    """Return the fields of a source that are sources."""
     fields = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
     return {name: value for name, value in fields.items() if isinstance(value, Source)}
 
 
 def _moved(guard: Any, of: Callable[[Source], Source]) -> Any:
-    """A guard of what stands for its sources; a guard of two names being one has two."""
+    """Map the sources of a guard; that of a duplicate input has two."""
     create = guard.create_fn
     if isinstance(create, functools.partial):
         keywords = {key: of(value) if isinstance(value, Source) else value for key, value in create.keywords.items()}

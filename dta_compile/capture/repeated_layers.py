@@ -1,17 +1,15 @@
-"""Layers that are copies of one another, traced by Dynamo once: torch's regions (`nested_compile_region`), unasked for.
+"""Have Dynamo trace equal layers of a model once, by making them torch's regions (`nested_compile_region`).
 
-A class of modules of which a module has several, as a decoder has layers, makes every call of its `forward` a region.
-Dynamo traces the first one; for each further one it asks the guards of the first about the other layer, and puts the
-same nodes there. The regions are inlined before a backend sees the graph.
+If a module has several children of one class, such as the layers of a decoder, each call of their `forward` becomes a
+region. Dynamo traces the first call; for each further one it evaluates the guards of the first on the other layer and
+copies the nodes. The regions are inlined before a backend sees the graph.
 
-What Dynamo traces holds as long as its guards do, so the guards of the first layer are made guards of the others, too,
-which torch leaves to the user of a region, as it does much of whether the other layer would be traced alike
-(`region_reuse`). What Dynamo keeps no guards of is compared here: the types of all modules inside, their hooks, weights
-that are one, and what torch's own modules are set to.
+torch leaves it to the user of a region to ensure that the other layer would be traced alike. `region_reuse` checks it,
+and adds the guards of the first layer for the others. This module compares the properties that Dynamo does not guard:
+the types of all modules inside a layer, their hooks, shared weights, and the settings of torch's own modules.
 
-A model whose layers cannot be regions (they write to a cache, say) is traced once more, as it would be without this:
-`NoRegion`, or whatever torch raises.
-Private touches of torch: it has regions that are not traced again, and inlines them, since 2.12.
+A model whose layers cannot be regions (because they write to a cache, for example) is traced once more without regions,
+after `NoRegion` or any error of torch. This patches private parts of torch, which has such regions since 2.12.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ try:
     from torch._dynamo.utils import build_invoke_subgraph_variable
 
     from dta_compile.capture.region_reuse import NoRegion, OtherCall, Traced, fingerprint_of, may_be_region
-except ImportError:  # another torch, of which all this is private
+except ImportError:  # a torch with other private parts
     torch_regions = None  # type: ignore[assignment]
 
 INLINED = "inline_invoke_subgraph"
@@ -49,20 +47,20 @@ REUSE = (
 )
 HAS_REGIONS = hasattr(torch._dynamo.config, INLINED) and all(hasattr(torch_regions, name) for name in REUSE)
 LEAST_COPIES = 2
-# What every module has, or what copies differ in: parameters and buffers are inputs of a region.
+# Attributes that every module has. Copies may differ in them: parameters and buffers are inputs of a region.
 OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
 HOOKS = tuple(name for name in sorted(OF_MODULES) if name.endswith("_hooks") and "state_dict" not in name)
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
-# The functions whose calls are regions of the trace now running. Inside of a region there are no others.
+# Functions whose calls are regions of the running trace; empty inside a region, since regions are not nested.
 _regions: set[Any] = set()
-# The one that is being traced.
+# The function of the region being traced, if any.
 _inside: list[Any] = []
 
 
 @contextlib.contextmanager
 def traced_once(roots: Iterable[nn.Module]) -> Iterator[bool]:
-    """While Dynamo traces: calls of layers that are copies are regions. Yields whether there are any."""
+    """Make calls of equal layers regions while Dynamo traces; yield whether there are any."""
     functions = set(_forwards(roots)) if HAS_REGIONS else set()
     before = set(_regions)
     _regions.update(functions)
@@ -75,7 +73,7 @@ def traced_once(roots: Iterable[nn.Module]) -> Iterator[bool]:
 
 
 def _forwards(roots: Iterable[nn.Module]) -> list[types.FunctionType]:
-    """The functions that compute layers of which a module has copies; those in layers are part of these."""
+    """Return the `forward` functions of repeated layers; repeated modules inside a layer belong to its region."""
     pending, seen = list(roots), set()
     groups: dict[type, list[nn.Module]] = {}
     while pending:
@@ -91,18 +89,21 @@ def _forwards(roots: Iterable[nn.Module]) -> list[types.FunctionType]:
                 groups.setdefault(kind, []).extend(members)
             else:
                 pending += members
-    found: dict[Any, types.FunctionType] = {}  # Dynamo knows regions by the code of their function
+    forwards: dict[Any, types.FunctionType] = {}  # Dynamo identifies regions by the code of their function
     for kind, members in groups.items():
         forward = getattr(kind, "forward", None)
         if isinstance(forward, types.FunctionType) and len(set(map(_kind, members))) == 1:
-            found.setdefault(forward.__code__, forward)
-    return list(found.values())
+            forwards.setdefault(forward.__code__, forward)
+    return list(forwards.values())
 
 
 def _kind(layer: nn.Module) -> Hashable:
-    """The same for layers that Dynamo's guards can tell apart where they differ; an object of its own for no others."""
+    """Return a key that is equal for layers whose other differences Dynamo guards.
+
+    A layer with hooks, a `forward` of its own or weights of other types gets a unique key, so it is never a region.
+    """
     rows: list[Hashable] = []
-    places: dict[int, int] = {}  # of a module or weight that is in several places, the first one
+    seen: dict[int, int] = {}  # by id of a module or weight, its first occurrence
     for name, module in layer.named_modules(remove_duplicate=False):
         if any(getattr(module, hooks, None) for hooks in HOOKS) or "forward" in module.__dict__:
             return object()
@@ -110,14 +111,14 @@ def _kind(layer: nn.Module) -> Hashable:
         if any(type(value) not in (nn.Parameter, torch.Tensor, type(None)) for value in weights.values()):
             return object()
         parts = [module, *(value for value in weights.values() if value is not None)]
-        shared = tuple(places.setdefault(id(part), len(places)) for part in parts)
+        shared = tuple(seen.setdefault(id(part), len(seen)) for part in parts)
         there = tuple((key, value is not None) for key, value in weights.items())
         rows.append((name, type(module), there, shared, _settings(module)))
     return tuple(rows)
 
 
 def _settings(module: nn.Module) -> Hashable:
-    """How a module of torch's own is set up: Dynamo takes it that these stay as they are."""
+    """Return the settings of one of torch's own modules, because Dynamo does not guard them; None for other modules."""
     if not type(module).__module__.startswith("torch."):
         return None
     settings = {key: value for key, value in module.__dict__.items() if key not in OF_MODULES}
@@ -129,7 +130,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _or_pytree(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Torch's way to flatten a region's arguments where ours does not do."""
+    """Flatten a region's arguments by `fingerprint_of`, or by torch where that returns None."""
 
     @functools.wraps(build)
     def build_flat(tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -139,7 +140,7 @@ def _or_pytree(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_our_condition(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Torch's condition for copying what has been traced, with what it leaves out."""
+    """Add our condition for reusing a traced region to torch's."""
 
     @functools.wraps(build)
     def build_with_ours(tx: Any, fingerprint: Any, traced_sources: Any) -> Any:
@@ -152,7 +153,7 @@ def _with_our_condition(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _if_ours_holds(is_reusable: Callable[..., bool]) -> Callable[..., bool]:
-    """Torch's comparison of a call's arguments, and of what it has not written; then ours, with torch's guards."""
+    """Check torch's conditions on arguments and written values, then our condition, which includes torch's guards."""
 
     @functools.wraps(is_reusable)
     def is_reusable_by_ours(tx: Any, condition: Any, fingerprint: Any, cached: Any) -> bool:
@@ -170,7 +171,7 @@ def _if_ours_holds(is_reusable: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _with_guards(stamp_out: Callable[..., Any]) -> Callable[..., Any]:
-    """Torch's copying of a region to where it is called again, with the guards that it was traced under."""
+    """Copy a region's nodes to another call, and add the guards under which it was traced."""
 
     @functools.wraps(stamp_out)
     def stamp_out_with_guards(tx: Any, fingerprint: Any, cached: Any) -> Any:
@@ -183,8 +184,8 @@ def _with_guards(stamp_out: Callable[..., Any]) -> Callable[..., Any]:
     return stamp_out_with_guards
 
 
-def _but_no_writes(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Reading an attribute that the trace has written to an object from before it: no guard sees what is there then."""
+def _refusing_written(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Raise `NoRegion` for a read of an attribute that the trace has written, because no guard covers its value."""
 
     @functools.wraps(load)
     def load_but_no_writes(self: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
@@ -195,21 +196,21 @@ def _but_no_writes(load: Callable[..., Any]) -> Callable[..., Any]:
     return load_but_no_writes
 
 
-def _or_no_region(is_eligible: Callable[..., bool]) -> Callable[..., bool]:
-    """Torch's answer whether a region may be copied; it would go on tracing each of them as a region, which is slow."""
+def _raising_no_region(is_eligible: Callable[..., bool]) -> Callable[..., bool]:
+    """Raise `NoRegion` where a region cannot be reused: torch would trace each call as a region, which is slow."""
 
     @functools.wraps(is_eligible)
     def is_eligible_or_none(tx: Any, *args: Any, **kwargs: Any) -> bool:
-        found = is_eligible(tx, *args, **kwargs)
-        if not found and _inside:
+        is_reusable = is_eligible(tx, *args, **kwargs)
+        if not is_reusable and _inside:
             raise NoRegion
-        return found
+        return is_reusable
 
     return is_eligible_or_none
 
 
 def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's inlining of a function of the user's, but for those that are regions now."""
+    """Trace calls of the functions in `_regions` as regions instead of inlining them."""
 
     @functools.wraps(call)
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -229,12 +230,12 @@ def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
     return call_function
 
 
-# Not once more, where the module is loaded again.
+# Patch torch only once, also if this module is reloaded.
 if HAS_REGIONS and not hasattr(UserFunctionVariable.call_function, "of_dta"):
     torch_regions.build_fingerprint_with_pytree = _or_pytree(torch_regions.build_fingerprint_with_pytree)
     torch_regions.build_reuse_condition = _with_our_condition(torch_regions.build_reuse_condition)
     torch_regions.is_reusable = _if_ours_holds(torch_regions.is_reusable)
     torch_regions.stamp_out_subgraph = _with_guards(torch_regions.stamp_out_subgraph)
-    SideEffects.load_attr = _but_no_writes(SideEffects.load_attr)  # type: ignore[method-assign]
-    torch_regions.is_reuse_eligible = _or_no_region(torch_regions.is_reuse_eligible)
+    SideEffects.load_attr = _refusing_written(SideEffects.load_attr)  # type: ignore[method-assign]
+    torch_regions.is_reuse_eligible = _raising_no_region(torch_regions.is_reuse_eligible)
     UserFunctionVariable.call_function = _as_region(UserFunctionVariable.call_function)  # type: ignore[method-assign]

@@ -1,16 +1,16 @@
-"""Tensor parallelism: a captured graph over DTensors as one over this rank's own tensors, with collectives in it.
+"""Tensor parallelism: rewrite a captured graph over DTensors as one over this rank's local tensors with collectives.
 
-`parallelize_module` and transformers' tensor-parallel plans turn a layer's input into a DTensor, run the layer on
-DTensor weights, and turn the result back. In a graph of Dynamo these are calls on DTensors, whose collectives DTensor
-would add as it runs them, in the backward by placements that only arise there. Passes differentiate a graph without
-DTensors; so each call is replaced by what it is to this rank, operators of `ops.collectives` with the same derivative:
+`parallelize_module` and transformers' tensor-parallel plans convert a layer's input to a DTensor, run the layer on
+DTensor weights, and convert the result back. In Dynamo's graph these are calls on DTensors, whose collectives DTensor
+adds only as it runs, in the backward by placements that arise there. The passes differentiate a graph without DTensors.
+So each call is replaced by this rank's local operators and those of `ops.collectives`, with the same derivative:
 
-    replicated   the whole value; where a part of a layer reads it, its gradients are summed over ranks
-    sharded      a part of the last dimension, or of a weight
-    partial      a term of a sum; a bias, which is replicated, is added once it has been summed
+    replicated   the whole value; where a sharded layer reads it, its gradients are summed over ranks
+    sharded      a shard of the last dimension, or of a weight
+    partial      a term of a sum over ranks; a replicated bias is added after the sum
 
-What is not listed is refused by name, also where another torch spells these calls in another way (tested with 2.13).
-Everything else of the graph stays as it is.
+Unlisted operations are refused by name, also where another torch spells these calls in another way (tested with 2.13).
+All other nodes are copied unchanged. `classify` calls this.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from dta_compile.errors import RefusalError
 from dta_compile.ops import collectives
 from dta_compile.passes.program import where
 
-# What Dynamo makes of `dist.all_reduce`; the namespace is torch's own.
+# Operators that Dynamo captures for `dist.all_reduce`; their namespace is private to torch.
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalGraph:
-    """A graph over this rank's tensors.
+    """Graph over this rank's local tensors.
 
     Attributes:
-        inputs: by its input, which one of the captured graph that is.
+        module: the graph.
+        inputs: by input of this graph, its number among those of the captured graph.
         group: the ranks that run it together.
     """
 
@@ -47,24 +48,24 @@ class LocalGraph:
     group: Any
 
     def calling(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-        """A callable for the inputs of the captured graph that calls one for this rank's."""
+        """Wrap a callable over local tensors as one over the inputs of the captured graph."""
 
         def run_on_own(*args: Any) -> Sequence[Any]:
-            given = (args[i] for i in self.inputs)
-            return run(*(arg.to_local() if is_distributed(arg) else arg for arg in given))
+            own = (args[i] for i in self.inputs)
+            return run(*(arg.to_local() if is_distributed(arg) else arg for arg in own))
 
         return run_on_own
 
 
 @dataclasses.dataclass
 class _Part:
-    """What a DTensor of the captured graph is to this rank.
+    """Local part of a DTensor of the captured graph on this rank.
 
     Attributes:
-        node: the rank's tensor, in the new graph.
+        node: the local tensor in the new graph.
         kind: "replicated", "sharded" or "partial".
-        dim: which dimension is sharded.
-        bias: what is still to be added to a sum.
+        dim: the sharded dimension.
+        bias: a bias to add after the sum over ranks.
     """
 
     node: fx.Node
@@ -74,15 +75,15 @@ class _Part:
 
 
 def is_distributed(value: Any) -> bool:
-    """Whether a value is a DTensor."""
+    """Return whether a value is a DTensor."""
     return isinstance(value, torch.Tensor) and type(value).__name__ == "DTensor"
 
 
 def on_own_tensors(module: fx.GraphModule) -> LocalGraph | None:
-    """The captured graph without DTensors; None if it has none.
+    """Rewrite a captured graph without DTensors; return None if it has none.
 
     Raises:
-        RefusalError: it does with them what is not supported.
+        RefusalError: an operation on DTensors, or a placement, is not supported.
     """
     if not any(is_distributed(value) for node in module.graph.nodes for value in _values(node)):
         return None
@@ -95,26 +96,26 @@ def _values(node: fx.Node) -> tuple[Any, ...]:
 
 
 class _Localiser:
-    """Copies a graph node by node."""
+    """Copies a graph node by node, with a rule for each operation on DTensors."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module, self.graph = module, fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.parts: dict[fx.Node, _Part] = {}
         self.group: Any = None
-        self.here: fx.Node | None = None  # the node that is being copied
+        self.here: fx.Node | None = None  # the node being copied
 
     def run(self) -> LocalGraph:
         for node in self.module.graph.nodes:
             self.here = node
             rule = self._rule(node)
             if rule is None:
-                self.copies[node] = self.graph.node_copy(node, self._plain)
-            elif isinstance(found := rule(node), _Part):
-                self._check(node, found)
-                self.parts[node] = found
+                self.copies[node] = self.graph.node_copy(node, self._copy_of)
+            elif isinstance(replacement := rule(node), _Part):
+                self._check(node, replacement)
+                self.parts[node] = replacement
             else:
-                self.copies[node] = found
+                self.copies[node] = replacement
         placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
         inputs = []
         for i, node in enumerate(placeholders):
@@ -126,10 +127,10 @@ class _Localiser:
         return LocalGraph(fx.GraphModule(self.module, self.graph), inputs, self.group)
 
     def _rule(self, node: fx.Node) -> Callable[[fx.Node], Any] | None:
-        """What replaces a node; None: the node itself."""
+        """Return the rule that replaces a node; None: copy the node."""
         summed = node.args[0] if node.target is WAIT_TENSOR else node
         if summed.target is ALL_REDUCE and not torch.is_grad_enabled():
-            return self._summed_in_place
+            return self._all_reduce
         if not (
             is_distributed(node.meta.get("example_value")) or any(arg in self.parts for arg in node.all_input_nodes)
         ):
@@ -137,10 +138,10 @@ class _Localiser:
         if node.op == "placeholder":
             return self._weight
         if node.op == "call_method":
-            return {"redistribute": self._redistributed, "to_local": self._to_local}.get(node.target, self._unknown)
+            return {"redistribute": self._redistributed, "to_local": self._to_local}.get(node.target, self._refuse_op)
         if getattr(node.target, "__qualname__", "") == "DTensor.from_local":
             return self._from_local
-        return {F.linear: self._linear, F.embedding: self._embedding}.get(node.target, self._unknown)
+        return {F.linear: self._linear, F.embedding: self._embedding}.get(node.target, self._refuse_op)
 
     # ---- The rules
 
@@ -156,9 +157,9 @@ class _Localiser:
 
     def _from_local(self, node: fx.Node) -> _Part:
         names = ("local_tensor", "device_mesh", "placements")
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        self._require_known(node, "DTensor.from_local", given, (*names, "shape", "stride"))
-        return self._placed(node, self._plain(given["local_tensor"]))
+        arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        self._require_known(node, "DTensor.from_local", arguments, (*names, "shape", "stride"))
+        return self._placed(node, self._copy_of(arguments["local_tensor"]))
 
     def _redistributed(self, node: fx.Node) -> _Part:
         self._require_known(node, "DTensor.redistribute", node.kwargs, ("device_mesh", "placements", "async_op"))
@@ -186,7 +187,7 @@ class _Localiser:
             return part.node
         (grad,) = chosen
         if part.kind == "replicated" and grad.is_partial() and grad.reduce_op == "sum":
-            return self._same(part.node)
+            return self._same_on_ranks(part.node)
         if self._kind(grad, part.node.meta["example_value"].dim()) == (part.kind, part.dim):
             return part.node
         self._refuse(node, "DTensor.to_local with other placements of gradients", f"{part.kind}, and {grad}")
@@ -198,47 +199,47 @@ class _Localiser:
             case ("replicated", _), ("replicated", _), None | ("replicated", _):
                 return _Part(self._call(F.linear, value.node, weight.node, own_bias), "replicated")
             case ("replicated", _), ("sharded", 0), None | ("sharded", 0):
-                product = self._call(F.linear, self._same(value.node), weight.node, own_bias)
+                product = self._call(F.linear, self._same_on_ranks(value.node), weight.node, own_bias)
                 return _Part(product, "sharded", last)
             case ("sharded", dim), ("sharded", 1), None | ("replicated", _) if dim == last:
                 return _Part(self._call(F.linear, value.node, weight.node), "partial", bias=own_bias)
-        self._refuse(node, "a linear layer whose input and weight are not split to match", self._of_arguments(node))
+        self._refuse(node, "a linear layer whose input and weight are not split to match", self._all_placements(node))
 
     def _embedding(self, node: fx.Node) -> _Part:
-        given = inspect.signature(F.embedding).bind(*node.args, **node.kwargs)
-        given.apply_defaults()
-        ids, weight = self._part(given.arguments["input"], node), self._part(given.arguments["weight"], node)
+        bound = inspect.signature(F.embedding).bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        ids, weight = self._part(bound.arguments["input"], node), self._part(bound.arguments["weight"], node)
         padding, *others = (
-            given.arguments[name] for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+            bound.arguments[name] for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
         )
         if any(others) or ids.kind != "replicated" or weight.kind == "partial":
-            self._refuse(node, "an embedding that is split in a way that is not supported", self._of_arguments(node))
+            self._refuse(node, "an embedding that is split in a way that is not supported", self._all_placements(node))
         if weight.kind == "replicated" or weight.dim == 1:
             return self._placed(node, self._call(F.embedding, ids.node, weight.node, padding))
         rows = node.meta["example_value"].device_mesh.get_local_rank() * weight.node.meta["example_value"].shape[0]
-        count = self._whole(given.arguments["weight"]).shape[0]
+        count = self._whole(bound.arguments["weight"]).shape[0]
         padding = -1 if padding is None else padding % count
         return _Part(self._call(collectives.EMBEDDING_PART, weight.node, ids.node, rows, padding), "partial")
 
-    def _summed_in_place(self, node: fx.Node) -> fx.Node:
-        """`dist.all_reduce` as Dynamo has it, by which transformers sums where there are no gradients."""
+    def _all_reduce(self, node: fx.Node) -> fx.Node:
+        """Replace `dist.all_reduce`, which transformers uses for sums without gradients."""
         value, *how = node.args
         if node.target is WAIT_TENSOR:
-            return self._plain(value)
+            return self._copy_of(value)
         if how != ["sum", self.group.group_name]:
             self._refuse(node, "a reduction that is not a sum over the ranks of the model's DTensors", f"{how}")
-        return self._call(collectives.SUM_OVER_RANKS, self._plain(value), self._group_name())
+        return self._call(collectives.SUM_OVER_RANKS, self._copy_of(value), self._group_name())
 
-    def _unknown(self, node: fx.Node) -> NoReturn:
+    def _refuse_op(self, node: fx.Node) -> NoReturn:
         name = getattr(node.target, "__name__", str(node.target))
         self._refuse(node, "an operation on a DTensor that is not supported", name)
 
     # ---- Parts
 
     def _operands(self, node: fx.Node) -> tuple[_Part, _Part, _Part | None]:
-        given = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
-        bias = given.get("bias")
-        value, weight = (self._part(given[name], node) for name in ("input", "weight"))
+        arguments = {**dict(zip(("input", "weight", "bias"), node.args, strict=False)), **node.kwargs}
+        bias = arguments.get("bias")
+        value, weight = (self._part(arguments[name], node) for name in ("input", "weight"))
         return value, weight, None if bias is None else self._part(bias, node)
 
     def _part(self, arg: Any, node: fx.Node) -> _Part:
@@ -250,7 +251,7 @@ class _Localiser:
         return part
 
     def _placed(self, node: fx.Node, own: fx.Node) -> _Part:
-        """A DTensor as its placement says."""
+        """Describe the local tensor `own` by the placement of the DTensor that `node` computes."""
         value = node.meta["example_value"]
         self._enter(node, value.device_mesh)
         kind, dim = self._kind(value.placements[0], value.dim())
@@ -274,7 +275,7 @@ class _Localiser:
         self.group = group
 
     def _check(self, node: fx.Node, part: _Part) -> None:
-        """A part must be what DTensor's own propagation says, and as large as those of other ranks."""
+        """Raise `RefusalError` unless a part agrees with DTensor's own propagation and all ranks have equal sizes."""
         value, own = node.meta["example_value"], part.node.meta["example_value"]
         expected = self._placed(node, part.node)
         if (expected.kind, expected.dim) != (part.kind, part.dim):
@@ -303,7 +304,7 @@ class _Localiser:
         total = self._call(collectives.SUM_OVER_RANKS, part.node, self._group_name())
         return total if part.bias is None else self._call(torch.add, total, part.bias)
 
-    def _same(self, value: fx.Node) -> fx.Node:
+    def _same_on_ranks(self, value: fx.Node) -> fx.Node:
         if not value.meta["example_value"].is_floating_point():
             return value
         return self._call(collectives.SAME_ON_RANKS, value, self._group_name())
@@ -312,13 +313,13 @@ class _Localiser:
         node = self.graph.call_function(target, args)
         assert self.here is not None
         node.meta = {name: entry for name, entry in self.here.meta.items() if name != "example_value"}
-        given = fx.node.map_arg(args, lambda arg: arg.meta["example_value"])
-        mode = next(arg.fake_mode for arg in given if hasattr(arg, "fake_mode"))
+        values = fx.node.map_arg(args, lambda arg: arg.meta["example_value"])
+        mode = next(arg.fake_mode for arg in values if hasattr(arg, "fake_mode"))
         with mode, torch.no_grad():
-            node.meta["example_value"] = target(*given)
+            node.meta["example_value"] = target(*values)
         return node
 
-    def _plain(self, node: fx.Node) -> fx.Node:
+    def _copy_of(self, node: fx.Node) -> fx.Node:
         if node in self.parts:
             assert self.here is not None
             self._refuse(self.here, "DTensors together with other tensors", f"{node}")
@@ -332,9 +333,12 @@ class _Localiser:
 
     # ---- Refusals
 
-    def _require_known(self, node: fx.Node, function: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-        """Sizes and placements are those of DTensor's own result; waiting has no meaning in a graph."""
-        for name, value in given.items():
+    def _require_known(self, node: fx.Node, function: str, arguments: Mapping[str, Any], known: Sequence[str]) -> None:
+        """Raise `RefusalError` for arguments that are set but not `known`.
+
+        Known ones may be ignored: sizes and placements are read from DTensor's own result, and graphs have no waiting.
+        """
+        for name, value in arguments.items():
             if name not in known and value is not None and value is not False:
                 self._refuse(node, f"{function} with {name}", f"{name}={value}")
 
@@ -346,7 +350,7 @@ class _Localiser:
         value: Any = node.meta["example_value"]
         return f"{node.name}: sizes {tuple(value.shape)}, placed {value.placements}"
 
-    def _of_arguments(self, node: fx.Node) -> str:
+    def _all_placements(self, node: fx.Node) -> str:
         return "; ".join(self._placements(arg) for arg in node.all_input_nodes if arg in self.parts)
 
     def _refuse(self, node: fx.Node, what: str, got: str, hint: str = "") -> NoReturn:

@@ -1,9 +1,9 @@
-"""Whether a graph that calls no attention has some all the same: then passes look for it (`written_attention`), and
-what they do not recognise is refused, not trained densely in silence.
+"""Detect attention that is written out in a captured graph without attention calls.
 
-Told by what flows where on Dynamo's graph: a product of two activations, a softmax (or another function of a score) of
-it, and again a product with an activation, with no weights in between. Activations are what is computed from data and
-from parameters, so that a loss over embeddings that come from outside is none.
+Passes then try to recognise it (`written_attention`); what they do not recognise is refused rather than silently
+trained densely. Detection follows the data flow of Dynamo's graph: a product of two activations, a softmax or similar
+function of it, and a product of that with an activation, with no weights in between. An activation depends on data and
+on parameters, so that a loss over embeddings from outside the graph does not count.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ OPAQUE = (
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
-    """What a value is computed from: data, parameters, and how much of attention lies behind it without weights since.
+    """Dependencies of a value, and the stage of attention that it has reached since the last product with weights.
 
     Attributes:
-        scores: a product of two activations. weights: a softmax, or the like, of scores.
+        data: it depends on data.
+        parameters: it depends on parameters.
+        scores: it depends on a product of two activations.
+        weights: it depends on a softmax, or a similar function, of scores.
     """
 
     data: bool = False
@@ -54,8 +57,7 @@ class _Origin:
 
 
 def written_out_attention(module: fx.GraphModule) -> RefusalError | None:
-    """The error for a graph that weighs activations by a function of products of activations, if passes do not know
-    that one; None: it has none."""
+    """Return the error to raise if passes do not recognise the attention in a graph; None if it has no attention."""
     inputs = [_of_input(node) for node in module.graph.nodes if node.op == "placeholder"]
     origins: dict[fx.Node, _Origin] = {}
     node, _ = _follow(module, inputs, origins)
@@ -78,7 +80,7 @@ def written_out_attention(module: fx.GraphModule) -> RefusalError | None:
 
 
 def trains_parameters(module: fx.GraphModule) -> bool:
-    """Whether parameters meet data in a graph: more than a loss that is compiled on its own."""
+    """Return whether a graph has both parameters and data, unlike a loss that is compiled on its own."""
     origins = [_of_input(node) for node in module.graph.nodes if node.op == "placeholder"]
     return any(one.parameters for one in origins) and any(one.data for one in origins)
 
@@ -97,7 +99,7 @@ def _of_input(node: fx.Node) -> _Origin:
 def _follow(
     module: fx.GraphModule, inputs: Sequence[_Origin], origins: dict[fx.Node, _Origin]
 ) -> tuple[fx.Node | None, _Origin]:
-    """The first node that is attention, if there is one, and where the graph's outputs come from; fills `origins`."""
+    """Return the first node that is attention, if any, and the origin of the graph's outputs; fill `origins`."""
     given = iter(inputs)
     for node in module.graph.nodes:
         if node.op == "placeholder":
@@ -134,7 +136,7 @@ def _combined(origins: Sequence[_Origin]) -> _Origin:
 
 
 def _body(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
-    """The graph that a higher-order operator such as activation checkpointing calls with its other arguments."""
+    """Return the subgraph that a higher-order operator, such as checkpointing, calls; None for other nodes."""
     first = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(first, fx.Node) or first.op != "get_attr":
         return None
@@ -143,7 +145,10 @@ def _body(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
 
 
 def _is_product(node: fx.Node) -> bool:
-    """A product that sums over an index, or one over all pairs: its result is larger than each of its operands."""
+    """Return whether a node contracts an index of two operands, or is an outer product by broadcasting.
+
+    The result of an outer product is larger than each of its operands.
+    """
     if _name(node) in PRODUCTS or node.target is operator.matmul:
         return True
     shapes = [arg.meta.get("example_value") for arg in (*node.all_input_nodes, node)]

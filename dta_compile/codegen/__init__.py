@@ -1,1 +1,1 @@
-"""Generated code for pieces of graphs: inductor's, kept on disk, made in calls or in a process in the background."""
+"""Code that inductor generates for pieces of graphs, during calls or by a background process; cached on disk."""

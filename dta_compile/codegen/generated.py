@@ -1,4 +1,4 @@
-"""The code that there is for the pieces of a program, generated in its calls or in the background."""
+"""The generated code of a program's pieces: looked up in the code cache, or generated in calls or in the background."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from dta_compile.codegen import inductor, kept
+from dta_compile.codegen import code_cache, inductor
 from dta_compile.codegen.background import BackgroundCompile
 from dta_compile.codegen.inductor import generate
 from dta_compile.codegen.worker import reason
@@ -20,76 +20,76 @@ from dta_compile.executable.code import AnySource
 from dta_compile.executable.pieces import NO_CODES, AnyCode, Codes, Piece, TreeAttention
 
 AnyPiece = Piece | TreeAttention
-LONG = 10.0  # seconds that a call is not silent about
+LONG = 10.0  # expected seconds of generation from which a call warns
 
 logger = logging.getLogger("dta_compile")
 
 
 @dataclasses.dataclass
 class GeneratedCode:
-    """The pieces of a program, and the code that there is for them; `str` of it is the report.
+    """The pieces of a program and their generated code; `str` gives the report.
 
     Attributes:
-        pieces: by the graph that calls them.
-        native: what is compiled besides for mixers, which every graph calls.
-        beside: generate code beside the steps; else a call waits for what it needs.
-        codes: what calls that begin now run; another mapping whenever there is more.
-        swaps: how often code that was generated beside the steps took the place of ATen.
-        found: how many pieces there was code for on disk.
-        seconds: spent on generating, here or beside the steps.
-        failures: why pieces run as ATen operators, a piece each.
+        pieces: the pieces, by the graph that calls them.
+        native: C++ functions for mixers, which every graph calls.
+        in_background: whether code is generated in the background; otherwise a call waits for the code that it needs.
+        codes: the code for calls that start now; replaced by a new mapping when code is added.
+        swaps: how often code from the background replaced ATen operators.
+        found: number of pieces whose code was in the code cache.
+        seconds: time spent on generating code, in calls and in the background.
+        failures: one reason for each piece that runs as ATen operators.
     """
 
     pieces: dict[str, list[Piece]]
     native: Sequence[TreeAttention] = ()
-    beside: bool = False
+    in_background: bool = False
     codes: Codes = dataclasses.field(default_factory=lambda: NO_CODES)
     swaps: int = 0
     found: int = 0
     seconds: float = 0.0
     failures: list[str] = dataclasses.field(default_factory=list)
     _tried: set[AnyPiece] = dataclasses.field(default_factory=set)
-    _pending: dict[str, AnyPiece] = dataclasses.field(default_factory=dict)  # by key, to be generated beside the steps
+    _pending: dict[str, AnyPiece] = dataclasses.field(default_factory=dict)  # by key; their code is not generated yet
     _job: BackgroundCompile | None = None
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As it was before any call."""
-        return GeneratedCode, (self.pieces, self.native, self.beside)
+        """Return the state before any call."""
+        return GeneratedCode, (self.pieces, self.native, self.in_background)
 
     @property
     def compiled(self) -> int:
-        """How many pieces there is code for."""
+        """Return the number of pieces that have code."""
         return len(self.codes)
 
     @property
     def is_used(self) -> bool:
-        """Whether calls that begin now run generated code."""
-        return not self.beside or bool(self.codes)
+        """Return whether calls that start now run generated code."""
+        return not self.in_background or bool(self.codes)
 
     def prepare(self, graphs: Iterable[str], wait: bool = False) -> Codes:
-        """The code that a call of these graphs runs which begins now.
+        """Return the code for a call of these graphs that starts now.
 
         Args:
-            wait: generate what is missing before the call, as for ranks that must run the same code.
+            wait: generate missing code before the call, for instance because all ranks must run the same code.
         """
         with self._lock:
-            asked = dict.fromkeys(piece for graph in graphs for piece in (*self.pieces.get(graph, ()), *self.native))
-            self._find([piece for piece in asked if piece not in self._tried])
-            if not self.beside or wait:
+            pieces = dict.fromkeys(piece for graph in graphs for piece in (*self.pieces.get(graph, ()), *self.native))
+            self._find([piece for piece in pieces if piece not in self._tried])
+            if not self.in_background or wait:
                 self._generate_now()
             elif self._pending:
-                self._generate_beside()
+                self._generate_in_background()
             return self.codes
 
     def _find(self, pieces: list[AnyPiece]) -> None:
-        """Take what is on disk; the other pieces are pending, unless nothing could compile them."""
+        """Load code from the code cache; the other pieces become pending, or fail if there is no compiler."""
         if not pieces:
             return
         self._tried.update(pieces)
         started, codes = time.perf_counter(), dict[AnyPiece, AnyCode]()
-        for key, piece in zip(kept.keys(piece.source for piece in pieces), pieces, strict=True):
-            if inductor.is_cached() and (code := kept.find(key)) is not None:
+        for key, piece in zip(code_cache.keys(piece.source for piece in pieces), pieces, strict=True):
+            if inductor.is_cached() and (code := code_cache.find(key)) is not None:
                 codes[piece] = code
             elif missing := inductor.why_no_compiler(piece.source.devices):
                 self._fail(missing)
@@ -103,22 +103,22 @@ class GeneratedCode:
         codes, started, self._job = dict[AnyPiece, AnyCode](), time.perf_counter(), None
         for number, (key, piece) in enumerate(self._pending.items()):
             try:
-                codes[piece] = _made(key, piece.source)
+                codes[piece] = _generated(key, piece.source)
             except Exception as error:
                 self._fail(reason(error))
-            taken = time.perf_counter() - started
-            if number == 0 and (expected := taken * len(self._pending)) >= LONG:
+            elapsed = time.perf_counter() - started
+            if number == 0 and (expected := elapsed * len(self._pending)) >= LONG:
                 logger.warning(
                     "dta: generating code for %d pieces before this call goes on: about %.0f s, the first took %.1f s"
                     " (with codegen='auto' calls go on meanwhile)",
-                    *(len(self._pending), expected, taken),
+                    *(len(self._pending), expected, elapsed),
                 )
         self._pending.clear()
         self._add(codes)
         self.seconds += time.perf_counter() - started
 
-    def _generate_beside(self) -> None:
-        """Start a process for the pending pieces, or take what it made once it has ended."""
+    def _generate_in_background(self) -> None:
+        """Start a process for the pending pieces, or load their code once it has ended."""
         if self._job is None:
             if not BackgroundCompile.is_busy():
                 try:
@@ -132,7 +132,7 @@ class GeneratedCode:
         self.seconds += sum(result.seconds for result in job.results)
         for result in job.results:
             piece = self._pending.pop(result.key)
-            code = None if result.error else kept.find(result.key)
+            code = None if result.error else code_cache.find(result.key)
             if code is None:
                 self._fail(result.error or "the code that was generated is gone")
             else:
@@ -151,23 +151,23 @@ class GeneratedCode:
             self._fail(why)
 
     def _fail(self, why: str) -> None:
-        # Its operators run one by one, as without this pass; a reason that all pieces share is given once.
+        # The piece runs as ATen operators; a reason that all pieces share is logged once.
         if why not in self.failures:
             _warn(why)
         self.failures.append(why)
 
     def __str__(self) -> str:
-        found = f", {self.found} of them from its cache" if self.found else ""
+        cached = f", {self.found} of them from its cache" if self.found else ""
         failed = f"; {len(self.failures)} failed and run as ATen operators" if self.failures else ""
         if failed and len(set(self.failures)) == 1:
             failed += f" ({self.failures[0]})"
-        if not self.beside:
-            return f"inductor: {self.compiled} pieces compiled once each, {self.seconds:.1f} s{found}{failed}"
+        if not self.in_background:
+            return f"inductor: {self.compiled} pieces compiled once each, {self.seconds:.1f} s{cached}{failed}"
         done = self._job.results if self._job is not None else []
         seconds = self.seconds + sum(result.seconds for result in done)
         text = f"inductor: {self.compiled} of {self.compiled + len(self._pending) + len(self.failures)} pieces in use"
         text += f" ({len(self._pending) - len(done)} being generated)" if self._pending else ""
-        return f"{text}{found}, {seconds:.1f} s{' beside the steps' if done or self.swaps else ''}{failed}"
+        return f"{text}{cached}, {seconds:.1f} s{' beside the steps' if done or self.swaps else ''}{failed}"
 
 
 @functools.cache
@@ -175,13 +175,13 @@ def _warn(why: str) -> None:
     logger.warning("dta: code could not be generated or compiled, so part of the model runs as ATen operators: %s", why)
 
 
-def _made(key: str, source: AnySource) -> AnyCode:
-    """Code that is generated in this process, and kept for others if that works."""
+def _generated(key: str, source: AnySource) -> AnyCode:
+    """Generate code in this process; store it in the code cache if possible."""
     with contextlib.suppress(OSError):
-        kept.place()  # nobody else may have put there what inductor runs
+        code_cache.path()  # raises if other users could have put code there that inductor would run
     compiled = generate(source)
     try:
-        kept.keep(key, compiled)
+        code_cache.store(key, compiled)
     except (OSError, TypeError) as error:
         logger.info("dta: generated code is not kept: %s", error)
     return inductor.load(compiled)

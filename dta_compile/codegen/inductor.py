@@ -1,11 +1,11 @@
-"""Every private touch of inductor: from a graph of ATen operators to code generated for it, C++ or Triton.
+"""The only use of inductor's private API: generate C++ or Triton code for a graph of ATen operators.
 
-One compilation serves all sizes: they are traced as symbols, without a guard that anything else would have to check.
-What inductor assumes about them nevertheless (two or more, products within 32 bits) is `Code.serves`. What was
-compiled lies in inductor's own folder, $TORCHINDUCTOR_CACHE_DIR; where to find it there, a `Compiled`, is kept with it.
+One compilation serves all sizes: they are traced as SymInts, and the guards of their `ShapeEnv` (sizes of at least two,
+products within 32 bits) become `Code.serves`. Compiled files stay in inductor's own folder, $TORCHINDUCTOR_CACHE_DIR;
+the code cache stores a `Compiled` there, which says where they are.
 
-Intermediate values stay in float32 where ATen rounds each of them to bfloat16 (`emulate_precision_casts` is off): that
-is as fast and nearer to the exact result. Supported torch: 2.11 to 2.15.
+Intermediate values stay in float32 where ATen rounds each of them to bfloat16 (`emulate_precision_casts` is off), which
+costs nothing and is more accurate. Supported torch: 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from dta_compile.executable.code import AnySource, CppSource, Input, Source, siz
 from dta_compile.executable.pieces import AnyCode, Code, Run
 from dta_compile.files import require_own
 
-TYPICAL_SIZES = (2039, 1021)  # what the code is tuned for; primes, so that none of their divisors is taken for granted
-ALIGNMENT = 16  # bytes; of what Triton's kernels assume to be aligned
-_PATCHING = threading.Lock()  # one thread at a time changes a class of inductor, and changes it back
+TYPICAL_SIZES = (2039, 1021)  # size hints; primes, so that inductor cannot rely on a divisor
+ALIGNMENT = 16  # bytes that Triton's kernels assume inputs to be aligned to
+_PATCHING = threading.Lock()  # one thread at a time patches a class of inductor and restores it
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Generated code as it lies on disk.
+    """Generated code in the form in which it is cached on disk.
 
     Attributes:
-        serves, strides: of `Code`, as text of functions.
-        text: what defines `call`; None: all of the module that `kernels` names.
-        kernels: by name, the module that has it and its file.
-        constants: by name, tensors that it reads.
-        aligned: which of its inputs must lie at multiples of `ALIGNMENT`.
+        serves, strides: the functions of `Code`, as text.
+        text: the statements that define `call`; None if `kernels` names a module that is loaded whole.
+        kernels: (name, module, file) of each kernel.
+        constants: tensors that the code reads, by name.
+        aligned: positions of the inputs that must be aligned to `ALIGNMENT`.
     """
 
     serves: str
@@ -71,7 +71,7 @@ class Compiled:
 
 
 class CompiledLibrary(NamedTuple):
-    """Functions in C++ as they lie on disk, compiled."""
+    """Path of a compiled C++ library."""
 
     path: str
 
@@ -80,18 +80,18 @@ AnyCompiled = Compiled | CompiledLibrary
 
 
 def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
-    """Code for a function, for so many threads of a CPU; None: as many as torch has here.
+    """Generate code for a source, for `threads` threads of a CPU (None: torch's number of threads).
 
-    Raises whatever inductor raises: no compiler, an operator that it cannot lower.
+    Raises whatever inductor raises, for instance if there is no compiler or it cannot lower an operator.
     """
-    from dta_compile.passes.symbols import expression  # the passes import what is generated for them
+    from dta_compile.passes.symbols import expression  # imported here, since the passes import this module
 
     if isinstance(source, CppSource):
         from torch._inductor.codecache import CppCodeCache
 
-        # Inductor writes its vectors out, and so tells compilers to make none of loops.
+        # Inductor vectorises explicitly and turns the compiler's loop vectoriser off.
         return CompiledLibrary(CppCodeCache.load(source.text, extra_flags=("-ftree-loop-vectorize",))._name)
-    # Not with this module: importing it takes a second, and only some programs need it.
+    # Imported here, since that takes a second and only some programs need it.
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
@@ -104,17 +104,16 @@ def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
         with mode, enable_python_dispatcher():
             fakes = [_like(env, value, known) for value in source.inputs]
             module = _decomposed(source, [*sizes, *fakes])
-        # Sizes are asserted of every input at every call, and a piece has seen to them; patterns are of products and
-        # attention, which are no part of pieces, and of copies, see `_write_views`.
+        # Size assertions are redundant, since a piece checks its inputs. The pattern matcher covers matrix products and
+        # attention, which pieces do not contain, and copies, which `_write_views` relies on.
         changes: dict[str, Any] = {"size_asserts": False, "pattern_matcher": False}
-        # Fusing reductions over rows with those over columns would be decided by the typical sizes, and hold for those
-        # on their side of a threshold only.
+        # Fusing reductions over rows with those over columns is decided by the size hints, and guarded by a threshold.
         if hasattr(config.triton, "mix_order_reduction"):
             changes["triton.mix_order_reduction"] = False
-        # C++ is made for a number of threads, which is no part of the cache's key in all versions unless it is set.
+        # C++ code is specialised to a number of threads, which some versions put into the cache key only if it is set.
         if "cpu" in source.devices:
             changes["cpp.threads"] = threads or torch.get_num_threads()
-        # What an earlier release of ours left in inductor's cache was made by other choices.
+        # Entries that earlier releases of ours left in inductor's cache were generated with other settings.
         caching: Any = torch.compiler.config
         tag = f"{caching.cache_key_tag} dta_compile {generator()} {source.default_dtype}"
         with (
@@ -139,7 +138,7 @@ def generate(source: AnySource, threads: int | None = None) -> AnyCompiled:
 
 @contextlib.contextmanager
 def _default(dtype: torch.dtype) -> Iterator[None]:
-    """The default dtype of another process; here it is the same, unless another thread is changing it."""
+    """Set torch's default dtype to that of the source; differs only in a worker or while another thread changes it."""
     before = torch.get_default_dtype()
     if before is not dtype:
         torch.set_default_dtype(dtype)
@@ -152,21 +151,21 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sums_for_any_size(env: ShapeEnv) -> Iterator[None]:
-    """C++ that adds numbers in parts, for precision, whenever their number is symbolic: the choice needs no guard.
+    """Make C++ reductions use partial sums whenever their length is symbolic, so that the choice needs no guard.
 
-    Inductor does so for more than 4,096 and adds fewer directly, and its code serves one of the two.
+    Inductor uses partial sums, which are more precise, above 4,096 elements, and guards on that threshold.
     """
     from torch._inductor.codegen.cpp import CppKernel
     from torch._inductor.virtualized import V
 
     with _PATCHING:
         decide = getattr(CppKernel, "need_use_acc_helper", None)
-        if decide is None:  # a torch that has another way
+        if decide is None:  # another version of torch
             yield
             return
 
         def decide_once(kernel: Any, reduction_type: str, dtype: torch.dtype, *others: Any, **options: Any) -> bool:
-            ours = V.graph.sizevars.shape_env is env  # or somebody else's, in another thread
+            ours = V.graph.sizevars.shape_env is env  # another thread may compile at the same time
             if ours and reduction_type == "sum" and dtype == torch.float:
                 return any(size.free_symbols for size in kernel.call_ranges[kernel.reduction_depth :])
             return bool(decide(kernel, reduction_type, dtype, *others, **options))
@@ -179,28 +178,30 @@ def _sums_for_any_size(env: ShapeEnv) -> Iterator[None]:
 
 
 def _compiled(run: Any, serves: str, strides: str, devices: set[str]) -> Compiled:
-    """Where the code that inductor has just loaded lies."""
+    """Locate the files of the code that inductor has just loaded."""
     from torch._inductor.codecache import PyCodeCache
 
     module = next(one for one in reversed(PyCodeCache.modules) if getattr(one, "key", None) == run.cache_key)
     aligned = tuple(run.inputs_to_check)
-    if devices != {"cpu"}:  # Triton's kernels are found by what the module says of them
+    if devices != {"cpu"}:  # the whole module is needed to load Triton's kernels
         if run.constants:
             raise ValueError(f"it reads constants: {', '.join(run.constants)}")
         return Compiled(serves, strides, None, (("call", run.cache_key, str(module.__file__)),), {}, aligned)
     text = pathlib.Path(str(module.__file__)).read_text()
     names = wrapper.kernels(text, "cpp_pybinding")
     text, free = wrapper.needed(text, "call", names)
-    found = {name: getattr(module, name) for name in free}
-    constants = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-    homes = {name: found[name].__self__.__spec__ for name in free if name not in constants}
-    places = tuple((name, home.name, home.origin) for name, home in homes.items())
-    return Compiled(serves, strides, text, places, constants, aligned)
+    free_values = {name: getattr(module, name) for name in free}
+    constants = {name: value for name, value in free_values.items() if isinstance(value, torch.Tensor)}
+    homes = {name: free_values[name].__self__.__spec__ for name in free if name not in constants}
+    kernels = tuple((name, home.name, home.origin) for name, home in homes.items())
+    return Compiled(serves, strides, text, kernels, constants, aligned)
 
 
 def load(compiled: AnyCompiled) -> AnyCode:
-    """The code, in this process; raises `OSError` or `ImportError` where its files are gone, `ValueError` where others
-    may have written them."""
+    """Load code into this process.
+
+    Raises `OSError` or `ImportError` if its files are gone, `ValueError` if other users may have written them.
+    """
     for path in [compiled.path] if isinstance(compiled, CompiledLibrary) else [one[-1] for one in compiled.kernels]:
         require_own(pathlib.Path(path))
         require_own(pathlib.Path(path).parent)
@@ -230,7 +231,7 @@ def _kernel(module: str, path: str) -> Any:
 
 
 def _with_aligned(run: Run, positions: Sequence[int]) -> Run:
-    """`run` on copies of those tensors at `positions` that lie elsewhere than its kernels assume."""
+    """Wrap `run` so that misaligned tensors at `positions` are copied first."""
 
     def aligned(arguments: list[Any]) -> Sequence[torch.Tensor]:
         for position in positions:
@@ -242,22 +243,22 @@ def _with_aligned(run: Run, positions: Sequence[int]) -> Run:
 
 
 def folder() -> pathlib.Path:
-    """Where inductor keeps what it compiles."""
+    """Return inductor's cache folder."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return pathlib.Path(cache_dir())
 
 
 def settings() -> dict[str, Any]:
-    """What another process has to be told of inductor's settings here; how many processes compile is its own affair."""
+    """Return inductor's settings for another process, without the number of compile processes."""
     from torch._inductor import config
 
-    found = config.get_config_copy().items()
-    return {name: value for name, value in found if name != "compile_threads" and _can_be_sent(value)}
+    items = config.get_config_copy().items()
+    return {name: value for name, value in items if name != "compile_threads" and _can_be_sent(value)}
 
 
 def apply(chosen: dict[str, Any]) -> None:
-    """Take over the settings of another process."""
+    """Apply inductor's settings of another process."""
     from torch._inductor import config
 
     here = config.get_config_copy()
@@ -266,47 +267,47 @@ def apply(chosen: dict[str, Any]) -> None:
 
 @functools.cache
 def generator() -> str:
-    """A hash of what makes code of a source, and of what reads it again."""
+    """Return a hash of the modules that generate and load code."""
     files = (pathlib.Path(str(file)) for file in (__file__, wrapper.__file__))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def environment(devices: Iterable[str]) -> tuple[Any, ...]:
-    """What code on these types of devices depends on besides its source."""
+    """Return everything that code for these device types depends on besides its source."""
     from torch._inductor import config
 
-    found: list[Any] = [torch.__version__, sys.implementation.cache_tag, config.get_hash()]
+    parts: list[Any] = [torch.__version__, sys.implementation.cache_tag, config.get_hash()]
     if "cpu" in devices:
-        found += [torch.get_num_threads(), platform.machine(), _cpu_flags()]
+        parts += [torch.get_num_threads(), platform.machine(), _cpu_flags()]
     if "cuda" in devices:
-        found += [
+        parts += [
             torch.version.cuda,
             torch.version.hip,
             torch.cuda.get_device_name(),
             torch.cuda.get_device_capability(),
         ]
-    return tuple(found)
+    return tuple(parts)
 
 
 def is_cached() -> bool:
-    """Whether inductor may use what earlier processes left on disk."""
+    """Return whether inductor's settings allow code that earlier processes left on disk."""
     from torch._inductor import config
 
     return config.fx_graph_cache and not config.force_disable_caches
 
 
 def why_no_compiler(devices: Iterable[str]) -> str | None:
-    """What is missing where inductor would look for a C++ compiler; None: nothing, or these devices need none."""
+    """Return why there is no C++ compiler for these device types; None if there is one or they need none."""
     from torch._inductor import config
 
     if "cpu" not in devices:
         return None
     chosen = config.cpp.cxx
-    asked = [name for name in (chosen if isinstance(chosen, (tuple, list)) else [chosen]) if name]
-    if any(map(shutil.which, asked)) or os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
+    names = [name for name in (chosen if isinstance(chosen, (tuple, list)) else [chosen]) if name]
+    if any(map(shutil.which, names)) or os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
         return None
     return (
-        f"No working C++ compiler ({', '.join(asked) or 'none is named'}): install one, as by `apt install g++` or"
+        f"No working C++ compiler ({', '.join(names) or 'none is named'}): install one, as by `apt install g++` or"
         " `conda install cxx-compiler`, or name it in $CXX"
     )
 
@@ -320,12 +321,12 @@ def _can_be_sent(value: Any) -> bool:
 
 
 def _cpu_flags() -> str:
-    """What instructions the CPU has: code is generated for all of them."""
+    """Return the CPU's instruction set extensions: generated code uses all of them."""
     try:
-        found = re.search(r"^(flags|Features)\s*:(.*)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        match = re.search(r"^(flags|Features)\s*:(.*)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    return found[2] if found else f"{platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
+        match = None
+    return match[2] if match else f"{platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _size(env: ShapeEnv, index: int) -> Any:
@@ -336,21 +337,21 @@ def _size(env: ShapeEnv, index: int) -> Any:
 
 
 def _like(env: ShapeEnv, value: Input, known: dict[sympy.Symbol, sympy.Expr]) -> torch.Tensor:
-    """A fake tensor with the shape and strides of `value` in other symbols."""
+    """Return a fake tensor with the shape and strides of `value`, its symbols replaced by `known`."""
 
     def renamed(size: int | sympy.Expr) -> Any:
         if isinstance(size, int):
             return size
-        found = size.subs(known)
+        renamed_size = size.subs(known)
         hints = {symbol: TYPICAL_SIZES[index] for index, symbol in enumerate(known.values())}
-        return env.create_symintnode(found, hint=int(found.subs(hints)))
+        return env.create_symintnode(renamed_size, hint=int(renamed_size.subs(hints)))
 
     shape, strides = map(renamed, value.shape), map(renamed, value.strides)
     return torch.empty_strided(tuple(shape), tuple(strides), dtype=value.dtype, device=value.device)
 
 
 def _decomposed(source: Source, arguments: list[Any]) -> fx.GraphModule:
-    """In operators that inductor has kernels for; results keep their strides, which later operators rely on."""
+    """Trace a source with inductor's decompositions; results keep their strides, which later operators rely on."""
     from torch._inductor.decomposition import select_decomp_table
 
     module = make_fx(source.function(), decomposition_table=select_decomp_table())(*arguments)
@@ -363,8 +364,11 @@ def _decomposed(source: Source, arguments: list[Any]) -> fx.GraphModule:
 
 
 def _write_views(output: fx.Node) -> None:
-    """Results that are views of values which nothing keeps are written as such: a copy of one is no pass over memory,
-    but says in which shape; views made by the wrapper take the host as long as allocating does."""
+    """Copy outputs that are views of temporaries.
+
+    Inductor fuses the copy into the kernel that writes the value; a view in the wrapper costs as much host time as an
+    allocation.
+    """
     from dta_compile.passes.graphs.nodes import call, is_pointwise
     from dta_compile.passes.graphs.operators import KEEP_ORDER_IN_PLACE
 

@@ -1,11 +1,11 @@
-"""worker: a process that generates code beside the steps of another one, and ends with it.
+"""The worker process of a background compile; it ends with its parent.
 
-`python worker.py PARENT` reads a `Job` from its input; see `background`. It keeps what it generates
-where its parent finds it (`kept`), and writes a line for every piece to its output.
+`python worker.py PARENT` reads a `Job` from stdin; see `background`. It stores generated code in the code cache
+(`code_cache`), and writes one line for every source to stdout.
 
-It is two processes. One imports nothing, not even the package, and watches: a thread could not, since importing torch
-holds Python's lock for seconds. Nor can the kernel be asked (PR_SET_PDEATHSIG): it takes the end of the thread that
-started a process for the end of the parent, and would leave the compiler.
+The worker is two processes. One of them only watches the parent and imports nothing, not even the package. A thread
+could not watch, since importing torch holds the GIL for seconds. PR_SET_PDEATHSIG would not do either: it fires when
+the thread that started the process ends, and does not reach the compiler's processes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from dta_compile.executable.code import AnySource
 
-POLL_SECONDS = 0.2  # between two looks at whether the parent is there
+POLL_SECONDS = 0.2  # between two checks that the parent is alive
 
 
 class Job(NamedTuple):
-    """What is to be generated.
+    """The sources to generate code for.
 
     Attributes:
-        sources: by the name of the file that is to keep the code.
-        threads: of the CPU that the code is for.
-        settings: of inductor.
+        sources: the sources, by cache key.
+        threads: number of CPU threads that the code is for.
+        settings: inductor's settings.
     """
 
     sources: dict[str, AnySource]
@@ -39,7 +39,7 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What became of a source, and how long it took; `error` is empty if there is code."""
+    """The outcome for one source and the seconds it took; `error` is "" if code was generated."""
 
     key: str
     seconds: float
@@ -47,9 +47,9 @@ class Result(NamedTuple):
 
 
 def main(parent: int) -> None:
-    """Do the job, unless the parent ends before."""
-    # A group of processes, which all end with this one and which interrupts from the keyboard do not reach. No
-    # session: Linux gives sessions equal shares of the processor, whatever the priorities in them.
+    """Run the job in a child process, and kill it if the parent ends."""
+    # A process group, so that all of it can be killed and keyboard interrupts do not reach it. Not a session: Linux
+    # gives sessions equal shares of the CPU, whatever the priorities in them.
     os.setpgid(0, 0)
     if worker := os.fork():
         sys.exit(_watched(parent, worker))
@@ -63,13 +63,13 @@ def _work() -> None:
     from dta_compile.executable.code import Source
 
     output = os.dup(1)
-    os.dup2(2, 1)  # whatever inductor and compilers print is no result
+    os.dup2(2, 1)  # output of inductor and of compilers must not mix with the results
     job: Job = pickle.load(sys.stdin.buffer)
     apply(job.settings)
     for source in job.sources.values():
         for value in source.inputs if isinstance(source, Source) else ():
             if value.device.type == "cuda":
-                torch.cuda.set_device(value.device)  # no memory on the first GPU for what another one runs
+                torch.cuda.set_device(value.device)  # so that no context is created on the first GPU
     with open(output, "w", buffering=1) as results:
         for key, source in job.sources.items():
             started = time.perf_counter()
@@ -78,36 +78,36 @@ def _work() -> None:
 
 
 def _generated(key: str, source: AnySource, threads: int) -> str:
-    """Generate and keep code, unless a worker of another process did; why it failed, or nothing."""
-    from dta_compile.codegen import inductor, kept
+    """Generate and store code, unless another process did; return why it failed, or ""."""
+    from dta_compile.codegen import code_cache, inductor
 
     try:
-        kept.place()  # inductor runs what lies in its folder
-        if kept.find(key) is None:
-            kept.keep(key, inductor.generate(source, threads))
+        code_cache.path()  # raises if other users could have put code there that inductor would run
+        if code_cache.find(key) is None:
+            code_cache.store(key, inductor.generate(source, threads))
     except Exception as error:
         return reason(error)
     return ""
 
 
 def reason(error: Exception) -> str:
-    """An error in one line."""
+    """Return an error as one line."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0][:200] if text else ''}"
 
 
 def _watched(parent: int, worker: int) -> int:
-    """Wait for the process that works, and return how it ended; if the parent ends before, end all of the group."""
+    """Wait for the working process and return its exit code; if the parent ends first, kill the process group."""
     while os.getppid() == parent:
         ended, status = os.waitpid(worker, os.WNOHANG)
         if ended:
             code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else 128 - code  # as shells say which signal it was
+            return code if code >= 0 else 128 - code  # the shell convention for signals
         time.sleep(POLL_SECONDS)
     os.killpg(0, signal.SIGKILL)
     return 1
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # the folder of this file, where names of modules are those of a package
+    del sys.path[0]  # the folder of this file, whose modules would shadow top-level ones
     main(int(sys.argv[1]))

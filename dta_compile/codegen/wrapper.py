@@ -1,8 +1,8 @@
-"""wrapper: of the module that inductor writes around its kernels, what a call needs.
+"""Extract from inductor's wrapper module the statements that a call needs.
 
-Importing the whole module takes more than a second in a process that compiles nothing: it imports inductor's lowerings,
-and asks for the compiler's flags to find kernels by them. A call needs a function of a few lines and the kernels, whose
-files are known once they were loaded.
+Importing the whole wrapper takes more than a second even in a process that compiles nothing: it imports inductor's
+lowerings and queries the compiler's flags to look up kernels. A call needs a function of a few lines and the kernels,
+whose files are known once they have been loaded.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from collections.abc import Container, Iterator
 
 
 def needed(text: str, name: str, known: Container[str] = ()) -> tuple[str, list[str]]:
-    """The statements of a module that make up `name`, and the names these use that are neither theirs nor built in.
+    """Return the text of the statements that `name` depends on, and their free names, sorted.
 
-    Names in `known` are taken as given.
+    Names in `known` are free names; the statements that bind them are left out.
     """
     statements = ast.parse(text).body
     makers: dict[str, list[int]] = {}
     for position, statement in enumerate(statements):
         for bound in _bound(statement):
             makers.setdefault(bound, []).append(position)
-    pending, found, free = [name], set[int](), list[str]()
+    pending, chosen, free = [name], set[int](), list[str]()
     seen = set(pending)
     while pending:
         wanted = pending.pop()
         positions = makers.get(wanted, []) if wanted not in known else []
         if not positions and not hasattr(builtins, wanted):
             free.append(wanted)
-        for position in set(positions) - found:
-            used = [one for one in _used(statements[position]) if one not in seen]
+        for position in set(positions) - chosen:
+            used = [used_name for used_name in _used(statements[position]) if used_name not in seen]
             pending += used
             seen.update(used)
-        found.update(positions)
-    kept = ast.Module([statements[position] for position in sorted(found)], type_ignores=[])
-    return ast.unparse(kept), sorted(free)
+        chosen.update(positions)
+    selected = ast.Module([statements[position] for position in sorted(chosen)], type_ignores=[])
+    return ast.unparse(selected), sorted(free)
 
 
 def kernels(text: str, maker: str) -> list[str]:
-    """The names that a module gives to what a method `maker` returns."""
+    """Return the names that a module assigns results of a method `maker` to."""
     return [
         bound
         for statement in ast.parse(text).body
@@ -50,7 +50,7 @@ def kernels(text: str, maker: str) -> list[str]:
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
-    """The names that a statement of a module gives a meaning."""
+    """Yield the names that a module-level statement binds."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         yield statement.name
     elif isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -60,7 +60,7 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
 
 
 def _used(statement: ast.stmt) -> list[str]:
-    """The names that a statement reads and has not bound within functions of its own."""
+    """Return the names that a statement reads, without those that are local to functions in it."""
     local = {node.arg for node in ast.walk(statement) if isinstance(node, ast.arg)}
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         local |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and _is_stored(node)}

@@ -1,9 +1,9 @@
 """Training on many ranks: one balanced prefix tree each (paper section "Load-Balanced Parallelization").
 
-`scatter` deals the rows of all ranks out anew, so that every rank trains a prefix tree of nearly equal cost;
-`Shard.to_owners` takes results of rows back to where they came from; `token_mean` normalises a loss over all ranks.
-The collectives are torch.distributed's, in whatever group the program was launched with. Gradients need nothing of
-this: DDP and FSDP2 reduce them as always (see the README).
+`scatter` redistributes the rows of all ranks, so that every rank trains a prefix tree of nearly equal cost;
+`Shard.to_owners` returns results to the ranks that own the rows; `token_mean` normalises a loss over all ranks. These
+use the collectives of torch.distributed in the program's process group. Gradients need no extra step: DDP and FSDP2
+reduce them as always (see the README).
 """
 
 from __future__ import annotations

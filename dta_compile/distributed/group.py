@@ -1,4 +1,4 @@
-"""A process group as the rest of `distributed` sees it: few collectives, and none at all where there is one rank."""
+"""Process groups for the rest of `distributed`: a few collectives, which are skipped for a single rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 class Group:
-    """The ranks that share a batch.
+    """Ranks that share a batch.
 
-    Without an initialised `torch.distributed` this is one rank alone, so that a script runs without a launcher, too.
+    Without an initialised `torch.distributed` this is a single rank, so that a script also runs without a launcher.
 
     Attributes:
-        rank: of this process in the group.
+        rank: rank of this process in the group.
         size: number of ranks.
     """
 
@@ -46,7 +46,7 @@ class Group:
             raise OptionError("this process is not a member of the group that it was given")
 
     def gather(self, value: T) -> list[T]:
-        """The (small, picklable) values of all ranks, on all of them."""
+        """Gather the (small, picklable) values of all ranks on all ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -54,33 +54,33 @@ class Group:
         return values
 
     def gather_checked(self, make: Callable[[], T]) -> list[T]:
-        """`make()` of all ranks; where it raises one of our errors on some of them, all ranks raise it.
+        """Gather the results of `make()` on all ranks; if it raises one of our errors on any rank, all ranks raise it.
 
-        So a bad batch on one rank leaves no other waiting for it.
+        So no rank waits for another one with a bad batch.
         """
-        made: tuple[T | None, str] = None, ""
+        result: tuple[T | None, str] = None, ""
         try:
-            made = make(), ""
+            result = make(), ""
         except DTAError as error:
-            made = None, str(error)
-        values = self.gather(made)
+            result = None, str(error)
+        values = self.gather(result)
         for rank, (_, problem) in enumerate(values):
             if problem:
                 raise RuntimeContractError(f"rank {rank} of {self.size}: {problem}")
         return [value for value, _ in values]  # type: ignore[misc]
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """`make()` of the first rank, on all of them; its errors of ours are raised on all of them, too."""
-        found: list[Any] = [None, ""]
+        """Broadcast the result of `make()` on the first rank; one of our errors there is raised on all ranks."""
+        result: list[Any] = [None, ""]
         if self.rank == 0:
             try:
-                found = [make(), ""]
+                result = [make(), ""]
             except DTAError as error:
-                found = [None, str(error)]
+                result = [None, str(error)]
         if self.size > 1:
             first = 0 if self._group is None else dist.get_global_rank(self._group, 0)
-            dist.broadcast_object_list(found, first, self._group)
-        value, problem = found
+            dist.broadcast_object_list(result, first, self._group)
+        value, problem = result
         if problem:
             raise RuntimeContractError(problem)
         return value  # type: ignore[no-any-return]
@@ -88,20 +88,20 @@ class Group:
     def all_to_all(self, values: torch.Tensor, sizes: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         """Send the first `sizes[0]` entries of `values [n, ...]` to the first rank, the next to the second, and so on.
 
-        Returns what all ranks sent here, in their order; `received` says how many entries each.
+        Returns the entries from all ranks, in the order of ranks; `received` has their numbers.
         """
         if self.size == 1:
             return values
         entry = values.shape[1:]
         device = self._transport(values.device)
-        # As bytes: every backend moves those, and no backend all of torch's dtypes.
+        # As bytes, since no backend supports all dtypes of torch.
         raw = values.contiguous().reshape(len(values), entry.numel()).view(torch.uint8).to(device)
         out = raw.new_empty((sum(received), raw.shape[1]))
         dist.all_to_all_single(out, raw, list(received), list(sizes), self._group)
         return out.to(values.device).view(values.dtype).reshape(-1, *entry)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks; `value` stays as it is."""
+        """Return the sum over all ranks; `value` is unchanged."""
         if self.size == 1:
             return value
         total = value.detach().to(self._transport(value.device), copy=True)
@@ -109,7 +109,7 @@ class Group:
         return total.to(value.device)
 
     def _transport(self, device: torch.device) -> torch.device:
-        """Where tensors of this device must be for the group's backend to move them."""
+        """Return the device from which the group's backend can send tensors of this device."""
         devices = [pair.split(":")[0] for pair in dist.get_backend_config(self._group).split(",")]
         if device.type in devices:
             return device
@@ -122,15 +122,15 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True)
 class RowLocations:
-    """Where all rows of the group lie: the same arrays on every rank.
+    """Locations of all rows of the group, the same arrays on every rank.
 
-    Where rows of tensors are packed, a row is one sequence of several in the same row of the tensors.
+    In packed tensors, a row here is one of several sequences in a row of the tensors.
 
     Attributes:
-        rank: `[N]` the rank that has the row.
-        row: `[N]` its number in the tensors there.
+        rank: `[N]` rank that has the row.
+        row: `[N]` its row number in the tensors there.
         start: `[N]` column of its first token there.
-        shapes: `[K]` rows and columns of every rank's rectangle.
+        shapes: `[K]` (rows, columns) of each rank's tensors.
     """
 
     rank: IntArray
@@ -148,13 +148,13 @@ def transfer(
     per_token: bool,
     fill: float,
 ) -> torch.Tensor:
-    """Rows of all ranks' `values`, moved.
+    """Move the rows of all ranks' `values` from `source` to `target`.
 
     Args:
-        values: this rank's, `[rows, ...]`, or `[rows, columns, ...]` if `per_token`.
-        source, target: where the rows are, and where they shall be.
-        lengths: `[N]` tokens of every row.
-        fill: what stands where no token is moved to.
+        values: this rank's values `[rows, ...]`, or `[rows, columns, ...]` if `per_token`.
+        source, target: current and new locations of the rows.
+        lengths: `[N]` number of tokens of each row.
+        fill: value of the entries that no token is moved to.
 
     Returns:
         this rank's rows in the target's shape: `[rows, ...]` or `[rows, columns, ...]`.
@@ -175,10 +175,10 @@ def transfer(
 
 
 def to_first(values: torch.Tensor, source: RowLocations, lengths: IntArray, group: Group) -> torch.Tensor:
-    """The tokens of all rows on the first rank, one row after the other `[lengths.sum()]`; nothing on the others.
+    """Move the tokens of all rows to the first rank, one row after the other `[lengths.sum()]`; others get none.
 
     Args:
-        values: this rank's, `[rows, columns]`.
+        values: this rank's tokens `[rows, columns]`.
     """
     mine = np.flatnonzero(source.rank == group.rank)
     entries = values.flatten().index_select(0, _entries(source, mine, lengths, group.rank, True).to(values.device))
@@ -188,18 +188,18 @@ def to_first(values: torch.Tensor, source: RowLocations, lengths: IntArray, grou
 
 
 def _grouped_by(rank: IntArray, rows: IntArray) -> IntArray:
-    """Rows by rank; of one rank in the order that all ranks know them in."""
+    """Sort rows by rank; rows of one rank stay in their common order."""
     return rows[np.argsort(rank[rows], kind="stable")]
 
 
 def _per_rank(rank: IntArray, rows: IntArray, sizes: IntArray, count: int) -> list[int]:
-    """Entries of these rows per rank."""
+    """Count the entries of these rows per rank."""
     totals: list[int] = np.bincount(rank[rows], weights=sizes[rows], minlength=count).astype(np.int64).tolist()
     return totals
 
 
 def _entries(locations: RowLocations, rows: IntArray, sizes: IntArray, rank: int, per_token: bool) -> torch.Tensor:
-    """Positions of the rows' entries in a rank's rectangle, flattened if per token."""
+    """Return the indices of the rows' entries in a rank's tensors, flattened over [row, column] if per token."""
     if not per_token:
         return torch.from_numpy(locations.row[rows])
     begin = locations.row[rows] * locations.shapes[rank][1] + locations.start[rows]

@@ -1,4 +1,4 @@
-"""scatter: the rows of all ranks dealt out anew, a balanced prefix tree to each (see `dta_compile.balance`)."""
+"""`scatter`: redistribute the rows of all ranks, a balanced prefix tree to each (see `dta_compile.balance`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dta_compile.distributed.group import Group, GroupLike, IntArray, RowLocatio
 from dta_compile.errors import OptionError, RuntimeContractError
 from dta_compile.plan import CostModel, PrefixTree, balance
 
-PADDING = {"labels": -100}  # of the fields that are not padded with zeros; the value that losses ignore
+PADDING = {"labels": -100}  # padding other than 0, by field; losses ignore this label
 
-# Of a shard. Few models run without rows, and torch.compile traces sizes of 0 and 1 by themselves, also those of slices
-# such as `ids[:, 1:]`. Packed shards are one row everywhere, and always.
+# Smallest shard. Few models run without rows, and torch.compile specialises sizes 0 and 1, also those of slices such as
+# `ids[:, 1:]`. Packed shards always have one row, on all ranks.
 LEAST_ROWS, LEAST_COLUMNS = 2, 8
 
 PER_SEQUENCE_HINT = "a packed row has no value of its own: give every token the value of its sequence"
@@ -24,16 +24,16 @@ PER_SEQUENCE_HINT = "a packed row has no value of its own: give every token the 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """What a rank trains after `scatter`.
+    """Batch that a rank trains after `scatter`.
 
     Attributes:
-        batch: the fields of the batch, of this rank's rows: `[B', ...]`, or `[B', S', ...]` padded on the right. Rows
-            are in lexicographic order. B' is at least 2 and S' at least 8: a rank with less has empty rows and columns
-            at the end, which are padding like any other. Of packed rows: one row `[1, T', ...]` of the sequences, in
-            lexicographic order one after the other, and padding only where T' would be less than 8.
-        rows: this rank's real rows, the first ones of B'; 0 on some ranks if there are fewer rows than ranks. Of packed
-            rows: the sequences in the one row.
-        costs: tree tokens of every rank.
+        batch: the fields of this rank's rows: `[B', ...]`, or `[B', S', ...]` padded on the right, with rows in
+            lexicographic order. B' is at least 2 and S' at least 8: a rank with fewer gets empty rows and columns at
+            the end, which are ordinary padding. Packed: one row `[1, T', ...]` of the sequences in lexicographic order,
+            with padding only if T' would be less than 8.
+        rows: number of this rank's real rows, which come first; 0 on some ranks if there are fewer rows than ranks.
+            Packed: number of sequences in the row.
+        costs: number of tree tokens of every rank.
     """
 
     batch: dict[str, torch.Tensor]
@@ -47,25 +47,25 @@ class Shard:
 
     @property
     def imbalance(self) -> float:
-        """Largest over mean cost: 1.0 where all ranks have the same work."""
+        """Largest cost over mean cost: 1.0 if all ranks have equal work."""
         return max(self.costs) * len(self.costs) / max(sum(self.costs), 1)
 
     def to_owners(self, values: torch.Tensor, fill: float = 0.0, *, per_token: bool | None = None) -> torch.Tensor:
-        """Results of rows, sent back to the ranks that brought the rows; all ranks of the group must call it.
+        """Send results back to the ranks that owned the rows before `scatter`; a collective of all ranks.
 
         Args:
             values: `[B', ...]` one entry per row of `batch`, or `[B', S', ...]` one per token, with S' as in `batch`.
-                Of packed rows only per token, `[1, T', ...]`.
-            fill: what stands at padding.
+                Packed: only per token, `[1, T', ...]`.
+            fill: value at padding.
             per_token: which of the two; None: `[B']` is per row, `[B', S', ...]` per token, anything else an error.
 
         Returns:
-            `[B, ...]` or `[B, S, ...]` for the rows that this rank gave to `scatter`, in their order and with their
-            padding. No gradient flows back.
+            `[B, ...]` or `[B, S, ...]` for the rows that this rank passed to `scatter`, in their order and with their
+            padding. Gradients do not flow back.
 
         Raises:
-            RuntimeContractError: on all ranks, if the values of one do not fit its batch, or those of two each other.
-            OptionError: padding of values of this dtype cannot be `fill`, or packed rows are to have values per row.
+            RuntimeContractError: on all ranks, if values do not fit a rank's batch or differ between ranks.
+            OptionError: `fill` is no value of this dtype, or packed rows have values per row.
         """
         rows, columns = self._here.shapes[self._group.rank]
         named = {} if per_token is None else {"values": per_token}
@@ -87,14 +87,14 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class _Field:
-    """What all ranks know of a tensor of the batch: whether it has a token axis, the sizes after it, and its dtype."""
+    """Type of a field that all ranks agree on: whether it has a token axis, the sizes after it, and its dtype."""
 
     per_token: bool
     features: tuple[int, ...]
     dtype: torch.dtype
 
     def require_fill(self, name: str, fill: float) -> None:
-        """Raise unless padding of this value is possible."""
+        """Raise `OptionError` unless the dtype can hold the padding value."""
         try:
             held = torch.tensor(fill).to(self.dtype).item()
         except (TypeError, ValueError, RuntimeError):
@@ -106,17 +106,17 @@ class _Field:
             )
 
     def fitted(self, values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        """The values, detached; of a rank without rows none, but of the right kind."""
+        """Return the values, detached; on a rank without rows, an empty tensor of the common type."""
         shape = (rows, columns) if self.per_token else (rows,)
         return values.detach() if rows else values.new_empty((*shape, *self.features), dtype=self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Local:
-    """What a rank tells the others of its batch."""
+    """Facts about a rank's batch that it sends to the others."""
 
     shape: tuple[int, int]
-    rows: IntArray  # [n] the row of every sequence: one each, or several where rows are packed
+    rows: IntArray  # [n] row of each sequence; several per row if packed
     starts: IntArray  # [n] column of its first token
     lengths: IntArray  # [n]
 
@@ -133,36 +133,36 @@ def scatter(
     padding: Mapping[str, float] | None = None,
     cost: Literal["tree_tokens"] | CostModel = "tree_tokens",
 ) -> Shard:
-    """Deal the rows of all ranks out anew: every rank gets a prefix tree of nearly equal cost.
+    """Redistribute the rows of all ranks so that every rank gets a prefix tree of nearly equal cost.
 
-    Every rank of the group calls it with rows of its own, of which there may be none. The first rank plans
-    (`dta_compile.balance`), so that rows with long common prefixes meet on one rank and the slowest has little to do.
-    Then the rows travel with one `all_to_all` per field.
+    A collective: every rank of the group calls it with its own rows, possibly none. The first rank plans
+    (`dta_compile.balance`) so that rows with long common prefixes meet on one rank and the largest cost is small. Then
+    each field is moved by one `all_to_all`.
 
-    Packed rows hold several sequences each, and their sequences are dealt out instead: every rank gets its own as one
-    packed row. Padding that the rows have is sequences like any other, as the rule for `packed` has it.
+    Packed rows contain several sequences each; then sequences are redistributed, and every rank gets its own as one
+    packed row. Padding in packed rows counts as sequences, by the rule for `packed`.
 
     Args:
         batch: tensors by name, with the same names on every rank: `[B, S, ...]` one entry per token, or `[B]` one per
             row; `[B, K, ...]` per row if `per_row` names it. Widths S and paddings of the ranks may differ.
         group: the ranks; a process group, a one-dimensional mesh, or None for all.
         tokens: name of the token ids `[B, S]`.
-        mask: name of the padding mask `[B, S]`, not 0 at real tokens, if the batch has it. A row's tokens are those
-            from the first to the last of them. Without the name all columns are tokens.
-        packed: name of the numbers `[B, T]` that tell the sequences of packed rows, such as "position_ids": another one
-            begins wherever the number is not the one before plus one, as in transformers. All have to begin at 0: any
-            other number could continue the sequence that it is put after. There is no mask then, and all fields are per
-            token, `[B, T, ...]`. What says where sequences are in a row (`cu_seq_lens_q`, `seq_idx`) is not true of the
-            shard: leave it out.
-        per_row: names of fields `[B, K, ...]` that have no token axis. They have to be named: by its size alone such a
-            field would be taken for one per token in every batch where K happens to be S.
-        per_token: names of fields that do have one; the others with S as their second size are taken to have one, too.
-        padding: by name what a field is padded with; by default -100 for "labels" and 0 for all others.
-        cost: what is to be nearly equal: "tree_tokens", or seconds by a cost model.
+        mask: name of the padding mask `[B, S]`, non-zero at real tokens, if the batch has it. A row's tokens span from
+            its first to its last real token. None: all columns are tokens.
+        packed: name of the numbers `[B, T]` that delimit sequences in packed rows, such as "position_ids": a sequence
+            begins wherever the number is not its predecessor plus one, as in transformers. All must begin at 0, since
+            any other number could continue the preceding sequence. There is no mask then, and all fields are per token,
+            `[B, T, ...]`. Leave out fields that describe positions of sequences in a row (`cu_seq_lens_q`, `seq_idx`),
+            since these change.
+        per_row: names of fields `[B, K, ...]` without a token axis. These must be named, because by its sizes alone
+            such a field would count as per token in any batch where K equals S.
+        per_token: names of fields with a token axis; unnamed fields have one if their second size is S.
+        padding: padding value by field; by default -100 for "labels" and 0 for all others.
+        cost: quantity to balance: "tree_tokens", or seconds by a cost model.
 
     Raises:
-        RuntimeContractError: on all ranks, if the batch of one is malformed, or two do not fit.
-        OptionError: the group is of no use, or what is said of fields or their padding cannot be.
+        RuntimeContractError: on all ranks, if a batch is malformed, or batches of two ranks do not fit.
+        OptionError: the group is unusable, or the arguments about fields or padding are invalid.
     """
     ranks = Group(group)
     fills = PADDING | dict(padding or {})
@@ -170,17 +170,17 @@ def scatter(
     if packed is not None:
         _require_tokens(named)
         _require_restart(packed, fills)
-    told = ranks.gather_checked(lambda: _read(batch, tokens, mask, packed))
-    rows, columns = told[ranks.rank].shape
+    batches = ranks.gather_checked(lambda: _read(batch, tokens, mask, packed))
+    rows, columns = batches[ranks.rank].shape
     fields = _agree(ranks, batch, rows, columns, named)
-    origin, lengths = _origin(told)
-    rectangles = {name: field.fitted(batch[name], rows, columns) for name, field in fields.items()}
-    here, costs = _deal(ranks, rectangles[tokens], origin, lengths, cost, packed is not None)
+    origin, lengths = _origin(batches)
+    values = {name: field.fitted(batch[name], rows, columns) for name, field in fields.items()}
+    here, costs = _deal(ranks, values[tokens], origin, lengths, cost, packed is not None)
     _require_known("padding", padding or {}, fields)
     for name in fields.keys() & fills.keys():
         fields[name].require_fill(name, fills[name])
     moved = {
-        name: transfer(rectangles[name], origin, here, lengths, ranks, field.per_token, fills.get(name, 0))
+        name: transfer(values[name], origin, here, lengths, ranks, field.per_token, fills.get(name, 0))
         for name, field in fields.items()
     }
     count = int((here.rank == ranks.rank).sum())
@@ -210,7 +210,7 @@ def _read(batch: Mapping[str, torch.Tensor], tokens: str, mask: str | None, pack
 
 
 def _real_tokens(ids: torch.Tensor, mask: torch.Tensor | None, name: str | None) -> _Local:
-    """A sequence for every row, of the tokens that the mask has."""
+    """Return one sequence per row, from its first to its last real token."""
     rows, columns = ids.shape
     real = np.ones((rows, columns), bool)
     if mask is not None:
@@ -228,7 +228,7 @@ def _real_tokens(ids: torch.Tensor, mask: torch.Tensor | None, name: str | None)
 
 
 def _packed_sequences(batch: Mapping[str, torch.Tensor], mask: str | None, packed: str) -> _Local:
-    """The sequences of packed rows, row by row; together they are all tokens."""
+    """Return the sequences of packed rows, row by row; together they cover all tokens."""
     if mask is not None and mask in batch:
         raise RuntimeContractError(
             f"packed rows have a mask {mask!r}",
@@ -259,7 +259,7 @@ def _packed_sequences(batch: Mapping[str, torch.Tensor], mask: str | None, packe
 
 
 def _named(tokens: str, per_row: str | Iterable[str], per_token: str | Iterable[str]) -> dict[str, bool]:
-    """By name whether a field has a token axis, as far as the caller says so."""
+    """Return whether a field has a token axis, for the fields that the caller names."""
     rows, columns = ({names} if isinstance(names, str) else set(names) for names in (per_row, per_token))
     columns |= {tokens}
     if both := sorted(rows & columns):
@@ -268,7 +268,7 @@ def _named(tokens: str, per_row: str | Iterable[str], per_token: str | Iterable[
 
 
 def _require_tokens(named: Mapping[str, bool]) -> None:
-    """Raise if a field of packed rows is named as one without a token axis."""
+    """Raise `OptionError` if a field of packed rows is named as per row."""
     if rows := sorted(name for name, per_token in named.items() if not per_token):
         raise OptionError(
             "fields of packed rows are per token", got=f"{', '.join(map(repr, rows))} per row", hint=PER_SEQUENCE_HINT
@@ -276,7 +276,7 @@ def _require_tokens(named: Mapping[str, bool]) -> None:
 
 
 def _require_restart(packed: str, fills: Mapping[str, float]) -> None:
-    """Raise if padding could go on with a row's last sequence: all begin at 0, so that no 0 can."""
+    """Raise `OptionError` if padding could continue a row's last sequence; only 0 always begins a new one."""
     if fills.get(packed, 0) != 0:
         raise OptionError(
             f"padding of {packed!r} tells no sequences", expected="0, where another one begins", got=repr(fills[packed])
@@ -293,7 +293,7 @@ def _require_known(what: str, names: Iterable[str], fields: Mapping[str, object]
 
 
 def _require_clear(name: str, values: torch.Tensor, columns: int, named: Mapping[str, bool]) -> None:
-    """Raise unless a field is named, or known by its shape: `[B, S, ...]` has a token axis and `[B]` has none."""
+    """Raise unless a field is named or has an unambiguous shape: `[B, S, ...]` per token, or `[B]` per row."""
     fits = values.shape[1:2] == (columns,)
     if named.get(name, fits) and not fits:
         raise RuntimeContractError(
@@ -314,46 +314,46 @@ def _require_clear(name: str, values: torch.Tensor, columns: int, named: Mapping
 def _agree(
     group: Group, batch: Mapping[str, torch.Tensor], rows: int, columns: int, named: Mapping[str, bool]
 ) -> dict[str, _Field]:
-    """The fields of the batch, the same on all ranks, in one order; `named` says which of them have a token axis."""
+    """Agree on the fields of the batch with all ranks, in one order; `named` says which have a token axis."""
 
     def describe() -> tuple[int, dict[str, tuple[bool, tuple[int, ...], torch.dtype]]]:
         if rows and any(len(values) != rows for values in batch.values()):
             raise RuntimeContractError("values do not fit the batch", expected=f"[{rows}, ...]")
-        found = {}
+        fields_here = {}
         for name, values in batch.items():
             per_token = named.get(name, values.shape[1:2] == (columns,))
             if rows:
                 _require_clear(name, values, columns, named)
-            found[name] = per_token, tuple(values.shape[1:]), values.dtype
-        return rows, found
+            fields_here[name] = per_token, tuple(values.shape[1:]), values.dtype
+        return rows, fields_here
 
-    told = group.gather_checked(describe)
-    speaking = [found for count, found in told if count] or [told[0][1]]
+    described = group.gather_checked(describe)
+    with_rows = [of_rank for count, of_rank in described if count] or [described[0][1]]
     fields = {}
-    for name, (_, sizes, dtype) in speaking[0].items():
-        same = [found[name] for found in speaking if name in found]
-        per_token = all(one[0] for one in same)
+    for name, (_, sizes, dtype) in with_rows[0].items():
+        same = [of_rank[name] for of_rank in with_rows if name in of_rank]
+        per_token = all(field[0] for field in same)
         features = sizes[1:] if per_token else sizes
-        if len(same) < len(speaking) or any((one[1][per_token:], one[2]) != (features, dtype) for one in same):
+        if len(same) < len(with_rows) or any((field[1][per_token:], field[2]) != (features, dtype) for field in same):
             raise RuntimeContractError(
                 f"the ranks disagree about field {name!r}",
                 expected="the same names, dtypes and sizes (but for rows and tokens) on all ranks",
-                got=", ".join(sorted({f"{one[2]} {list(one[1])}" for one in same}))
-                + f" on {len(same)} of {len(speaking)}",
+                got=", ".join(sorted({f"{field[2]} {list(field[1])}" for field in same}))
+                + f" on {len(same)} of {len(with_rows)}",
             )
         fields[name] = _Field(per_token, tuple(features), dtype)
-    if unknown := {name for found in speaking for name in found} - set(fields):
+    if unknown := {name for of_rank in with_rows for name in of_rank} - set(fields):
         raise RuntimeContractError(f"only some ranks have the fields {sorted(unknown)}")
     return fields
 
 
-def _origin(told: list[_Local]) -> tuple[RowLocations, IntArray]:
-    """Where all sequences are, and how many tokens they have: by rank, then by row."""
-    rank = np.repeat(np.arange(len(told)), [len(local.lengths) for local in told])
+def _origin(batches: list[_Local]) -> tuple[RowLocations, IntArray]:
+    """Return the locations of all sequences, by rank and then by row, and their numbers of tokens."""
+    rank = np.repeat(np.arange(len(batches)), [len(local.lengths) for local in batches])
     rows, starts, lengths = (
-        np.concatenate([getattr(local, name) for local in told]) for name in ("rows", "starts", "lengths")
+        np.concatenate([getattr(local, name) for local in batches]) for name in ("rows", "starts", "lengths")
     )
-    return RowLocations(rank, rows, starts, [local.shape for local in told]), lengths
+    return RowLocations(rank, rows, starts, [local.shape for local in batches]), lengths
 
 
 def _deal(
@@ -364,7 +364,7 @@ def _deal(
     cost: Literal["tree_tokens"] | CostModel,
     packed: bool,
 ) -> tuple[RowLocations, list[int]]:
-    """Where all sequences shall be, and the tree tokens of every rank; planned by the first rank."""
+    """Plan on the first rank; return the new locations of all sequences and the tree tokens of every rank."""
     count = len(lengths)
     gathered = to_first(ids, origin, lengths, group)
 
@@ -384,12 +384,12 @@ def _deal(
 
 
 def _in_rows(lengths: IntArray) -> tuple[IntArray, IntArray, tuple[int, int]]:
-    """Row and start of a rank's sequences, and its rectangle: a row each."""
+    """Place each sequence of a rank in its own row; return rows, starts and the shape of the batch."""
     count, longest = len(lengths), int(lengths.max(initial=0))
     shape = max(count, LEAST_ROWS), max(longest, LEAST_COLUMNS)
     return np.arange(count), np.zeros_like(lengths), shape
 
 
 def _in_one_row(lengths: IntArray) -> tuple[IntArray, IntArray, tuple[int, int]]:
-    """Row and start of a rank's sequences, and its rectangle: one after the other."""
+    """Place all sequences of a rank in one row; return rows, starts and the shape of the batch."""
     return np.zeros_like(lengths), np.cumsum(lengths) - lengths, (1, max(int(lengths.sum()), LEAST_COLUMNS))

@@ -1,4 +1,4 @@
-"""The plans of all ranks in one trace."""
+"""Write the plans of all ranks as one trace."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from dta_compile.views.traces.chrome import as_chrome_trace
 
 
 def to_chrome_trace(plan: Plan, path: str | PathLike[str], group: GroupLike = None) -> None:
-    """Write the plans of all ranks as one Chrome trace (see `Plan.to_chrome_trace`), each with tracks of its own.
+    """Write the plans of all ranks as one Chrome trace (see `Plan.to_chrome_trace`), with separate tracks per rank.
 
-    A collective: every rank of the group calls it with its plan, the first one writes. What was measured is on one
-    clock, that of the machines; between machines it is as good as their clocks agree.
+    A collective: every rank of the group calls it with its plan, and the first rank writes. Measured times are on the
+    system clocks, so that times of different machines are only as comparable as these.
 
     Args:
-        plan: this rank's, `dta_compile.last_plan(compiled)`.
-        path: the file to write; of the other ranks it is not looked at.
+        plan: this rank's plan, from `dta_compile.last_plan(compiled)`.
+        path: the file to write; ignored on other ranks.
         group: the ranks; None: all of them.
 
     Raises:
         OSError: the first rank cannot write the file.
     """
     ranks = Group(group)
-    began = [one for one in ranks.gather(plan.estimates.began) if one is not None]
-    found = ranks.gather(plan.trace_processes(ranks.rank, min(began, default=None)))
+    began = [value for value in ranks.gather(plan.estimates.began) if value is not None]
+    processes_of_ranks = ranks.gather(plan.trace_processes(ranks.rank, min(began, default=None)))
     scalars = ranks.gather(plan.scalars())
     if ranks.rank == 0:
-        facts = {f"rank {rank}": one for rank, one in enumerate(scalars)}
-        text = as_chrome_trace([process for processes in found for process in processes], facts)
+        facts = {f"rank {rank}": value for rank, value in enumerate(scalars)}
+        text = as_chrome_trace([process for processes in processes_of_ranks for process in processes], facts)
         write_output(path, text)

@@ -1,1 +1,1 @@
-"""The compiled artefact: what the passes hand to the runtime, as plain data that pickles as it is."""
+"""The compiled artefact that the passes hand to the runtime: plain data, which can be pickled."""

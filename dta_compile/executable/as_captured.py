@@ -1,4 +1,4 @@
-"""The captured graph as a callable, for what runs beside the tree or instead of it."""
+"""The captured graph as a callable, for the self-check and `fallback="dense"`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ TAG_ACTIVATION_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def as_captured(module: fx.GraphModule) -> Callable[..., Any]:
-    """Run a graph as it is, with eager's checkpoints: torch's operator for them leaves it to inductor that a region
-    draws the same random numbers when it is computed again, and without that its gradients are wrong."""
+    """Return the forward of a captured graph, with activation checkpoints run as in eager mode.
+
+    Torch's checkpoint operator relies on inductor to restore the random state for recomputation; outside of inductor
+    its gradients would be wrong.
+    """
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             for node in part.graph.find_nodes(op="call_function", target=TAG_ACTIVATION_CHECKPOINT):

@@ -1,7 +1,7 @@
-"""The executable graphs of a chunk: its stages one after the other, each of a kind that others share.
+"""The executable graphs of a chunk: a sequence of stages, which share the code of their kind.
 
-What a stage reads and writes are *slots* of the chunk: first the chunk's inputs (parameters, constants, the trunk's
-inputs, head rows, the head's inputs), then transposes of some of these, then the values that cross from stage to stage.
+Stages read and write *slots* of the chunk: first the chunk's inputs (parameters, constants, the trunk's inputs, head
+rows, the head's inputs), then transposes of some of these, then the values that cross from stage to stage.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ Linear = tuple[float, float, float]
 
 
 class Path(Protocol):
-    """The states of mixers above a chunk; see `runtime.path.stack`."""
+    """The mixer states of the tokens above a chunk; see `runtime.path.stack`."""
 
     def of_layers(self, layers: Sequence[int]) -> Any:
-        """The path as a stage sees it, which counts its own layers from zero."""
+        """Return the path for a stage, in which the given layers are numbered from zero."""
 
 
 class Generated(Protocol):
-    """Code that the graphs call; `str` of it is the report. See `codegen.generated.GeneratedCode`."""
+    """Generated code that the graphs call; `str` gives the report. See `codegen.generated.GeneratedCode`."""
 
     @property
     def pieces(self) -> Mapping[str, Sequence[Any]]:
-        """The parts that code is generated for, by the graph that calls them; see `executable.pieces`."""
+        """Return the pieces with generated code, by the graph that calls them; see `executable.pieces`."""
 
     @property
     def is_used(self) -> bool:
-        """Whether calls that begin now run generated code."""
+        """Return whether calls that start now run generated code."""
 
     @property
     def swaps(self) -> int:
-        """How often code took the place of ATen between two calls."""
+        """Return how often generated code replaced ATen operators between two calls."""
 
     def prepare(self, graphs: Iterable[str], wait: bool = False) -> Mapping[Any, Any]:
-        """The code that a call of these graphs runs which begins now; `wait` for all of it."""
+        """Return the code for a call of these graphs that starts now; with `wait`, generate all of it first."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StageCode:
-    """A kind of stage. Its graphs take the path, then what the stage reads.
+    """The graphs of one kind of stage. They take the path, then the slots that the stage reads.
 
     Attributes:
         cache_only: writes the states of its mixers to the path; returns nothing.
-        forward_only: writes states, returns what the stage writes.
-        forward: writes states, returns what the stage writes, then the values that it saves.
-        backward: takes a list of the path, what is kept for it, gradients and accumulators, which it empties; returns
-            gradients of what the stage reads from other stages.
+        forward_only: writes states, returns the slots that the stage writes.
+        forward: writes states, returns the slots that the stage writes, then the saved values.
+        backward: takes a list of the path, the values kept for it, gradients and accumulators, and empties the list;
+            returns gradients of the slots that the stage reads from other stages.
     """
 
     cache_only: Code
@@ -67,21 +67,21 @@ class StageCode:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A part of a chunk: the first one (embeddings), a layer, the last one (norm, head, log-probs).
+    """A stage of a chunk: the first one (embeddings), a layer, the last one (norm, head, log-probs).
 
     Attributes:
-        kind: its position in `ChunkGraphs.kinds`.
-        layers: the numbers of its mixers' layers.
+        kind: position in `ChunkGraphs.kinds`.
+        layers: numbers of its mixer layers.
         reads, writes: slots.
-        last_reads: those slots, written by stages, that nobody needs after its forward.
-        keeps: those of the slots that it writes which are kept for the backward, after what it saves.
-        kept: what its backward takes, as positions among all that is kept of the chunk.
-        last_kept: those of them that no stage before it takes.
+        last_reads: slots, written by stages, that are dead after its forward.
+        keeps: written slots that are kept for the backward, after the saved values.
+        kept: values that its backward takes, as positions among all kept values of the chunk.
+        last_kept: those of `kept` that no stage before it takes.
         tangents: slots whose gradients its backward takes.
         gradients: slots whose gradients its backward returns.
-        accumulators: what its backward adds gradients of parameters to, as positions among the chunk's.
-        only_states: in the graph that leaves states alone (an anchor): True, it runs `cache_only`; False,
-            `forward_only`; None, not at all.
+        accumulators: accumulators of parameter gradients for its backward, as positions among the chunk's.
+        only_states: what it runs in a pass that only writes states (an anchor): `cache_only` if True, `forward_only`
+            if False, nothing if None.
     """
 
     kind: int
@@ -100,29 +100,28 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChunkGraphs:
-    """The graphs of a chunk, or of a part of its stages. All take `path`, then the inputs with the transposes of some
-    (see `transposes`).
+    """The graphs of a chunk, or of some of its stages. All take `path`, then the inputs, then `transposes` of some.
 
     Attributes:
-        kinds, stages: what they are made of; stages in order of the forward.
-        inputs: how many inputs there are: those of a chunk, then what a part reads of others.
-        received: of those, the slots of what a part reads of others.
-        slots: how many slots.
-        transposed: the inputs whose transposes have slots, right after those of the inputs.
+        kinds, stages: kinds of stages with their code; stages in forward order.
+        inputs: number of inputs: those of a chunk, then the values that a part reads from other parts.
+        received: the slots of the values that a part reads from other parts.
+        slots: number of slots.
+        transposed: inputs whose transposes have slots, right after those of the inputs.
         outputs: slots of the frontier values.
-        backward_inputs: inputs that are kept for the backward; the first of what is kept, before the saved values.
-        saved_states: for each mixer layer, where its states (key and value) are among what is kept.
+        backward_inputs: inputs that are kept for the backward; they precede the saved values.
+        saved_states: for each mixer layer, positions of its states (key and value) among the kept values.
         differentiated: positions of the frontier values whose gradients the backward takes.
         grad_parameters: positions among the inputs of the parameters that receive a gradient.
-        grad_sources: for each of `grad_parameters`, which frontier values its gradient comes from.
-        token_bytes, head_bytes: what one chunk keeps for its backward, per token and per head row: saved values, and
-            the inputs of trunk and head among `backward_inputs`.
-        kv_bytes: the states of all layers, per token: keys and values, for attention.
-        head_dims: for each of `backward_inputs` and then of the saved values, the dimension that runs over head rows.
-        head_rows_separable: the backward may be run for some of the head rows, see `of_head_rows`.
-        working: per graph, the bytes that it allocates at its peak, as the largest of several functions
-            `fixed, per token, per head row`. The backward's includes the saved values that it is handed and frees.
-        generated: the code that the graphs call, if any is generated for them.
+        grad_sources: for each of `grad_parameters`, the frontier values that its gradient comes from.
+        token_bytes, head_bytes: bytes that one chunk keeps for its backward, per token and per head row: saved values,
+            and the inputs of trunk and head among `backward_inputs`.
+        kv_bytes: bytes per token of the states of all layers (for attention, keys and values).
+        head_dims: for each of `backward_inputs`, then for each saved value, the dimension that runs over head rows.
+        head_rows_separable: whether the backward may run for a subset of the head rows, see `of_head_rows`.
+        working: per graph, the bytes allocated at its peak, as the maximum of several functions
+            `fixed, per token, per head row`. For the backward they include the saved values that it takes and frees.
+        generated: generated code that the graphs call, if there is any.
     """
 
     kinds: tuple[StageCode, ...]
@@ -146,27 +145,30 @@ class ChunkGraphs:
     generated: Generated | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was compiled."""
+        """Leave the compiled functions out."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
     def saved_bytes_per_token(self) -> float:
-        """Bytes kept per chunk token that has one head row."""
+        """Return the bytes kept for a chunk token that has one head row."""
         return self.token_bytes + self.head_bytes
 
     def transposes(self, whole: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What graphs take after a chunk's inputs, made once a call; `whole`: parameters and constants."""
+        """Return the transposes that graphs take after a chunk's inputs, once per call.
+
+        `whole` are the parameters and constants.
+        """
         return [whole[i].t() for i in self.transposed]
 
     @functools.cached_property
     def differentiated_reads(self) -> frozenset[int]:
-        """Positions of what is `received` that gets a gradient."""
-        taken = {slot for stage in self.stages for slot in stage.gradients}
-        return frozenset(i for i, slot in enumerate(self.received) if slot in taken)
+        """Return the positions in `received` of the values that get a gradient."""
+        with_gradient = {slot for stage in self.stages for slot in stage.gradients}
+        return frozenset(i for i, slot in enumerate(self.received) if slot in with_gradient)
 
     @functools.cached_property
     def run_cache_only(self) -> Run:
-        """An anchor: writes the states of a chunk's spine to the path; returns nothing."""
+        """Write the states of a chunk's spine to the path (an anchor); return nothing."""
         stages = [stage for stage in self.stages if stage.only_states is not None]
         kinds = self.kinds
         runs = [
@@ -176,25 +178,30 @@ class ChunkGraphs:
 
     @functools.cached_property
     def run_forward_only(self) -> Run:
-        """Writes states, returns the frontier values (an anchor with outputs, or scoring)."""
+        """Write states, return the frontier values (an anchor with outputs, or scoring)."""
         return _Forward(self, self.stages, [self.kinds[stage.kind].forward_only.function for stage in self.stages])
 
     @functools.cached_property
     def run_forward(self) -> Run:
-        """Writes states, returns the frontier values, then the saved values."""
+        """Write states, return the frontier values, then the saved values."""
         runs = [self.kinds[stage.kind].forward.function for stage in self.stages]
         return _Forward(self, self.stages, runs, saves=True)
 
     @functools.cached_property
     def run_backward(self) -> Run:
-        """Takes a list of `path`, what is kept (`backward_inputs`, saved values), the gradients of the `differentiated`
-        frontier values, and accumulators for `grad_parameters`; empties it, so that values are freed after their last
-        use. Returns the gradients of what is `received`, None for those that have none."""
+        """Return the gradients of the `received` values, None for those without one.
+
+        Takes a list of `path`, the kept values (`backward_inputs`, saved values), the gradients of the `differentiated`
+        frontier values, and accumulators for `grad_parameters`; empties it so that values are freed after their last
+        use.
+        """
         return _Backward(self)
 
     def of_head_rows(self, kept: Sequence[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
-        """The kept values (`backward_inputs`, then saved values) for some of the head rows, in the memory order that
-        the backward expects. With the tangents of these rows it gives what all rows give with zeros elsewhere."""
+        """Select head rows of the kept values (`backward_inputs`, then saved values), in the backward's memory order.
+
+        With the tangents of these rows the backward gives the same result as with all rows and zeros elsewhere.
+        """
         return [
             value if dim is None else _select(value, dim, rows) for value, dim in zip(kept, self.head_dims, strict=True)
         ]
@@ -202,15 +209,15 @@ class ChunkGraphs:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """Consecutive stages of a chunk, all of them or a layer, that a schedule's ops run; see `plan.schedule`.
+    """Consecutive stages of a chunk, all of them or one layer, that one op of a schedule runs; see `plan.schedule`.
 
     Attributes:
-        graphs: from `inputs` and `reads` to `writes`, and then frontier values; parts alike share them.
-        inputs: which of a chunk's inputs it reads, ascending: parameters, constants, the trunk's, the head's.
-        layers: the numbers of its mixers' layers, which its graphs count from zero.
-        reads, writes: numbers of the values that cross from part to part; of each there is a tensor a chunk.
+        graphs: from `inputs` and `reads` to `writes`, then frontier values; equal parts share them.
+        inputs: the chunk's inputs that it reads, ascending: parameters, constants, the trunk's, the head's.
+        layers: numbers of its mixer layers, which its graphs number from zero.
+        reads, writes: numbers of the values that cross from part to part, one tensor per chunk each.
         frontier: the frontier values that it computes.
-        written_bytes: what it writes, per token.
+        written_bytes: bytes that it writes, per token.
     """
 
     graphs: ChunkGraphs
@@ -223,7 +230,7 @@ class Part:
 
 
 class _Forward:
-    """Stages one after the other."""
+    """A callable that runs stages in order."""
 
     def __init__(
         self,
@@ -254,7 +261,7 @@ class _Forward:
 
 
 class _Backward:
-    """Stages one after the other, the last one first; gradients of a value that several of them read are added."""
+    """A callable that runs the backward of stages in reverse order and sums the gradients of each slot."""
 
     def __init__(self, chunk: ChunkGraphs) -> None:
         self.kept, self.tangents = len(chunk.head_dims), [chunk.outputs[i] for i in chunk.differentiated]
@@ -270,12 +277,12 @@ class _Backward:
         accumulators = arguments[first:]
         arguments.clear()
         for stage, run in self.stages:
-            handed = [path.of_layers(stage.layers), *[kept[i] for i in stage.kept]]
-            handed += [gradients.pop(slot) for slot in stage.tangents]
-            handed += [accumulators[i] for i in stage.accumulators]
+            stage_arguments = [path.of_layers(stage.layers), *[kept[i] for i in stage.kept]]
+            stage_arguments += [gradients.pop(slot) for slot in stage.tangents]
+            stage_arguments += [accumulators[i] for i in stage.accumulators]
             for i in stage.last_kept:
                 kept[i] = None
-            _add(gradients, stage.gradients, run(handed))
+            _add(gradients, stage.gradients, run(stage_arguments))
         return [gradients.pop(slot, None) for slot in self.received]
 
 
@@ -285,7 +292,7 @@ def _add(gradients: dict[int, torch.Tensor], slots: Sequence[int], parts: Sequen
 
 
 def _select(value: torch.Tensor, dim: int, rows: torch.Tensor) -> torch.Tensor:
-    """`value.index_select(dim, rows)` with dimensions in the same order in memory, as views of it rely on that."""
+    """Return `value.index_select(dim, rows)` with the same memory order of dimensions, which views of it rely on."""
     order = sorted(range(value.dim()), key=value.stride, reverse=True)
     inverse = [order.index(i) for i in range(value.dim())]
     return value.permute(order).index_select(order.index(dim), rows).permute(inverse)

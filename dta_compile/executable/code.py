@@ -1,8 +1,8 @@
-"""Code: a graph as the text of a Python function, whose calls go straight to torch's own bindings.
+"""FX graphs as the text of Python functions that call torch's Python bindings directly.
 
-A call of `torch.ops.aten.mul.Tensor` looks four names up, enters a Python frame, and boxes its arguments by the
-operator's schema; `torch.mul` is the same operator behind a parser that was generated for it, at about half of the
-host's time. Chunks call a thousand operators, and a GPU waits for the host if that is slow.
+A call of `torch.ops.aten.mul.Tensor` looks up four names, enters a Python frame, and boxes its arguments by the
+operator's schema; `torch.mul` reaches the same operator through a generated argument parser in about half of the host
+time. A chunk calls a thousand operators, so slow calls would leave the GPU waiting for the host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CALL = re.compile(r"\btorch\.ops\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*
 _VIEW = re.compile(r"\btorch\.ops\.aten\.view\.default\((\w+), \[([\w, -]+)\]\)")
 _numbers = itertools.count()
 
-# By overload, what calls it for the same positional and keyword arguments.
+# By overload: the binding that takes the same positional and keyword arguments.
 BINDINGS: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: torch.add,
     aten.add_.Tensor: torch.Tensor.add_,
@@ -66,13 +66,13 @@ BINDINGS: dict[Any, Callable[..., Any]] = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Code:
-    """A function as text, compiled when it is first asked for.
+    """A function as text, compiled on first use.
 
     Attributes:
-        text: of a function `forward(self, ...)`.
-        modules: names that the text uses, of modules.
-        names: names that the text uses, of anything else.
-        attributes: of `self`: constant tensors, and calls of autograd functions.
+        text: source of a function `forward(self, ...)`.
+        modules: global names in the text that refer to modules, with the modules' names.
+        names: the other global names in the text, with their values.
+        attributes: attributes of `self`: constant tensors and submodules for autograd functions.
     """
 
     text: str
@@ -82,10 +82,10 @@ class Code:
 
     @classmethod
     def of(cls, module: fx.GraphModule, boxed: bool = False) -> Code:
-        """Of the graph of a module, whose hooks do not run.
+        """Generate the code of a module's graph; hooks of the module do not run.
 
         Args:
-            boxed: the function takes a list, which it empties: arguments are freed after their last use.
+            boxed: the function takes a list and empties it, so that arguments are freed after their last use.
         """
         graph = module.graph
         if boxed:
@@ -94,18 +94,18 @@ class Code:
             graph.set_codegen(_BoxedCodeGen())
         code = graph.python_code("self")
         used = set(re.findall(r"\w+", code.src))
-        given = {name: value for name, value in code.globals.items() if name in used}
+        global_values = {name: value for name, value in code.globals.items() if name in used}
         constants = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
         return cls(
             code.src,
-            {name: value.__name__ for name, value in given.items() if isinstance(value, types.ModuleType)},
-            {name: value for name, value in given.items() if not isinstance(value, types.ModuleType)},
+            {name: value.__name__ for name, value in global_values.items() if isinstance(value, types.ModuleType)},
+            {name: value for name, value in global_values.items() if not isinstance(value, types.ModuleType)},
             {name: getattr(module, name) for name in sorted(constants)},
         )
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
-        """The function of the graph's inputs."""
+        """Compile the text; the function takes the graph's inputs."""
         names: dict[str, Any] = dict(self.names)
         names |= {name: importlib.import_module(module) for name, module in self.modules.items()}
 
@@ -116,21 +116,21 @@ class Code:
             names[bound] = BINDINGS.get(target, target)
             return f"{bound}("
 
-        source = _CALL.sub(name, _VIEW.sub(r"\1.view(\2)", self.text))  # sizes are read faster than a list of them
+        source = _CALL.sub(name, _VIEW.sub(r"\1.view(\2)", self.text))  # separate sizes are parsed faster than a list
         file = f"<dta graph {next(_numbers)}>"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
-        exec(compile(source, file, "exec"), names)  # what FX itself does with the code of a graph
+        exec(compile(source, file, "exec"), names)  # like FX itself
         run: Callable[..., Any] = names["forward"].__get__(types.SimpleNamespace(**self.attributes))
         return run
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was compiled."""
+        """Leave the compiled function out."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """A tensor that code is generated for; sizes and strides are integers or expressions of `size_symbols`."""
+    """Tensor argument of generated code; sizes and strides are integers or expressions of `size_symbols`."""
 
     dtype: torch.dtype
     device: torch.device
@@ -140,14 +140,14 @@ class Input:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A function of sizes, then tensors, to a tuple of new tensors; equal ones are the same function.
+    """Text of a function from sizes, then tensors, to a tuple of new tensors; equal sources are the same function.
 
     Attributes:
-        text: of a function `forward(self, size_0, ..., input_0, ...)`.
-        names: what the text uses besides: modules by their names, and other things by themselves.
-        sizes: how many it takes.
-        inputs: the tensors that it takes.
-        default_dtype: of torch, which `mask * 0.1` has.
+        text: source of a function `forward(self, size_0, ..., input_0, ...)`.
+        names: global names in the text with their values; modules as `Module`.
+        sizes: number of size arguments.
+        inputs: the tensor arguments.
+        default_dtype: torch's default dtype, which the result of `mask * 0.1` depends on.
     """
 
     text: str
@@ -158,11 +158,11 @@ class Source:
 
     @property
     def devices(self) -> set[str]:
-        """Types of the devices that its tensors are on."""
+        """Return the device types of the inputs."""
         return {value.device.type for value in self.inputs}
 
     def function(self) -> Callable[..., Sequence[torch.Tensor]]:
-        """What the text says, as a function of sizes and tensors."""
+        """Compile the text to a function of sizes and tensors."""
         names: dict[str, Any] = {
             name: importlib.import_module(x.name) if isinstance(x, Module) else x for name, x in self.names
         }
@@ -173,13 +173,13 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class CppSource:
-    """Functions in C++ that are compiled as they stand."""
+    """C++ functions that are compiled without changes."""
 
     text: str
 
     @property
     def devices(self) -> set[str]:
-        """Types of the devices that they run on."""
+        """Return the device types that the functions run on."""
         return {"cpu"}
 
 
@@ -188,11 +188,11 @@ AnySource = Source | CppSource
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A module, by its name."""
+    """Reference to a module by its name."""
 
     name: str
 
 
 def size_symbols(count: int) -> list[sympy.Symbol]:
-    """What stands for the sizes in shapes and strides of a `Source`."""
+    """Return the symbols of the size arguments in shapes and strides of a `Source`."""
     return [sympy.Symbol(f"size_{i}", integer=True, positive=True) for i in range(count)]

@@ -1,7 +1,7 @@
-"""The compiled artefact of one captured call: frozen, plain data that pickles as it is.
+"""The compiled artefact of one captured call: frozen, plain data that can be pickled.
 
-What is an input is a number: the inputs of the captured graph have one each, and so have the *dense slots*, the values
-that the prologue returns. Sizes are expressions over symbols, which `Executable.symbols` says how to read.
+Inputs of the captured graph are referred to by number, and so are the *dense slots*, the values that the prologue
+returns. Sizes are SymPy expressions; `Executable.symbols` says which input gives each of their symbols.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Shape = tuple[sympy.Expr, ...]
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """A tensor, as far as it is known before any call."""
+    """Shape, dtype and device of a tensor, as known at compile time."""
 
     shape: Shape
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class NumberSpec:
-    """A number, or a truth value, that is an expression of sizes."""
+    """A number or bool that is an expression of sizes."""
 
     expr: sympy.Expr
     is_bool: bool = False
@@ -41,15 +41,15 @@ class NumberSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkInput:
-    """A dense value that chunks read or that is a part of a key: gathered by row, by column, by sequence, or whole.
+    """A dense value that chunks read or that is part of a prefix key: gathered by row, column or sequence, or whole.
 
     Attributes:
-        slot: a dense slot.
-        name: for people.
-        source: what the user calls it, or the operator that computes it.
-        is_input: it is an input of the call as it is.
-        indexes: of an index that has to be in bounds, the entries that there are, what the user calls the index, and
-            the line; None: it is none.
+        slot: its dense slot.
+        name: for messages.
+        source: the user's name for it, or the operator that computes it.
+        is_input: whether it is an unchanged input of the call.
+        indexes: if it is an index to be checked against bounds: the number of entries, the user's name of the index,
+            and the source line; otherwise None.
     """
 
     slot: int
@@ -62,9 +62,9 @@ class ChunkInput:
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """A value of the prologue, one number a token, that is non-zero (`holds`) or zero (not `holds`).
+    """Test of a prologue value with one number per token: non-zero (`holds`) or zero (not `holds`).
 
-    `source` is its dense slot; for the passes, its node.
+    `source` is its dense slot; during the passes, its FX node.
     """
 
     source: Any
@@ -74,7 +74,7 @@ class Condition:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """Tokens that a frontier value is used at: those of `frame` where all `conditions` hold."""
+    """Tokens at which a frontier value is used: those of `frame` where all `conditions` hold."""
 
     frame: Frame
     conditions: frozenset[Condition] = frozenset()
@@ -88,8 +88,8 @@ class Use:
 class FrontierValue:
     """A per-token value that leaves the token region: rows `[rows, *features]` of it become dense again.
 
-    `memory_order` lists its dimensions from the widest stride to the narrowest, as the epilogue was traced with.
-    Tokens that no one of `uses` covers need no row: the dense value is zero there and its gradient is ignored.
+    `memory_order` lists its dimensions from the widest stride to the narrowest, as in the trace of the epilogue.
+    Tokens outside all `uses` need no row: the dense value is zero there and its gradient is ignored.
     """
 
     name: str
@@ -108,13 +108,13 @@ class Output:
     """An output of the call.
 
     Attributes:
-        name, where: for people: of the value, and the user's line that it comes from.
-        value: what it is, as far as that is known before any call; a constant is itself.
-        input: the input that it is.
-        slot: the dense slot that it is.
-        is_cache: it is a KV cache.
-        is_over_tokens: a dimension's size depends on the number of tokens.
-        follows_choice: it depends on a choice (of an expert, a token) by values that are rounded.
+        name, where: for messages: the value's name and the user's source line.
+        value: its `TensorSpec` or `NumberSpec`, or the constant itself.
+        input: number of the input that is returned unchanged, if it is one.
+        slot: the dense slot that is returned, if it is one.
+        is_cache: whether it is a KV cache.
+        is_over_tokens: whether the size of a dimension depends on the number of tokens.
+        follows_choice: whether it depends on a discrete choice (of an expert, a token) made by rounded values.
     """
 
     name: str
@@ -132,7 +132,7 @@ class RowEpilogue:
     """The epilogue of one row of the batch: `(batch, *inputs, *frontier values, *dense values) -> outputs`.
 
     Attributes:
-        input_dims, dense_dims: the dimension along which each is cut to a row; None: it is taken whole.
+        input_dims, dense_dims: the dimension along which each is sliced to one row; None: it is taken whole.
     """
 
     code: Code
@@ -142,7 +142,7 @@ class RowEpilogue:
 
 @dataclasses.dataclass(frozen=True)
 class NoRowEpilogue:
-    """Why outputs do not exist row by row, and the user's line that makes it so."""
+    """The reason why outputs cannot be computed row by row, and the user's source line."""
 
     reason: str
     where: str
@@ -150,14 +150,14 @@ class NoRowEpilogue:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What the self-check knows of the captured program.
+    """Facts about the captured program that the self-check needs.
 
     Attributes:
-        incomparable: why two runs of it may differ; "": they do not.
-        precision: the least precise dtype that values which depend on parameters are computed in.
-        guards, least: what the trace assumed of its sizes: expressions that hold, and least values of symbols.
-        indexed_by_data: symbols in the sizes of axes that are indexed by what is computed from inputs.
-        bytes: what both programs hold at one time: bytes by the shape that they are multiplied with.
+        incomparable: why two runs of the program may differ; "" if they do not.
+        precision: the least precise dtype of values that depend on parameters.
+        guards, least: assumptions of the trace on sizes: expressions that hold, and lower bounds of symbols.
+        indexed_by_data: symbols in the sizes of axes that are indexed by values computed from inputs.
+        bytes: peak memory of both programs together: bytes by the shape whose product multiplies them.
     """
 
     incomparable: str
@@ -173,31 +173,32 @@ class Executable(HasMixers):
     """A compiled call.
 
     Attributes:
-        training: gradients are wanted.
-        codegen: "eager" or "inductor": what the graphs of a chunk run as.
-        device: the type of the device that they run on.
-        inputs, values: of the call; and what is known of each.
-        symbols: where the inputs give each symbol: the input, and its dimension, or None if it is the number.
-        batch, tokens: sequences, and the tokens of each.
-        prologue: from the inputs to the dense slots.
-        mixers: the layers that mix tokens, in order.
-        mask_slots: the dense slot of what masks read, by the name of the leaf.
-        frontier: what leaves the token region.
-        trunk_inputs, head_inputs, constant_inputs: what chunks read of dense values, in their order.
-        trunk_keys, head_keys: what makes two prefixes, and two uses of a token, the same.
+        training: whether gradients are computed.
+        codegen: backend of the chunk graphs, "eager" or "inductor".
+        device: type of the device of the chunk graphs.
+        inputs, values: the inputs of the call, and the compile-time spec of each.
+        symbols: source of each size symbol: number of an input, and a dimension of it, or None if the input is a size.
+        batch, tokens: number of sequences, and tokens per sequence.
+        prologue: code from the inputs to the dense slots.
+        mixers: the mixer layers, in order.
+        mask_slots: dense slots of the tensors that masks read, by the name of the leaf.
+        frontier: the values that leave the token region.
+        trunk_inputs, head_inputs, constant_inputs: the dense values that chunks read, in the order of chunk inputs.
+        trunk_keys, head_keys: values that decide whether two prefixes, or two uses of a token, are equal.
         region_parameters: the inputs that chunks read whole.
         joint: the graphs of a chunk.
-        parts: the same in parts: what comes before the first layer that mixes tokens, each such layer, the head.
-        epilogue: from the inputs, the dense frontier values and the dense slots `epilogue_slots` to the outputs; None:
-            `rest` runs in its place.
-        epilogue_reads: the inputs of the call that it reads.
-        row_epilogue: the same for one row; None: nothing is trained.
-        outputs: of the call.
-        rest: of a function that runs the model on further batches: from the inputs and the dense frontier values.
-        comparison: for the self-check.
-        regions: how many operators are in the prologue, trunk, head and epilogue.
-        chunk_digest: a hash of the text of the chunk's graph.
-        seconds: what the passes took, by name.
+        parts: the same graphs in parts: everything before the first mixer layer, each mixer layer, the head.
+        epilogue: code from the inputs, the dense frontier values and the dense slots `epilogue_slots` to the outputs;
+            None if `rest` runs in its place.
+        epilogue_reads: the inputs of the call that the epilogue reads.
+        row_epilogue: the epilogue of one row; None if nothing is trained.
+        outputs: the outputs of the call.
+        rest: if the function runs the model on further batches: the executable from the inputs and the dense frontier
+            values to the outputs.
+        comparison: facts for the self-check.
+        regions: number of operators in the prologue, trunk, head and epilogue.
+        chunk_digest: hash of the text of the chunk graph.
+        seconds: time of each pass, by name.
     """
 
     training: bool
@@ -233,11 +234,11 @@ class Executable(HasMixers):
 
     @functools.cached_property
     def whole(self) -> Part:
-        """All of a chunk as one part."""
+        """Return the whole chunk as one part."""
         frontier = tuple(range(len(self.frontier)))
         return Part(self.joint, tuple(range(self.joint.inputs)), tuple(range(len(self.mixers))), (), (), frontier)
 
     @property
     def further(self) -> list[Executable]:
-        """Those of the further batches."""
+        """Return the executables of the further batches."""
         return [] if self.rest is None else [self.rest, *self.rest.further]

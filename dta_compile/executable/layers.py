@@ -1,4 +1,4 @@
-"""The mixer layers of a model: which operator each is, what it keeps of a token, and what masks of attention are."""
+"""The mixer layers of a model: the operator of each, the state it keeps per token, and the masks of attention."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from dta_compile.proofs.terms import Leaf
 
 @dataclasses.dataclass(frozen=True)
 class StateSpec:
-    """What a layer keeps of a token: a tensor of `shape`, with batch and token dimensions of size one."""
+    """State that a layer keeps per token: a tensor of `shape`, with batch and token dimensions of size one."""
 
     shape: tuple[int, ...]
     token_dim: int
     dtype: torch.dtype
 
     def of_tokens(self, count: int) -> tuple[int, ...]:
-        """The shape for so many tokens."""
+        """Return the shape for `count` tokens."""
         return (*self.shape[: self.token_dim], count, *self.shape[self.token_dim + 1 :])
 
 
 @dataclasses.dataclass(frozen=True)
 class MixerLayer:
-    """One call of a mixer; `states` are those of its operands that stay on the path."""
+    """One call of a mixer; `states` describe the operands that stay on the path, `where` is the user's source line."""
 
     index: int
     mixer: Mixer
@@ -37,20 +37,20 @@ class MixerLayer:
 
     @property
     def leaves(self) -> frozenset[Leaf]:
-        """Tensors that have to be known of a call to tell which tokens are padding and where sequences begin."""
+        """Return the tensors of a call that tell which tokens are padding and where sequences begin."""
         return frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
 class RunningSpec:
-    """What a recurrence keeps of all tokens so far: a tensor."""
+    """Running state of a recurrence: one tensor for all tokens so far."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def bytes(self) -> int:
-        """Of one such state."""
+        """Return the bytes of one state."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -59,10 +59,10 @@ class RecurrentLayer(MixerLayer):
     """A call of a mixer with a running state.
 
     Attributes:
-        running: the state.
-        mask: which tokens are of which sequence, where the call says so.
-        silencers: tensors of one number a token; at tokens where one of them is zero, a state of zero stays zero.
-        padding: those of them that are padding masks, each after the input that it is.
+        running: its state.
+        mask: the tokens of each sequence, if the call has segments.
+        silencers: tensors of one number per token; a zero state stays zero at tokens where one of them is zero.
+        padding: pairs (input, silencer) for the silencers that are a padding mask given by an input.
     """
 
     running: RunningSpec
@@ -78,7 +78,7 @@ class RecurrentLayer(MixerLayer):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionLayer(MixerLayer):
-    """One attention call: `q [B, Hq, S, D]`, `k [B, Hkv, S, D]`, `v [B, Hkv, S, Dv]`; without a mask it is causal.
+    """One attention call: `q [B, Hq, S, D]`, `k [B, Hkv, S, D]`, `v [B, Hkv, S, Dv]`; causal if it has no mask.
 
     `softcap`: see `ops.attention.Masking`.
     """
@@ -93,31 +93,31 @@ class AttentionLayer(MixerLayer):
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Return the number of heads of keys and values."""
         return self.states[0].shape[1]
 
     @property
     def key_dim(self) -> int:
-        """Width of a head of queries and keys."""
+        """Return the head dimension of queries and keys."""
         return self.states[0].shape[3]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """Return the dtype of keys and values."""
         return self.states[0].dtype
 
 
 class HasMixers:
-    """What has mixer layers: a program, and what it is compiled to."""
+    """Mixin for objects with mixer layers: a program, and its executable."""
 
     mixers: Sequence[MixerLayer]
 
     @property
     def attention(self) -> list[AttentionLayer]:
-        """Those of the mixer layers that are attention."""
+        """Return the attention layers."""
         return [layer for layer in self.mixers if isinstance(layer, AttentionLayer)]
 
     @property
     def recurrent(self) -> list[RecurrentLayer]:
-        """Those of the mixer layers that have a running state."""
+        """Return the layers with a running state."""
         return [layer for layer in self.mixers if isinstance(layer, RecurrentLayer)]

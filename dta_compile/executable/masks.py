@@ -1,4 +1,4 @@
-"""The mask of attention as a call reads it: an expression of one entry, and what it is proven to be."""
+"""The mask of an attention layer: a term for one entry, and the class that it is proven to have."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ HINT = "use a causal mask, a sliding window or chunks of the sequence, and paddi
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MaskProgram:
-    """The mask of an attention call, `[rows, heads, queries, keys]` or what broadcasts to it; or one that is declared.
+    """The mask of an attention call, broadcastable to `[rows, heads, queries, keys]`, or a declared mask.
 
     Attributes:
         constant: its class, if that is the same for every call.
-        leaves: tensors that the class is read from.
-        where: the user's line.
-        term: an entry of it, over "row", "query" and "key"; None: it is declared, and of a constant class.
-        sizes: by index variable, the size of the dimension along which it counts.
-        numbers, scalars, tables: what has to be known of a call to say the class, if that is not constant; tables and
-            masks over pairs of tokens with their sizes.
-        items: tensors that numbers are read from, by the symbol that Dynamo knows the number by.
+        leaves: tensors that the class refers to.
+        where: the user's source line.
+        term: one entry of the mask, over "row", "query" and "key"; None for a declared mask, whose class is constant.
+        sizes: size of the dimension that each index variable runs along.
+        numbers, scalars, tables: values of a call that decide the class if it is not constant; tables and masks over
+            pairs of tokens come with their sizes.
+        items: tensors that numbers are read from, by Dynamo's symbol of the number.
         fixed: tables that are the same for every call.
     """
 
@@ -55,8 +55,8 @@ class MaskProgram:
         return str(self.constant) if self.constant is not None or self.term is None else shown(self.term)
 
     def classify(self, facts: Facts) -> MaskClass:
-        """The class of the mask for what is known of a call; raises `RefusalError` if it has none."""
-        from dta_compile.proofs.proof import Unproven, classify  # z3 takes its time, and few masks need it at a call
+        """Return the class of the mask given the facts of a call; raise `RefusalError` if it has none."""
+        from dta_compile.proofs.proof import Unproven, classify  # importing z3 is slow, and few masks need it in calls
 
         assert self.term is not None
         if facts.key not in self._classes:
@@ -67,11 +67,11 @@ class MaskProgram:
         return self._classes[facts.key]
 
     def refused(self, got: str) -> RefusalError:
-        """The error for a mask of which `got` was found."""
+        """Return the error for this mask; `got` says what is wrong with it."""
         return refusal(self.where, got, HINT, self.term)
 
     def refusal(self, unproven: Unproven) -> RefusalError:
-        """The error for a mask of no supported class; where `DTA_DEBUG` says so, the query is written to a file."""
+        """Return the error for a mask of no supported class; write the SMT query into the folder `DTA_DEBUG`."""
         error = self.refused(str(unproven))
         if folder := os.environ.get("DTA_DEBUG"):
             paths = (pathlib.Path(folder) / f"mask_{number:03d}.smt2" for number in itertools.count())
@@ -81,7 +81,7 @@ class MaskProgram:
         return error
 
     def __getstate__(self) -> dict[str, Any]:
-        """Terms come one after the other, before what refers to them: pickling one in the other would be too deep."""
+        """List the terms in topological order first: pickling them nested would exceed the recursion limit."""
         known = self.constant.terms if self.constant is not None else ()
         terms = in_order(*known, *(() if self.term is None else (self.term,)))
         return {"terms": terms, **self.__dict__, "_classes": {}}
@@ -92,7 +92,7 @@ class MaskProgram:
 
 
 def refusal(where: str, got: str, hint: str, term: Term | None = None) -> RefusalError:
-    """The error for a mask that is, or may be, of no supported class."""
+    """Return the error for a mask that is, or may be, of no supported class."""
     return RefusalError(
         "this attention mask cannot be proven causal",
         where=where,

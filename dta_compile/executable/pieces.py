@@ -1,4 +1,4 @@
-"""Pieces of a chunk's graphs: functions of their own, which run as generated code where they have any."""
+"""Pieces: subgraphs of a chunk's graphs, extracted as functions, that run as generated code if they have any."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from dta_compile.ops.tree_attention import kernel
 
 @dataclasses.dataclass(frozen=True)
 class TreeAttention:
-    """Attention of a chunk in one call; any two are the same."""
+    """Attention of a chunk as one compiled C++ call; all instances are equal."""
 
     @property
     def source(self) -> CppSource:
-        """What is compiled."""
+        """Return the C++ source."""
         return _source()
 
     @staticmethod
     def takes(layer: MixerLayer, device: str) -> bool:
-        """Whether a layer on this type of device can be computed by it."""
+        """Return whether it can compute a layer on this type of device."""
         return (
             isinstance(layer, AttentionLayer)
             and device == "cpu"
@@ -50,12 +50,12 @@ Run = Callable[[list[Any]], Sequence[torch.Tensor]]
 
 
 class Code(NamedTuple):
-    """Generated code, ready to be run.
+    """Loaded generated code of a piece.
 
     Attributes:
-        run: from a list of sizes and tensors, which it empties, to new tensors.
-        serves: whether it may be run for these sizes.
-        strides: of its tensors, for these sizes.
+        run: takes a list of sizes and tensors, and empties it; returns new tensors.
+        serves: whether it may run for the given sizes.
+        strides: the strides of its input tensors for the given sizes.
     """
 
     run: Run
@@ -67,14 +67,10 @@ AnyCode = Code | ctypes.CDLL
 
 
 class Piece:
-    """A function of sizes, then tensors, to a tuple of new tensors.
+    """A function from sizes, then tensors, to a tuple of new tensors.
 
-    It runs as the code that is `running` for it. Generated code is made for certain strides and for sizes of two or
-    more (1 is special in all of torch, and 0 leaves nothing to run); inputs that lie in memory otherwise are copied,
-    other sizes run the body's operators.
-
-    Attributes:
-        source: the operators.
+    It runs the code that `running` sets for it. Generated code is specialised to strides and to sizes of at least two
+    (torch specialises 0 and 1): inputs with other strides are copied, for other sizes the operators of `source` run.
     """
 
     def __init__(self, name: str, source: Source) -> None:
@@ -83,42 +79,45 @@ class Piece:
         self.latest: tuple[Code, tuple[int, ...], list[tuple[int, ...]] | None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without what was compiled."""
+        """Leave the compiled body out."""
         return Piece, (self.__name__, self.source)
 
     @functools.cached_property
     def body(self) -> Callable[..., Sequence[torch.Tensor]]:
-        """The operators, one by one."""
+        """Compile the source to a function that runs the operators one by one."""
         return self.source.function()
 
     def __call__(self, *arguments: Any) -> Sequence[torch.Tensor]:
         sizes, tensors = arguments[: self.sizes], arguments[self.sizes :]
         code, latest = _running.codes.get(self), self.latest
-        found = [tensor.stride() for tensor in tensors]
-        if latest is not None and latest[0] is code and latest[1] == sizes and latest[2] == found:
+        actual = [tensor.stride() for tensor in tensors]
+        if latest is not None and latest[0] is code and latest[1] == sizes and latest[2] == actual:
             return latest[0].run(list(arguments))
         if not isinstance(code, Code) or (strides := self._strides(code, sizes)) is None:
             return self.body(*arguments)
         alike = [_laid_out(tensor, wanted) for tensor, wanted in zip(tensors, strides, strict=True)]
         if all(map(operator.is_, alike, tensors)):
-            self.latest = code, sizes, found  # strides of single entries may differ, which is nothing
+            self.latest = code, sizes, actual  # strides of dimensions of size one may differ
         return code.run([*sizes, *alike])
 
     def _strides(self, code: Code, sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-        """Of the tensors that the code takes; None: it does not serve these sizes. All layers of a chunk ask alike."""
-        latest = self.latest  # in one go: other threads may run the piece
+        """Return the input strides of the code; None if it does not serve these sizes.
+
+        Cached, since all layers of a chunk have the same sizes.
+        """
+        latest = self.latest  # read once: other threads may run the piece
         if latest is None or latest[0] is not code or latest[1] != sizes:
-            found = list(code.strides(*sizes)) if code.serves(*sizes) else None
-            self.latest = latest = code, sizes, found
+            strides = list(code.strides(*sizes)) if code.serves(*sizes) else None
+            self.latest = latest = code, sizes, strides
         return latest[2]
 
 
-Codes = Mapping[Piece | TreeAttention, AnyCode]  # what there is; the others run as operators of torch
+Codes = Mapping[Piece | TreeAttention, AnyCode]  # pieces that are missing in it run as ATen operators
 NO_CODES: Codes = MappingProxyType({})
 
 
 class _Running(threading.local):
-    """What the pieces that this thread calls run as: two calls at one time may have begun with other code."""
+    """The code that pieces called by this thread run; concurrent calls may have started with different code."""
 
     codes: Codes = NO_CODES
 
@@ -128,7 +127,7 @@ _running = _Running()
 
 @contextlib.contextmanager
 def running(codes: Codes) -> Iterator[None]:
-    """Run pieces as this code."""
+    """Make the pieces that this thread calls run this code."""
     before, _running.codes = _running.codes, codes
     try:
         yield
@@ -137,16 +136,16 @@ def running(codes: Codes) -> Iterator[None]:
 
 
 def running_library(functions: TreeAttention) -> ctypes.CDLL | None:
-    """These functions compiled, if what this thread runs has them."""
-    found = _running.codes.get(functions)
-    return found if isinstance(found, ctypes.CDLL) else None
+    """Return the compiled library of these functions, if the code of this thread has it."""
+    library = _running.codes.get(functions)
+    return library if isinstance(library, ctypes.CDLL) else None
 
 
 def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The tensor with these strides: itself, unless it lies in memory in another way than its traced value."""
-    found = tensor.stride()
-    if found == strides:
+    """Return the tensor itself if it has these strides, except in dimensions of size one; otherwise a copy."""
+    actual = tensor.stride()
+    if actual == strides:
         return tensor
-    if all(size == 1 or a == b for size, a, b in zip(tensor.shape, found, strides, strict=True)):
+    if all(size == 1 or a == b for size, a, b in zip(tensor.shape, actual, strides, strict=True)):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,1 +1,1 @@
-"""What other packages are given: functions of ours under their interfaces, and stand-ins while Dynamo traces."""
+"""Adapters for other packages: our functions behind their interfaces, and replacements while Dynamo traces."""

@@ -1,8 +1,8 @@
-"""transformers' gradient checkpointing around what is compiled: a plan says itself what is computed again.
+"""Hide transformers' gradient checkpointing from compiled callables, whose plans decide about recomputation themselves.
 
-Trainers switch it off to generate and to score, and on again to train. Dynamo's guards read its flags and the hooks
-that come with it before any code of a graph runs, and would have each setting compiled by itself. So a compiled
-callable hides both as it is entered, and puts them back as it is left.
+Trainers switch it off to generate and score, and on again to train. Dynamo's guards read its flags and hooks before any
+code of a graph runs, and would compile each setting separately. So a compiled callable hides both when it is entered,
+and restores them when it returns. `capture.dynamo` installs this.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 FLAG = "gradient_checkpointing"
-HOOK = "make_inputs_require_grad"  # so begin the names of hooks by which checkpoints see an input that needs a gradient
+HOOK = "make_inputs_require_grad"  # prefix of hooks that make embeddings require a gradient, for checkpoints
 
 
 class _OfThread(threading.local):
-    """By call of a compiled callable that this thread runs, the innermost last, whether there were flags to hide."""
+    """For each running call of a compiled callable in this thread, innermost last: whether it hides any flag."""
 
     def __init__(self) -> None:
         self.hidden: list[bool] = []
@@ -28,19 +28,21 @@ _of_thread = _OfThread()
 
 
 def is_hidden() -> bool:
-    """Whether gradient checkpointing is on outside of the compiled call that is running."""
+    """Return whether gradient checkpointing is on outside the running compiled calls."""
     return any(_of_thread.hidden)
 
 
 class CheckpointFlags:
-    """The flags and hooks of the modules that a compiled callable runs; called as it is entered, returns what to call
-    as it is left."""
+    """Flags and hooks of the modules of a compiled callable.
+
+    The callable calls this when it is entered; the result restores them when it returns.
+    """
 
     def __init__(self) -> None:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def add(self, modules: Iterable[nn.Module]) -> bool:
-        """Add what has flags or hooks in some modules; whether there was anything new."""
+        """Add the submodules that may have flags or hooks; return whether any is new."""
         known = len(self._modules)
         for part in (part for module in modules for part in module.modules()):
             if hasattr(part, FLAG) or isinstance(part, nn.Embedding):

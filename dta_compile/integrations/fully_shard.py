@@ -1,13 +1,13 @@
-"""FSDP2 (`fully_shard`) around and inside of what is compiled.
+"""FSDP2 (`fully_shard`) around and inside compiled callables.
 
 FSDP2 gathers the parameters of a wrapped module in a hook before its forward, frees them in one after it, and gathers
-them again before its backward. A compiled callable shows Dynamo, as it is entered and before guards read a parameter,
-the parameters as they are when they are together, without memory. Graphs have of the hooks only the casts of mixed
-precision. What runs layer by layer gathers itself (`layer_groups`); whatever else reads parameters gathers all of them
-first, and when a gradient arrives at a graph's outputs, FSDP2's own `_pre_backward` of every group is called, whose
-final callback reduces each once. Outside of such calls the hooks do what they always did.
+them again before its backward. When a compiled callable is entered, before guards read a parameter, it shows Dynamo the
+unsharded parameters without memory. Of the hooks, graphs contain only the casts of mixed precision. A run layer by
+layer gathers by itself (`layer_groups`); all other readers of parameters gather all of them first. When a gradient
+arrives at a graph's outputs, FSDP2's own `_pre_backward` of every group is called, whose final callback reduces each
+group once. Outside of such calls the hooks are unchanged.
 
-All that touches private parts of FSDP2 is here. Supported torch: 2.11 to 2.15.
+All uses of FSDP2's private parts are here and in `layer_groups`. Supported torch: 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ __all__ = [
 
 logger = logging.getLogger("dta_compile")
 
-# By state of FSDP2, one of the modules that share it, in the order of the model.
+# By FSDP2 state, one of the modules that share it, in the order of the model.
 Modules = Mapping[Any, Any]
 Hook = Callable[..., Any]
 
 
 class Sharded:
-    """The FSDP2 modules that a compiled callable runs; called as it is entered, returns what to call as it is left."""
+    """FSDP2 modules of a compiled callable, which calls this when it is entered; the result is called on return."""
 
     def __init__(self) -> None:
         self._modules: dict[Any, Any] = {}
 
     def add(self, modules: Iterable[nn.Module]) -> bool:
-        """Add what `fully_shard` was applied to in some modules; whether there was anything new."""
+        """Add the submodules that `fully_shard` was applied to; return whether any is new."""
         known = len(self._modules)
         for part in (part for module in modules for part in module.modules()):
             if (get_state := getattr(part, "_get_fsdp_state", None)) and (state := get_state()) not in self._modules:
                 self._modules[state] = part
                 state._dta_gathered = getattr(state, "_dta_gathered", False)
-                _let_graphs_pass_by(state)
+                _replace_hooks(state)
         return len(self._modules) > known
 
     def __call__(self) -> Callable[[], None]:
@@ -69,13 +69,19 @@ class Sharded:
 
 
 class Gathered:
-    """Parameters of FSDP2 modules, together for as long as this exists, once it is `complete`.
+    """FSDP2 parameters that stay gathered as long as this object lives.
 
-    Before, those of layers only look as if: their memory is empty.
+    Until `complete` is called, the parameters of layers are unsharded tensors with empty storage.
 
-    The call that gathered them refers to it, and so does its graph for autograd. What has no graph lets go of the
-    parameters at the end of the call, a backward in FSDP2's final callback, and outputs without a backward as they are
-    deleted. What `reshard_after_forward=False` says stays together, as it does without us.
+    The call that gathered them refers to this object, and so does its autograd graph. The parameters are freed at the
+    end of a call without a graph, in FSDP2's final callback after a backward, and when the outputs are deleted if there
+    is no backward. Groups with `reshard_after_forward=False` stay gathered, as without this package.
+
+    Attributes:
+        modules: all modules, by FSDP2 state.
+        layers: those of them that are freed after a forward.
+        is_complete: all parameters have been gathered.
+        runs_layer_by_layer: the run gathers and frees `layers` itself (`layer_groups`).
     """
 
     def __init__(self, modules: Modules) -> None:
@@ -93,22 +99,22 @@ class Gathered:
             _make_unsharded(state, module)
             show_unsharded(state)
         _alive.add(self)
-        weakref.finalize(self, _let_go, tuple(modules)).atexit = False
+        weakref.finalize(self, _free_unused, tuple(modules)).atexit = False
 
     @property
     def bytes_of_parameters(self) -> int:
-        """Bytes of all parameters on this rank once they are together."""
-        parameters = (one for group in groups_of(self.modules) for one in group.fsdp_params)
-        return sum(_bytes(one._unsharded_param) for one in parameters)
+        """Bytes on this rank of all parameters when they are gathered."""
+        parameters = (parameter for group in groups_of(self.modules) for parameter in group.fsdp_params)
+        return sum(_bytes(parameter._unsharded_param) for parameter in parameters)
 
     def complete(self) -> None:
-        """Gather all that is not."""
+        """Gather all parameters that are not yet."""
         if not self.is_complete:
             self.is_complete, self.runs_layer_by_layer = True, False
             _gather(self.layers)
 
     def before_backward(self, _: Any = None) -> None:
-        """Called by autograd before it goes through a graph of the call, once for each of its outputs."""
+        """Gather for a backward; autograd calls this for each output of a graph of the call that gets a gradient."""
         left = {
             state: module
             for state, module in self.modules.items()
@@ -121,7 +127,7 @@ class Gathered:
             state._register_root_post_backward_final_callback()
 
     def leave(self) -> None:
-        """The call returns: layers that are not together look like it no more."""
+        """Show the sharded parameters again where a layer is not gathered, as the call returns."""
         for group in groups_of(self.layers):
             if not group.is_unsharded:
                 for parameter in group.fsdp_params:
@@ -129,8 +135,12 @@ class Gathered:
 
 
 class _OfThread(threading.local):
-    """What the compiled calls of this thread that have not returned yet have gathered, the outermost first; where
-    somebody asked for it, what those have gathered that have returned."""
+    """Parameters that compiled calls of this thread gathered.
+
+    Attributes:
+        running: those of calls that have not returned, the outermost first.
+        held: within `held()`, those of calls that have returned.
+    """
 
     def __init__(self) -> None:
         self.running: list[Gathered] = []
@@ -142,10 +152,10 @@ _alive: weakref.WeakSet[Gathered] = weakref.WeakSet()
 
 
 def keeping(run: Callable[..., Sequence[Any]], reads_all: bool = True) -> Callable[..., Sequence[Any]]:
-    """A graph whose outputs keep together, for their backward, what the calls now running have gathered.
+    """Wrap a graph so that its outputs keep the parameters of the running calls gathered until their backward.
 
     Args:
-        reads_all: it does not gather what it reads itself.
+        reads_all: the graph gathers nothing itself, so that all parameters are gathered before it runs.
     """
 
     def run_and_keep(*args: Any) -> Sequence[Any]:
@@ -164,8 +174,10 @@ def keeping(run: Callable[..., Sequence[Any]], reads_all: bool = True) -> Callab
 
 @contextlib.contextmanager
 def held() -> Iterator[Callable[[], None]]:
-    """What calls within the block gather stays together in it; yields what reduces gradients that autograd did not see
-    through the outputs of these calls."""
+    """Keep parameters that calls within the block gather until its end.
+
+    Yields a function that reduces gradients which autograd did not compute through the outputs of these calls.
+    """
     calls: list[Gathered] = []
     _of_thread.held = calls
     try:
@@ -175,22 +187,25 @@ def held() -> Iterator[Callable[[], None]]:
 
 
 def bytes_of_running() -> tuple[int, int]:
-    """Bytes on this rank of what the calls now running have gathered, layer by layer those of two layers: of whole
-    parameters, with their gradients that wait for a reduction; and the most that is in flight on the way there."""
-    together, by_layer, waiting = [0, 0], [0, 0], 0
+    """Return bytes on this rank for the running calls: of gathered parameters and gradients, and of gathers in flight.
+
+    The first are unsharded parameters (of runs layer by layer, those of the two largest groups) and gradients that wait
+    for a reduction; the second is the maximum during gathering.
+    """
+    gathered, by_layer, waiting = [0, 0], [0, 0], 0
     for call in running():
         for state in call.modules:
             for group in groups_of([state]):
-                sizes = by_layer if call.runs_layer_by_layer and state in call.layers else together
+                sizes = by_layer if call.runs_layer_by_layer and state in call.layers else gathered
                 sizes.append(sum(_bytes(parameter._unsharded_param) for parameter in group.fsdp_params))
                 for parameter in group.fsdp_params:
                     waiting += _bytes(parameter.unsharded_accumulated_grad) + _bytes(parameter._unsharded_param.grad)
     largest = sum(sorted(by_layer)[-2:])
-    return sum(together) + largest + waiting, sum(sorted(together + by_layer)[-2:])
+    return sum(gathered) + largest + waiting, sum(sorted(gathered + by_layer)[-2:])
 
 
 def _bytes(tensor: torch.Tensor | None) -> int:
-    own = getattr(tensor, "_local_tensor", tensor)  # with tensor parallelism a rank gathers its part only
+    own = getattr(tensor, "_local_tensor", tensor)  # with tensor parallelism a rank gathers its shard only
     return 0 if own is None else own.numel() * own.itemsize
 
 
@@ -203,18 +218,18 @@ def _leave() -> None:
 
 
 def running() -> Sequence[Gathered]:
-    """Of the compiled calls of this thread that have not returned yet, the outermost first."""
+    """Return what the running compiled calls of this thread gathered, the outermost first."""
     return _of_thread.running
 
 
 def _is_of_a_layer(state: Any) -> bool:
-    """Whether all groups of a state are freed after a forward: they are wanted for a part of it only."""
+    """Return whether all groups of a state are freed after a forward, so that only one layer needs them at a time."""
     groups = groups_of([state])
     return bool(groups) and all(group._reshard_after_forward for group in groups)
 
 
 def show_unsharded(state: Any) -> None:
-    """Let modules have the whole parameters, whether there is memory behind them or not."""
+    """Set the unsharded parameters on their modules, whether or not their storage is allocated."""
     for group in groups_of([state]):
         for parameter in group.fsdp_params:
             parameter._unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
@@ -222,7 +237,7 @@ def show_unsharded(state: Any) -> None:
 
 
 def _make_unsharded(state: Any, module: Any) -> None:
-    """Make the whole parameters, which FSDP2 does as it gathers them for the first time."""
+    """Create the unsharded parameters, which FSDP2 does in the first gather; then free them again."""
     parameters = [parameter for group in groups_of([state]) for parameter in group.fsdp_params]
     if not all(hasattr(parameter, "_unsharded_param") for parameter in parameters):
         _gather({state: module})
@@ -236,7 +251,7 @@ def _mark(call: Gathered, is_running: bool) -> None:
 
 
 def _gather(modules: Modules) -> None:
-    """Gather in order, the next one while one is copied to its place: two are in flight at most."""
+    """Gather modules in order, starting the next gather while one is copied out, so that at most two are in flight."""
     handle = None
     for module in modules.values():
         following = module.unshard(async_op=True)
@@ -252,8 +267,8 @@ def _reduce(calls: Sequence[Gathered]) -> None:
         context.all_states[0]._root_post_backward_final_callback()
 
 
-def _let_go(states: Sequence[Any]) -> None:
-    """Free, as FSDP2 does after a forward, what no other call has gathered and no module is using."""
+def _free_unused(states: Sequence[Any]) -> None:
+    """Free groups that no other call has gathered and no module is using, as FSDP2 does after a forward."""
     others = {state for call in _alive for state in call.modules}
     for group in groups_of(state for state in states if state not in others):
         if group.is_unsharded and group._training_state.name == "IDLE":
@@ -261,16 +276,16 @@ def _let_go(states: Sequence[Any]) -> None:
 
 
 def free(group: Any, training_state: str) -> None:
-    """Free a group as FSDP2 does in a training state; after a forward, it keeps what it was told to keep."""
+    """Free a group as FSDP2 does in a training state; "FORWARD" keeps groups with `reshard_after_forward=False`."""
     with group.use_training_state(type(group._training_state)[training_state]):
         group.reshard()
 
 
 def _is_out_of_date(group: Any) -> bool:
-    """Whether a call gathers a group anew that still is together.
+    """Return whether a call has to gather a group again, even if it is still gathered.
 
-    All ranks must say the same, whatever of their earlier calls is garbage by now: every call gathers a group that is
-    freed after a forward, and another one if an optimiser has written to it since the last.
+    All ranks must decide alike, whichever of their earlier calls are garbage by now. So every call gathers a group that
+    is freed after a forward, and another group if an optimiser has written to it since the last call.
     """
     shards = [parameter.sharded_param for parameter in group.fsdp_params]
     versions = [(shard._version, shard._local_tensor._version) for shard in shards]
@@ -279,7 +294,7 @@ def _is_out_of_date(group: Any) -> bool:
 
 
 def _recover(states: Iterable[Any]) -> None:
-    """After a backward that failed: FSDP2 waits for its end, and would never reduce again."""
+    """Reset FSDP2 after a failed backward, because it would wait for the end of that one and never reduce again."""
     if torch._C._current_graph_task_id() != -1:
         return
     for context in _contexts(states):
@@ -290,62 +305,62 @@ def _recover(states: Iterable[Any]) -> None:
                 state._training_state = type(state._training_state).IDLE
                 state._comm_ctx.post_forward_order.clear()
             for group in groups_of(context.all_states):
-                _start_anew(group)
+                _reset(group)
 
 
-def _start_anew(group: Any) -> None:
+def _reset(group: Any) -> None:
     group._post_forward_indices.clear()
     group._training_state = type(group._training_state).IDLE
     group.reshard()
     for parameter in group.fsdp_params:
         parameter.unsharded_accumulated_grad = None
-        if hasattr(parameter, "_unsharded_param"):  # not before the first gathering
+        if hasattr(parameter, "_unsharded_param"):  # created by the first gather
             parameter._unsharded_param.grad = None
 
 
 def _contexts(states: Iterable[Any]) -> list[Any]:
-    """What the states of a model share, once a model."""
+    """Return the distinct contexts that the states of each model share."""
     return list({id(state._state_ctx): state._state_ctx for state in states}.values())
 
 
 def groups_of(states: Iterable[Any]) -> list[Any]:
-    """The groups of parameters of some states, in order."""
-    found: list[Any] = []
+    """Return the parameter groups of some states, in order."""
+    groups: list[Any] = []
     for state in states:
         if hasattr(state, "_fsdp_param_groups"):
-            found += state._fsdp_param_groups
+            groups += state._fsdp_param_groups
         elif state._fsdp_param_group is not None:  # torch 2.11 has one at most
-            found.append(state._fsdp_param_group)
-    return found
+            groups.append(state._fsdp_param_group)
+    return groups
 
 
-def _let_graphs_pass_by(state: Any) -> None:
-    """Put in the place of a state's hooks some that do the same, but in graphs for this backend."""
+def _replace_hooks(state: Any) -> None:
+    """Replace the hooks of a state by ones that differ only in graphs for this backend."""
     handles = state._pre_forward_hook_handle, state._post_forward_hook_handle
-    numbers = {one.id for handle in handles for one in getattr(handle, "handles", (handle,))}
+    numbers = {part.id for handle in handles for part in getattr(handle, "handles", (handle,))}
     for module in state._modules:
-        for hooks, stand_in in ((module._forward_pre_hooks, _before), (module._forward_hooks, _after)):
+        for hooks, replacement in ((module._forward_pre_hooks, _before), (module._forward_hooks, _after)):
             for number in numbers & hooks.keys():
                 if not hasattr(hooks[number], "_dta_stands_in"):
-                    hooks[number] = stand_in(hooks[number], state)
+                    hooks[number] = replacement(hooks[number], state)
 
 
 def _before(hook: Hook, state: Any) -> Hook:
     dtype = state._mp_policy.param_dtype if state._mp_policy.cast_forward_inputs else None
 
     def before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # Dynamo guards what it reads of the state: without a call that gathered it, such a graph does not run.
+        # Dynamo guards `_dta_gathered`, so that the graph only runs in a call that gathered the state.
         if torch.compiler.is_compiling() and traces_for_this_backend() and state._dta_gathered:
             return _cast(args, dtype), _cast(kwargs, dtype)
         if not torch.compiler.is_compiling():
             _complete(state)
         return hook(module, args, kwargs)
 
-    return _standing_in(before_forward)
+    return _as_replacement(before_forward)
 
 
 def _complete(state: Any) -> None:
-    """A module runs by itself, between graphs of a call: FSDP2 would take what it gathers for it away from them."""
+    """Gather all layers for a module that runs eagerly between graphs of a call: FSDP2 would free it after that."""
     for call in running():
         if state in call.layers:
             call.complete()
@@ -359,18 +374,18 @@ def _after(hook: Hook, state: Any) -> Hook:
             return _cast(output, dtype)
         return hook(module, args, output)
 
-    return _standing_in(after_forward)
+    return _as_replacement(after_forward)
 
 
-def _standing_in(hook: Any) -> Hook:
-    """Dynamo inlines the function in graphs, and leaves it alone where it is called by itself, outside of them."""
+def _as_replacement(hook: Any) -> Hook:
+    """Mark a replacement hook: Dynamo inlines it in graphs, and does not compile it when it runs outside of them."""
     hook._dta_stands_in = True
     torch._dynamo.eval_frame.skip_code(hook.__code__)
     return hook  # type: ignore[no-any-return]
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    """What FSDP2 makes of a module's inputs and outputs in mixed precision."""
+    """Cast a module's inputs or outputs as FSDP2 does in mixed precision."""
     from torch.distributed.utils import _apply_to_tensors  # not in every build of torch
 
     def cast(value: torch.Tensor) -> torch.Tensor:

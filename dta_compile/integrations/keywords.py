@@ -1,7 +1,7 @@
-"""Keyword arguments that models hand to functions of ours: those without a meaning there, and an error for all others.
+"""Check keyword arguments that models pass to our functions: ignore those without influence, refuse all others.
 
 Models of transformers pass on whatever they were called with, and arguments that only some implementations read
-(`indices` of learned sparse attention). A function that ignores an argument with a meaning computes something else.
+(`indices` of learned sparse attention). A function that ignored a meaningful argument would compute something else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from dta_compile.ops.library import REFUSED
 
-WITHOUT_MEANING = {  # and why
+WITHOUT_MEANING = {  # no influence on the result, and why
     "cu_seq_lens_k": "attention over itself: the sequences of keys are those of queries, cu_seq_lens_q",
     "deterministic": "how kernels add up",
     "labels": "of the loss",
@@ -46,16 +46,16 @@ def refuse_unknown(
     known: Collection[str] = (),
     hint: str = EAGER,
 ) -> torch.Tensor:
-    """Return `value`, on which the result of a function depends, or refuse the call for arguments it would ignore.
+    """Return `value`, on which the result of a function depends, or refuse arguments that the function would ignore.
 
     Args:
         function: its name in the error.
         given: keyword arguments of the call; None counts as left out.
-        known: those that the function reads.
-        hint: what to do about arguments that `HINTS` does not have.
+        known: names that the function reads.
+        hint: hint of the error for arguments that are not in `HINTS`.
 
     Raises:
-        RefusalError: an argument is neither known nor without a meaning. While Dynamo traces, the graph raises it.
+        RefusalError: an argument is neither known nor without influence. While Dynamo traces, the graph raises it.
     """
     unknown = [name for name in given if given[name] is not None and name not in known and name not in WITHOUT_MEANING]
     if not unknown:

@@ -1,8 +1,8 @@
-"""FSDP2 (`fully_shard`) as it is meant: the parameters of a layer are together while the layer runs, and no longer.
+"""FSDP2 (`fully_shard`) layer by layer: the parameters of a layer are gathered only while it runs.
 
-Where a schedule sweeps stages, each part gathers the groups that it reads before it runs, with those of the next part
-on their way, and frees them after it; likewise backward, where a group is reduced once all parts that read it are
-through. Every rank gathers and reduces alike, however different the trees are.
+In a sweep of stages each part gathers the groups that it reads before it runs, prefetches those of the next part, and
+frees them afterwards. The backward does the same, and reduces a group after all parts that read it. All ranks gather
+and reduce in the same order, however different their trees are. `runtime.engine` uses this.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dta_compile.integrations.fully_shard import free, groups_of, running, show_
 
 
 class LayerGroups:
-    """The FSDP2 states whose groups each part of a call reads, of those that are freed after a forward.
+    """FSDP2 states that each part of a call reads, of those that are freed after a forward.
 
     Attributes:
-        modules: by state, one of the modules that share it.
-        parts: for every part, the states.
+        modules: one of the modules that share a state, by state.
+        parts: states by part.
     """
 
     def __init__(self, modules: Mapping[Any, Any], parts: Sequence[Sequence[Any]]) -> None:
@@ -29,13 +29,13 @@ class LayerGroups:
         self._first = {state: number for number, states in reversed([*enumerate(parts)]) for state in states}
 
     def begin(self, part: int) -> None:
-        """Gather what a part reads, and set off the next one's."""
+        """Gather the groups that a part reads, and prefetch those of the next part."""
         self._gather(part)
         for state in self._of(part + 1):
             self.modules[state].unshard(async_op=True)
 
     def end(self, part: int) -> None:
-        """Free what a part has read, unless the next one reads it."""
+        """Free the groups of a part unless the next one reads them."""
         for state in self._of(part):
             if state not in self._of(part + 1):
                 for group in groups_of([state]):
@@ -43,8 +43,7 @@ class LayerGroups:
                 show_unsharded(state)
 
     def begin_backward(self, part: int) -> None:
-        """Reduce what the part after it was the first to read; gather what it reads itself, and set off what comes
-        next."""
+        """Reduce the groups first read by the part after this one, gather those of this part, and prefetch the next."""
         for state in self._of(part + 1):
             if self._first[state] == part + 1:
                 for group in reversed(groups_of([state])):
@@ -57,7 +56,7 @@ class LayerGroups:
                     group.unshard(async_op=True)
 
     def any_rank(self, mine: bool) -> bool:
-        """Whether this rank says so, or any that shares parameters with it."""
+        """Return whether `mine` is true on this rank or any rank that shares parameters with it."""
         (group, *_) = groups_of([next(iter(self.modules))])
         said = torch.tensor([float(mine)], device=group.device)
         mesh = group.mesh_info
@@ -79,10 +78,10 @@ MOST_CHECKED = 8 * 2**30  # bytes
 
 
 def is_gathered_to_check() -> bool:
-    """Whether the calls now running gather all, so that a self-check can read it: the first of a model, with gradients
-    and without, unless that takes more than `MOST_CHECKED`.
+    """Return whether the running calls gather all parameters, so that a self-check can read them.
 
-    Ranks decide alike, whichever program each of them runs and whatever memory is free.
+    The first call of a model with gradients and the first without do, unless that takes more than `MOST_CHECKED`. All
+    ranks decide alike, whichever programs they run and however much memory is free.
     """
     mode, is_first, size = torch.is_grad_enabled(), False, 0
     for call in running():
@@ -95,8 +94,10 @@ def is_gathered_to_check() -> bool:
 
 
 def layer_groups(parts: Sequence[Sequence[torch.Tensor]], others: Iterable[torch.Tensor]) -> LayerGroups | None:
-    """The groups of the calls now running by the parameters of each part; None where all that these read is together
-    already, or parameters that are read outside of the parts (`others`) would have to be."""
+    """Build the groups of the running calls from the parameters that each part reads.
+
+    Returns None if all these are gathered already, or if parameters of layers are read outside the parts (`others`).
+    """
     calls = [call for call in running() if not call.is_complete]
     modules = {state: module for call in calls for state, module in call.layers.items()}
     owners = {
@@ -106,10 +107,10 @@ def layer_groups(parts: Sequence[Sequence[torch.Tensor]], others: Iterable[torch
         for parameter in group.fsdp_params
     }
     of_parts = [
-        list(dict.fromkeys(owners[_memory(one)] for one in parameters if _memory(one) in owners))
+        list(dict.fromkeys(owners[_memory(parameter)] for parameter in parameters if _memory(parameter) in owners))
         for parameters in parts
     ]
-    if not any(of_parts) or any(_memory(one) in owners for one in others):
+    if not any(of_parts) or any(_memory(parameter) in owners for parameter in others):
         return None
     for call in calls:
         call.runs_layer_by_layer = True
@@ -117,7 +118,7 @@ def layer_groups(parts: Sequence[Sequence[torch.Tensor]], others: Iterable[torch
 
 
 def gather_all() -> None:
-    """Gather what the calls now running have not: for what reads parameters anywhere."""
+    """Gather all parameters of the running calls, for code that may read any of them."""
     for call in running():
         call.complete()
 

@@ -1,7 +1,7 @@
-"""Whether Dynamo is tracing for this backend, asked by what stands in for functions of other packages.
+"""Tell replacements of other packages' functions whether Dynamo is tracing for this backend.
 
-They are loaded with these packages, long before anything is compiled. `capture.dynamo`, which knows the answer, is
-loaded with the backend, and leaves the question here.
+The replacements are loaded with these packages, long before anything is compiled. `capture.dynamo` installs the
+answer here when it is loaded with the backend.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _answer: Callable[[], bool] | None = None
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def traces_for_this_backend() -> bool:
-    """Whether the graph is for this backend that Dynamo is tracing, which calls this and takes it for a constant."""
+    """Return whether Dynamo is tracing for this backend; Dynamo calls this while tracing and takes a constant."""
     return _answer is not None and _answer()
 
 
 def answer_with(answer: Callable[[], bool]) -> None:
-    """Have the question answered by a function, from now on."""
+    """Install the function that answers `traces_for_this_backend`."""
     global _answer
     _answer = answer

@@ -1,4 +1,4 @@
-"""`DTACallback`: the one line for trainers of transformers and TRL, and a warning where their batches lose sharing."""
+"""`DTACallback` for trainers of transformers and TRL: compile the model, and warn if its batches lose sharing."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from dta_compile.plan import PrefixTree
 
 logger = logging.getLogger("dta_compile")
 
-# Batches that share so much less than their rows would together are worth a warning.
+# Warn if one tree over all rows would have a compression this many times higher than the batches'.
 LOST = 1.25
-# Rows that share so little have nothing to gain, however they are batched.
+# Below this compression rows have nothing to gain, however they are batched.
 NOTHING = 1.1
 
 
 class DTACallback(TrainerCallback):  # type: ignore[misc]
-    """Compiles the trainer's model when training begins, and says once if the trainer's batches lose sharing.
+    """Compile the trainer's model when training begins, and warn once if the trainer's batches lose sharing.
 
         trainer = GRPOTrainer(model, ..., callbacks=[DTACallback()])
 
-    A model that is compiled already, or a part of it, is left as it is and watched. The rows of the first generation
-    batch (GRPO) or of the first optimizer step are compared: what they share batch by batch, and what they would share
-    in one. After that nothing is watched any more.
+    A model that is already compiled, as a whole or in part, is only observed. The callback compares how much the rows
+    of the first generation batch (GRPO) or of the first optimizer step share batch by batch, and would share in one
+    batch. After that it observes nothing more.
 
     TRL pads prompts on the left, and transformers then counts positions by column, so that prompts of different lengths
-    have no token in common. Rotary positions mean the same when they are shifted: models that have them are called with
-    positions that begin at the first token of each row, as generation counts them.
+    have no token in common. Rotary embeddings depend on differences of positions only: models that have them are called
+    with positions that start at the first token of each row, as in generation.
 
     Args:
-        options: of `torch.compile(..., backend="dta", options=...)`.
+        options: options of `torch.compile(..., backend="dta", options=...)`.
 
     Attributes:
-        now, possible: compression over the prefix trees of the batches, and over one tree of all their rows; None
-            before they were compared.
+        now: compression over the prefix trees of the single batches; None before the comparison.
+        possible: compression over one tree of all their rows; None before the comparison.
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
@@ -47,55 +47,55 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
         self.now: float | None = None
         self.possible: float | None = None
         self._batches: list[list[NDArray[np.int64]]] = []
-        self._watches = False
+        self._observes = False
         self._compiled: torch.nn.Module | None = None
         self._call: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Compile the model in place, unless something of it is."""
+        """Compile the model in place, unless it or a part of it is compiled."""
         compiled = next((module for module in model.modules() if module._compiled_call_impl is not None), None)
         if compiled is None:
             model.compile(backend="dta", **({} if self.options is None else {"options": dict(self.options)}))
             compiled = model
-        self._watches = self.now is None
-        self._enter(compiled)
+        self._observes = self.now is None
+        self._wrap(compiled)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Between two batches of an optimizer step."""
+        """Compare after each batch of an optimizer step but the last."""
         self._compare_if_due(args)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After an optimizer step."""
+        """Compare after an optimizer step."""
         self._compare_if_due(args)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the model compiled, and nothing else."""
+        """Remove the wrapper from the model, which stays compiled."""
         if self._compiled is not None:
             self._compiled._compiled_call_impl = self._call
         self._compiled = self._call = None
-        self._batches, self._watches = [], False
+        self._batches, self._observes = [], False
 
-    def _enter(self, module: torch.nn.Module) -> None:
-        """Stand before the compiled module: hooks of it would be a part of its graph."""
+    def _wrap(self, module: torch.nn.Module) -> None:
+        """Wrap the call of the compiled module; hooks would become part of its graph."""
         shifts = positions_are_relative(module)
 
         def call_aligned(*args: Any, **kwargs: Any) -> Any:
-            if self._watches and module.training and torch.is_grad_enabled():
+            if self._observes and module.training and torch.is_grad_enabled():
                 self._batches.append(_sequences(*args, **kwargs))
             return call(*args, **(with_positions(kwargs) if shifts else kwargs))
 
-        # A cell of the function, by which `last_plan` finds what was compiled.
+        # `last_plan` finds the compiled callable through this cell of the function.
         call: Any = module._compiled_call_impl
         self._compiled, self._call = module, call
         module._compiled_call_impl = call_aligned
 
     def _compare_if_due(self, args: Any) -> None:
         per_generation = getattr(args, "steps_per_generation", None) or 1
-        if not self._watches or len(self._batches) < max(args.gradient_accumulation_steps, per_generation):
+        if not self._observes or len(self._batches) < max(args.gradient_accumulation_steps, per_generation):
             return
         self.now, self.possible = compressions(self._batches)
         batches = len(self._batches)
-        self._batches, self._watches = [], False
+        self._batches, self._observes = [], False
         if self.possible >= LOST * self.now:
             logger.warning(
                 "dta: the %d batches of this step have C %.2f, all their rows in one batch would have C %.2f: %s",
@@ -110,8 +110,10 @@ class DTACallback(TrainerCallback):  # type: ignore[misc]
 
 
 def with_positions(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of padded rows, with positions `[B, S]` that count the tokens of each row; others, and
-    calls that continue a cache, as they are."""
+    """Add positions `[B, S]` that count the tokens of each row to the arguments of a call with padded rows.
+
+    Other calls, and calls that continue a cache, are unchanged.
+    """
     mask, ids = inputs.get("attention_mask"), inputs.get("input_ids")
     if inputs.get("position_ids") is not None or not isinstance(mask, torch.Tensor) or ids is None:
         return inputs
@@ -121,9 +123,9 @@ def with_positions(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def positions_are_relative(model: torch.nn.Module) -> bool:
-    """Whether a model uses positions for rotations alone, whose products depend on differences only.
+    """Return whether a model uses positions for rotary embeddings alone, whose products depend on differences only.
 
-    Llama 4, Ministral 3 and Mistral 4 also scale queries by how far from the first position they are.
+    Llama 4, Ministral 3 and Mistral 4 also scale queries by their absolute position.
     """
     text = getattr(model.config, "get_text_config", lambda: model.config)() if hasattr(model, "config") else None
     rope = getattr(text, "rope_parameters", None) or {}
@@ -132,7 +134,7 @@ def positions_are_relative(model: torch.nn.Module) -> bool:
 
 
 def compressions(batches: Sequence[Sequence[Any]]) -> tuple[float, float]:
-    """Compression of several batches of token sequences, each over its own prefix tree and all of them over one."""
+    """Return the compression of batches of token sequences, each over its own prefix tree, and all over one tree."""
     together = [sequence for batch in batches for sequence in batch]
     tokens = sum(len(sequence) for sequence in together)
     apart = sum(PrefixTree.build(batch).num_rows for batch in batches)
@@ -161,16 +163,16 @@ def _sequences(
     position_ids: torch.Tensor | None = None,
     **others: Any,
 ) -> list[NDArray[np.int64]]:
-    """The sequences of a call: rows without padding, or what lies between positions of zero in packed rows."""
+    """Return the sequences of a call: rows without padding, or packed rows split where positions are zero."""
     if input_ids is None:
         return []
-    found: list[NDArray[np.int64]] = []
+    sequences: list[NDArray[np.int64]] = []
     for i, row in enumerate(input_ids.cpu().numpy()):
         if attention_mask is not None:
-            found.append(row[attention_mask[i].cpu().numpy() > 0])
+            sequences.append(row[attention_mask[i].cpu().numpy() > 0])
         elif position_ids is not None:
             starts = np.flatnonzero(position_ids[i % len(position_ids)].cpu().numpy() == 0)
-            found += np.split(row, starts[starts > 0])
+            sequences += np.split(row, starts[starts > 0])
         else:
-            found.append(row)
-    return found
+            sequences.append(row)
+    return sequences

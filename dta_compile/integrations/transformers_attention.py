@@ -1,8 +1,8 @@
-"""`attn_implementation="dta"` for transformers: an attention function and a mask function of our own.
+"""`attn_implementation="dta"` for transformers: our own attention function and mask function.
 
-What transformers' masks say of tokens goes to the operator as it is, so no `[S, S]` mask is traced and there is nothing
-to be proven. Without the backend the operator computes, exactly, also for a KV cache; what torch's own attention can do
-is left to that. Importing the module registers both functions; `registration` does when transformers is there.
+The operator gets padding, packed sequences and window directly, so that no `[S, S]` mask is traced and none has to be
+proven. Without the backend the functions compute exact attention, also with a KV cache, by torch's own attention where
+that suffices. Importing this module registers both functions; `registration` imports it with transformers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ FUNCTION = 'attn_implementation="dta"'
 
 
 class CausalMask(NamedTuple):
-    """A causal mask in few words: what the mask function returns, and models hand to the attention function.
+    """Declared causal mask, which the mask function returns and models pass to the attention function.
 
     Attributes:
         segments, window: as in `dta_compile.attention`.
-        is_told: the mask was made with a padding mask or for packed rows: nothing else says where sequences begin.
+        is_told: the mask was created from a padding mask or for packed rows, so that no other argument defines
+            sequences.
     """
 
     segments: torch.Tensor | None
@@ -41,7 +42,7 @@ class CausalMask(NamedTuple):
     is_told: bool = False
 
     def contiguous(self) -> CausalMask:
-        """As transformers asks of the masks that it makes ahead for a static cache."""
+        """Return a contiguous copy; transformers calls this for a static cache."""
         return self._replace(segments=None if self.segments is None else self.segments.contiguous())
 
 
@@ -60,17 +61,17 @@ def mask_of_layers(
     config: Any = None,
     **kwargs: Any,
 ) -> CausalMask | torch.Tensor | None:
-    """The mask of a model's layers of one kind, see `transformers.masking_utils.sdpa_mask` for the arguments.
+    """Build the mask for a model's layers of one kind; arguments as in `transformers.masking_utils.sdpa_mask`.
 
     Returns:
-        a `CausalMask` for what transformers composes of order, padding, packed sequences and a sliding window; for
-        anything else, queries that have a KV cache above them among it, the mask as torch's attention takes it.
+        a `CausalMask` for compositions of causality, padding, packed sequences and a sliding window; for all other
+        masks, including those of queries with a KV cache, a tensor for torch's attention.
     """
     is_square = isinstance(q_offset, int) and q_offset == kv_offset == 0 and q_length == kv_length
     is_plain = mask_function.__name__ == causal_mask_function.__name__
-    # A mask that may not be skipped is one of packed rows, or the model reads it itself.
+    # A mask may not be skipped for packed rows, or because the model reads it itself.
     is_packed = not allow_is_causal_skip and attention_mask is None and not is_plain
-    is_causal = "allow_is_bidirectional_skip" not in kwargs  # both directions have a composition of the same name
+    is_causal = "allow_is_bidirectional_skip" not in kwargs  # bidirectional masks have a composition of the same name
     understood = is_causal and _is_understood(mask_function, use_vmap, local_size, config)
     if not is_square or not understood or not (allow_is_causal_skip or is_packed):
         mask: torch.Tensor | None = sdpa_mask(
@@ -91,7 +92,7 @@ def mask_of_layers(
         return mask
     segments = attention_mask
     if is_packed:
-        # A window is two or more: a token sees the one before it, unless that is of another sequence.
+        # A window is at least two: a token sees its predecessor unless that is in another sequence.
         rows = torch.arange(batch_size, device=device)[:, None]
         columns = torch.arange(q_length, device=device)[None]
         continues = mask_function(rows, 0, columns, (columns - 1).clamp(min=0))
@@ -103,16 +104,16 @@ def mask_of_layers(
 
 
 def _unless_one(segments: torch.Tensor | None) -> torch.Tensor | None:
-    """The segments, if there are several or padding; a compiled program reads them in every call."""
+    """Return None for segments of one sequence without padding, except in a graph, which serves other calls, too."""
     if segments is None or torch.compiler.is_compiling():
         return segments
     return None if bool((segments == 1).all()) else segments
 
 
 def _is_understood(mask_function: Callable[..., Any], use_vmap: bool, local_size: int | None, config: Any) -> bool:
-    """Whether a mask is composed as `create_causal_mask` and `create_sliding_window_causal_mask` do.
+    """Return whether a mask is composed as in `create_causal_mask` or `create_sliding_window_causal_mask`.
 
-    Functions of the model's own come with `use_vmap`, blocks of both directions as a union (see `_naming_unions`).
+    A model's own mask functions set `use_vmap`; bidirectional blocks are a union, which `_naming_unions` reveals.
     """
     if use_vmap or mask_function.__name__ not in (causal_mask_function.__name__, "and_mask"):
         return False
@@ -138,22 +139,22 @@ def attention_forward(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a layer: query `[B, Hq, S, D]`, key `[B, Hkv, K, D]` and value `[B, Hkv, K, Dv]`.
+    """Compute attention of a layer: query `[B, Hq, S, D]`, key `[B, Hkv, K, D]` and value `[B, Hkv, K, Dv]`.
 
     Args:
-        attention_mask: what the mask function returned, or a mask `[B, 1, S, K]` of the model's own.
+        attention_mask: result of the mask function, or a mask `[B, 1, S, K]` of the model's own.
         softcap, s_aux: soft cap and sinks of the layer.
-        cu_seq_lens_q: `[n + 1]` where the sequences of a packed row begin and end, as transformers' collators give it.
-        position_ids: `[B, S]`, which start anew with every sequence of a packed row. Like the ends, they count where
-            the mask says nothing of sequences and padding: some models tell their masks of neither.
-        sliding_window: of the layer. As for "eager", the mask has it; another one than the mask's is refused.
+        cu_seq_lens_q: `[n + 1]` boundaries of the sequences in a packed row, from transformers' collators.
+        position_ids: `[B, S]`, restarting with every sequence of a packed row. Boundaries and positions are only used
+            if the mask has no sequences or padding, because some models do not pass these to their masks.
+        sliding_window: window of the layer; refused unless it is the mask's, which is used, as by "eager".
 
     Returns:
         `[B, S, Hq, Dv]`, and None.
 
     Raises:
-        RefusalError: an argument that is not known, or that says something else than the mask does.
-        OptionError: dropout together with what torch's attention does not have.
+        RefusalError: an argument is unknown or contradicts the mask.
+        OptionError: dropout, `position_bias` or `cache` together with a feature that torch's attention lacks.
     """
     query = refuse_unknown(query, FUNCTION, kwargs, _OF_TORCH)
     if isinstance(attention_mask, CausalMask):
@@ -174,10 +175,10 @@ def attention_forward(
             if segments is not None or window is not None:
                 mask, segments, window = _dense(segments, window, query), None, None
     if segments is None and window is None and not is_special:
-        found: tuple[torch.Tensor, None] = sdpa_attention_forward(
+        out_of_torch: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-        return found
+        return out_of_torch
     if dropout:
         raise OptionError(
             'attention dropout is not supported by attn_implementation="dta"',
@@ -188,7 +189,7 @@ def attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     queries = query.shape[2]
     causal = bool(causal) and mask is None and queries > 1
-    if causal and key.shape[2] > queries:  # a static cache that has nothing in it yet
+    if causal and key.shape[2] > queries:  # a static cache that is still empty
         key, value = key[:, :, :queries], value[:, :, :queries]
     query, key, value = autocast(query, key, value)
     masking = Masking(mask, causal, segments, window or 0, scale, float(softcap or 0))
@@ -206,9 +207,9 @@ def _refuse_contradictions(
     sliding_window: int | None,
     ends: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the query, or refuse arguments that say something else than the mask, whichever is meant.
+    """Return the query, or refuse arguments that contradict the mask.
 
-    Some models put keys beside those of the tokens (DeepSeek-V4's compressed ones), and extend tensors of masks only.
+    Some models add keys to those of the tokens (DeepSeek-V4's compressed ones), and can extend tensor masks only.
     """
     is_ours = isinstance(attention_mask, CausalMask)
     has_window = is_ours or (attention_mask is None and causal and is_square)
@@ -224,12 +225,12 @@ def _refuse_contradictions(
     return query
 
 
-# What torch's attention function knows of and our operator does not.
+# Arguments of torch's attention function that our operator lacks.
 _OF_TORCH = ("position_bias", "cache")
 
 
 def _dense(segments: torch.Tensor | None, window: int | None, query: torch.Tensor) -> torch.Tensor:
-    """`[B or 1, 1, S, S]` bool: the mask in full."""
+    """Materialise the mask as bool `[B or 1, 1, S, S]`."""
     index = torch.arange(query.shape[2], device=query.device)
     allowed = (index <= index[:, None])[None, None]
     if window is not None:
@@ -243,7 +244,7 @@ def _dense(segments: torch.Tensor | None, window: int | None, query: torch.Tenso
 def _segments_of_row(
     query: torch.Tensor, ends: torch.Tensor | None, positions: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """`[B, S]` numbers of the sequences, from 1 on: by where they end, or where positions start anew."""
+    """Number the sequences of packed rows from 1, `[B, S]`, by their boundaries or by restarts of positions."""
     batch, _, tokens, _ = query.shape
     if ends is not None:
         return _unless_one(segments_by_ends(ends, batch, tokens))
@@ -251,31 +252,31 @@ def _segments_of_row(
         return None
     if torch.compiler.is_compiling():
         return _restarts(positions).expand(batch, -1)
-    known = getattr(positions, _KNOWN, None)  # all layers ask, and asking waits for the device
-    if known is None or known[0] != positions._version:
-        known = positions._version, _unless_one(_restarts(positions))
-        setattr(positions, _KNOWN, known)
-    return None if known[1] is None else known[1].expand(batch, -1)
+    cached = getattr(positions, _KNOWN, None)  # cached for all layers, since the test synchronises with the device
+    if cached is None or cached[0] != positions._version:
+        cached = positions._version, _unless_one(_restarts(positions))
+        setattr(positions, _KNOWN, cached)
+    return None if cached[1] is None else cached[1].expand(batch, -1)
 
 
 _KNOWN = "_dta_segments"
 
 
 def _restarts(positions: torch.Tensor) -> torch.Tensor:
-    """As transformers tells packed sequences: another one begins wherever positions do not grow by one."""
+    """Number packed sequences as transformers does: a new one starts wherever positions do not grow by one."""
     return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1) + 1
 
 
 def _naming_unions(and_masks: Callable[..., Any]) -> Callable[..., Any]:
-    """Transformers' `and_masks`, whose results have another name where a union is a part of them.
+    """Wrap transformers' `and_masks` to return functions of another name if they contain a union.
 
-    Packed rows with blocks of both directions would look like packed rows: Dynamo lets nobody read a closure.
+    Else packed rows with bidirectional blocks would look like packed rows, since traced code cannot read closures.
     """
 
     @functools.wraps(and_masks)
     def and_masks_by_name(*mask_functions: Callable[..., Any]) -> Callable[..., Any]:
         composed: Callable[..., Any] = and_masks(*mask_functions)
-        if not any(one.__name__ in ("or_mask", "and_mask_of_unions") for one in mask_functions):
+        if not any(function.__name__ in ("or_mask", "and_mask_of_unions") for function in mask_functions):
             return composed
 
         def and_mask_of_unions(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -287,13 +288,15 @@ def _naming_unions(and_masks: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refusing_attention_of_its_own(check: Callable[..., str]) -> Callable[..., str]:
-    """Transformers' check that a model has an implementation of attention: it takes registered ones for all models, and
-    those that compute attention themselves would take our masks for tensors."""
+    """Wrap transformers' check of a model's attention implementation to raise for models with attention of their own.
+
+    transformers accepts registered implementations for all models, and such models would take our masks for tensors.
+    """
 
     @functools.wraps(check)
     def check_ours(model: PreTrainedModel, name: str | None, *args: Any, **kwargs: Any) -> str:
-        found = check(model, name, *args, **kwargs)
-        own = next((one for one in type(model).__mro__ if found == NAME and _attends_itself(one)), None)
+        implementation = check(model, name, *args, **kwargs)
+        own = next((base for base in type(model).__mro__ if implementation == NAME and _attends_itself(base)), None)
         if own is not None:
             raise OptionError(
                 f"{own.__name__} does not support {FUNCTION}",
@@ -301,18 +304,18 @@ def _refusing_attention_of_its_own(check: Callable[..., str]) -> Callable[..., s
                 got=f"attention of its own in {own.__module__}",
                 hint="leave attn_implementation out: backend='dta' says whether it can run what the model has",
             )
-        return found
+        return implementation
 
     return check_ours
 
 
 def _attends_itself(kind: Any) -> bool:
-    """Whether a class of models hands transformers' causal masks to attention that is written beside it."""
+    """Return whether a model class passes transformers' causal masks to attention code in its own module."""
     names = vars(sys.modules.get(kind.__module__, masking_utils))
     if kind is PreTrainedModel or not issubclass(kind, PreTrainedModel) or "create_causal_mask" not in names:
         return False
-    classes = [one for one in names.values() if isinstance(one, type) and one.__module__ == kind.__module__]
-    has_attention = any("Attention" in one.__name__ and issubclass(one, torch.nn.Module) for one in classes)
+    classes = [member for member in names.values() if isinstance(member, type) and member.__module__ == kind.__module__]
+    has_attention = any("Attention" in member.__name__ and issubclass(member, torch.nn.Module) for member in classes)
     is_supported = kind._supports_sdpa or kind._supports_attention_backend
     return has_attention and not (is_supported and "ALL_ATTENTION_FUNCTIONS" in names)
 

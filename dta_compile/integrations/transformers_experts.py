@@ -1,10 +1,10 @@
-"""`experts_implementation="dta"` for transformers, and its other implementations where Dynamo traces for this backend.
+"""`experts_implementation="dta"` for transformers, and its other implementations in graphs for this backend.
 
-A class of experts in transformers declares what it computes: up projection, gate or activation, down projection, and
-which of biases and norms it has; its implementations differ in how. What stands in graphs for the tree are
-`ops.experts`, with the model's own gate, activation and norm between them. Python's loop over experts ends a graph, and
-what sorts tokens by expert hides that they are computed one by one: so the function that chooses between
-implementations is wrapped. Importing the module does both; `registration` does when transformers is there.
+A class of experts in transformers declares its computation: up projection, gate or activation, down projection, and
+optional biases and norm. All implementations compute this. Graphs for the tree contain `ops.experts`, with the model's
+own gate, activation and norm between them, because a Python loop over experts breaks the graph, and sorting slots by
+expert hides that they are independent. So the function that selects an implementation is wrapped. Importing this module
+does that and registers ours; `registration` imports it with transformers.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dta_compile.ops.experts import expert_linear, expert_sum
 logger = logging.getLogger("dta_compile")
 
 NAME = "dta"
-# Those that compute the same in full precision; others round to fewer bits.
-PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")  # which adapters are understood of
+PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")  # parameters that adapters are supported for
+# Implementations that compute the same in full precision; others round to fewer bits.
 EXACT = ("eager", "batched_mm", "grouped_mm", NAME)
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to a parameter: `scaling * left @ right`, `[E, a, r]` and `[E, r, b]`."""
+    """Low-rank update of a parameter by an adapter: `scaling * left @ right`, `[E, a, r]` and `[E, r, b]`."""
 
     left: torch.Tensor
     right: torch.Tensor
@@ -45,11 +45,11 @@ Adapters = Mapping[str, Sequence[LowRank]]  # by name of the parameter
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """What transformers' `use_experts_implementation` classes compute, `self` being one.
+    """Compute the experts of `self`, an instance of a transformers class with `use_experts_implementation`.
 
     Args:
         hidden_states: `[T, D]`.
-        top_k_index: `[T, k]`; numbers that are no expert's count for nothing.
+        top_k_index: `[T, k]` expert ids; slots with an invalid id add nothing.
         top_k_weights: `[T, k]`.
 
     Returns:
@@ -65,10 +65,10 @@ def forward_with_adapters(
     top_k_weights: torch.Tensor,
     adapters: Adapters,
 ) -> torch.Tensor:
-    """The same for weights with adapters, which are multiplied one after the other: no weight is made of them."""
+    """Compute experts with adapters: rows are multiplied by one factor after the other, not by merged weights."""
     if self.config._experts_implementation != "grouped_mm":
         return _forward(self, hidden_states, top_k_index, top_k_weights, adapters)
-    # That one computes in the dtype of the weights, whatever autocast says.
+    # "grouped_mm" computes in the dtype of the weights, even under autocast.
     with torch.autocast(hidden_states.device.type, enabled=False):
         rows = hidden_states.to(self.down_proj.dtype)
         return _forward(self, rows, top_k_index, top_k_weights, adapters).to(hidden_states.dtype)
@@ -83,9 +83,9 @@ def _forward(
 ) -> torch.Tensor:
     up = "gate_up_proj" if self.has_gate else "up_proj"
     rows = _linear(self, up, hidden_states, top_k_index, adapters)
-    rows = _each_place(self._apply_gate if self.has_gate else self.act_fn, rows)
-    if getattr(self, "has_post_expert_norm", False):  # older transformers have none
-        rows = _each_place(self.post_expert_norm, _linear(self, "down_proj", rows, top_k_index, adapters))
+    rows = _on_each_slot(self._apply_gate if self.has_gate else self.act_fn, rows)
+    if getattr(self, "has_post_expert_norm", False):  # missing in older transformers
+        rows = _on_each_slot(self.post_expert_norm, _linear(self, "down_proj", rows, top_k_index, adapters))
         out = (rows * top_k_weights[..., None]).sum(-2)
     else:
         weight, bias, transposed = _parameters(self, "down_proj")
@@ -97,8 +97,8 @@ def _forward(
     return result
 
 
-def _each_place(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """A gate, activation or norm of rows `[T, k, F]`; those of other packages may count on rows `[n, F]`."""
+def _on_each_slot(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """Apply a gate, activation or norm to slots `[T, k, F]`; functions of other packages may expect rows `[n, F]`."""
     if _is_of_transformers(function):
         return function(rows)
     return torch.stack([function(row) for row in rows.unbind(1)], 1)
@@ -118,7 +118,7 @@ def _parameters(self: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None
 
 
 def _factors(self: Any, name: str, adapters: Adapters) -> list[tuple[torch.Tensor, torch.Tensor, float]]:
-    """The factors of adapters in the order in which rows are multiplied by them."""
+    """Return the factors of adapters in the order in which rows are multiplied by them."""
     return [
         (left, right, scaling) if self.is_transposed else (right, left, scaling)
         for left, right, scaling in adapters.get(name, ())
@@ -127,17 +127,17 @@ def _factors(self: Any, name: str, adapters: Adapters) -> list[tuple[torch.Tenso
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def computes_as_declared(forward: Callable[..., Any], implementation: str) -> bool:
-    """Whether a class of experts with this loop (`forward` of "eager") computes what its declaration says.
+    """Return whether a class of experts with this loop (`forward` of "eager") computes what it declares.
 
-    transformers' own loops do. Another package's may do something else in its loop; what it declares is what it says
-    that the other implementations compute.
+    transformers' own loops do. A loop of another package may compute something else; then the declaration only holds
+    for the other implementations.
     """
     return implementation in EXACT and (implementation != "eager" or _is_of_transformers(forward))
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def is_declared(cls: Any, implementation: str | None) -> bool:
-    """Whether instances of a class are called through transformers' interface, and compute what it declares."""
+    """Return whether instances of a class are called through transformers' interface and compute what it declares."""
     code = getattr(cls.forward, "__code__", None)
     if implementation is None or code is None or code.co_filename != moe.__file__:
         return False
@@ -150,26 +150,26 @@ def _is_of_transformers(function: Callable[..., Any]) -> bool:
     return str(function.__module__).split(".")[0] in ("torch", "transformers")
 
 
-_chosen = getattr(ExpertsInterface, "get_interface", None)  # early releases of transformers 5 have none
+_original_get_interface = getattr(ExpertsInterface, "get_interface", None)  # missing in early transformers 5
 
 
 def get_interface(self: ExpertsInterface, experts_implementation: str, default: Callable[..., Any]) -> Any:
-    """The function of an implementation; ours in a graph for this backend, if it computes the same."""
+    """Return the function of an implementation; in a graph for this backend ours, if it computes the same."""
     is_ours = torch.compiler.is_compiling() and traces_for_this_backend()
-    is_usual = type(self) is ExpertsInterface  # not that of weights in eight bits
+    is_usual = type(self) is ExpertsInterface  # not the subclass for 8-bit weights
     if is_ours and is_usual and computes_as_declared(default, experts_implementation):
         return experts_forward
-    assert _chosen is not None
-    return _chosen(self, experts_implementation, default)
+    assert _original_get_interface is not None
+    return _original_get_interface(self, experts_implementation, default)
 
 
-# All that a class of experts can declare; with more, it may compute something else than `experts_forward`.
-UNDERSTOOD = {"experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate"}
-UNDERSTOOD |= {"has_post_expert_norm"}
-_beyond = inspect.signature(moe.use_experts_implementation).parameters.keys() - UNDERSTOOD
-if _beyond:
-    logger.warning("dta: transformers' experts run as they are, as they may declare what is not known: %s", _beyond)
+# All known declarations of a class of experts; with others it may compute something else than `experts_forward`.
+KNOWN = {"experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate"}
+KNOWN |= {"has_post_expert_norm"}
+_unknown = inspect.signature(moe.use_experts_implementation).parameters.keys() - KNOWN
+if _unknown:
+    logger.warning("dta: transformers' experts run as they are, as they may declare what is not known: %s", _unknown)
 else:
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-if _chosen is not None and not _beyond:
-    ExpertsInterface.get_interface = functools.wraps(_chosen)(get_interface)
+if _original_get_interface is not None and not _unknown:
+    ExpertsInterface.get_interface = functools.wraps(_original_get_interface)(get_interface)

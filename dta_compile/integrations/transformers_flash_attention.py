@@ -1,10 +1,10 @@
-"""transformers' attn_implementation="flash_attention_2", and its relatives, where Dynamo traces for this backend.
+"""transformers' attn_implementation="flash_attention_2" and its variants in graphs for this backend.
 
-Their masks and attention functions look into tensors to choose between kernels, which ends a graph. What they choose
-between is one thing to our operator: causal attention within segments. So the two functions are wrapped: they compute
-as ever, but in a graph for this backend masks stay as they are, and attention is ours, where it is causal attention of
-a batch over itself. Anything else goes on to the kernels, and is refused by name if it is for the tree. Importing the
-module wraps them; `registration` does when transformers is there.
+Their mask and attention functions read tensors to choose between kernels, which breaks the graph. For our operator all
+of these choices are causal attention within segments. So both functions are wrapped: in a graph for this backend masks
+are passed on unchanged, and causal self-attention of a batch calls our operator. All other calls run the original
+functions, and are refused by name in a graph for the tree. Importing this module wraps the functions; `registration`
+imports it with transformers.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from dta_compile.integrations.transformers_attention import CausalMask
 from dta_compile.ops.causal_attention import segments_by_ends
 
 ENDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-OF_BATCH = {"position_ids", "cache", "block_table"}  # which `_is_over_itself` looks at
+OF_BATCH = {"position_ids", "cache", "block_table"}  # read by `_is_over_itself`
 _attention, _mask = flash_attention.flash_attention_forward, AttentionMaskInterface._global_mapping["flash_attention_2"]
 
 
 @functools.wraps(_mask)
 def flash_attention_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """The mask `[B, S]` of a batch without a KV cache as it is, also if it has no padding."""
+    """Return the padding mask `[B, S]` unchanged, without testing it for padding, if there is no KV cache."""
     if torch.compiler.is_compiling() and traces_for_this_backend():
         mask: torch.Tensor | None = kwargs.get("attention_mask")
         length = kwargs.get("kv_length")
         if mask is not None and length is not None and mask.shape[1] == length:
             return mask
-    found: torch.Tensor | None = _mask(*args, **kwargs)
-    return found
+    original: torch.Tensor | None = _mask(*args, **kwargs)
+    return original
 
 
 @functools.wraps(_attention)
@@ -54,11 +54,11 @@ def flash_attention_forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a layer, query `[B, Hq, S, D]`; the result is `[B, S, Hq, Dv]`."""
-    ours = torch.compiler.is_compiling() and traces_for_this_backend()
+    """Compute attention of a layer with query `[B, Hq, S, D]`; return `[B, S, Hq, Dv]` and None."""
+    is_ours = torch.compiler.is_compiling() and traces_for_this_backend()
     causal = is_causal if is_causal is not None else module.is_causal
-    if not ours or not causal or dropout or not _is_over_itself(query, key, attention_mask, kwargs):
-        found: tuple[torch.Tensor, None] = _attention(
+    if not is_ours or not causal or dropout or not _is_over_itself(query, key, attention_mask, kwargs):
+        out: tuple[torch.Tensor, None] = _attention(
             module,
             query,
             key,
@@ -72,7 +72,7 @@ def flash_attention_forward(
             s_aux=s_aux,
             **kwargs,
         )
-        return found
+        return out
     query = refuse_unknown(query, "flash attention", kwargs, ENDS | OF_BATCH)
     dtype = flash_attention.get_target_dtype(query.transpose(1, 2), module)
     if dtype is not None:
@@ -84,11 +84,11 @@ def flash_attention_forward(
 
 
 def _is_over_itself(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
-    """Whether a call is attention of a batch over itself, by arguments that are understood."""
+    """Return whether a call is self-attention of a batch with supported arguments."""
     if query.shape[2] != key.shape[2] or kwargs.get("cache") is not None or kwargs.get("block_table") is not None:
         return False
     if _has_ends(kwargs) and query.shape[0] != 1:
-        return False  # sequences may go on over the ends of rows
+        return False  # sequences may span several rows
     positions = kwargs.get("position_ids")
     return (mask is None or (mask.dim() == 2 and mask.shape[1] == key.shape[2])) and (
         positions is None or positions.dim() == 2
@@ -100,10 +100,10 @@ def _has_ends(kwargs: dict[str, Any]) -> bool:
 
 
 def _segments(query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """`[B, S]` by padding if there is some, else by where sequences end, else by positions of a single row.
+    """Return segments `[B, S]` from padding if there is any, else from boundaries, else from positions of a single row.
 
-    transformers lets a sequence begin wherever a position is zero, here; by its masks, wherever positions do not grow
-    by one. A mask without padding counts as none.
+    As in transformers' flash attention, a sequence starts wherever a position is zero; in its masks one starts wherever
+    positions do not grow by one. A mask without padding is ignored.
     """
     batch, _, tokens, _ = query.shape
     positions: torch.Tensor | None = kwargs.get("position_ids")
@@ -119,14 +119,14 @@ def _segments(query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, 
 
 
 def _register() -> None:
-    for interface, before, now in (
+    for interface, original, wrapped in (
         (AttentionInterface, _attention, flash_attention_forward),
         (AttentionMaskInterface, _mask, flash_attention_mask),
     ):
         for name, function in list(interface._global_mapping.items()):
-            if function is before:
-                interface.register(name, now)
-    hub_kernels.flash_attention_forward = flash_attention_forward  # what kernels from the hub are registered with
+            if function is original:
+                interface.register(name, wrapped)
+    hub_kernels.flash_attention_forward = flash_attention_forward  # for kernels from the hub, registered later
 
 
 _register()

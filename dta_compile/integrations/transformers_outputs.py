@@ -1,7 +1,7 @@
-"""transformers' recording of layers' outputs (router logits, hidden states) without a graph break.
+"""Avoid the graph break where transformers starts to record outputs of layers (router logits, hidden states).
 
-The first call that asks for such outputs installs hooks on the layers, under a lock, at which Dynamo breaks the graph.
-While it traces for this backend the hooks are installed at once instead, and what follows sees them.
+The first call that requests such outputs installs hooks on the layers under a lock, at which Dynamo breaks the graph.
+When Dynamo traces for this backend, the hooks are installed during the trace instead, so that the rest of it sees them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from transformers.utils import output_capturing
 
 from dta_compile.integrations.tracing import traces_for_this_backend
 
-# Functions that Dynamo calls at once may take modules since torch 2.13. Before that, and where transformers has no such
-# function, the graph breaks.
+# Functions that Dynamo calls while tracing may take modules since torch 2.13. Before that, or without this function of
+# transformers, the graph breaks.
 TAKES_MODULES = torch.__version__ >= "2.13"
 _install = getattr(output_capturing, "maybe_install_capturing_hooks", None)
 
@@ -27,7 +27,7 @@ def _install_while_tracing(model: Any) -> None:
 
 
 def maybe_install_capturing_hooks(model: Any) -> None:
-    """Install the hooks of a model that has none yet."""
+    """Install the hooks of a model that has none yet, during the trace if Dynamo traces for this backend."""
     if torch.compiler.is_compiling() and traces_for_this_backend():
         _install_while_tracing(model)
     else:

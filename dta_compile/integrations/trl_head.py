@@ -1,9 +1,9 @@
-"""TRL's fused LM head, where Dynamo traces for this backend.
+"""TRL's fused LM head in graphs for this backend.
 
-The head's kernel ends a graph, and scores rows one by one. In a graph for the tree it is spelled out as what it
-computes: only tokens whose label counts are scored, those that rollouts share once, and for a large vocabulary the
-pass `lm_head` makes blocks again. Elsewhere TRL's own kernel runs. Importing the module puts the stand-in in place;
-`registration` does when TRL is there.
+The head's kernel breaks the graph, and would score the tokens that rows share once per row. In graphs for this backend
+plain operators replace it. They are computed only for tokens whose label counts, once where rows share them, and for a
+large vocabulary in blocks again (pass `lm_head`). Elsewhere TRL's own kernel runs. Importing this module installs the
+replacement; `registration` imports it with TRL.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dta_compile.integrations.tracing import traces_for_this_backend
 
 __all__: list[str] = []
 
-# Columns of the vocabulary that the most likely token is looked for in at a time, so that nothing of [tokens, V] is
-# alive because of a metric. Less than the pass `lm_head` takes for a head.
+# Columns of the vocabulary per block in the search for the most likely token, so that a metric keeps no [tokens, V]
+# tensor alive. Less than the smallest vocabulary that the pass `lm_head` takes for a head.
 BLOCK = 2**14
-# The arguments of the kernel, and its results, that are understood.
+# Supported number of arguments of the kernel, and supported results.
 ARGUMENTS = 9
 RESULTS = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"}
 
@@ -32,11 +32,11 @@ _use_triton_of_trl = getattr(utils, "_use_triton", None)
 
 
 class ChunkedLogProb:
-    """Has the place of TRL's autograd function."""
+    """Replacement for TRL's autograd function."""
 
     @staticmethod
     def apply(*args: Any) -> Any:
-        """The per-token values of TRL's head, see `head`."""
+        """Compute the per-token values of TRL's head by `head` in graphs for this backend, else by TRL's kernel."""
         if (
             torch.compiler.is_compiling()
             and traces_for_this_backend()
@@ -59,19 +59,19 @@ def head(
     scale: float,
     wanted: tuple[str, ...],
 ) -> Results:
-    """What TRL's kernel computes, with statistics in float32 as there.
+    """Compute the results of TRL's kernel by plain operators, with statistics in float32 as there.
 
     Args:
         hidden: `[N, H]`.
-        weight, bias: `[V, H]` and perhaps `[V]`, of the head.
+        weight, bias: `[V, H]` and `[V]` or None, of the head.
         targets: `[N]` tokens.
         temperature, softcap, scale: logits are `softcap * tanh(scale * product / softcap) / temperature`.
-        chunk_size: of the kernel; has no meaning here.
-        wanted: names of the results that are computed.
+        chunk_size: an argument of the kernel; ignored.
+        wanted: names of the results to compute.
 
     Returns:
         `[N]` each: log-probs of the targets, entropies, `log sum p^2`, mean logits and whether the target is the most
-        likely token; None for what is not wanted. Only the first two have gradients.
+        likely token; None for results that are not wanted. Only the first two have gradients.
     """
     logits = functional.linear(hidden, weight, bias).float()
     if scale != 1.0:
@@ -81,7 +81,7 @@ def head(
     if temperature != 1.0:
         logits = logits / temperature
     logp = logits.log_softmax(-1)
-    found = logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    target_logp = logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     entropy = -(logp.exp() * logp).sum(-1) if "entropy" in wanted else None
     squares = (2 * logp.detach()).logsumexp(-1) if "log_sum_sq_probs" in wanted else None
     mean = None
@@ -90,18 +90,18 @@ def head(
     elif "mean_logits" in wanted:
         mean = _mean_product(hidden, weight, bias) * (scale / temperature)
     is_top = _most_likely(hidden, weight, bias) == targets if "is_top1" in wanted else None
-    return found, entropy, squares, mean, is_top
+    return target_logp, entropy, squares, mean, is_top
 
 
 def _mean_product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`[N]`: the mean over the vocabulary of the products, without these: the product with the mean row."""
+    """Return the mean logits over the vocabulary `[N]`, as the product with the mean row of the weight."""
     column = weight.detach().mean(0, keepdim=True)
     shift = None if bias is None else bias.detach().mean(0, keepdim=True)
     return functional.linear(hidden.detach(), column, shift).float().squeeze(-1)
 
 
 def _most_likely(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`[N]`: the token with the largest product, the first of several; scale, soft cap and temperature keep order."""
+    """Return the first token with the largest product `[N]`; scale, soft cap and temperature keep the order."""
     hidden, weight = hidden.detach(), weight.detach()
     best: torch.Tensor | None = None
     token = None
@@ -118,8 +118,7 @@ def _most_likely(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def use_triton(device: torch.device) -> bool:
-    """Whether TRL selects the rows whose label counts before its kernel: not in a graph of ours, which skips the
-    others itself."""
+    """Return whether TRL selects the rows whose label counts before its kernel; our graphs skip the others anyway."""
     assert _use_triton_of_trl is not None
     if torch.compiler.is_compiling() and traces_for_this_backend():
         return False
@@ -127,6 +126,6 @@ def use_triton(device: torch.device) -> bool:
     return selects
 
 
-if _kernel_of_trl is not None and _use_triton_of_trl is not None:  # older releases have none
+if _kernel_of_trl is not None and _use_triton_of_trl is not None:  # missing in older releases
     utils._ChunkedLogProbFunction = ChunkedLogProb
     utils._use_triton = use_triton

@@ -1,9 +1,9 @@
-"""verl trains over prefix trees: an engine for its registry, chosen by `strategy: dta` in the configuration.
+"""Training engine for verl over prefix trees, selected by `strategy: dta` in the configuration.
 
-verl imports this module through the entry-point group "verl.plugins". The engine is verl's FSDP engine with FSDP2, but
-for three things: a mini-batch of a rank (or all that log-probs are asked of) is one micro-batch, so that prefixes are
-shared across all of it; log-probs and entropies come from one compiled function, so that no logits are returned; and
-nothing is checkpointed, as what is recomputed is the plan's own decision. The loss, its normalisation, gradient
+verl imports this module through the entry-point group "verl.plugins". The engine is verl's FSDP engine with FSDP2,
+except for three points: a rank's mini-batch (or all rows whose log-probs are computed) is one micro-batch, so that all
+its rows share prefixes; log-probs and entropies come from one compiled function, so that no logits are returned; and
+gradient checkpointing is off, since the plan decides about recomputation. The loss, its normalisation, gradient
 clipping, the optimiser, offloading and checkpoints are verl's.
 
 verl is imported here only. Supported: 0.9.1.
@@ -34,7 +34,7 @@ from dta_compile.options import Options
 logger = logging.getLogger("dta_compile")
 
 DEVICES = ["cuda", "cpu"]
-# Values per token that verl asks for besides log-probs, by the setting that asks; the names of its own outputs.
+# Names of per-token outputs of verl besides log-probs, by the setting that requests them.
 EXTRA_VALUES = {"calculate_entropy": "entropy", "calculate_sum_pi_squared": "sum_pi_squared"}
 INPUTS = {"input_ids", "attention_mask", "position_ids"}
 LEAST_TEMPERATURE = 1e-8  # verl's
@@ -44,7 +44,7 @@ Values = dict[str, torch.Tensor]
 
 @dataclasses.dataclass
 class DTAEngineConfig(FSDPEngineConfig):
-    """verl's configuration of FSDP with the options of the backend, for those who set some.
+    """verl's FSDP configuration, extended by options of the backend.
 
     Attributes:
         dta: options of `torch.compile(..., backend="dta", options=...)`.
@@ -54,7 +54,7 @@ class DTAEngineConfig(FSDPEngineConfig):
     dta: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        EngineConfig.__post_init__(self)  # FSDP's own asks for a strategy of its own
+        EngineConfig.__post_init__(self)  # FSDP's own method rejects this strategy
         _only("strategy", self.strategy, "dta", "leave it out")
         Options.parse(self.dta)
 
@@ -70,9 +70,9 @@ class DTAEngine(FSDPEngineWithLMHead):
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         _check_settings(model_config, engine_config)
         engine_config = copy.copy(engine_config)
-        object.__setattr__(engine_config, "strategy", "fsdp2")  # how the module is wrapped; the field is frozen
+        object.__setattr__(engine_config, "strategy", "fsdp2")  # how the module is wrapped; a frozen dataclass
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
-        self.pad_to_length = False  # sizes that repeat save others a compilation; here padding only costs
+        self.pad_to_length = False  # only saves other engines recompilations
 
     def initialize(self) -> None:
         super().initialize()
@@ -87,7 +87,7 @@ class DTAEngine(FSDPEngineWithLMHead):
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        """As verl's, with all rows in one micro-batch."""
+        """Run verl's method with all rows in one micro-batch."""
         whole = data.copy()
         group = tensordict_utils.get_non_tensor_data(data=data, key="force_group_size", default=1)
         tensordict_utils.assign_non_tensor(
@@ -96,7 +96,7 @@ class DTAEngine(FSDPEngineWithLMHead):
         return super().forward_backward_batch(whole, loss_function, forward_only=forward_only)
 
     def forward_step(self, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool) -> Any:
-        """Loss of a micro-batch, with gradients, and what verl reports of it."""
+        """Return the loss of a micro-batch, with its graph, and the outputs and metrics that verl reports."""
         micro_batch = micro_batch.to(get_device_id())
         inputs, of_inputs = self.prepare_model_inputs(micro_batch=micro_batch)
         _check_data(micro_batch, inputs)
@@ -110,13 +110,13 @@ class DTAEngine(FSDPEngineWithLMHead):
         return loss, {"model_output": detach_tree(values), "loss": loss.detach().item(), "metrics": metrics}
 
     def _values(self, micro_batch: Any, inputs: dict[str, Any], of_inputs: dict[str, Any]) -> Values:
-        """By name, the values of all tokens as verl returns them: nested, a row for each sequence."""
+        """Return per-token values by name in verl's layout: nested tensors with one row per sequence."""
         extra = tuple(name for asks, name in EXTRA_VALUES.items() if _flag(micro_batch, asks))
         offsets = micro_batch["input_ids"].offsets()
         rows = _Rows.of(inputs, of_inputs, offsets)
-        found = self.token_values(inputs, rows.labels, rows.temperature, extra)
+        values = self.token_values(inputs, rows.labels, rows.temperature, extra)
         return {
-            name: torch.nested.nested_tensor_from_jagged(rows.flat(value), offsets) for name, value in found.items()
+            name: torch.nested.nested_tensor_from_jagged(rows.flat(value), offsets) for name, value in values.items()
         }
 
     def _build_module(self) -> nn.Module:
@@ -129,7 +129,7 @@ class DTAEngine(FSDPEngineWithLMHead):
 
     def _build_lora_module(self, module: nn.Module) -> nn.Module:
         module = super()._build_lora_module(module)
-        module.disable_input_require_grads()  # type: ignore[operator]  # only checkpointing needs them
+        module.disable_input_require_grads()  # type: ignore[operator]  # only needed for checkpointing
         return module
 
     @contextlib.contextmanager
@@ -143,7 +143,7 @@ class DTAEngine(FSDPEngineWithLMHead):
 
 @EngineRegistry.register(model_type="value_model", backend="dta", device=DEVICES)
 class NoValueEngine(BaseEngine):
-    """Says what to do instead; without it verl would say that there is no such backend."""
+    """Raise an error that names the alternative; without it verl would report an unknown backend."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         _only(
@@ -152,12 +152,12 @@ class NoValueEngine(BaseEngine):
 
 
 class _Rows(NamedTuple):
-    """A micro-batch in the layout of the model's inputs: one packed row, or padded ones.
+    """A micro-batch in the layout of the model's inputs: one packed row or padded rows.
 
     Attributes:
-        labels: `[1, T]` or `[B, S]`, the next token.
+        labels: `[1, T]` or `[B, S]`, the next tokens.
         temperature: `[1, T, 1]` or `[B, 1, 1]`; None: 1.
-        mask: `[B, S]`, 1 on tokens; None: there is no padding.
+        mask: `[B, S]`, 1 at tokens; None: no padding.
     """
 
     labels: torch.Tensor
@@ -166,7 +166,7 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any], of_inputs: Mapping[str, Any], offsets: torch.Tensor) -> _Rows:
-        """From what verl's `prepare_model_inputs` returns."""
+        """Build from the results of verl's `prepare_model_inputs`."""
         labels, mask = of_inputs["input_ids_rmpad_rolled"], inputs["attention_mask"]
         if mask is None:
             labels, temperature = labels[None], of_inputs["temperature_rmpad"][None, :, None]
@@ -178,7 +178,7 @@ class _Rows(NamedTuple):
         return cls(labels, None if is_one else temperature.clamp(min=LEAST_TEMPERATURE), mask)
 
     def flat(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of these rows as `[T]`, one sequence after the other."""
+        """Flatten values of these rows to `[T]`, one sequence after the other, without padding."""
         return values[0] if self.mask is None else values[self.mask.bool()]
 
 
@@ -189,7 +189,7 @@ def _token_values(
     temperature: torch.Tensor | None,
     extra: tuple[str, ...],
 ) -> Values:
-    """What is compiled: written so that no chunk has logits either, where the vocabulary is large."""
+    """Compute per-token values; compiled, and written so that no chunk has logits where the vocabulary is large."""
     logits = module(**inputs, use_cache=False).logits.float()
     if temperature is not None:
         logits = logits / temperature
@@ -203,7 +203,7 @@ def _token_values(
 
 
 def _check_settings(model: Any, engine: Any) -> None:
-    """Refuse what the engine would not do as verl's own does."""
+    """Raise `OptionError` for settings that this engine does not support."""
     for name, value, accepted, instead in (
         (
             "fsdp_config.ulysses_sequence_parallel_size",

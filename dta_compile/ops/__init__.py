@@ -1,4 +1,4 @@
-"""Operators of our own, which passes and runtime speak of: loaded together, so before whatever names one."""
+"""Custom operators of the library `dta`. Importing this package registers all of them."""
 
 from dta_compile.ops import (
     attention,

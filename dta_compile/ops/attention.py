@@ -1,11 +1,10 @@
-"""Attention as a mixer: its operators over a batch, which compute, and those over a chunk, which exist to be traced.
+"""Attention as a mixer: operators over a batch, which compute, and operators over a chunk, which are only traced.
 
-Over a batch (`attention_call`, and with a sink for every head `sink_attention_call`) an operator takes all that says
-who attends to whom, see `Masking`; `ops.dense_attention` computes it. Over a chunk it carries the layer's number, and
-the `joint` pass turns it into a call on the runtime's path stack, which holds the keys and values of the tokens before
-the chunk.
+Over a batch (`attention_call`, or `sink_attention_call` with sinks) an operator takes all arguments of `Masking`, and
+`ops.dense_attention` computes it. Over a chunk it takes the layer's number, and the `joint` pass turns it into a call
+on the runtime's path stack, which holds the keys and values of the tokens before the chunk.
 
-A *sink* is a number for each head that takes part in the softmax as the score of one more key, whose value is zero.
+A *sink* is, for each head, the score of an additional key in the softmax, whose value is zero.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ SCORING = "float scale, float softcap"
 
 
 class Masking(NamedTuple):
-    """The arguments of an operator over a batch that follow its operands.
+    """The arguments of an operator over a batch after its operands.
 
     Attributes:
-        mask: `[B, 1, S, S]` or what broadcasts to it: where it allows, bool, or what is added to the scores.
-        is_causal: tokens attend to none after them.
-        segments: `[B, S]` integers or bool: tokens attend to those of their own number only, and to none of number 0.
-        window: tokens attend to so many, themselves included; 0: to any number.
-        scale: of the scores, positive.
-        softcap: scaled scores `s` become `softcap * tanh(s / softcap)`; 0: they stay.
+        mask: broadcastable to `[B, 1, S, S]`: bool, True where attention is allowed, or a bias added to the scores.
+        is_causal: tokens attend to no later token.
+        segments: `[B, S]` integers or bool: tokens attend only to tokens of their own number, and to none of number 0.
+        window: number of tokens attended to, including the token itself; 0: unlimited.
+        scale: factor of the scores, positive.
+        softcap: scaled scores `s` become `softcap * tanh(s / softcap)`; 0: no soft cap.
     """
 
     mask: Any
@@ -46,7 +45,7 @@ class Masking(NamedTuple):
 
     @classmethod
     def causal(cls, scale: Any, softcap: Any) -> Masking:
-        """Without anything but the order of tokens."""
+        """Return the arguments of plain causal attention."""
         return cls(None, True, None, 0, scale, softcap)
 
 
@@ -106,29 +105,17 @@ ATTENTION_MIXERS = (ATTENTION_MIXER, SINK_ATTENTION_MIXER)
 # Over a batch
 
 
-@torch.library.impl("dta::attention_call", "CompositeExplicitAutograd", lib=LIBRARY)
 def _attention_call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *masking: Any) -> torch.Tensor:
     return attend(query, key, value, None, *masking)
 
 
-@torch.library.impl("dta::sink_attention_call", "CompositeExplicitAutograd", lib=LIBRARY)
-def _sink_attention_call(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, *masking: Any
-) -> torch.Tensor:
-    return attend(query, key, value, sinks, *masking)
-
-
-@torch.library.impl("dta::dense_attention_backward", "CompositeExplicitAutograd", lib=LIBRARY)
-def _dense_attention_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    return attend_backward(*arguments)
+LIBRARY.impl("attention_call", _attention_call, "CompositeExplicitAutograd")
+LIBRARY.impl("sink_attention_call", attend, "CompositeExplicitAutograd")
+LIBRARY.impl("dense_attention_backward", attend_backward, "CompositeExplicitAutograd")
 
 
 def _call_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> torch.Tensor:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
-
-
-for _name in ("attention_call", "sink_attention_call"):
-    torch.library.register_fake(f"dta::{_name}", _call_fake, lib=LIBRARY)
 
 
 @torch.library.register_fake("dta::dense_attention_backward", lib=LIBRARY)
@@ -159,6 +146,7 @@ def _call_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 for _name in ("attention_call", "sink_attention_call"):
+    torch.library.register_fake(f"dta::{_name}", _call_fake, lib=LIBRARY)
     torch.library.register_autograd(f"dta::{_name}", _call_backward, setup_context=_save_call, lib=LIBRARY)
 
 
@@ -166,15 +154,17 @@ for _name in ("attention_call", "sink_attention_call"):
 
 
 def empty_by_tokens(like: torch.Tensor, width: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor as `by_tokens` returns them, with the sizes and dtype of `like` but for those that are given."""
+    """Allocate a tensor in the layout of `by_tokens`, with the sizes and dtype of `like` or those given."""
     batch, heads, tokens, features = like.shape
     shape = (batch, tokens, heads, features if width is None else width)
     return like.new_empty(shape, dtype=dtype or like.dtype).transpose(1, 2)
 
 
 def by_tokens(tensor: torch.Tensor) -> torch.Tensor:
-    """`[1, H, c, D]` with the heads of a token next to each other, as all that attention of a chunk returns: products
-    before and after it take `[c, H * D]`. Copied if it lies otherwise."""
+    """Return `[1, H, c, D]` with the heads of a token adjacent in memory, copied if necessary.
+
+    Attention of a chunk returns all tensors in this layout, since products around it take `[c, H * D]`.
+    """
     (_, heads, _, width), (_, of_head, of_token, of_feature) = tensor.shape, tensor.stride()
     if of_feature == 1 and of_head == width and of_token == heads * width:
         return tensor
@@ -191,11 +181,6 @@ def _backward_fake(layer: int, grad: torch.Tensor, *arguments: Any) -> Any:
     return (*map(empty_by_tokens, operands[:3]), *(sinks.new_empty(sinks.shape) for sinks in operands[3:]))
 
 
-for _mixer, _name in zip(ATTENTION_MIXERS, ("attention", "sink_attention"), strict=True):
-    torch.library.register_fake(f"dta::{_name}", _chunk_fake, lib=LIBRARY)
-    torch.library.register_fake(f"dta::{_name}_backward", _backward_fake, lib=LIBRARY)
-
-
 def _save_chunk(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.layer, *operands, ctx.scale, ctx.softcap = inputs
     ctx.save_for_backward(*operands, *output)
@@ -208,4 +193,6 @@ def _chunk_backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
 
 
 for _name in ("attention", "sink_attention"):
+    torch.library.register_fake(f"dta::{_name}", _chunk_fake, lib=LIBRARY)
+    torch.library.register_fake(f"dta::{_name}_backward", _backward_fake, lib=LIBRARY)
     torch.library.register_autograd(f"dta::{_name}", _chunk_backward, setup_context=_save_chunk, lib=LIBRARY)

@@ -1,8 +1,8 @@
-"""Calls that are kept whole: a user's `torch.autograd.Function`, whose backward need not be its forward's derivative.
+"""Opaque calls of a user's `torch.autograd.Function`, whose backward need not be the derivative of its forward.
 
-While lowering, such a call is traced as one opaque operator over its tensors; afterwards it is a submodule of the graph
-that runs the function with the user's own backward. There is no token-wise rule for it: on values of tokens it lands in
-the epilogue, and on weights alone in the token region, as any other operator on weights does.
+Lowering traces such a call as one opaque operator over its tensors; afterwards a submodule of the graph runs the
+function with the user's own backward. It has no token rule: a call on values of tokens lands in the epilogue, and a
+call on weights alone in the token region, like any other operator on weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import fx
 
 from dta_compile.ops.library import DrawCapture
 
-# The calls of the graph being lowered now; the operator carries a position in this list.
+# The calls in the graph that is being lowered; the operator's `index` is a position in this list.
 _calls: list[AutogradFunctionCall] = []
 
 LIBRARY = torch.library.Library("dta_opaque", "DEF")
@@ -25,7 +25,7 @@ CALL = torch.ops.dta_opaque.call.default
 
 
 class AutogradFunctionCall(torch.nn.Module):
-    """One application of a custom autograd function, with the autocast state that it was captured under."""
+    """One application of a custom autograd function, with the autocast state at its capture."""
 
     def __init__(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         super().__init__()
@@ -36,10 +36,10 @@ class AutogradFunctionCall(torch.nn.Module):
         self.template = [_placeholder(arg) for arg in self.template]
         self.present: list[bool] = []
         self.returns_tuple = False
-        self.draws = self._is_impure = False  # the second name is torch's: such a call is kept although unused
+        self.draws = self._is_impure = False  # FX keeps unused calls of modules with `_is_impure`
 
     def forward(self, tensors: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        """The function's outputs that are tensors, under ordinary autograd."""
+        """Run the function under ordinary autograd; return its tensor outputs."""
         device, dtype, enabled = self.autocast
         with torch.autocast(device, dtype, enabled):
             arguments = self._arguments(tensors, sizes)
@@ -49,7 +49,7 @@ class AutogradFunctionCall(torch.nn.Module):
         return [result for result in _as_tuple(results) if isinstance(result, torch.Tensor)]
 
     def shapes(self, tensors: list[torch.Tensor], sizes: list[Any]) -> list[torch.Tensor]:
-        """The same for fake tensors, remembering which outputs are tensors."""
+        """Run the forward on fake tensors, and record which outputs are tensors and whether it is random."""
         with DrawCapture() as draws:
             results, _ = fx.Interpreter(self.forward_graph).run(*self._arguments(tensors, sizes))
         self.draws = self._is_impure = bool(draws.results)
@@ -64,19 +64,19 @@ class AutogradFunctionCall(torch.nn.Module):
 
 
 def capture(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Trace one application as an opaque operator; returns what the function returns."""
+    """Trace one application as an opaque operator; return the function's results."""
     call = AutogradFunctionCall(arguments, keywords)
     _calls.append(call)
     tensors = [arg for arg in arguments if isinstance(arg, torch.Tensor)]
     sizes = [arg for arg in arguments if isinstance(arg, torch.SymInt)]
-    found = iter(CALL(tensors, sizes, len(_calls) - 1))
-    results = tuple(next(found) if present else None for present in call.present)
+    tensor_results = iter(CALL(tensors, sizes, len(_calls) - 1))
+    results = tuple(next(tensor_results) if present else None for present in call.present)
     return results if call.returns_tuple else results[0]
 
 
 @contextlib.contextmanager
 def captured() -> Iterator[None]:
-    """In which graphs are traced and embedded; calls of one that fails half-way are forgotten."""
+    """Scope for tracing a graph and embedding its calls; clears the calls also after a failure."""
     try:
         yield
     finally:
@@ -89,7 +89,7 @@ def _call_fake(tensors: list[torch.Tensor], sizes: list[Any], index: int) -> lis
 
 
 def embed(module: fx.GraphModule) -> None:
-    """Turn the opaque operators of a lowered graph into submodules."""
+    """Replace the opaque operators of a lowered graph by calls of submodules."""
     for node in list(module.graph.nodes):
         if node.target is CALL:
             name = f"autograd_function_{node.args[2]}"

@@ -1,4 +1,4 @@
-"""`dta_compile.attention`: causal attention that says in words of its own who attends to whom."""
+"""`dta_compile.attention`: causal attention with arguments instead of a mask."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def attention(
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention; over the prefix tree in what the backend "dta" compiles, of a dense batch anywhere else.
+    """Compute causal attention: over the prefix tree in functions compiled with the backend "dta", else densely.
 
-    No `[S, S]` mask is made either way, and a compiled program has no mask that would have to be proven.
+    Neither materialises an `[S, S]` mask, and a compiled program has no mask that must be proven causal.
 
     Args:
         query: `[B, Hq, S, D]`.
         key, value: `[B, Hkv, S, D]` and `[B, Hkv, S, Dv]`; Hq is a multiple of Hkv.
-        segments: `[B, S]` integers or truth values. A token attends to those of its own number only: the numbers of the
-            sequences in packed rows. Number 0 is padding, to which none attends: a padding mask has all it needs.
-        window: a token attends to itself and the `window - 1` tokens before it; None: to all before it.
+        segments: `[B, S]` integers or bools, the numbers of the sequences in packed rows. A token attends only to
+            tokens with its own number. Number 0 is padding, to which no token attends, so a padding mask works too.
+        window: a token attends to itself and the `window - 1` tokens before it; None: to all tokens before it.
         softcap: scaled scores `s` become `softcap * tanh(s / softcap)`.
-        sinks: `[Hq]` a number for each head that takes part in the softmax as the score of one more key, of value zero.
-        scale: of the scores; None: `D ** -0.5`.
+        sinks: `[Hq]`, for each head the score of an additional key in the softmax, whose value is zero.
+        scale: factor of the scores; None: `D ** -0.5`.
 
     Returns:
         `[B, Hq, S, Dv]`; next to zero where a token attends to nothing.
 
     Raises:
-        OptionError: sizes that do not fit, or a window, soft cap or scale that is not positive.
+        OptionError: sizes do not fit, or a window, soft cap or scale is not positive.
     """
     _require_sizes(query, key, value, segments, sinks)
     for name, number in (("window", window), ("softcap", softcap), ("scale", scale)):
@@ -59,7 +59,7 @@ def attention(
 def call(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, masking: Masking
 ) -> torch.Tensor:
-    """The operator over a batch."""
+    """Call the operator over a batch."""
     if masking.mask is not None and masking.mask.requires_grad and torch.is_grad_enabled():
         raise OptionError(
             "a learned mask of attention gets no gradient here",
@@ -80,12 +80,12 @@ def attention_tokens_first(
     scale: float | None,
     softcap: float,
 ) -> torch.Tensor:
-    """The operator over `[B, S, H, D]`, as flash attention has it; with `ends` over one row of sequences `[S, H, D]`.
+    """Call the operator with flash attention's layout `[B, S, H, D]`; with `ends` for packed sequences `[S, H, D]`.
 
     Args:
         ends: see `segments_by_ends`.
         window, softcap: as in `Masking`.
-        scale: of the scores; None: `D ** -0.5`.
+        scale: factor of the scores; None: `D ** -0.5`.
     """
     segments = None
     if ends is not None:
@@ -99,10 +99,10 @@ def attention_tokens_first(
 
 
 def segments_by_ends(ends: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
-    """`[B, S]` numbers of the sequences, from 1 on, for `ends` `[n + 1]`: zero, and where each ends in the batch."""
-    places = torch.arange(batch * tokens, device=ends.device)
-    found = torch.bucketize(places, ends[1:].to(places.dtype), right=True) + 1
-    return found.view(batch, tokens)
+    """Return sequence numbers `[B, S]`, from 1 on, for cumulative sequence lengths `ends` `[n + 1]`, from 0 on."""
+    positions = torch.arange(batch * tokens, device=ends.device)
+    segments = torch.bucketize(positions, ends[1:].to(positions.dtype), right=True) + 1
+    return segments.view(batch, tokens)
 
 
 def _require_sizes(

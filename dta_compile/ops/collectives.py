@@ -1,16 +1,15 @@
-"""What ranks do together that split a model's features (tensor parallelism): operators with derivatives of their own.
+"""Differentiable collectives for tensor parallelism, in which ranks split a model's features.
 
-Values are of two kinds: the same on all ranks, or a part of them, or of a sum, on each. As in Megatron-LM (Shoeybi et
-al. 2019, section 3) the gradient of a value that is the same on all ranks is the same on all of them, too, and that of
-a part is the part of the gradient:
+A value is either replicated on all ranks, or sharded, or a partial sum. As in Megatron-LM (Shoeybi et al. 2019, section
+3) the gradient of a replicated value is replicated, and the gradient of a shard is the shard of the gradient:
 
-    sum_over_ranks    terms of a sum -> the sum              its derivative is the identity
-    same_on_ranks     the identity, where parts of a product are next: its derivative is the sum over ranks
-    gather_features   parts of the last dimension -> all     its derivative is the own part
-    own_features      all of the last dimension -> the part  its derivative gathers
-    embedding_part    rows of a table of which each rank has a part; zeros for the ids of other ranks
+    sum_over_ranks    partial sums -> their sum, replicated       backward: the identity
+    same_on_ranks     the identity, before a sharded product      backward: the sum over ranks
+    gather_features   shards of the last dimension -> all of it   backward: the own shard
+    own_features      the last dimension -> its own shard         backward: gathers
+    embedding_part    rows of a table sharded by rows; zeros for ids on other ranks
 
-All of them treat every token by itself. A process group goes by its name, under which `known_as` has noted it.
+All of them are token-wise. A process group is passed by its name, after `known_as` has registered it.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ SAME_ON_RANKS = torch.ops.dta.same_on_ranks.default
 GATHER_FEATURES = torch.ops.dta.gather_features.default
 OWN_FEATURES = torch.ops.dta.own_features.default
 EMBEDDING_PART = torch.ops.dta.embedding_part.default
-# Of which ranks wait for one another, in the forward or in the backward.
+# Operators that communicate in the forward or in the backward.
 COLLECTIVES = frozenset({SUM_OVER_RANKS, SAME_ON_RANKS, GATHER_FEATURES, OWN_FEATURES})
-# The same for all entries, or all but the last dimension's.
+# Operators that are pointwise, or pointwise except along the last dimension.
 ENTRY_BY_ENTRY = frozenset({SUM_OVER_RANKS, SAME_ON_RANKS})
 ALONG_THE_LAST = frozenset({GATHER_FEATURES, OWN_FEATURES})
 
 
 def known_as(group: Any) -> str:
-    """The name by which operators know a process group from now on."""
+    """Register a process group; return the name that operators take."""
     name = str(group.group_name)
     _groups[name] = group
     return name
@@ -77,7 +76,7 @@ def _embedding_part(weight: torch.Tensor, ids: torch.Tensor, first: int, padding
 
 
 def _rows_of_part(ids: torch.Tensor, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the part for ids of the table, and which ids other ranks have."""
+    """Return the rows of ids in this rank's shard, and a mask of the ids on other ranks."""
     is_other = (ids < first) | (ids >= first + size)
     return (ids - first).masked_fill(is_other, 0), is_other
 

@@ -1,7 +1,7 @@
-"""Attention of a whole batch by plain math, a block of queries at a time: exact, and never `[S, S]` in memory.
+"""Dense attention over a batch in plain torch, one block of queries at a time: exact, without `[S, S]` in memory.
 
-What runs without the prefix tree runs here: generation and evaluation by `attn_implementation="dta"`, and the captured
-program that a compiled one is compared with.
+It serves calls without a prefix tree: generation and evaluation with `attn_implementation="dta"`, and the captured
+program in the self-check.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from dta_compile.ops.dtypes import statistics_dtype
 from dta_compile.ops.products import product_of_read
 
-MOST_PAIRS = 2**22  # scores of a block, of all sequences and heads
+MOST_PAIRS = 2**22  # scores of a block, over all sequences and heads
 LEAST_ROWS = 16  # queries of a block
 
 
 class _Block(NamedTuple):
-    """Queries `[first, last)` against keys `[low, high)`; `allowed` says which pairs, `[B or 1, 1 or H, 1, q, k]`."""
+    """Queries `[first, last)` against keys `[low, high)`; `allowed` is a mask `[B or 1, 1 or H, 1, q, k]`."""
 
     first: int
     last: int
@@ -29,29 +29,29 @@ class _Block(NamedTuple):
     bias: torch.Tensor | None
 
     def queries(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[..., S, D]` cut to the block's queries."""
+        """Slice `[..., S, D]` to the block's queries."""
         return tensor[..., self.first : self.last, :]
 
     def keys(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[..., S, D]` cut to the block's keys."""
+        """Slice `[..., S, D]` to the block's keys."""
         return tensor[..., self.low : self.high, :]
 
     def read(self, pairs: torch.Tensor) -> torch.Tensor:
-        """`[..., q, k]` with zeros where nothing is attended to."""
+        """Return `[..., q, k]` with zeros at pairs that are not allowed."""
         return pairs if self.allowed is None else pairs.masked_fill(~self.allowed, 0)
 
     def product(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """`weights [..., q, k] @ values`, of which what is not attended to leaves no trace."""
+        """Return `weights [..., q, k] @ values`, unaffected by NaN and infinity at keys that are not attended to."""
         return weights @ values if self.allowed is None else product_of_read(weights, values, self.allowed)
 
     def transposed_product(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The same with the transposed weights, over queries."""
+        """Return the same with transposed weights, a sum over queries."""
         return weights.mT @ values if self.allowed is None else product_of_read(weights.mT, values, self.allowed.mT)
 
 
 class _Scores(NamedTuple):
-    """Of a block: attention weights `[B, Hkv, g, q, k]`, those of the sinks `[B, Hkv, g, q]`, and the derivative of the
-    soft cap (1 without one)."""
+    """Attention weights of a block `[B, Hkv, g, q, k]`, weights of the sinks `[B, Hkv, g, q]`, and the derivative of
+    the soft cap; None without sinks or soft cap."""
 
     weights: torch.Tensor
     of_sinks: torch.Tensor | None
@@ -59,7 +59,7 @@ class _Scores(NamedTuple):
 
 
 class _Attention:
-    """One call. Heads of queries are grouped by the head of keys that they read: `[B, Hkv, g, S, D]`."""
+    """One call. Query heads are grouped by the key head that they read: `[B, Hkv, g, S, D]`."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class _Attention:
         self.scale, self.softcap = scale, softcap
 
     def grouped(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[B, Hq, ...]` as `[B, Hkv, g, ...]`."""
+        """View `[B, Hq, ...]` as `[B, Hkv, g, ...]`."""
         return tensor.unflatten(1, (self.kv_heads, -1))
 
     def blocks(self) -> Iterator[_Block]:
-        """The call in blocks, which have all keys that their queries attend to."""
+        """Yield blocks of queries, each with all keys that its queries attend to."""
         batch, kv_heads, groups, queries, _ = self.query.shape
         keys = self.key.shape[3]
         rows = max(LEAST_ROWS, MOST_PAIRS // max(batch * kv_heads * groups * keys, 1))
@@ -123,31 +123,31 @@ class _Attention:
         return (allowed if allowed.dim() else None), bias
 
     def scores(self, block: _Block) -> _Scores:
-        """Weights that sum to one with those of the sinks; zeros where a query attends to nothing."""
-        found = (block.queries(self.query).to(self.dtype) @ block.keys(self.key).to(self.dtype).mT) * self.scale
+        """Return weights that sum to one including those of the sinks; zeros where a query attends to nothing."""
+        scores = (block.queries(self.query).to(self.dtype) @ block.keys(self.key).to(self.dtype).mT) * self.scale
         slope = None
         if self.softcap:
-            tanh = (found / self.softcap).tanh()
-            found, slope = tanh * self.softcap, 1 - tanh.square()
+            tanh = (scores / self.softcap).tanh()
+            scores, slope = tanh * self.softcap, 1 - tanh.square()
         if block.bias is not None:
-            found = found + block.bias
+            scores = scores + block.bias
         if block.allowed is not None:
-            found = found.masked_fill(~block.allowed, float("-inf"))
-        logsumexp = found.logsumexp(-1)
+            scores = scores.masked_fill(~block.allowed, float("-inf"))
+        logsumexp = scores.logsumexp(-1)
         if self.sinks is not None:
             logsumexp = torch.logaddexp(logsumexp, self.sinks)
         base = logsumexp.masked_fill(logsumexp == float("-inf"), 0)
         of_sinks = None if self.sinks is None else (self.sinks - base).exp()
-        return _Scores(block.read((found - base[..., None]).exp()), of_sinks, slope)
+        return _Scores(block.read((scores - base[..., None]).exp()), of_sinks, slope)
 
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, *masking: object
 ) -> torch.Tensor:
-    """Attention `[B, Hq, S, Dv]` of query `[B, Hq, S, D]`, key `[B, Hkv, K, D]` and value `[B, Hkv, K, Dv]`.
+    """Return attention `[B, Hq, S, Dv]` of query `[B, Hq, S, D]`, key `[B, Hkv, K, D]` and value `[B, Hkv, K, Dv]`.
 
     Args:
-        sinks: `[Hq]`, if there are any.
+        sinks: `[Hq]` or None.
         masking: see `ops.attention.Masking`; a causal call has as many keys as queries.
     """
     call = _Attention(query, key, value, sinks, *masking)  # type: ignore[arg-type]
@@ -166,22 +166,22 @@ def attend_backward(
     sinks: torch.Tensor | None,
     *masking: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `attend`'s tensors; an empty one for sinks that are not there."""
+    """Return the gradients of `attend`'s tensors; that of the sinks is empty if there are none."""
     call = _Attention(query, key, value, sinks, *masking)  # type: ignore[arg-type]
     of_query = query.new_empty(query.shape, dtype=call.dtype)
     of_key, of_value = (tensor.new_zeros(tensor.shape, dtype=call.dtype) for tensor in (key, value))
     of_sinks = query.new_zeros(0 if sinks is None else sinks.shape, dtype=call.dtype)
     for block in call.blocks():
-        found, own = call.scores(block), call.grouped(block.queries(grad)).to(call.dtype)
-        block.keys(of_value).add_(block.transposed_product(found.weights, own).sum(2))
+        scores, own = call.scores(block), call.grouped(block.queries(grad)).to(call.dtype)
+        block.keys(of_value).add_(block.transposed_product(scores.weights, own).sum(2))
         of_weights = block.read(own @ block.keys(call.value).to(call.dtype).mT)
-        delta = (found.weights * of_weights).sum(-1)
-        of_scores = found.weights * (of_weights - delta[..., None]) * call.scale
-        if found.slope is not None:
-            of_scores = of_scores * found.slope
+        delta = (scores.weights * of_weights).sum(-1)
+        of_scores = scores.weights * (of_weights - delta[..., None]) * call.scale
+        if scores.slope is not None:
+            of_scores = of_scores * scores.slope
         of_scores = block.read(of_scores)
-        if found.of_sinks is not None:
-            of_sinks -= (found.of_sinks * delta).sum((0, 3)).flatten()
+        if scores.of_sinks is not None:
+            of_sinks -= (scores.of_sinks * delta).sum((0, 3)).flatten()
         key, query = block.keys(call.key).to(call.dtype), block.queries(call.query).to(call.dtype)
         block.queries(of_query).copy_(block.product(of_scores, key).flatten(1, 2))
         block.keys(of_key).add_(block.transposed_product(of_scores, query).sum(2))
@@ -190,14 +190,14 @@ def attend_backward(
 
 
 def _first_columns(segments: torch.Tensor | None) -> list[int] | None:
-    """For each query the first column that a query at or after it attends to; None: nobody knows."""
+    """Return for each query the first column that it or a later query attends to; None if segments do not increase."""
     if segments is None or not segments.numel():
         return None
     numbers = segments.to(torch.int64)
     highest = numbers.cummax(1).values
     if not bool(((numbers == highest) | (numbers == 0)).all()):
-        return None  # a number may come back
+        return None  # a segment number may occur again later
     columns = torch.arange(numbers.shape[1], device=numbers.device)
     begins = torch.where(torch.diff(highest, prepend=highest[:, :1]) != 0, columns, 0).cummax(1).values
-    found: list[int] = begins.amin(0).tolist()
-    return found
+    columns_by_query: list[int] = begins.amin(0).tolist()
+    return columns_by_query

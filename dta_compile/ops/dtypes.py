@@ -1,4 +1,4 @@
-"""Which dtype what is computed in."""
+"""Dtypes that operators compute in."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of log-sum-exps and of accumulated gradients: float32, or what is wider or complex."""
+    """Return the dtype of log-sum-exps and accumulated gradients: float32, or a wider or complex dtype."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_complex or dtype is torch.float64 else torch.float32
 
 
 def autocast(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Operands as autocast has them for its lower-precision list, on which opaque operators have to put themselves."""
+    """Cast operands as autocast does for operators on its lower-precision list; custom operators are not on it."""
     device = operands[0].device.type
-    # Asked about "meta", which has no autocast, torch raises; whether there is one Dynamo cannot trace in torch 2.11.
+    # For "meta" `is_autocast_enabled` raises, and Dynamo cannot trace `is_autocast_available` in torch 2.11.
     if device == "meta" or not torch.is_autocast_enabled(device):
         return operands
     dtype = torch.get_autocast_dtype(device)

@@ -1,14 +1,14 @@
-"""Products with the weights of experts: every token is multiplied by the matrices that it was routed to.
+"""Products with expert weights in a mixture of experts: each token is multiplied by the weights it was routed to.
 
-    dta::expert_linear(rows, expert, weight)              rows[p] @ weight[expert[p]].T at every place p
-    dta::expert_sum(rows, expert, scale, weight)          the same, times scale[p], summed over a token's experts
-    dta::expert_products(left, right, expert)             for every expert the sum of left[p] x right[p] over its places
+    dta::expert_linear(rows, expert, weight)              rows[s] @ weight[expert[s]].T at every (token, expert) slot s
+    dta::expert_sum(rows, expert, scale, weight)          the same, times scale[s], summed over a token's slots
+    dta::expert_products(left, right, expert)             for every expert the sum of left[s] x right[s] over its slots
 
-The last one is the gradient of weights; `dta::expert_products_` adds it to a sum, expert by expert, where it was hit.
-Places are those of `expert`, `[*tokens, k]` or of any other shape; what has a dimension less than that, `[*tokens, D]`,
-is the same for all k. A number that is no expert's is a place without one: zero in results, and no gradient.
+The last one is the gradient of the weights; `dta::expert_products_` accumulates it into experts that have slots.
+Slots are the entries of `expert`, `[*tokens, k]` or any other shape; operands with one dimension less, `[*tokens, D]`,
+are shared by all k slots. A slot whose number is no expert's gives zeros and gets no gradient.
 
-Nothing is dropped and no token looks at another, whatever the routes are: so these operators are token-wise.
+The operators are token-wise: experts have no capacity, so that no token depends on the routes of others.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def expert_linear(
     *,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """A linear layer whose weights every place chooses: dropless experts, over the prefix tree and anywhere else.
+    """Apply a linear layer with the weight of each slot's expert (dropless); works in compiled and in eager code.
 
     Args:
-        rows: `[*tokens, D]`, the same for all experts of a token, or `[*tokens, k, D]`.
-        expert: `[*tokens, k]` integers below E; others stand for no expert, and give zeros.
+        rows: `[*tokens, D]`, shared by all experts of a token, or `[*tokens, k, D]`.
+        expert: `[*tokens, k]` integers in `[0, E)`; other numbers mean no expert and give zeros.
         weight: `[E, O, D]`.
         bias: `[E, O]`.
         transposed: the weight is `[E, D, O]`.
@@ -60,7 +60,7 @@ def expert_linear(
     """
     _require_sizes(rows, expert, weight, bias, transposed)
     rows, weight = autocast(rows, weight)
-    expert = expert.to(torch.int64)  # numbers of experts and of places do not fit in a byte
+    expert = expert.to(torch.int64)  # expert and slot numbers may not fit in narrower types
     out: torch.Tensor = EXPERT_LINEAR(rows, expert, weight, transposed)
     return out if bias is None else out + _biases(bias, expert)
 
@@ -74,17 +74,17 @@ def expert_sum(
     *,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """What a token's experts give, weighted and summed: the second linear layer of a mixture of experts.
+    """Return the weighted sum of a token's expert outputs: the second linear layer of a mixture of experts.
 
-    Computes `(expert_linear(rows, ...) * scale[..., None]).sum(-2)` and holds neither product nor sum by expert.
+    Computes `(expert_linear(rows, ...) * scale[..., None]).sum(-2)` without saving the products for the backward.
 
     Args:
         rows: `[*tokens, k, D]`.
-        expert, weight, bias, transposed: as of `expert_linear`.
+        expert, weight, bias, transposed: as in `expert_linear`.
         scale: `[*tokens, k]` router weights.
 
     Returns:
-        `[*tokens, O]`, in the dtype that products with `scale` have.
+        `[*tokens, O]`, in the promoted dtype of products and `scale`.
 
     Raises:
         OptionError: sizes that do not fit.
@@ -103,7 +103,7 @@ def expert_sum(
 
 
 def _biases(bias: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
-    """`[*expert, O]`; zero at places without an expert."""
+    """Gather biases `[*expert, O]`; zeros at slots without an expert."""
     known = (expert >= 0) & (expert < bias.shape[0])
     found = torch.nn.functional.embedding(torch.where(known, expert, 0), bias)
     return torch.where(known[..., None], found, 0)
@@ -127,7 +127,7 @@ def _require_sizes(
 
 
 def _same(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two shapes are equal, asked size by size: sizes that are symbols are then found out about."""
+    """Return whether two shapes are equal; comparing size by size lets SymInts be guarded."""
     return len(one) == len(other) and all(a == b for a, b in zip(one, other, strict=True))
 
 
@@ -177,8 +177,11 @@ def _linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """With `g` of the sum: of a row `scale * g @ weight`, of its scale `rows . (g @ weight)`, which needs no product of
-    the forward; of weights the sum of `g x (scale * rows)`."""
+    """Return the gradients for the gradient `g` of the sum.
+
+    Of a row it is `scale * g @ weight`, of its scale `rows . (g @ weight)`, which needs no product of the forward, and
+    of the weight the sum of `g x (scale * rows)`.
+    """
     rows, expert, scale, weight = ctx.saved_tensors
     of_rows = of_scale = of_weight = None
     if ctx.needs_input_grad[0] or ctx.needs_input_grad[2]:

@@ -1,4 +1,4 @@
-"""The library `dta` of operators, and two that stand in graphs: gradients that stop, and a call that is refused."""
+"""The operator library `dta`, and its operators `stop_gradient` and `refused`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ LIBRARY = torch.library.Library("dta", "DEF")
 LIBRARY.define("stop_gradient(Tensor value) -> Tensor")
 STOP_GRADIENT = torch.ops.dta.stop_gradient.default
 
-# What a function of ours does not compute. A traced function cannot raise: Dynamo would end the graph there and run the
-# rest of it. So the operator is put in the way of a value that all results depend on: the backend raises its error for
-# the graph, and wherever it runs (in eager mode, by another backend) it raises itself.
+# A call that one of our functions refuses. A traced function cannot raise: Dynamo would break the graph there and
+# continue. Instead the operator is applied to a value that all results depend on: the backend raises its error for the
+# graph, and the operator itself raises if it runs (in eager mode, or under another backend).
 LIBRARY.define("refused(Tensor value, str what, str expected, str got, str hint) -> Tensor")
 REFUSED = torch.ops.dta.refused.default
 
@@ -37,18 +37,18 @@ def _refused_fake(value: torch.Tensor, what: str, expected: str, got: str, hint:
 
 
 def refused_calls(module: fx.GraphModule) -> list[fx.Node]:
-    """Return the nodes that call `REFUSED`, also inside of checkpoints."""
+    """Return the nodes that call `REFUSED`, also inside checkpoints."""
     parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
     return [node for part in parts for node in part.graph.find_nodes(op="call_function", target=REFUSED)]
 
 
 def is_random(operator: Any) -> bool:
-    """Whether an operator draws random numbers."""
+    """Return whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
 
 
 class DrawCapture(TorchDispatchMode):
-    """Collects the results of operators that draw: tracing would drop those that nothing uses."""
+    """Dispatch mode that collects the results of random operators, since tracing drops operators without uses."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,10 @@
-"""Token mixers: the operators by which tokens see those above them, and what stays on the path for that.
+"""Token mixers: the operators by which tokens read tokens above them in the prefix tree, and the state that needs.
 
-All else in a model treats every token by itself. A mixer is three operators: `call` over the whole batch, in lowered
-graphs; `chunk` and `backward` over one chunk, in executable graphs, where they become calls on the runtime's path. What
-stays on the path is either what some operands hold of each token, the mixer's *states*, which can be sliced: those of
-attention; or one *running state*, which every token changes, and which is kept at chosen depths: that of a recurrence.
-The chunks below read it there, and leave gradients for it. How a layer is computed is said in the runtime, see
-`runtime.calls.mixers`.
+All other operators of a model are token-wise. A mixer is three operators: `call` over the whole batch, in lowered
+graphs; `chunk` and `backward` over one chunk, in executable graphs, where they become calls on the runtime's path. The
+path holds either *states*, operands with a row per token, which can be sliced (keys and values of attention); or one
+*running state*, which every token updates and which is kept at chosen depths (a recurrence). Chunks below read them
+there, and leave gradients for them. The runtime decides how a layer is computed, see `runtime.calls.mixers`.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ BATCH, TOKENS = "batch", "tokens"
 
 
 class Operand(NamedTuple):
-    """A tensor argument of a mixer: its name, the word for several of it, and whether it stays on the path.
+    """A tensor argument of a mixer: its name, the plural for messages, and whether it stays on the path.
 
-    One that does not have tokens is the same for all of them, a parameter for instance.
+    An operand without tokens is the same for all tokens, for instance a parameter.
     """
 
     name: str
@@ -33,10 +32,10 @@ class Operand(NamedTuple):
 
 
 class BackwardArguments(NamedTuple):
-    """What `backward` of a mixer takes besides the layer and the gradient of the output.
+    """The arguments of a mixer's `backward` after the layer and the gradient of the output.
 
     Attributes:
-        results: what `chunk` gave: the output, then the residuals.
+        results: the results of `chunk`: the output, then the residuals.
     """
 
     operands: tuple[Any, ...]
@@ -46,29 +45,28 @@ class BackwardArguments(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mixer:
-    """One way of mixing tokens. The arguments of its operators, none of which has a default:
+    """A kind of token mixer. The signatures of its operators, without default arguments:
 
-        call(*operands, ...) -> out                                          of the whole batch
-        chunk(int layer, *operands, *constants) -> (out, *residuals)         of a chunk
+        call(*operands, ...) -> out                                          over the whole batch
+        chunk(int layer, *operands, *constants) -> (out, *residuals)         over a chunk
         backward(int layer, grad, *operands, out, *residuals, *constants) -> gradients of the operands
 
-    `out` and the operands, as far as they have tokens, have the dimensions `dims`, perhaps fewer features; the first
-    ones do, and the batch has size one in a chunk. `backward` may leave out all results. `chunk` has a derivative
-    (`register_autograd`) that calls `backward`; neither has an implementation. An operator with one result returns it
-    as such, not a tuple.
+    `out` and the operands with tokens have the dimensions `dims`, or a prefix of them with fewer feature dimensions;
+    the batch has size one in a chunk. `backward` may omit all results. `chunk` has a derivative (`register_autograd`)
+    that calls `backward`; neither has an implementation. An operator with one result returns it as such, not a tuple.
 
     Attributes:
-        functions: what a user's graph calls, as Dynamo captures it; they take the operands first.
-        dims: what each dimension counts: "batch", "tokens", and names of features.
-        constants: the arguments of `call`, by position, that `chunk` takes after the operands.
-        running_state: of the operands of a call, `[shape]` and dtype of the state after a token; None: it has none. It
-            is zero before the first token.
-        silent: operands, by position, each of which leaves a state of zero alone at the tokens where it is zero.
-        segments: the argument of `call`, by position, that numbers the sequences of packed rows `[B, S]`, if it is not
-            None; 0 is padding. Only where there is a running state.
-        may_restart: whether its state may start anew with each sequence of a packed row where no argument says so.
-        scratch: of the operands of a chunk, what running a layer forward and backward allocates besides its results, in
-            bytes per token; None: as much again as `out` and as the gradients.
+        functions: the functions in a user's graph as Dynamo captures it; they take the operands first.
+        dims: meaning of each dimension: "batch", "tokens", and names of features.
+        constants: positions of the arguments of `call` that `chunk` takes after the operands.
+        running_state: returns shape and dtype of the running state for the operands of a call; None if there is none.
+            The state is zero before the first token.
+        silent: positions of the operands that, where one of them is zero, leave a zero state unchanged.
+        segments: position of the argument of `call` with the numbers of the sequences in packed rows `[B, S]` or None;
+            0 is padding. Only for mixers with a running state.
+        may_restart: whether the state may restart with each sequence of a packed row if there are no segments.
+        scratch: returns, for the operands of a chunk, the bytes per token that forward and backward of a layer allocate
+            besides their results; None: as much as `out`, and as much as the gradients.
     """
 
     name: str
@@ -90,25 +88,25 @@ class Mixer:
 
     @property
     def batch_dim(self) -> int:
-        """Which dimension of an operand counts sequences."""
+        """Return the dimension of an operand that runs over sequences."""
         return self.dims.index(BATCH)
 
     @property
     def token_dim(self) -> int:
-        """Which dimension of an operand counts tokens."""
+        """Return the dimension of an operand that runs over tokens."""
         return self.dims.index(TOKENS)
 
     @functools.cached_property
     def states(self) -> tuple[int, ...]:
-        """Which of the operands stay on the path."""
+        """Return the positions of the operands that stay on the path."""
         return tuple(i for i, operand in enumerate(self.operands) if operand.is_state)
 
     def operands_of(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """The operands among the arguments of `call`, or of `chunk` after the layer."""
+        """Return the operands among the arguments of `call`, or of `chunk` after the layer."""
         return tuple(arguments[: len(self.operands)])
 
     def over_tokens(self, arguments: Sequence[Any]) -> list[tuple[Operand, Any]]:
-        """Those of the operands that have tokens, among the arguments of `call`."""
+        """Return the operands with tokens among the arguments of `call`."""
         return [
             (operand, value)
             for operand, value in zip(self.operands, self.operands_of(arguments), strict=True)
@@ -116,15 +114,15 @@ class Mixer:
         ]
 
     def states_of(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Those of the operands that stay on the path."""
+        """Return the operands that stay on the path."""
         return tuple(arguments[i] for i in self.states)
 
     def chunk_arguments(self, operands: Sequence[Any], arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments of `chunk` after the layer, for a chunk's operands and the `arguments` of `call`."""
+        """Return the arguments of `chunk` after the layer, for a chunk's operands and the `arguments` of `call`."""
         return (*operands, *(arguments[i] for i in self.constants))
 
     def backward_arguments(self, arguments: Sequence[Any]) -> BackwardArguments:
-        """The arguments of `backward` after the layer and the gradient, taken apart."""
+        """Split the arguments of `backward` after the layer and the gradient."""
         first, last = len(self.operands), len(arguments) - len(self.constants)
         return BackwardArguments(self.operands_of(arguments), tuple(arguments[first:last]), tuple(arguments[last:]))
 
@@ -133,26 +131,26 @@ MIXERS: dict[Any, Mixer] = {}  # by the operator `call`; filled while modules ar
 
 
 def register_mixer(mixer: Mixer) -> Mixer:
-    """Let graphs that call a mixer run over a tree; `runtime.calls.mixers.RUNTIMES` says how it is computed there."""
+    """Register a mixer, so that graphs with it run over a tree; `runtime.calls.mixers.RUNTIMES` computes it there."""
     MIXERS[mixer.call] = mixer
     return mixer
 
 
 def _registered(call: str) -> Mixer:
-    """The mixer whose `call` has this name."""
+    """Return the mixer whose `call` has this name."""
     return next(mixer for operator, mixer in MIXERS.items() if str(operator) == call)
 
 
 def mixer_of_chunk(target: object) -> Mixer | None:
-    """The mixer whose `chunk` an operator is."""
+    """Return the mixer with this `chunk` operator, or None."""
     return next((mixer for mixer in MIXERS.values() if mixer.chunk is target), None)
 
 
 def mixer_of_backward(target: object) -> Mixer | None:
-    """The mixer whose `backward` an operator is."""
+    """Return the mixer with this `backward` operator, or None."""
     return next((mixer for mixer in MIXERS.values() if mixer.backward is target), None)
 
 
 def has_several_results(operator: torch._ops.OpOverload) -> bool:
-    """Whether an operator returns a tuple."""
+    """Return whether an operator returns a tuple."""
     return len(operator._schema.returns) > 1

@@ -1,9 +1,9 @@
-"""Matrix products that are added to a sum, and products over what is read alone.
+"""Accumulating matrix products, and products over the rows that are read.
 
-`dta::add_product_(total, left, right)` is `total += left @ right`, where the total is float32 and the factors are not.
-On a GPU the product is added as it is made: no temporary of the size of the total, and no rounding before the sum.
+`dta::add_product_(total, left, right)` is `total += left @ right` with a float32 total and narrower factors. On a GPU
+the product is accumulated inside the kernel, without a temporary of the size of the total and without rounding.
 
-A weight of zero does not hide what is not read: 0 * NaN is NaN. `product_of_read` does.
+A weight of zero does not exclude a row that is not read, since 0 * NaN is NaN; `product_of_read` does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ADD_PRODUCT = torch.ops.dta.add_product_.default
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """`total += left @ right` for matrices; the product is rounded first where nothing better is known."""
+    """Compute `total += left @ right` for matrices; without a fused kernel the product is rounded before the sum."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.device.type == "cuda" and _has_fused(total.device, left.dtype):
@@ -29,14 +29,14 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 
 def _fused(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    if not total.is_contiguous():  # a transposed sum: the kernel writes rows
+    if not total.is_contiguous():  # the kernel writes rows, so transpose all three
         total, left, right = total.t(), right.t(), left.t()
     torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
 
 
 @functools.cache
 def _has_fused(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch adds such products right, transposed and not; tried once."""
+    """Return whether this torch accumulates such products correctly, transposed and not; tested once."""
     left, right = (
         torch.arange(512, device=device).sub(256).div(64).to(dtype).reshape(shape) for shape in ((16, 32), (32, 16))
     )
@@ -59,19 +59,19 @@ LIBRARY.impl("add_product_", add_product, "CompositeExplicitAutograd")
 
 
 def are_bounded(*tensors: torch.Tensor) -> bool:
-    """Whether all numbers are finite, and products of any two vectors of them, too. Waits for the device."""
+    """Return whether all numbers and all dot products of vectors of them are finite. Synchronises with the device."""
     return all(float(torch.linalg.vector_norm(tensor)) < _largest(tensor.dtype) for tensor in tensors)
 
 
 def _largest(dtype: torch.dtype) -> float:
-    """A norm up to which products are finite by the Cauchy-Schwarz inequality, with room for a scale."""
+    """Return a norm below which dot products are finite by the Cauchy-Schwarz inequality, with a margin for a scale."""
     return float(torch.finfo(dtype).max) ** 0.5 / 16
 
 
 def product_of_read(weights: torch.Tensor, values: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-    """`weights @ values` over those rows of values that are read. Waits for no device.
+    """Return `weights @ values` over the rows of values that are read, without synchronising with the device.
 
-    A result is NaN where one of these rows is not finite, in the columns in which some row is not.
+    If a row that is read has a number that is not finite, the result is NaN in all columns in which some row has one.
 
     Args:
         weights: `[..., m, k]`, zero where nothing is read.
@@ -81,5 +81,5 @@ def product_of_read(weights: torch.Tensor, values: torch.Tensor, read: torch.Ten
     nothing = values * 0  # NaN where a value is not finite
     others = nothing.sum(-1).isnan()[..., None, :].to(weights.dtype)
     reads_others = (others @ read.mT.to(weights.dtype)).mT > 0
-    found = weights @ values.nan_to_num(0, 0, 0)
-    return found.masked_fill_(reads_others & nothing.sum(-2, keepdim=True).isnan(), torch.nan)
+    product = weights @ values.nan_to_num(0, 0, 0)
+    return product.masked_fill_(reads_others & nothing.sum(-2, keepdim=True).isnan(), torch.nan)

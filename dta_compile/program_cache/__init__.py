@@ -1,6 +1,6 @@
-"""Analysed programs kept in files, so that another process skips the passes.
+"""Cache of executables in files, so that another process skips the passes.
 
-A file holds what the passes made of one captured graph, and the description of all that they read (`description`). It
-is used where the description is the same text, and the guards that the passes left hold and are made again
-(`assumptions`). What has no description that two processes could compare is analysed anew.
+A file holds the executable of one captured graph, and a hash of the text that describes all inputs of the passes
+(`description`). It is used if the description is the same, and the guards that the passes added hold and are added
+again (`assumptions`). A graph that has no description which two processes could compare runs through the passes.
 """

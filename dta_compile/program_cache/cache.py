@@ -1,4 +1,4 @@
-"""What the passes make of a graph, unless some process has compiled the same graph before."""
+"""Return the executable of a captured graph from the cache, or run the passes and save it."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ try:
 except ImportError:  # a Python that was built without it
     import zlib as codec  # type: ignore[no-redef]
 
-FOUND = "found in the cache"  # in `Executable.seconds`, beside the seconds of the passes when they ran
+FOUND = "found in the cache"  # key in `Executable.seconds`, next to the seconds of the passes when they ran
 
 logger = logging.getLogger("dta_compile")
 
 
 def analysed(program: Program, options: Options) -> Executable:
-    """The executable of a program: that of the cache if it holds what the passes would make of this graph.
+    """Return the executable of a program, from the cache if it has one that is valid for this graph.
 
-    Raises whatever `run_passes` raises; nothing is kept of such programs.
+    Raises the errors of `run_passes`; such programs are not saved.
     """
     started = time.perf_counter()
     entry = _entry(program, options)
-    if entry is not None and (found := entry.load()) is not None:
+    if entry is not None and (cached := entry.load()) is not None:
         seconds = time.perf_counter() - started
         logger.debug("passes: %s, %.2f s", FOUND, seconds)
-        return dataclasses.replace(found, seconds={**found.seconds, FOUND: seconds})
-    made = seal(run_passes(program, skip=options.skip_passes))
+        return dataclasses.replace(cached, seconds={**cached.seconds, FOUND: seconds})
+    executable = seal(run_passes(program, skip=options.skip_passes))
     if entry is not None:
-        entry.save(made)
-    return made
+        entry.save(executable)
+    return executable
 
 
 def _entry(program: Program, options: Options) -> _Entry | None:
-    """Where an executable is kept; None: nowhere."""
+    """Return the cache entry of a program; None if it cannot be cached."""
     cache, env = options.cache_folder, shape_env_of(program.captured)
     if cache is None or os.environ.get("DTA_DEBUG") or env is None:
         return None
@@ -65,12 +65,13 @@ def _entry(program: Program, options: Options) -> _Entry | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """A place of the cache.
+    """Cache entry of one program.
 
     Attributes:
-        env: what Dynamo knows of the sizes of the captured graph.
-        recorder: of the guards that are made from here on.
-        may_choose: whether code is generated depends on the first batch.
+        file: its file.
+        env: Dynamo's shape environment of the captured graph.
+        recorder: recorder of the guards that are added from here on.
+        may_choose: the first batch decides whether code is generated.
     """
 
     file: ProgramFile
@@ -79,13 +80,13 @@ class _Entry:
     may_choose: bool
 
     def load(self) -> Executable | None:
-        """The executable if it is there, and right for this first call. A file that cannot be used is removed."""
+        """Return the executable if there is one valid for this first call; remove a file that cannot be used."""
         try:
             data = self.file.read()
             if data is None:
                 return None
-            assumptions, found = from_bytes(codec.decompress(data))
-            if not isinstance(assumptions, Assumptions) or not isinstance(found, Executable):
+            assumptions, executable = from_bytes(codec.decompress(data))
+            if not isinstance(assumptions, Assumptions) or not isinstance(executable, Executable):
                 raise ValueError("it holds something else")
             if not assumptions.hold(self.env):
                 return None
@@ -95,19 +96,19 @@ class _Entry:
             logger.info("dta: the program in %s is not used: %s: %s", self.file.path, type(error).__name__, error)
             self.file.remove()
             return None
-        if self.may_choose and any(one.codegen != self._choice(one) for one in (found, *found.further)):
+        if self.may_choose and any(each.codegen != self._choice(each) for each in (executable, *executable.further)):
             return None
         self.file.touch()
-        return found
+        return executable
 
-    def _choice(self, found: Executable) -> str:
-        """What `codegen="auto"` stands for with the first batch of this process."""
-        batch, tokens = (first_size(self.env, size) for size in (found.batch, found.tokens))
-        return choice_for(found.device, found.joint.saved_bytes_per_token * batch * tokens)
+    def _choice(self, executable: Executable) -> str:
+        """Return the choice of `codegen="auto"` for the first batch of this process."""
+        batch, tokens = (first_size(self.env, size) for size in (executable.batch, executable.tokens))
+        return choice_for(executable.device, executable.joint.saved_bytes_per_token * batch * tokens)
 
-    def save(self, made: Executable) -> None:
-        """Keep an executable for other processes; failing is no error."""
+    def save(self, executable: Executable) -> None:
+        """Save an executable for other processes; failures are only logged."""
         try:
-            self.file.write(codec.compress(to_bytes((self.recorder.assumptions(), made))))
+            self.file.write(codec.compress(to_bytes((self.recorder.assumptions(), executable))))
         except Exception as error:
             logger.debug("the program is not kept: %s: %s", type(error).__name__, error)

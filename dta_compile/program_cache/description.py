@@ -1,9 +1,9 @@
-"""A captured graph as text: the same in two processes exactly where the passes make the same of both.
+"""Describe a captured graph as text, which is equal in two processes only if the passes have equal results.
 
-All that the passes may read is in it: operators, arguments and values of the graph with the user's lines, sources of
-inputs, what is known of sizes, constants by value, state of torch, options, versions of the packages that take part.
-First sizes of a call are not: what passes conclude from them is a guard, and guards are made again (`assumptions`).
-What has no text of this kind, as a function of somebody else's, whose code might change, raises `NotDescribed`.
+It contains all that the passes may read: operators, arguments and values of the graph with the user's lines, sources of
+inputs, knowledge of sizes, constants by value, state of torch, options, and versions of the packages involved. It omits
+the sizes of the first call: conclusions of passes from them are guards, which are added again (`assumptions`). Objects
+without such a text, like functions of other packages, whose code may change, raise `NotDescribed`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from dta_compile.passes.axes.token_rules import REGISTERED
 from dta_compile.passes.program import OUR_FOLDER, TORCH_FOLDER
 from dta_compile.program_cache.assumptions import known_of_sizes, shape_env_of
 
-NAMESPACES = ("aten", "prims", "prim", "dta")  # of operators that a version of torch, or of this package, defines
-HIGHER_ORDER = ("tag_activation_checkpoint", "invoke_subgraph")  # whose regions the passes take for part of the graph
+NAMESPACES = ("aten", "prims", "prim", "dta")  # of operators that versions of torch and this package define
+HIGHER_ORDER = ("tag_activation_checkpoint", "invoke_subgraph")  # their regions become part of the graph
 C_FUNCTIONS = (
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
@@ -53,15 +53,15 @@ MOST_BYTES = 2**24  # of a constant
 
 
 class NotDescribed(Exception):
-    """There is no telling whether a graph is the same as another one."""
+    """A graph cannot be compared with one of another process."""
 
 
 def description(program: Program, skip: Collection[str]) -> str:
-    """The text of a program that no pass has run on; raises `NotDescribed`."""
+    """Return the text of a program before its first pass; raise `NotDescribed` if it has none."""
     if registered := [str(op) for op in REGISTERED if op.namespace in NAMESPACES]:
         raise NotDescribed(f"token rules were registered for {', '.join(registered)}")
-    if found := _defined_elsewhere():
-        raise NotDescribed(found)
+    if operator := _defined_elsewhere():
+        raise NotDescribed(operator)
     captured = program.captured
     values = [node.meta.get("example_value") for node in captured.graph.nodes]
     known = known_of_sizes(shape_env_of(captured)) if shape_env_of(captured) is not None else []
@@ -77,12 +77,12 @@ def description(program: Program, skip: Collection[str]) -> str:
 
 @functools.cache
 def our_source() -> str:
-    """A hash of the code of this package, as it was when this module was imported: it may be upgraded since."""
-    found, folder = hashlib.sha256(), pathlib.Path(OUR_FOLDER)
+    """Hash the code of this package. Called on import, because the package may be upgraded while it runs."""
+    digest, folder = hashlib.sha256(), pathlib.Path(OUR_FOLDER)
     for path in sorted(folder.rglob("*.py")):
-        found.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
-        found.update(path.read_bytes())
-    return found.hexdigest()
+        digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 our_source()
@@ -96,7 +96,7 @@ def _versions() -> Iterator[str]:
 
 
 def _state_of_torch(devices: Collection[str]) -> Iterator[str]:
-    """Settings that change what operators amount to when they are traced."""
+    """Yield the settings that change how operators are traced."""
     if others := [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]:
         raise NotDescribed(f"a mode is on: {type(others[0]).__name__}")
     yield f"gradients {torch.is_grad_enabled()}, inference {torch.is_inference_mode_enabled()}"
@@ -114,27 +114,27 @@ def _state_of_torch(devices: Collection[str]) -> Iterator[str]:
         yield f"cuda {torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}"
 
 
-_seen: set[str] = set()  # registrations from Python that are torch's own, or ours
+_seen: set[str] = set()  # checked registrations from Python that are torch's or ours
 
 
 def _defined_elsewhere() -> str:
-    """An operator in our or torch's namespaces that others define, or compute in another way; or nothing."""
+    """Name an operator in our or torch's namespaces that other code defines or overrides; "" if there is none."""
     registered = {*getattr(torch.library, "_impls", ()), *getattr(torch.library, "_defs", ())} - _seen
     for entry in registered:
         namespace, _, name = entry.replace("::", "/", 1).partition("/")
         operator, _, key = name.partition("/")
-        if namespace in NAMESPACES and key != "Meta":  # which computes nothing, and of which torch has a thousand
-            known = torch._C._dispatch_dump(f"{namespace}::{operator}")
-            made = getattr(OPDEFS.get(f"{namespace}::{operator}"), "_init_fn", None)
-            files = [*re.findall(r"registered at (\S+\.py):", known), *([made.__code__.co_filename] if made else [])]
-            if other := [file for file in files if not file.startswith(OWN_FOLDERS) or file == torch.library.__file__]:
-                return f"{namespace}::{operator} is registered at {other[0]}"
+        if namespace in NAMESPACES and key != "Meta":  # Meta computes nothing, and torch has a thousand
+            dumped = torch._C._dispatch_dump(f"{namespace}::{operator}")
+            init = getattr(OPDEFS.get(f"{namespace}::{operator}"), "_init_fn", None)
+            files = [*re.findall(r"registered at (\S+\.py):", dumped), *([init.__code__.co_filename] if init else [])]
+            if others := [file for file in files if not file.startswith(OWN_FOLDERS) or file == torch.library.__file__]:
+                return f"{namespace}::{operator} is registered at {others[0]}"
         _seen.add(entry)
     return ""
 
 
 class _Graph:
-    """The lines of a graph, and of the graphs that it calls."""
+    """Writes the lines of a graph and of its subgraphs."""
 
     def __init__(self, module: fx.GraphModule, indent: str) -> None:
         self.module, self.indent = module, indent
@@ -143,7 +143,7 @@ class _Graph:
         self.expressions: dict[sympy.Basic, str] = {}
 
     def lines(self) -> Iterator[str]:
-        """One a node, with its value; then the user's line, or its number if it was there before."""
+        """Yield one line per node with its value, then the user's stack trace, or its number if it is repeated."""
         if "_checkpoint_context_fn" in self.module.meta:
             raise NotDescribed("a checkpoint with a context of the user's")
         for node in self.module.graph.nodes:
@@ -163,12 +163,12 @@ class _Graph:
             yield from _Graph(value, self.indent + "  ").lines()
             return
         is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-        if not is_plain or value.is_meta or self.indent:  # of a region: it is not known by its name alone
+        if not is_plain or value.is_meta or self.indent:  # in a region a name does not identify it
             raise NotDescribed(f"a constant of type {type(value).__name__}")
         if value.nbytes > MOST_BYTES:
             raise NotDescribed(f"a constant of {value.nbytes} bytes")
-        held = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        yield f"{self.indent}{self._tensor(value)} {hashlib.sha256(held).hexdigest()}"
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield f"{self.indent}{self._tensor(value)} {hashlib.sha256(data).hexdigest()}"
 
     def _value(self, node: fx.Node) -> str:
         value = node.meta.get("example_value")
@@ -181,8 +181,8 @@ class _Graph:
         parameter = isinstance(value, torch.nn.Parameter), isinstance(example, torch.nn.Parameter)
         memory = ""
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            known = self.storages.setdefault(int(value.untyped_storage()._cdata), len(self.storages))
-            memory = f"memory {known} at {value.storage_offset()}, a leaf: {value.is_leaf}"
+            number = self.storages.setdefault(int(value.untyped_storage()._cdata), len(self.storages))
+            memory = f"memory {number} at {value.storage_offset()}, a leaf: {value.is_leaf}"
         return f"{text} {name() if callable(name) else name!r} {parameter} {memory}"
 
     def _text(self, value: Any) -> str:
@@ -232,12 +232,12 @@ class _Graph:
 
 
 def attribute(module: torch.nn.Module, target: str) -> Any:
-    """What `get_attr` of a graph reads."""
+    """Return the attribute that a `get_attr` node reads."""
     return functools.reduce(getattr, target.split("."), module)
 
 
 def is_known_function(function: Any) -> bool:
-    """Whether a function is torch's, Python's or ours, and is what its name says."""
+    """Return whether a function is torch's, Python's or ours and can be imported by its name."""
     if isinstance(function, C_FUNCTIONS):
         owner = getattr(function, "__self__", None) or getattr(function, "__objclass__", None)
         module = getattr(function, "__module__", None) or getattr(owner, "__module__", None) or ""
@@ -249,9 +249,9 @@ def is_known_function(function: Any) -> bool:
     if not function.__code__.co_filename.startswith(OWN_FOLDERS):
         return False
     try:
-        found = functools.reduce(
+        named = functools.reduce(
             getattr, function.__qualname__.split("."), importlib.import_module(function.__module__)
         )
     except (ImportError, AttributeError):
         return False
-    return found is function
+    return named is function

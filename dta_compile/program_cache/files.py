@@ -1,4 +1,4 @@
-"""Files of analysed programs: written as a whole, checked when they are read, bounded in number of bytes."""
+"""Files of the program cache: written atomically, checked when read, and bounded in total bytes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pathlib
 
 from dta_compile.files import UNFINISHED, own_folder, read_own, write_whole
 
-FOLDER = "programs"  # in the folder of calibrations
+FOLDER = "programs"  # in the cache folder
 FORMAT = b"dta_compile program 3\n"
-MOST_BYTES = 2**28  # of all files; those that were not read for longest are removed
+MOST_BYTES = 2**28  # of all files; the least recently used are removed
 SUFFIX = ".program"
-ABANDONED = 3600.0  # seconds after which a file that a process was writing is nobody's
+ABANDONED = 3600.0  # seconds after which an unfinished file is removed
 HASH = 32  # bytes of a SHA-256
 
 logger = logging.getLogger("dta_compile")
 
 
 def open_folder(cache: pathlib.Path) -> pathlib.Path | None:
-    """The folder for programs; None where there can be none, or others could have put files there: they hold code."""
+    """Return the folder for programs; None if it is unusable or writable by others, since the files hold code."""
     try:
         return own_folder(cache / FOLDER)
     except (OSError, ValueError) as error:
@@ -36,11 +36,11 @@ def _say_once(folder: pathlib.Path, reason: str) -> None:
 
 
 class ProgramFile:
-    """What is kept of one program: a hash of its description, and bytes.
+    """File of one program: a checksum, the hash of its description, and the data.
 
     Args:
-        folder: as `open_folder` gave it.
-        description: of the program; its hash is the name of the file, too.
+        folder: result of `open_folder`.
+        description: text of the program; its hash also names the file.
     """
 
     def __init__(self, folder: pathlib.Path, description: str) -> None:
@@ -49,7 +49,7 @@ class ProgramFile:
         self.path = folder / f"{hashed.hexdigest()[:40]}{SUFFIX}"
 
     def read(self) -> bytes | None:
-        """The bytes; None if there is no file. Raises `OSError` or `ValueError` for a file that is not ours."""
+        """Return the data; None if there is no file. Raises `OSError` or `ValueError` for an unusable file."""
         try:
             data = read_own(self.path)
         except FileNotFoundError:
@@ -63,12 +63,12 @@ class ProgramFile:
         return body[HASH:]
 
     def touch(self) -> None:
-        """Note that it was of use."""
+        """Mark the file as recently used."""
         with contextlib.suppress(OSError):
             os.utime(self.path)
 
     def write(self, data: bytes) -> None:
-        """Keep these. Raises `OSError`."""
+        """Write the data. Raises `OSError`."""
         if len(data) > MOST_BYTES // 4:
             raise OSError(f"{len(data)} bytes are too many")
         body = self.described + data
@@ -76,19 +76,19 @@ class ProgramFile:
         self._make_room()
 
     def remove(self) -> None:
-        """For the next process to write it anew."""
+        """Remove the file, so that the next process writes it again."""
         with contextlib.suppress(OSError):
             self.path.unlink()
 
     def _make_room(self) -> None:
-        """Remove what others may have removed already."""
-        found = []
+        """Remove abandoned and least recently used files, which other processes may also be removing."""
+        files = []
         for path in self.path.parent.iterdir():
             with contextlib.suppress(OSError):
-                known = path.stat()
-                found.append((known.st_mtime, known.st_size, path))
-        now, total = max(found, default=(0.0,))[0], 0
-        for written, size, path in sorted(found, reverse=True):
+                status = path.stat()
+                files.append((status.st_mtime, status.st_size, path))
+        now, total = max(files, default=(0.0,))[0], 0
+        for written, size, path in sorted(files, reverse=True):
             total += size
             is_abandoned = path.suffix == UNFINISHED and now - written > ABANDONED
             is_last = path.suffix == SUFFIX and total > MOST_BYTES

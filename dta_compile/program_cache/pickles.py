@@ -1,7 +1,7 @@
-"""What is kept as bytes, and back: a pickle of plain data, in which nothing belongs to a process.
+"""Pickle executables as plain data that is valid in any process, and load them.
 
-Operators, mixers and functions are there by name, tensors by value. Only classes and functions of a closed list of
-modules are read; what else is met (functions of others, graphs, values of a trace) is not kept.
+Operators, mixers and functions are stored by name, tensors by value. Only classes and functions of a closed list of
+modules are loaded; other objects (functions of other packages, graphs, traced values) raise `NotKept`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from dta_compile.program_cache.description import C_FUNCTIONS, MOST_BYTES, NAMESPACES, is_known_function
 from dta_compile.program_cache.tables import WITH_TABLES, as_tables
 
-# Modules, with those in them, whose classes may be read; and functions, but for sympy's, some of which evaluate text.
+# Modules (with submodules) whose classes may be loaded, and functions except for sympy's, some of which evaluate text.
 MODULES = (
     "dta_compile.codegen.generated",
     "dta_compile.executable",
@@ -42,42 +42,42 @@ NAMES = {
 
 
 class NotKept(Exception):
-    """Part of what is to be kept means nothing in another process."""
+    """An object has no meaning in another process, or may not be loaded."""
 
 
 def to_bytes(value: Any) -> bytes:
-    """Raises an exception of any kind if it cannot be kept."""
+    """Pickle a value; raise an exception of any kind if that is impossible."""
     stream = io.BytesIO()
     _Pickler(stream, protocol=5).dump(value)
     return stream.getvalue()
 
 
 def from_bytes(data: bytes) -> Any:
-    """What `to_bytes` was given; raises an exception of any kind for other bytes."""
+    """Load the value of `to_bytes`; raise an exception of any kind for other data."""
     return _Unpickler(io.BytesIO(data)).load()
 
 
 def operator_named(namespace: str, name: str, overload: str) -> Any:
-    """An operator of torch or ours."""
+    """Return an operator of torch or ours by its name."""
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
 def of_torch(name: str) -> Any:
-    """What torch calls so: pickle would look for it in whatever is imported."""
+    """Return an attribute of torch, since pickle would search all imported modules for it."""
     return getattr(torch, name)
 
 
 def tensor_of(
     data: bytes, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], device: torch.device
 ) -> torch.Tensor:
-    """A constant, from its entries in order."""
+    """Rebuild a constant from the bytes of its entries in contiguous order."""
     entries = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(entries.reshape(shape))
 
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """Called for everything but Python's own containers, numbers and texts."""
+        """Reduce an object by `REDUCERS`; pickle calls this except for built-in containers, numbers and strings."""
         for kind, reduce in self.REDUCERS:
             if isinstance(value, kind):
                 return reduce(value)
@@ -121,7 +121,7 @@ class _Pickler(pickle.Pickler):
             raise NotKept(f"{kind}")
         return NotImplemented
 
-    # What is met most often comes first.
+    # The most frequent kinds come first.
     REDUCERS: ClassVar[tuple[tuple[Any, Callable[[Any], Any]], ...]] = ()
 
 
@@ -140,11 +140,11 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == __name__ and name in ("operator_named", "of_torch", "tensor_of"):
             return globals()[name]
-        found = super().find_class(module, name) if _may_be_read(module, name) else None
-        if found is None or (module.startswith("sympy") and not isinstance(found, type)):
+        loaded = super().find_class(module, name) if _may_be_read(module, name) else None
+        if loaded is None or (module.startswith("sympy") and not isinstance(loaded, type)):
             raise NotKept(f"{module}.{name}")
-        return found
+        return loaded
 
 
 def _may_be_read(module: str, name: str) -> bool:
-    return name in NAMES.get(module, ()) or any(module == one or module.startswith(f"{one}.") for one in MODULES)
+    return name in NAMES.get(module, ()) or any(module == root or module.startswith(f"{root}.") for root in MODULES)

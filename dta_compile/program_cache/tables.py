@@ -1,8 +1,8 @@
-"""Rows that differ in numbers alone, as tables: what layers have in common is written once.
+"""Compress the rows of executables, so that common parts of layers are pickled once.
 
-Of a row are left its shape (all but its numbers, those in texts included), which rows alike share, and by how much its
-numbers differ from those of the row of this shape before. From layer to layer these differences are nearly always the
-same, so that a model of many layers takes hardly more bytes than one of a few.
+A row is stored as its shape (everything but its numbers, including those in texts), which equal rows share, and the
+differences of its numbers from the previous row of this shape. From layer to layer these differences are nearly always
+the same, so that a model with many layers takes hardly more bytes than one with a few.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
 
 
 class Table(NamedTuple):
-    """Rows of one field: their shapes; and by row the position of its shape, and the differences of its numbers."""
+    """Rows of one field: the shapes, and for each row the index of its shape and the differences of its numbers."""
 
     shapes: tuple[Any, ...]
     kinds: tuple[int, ...]
@@ -31,17 +31,17 @@ class Table(NamedTuple):
 
 
 def as_tables(value: Any) -> Any:
-    """For pickle: an object of one of `WITH_TABLES`."""
+    """Reduce an object of one of `WITH_TABLES` for pickle."""
     return from_tables, (type(value), *(_table(getattr(value, field.name)) for field in dataclasses.fields(value)))
 
 
 def from_tables(kind: type, *fields: Any) -> Any:
-    """The object again."""
+    """Rebuild the object of `as_tables`."""
     return kind(*(tuple(_rows(field)) if isinstance(field, Table) else field for field in fields))
 
 
 def _table(field: Any) -> Any:
-    """A field as a table; as it is where it has too few rows, or such that cannot be compared."""
+    """Convert a field to a table; return it unchanged if it has too few rows or unhashable ones."""
     if not isinstance(field, tuple) or len(field) < LEAST_ROWS:
         return field
     shapes: dict[Hashable, int] = {}
@@ -69,7 +69,7 @@ def _rows(table: Table) -> Iterator[Any]:
 
 
 def _shape(value: Any, numbers: list[int]) -> Hashable:
-    """A value without its numbers, which are added to `numbers`; raises `TypeError` if it cannot be compared."""
+    """Return a value without its numbers, which are appended to `numbers`; raise `TypeError` if it is unhashable."""
     if type(value) is int:
         numbers.append(value)
         return "number", ()
@@ -82,7 +82,7 @@ def _shape(value: Any, numbers: list[int]) -> Hashable:
     if type(value) in ROWS:
         return type(value), tuple(_shape(getattr(value, field.name), numbers) for field in dataclasses.fields(value))
     hash(value)
-    return "value", (value, type(value).__name__, repr(value) if isinstance(value, float) else "")  # 0.0 is -0.0
+    return "value", (value, type(value).__name__, repr(value) if isinstance(value, float) else "")  # 0.0 == -0.0
 
 
 def _filled(shape: Any, numbers: Iterator[int]) -> Any:
@@ -93,5 +93,5 @@ def _filled(shape: Any, numbers: Iterator[int]) -> Any:
         return parts[0] + "".join(f"{next(numbers)}{text}" for text in parts[1:])
     if kind == "value":
         return parts[0]
-    found = [_filled(part, numbers) for part in parts]
-    return tuple(found) if kind == "tuple" else kind(*found)
+    values = [_filled(part, numbers) for part in parts]
+    return tuple(values) if kind == "tuple" else kind(*values)

@@ -1,1 +1,1 @@
-"""Verdicts on attention masks, from terms and facts alone: whether one is causal, and what that takes for granted."""
+"""Proofs of the class of attention masks, from terms and facts alone, with their assumptions on inputs."""

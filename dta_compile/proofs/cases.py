@@ -1,4 +1,4 @@
-"""Values of terms in formulas: a formula of z3, or one of a few numbers each under a condition."""
+"""Values of terms in the logic: a z3 formula, or a few numbers, each under a condition."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Untranslatable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Cases:
-    """One of some numbers, each where its formula holds; just one of them does."""
+    """A value that is one of some numbers: the one whose condition holds; exactly one condition does."""
 
     numbers: tuple[tuple[bool | int | float, z3.BoolRef], ...]
 
@@ -31,12 +31,12 @@ Value = Any  # z3.BoolRef, z3.ArithRef or Cases; z3 has no types
 
 
 def case(number: float) -> Cases:
-    """One number, everywhere."""
+    """Return a number as `Cases`."""
     return Cases(((number, z3.BoolVal(True)),))
 
 
 def merged(numbers: Sequence[tuple[Any, z3.BoolRef]]) -> Cases:
-    """Cases with each number once."""
+    """Return `Cases` in which each number occurs once."""
     guards: dict[str, list[z3.BoolRef]] = {}
     distinct: dict[str, Any] = {}
     for number, guard in numbers:
@@ -46,17 +46,17 @@ def merged(numbers: Sequence[tuple[Any, z3.BoolRef]]) -> Cases:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a formula of a number."""
+    """Return whether a value is an arithmetic formula."""
     return isinstance(value, z3.ArithRef)
 
 
 def cases(value: Any) -> Cases:
-    """A truth value as a number."""
+    """Convert a boolean formula to `Cases` of True and False."""
     return value if isinstance(value, Cases) else Cases(((True, value), (False, z3.Not(value))))
 
 
 def choices(value: Any) -> Sequence[tuple[Any, z3.BoolRef]]:
-    """What a value may be, and where it is."""
+    """Return the alternatives of a value, each with its condition."""
     if isinstance(value, Cases):
         return value.numbers
     if isinstance(value, z3.BoolRef):
@@ -65,7 +65,7 @@ def choices(value: Any) -> Sequence[tuple[Any, z3.BoolRef]]:
 
 
 def boolean(value: Any) -> z3.BoolRef:
-    """Whether a value is not zero."""
+    """Return the formula that a value is not zero."""
     if isinstance(value, Cases):
         return z3.Or(*(guard for number, guard in value.numbers if number != 0))
     if isinstance(value, bool):
@@ -74,7 +74,7 @@ def boolean(value: Any) -> z3.BoolRef:
 
 
 def chain(numbers: Sequence[tuple[z3.BoolRef, Any]]) -> Any:
-    """One formula for numbers, each under a condition."""
+    """Combine numbers, each under a condition, to one formula of nested `If`s."""
     *others, (_, result) = numbers
     for guard, value in reversed(others):
         result = z3.If(guard, value, result)
@@ -82,19 +82,19 @@ def chain(numbers: Sequence[tuple[z3.BoolRef, Any]]) -> Any:
 
 
 def formula(number: Any) -> z3.ArithRef:
-    """A number as a formula."""
+    """Convert a number to a formula."""
     return number if isinstance(number, z3.ExprRef) else z3.IntVal(number)
 
 
 def exact_int(number: Any, term: Term) -> int:
-    """A number that is an integer, as one."""
+    """Convert a number to `int`; raise `Untranslatable` if it is not an integer."""
     if isinstance(number, (bool, int)) or (isinstance(number, float) and number.is_integer()):
         return int(number)
     raise Untranslatable(term)
 
 
 def as_integer(value: Any, term: Term) -> Any:
-    """A value as one formula of an integer."""
+    """Convert a value to one integer formula."""
     if isinstance(value, Cases):
         return chain([(guard, exact_int(number, term)) for number, guard in value.numbers])
     if isinstance(value, z3.BoolRef):
@@ -103,29 +103,29 @@ def as_integer(value: Any, term: Term) -> Any:
 
 
 def applications(formula: z3.ExprRef, functions: Collection[str]) -> Sequence[z3.ExprRef]:
-    """The values of these functions in a formula."""
-    found: dict[int, z3.ExprRef] = {}
+    """Return the outermost applications of these functions in a formula."""
+    applied: dict[int, z3.ExprRef] = {}
     pending, seen = [formula], set()
     while pending:
-        one = pending.pop()
-        if one.get_id() in seen:
+        part = pending.pop()
+        if part.get_id() in seen:
             continue
-        seen.add(one.get_id())
-        if str(one.decl()) in functions:
-            found[one.get_id()] = one
+        seen.add(part.get_id())
+        if str(part.decl()) in functions:
+            applied[part.get_id()] = part
         else:
-            pending.extend(one.children())
-    return list(found.values())
+            pending.extend(part.children())
+    return list(applied.values())
 
 
 Range = tuple[int, int]  # both included
 
-# Floating-point numbers hold all integers up to these, of either sign.
+# Floating-point dtypes represent all integers up to these absolute values.
 EXACT = {torch.float64: 2**53, torch.float32: 2**24, torch.bfloat16: 2**8, torch.float16: 2**11}
 
 
 def held_by(dtype: torch.dtype) -> Range:
-    """The integers from one to another, all of which a dtype holds; of a dtype without arithmetic just zero."""
+    """Return the range of integers that a dtype represents exactly; only zero for other floating-point dtypes."""
     if dtype in EXACT:
         return -EXACT[dtype], EXACT[dtype]
     if dtype.is_floating_point or dtype.is_complex:
@@ -134,24 +134,24 @@ def held_by(dtype: torch.dtype) -> Range:
 
 
 def within(known: Range | None, held: Range) -> bool:
-    """Whether a range that is known (None: none is) lies in another."""
+    """Return whether a known range lies in another; False if it is None."""
     return known is not None and held[0] <= known[0] and known[1] <= held[1]
 
 
 class Ranges:
-    """Ranges of formulas, from those of the variables and functions in them."""
+    """Interval analysis: ranges of formulas, from those of their variables and functions."""
 
     def __init__(self) -> None:
         self._leaves: dict[str, Range] = {}
-        self._known: dict[int, tuple[z3.ExprRef, Range | None]] = {}  # holds the formulas: z3 gives ids away again
+        self._known: dict[int, tuple[z3.ExprRef, Range | None]] = {}  # keeps the formulas alive: z3 reuses ids
 
     def learn(self, name: str, known: Range) -> None:
-        """The range of a variable, or of all values of a function."""
+        """Set the range of a variable, or of all values of a function."""
         self._leaves[name] = known
         self._known.clear()
 
     def of(self, formula: z3.ExprRef) -> Range | None:
-        """Between which integers a formula stays; None: nothing is known."""
+        """Return the range of a formula, or None if it is unknown."""
         key = formula.get_id()
         if key not in self._known:
             self._known[key] = formula, self._of(formula)
@@ -174,7 +174,7 @@ class Ranges:
 
 
 def _divided(a: Range, b: Range) -> Range | None:
-    """z3 rounds down what is divided by a positive number."""
+    """Return the range of z3's quotient, which rounds down for positive divisors; None for other divisors."""
     return _spanned(*(x // y for x in a for y in b)) if b[0] > 0 else None
 
 

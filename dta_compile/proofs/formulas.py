@@ -1,6 +1,6 @@
-"""Formulas of indices, numbers, tables and inputs, and proofs of what is made of them.
+"""Translate indices, numbers, tables and inputs to z3 formulas, and prove claims about them.
 
-Rules for operators are in `logic`.
+The rules of operators are in `logic`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sympy
 import torch
 import z3
 
-from dta_compile.proofs.cases import Cases, Ranges, Untranslatable, Value, boolean, case, chain, exact_int, merged
+from dta_compile.proofs.cases import Cases, Ranges, Untranslatable, Value, as_integer, boolean, case, merged
 from dta_compile.proofs.mask_class import LONGEST_ROW
 from dta_compile.proofs.pairs import Pairs, sequences_of
 from dta_compile.proofs.tables import Facts, Table
@@ -24,15 +24,15 @@ from dta_compile.proofs.terms import Apply, Const, Entry, Index, Number, Term, T
 
 aten = torch.ops.aten
 
-FEW = 3  # numbers that are told apart one by one
-TIMEOUT = 2000  # milliseconds of one question
+FEW = 3  # most numbers that a formula is split into
+TIMEOUT = 2000  # milliseconds of one query
 
 
 @dataclasses.dataclass(frozen=True)
 class Atom:
-    """What a term makes of one token: a function of `(row, token)` (of those that it depends on) that may be anything.
+    """Uninterpreted function for a term of one token; its arguments are row and token, as far as the term has them.
 
-    `term` has the index variable "key" for the token.
+    `term` uses the index variable "key" for the token.
     """
 
     term: Term
@@ -40,21 +40,21 @@ class Atom:
 
 
 class Formulas(abc.ABC):
-    """Formulas of terms, and proofs.
+    """Translator of terms to formulas, and prover.
 
     Args:
-        terms: where the terms were made.
-        sizes: by index variable, the size of the dimension along which it counts.
-        facts: what is known of numbers and tables; None: nothing.
-        float_role: what values that inputs give a token are taken for if they are floating-point: "binary", zero or
-            one, or "bias", zero or at most -1e4. Noted in `assumed`.
-        integer_role: the same for integers; "" takes them for anything.
+        terms: the factory of the terms.
+        sizes: size of the dimension that each index variable runs along.
+        facts: known numbers and tables; None: none.
+        float_role: assumption on floating-point values of a token from inputs: "binary" (zero or one) or "bias" (zero
+            or at most -1e4). Recorded in `assumed`.
+        integer_role: the same for integers; "" assumes nothing.
 
     Attributes:
-        assumed: by role the terms, over "row" and "key", that are taken to be "binary", "bias" or "bounded": less than
-            `BOUND`, of either sign.
-        atoms: by term.
-        tokens: by atom the index variables of its tokens that occurred.
+        assumed: the terms over "row" and "key" that are assumed to be "binary", "bias", or "bounded" (of absolute value
+            less than `BOUND`).
+        atoms: the atoms, by term.
+        tokens: for each term of an atom, the index variables at which it occurs.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Formulas(abc.ABC):
             self.ranges.learn(f"number {size}", (1, LONGEST_ROW))
             self.solver.add(self.number(size) >= 1, self.number(size) <= LONGEST_ROW)
 
-    # Asking
+    # Queries
 
     def proves(self, claim: z3.BoolRef, *hypotheses: z3.BoolRef) -> bool:
-        """Whether a claim follows from the axioms and hypotheses."""
+        """Return whether a claim follows from the axioms and hypotheses."""
         return self.counterexample(claim, *hypotheses) is None
 
     def counterexample(self, claim: z3.BoolRef, *hypotheses: z3.BoolRef) -> z3.ModelRef | None:
-        """Where a claim does not hold; raises `z3.Z3Exception` if that cannot be decided in time."""
+        """Return a model in which a claim is false, or None; raise `z3.Z3Exception` on a timeout."""
         self.solver.push()
         try:
             self.solver.add(*hypotheses, z3.Not(claim))
@@ -103,18 +103,18 @@ class Formulas(abc.ABC):
             self.solver.pop()
 
     def dump(self) -> str:
-        """The last question that ended without a proof, in SMT-LIB."""
-        asked = z3.Solver()
-        asked.add(*self.solver.assertions(), *self._open)
-        return str(asked.to_smt2())
+        """Return the last query that was not proven, in SMT-LIB."""
+        query = z3.Solver()
+        query.add(*self.solver.assertions(), *self._open)
+        return str(query.to_smt2())
 
     def constant(self, term: Term) -> float | None:
-        """The number that a term always is, whatever inputs are; None if there is none, or none that can be shown."""
+        """Return the number that a term equals for all inputs; None if that cannot be proven of any number."""
         try:
-            found = self._constant(self.value(term))
+            number = self._constant(self.value(term))
         except (Untranslatable, z3.Z3Exception):
             return None
-        return None if any(self.assumed.values()) else found  # no call would check what was assumed here
+        return None if any(self.assumed.values()) else number  # calls would not check assumptions made here
 
     def _constant(self, value: Value) -> float | None:
         if isinstance(value, Cases):
@@ -125,7 +125,7 @@ class Formulas(abc.ABC):
         return few.numbers[0][0] if few is not None and len(few.numbers) == 1 else None
 
     def _few(self, value: z3.ArithRef) -> Cases | None:
-        """The numbers that a formula of an integer may have, if they are no more than `FEW`."""
+        """Return the numbers that an integer formula may equal if they are at most `FEW`, otherwise None."""
         if z3.is_real(value):
             return None
         numbers: list[int] = []
@@ -139,15 +139,15 @@ class Formulas(abc.ABC):
     # Variables and numbers
 
     def variable(self, name: str) -> z3.ArithRef:
-        """An index variable, between 0 and the size of its dimension."""
+        """Return an index variable, between 0 and the size of its dimension."""
         if name not in self.variables:
-            self.variables[name] = found = z3.Int(name)
+            self.variables[name] = variable = z3.Int(name)
             self.ranges.learn(name, (0, LONGEST_ROW - 1))
-            self.solver.add(found >= 0, found < self.number(self.sizes[name]))
+            self.solver.add(variable >= 0, variable < self.number(self.sizes[name]))
         return self.variables[name]
 
     def number(self, expr: sympy.Expr) -> Any:
-        """A size expression; a `float` is a number of the call that is none."""
+        """Return the formula of a size expression, or a `float` for a known number that is not an integer."""
         if expr not in self._numbers:
             self._numbers[expr] = self._number(expr)
         return self._numbers[expr]
@@ -157,7 +157,7 @@ class Formulas(abc.ABC):
         if known.is_number:
             return z3.IntVal(int(known)) if known.is_integer else float(known)
         parts = [self.number(part) for part in expr.args]
-        name = type(expr).__name__  # torch has a Max and a Min of its own
+        name = type(expr).__name__  # torch has its own Max and Min
         if name not in _OF_NUMBERS or not all(isinstance(part, z3.ExprRef) for part in parts):
             return z3.Int(f"number {expr}")
         return functools.reduce(_OF_NUMBERS[name], parts)
@@ -165,7 +165,7 @@ class Formulas(abc.ABC):
     # Terms
 
     def value(self, term: Term) -> Value:
-        """The formula of a term; raises `Untranslatable`."""
+        """Return the formula of a term; raise `Untranslatable` if it has none."""
         if term not in self._values:
             try:
                 self._values[term] = self._translated(term)
@@ -176,7 +176,7 @@ class Formulas(abc.ABC):
         return self._values[term]
 
     def boolean(self, term: Term) -> z3.BoolRef:
-        """The formula of a boolean term, or of whether a term is not zero."""
+        """Return the formula of a boolean term, or that another term is not zero."""
         return boolean(self.value(term))
 
     def _translated(self, term: Term) -> Value:
@@ -211,11 +211,11 @@ class Formulas(abc.ABC):
         for at, size in zip(index, table.shape, strict=True):
             if not self.proves(z3.And(at >= 0, at < size)):
                 raise Untranslatable(term, "it may read beyond the table")
-        found = merged(_numbers_of(table, index))
-        return boolean(found) if term.dtype is torch.bool else found
+        value = merged(_numbers_of(table, index))
+        return boolean(value) if term.dtype is torch.bool else value
 
     def _of_pair(self, term: Entry, pairs: Pairs, shape: Sequence[sympy.Expr]) -> Value:
-        """An entry of a mask whose values were tested."""
+        """Return the formula of an entry of a mask whose values were tested."""
         *rows, query, key = term.index
         row = next((at for at in rows if not isinstance(at, Const)), self.terms.const(0))
         if not isinstance(row, (Const, Index)) or not row.indices <= {"row"}:
@@ -233,8 +233,8 @@ class Formulas(abc.ABC):
         if pairs.is_causal:
             within.append(j <= i)
         if pairs.is_packed:
-            one, other = (self._atomic(self.terms.entry(sequences_of(term.leaf), (row, at))) for at in (query, key))
-            within.append(one == other)
+            own, other = (self._atomic(self.terms.entry(sequences_of(term.leaf), (row, at))) for at in (query, key))
+            within.append(own == other)
         if pairs.window is not None:
             within.append(i - j < pairs.window)
         anything = z3.Function(f"padding of {term.leaf.name}", *[z3.IntSort()] * 3, z3.BoolSort())
@@ -251,18 +251,18 @@ class Formulas(abc.ABC):
         return len(term.indices - {"row"}) <= 1
 
     def _compares_inputs_as_floats(self, term: Apply) -> bool:
-        """Whether a boolean is made of floating-point values of inputs, of which nothing is known."""
+        """Return whether a boolean operator takes floating-point values of inputs, about which nothing is known."""
         return any(self._may_be_any_float(arg) for arg in term.operands if arg.dtype.is_floating_point)
 
     def _may_be_any_float(self, term: Term) -> bool:
-        """Whether a floating-point term may have values of inputs that were not tested; a choice of numbers has not."""
+        """Return whether a floating-point term may have untested values of inputs; a `where` of numbers has not."""
         if isinstance(term, Apply) and term.name == "where":
             return any(map(self._may_be_any_float, term.operands[1:]))
         entries = [part for part in subterms(term) if isinstance(part, Entry)]
         return any(self.reads_inputs(entry) and entry.leaf not in self.facts.pairs for entry in entries)
 
     def reads_inputs(self, term: Term) -> bool:
-        """Whether a term depends on more than indices and numbers."""
+        """Return whether a term depends on inputs, not only on indices and known numbers and tables."""
         if isinstance(term, Apply):
             return any(map(self.reads_inputs, term.operands))
         if not isinstance(term, Entry) or term.leaf in self.facts.scalars:
@@ -270,7 +270,7 @@ class Formulas(abc.ABC):
         return term.leaf not in self.facts.tables or any(map(self.reads_inputs, term.index))
 
     def _atomic(self, term: Term) -> Value:
-        """A term of one token as a function of it that may be anything, within the term's dtype."""
+        """Return a term of one token as an uninterpreted function of it, with values of the term's dtype."""
         token = next(iter(term.indices - {"row"}), None)
         general = term if token is None else self.terms.with_index(term, token, "key")
         is_float = term.dtype.is_floating_point
@@ -283,23 +283,27 @@ class Formulas(abc.ABC):
                 self.ranges.learn(function.name(), values_of(term.dtype))
         if token is not None:
             self.tokens.setdefault(general, set()).add(token)
-        found = self.instance(self.atoms[general], token)
+        value = self.instance(self.atoms[general], token)
         if is_float:
             self._assume(self.float_role, general)
             if self.float_role == "bias":
                 self._biased.add(term)
-                return Cases(((0.0, found), (-math.inf, z3.Not(found))))
-            return Cases(((1.0, found), (0.0, z3.Not(found))))
+                return Cases(((0.0, value), (-math.inf, z3.Not(value))))
+            return Cases(((1.0, value), (0.0, z3.Not(value))))
         if sort == z3.IntSort() and self.integer_role == "binary" and token is not None and self.reads_inputs(term):
             self._assume("binary", general)
-            self.solver.add(z3.Or(found == 0, found == 1))
+            self.solver.add(z3.Or(value == 0, value == 1))
         elif sort == z3.IntSort():
             low, high = values_of(term.dtype)
-            self.solver.add(found >= low, found <= high)
-        return found
+            self.solver.add(value >= low, value <= high)
+        return value
 
     def _assume(self, role: str, term: Term) -> None:
-        """Take a term of one token for something that every call can check; single numbers are read instead."""
+        """Record an assumption on a term of one token, which every call checks.
+
+        Raises `Untranslatable` if the term does not depend on inputs, or reads an unknown scalar tensor, whose value a
+        call provides instead.
+        """
         entries = [part for part in subterms(term) if isinstance(part, Entry)]
         unread = any(not part.index and part.leaf not in self.facts.scalars for part in entries)
         if unread or not self.reads_inputs(term):
@@ -307,24 +311,21 @@ class Formulas(abc.ABC):
         self.assumed[role][term] = None
 
     def instance(self, atom: Atom, token: str | None) -> Any:
-        """An atom of the token that an index variable stands for."""
+        """Apply an atom to the token of an index variable."""
         names = ["row" if name == "row" else token or name for name in sorted(atom.term.indices)]
         return atom.function(*map(self.variable, names))
 
     def integer(self, term: Term) -> z3.ArithRef:
-        """The formula of a term as one integer."""
-        value = self.value(term)
-        if isinstance(value, Cases):
-            return chain([(guard, exact_int(number, term)) for number, guard in value.numbers])
-        return z3.If(value, 1, 0) if z3.is_bool(value) else value
+        """Return the formula of a term as one integer."""
+        return as_integer(self.value(term), term)
 
     @abc.abstractmethod
     def _applied(self, term: Apply) -> Value:
-        """The formula of an operator."""
+        """Return the formula of an operator's result."""
 
 
 def _numbers_of(table: Table, index: Sequence[z3.ArithRef]) -> list[tuple[Any, z3.BoolRef]]:
-    """The numbers that a table may have at an index within it, and where it has them."""
+    """Return the numbers of a table with the conditions on an index, within the table, at which it has them."""
     at = index[-2] - index[-1] if table.is_square else index[-1]
     ends = (*table.starts[1:], None)
     return [
@@ -342,5 +343,5 @@ _OF_NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def values_of(dtype: torch.dtype) -> tuple[int, int]:
-    """The least and the greatest integer that a tensor of integers may have."""
+    """Return the least and the greatest value of an integer or bool dtype."""
     return (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

@@ -1,7 +1,7 @@
-"""Terms as formulas of integer arithmetic, which z3 decides: what operators make of the values of `formulas`.
+"""Translate operators to integer arithmetic for z3, given the values of their operands (`formulas`).
 
-Exact or not at all: an operator without a rule, and arithmetic that its dtype would round or wrap, is not translated.
-What such a term makes of one single token becomes a function of that token that may be anything (`Atom`).
+The translation is exact: operators without a rule, and arithmetic that its dtype might round or wrap, are not
+translated. If such a term depends on a single token, it becomes an uninterpreted function of that token (`Atom`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SELECTIONS = ("where", "masked_fill")
 
 
 class Logic(Formulas):
-    """Formulas of terms: see `Formulas`."""
+    """`Formulas` with the rules of operators."""
 
     def _applied(self, term: Apply) -> Value:
         name = term.name
@@ -91,7 +91,8 @@ class Logic(Formulas):
         return term in self._biased
 
     def _formula_in_dtype(self, term: Apply, arg: Any, value: Any) -> Any:
-        """An operand as the dtype that the operator works in has it; refuses what that would round or wrap."""
+        """Convert an operand's formula to the operator's working dtype; raise `Untranslatable` if that may round or
+        wrap."""
         dtype = _working_dtype(term)
         if not is_number(value):
             return value
@@ -108,7 +109,7 @@ class Logic(Formulas):
         return self._binary(arg, value)
 
     def _cases_in_dtype(self, term: Apply, value: Any) -> Any:
-        """The same for numbers, next to a formula or in its place."""
+        """Convert an operand's `Cases` to the operator's working dtype."""
         if not isinstance(value, Cases):
             return value
         dtype = _working_dtype(term)
@@ -116,7 +117,7 @@ class Logic(Formulas):
         for number, guard in value.numbers:
             if dtype.is_floating_point:
                 held = torch.tensor(number, dtype=dtype).item()
-                # Arithmetic may use a number as it is, or rounded.
+                # Arithmetic may use a number as given or rounded to the dtype.
                 is_same = held == number or number != number or term.name in (*COMPARISONS, *SELECTIONS)
             else:
                 held, low, high = number, *values_of(dtype)
@@ -127,7 +128,7 @@ class Logic(Formulas):
         return Cases(tuple(numbers))
 
     def _binary(self, term: Term, value: z3.ArithRef) -> Cases:
-        """An integer that a token has, taken for zero or one."""
+        """Assume that an integer of a token is zero or one."""
         token = next(iter(term.indices - {"row"}), None)
         self._assume("binary", term if token is None else self.terms.with_index(term, token, "key"))
         for name in ("query", "key") if token in ("query", "key") else ():
@@ -136,17 +137,17 @@ class Logic(Formulas):
         return Cases(((1, value == 1), (0, value != 1)))
 
     def _is_exact(self, value: z3.ArithRef, dtype: torch.dtype) -> bool:
-        """Whether a dtype holds all numbers that a formula may have; inputs that decide it for int64 are bounded."""
+        """Return whether a dtype represents all values of a formula; for int64, assume bounds on inputs if needed."""
         low, high = held = held_by(dtype)
         if within(self.ranges.of(value), held) or (dtype is torch.int64 and self._is_bounded(value)):
             return True
         return self.proves(z3.And(value >= low, value <= high))
 
     def _is_bounded(self, value: z3.ArithRef) -> bool:
-        """Whether int64 holds a formula if what it reads is less than `BOUND`; then takes that for granted."""
+        """Return whether int64 represents a formula if its inputs are less than `BOUND`; if so, assume that."""
         unbound = [atom for term, atom in self.atoms.items() if term not in self.assumed["bounded"]]
-        found = {atom.function.name(): atom for atom in unbound if atom.term.dtype is torch.int64}
-        free = [found[one] for one in {part.decl().name() for part in applications(value, found)}]
+        by_name = {atom.function.name(): atom for atom in unbound if atom.term.dtype is torch.int64}
+        free = [by_name[name] for name in {part.decl().name() for part in applications(value, by_name)}]
         for atom in free:
             self.ranges.learn(atom.function.name(), (-BOUND, BOUND))
         if free and within(self.ranges.of(value), held_by(torch.int64)):
@@ -157,7 +158,7 @@ class Logic(Formulas):
         return False
 
     def _by_cases(self, term: Apply, operands: Sequence[Any], apply: Callable[[Apply, list[Any]], Any]) -> Value:
-        """An operator of values each of which may be one of several numbers."""
+        """Apply an operator to each combination of the numbers that its operands may be."""
         options = [choices(value) for value in operands]
         if math.prod(map(len, options)) > MOST_CASES:
             raise Untranslatable(term, "too many cases")
@@ -170,21 +171,21 @@ class Logic(Formulas):
             if term.dtype is torch.bool:
                 return z3.Or(*(z3.And(guard, result) for result, guard in results))
             return chain([(guard, as_integer(result, term)) for result, guard in results])
-        found = merged(results)
-        return boolean(found) if term.dtype is torch.bool else found
+        merged_cases = merged(results)
+        return boolean(merged_cases) if term.dtype is torch.bool else merged_cases
 
     def _folded(self, term: Apply, numbers: list[Any]) -> bool | int | float:
-        """The operator itself of numbers, in the dtypes of its operands."""
+        """Compute an operator of numbers with torch, in the dtypes of its operands."""
         self._check_bias(term, numbers)
         if any(is_undefined(term.op, number, term.dtype) for number in numbers):
             raise Untranslatable(term, "a cast beyond its dtype")
-        found = self._computed(term, numbers)
-        # Whether a zero is negative is not known.
-        turned = [_turned(arg, number) for arg, number in zip(term.args, numbers, strict=True)]
-        other = self._computed(term, turned) if repr(turned) != repr(numbers) else found
-        if found != other and not (found != found and other != other):
+        result = self._computed(term, numbers)
+        # The sign of a zero is unknown, so the result must not depend on it.
+        negated = [_with_other_sign(arg, number) for arg, number in zip(term.args, numbers, strict=True)]
+        other = self._computed(term, negated) if repr(negated) != repr(numbers) else result
+        if result != other and not (result != result and other != other):
             raise Untranslatable(term, "it depends on the sign of a zero")
-        return found
+        return result
 
     @staticmethod
     def _computed(term: Apply, numbers: list[Any]) -> bool | int | float:
@@ -195,13 +196,16 @@ class Logic(Formulas):
         if not any(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise Untranslatable(term)
         try:
-            found: bool | int | float = term.op(*tensors, **dict(term.kwargs)).item()
+            result: bool | int | float = term.op(*tensors, **dict(term.kwargs)).item()
         except RuntimeError as error:
             raise Untranslatable(term, str(error)) from error
-        return found
+        return result
 
     def _check_bias(self, term: Apply, numbers: list[Any]) -> None:
-        """A bias that is "at most -1e4" stays so if what is not positive is added, or if it is raised to such."""
+        """Raise `Untranslatable` unless the operator keeps a bias of "at most -1e4" at most -1e4.
+
+        Adding a number that is not positive does, and so does a maximum with a number of at most -1e4.
+        """
         if not any(self._is_biased(arg) for arg in term.operands):
             return
         self._biased.add(term)
@@ -212,7 +216,7 @@ class Logic(Formulas):
             raise Untranslatable(term, "of a bias")
 
     def _of_integers(self, term: Apply, args: list[Any]) -> Any:
-        """The operator of integers, some of which are formulas."""
+        """Apply an operator to integers, some of which are formulas."""
         if term.name in COMPARISONS:
             return compared(term.name, *args)
         result = arithmetic(term, args, self.proves)
@@ -225,19 +229,19 @@ def _narrow(term: Term, dtype: torch.dtype) -> Untranslatable:
     return Untranslatable(term, f"{dtype} may not hold its numbers".replace("torch.", ""))
 
 
-def _turned(arg: Any, number: Any) -> Any:
-    """A zero that a floating-point term may have with the other sign; any other number as it is."""
+def _with_other_sign(arg: Any, number: Any) -> Any:
+    """Return a zero of a floating-point term with the other sign; any other number unchanged."""
     is_known = not isinstance(arg, Term) or isinstance(arg, Const) or not arg.dtype.is_floating_point
     return number if is_known or number != 0 else -float(number)
 
 
 def _is_tensor(arg: Any) -> bool:
-    """Whether an operator was given a tensor, not a number of Python's."""
+    """Return whether an argument is a tensor and not a Python number."""
     return isinstance(arg, Term) and not isinstance(arg, Number)
 
 
 def _working_dtype(term: Apply) -> torch.dtype:
-    """The dtype that an operator brings its operands to."""
+    """Return the dtype that an operator converts its operands to."""
     if term.name not in COMPARISONS:
         return term.dtype
     both = [
@@ -261,11 +265,11 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "gt": lambda a, b: a > b,
     "ge": lambda a, b: a >= b,
 }
-ALWAYS = {"lt": math.inf, "le": math.inf, "gt": -math.inf, "ge": -math.inf}  # comparisons with it hold
+ALWAYS = {"lt": math.inf, "le": math.inf, "gt": -math.inf, "ge": -math.inf}  # comparisons with these always hold
 
 
 def arithmetic(term: Apply, args: list[Any], proves: Proves) -> Any:
-    """The operator of a term of integers, as if they were unbounded; raises `Untranslatable`."""
+    """Apply the operator of a term to unbounded integers; raise `Untranslatable` if it has no rule."""
     name, kwargs = term.name, dict(term.kwargs)
     if name in ("floor", "trunc", "ceil"):
         return _rounded(name, args[0])
@@ -297,7 +301,7 @@ def arithmetic(term: Apply, args: list[Any], proves: Proves) -> Any:
 
 
 def _quotient(term: Apply, dividend: Any, divisor: Any) -> Any:
-    """A quotient that floating point does not round: by a power of two, and of one it is not too small for it."""
+    """Return a quotient that is exact in floating point: by a power of two whose inverse is a normal number."""
     is_power = isinstance(divisor, (int, float)) and divisor >= 1 and math.frexp(divisor)[0] == 0.5
     if not is_power or z3.is_real(dividend) or 1 / divisor < torch.finfo(term.dtype).tiny:
         raise Untranslatable(term, "a quotient that is rounded")
@@ -314,7 +318,7 @@ def _divided(dividend: Any, divisor: Any, mode: str, takes_rest: bool) -> Any:
 
 
 def compared(name: str, a: Any, b: Any) -> z3.BoolRef:
-    """A comparison of two numbers, at least one of them a formula."""
+    """Compare two numbers, at least one of them a formula."""
     if not isinstance(a, z3.ExprRef):
         mirrored = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}.get(name, name)
         return compared(mirrored, b, a)

@@ -1,4 +1,4 @@
-"""What is proven of an attention mask, and within which bounds: every call checks what a proof takes for granted."""
+"""The class of an attention mask as the result of a proof, with the assumptions that every call checks."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import dataclasses
 
 from dta_compile.proofs.terms import Term, shown
 
-LONGEST_ROW = 2**24  # tokens; exact in float32
-BOUND = 2**31  # integers of inputs that are computed with are less, of either sign
-# An additive mask of this or less is taken to leave no weight. That is so in floating point if the scores of a query
-# differ by less than about 9,900, and with -1e9 for all scores that occur. Not checked: the older models that write
-# -1e4 take it for granted, too.
+LONGEST_ROW = 2**24  # tokens; token positions are exact in float32
+BOUND = 2**31  # bound on the absolute value of input integers in arithmetic
+# Additive masks of at most this are assumed to leave no weight. In floating point that holds if the scores of a query
+# differ by less than about 9,900; with -1e9 it holds for all scores in practice. It is not checked: older models that
+# write -1e4 rely on it, too.
 FORBIDDEN = -1e4
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskClass:
-    """What an attention mask was proven to be: causal, within `window` tokens or by chunks if one is not None.
+    """Proven class of an attention mask: causal, limited to `window` tokens or to chunks if one is not None.
 
-    The terms are over "row" and "key". What is said of them is what the proof takes for granted; every call checks it.
+    The terms are over "row" and "key". Their properties below are assumptions of the proof, which every call checks.
 
     Attributes:
-        chunk: tokens attend to those of their own chunk of so many tokens of the sequence.
-        counted: with `chunk`: a multiple of it at the first token of a sequence, one more from each real token to the
-            next. Chunks are where this number, divided by `chunk` and rounded down, is the same.
-        valid: which tokens are real (None: all); the others are padding, which no real token attends to.
-        segments: two tokens of a row are of one sequence if they have all of these in common; the tokens of a sequence
-            are next to each other.
-        positions: grow by one from token to token between the real tokens of a sequence.
-        binary: zero or one.
-        bias: zero or at most -1e4.
-        bounded: integers less than 2**31, of either sign.
+        window: number of tokens attended to, including the token itself.
+        chunk: length of chunks of a sequence; tokens attend only to tokens of their own chunk.
+        counted: with `chunk`: a multiple of `chunk` at the first token of a sequence, which grows by one from each real
+            token to the next. The number of a chunk is `counted // chunk`.
+        valid: whether a token is real (None: all are); the others are padding, which no real token attends to.
+        segments: two tokens of a row are in the same sequence if all of these are equal; sequences are contiguous.
+        positions: values that grow by one from each real token of a sequence to the next.
+        binary: values that are zero or one.
+        bias: values that are zero or at most -1e4.
+        bounded: integers of absolute value less than 2**31.
     """
 
     window: int | None = None
@@ -45,7 +45,7 @@ class MaskClass:
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """All that it says something of."""
+        """Return all terms in it."""
         single = tuple(term for term in (self.counted, self.valid) if term is not None)
         return (*single, *self.segments, *self.positions, *self.binary, *self.bias, *self.bounded)
 

@@ -1,4 +1,4 @@
-"""Masks over pairs of tokens whose values are known at a call only: they are tested there, and proofs get the class."""
+"""Masks over pairs of tokens that are inputs of a call: their values are tested, and proofs use the resulting class."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from dta_compile.proofs.terms import Leaf
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """What the values of a mask `[..., S, S]` were tested to be.
+    """Tested class of a mask `[..., S, S]`.
 
-    A token that may attend to itself is real. A real query attends to the real keys of its own sequence: to those that
-    are not after it, within `window` tokens, if that is said. What other queries attend to is anything.
+    A token that may attend to itself is real. A real query attends to the real keys of its own sequence; with
+    `is_causal` only to those that are not after it, and with `window` only within so many tokens. Nothing is said about
+    padding queries.
 
     Attributes:
-        allowed: the entry of a pair that is allowed.
-        hidden: the entry of any other; None: they differ, and are all at most `FORBIDDEN`.
-        is_causal, window: which keys of a sequence a query attends to.
-        is_packed: some row has several sequences.
+        allowed: the entry of allowed pairs.
+        hidden: the entry of all other pairs; None if they differ and are all at most `FORBIDDEN`.
+        is_causal, window: restrictions on the keys of a sequence.
+        is_packed: whether some row has several sequences.
     """
 
     allowed: bool | float
@@ -34,23 +35,23 @@ class Pairs:
 
 
 class Tested(NamedTuple):
-    """The class of a mask; `sequences` `[R, S]` has one number for all tokens of a sequence."""
+    """The class of a mask, and `sequences` `[R, S]`, one number for all tokens of a sequence."""
 
     pairs: Pairs
     sequences: torch.Tensor
 
 
 def sequences_of(mask: Leaf) -> Leaf:
-    """The numbers of sequences `[R, S]` that the test of a mask over pairs finds."""
+    """Return the leaf for the sequence numbers `[R, S]` that the test of a mask over pairs gives."""
     return dataclasses.replace(mask, name=f"{mask.name}.sequences", source=f"{mask}.sequences", dtype=torch.int64)
 
 
 class UnlikePair(Exception):
-    """The values of a mask are those of no supported class; says why."""
+    """The values of a mask are of no supported class; the message says why."""
 
     @classmethod
     def at(cls, where: torch.Tensor, reason: str) -> UnlikePair:
-        """Named by the row, the query and the key of an entry."""
+        """Return the error with row, query and key of an entry."""
         row, query, key = (int(number) for number in where)
         return cls(f"{reason}: row {row}, query {query} and key {key}")
 
@@ -60,15 +61,15 @@ def read_pairs(values: torch.Tensor) -> Tested:
     """Test the values of a mask `[S, S]`, `[B, S, S]` or `[B, 1, S, S]` on their device.
 
     Raises:
-        UnlikePair: they are neither causal, with padding, sequences that follow one another and one window at most, nor
-            the sequences of tokens alone.
+        UnlikePair: they are neither causal (with padding, contiguous sequences and at most one window), nor allow
+            exactly the pairs within a sequence.
     """
     size = values.shape[-1]
     if values.shape[-2] != size or not values.numel():
         raise UnlikePair(f"which has {values.shape[-2]} queries and {size} keys")
     values = values.reshape(-1, size, size)
     last = values[:, : max(size - 1, 1), -1].flatten()
-    hidden = last.double().median().to(values.dtype)  # from most queries the last key is
+    hidden = last.double().median().to(values.dtype)  # the last key is hidden from most queries
     if values.is_floating_point() and bool((values <= FORBIDDEN).any()):
         return _tested(*_allowed_by_bias(values, hidden))
     allowed, shown = _allowed_by_number(values, hidden)
@@ -80,13 +81,14 @@ def read_pairs(values: torch.Tensor) -> Tested:
         if 2 * int((itself == hidden).sum()) <= itself.numel():
             raise
         try:
-            return _tested(~allowed, numbers[::-1])  # from no query, where rows are one sequence each
+            return _tested(~allowed, numbers[::-1])  # not causal, one sequence per row: it is hidden from no query
         except UnlikePair:
             raise unlike from None
 
 
 def _tested(allowed: torch.Tensor, numbers: tuple[bool | float, bool | float | None]) -> Tested:
-    """The class of a mask that allows the pairs `allowed` `[R, S, S]`, by the `numbers` of `Pairs`."""
+    """Return the class of a mask that allows the pairs `allowed` `[R, S, S]`; `numbers` are `allowed` and `hidden` of
+    `Pairs`."""
     tokens = torch.arange(allowed.shape[-1], device=allowed.device)
     real = allowed.diagonal(dim1=1, dim2=2)
     if not bool(real.any()):
@@ -107,7 +109,7 @@ def _tested(allowed: torch.Tensor, numbers: tuple[bool | float, bool | float | N
 def _as_blocks(
     allowed: torch.Tensor, numbers: tuple[bool | float, bool | float | None], real: torch.Tensor, first: torch.Tensor
 ) -> Tested | None:
-    """The class of a mask that tells sequences apart, and not what is earlier; None: it is no such mask."""
+    """Return the class of a mask that allows all pairs within a sequence; None if it is not such a mask."""
     same = (first[..., None] == first[:, None]) & real[:, None]
     if bool(((same ^ allowed) & real[..., None]).any()):
         return None
@@ -122,7 +124,7 @@ def _require_none(wrong: torch.Tensor, reason: Callable[[int, int, int], str]) -
 
 
 def _allowed_by_number(values: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a mask of two numbers has not the one that hides, and its entries there."""
+    """Return where a mask of two numbers does not have the number `hidden`, and its other number."""
     allowed = values != hidden
     if values.dtype is torch.bool:
         return allowed, ~hidden
@@ -134,7 +136,7 @@ def _allowed_by_number(values: torch.Tensor, hidden: torch.Tensor) -> tuple[torc
 def _allowed_by_bias(
     values: torch.Tensor, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[bool | float, bool | float | None]]:
-    """Where a mask that is added allows, and its entries there and elsewhere."""
+    """Return where an additive mask allows, and its entries there and elsewhere (see `Pairs`)."""
     allowed = ~(values <= FORBIDDEN)
     _require_none(allowed & (values != 0), lambda row, query, key: f"a bias of {values[row, query, key]}")
     is_same = bool(hidden <= FORBIDDEN) and bool((allowed | (values == hidden)).all())
@@ -142,7 +144,7 @@ def _allowed_by_bias(
 
 
 def _window(real: torch.Tensor, first: torch.Tensor, sequences: torch.Tensor) -> int | None:
-    """The window that hides the first keys of a sequence from its last queries; None: nothing does."""
+    """Return the window that hides the first keys of a sequence from its last queries; None if there is none."""
     size = real.shape[1]
     tokens = torch.arange(size, device=real.device)
     limited = real & (first != sequences)

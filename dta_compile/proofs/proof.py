@@ -1,13 +1,14 @@
-"""What an attention mask is, derived from what its operators mean: causal, within a window or by chunks, up to padding
+"""Prove the class of an attention mask from the semantics of its operators: causal, with a window or chunks, padding
 and segments.
 
-An entry of the mask is a term of the row, the query and the key (`elements`), the term a formula (`logic`).
-Which keys are real is what the mask says of a token and itself; where every token may attend to itself, so that no
-query is without a key, a condition on the key alone that the mask contains. That it allows just what a causal mask
-allows, with such padding, is then proven for all rows, queries and keys; what a proof assumes of the inputs is checked
-at every call (`runtime.calls.masks`). A mask that depends on numbers or tables is proven for those of each call.
+An entry of the mask is a term over row, query and key (`passes.masks.elements`), which becomes a formula (`logic`).
+A key is real if the mask lets it attend to itself. Some masks let every token do so, to give each query a key; then the
+padding is a condition on the key alone that occurs in the mask. z3 proves, for all rows, queries and keys, that the
+mask allows exactly the pairs of a mask of the class. Assumptions on inputs are checked at every call
+(`runtime.calls.masks`). A mask that depends on numbers or tables of a call is proven for their values in each call.
 
-One assumption is of the scores and is not checked: what a finite additive mask forbids gets no weight (`FORBIDDEN`).
+One assumption concerns scores and is not checked: pairs that a finite additive mask forbids get no weight
+(`FORBIDDEN`).
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ from dta_compile.proofs.pairs import sequences_of
 from dta_compile.proofs.tables import Facts
 from dta_compile.proofs.terms import Apply, Entry, Term, Terms, in_order, subterms
 
-SMALL = 40  # tokens of examples in messages
-DIVISIONS = ("floor_divide", "div", "remainder", "fmod")  # by which chunks are told apart
-MOST_ROLES = 3  # functions of a token that a mask compares between query and key
-MOST_CONDITIONS = 4  # on the key alone that are tried
+SMALL = 40  # bound of token positions in counterexamples for messages
+DIVISIONS = ("floor_divide", "div", "remainder", "fmod")  # operators that may compute the number of a chunk
+MOST_ROLES = 3  # values compared between query and key whose roles are all tried
+MOST_CONDITIONS = 4  # conditions on the key alone that are tried as padding
 
 Z3_LOCK = threading.Lock()  # z3's own context serves one thread at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """What values that a mask compares between query and key are taken for."""
+    """Roles assigned to the values that a mask compares between query and key."""
 
     segments: tuple[Atom, ...] = ()
     positions: tuple[Atom, ...] = ()
 
 
 class Unproven(Exception):
-    """A mask is of no supported class, as far as can be shown; says why.
+    """A mask could not be proven to be of a supported class; the message says why.
 
     Attributes:
-        query: what z3 was asked last without a proof, in SMT-LIB; a model of it is a counterexample.
+        query: the last query of z3 that was not proven, in SMT-LIB; a model of it is a counterexample.
     """
 
     def __init__(self, reason: str, query: str) -> None:
@@ -61,26 +62,26 @@ class Unproven(Exception):
 
 
 def classify(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> MaskClass:
-    """The class of a mask for what is known of a call.
+    """Return the class of a mask given the facts of a call.
 
     Args:
-        term: an entry of the mask, over "row", "query" and "key".
-        sizes: by index variable, the size of the dimension along which it counts.
+        term: one entry of the mask, over "row", "query" and "key".
+        sizes: size of the dimension that each index variable runs along.
 
     Raises:
-        Unproven: none can be shown.
+        Unproven: no class can be proven.
     """
     refused, is_decided = None, False
     with Z3_LOCK:
         for float_role, integer_role in (("binary", ""), ("bias", ""), ("binary", "binary")):
             if integer_role and is_decided:
-                break  # whatever the integers are
+                break  # the answer does not depend on what integers are taken for
             logic = Logic(Terms(in_order(term)), sizes, facts, float_role, integer_role)
             try:
                 return _Proof(term, logic).classify()
             except Unproven as error:
-                if (found := _by_a_condition(term, logic)) is not None:
-                    return found
+                if (mask_class := _by_a_condition(term, logic)) is not None:
+                    return mask_class
                 refused, is_decided = refused or error, True
             except Untranslatable as error:
                 is_bias = term.dtype.is_floating_point
@@ -93,11 +94,10 @@ def classify(term: Term, sizes: Mapping[str, sympy.Expr], facts: Facts) -> MaskC
 
 
 def _by_a_condition(term: Term, logic: Logic) -> MaskClass | None:
-    """The class of a mask that lets every token attend to itself, by a condition on the key that makes it one; None if
-    there is none, or none that can be shown.
+    """Return the class of a mask that lets every token attend to itself, with a condition on the key as padding.
 
-    Padding then attends to itself alone, or to real tokens as well. As with any padding, what it gets is not given, and
-    a gradient for it is an error.
+    Returns None if no condition gives a provable class. Padding then attends to itself alone, or to real tokens as
+    well. As with any padding, its outputs are not computed, and a gradient for them is an error.
     """
     undecided = (Unproven, Untranslatable, z3.Z3Exception)
     try:
@@ -105,8 +105,8 @@ def _by_a_condition(term: Term, logic: Logic) -> MaskClass | None:
             return None
     except undecided:
         return None
-    of_key = [one for one in subterms(term) if one.indices - {"row"} == {"key"} and one.dtype is torch.bool]
-    for condition in [one for one in of_key if logic.reads_inputs(one)][:MOST_CONDITIONS]:
+    of_key = [part for part in subterms(term) if part.indices - {"row"} == {"key"} and part.dtype is torch.bool]
+    for condition in [part for part in of_key if logic.reads_inputs(part)][:MOST_CONDITIONS]:
         for is_real in (True, False):
             other = Logic(Terms(in_order(term)), logic.sizes, logic.facts, logic.float_role, logic.integer_role)
             real = condition if is_real else other.terms.apply(torch.ops.aten.logical_not.default, condition)
@@ -116,10 +116,10 @@ def _by_a_condition(term: Term, logic: Logic) -> MaskClass | None:
 
 
 class _Proof:
-    """One attempt to classify a mask, with what a `Logic` takes for granted.
+    """One attempt to classify a mask under the assumptions of a `Logic`.
 
     Args:
-        real: which tokens are real, over "row" and "key"; None: those that may attend to themselves.
+        real: term over "row" and "key" for the real tokens; None: the tokens that may attend to themselves.
     """
 
     def __init__(self, term: Term, logic: Logic, real: Term | None = None) -> None:
@@ -132,7 +132,7 @@ class _Proof:
         self.valid_query = self._allowed(self.terms.with_index(self.real, "key", "query"))
 
     def _allowed(self, term: Term) -> z3.BoolRef:
-        """Where the mask allows; raises `Unproven` if it does anything but allow and forbid."""
+        """Return the formula of the allowed pairs; raise `Unproven` if entries neither allow nor forbid."""
         value = self.logic.value(term)
         if term.dtype is torch.bool:
             return self.logic.boolean(term)
@@ -159,25 +159,25 @@ class _Proof:
         )
 
     def _most_permissive(self) -> MaskClass:
-        """The class of the mask, of roles that make it one and its window or chunks alone. Raises `Unproven`.
+        """Return the class for the roles with the fewest restrictions on inputs; raise `Unproven` if no roles work.
 
-        Positions that are wrongly taken to grow make everything but a token itself another segment: of several such
-        classes the one with the widest window or chunks is right for more inputs.
+        If a value is wrongly taken for a position, only a token itself is in its segment. So among several classes with
+        positions the one with the widest window or chunks holds for most inputs.
         """
-        found, failure = [], None
+        classes, failure = [], None
         for roles in self._roles():
             try:
-                one = self._with_roles(roles)
+                mask_class = self._with_roles(roles)
             except Unproven as error:
                 failure = failure or error
                 continue
             if not roles.positions:
-                return one
-            found.append(one)
-        if not found:
+                return mask_class
+            classes.append(mask_class)
+        if not classes:
             assert failure is not None
             raise failure
-        return max(found, key=lambda one: one.window or one.chunk or math.inf)
+        return max(classes, key=lambda mask_class: mask_class.window or mask_class.chunk or math.inf)
 
     def _valid_term(self) -> Term:
         if self.real.dtype is torch.bool:
@@ -185,86 +185,88 @@ class _Proof:
         return self.terms.apply(torch.ops.aten.eq.Scalar, self.real, 0)
 
     def _require_padding(self) -> None:
-        """That a token is padding depends on the inputs, not on its place alone: any token may be real."""
+        """Raise `Unproven` if some token is padding whatever the inputs are: any token must be able to be real."""
         atoms = self.logic.atoms.values()
-        inputs = applications(self.valid_key, {str(one.function) for one in atoms if self.logic.reads_inputs(one.term)})
-        fresh = [z3.FreshConst(one.sort()) for one in inputs]
+        inputs = applications(
+            self.valid_key, {str(atom.function) for atom in atoms if self.logic.reads_inputs(atom.term)}
+        )
+        fresh = [z3.FreshConst(value.sort()) for value in inputs]
         never = z3.substitute(z3.Not(self.valid_key), *zip(inputs, fresh, strict=True))
         claim = z3.Not(z3.ForAll(fresh, never)) if fresh else self.valid_key
         if (example := self._counterexample(claim)) is not None:
             raise self._failure(f"a mask that hides every token {self._number(example, self.key)} from itself")
 
     def _roles(self) -> Iterator[Roles]:
-        """What the values that are compared between query and key may be taken for, the least first."""
+        """Yield assignments of roles to the values compared between query and key, those with fewest roles first."""
         integers = [atom for atom in self.compared if atom.function.range() == z3.IntSort()]
         compared = self.compared if len(self.compared) <= MOST_ROLES else integers[:MOST_ROLES]
-        named = {sequences_of(mask) for mask in self.logic.facts.pairs}  # numbers that count nothing
-        counting = [one for one in integers if not (isinstance(one.term, Entry) and one.term.leaf in named)]
+        named = {sequences_of(mask) for mask in self.logic.facts.pairs}  # sequence numbers, which are no positions
+        counting = [atom for atom in integers if not (isinstance(atom.term, Entry) and atom.term.leaf in named)]
         options = [("", "segment", "position") if atom in counting else ("", "segment") for atom in compared]
         choices = sorted(
             itertools.product(*options), key=lambda roles: (roles.count("position"), roles.count("segment"))
         )
         for chosen in choices:
-            taken = list(zip(compared, chosen, strict=True))
+            assigned = list(zip(compared, chosen, strict=True))
             yield Roles(
-                tuple(atom for atom, role in taken if role == "segment"),
-                tuple(atom for atom, role in taken if role == "position"),
+                tuple(atom for atom, role in assigned if role == "segment"),
+                tuple(atom for atom, role in assigned if role == "position"),
             )
 
     def _with_roles(self, roles: Roles) -> MaskClass:
-        """The class of the mask if values have these roles, and its window or chunks. Raises `Unproven`."""
+        """Return the class of the mask for these roles, with its window or chunks; raise `Unproven` if it has none."""
         distance = self.query - self.key
         both_real = [self.valid_query, self.valid_key]
         same = [self._difference(atom, z3.BoolRef) for atom in roles.segments]
         positions = [self._difference(atom) == distance for atom in roles.positions]
         in_sequence = z3.And(self.valid_key, *same)
-        given = [self.valid_query, *(z3.Implies(in_sequence, known) for known in positions)]
-        if (example := self._counterexample(z3.Implies(self.allowed, distance >= 0), *given)) is not None:
+        hypotheses = [self.valid_query, *(z3.Implies(in_sequence, known) for known in positions)]
+        if (example := self._counterexample(z3.Implies(self.allowed, distance >= 0), *hypotheses)) is not None:
             raise self._failure(f"a mask that lets tokens attend to later ones: {self._pair(example)}")
-        found = MaskClass(
+        mask_class = MaskClass(
             segments=tuple(atom.term for atom in roles.segments),
             positions=tuple(atom.term for atom in roles.positions),
         )
         expected = z3.And(distance >= 0, self.valid_key, *same)
-        window = self._window(*given, *both_real, *same, distance >= 0)
+        window = self._window(*hypotheses, *both_real, *same, distance >= 0)
         in_window = expected if window is None else z3.And(expected, distance < window)
-        if (example := self._counterexample(self.allowed == in_window, *given)) is None:
-            return dataclasses.replace(found, window=window)
+        if (example := self._counterexample(self.allowed == in_window, *hypotheses)) is None:
+            return dataclasses.replace(mask_class, window=window)
         failure = self._failure(
             "a mask that hides earlier tokens in another way than padding, a sliding window or chunks: "
             + self._pair(example)
         )
         for counted, chunk in self._divided():
             query, key = (self.logic.integer(self.terms.with_index(counted, "key", name)) for name in ("query", "key"))
-            if self.logic.proves(self.allowed == z3.And(expected, query / chunk == key / chunk), *given):
-                return dataclasses.replace(found, chunk=chunk, counted=counted)
+            if self.logic.proves(self.allowed == z3.And(expected, query / chunk == key / chunk), *hypotheses):
+                return dataclasses.replace(mask_class, chunk=chunk, counted=counted)
         raise failure
 
-    def _window(self, *hidden: z3.BoolRef) -> int | None:
-        """The least distance at which a key is not allowed if all of `hidden` holds; None: there is none."""
+    def _window(self, *hypotheses: z3.BoolRef) -> int | None:
+        """Return the least distance at which a key is forbidden although `hypotheses` hold; None if there is none."""
         distance = self.query - self.key
-        if (example := self.logic.counterexample(self.allowed, *hidden)) is None:
+        if (example := self.logic.counterexample(self.allowed, *hypotheses)) is None:
             return None
         first, last = 1, self._number(example, distance)
         while first < last:
             middle = (first + last) // 2
-            closer = self.logic.counterexample(self.allowed, *hidden, distance <= middle)
+            closer = self.logic.counterexample(self.allowed, *hypotheses, distance <= middle)
             first, last = (middle + 1, last) if closer is None else (first, self._number(closer, distance))
         return last
 
     def _divided(self) -> Iterator[tuple[Term, int]]:
-        """Integers of a token, over the row and the key, that the mask divides, each with the number it divides by."""
-        found: dict[tuple[Term, int], None] = {}
+        """Yield the integers of a token, over row and key, that the mask divides, each with its divisor."""
+        dividends: dict[tuple[Term, int], None] = {}
         for term in subterms(self.term):
             if not isinstance(term, Apply) or term.name not in DIVISIONS or len(term.indices - {"row"}) != 1:
                 continue
             dividend, divisor = term.args
             if isinstance(dividend, Term) and not dividend.dtype.is_floating_point and (number := self._known(divisor)):
-                found[self.terms.with_index(dividend, "query", "key"), number] = None
-        yield from found
+                dividends[self.terms.with_index(dividend, "query", "key"), number] = None
+        yield from dividends
 
     def _known(self, divisor: Any) -> int | None:
-        """The number that a divisor is, if that is a positive integer."""
+        """Return the value of a divisor if it is a known positive integer, otherwise None."""
         term = divisor if isinstance(divisor, Term) else self.terms.const(divisor)
         try:
             number = z3.simplify(self.logic.integer(term))
@@ -273,18 +275,18 @@ class _Proof:
         return number.as_long() if z3.is_int_value(number) and number.as_long() > 0 else None
 
     def _difference(self, atom: Atom, kind: type = z3.ArithRef) -> z3.ExprRef:
-        """The difference of an atom's values at query and key, or whether they are the same."""
+        """Return the difference of an atom's values at query and key, or for `BoolRef` whether they are equal."""
         query, key = self.logic.instance(atom, "query"), self.logic.instance(atom, "key")
         return query == key if kind is z3.BoolRef else query - key
 
-    def _counterexample(self, claim: z3.BoolRef, *given: z3.BoolRef) -> z3.ModelRef | None:
-        """One that people can follow, if there is one."""
-        found = self.logic.counterexample(claim, *given)
-        small = found and self.logic.counterexample(claim, *given, self.query < SMALL, self.key < SMALL)
-        return small or found
+    def _counterexample(self, claim: z3.BoolRef, *hypotheses: z3.BoolRef) -> z3.ModelRef | None:
+        """Return a counterexample or None, if possible one with small positions, for messages."""
+        example = self.logic.counterexample(claim, *hypotheses)
+        small = example and self.logic.counterexample(claim, *hypotheses, self.query < SMALL, self.key < SMALL)
+        return small or example
 
     def _failure(self, reason: str) -> Unproven:
-        """What the question asked last has shown."""
+        """Return the error with the last query."""
         return Unproven(reason, self.logic.dump())
 
     def _pair(self, example: z3.ModelRef) -> str:

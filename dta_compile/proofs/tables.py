@@ -1,4 +1,4 @@
-"""What a mask reads that is known only at a call: numbers, and tables that are looked up by pairs of tokens."""
+"""Facts of a call that a mask depends on: numbers, and tables that are indexed by pairs of tokens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MOST_RUNS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table `[n]`, or `[n, m]` that depends on the distance of row and column alone, by runs of equal numbers.
+    """Run-length encoding of a table `[n]`, or of a table `[n, m]` that depends only on row minus column.
 
     Attributes:
-        shape: of the table; dimensions of size 1 may come first.
-        is_square: it is one of distances.
-        starts: where each run begins: at an index, or at a distance of row and column.
-        numbers: of the runs.
+        shape: shape of the table, perhaps with leading dimensions of size 1.
+        is_square: whether it is `[n, m]`.
+        starts: start of each run: an index, or a value of row minus column.
+        numbers: the number of each run.
     """
 
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class Table:
 
 
 def read_table(values: torch.Tensor) -> Table | None:
-    """The contents of a table in the form that proofs can use; None if they have no such form."""
+    """Encode a table for proofs; return None if it has too many runs or depends on more than row minus column."""
     shape = tuple(values.shape)
     leading = next((i for i, size in enumerate(shape) if size != 1), max(len(shape) - 1, 0))
     rank = len(shape) - leading
@@ -55,13 +55,13 @@ def read_table(values: torch.Tensor) -> Table | None:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What is known for one call.
+    """Known values of one call.
 
     Attributes:
-        numbers: sizes and numbers of the call, by the expression that Dynamo knows them by.
+        numbers: sizes and numbers of the call, by Dynamo's expression for them.
         scalars: values of tensors without dimensions.
         tables: contents of tables.
-        pairs: masks over pairs of tokens by what their values were tested to be, with the sizes of the tensor.
+        pairs: for masks over pairs of tokens, their tested class and the sizes of the tensor.
     """
 
     numbers: Mapping[sympy.Expr, int | float] = dataclasses.field(default_factory=dict)
@@ -71,6 +71,6 @@ class Facts:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for equal facts."""
+        """Return a hashable key, equal for equal facts."""
         every: tuple[Mapping[Any, Any], ...] = (self.numbers, self.scalars, self.tables, self.pairs)
         return tuple(tuple(sorted((repr(k), repr(v)) for k, v in each.items())) for each in every)

@@ -1,7 +1,7 @@
-"""The entry of a tensor as an expression over its indices: what the derivation of attention masks computes with.
+"""Terms: expressions of one entry of a tensor over its indices, for the derivation of attention masks.
 
 `mask[row, 0, query, key]` of a causal mask with padding becomes `key <= query & attention_mask[row, key]`. Terms are
-made by one `Terms`, which gives equal terms the same object, so that they are compared by identity.
+created by a `Terms` factory, which returns the same object for equal terms, so that they are compared by identity.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ INFIX = {
 }  # fmt: skip
 PREFIX = {"bitwise_not": "~", "logical_not": "~", "neg": "-"}
 OF_ITSELF = {"eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt": False}
-RANKED = aten.view.default  # one number as a tensor with or without dimensions
+RANKED = aten.view.default  # of one number: gives or removes dimensions, for type promotion
 LONGEST = 400  # characters of a printed term
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A tensor that entries are taken of as they are.
+    """A tensor whose entries are opaque.
 
     Attributes:
-        name: of the value in the lowered graph.
-        source: the text of the input that it is; "": it is computed.
-        inputs: the call's tensors that it is computed from: the place of each among the inputs, and its text.
+        name: name of the node in the lowered graph.
+        source: the user's text for it if it is an input, "" if it is computed.
+        inputs: the input tensors that it is computed from: position and the user's text of each.
     """
 
     name: str
@@ -51,8 +51,8 @@ class Term:
     """One entry of a tensor.
 
     Attributes:
-        dtype: that of the tensor.
-        is_scalar: the tensor has no dimensions, which type promotion goes by.
+        dtype: dtype of the tensor.
+        is_scalar: whether the tensor has no dimensions, which matters for type promotion.
         indices: the index variables that the term depends on.
     """
 
@@ -70,21 +70,21 @@ class Const(Term):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Index(Term):
-    """A variable that counts along a dimension: "row", "query", "key"."""
+    """An index variable of a dimension: "row", "query", "key"."""
 
     name: str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Number(Term):
-    """A size or a number of the call, that is no tensor: `expr` of the symbols that Dynamo knows it by."""
+    """A size or a number of the call that is not a tensor; `expr` is over Dynamo's symbols."""
 
     expr: sympy.Expr
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entry(Term):
-    """The entry at `index` of a tensor that is taken as it is."""
+    """The entry at `index` of an opaque tensor."""
 
     leaf: Leaf
     index: tuple[Term, ...]
@@ -92,7 +92,7 @@ class Entry(Term):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Apply(Term):
-    """A pointwise operator of terms and Python numbers."""
+    """A pointwise operator applied to terms and Python numbers."""
 
     op: torch._ops.OpOverload
     args: tuple[Any, ...]
@@ -100,12 +100,12 @@ class Apply(Term):
 
     @property
     def name(self) -> str:
-        """The operator's, without its overload."""
+        """Return the operator's name, without its overload."""
         return _name(self.op)
 
     @property
     def operands(self) -> tuple[Term, ...]:
-        """The arguments that are terms."""
+        """Return the arguments that are terms."""
         return tuple(arg for arg in self.args if isinstance(arg, Term))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _name(op: Any) -> str:
 
 
 def shown(term: Term) -> str:
-    """A term for people, cut off where it gets long."""
+    """Format a term for messages, truncated to `LONGEST` characters per subterm."""
     known: dict[Term, str] = {}
 
     def text(arg: Any, nested: bool = False) -> str:
@@ -161,32 +161,32 @@ T = TypeVar("T", bound=Term)
 
 
 class Terms:
-    """Makes terms: equal ones, also of `known`, are the same object, operators of constants are carried out."""
+    """Factory of terms: equal terms, also those in `known`, are one object; operators of constants are folded."""
 
     def __init__(self, known: Iterable[Term] = ()) -> None:
         self._known: dict[Any, Any] = {_identity(term): term for term in known}
 
     def const(self, value: bool | int | float, dtype: torch.dtype = torch.int64, is_scalar: bool = False) -> Const:
-        """A number; `is_scalar`: it has no say in type promotion."""
-        return self._made(Const(dtype, is_scalar, frozenset(), value))
+        """Return a constant; with `is_scalar`, one of lower priority in type promotion."""
+        return self._unique(Const(dtype, is_scalar, frozenset(), value))
 
     def index(self, name: str) -> Index:
-        """An index of an entry: "row", "query", "key" ..."""
-        return self._made(Index(torch.int64, False, frozenset([name]), name))
+        """Return an index variable: "row", "query", "key" ..."""
+        return self._unique(Index(torch.int64, False, frozenset([name]), name))
 
     def number(self, expr: sympy.Expr, dtype: torch.dtype = torch.int64) -> Const | Number:
-        """A number of the call: a size, or an argument."""
+        """Return a number of the call: a size, or an argument."""
         if isinstance(expr, sympy.Integer):
             return self.const(int(expr), is_scalar=True)
-        return self._made(Number(dtype, True, frozenset(), expr))
+        return self._unique(Number(dtype, True, frozenset(), expr))
 
     def entry(self, leaf: Leaf, index: tuple[Term, ...]) -> Entry:
-        """One entry of a tensor that is not looked into."""
+        """Return one entry of an opaque tensor."""
         indices = frozenset().union(*(term.indices for term in index))
-        return self._made(Entry(leaf.dtype, not index, indices, leaf, index))
+        return self._unique(Entry(leaf.dtype, not index, indices, leaf, index))
 
     def apply(self, op: Any, *args: Any, result: torch.dtype | None = None, **kwargs: Any) -> Term:
-        """`op(*args, **kwargs)`; `result`: its dtype, asked of torch if it is not given."""
+        """Return `op(*args, **kwargs)`; `result` is its dtype, determined by torch if None."""
         if (simple := self._simplified(op, args, result)) is not None:
             return simple
         operands = [arg for arg in args if isinstance(arg, Term)]
@@ -201,25 +201,25 @@ class Terms:
         items = tuple(sorted(kwargs.items()))
         is_scalar = not args[1] if op is RANKED else all(arg.is_scalar for arg in operands)
         indices = frozenset().union(*(arg.indices for arg in operands))
-        return self._made(Apply(result, is_scalar, indices, op, args, items))
+        return self._unique(Apply(result, is_scalar, indices, op, args, items))
 
     def _simplified(self, op: Any, args: tuple[Any, ...], result: torch.dtype | None) -> Term | None:
-        """What is known of an operator of two operands whatever they are: of an integer and itself, True, or 0."""
+        """Simplify binary operators algebraically: `x == x` of integers, `x & True`, `x + 0`; None if none applies."""
         if len(args) != 2 or not isinstance(args[0], Term) or args[0].is_scalar:
             return None
-        name, (one, other) = _name(op), args
-        if one is other and not one.dtype.is_floating_point and name in OF_ITSELF:
+        name, (first, second) = _name(op), args
+        if first is second and not first.dtype.is_floating_point and name in OF_ITSELF:
             return self.const(OF_ITSELF[name], torch.bool)
-        if name in ("bitwise_and", "logical_and") and one.dtype == getattr(other, "dtype", None) == torch.bool:
-            for left, right in ((one, other), (other, one)):
-                if isinstance(left, Const) and not other.is_scalar:
+        if name in ("bitwise_and", "logical_and") and first.dtype == getattr(second, "dtype", None) == torch.bool:
+            for left, right in ((first, second), (second, first)):
+                if isinstance(left, Const) and not second.is_scalar:
                     return right if left.value else left
-        number = other.value if isinstance(other, Const) and other.dtype == one.dtype else other
+        number = second.value if isinstance(second, Const) and second.dtype == first.dtype else second
         adds_nothing = name in ("add", "sub") and isinstance(number, int) and number == 0
-        return one if adds_nothing and one.dtype is torch.int64 and result in (None, torch.int64) else None
+        return first if adds_nothing and first.dtype is torch.int64 and result in (None, torch.int64) else None
 
     def with_rank(self, term: Term, is_scalar: bool) -> Term:
-        """A term that depends on no index as an entry of a tensor without dimensions, or with some."""
+        """Return a term as an entry of a tensor without dimensions (`is_scalar`) or with some."""
         if term.is_scalar == is_scalar:
             return term
         if isinstance(term, Const):
@@ -227,15 +227,15 @@ class Terms:
         return self.apply(RANKED, term, () if is_scalar else (1,), result=term.dtype)
 
     def with_index(self, term: Term, name: str, other: str) -> Any:
-        """A term with one index variable in the place of another."""
-        found: dict[Term, Term] = {}
+        """Return a term in which index variable `other` replaces `name`."""
+        memo: dict[Term, Term] = {}
 
         def replaced(term: Any) -> Any:
             if not isinstance(term, Term) or name not in term.indices:
                 return term
-            if term not in found:
-                found[term] = rebuilt(term)
-            return found[term]
+            if term not in memo:
+                memo[term] = rebuilt(term)
+            return memo[term]
 
         def rebuilt(term: Term) -> Term:
             if isinstance(term, Entry):
@@ -246,22 +246,22 @@ class Terms:
 
         return replaced(term)
 
-    def _made(self, term: T) -> T:
+    def _unique(self, term: T) -> T:
         known: T = self._known.setdefault(_identity(term), term)
         return known
 
 
 def is_undefined(op: Any, number: bool | int | float, dtype: torch.dtype) -> bool:
-    """Whether an operator casts a number to an integer that the dtype does not have: every device makes another."""
+    """Return whether an operator casts a number beyond an integer dtype: the result depends on the device."""
     is_cast = op is aten._to_copy.default and isinstance(number, float) and dtype is not torch.bool
     if not is_cast or dtype.is_floating_point or dtype.is_complex:
         return False
-    known = torch.iinfo(dtype)
-    return not known.min <= number <= known.max
+    limits = torch.iinfo(dtype)
+    return not limits.min <= number <= limits.max
 
 
 def _identity(term: Term) -> tuple[Any, ...]:
-    """Equal for equal terms, given that what they are made of is the same object where it is equal."""
+    """Return a key that is equal for equal terms, given that equal subterms are one object."""
     return type(term), *map(_key, vars(term).values())
 
 
@@ -272,7 +272,7 @@ def _key(arg: Any) -> Any:
 
 
 def _tried(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator of constants, or of examples of its operands; None if it takes no such."""
+    """Run an operator on constants or examples of its operands; return None if it does not support them."""
     try:
         return op(*map(_example, args), **kwargs)
     except RuntimeError:
@@ -280,7 +280,7 @@ def _tried(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _example(arg: Any) -> Any:
-    """An argument that tells torch's type promotion as much as the tensor would."""
+    """Return an example of an argument with the same effect on type promotion."""
     if not isinstance(arg, Term):
         return arg
     if isinstance(arg, Number):
@@ -289,25 +289,25 @@ def _example(arg: Any) -> Any:
 
 
 def subterms(term: Term) -> Iterator[Term]:
-    """A term and all that it is made of, each once."""
+    """Yield a term and all its subterms, each once."""
     seen, pending = set[Term](), [term]
     while pending:
-        one = pending.pop()
-        if one not in seen:
-            seen.add(one)
-            yield one
-            pending.extend(_parts(one))
+        current = pending.pop()
+        if current not in seen:
+            seen.add(current)
+            yield current
+            pending.extend(_parts(current))
 
 
 def in_order(*terms: Term) -> tuple[Term, ...]:
-    """Terms and all that they are made of, each once and after what it is made of itself."""
-    found, pending = dict[Term, None](), list(terms)
+    """Return terms and all their subterms in topological order, each once."""
+    ordered, pending = dict[Term, None](), list(terms)
     while pending:
-        missing = [part for part in _parts(pending[-1]) if part not in found]
+        missing = [part for part in _parts(pending[-1]) if part not in ordered]
         pending += missing
         if not missing:
-            found[pending.pop()] = None
-    return tuple(found)
+            ordered[pending.pop()] = None
+    return tuple(ordered)
 
 
 def _parts(term: Term) -> tuple[Term, ...]:
@@ -315,12 +315,12 @@ def _parts(term: Term) -> tuple[Term, ...]:
 
 
 class Evaluation:
-    """Values of terms for one call, `[B, S]` or what broadcasts to it.
+    """Evaluator of terms for one call, with values broadcastable to `[B, S]`.
 
     Args:
-        dense: values of the tensors that terms take entries of, by the name of the leaf.
-        number: gives the value of a size expression.
-        indices: by name the values of index variables, say `[B, 1]` rows and `[1, S]` keys.
+        dense: the leaves' tensors, by the name of the leaf.
+        number: returns the value of a size expression.
+        indices: tensors of index variables by name, for instance `[B, 1]` rows and `[1, S]` keys.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class Evaluation:
         self._known: dict[Term, Any] = {}
 
     def __call__(self, term: Any) -> Any:
-        """The value of a term; of anything else that thing."""
+        """Return the value of a term; any other argument unchanged."""
         if not isinstance(term, Term):
             return term
         if term not in self._known:

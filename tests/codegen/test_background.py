@@ -82,7 +82,7 @@ def pretended(monkeypatch):
     CODEGEN._warn.cache_clear()
     monkeypatch.setitem(PASS.WORTHWHILE, "cpu", 0)
     monkeypatch.setattr(CODEGEN, "BackgroundCompile", Pretended)
-    monkeypatch.setattr(CODEGEN.kept, "find", lambda key: getattr(Pretended.latest, "codes", {}).get(key))
+    monkeypatch.setattr(CODEGEN.code_cache, "find", lambda key: getattr(Pretended.latest, "codes", {}).get(key))
     monkeypatch.setattr(Pretended, "latest", None)
     monkeypatch.setattr(Pretended, "runs", 0)
     return Pretended
@@ -210,7 +210,7 @@ def generated_code(count=3):
     sources = [
         Source(f"def forward(self, input_0):\n    return (input_0 + {i},)\n", (), 0, (one,)) for i in range(count)
     ]
-    return CODEGEN.GeneratedCode({"forward": [Piece("piece", one) for one in sources]}, beside=True)
+    return CODEGEN.GeneratedCode({"forward": [Piece("piece", one) for one in sources]}, in_background=True)
 
 
 def test_pieces_that_fail_leave_the_others_alone(pretended, caplog):
@@ -258,7 +258,7 @@ def test_who_may_not_wait_has_all_code_at_once(pretended, monkeypatch, caplog):
     """And is told how long that will take."""
     monkeypatch.setattr(CODEGEN, "LONG", 0.0)
     code = generated_code()
-    monkeypatch.setattr(CODEGEN, "_made", lambda key, source: pretended.code(pretended, source))
+    monkeypatch.setattr(CODEGEN, "_generated", lambda key, source: pretended.code(pretended, source))
     assert len(code.prepare(["forward"], wait=True)) == 3 and pretended.latest is None
     (line,) = [record.getMessage() for record in caplog.records if record.name == "dta_compile"]
     assert "generating code for 3 pieces before this call goes on: about 0 s" in line and "codegen='auto'" in line
@@ -305,14 +305,14 @@ def test_a_process_that_crashes_says_why(run_instead):
     wait_until(job.poll)
     assert job.results == [Result("a", 1.5, "")] and list(job.missing) == ["b"]
     assert job.failure == "the process beside the steps ended (1): MemoryError: so little"
-    assert not os.listdir(CODEGEN.kept.place())
+    assert not os.listdir(CODEGEN.code_cache.path())
 
 
 def test_results_that_cannot_be_read_are_no_error(run_instead):
     run_instead("print('no result')")
     job = background.BackgroundCompile({"a": no_source()})
     wait_until(job.poll)
-    assert "cannot be read" in job.failure and list(job.missing) == ["a"] and not os.listdir(CODEGEN.kept.place())
+    assert "cannot be read" in job.failure and list(job.missing) == ["a"] and not os.listdir(CODEGEN.code_cache.path())
 
 
 @needs_posix
@@ -323,7 +323,7 @@ def test_a_process_that_hangs_is_ended(run_instead, monkeypatch):
     assert background.BackgroundCompile.is_busy()
     wait_until(job.poll)
     assert job.failure == "no code within 0 s" and not is_alive(job._process.pid)
-    assert not background.BackgroundCompile.is_busy() and not os.listdir(CODEGEN.kept.place())
+    assert not background.BackgroundCompile.is_busy() and not os.listdir(CODEGEN.code_cache.path())
 
 
 @needs_posix
@@ -343,7 +343,7 @@ def test_a_process_ends_with_the_last_reference_to_its_job(run_instead):
     process, gone = job._process.pid, weakref.ref(job)
     del job
     gc.collect()
-    assert gone() is None and not is_alive(process) and not os.listdir(CODEGEN.kept.place())
+    assert gone() is None and not is_alive(process) and not os.listdir(CODEGEN.code_cache.path())
 
 
 ENDS_MIDWAY = """
@@ -398,7 +398,7 @@ def test_work_that_is_killed_says_so_and_leaves_nobody_to_wait_for_it(monkeypatc
     os.kill(working, signal.SIGKILL)
     wait_until(job.poll)
     assert job.failure.startswith("the process beside the steps ended (137)") and list(job.missing) == ["a"]
-    assert not group_of(watching) and not os.listdir(CODEGEN.kept.place())
+    assert not group_of(watching) and not os.listdir(CODEGEN.code_cache.path())
 
 
 # What is kept
@@ -435,7 +435,7 @@ def test_of_inductors_module_a_call_needs_little():
 def test_the_name_of_kept_code_depends_on_all_that_it_was_generated_for(monkeypatch):
     def name(text="text", shape=(2, 3)):
         value = Input(torch.float32, torch.device("cpu"), shape, (3, 1))
-        return CODEGEN.kept.keys([Source(text, (("torch", 1),), 0, (value,))])[0]
+        return CODEGEN.code_cache.keys([Source(text, (("torch", 1),), 0, (value,))])[0]
 
     names = {name(), name("other"), name(shape=(4, 3))}
     with inductor_config.patch({"cpp.simdlen": 1}):
@@ -448,9 +448,9 @@ def test_the_name_of_kept_code_depends_on_all_that_it_was_generated_for(monkeypa
 
 def test_files_that_are_no_code_are_generated_again(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert CODEGEN.kept.find("key") is None
+    assert CODEGEN.code_cache.find("key") is None
     (tmp_path / "dta" / "key").write_bytes(b"half of a fi")
-    assert CODEGEN.kept.find("key") is None
+    assert CODEGEN.code_cache.find("key") is None
 
 
 class Planted:
@@ -461,13 +461,13 @@ class Planted:
 @needs_posix
 def test_code_is_neither_read_nor_made_where_others_could_have_put_some(run_instead, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    (CODEGEN.kept.place() / "key").write_bytes(pickle.dumps(Planted()))
-    (CODEGEN.kept.place() / "key").chmod(0o600)
+    (CODEGEN.code_cache.path() / "key").write_bytes(pickle.dumps(Planted()))
+    (CODEGEN.code_cache.path() / "key").chmod(0o600)
     tmp_path.chmod(0o777)
     run_instead("open('planted', 'w')")
-    assert CODEGEN.kept.find("key") is None
+    assert CODEGEN.code_cache.find("key") is None
     with pytest.raises(ValueError, match="others may write to"):
         background.BackgroundCompile({"a": no_source()})
     with pytest.raises(ValueError, match="others may write to"):
-        CODEGEN._made("key", no_source())
+        CODEGEN._generated("key", no_source())
     assert os.listdir() == ["dta"] and os.listdir("dta") == ["key"]

@@ -193,7 +193,7 @@ def test_pieces_of_generated_code_are_kept(compiled, monkeypatch):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr("dta_compile.codegen.generated.generate", interpreted)
-    monkeypatch.setattr("dta_compile.codegen.kept.find", lambda key: None)
+    monkeypatch.setattr("dta_compile.codegen.code_cache.find", lambda key: None)
     first = compiled(model, codegen="inductor")
     expected, pieces = step(first, model, IDS), list(sources)
     sources.clear()

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of a language-model head, without its logits: the operators, and what computes them."""
+"""Log-probs and entropies of a language-model head without materialised logits: the operators and their kernels."""
 
 from dta_compile.ops.lm_head import blocks, operators
 

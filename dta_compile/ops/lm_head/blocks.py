@@ -1,9 +1,9 @@
-"""The operators of `linear_log_prob`: log-probs and entropy of a language-model head, a block of logits at a time.
+"""Implementation of the `linear_log_prob` operators, one block of logits at a time.
 
 The forward is an online softmax (Milakov and Gimelshein, 2018): it keeps each row's largest logit m, the sum s of
 `exp(z - m)` and, for the mean, the sum t of `exp(z - m) * (z - m)`, and rescales them when a block raises m. Then
-`log_sum = log(s)` and `mean = t / s`. Where m is infinite, 0 takes its place. The backward computes every block's
-logits again. On a GPU the steps after a matrix product are one kernel (`by_kernels`).
+`log_sum = log(s)` and `mean = t / s`. An infinite m is replaced by 0. The backward recomputes the logits of every
+block. On a GPU the steps after a matrix product are one kernel (`by_kernels`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dta_compile.ops.products import add_product
 
 
 class _Blocks(Head):
-    """A head that gives its logits block by block."""
+    """A head that computes its logits block by block."""
 
     def blocks(self) -> Iterator[slice]:
         vocabulary = self.weight.shape[0]
@@ -33,24 +33,24 @@ class _Blocks(Head):
         return self.weight[block].to(self.hidden.dtype)
 
     def product(self, block: slice) -> torch.Tensor:
-        """`[rows, columns]`, in new memory, as the matrix product has it: rounded to its dtype."""
+        """Return the unscaled logits of a block `[rows, columns]` in new memory, in the dtype of the matrix product."""
         bias = None if self.bias is None else self.bias[block].to(self.hidden.dtype)
         return F.linear(self.hidden, self.block_weight(block), bias)
 
     def logits(self, block: slice, dtype: torch.dtype) -> torch.Tensor:
-        """The product, cast and scaled."""
+        """Return the logits of a block, cast to `dtype` and scaled."""
         logits = self.product(block).to(dtype)
         return logits if self.temperature is None else logits.div_(self.temperature)
 
-    def places(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which labels are in a block, `[rows, K]` bool, and the columns of those (0 for others)."""
+    def label_columns(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return which labels are in a block, `[rows, K]` bool, and their columns (0 for others)."""
         assert self.labels is not None
         inside = (self.labels >= block.start) & (self.labels < block.stop)
         return inside, (self.labels - block.start).masked_fill_(~inside, 0)
 
 
 class _Running(NamedTuple):
-    """What the forward keeps of each row: logits of labels `[rows, K]`, and m, s and t `[rows, 1]`."""
+    """Running statistics of the forward: logits of labels `[rows, K]`, and m, s and t `[rows, 1]`."""
 
     logit: torch.Tensor
     largest: torch.Tensor
@@ -59,7 +59,7 @@ class _Running(NamedTuple):
 
 
 def linear_log_prob(*arguments: Any) -> Results:
-    """`dta::linear_log_prob`."""
+    """Implement `dta::linear_log_prob`."""
     operands, wants_mean, dtype = Forward.of(arguments)
     hidden, weight, _, _, labels = operands
     rows, chosen = hidden.shape[0], 0 if labels is None else labels.shape[1]
@@ -79,17 +79,17 @@ def linear_log_prob(*arguments: Any) -> Results:
     logit, largest, exps, products = running
     log_sum, base = exps.log(), _finite(largest)
     mean = (products / exps)[:, 0] if wants_mean else hidden.new_empty((0,), dtype=dtype)
-    # As torch has it, where the sum is infinite `logsumexp` is, too, and all of `log_softmax` is NaN.
+    # As in torch: where the sum is infinite, `logsumexp` is infinite and all of `log_softmax` is NaN.
     log_prob = ((logit - base) - log_sum).masked_fill_(log_sum.isinf(), torch.nan)
     return Results(log_prob, logit, log_sum[:, 0], mean, base[:, 0])
 
 
 def _updated(running: _Running, head: _Blocks, block: slice, wants_mean: bool) -> _Running:
-    """With one more block."""
+    """Return the statistics updated with one block."""
     logit, largest, exps, products = running
     logits = head.logits(block, exps.dtype)
     if head.labels is not None:
-        inside, columns = head.places(block)
+        inside, columns = head.label_columns(block)
         logit = torch.where(inside, logits.gather(1, columns), logit)
     new = torch.maximum(largest, logits.amax(1, keepdim=True))
     base = _finite(new)
@@ -97,8 +97,8 @@ def _updated(running: _Running, head: _Blocks, block: slice, wants_mean: bool) -
     rescale = drop.exp()
     logits.sub_(base)
     if wants_mean:
-        # Before the first block with finite logits the drop is infinite, and nothing was summed that it could
-        # matter to. A drop may be as large as numbers get: it shrinks before it multiplies.
+        # Before the first block with finite logits the drop is infinite and the sums are zero. A drop may be as large
+        # as the dtype allows, so it is multiplied by `rescale` first.
         products = torch.where(exps > 0, products * rescale + exps * (drop * rescale), products)
         block_exps = logits.exp()
         products += logits.mul_(block_exps).sum(1, keepdim=True)
@@ -108,12 +108,12 @@ def _updated(running: _Running, head: _Blocks, block: slice, wants_mean: bool) -
 
 
 def _finite(largest: torch.Tensor) -> torch.Tensor:
-    """What to subtract from logits: 0 where all are -inf so far, or one is inf, which minus itself is no number."""
+    """Return what to subtract from logits: the largest, or 0 if it is infinite, since inf - inf is NaN."""
     return largest.masked_fill(largest.isinf(), 0)
 
 
 def linear_log_prob_backward_(*arguments: Any) -> torch.Tensor:
-    """`dta::linear_log_prob_backward_`: adds to the gradients of weight and bias, and returns that of hidden."""
+    """Implement `dta::linear_log_prob_backward_`: accumulate weight and bias gradients, return that of hidden."""
     call = Backward.of(arguments)
     has_kernel = by_kernels.fits(call.head, call.log_sum.dtype)
     call = by_kernels.gradient_operands(call) if has_kernel else call
@@ -136,7 +136,7 @@ def linear_log_prob_backward_(*arguments: Any) -> torch.Tensor:
 
 
 def _gradient(head: _Blocks, block: slice, call: Backward) -> torch.Tensor:
-    """Of a block's products with the weight, in their dtype."""
+    """Return the gradient of a block's unscaled logits, in the dtype of the matrix product."""
     _, log_sum, mean, largest, of_labels, of_log_sum, of_mean, _ = call
     grad = head.logits(block, log_sum.dtype).sub_(largest[:, None])
     if mean is None or of_mean is None:
@@ -146,7 +146,7 @@ def _gradient(head: _Blocks, block: slice, call: Backward) -> torch.Tensor:
         grad.sub_(mean[:, None]).mul_(of_mean[:, None]).add_(of_log_sum[:, None]).mul_(probs)
         del probs
     if of_labels is not None:
-        inside, columns = head.places(block)
+        inside, columns = head.label_columns(block)
         grad.scatter_add_(1, columns, of_labels.masked_fill(~inside, 0))
     if head.temperature is not None:
         grad.div_(head.temperature)
@@ -154,7 +154,7 @@ def _gradient(head: _Blocks, block: slice, call: Backward) -> torch.Tensor:
 
 
 def linear_log_prob_backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`dta::linear_log_prob_backward`: for weights that are not parameters, whose gradients have no accumulators."""
+    """Implement `dta::linear_log_prob_backward`, for weights without accumulators, which are not parameters."""
     call = Backward.of(arguments)
     hidden, weight, bias, *_ = call.head
     values = (weight, hidden if bias is None else bias)

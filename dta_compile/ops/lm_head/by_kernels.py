@@ -1,7 +1,7 @@
-"""What comes after the matrix product of a block of logits, in one pass over them: by the kernels of `kernels`.
+"""Launch the Triton kernels of `kernels`, which process a block of logits after its matrix product in one pass.
 
-With torch's operators every step reads and writes the whole block, in float32; the kernels read it once as the product
-left it, and the backward writes the gradient over it.
+With torch's operators every step would read and write the whole block in float32; the kernels read it once in the dtype
+of the product, and the backward overwrites it with the gradient.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ COLUMNS, WARPS = 4096, 8  # of a row at a time
 
 
 def fits(head: Head, dtype: torch.dtype) -> bool:
-    """Whether the kernels take a head whose statistics are to be in a dtype; its tensors may be fake."""
+    """Return whether the kernels support a head with statistics in `dtype`; its tensors may be FakeTensors."""
     hidden, by = head.hidden, head.temperature
     takes_temperature = by is None or (by.device == hidden.device and by.dtype is torch.float32)
     return takes_temperature and dtype is torch.float32 and triton_use.runs_kernels(hidden)
 
 
 def with_dense_rows(head: Head) -> Head:
-    """The head, with dense labels and temperatures."""
+    """Return the head with contiguous labels and temperatures."""
     return head._replace(temperature=_dense(head.temperature), labels=_dense(head.labels))
 
 
 def gradient_operands(call: Backward) -> Backward:
-    """The call, with dense labels and temperatures, statistics and gradients."""
+    """Return the call with contiguous labels, temperatures, statistics and gradients."""
     dense: dict[str, Any] = {
         name: _dense(value) for name, value in call._asdict().items() if name not in ("head", "wanted")
     }
@@ -46,7 +46,7 @@ def update_(
     products: torch.Tensor,
     wants_mean: bool,
 ) -> None:
-    """Takes the block `[rows, columns]` that begins at a column of the vocabulary into what is kept of each row."""
+    """Update the statistics of each row with the block of logits `[rows, columns]` that starts at column `start`."""
     from dta_compile.ops.lm_head.kernels import update_kernel
 
     tensors = (logits, *_or(largest, head.temperature, head.labels), logit, largest, exps, products)
@@ -54,7 +54,7 @@ def update_(
 
 
 def gradient_(logits: torch.Tensor, start: int, call: Backward) -> None:
-    """Writes their gradient over the logits of a block."""
+    """Overwrite the logits of a block with their gradient."""
     from dta_compile.ops.lm_head.kernels import gradient_kernel
 
     head, needs_mean = call.head, call.mean is not None and call.of_mean is not None
@@ -86,5 +86,5 @@ def _dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _or(stand_in: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Kernels take tensors only; one that stands in is not read."""
+    """Replace None by `stand_in`: kernels need tensors even where they do not read them."""
     return tuple(stand_in if tensor is None else tensor for tensor in tensors)

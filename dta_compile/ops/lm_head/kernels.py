@@ -1,16 +1,16 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN201, ANN202  (arguments of kernels are pointers, numbers and constants, which have no types)
-"""Triton kernels of `by_kernels`: every program has one row of a block of logits, and goes over its columns once.
+"""Triton kernels of `by_kernels`: each program handles one row of a block of logits and loops over its columns once.
 
-Logits are read as the matrix product left them, in its dtype; all that follows is in float32. All tensors but the
-logits are dense. `start` is the number of the block's first column in the vocabulary; labels count from there.
+Logits are read in the dtype of the matrix product; everything else is computed in float32. All tensors but the logits
+are contiguous. `start` is the block's first column in the vocabulary, which is subtracted from labels.
 """
 
 import triton
 import triton.language as tl
 
-# One compilation must do for chunks of all sizes and for all blocks, wherever what is a number or a few per row begins
-# in memory. Rows of logits are long: whether they begin at multiples of 16 decides how wide they are read.
+# One compilation must serve chunks of all sizes and all blocks, so values and alignment of these arguments must not
+# specialise it. The stride of logits does: alignment to 16 decides how wide their long rows are loaded.
 UNSPECIALIZED = (
     "temperature", "labels", "logit", "largest", "exps", "products",
     "of_labels", "log_sum", "mean", "of_log_sum", "of_mean", "start", "temperature_row",
@@ -27,12 +27,12 @@ def _divided(value, temperature, SCALED: tl.constexpr):
 
 @triton.jit
 def _labels_here(labels, row, start, columns, CHOSEN: tl.constexpr, LABELS: tl.constexpr):
-    """Where a row's labels are, in tensors `[rows, K]`; their columns, and which of them are in this block."""
+    """Return offsets of a row's labels in tensors `[rows, K]`, their columns, and which of them are in this block."""
     numbers = tl.arange(0, LABELS)
     exists = numbers < CHOSEN
-    places = row * CHOSEN + numbers
-    found = tl.load(labels + places, mask=exists, other=-1).to(tl.int64) - start
-    return places, found, exists & (found >= 0) & (found < columns)
+    offsets = row * CHOSEN + numbers
+    label_columns = tl.load(labels + offsets, mask=exists, other=-1).to(tl.int64) - start
+    return offsets, label_columns, exists & (label_columns >= 0) & (label_columns < columns)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -40,41 +40,41 @@ def update_kernel(
     logits, temperature, labels, logit, largest, exps, products, logits_row, columns, start, temperature_row,
     SCALED: tl.constexpr, MEAN: tl.constexpr, CHOSEN: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax of `blocks` over one more block, and the logits of those labels that are in it."""
+    """Update the online softmax of `blocks` with one block, and store the logits of the labels in it."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_row
     by = tl.load(temperature + row * temperature_row) if SCALED else 1.0
     old, total, total_products = tl.load(largest + row), tl.load(exps + row), tl.load(products + row)
     for begin in range(0, columns, COLUMNS):
-        places = begin + tl.arange(0, COLUMNS)
-        inside = places < columns
-        z = _divided(tl.load(logits + places, mask=inside, other=0.0), by, SCALED)
+        positions = begin + tl.arange(0, COLUMNS)
+        inside = positions < columns
+        z = _divided(tl.load(logits + positions, mask=inside, other=0.0), by, SCALED)
         z = tl.where(inside, z, float("-inf"))
         new = tl.maximum(old, tl.max(z, 0))
         base = tl.where(tl.abs(new) == float("inf"), 0.0, new)
         drop = old - base
         rescale = tl.exp(drop)
         z -= base
-        found = tl.exp(z)
+        shifted_exps = tl.exp(z)
         if MEAN:
             rescaled = total_products * rescale + total * (drop * rescale)
             total_products = tl.where(total > 0, rescaled, total_products)
-            total_products += tl.sum(tl.where(inside, z * found, 0.0), 0)
-        total = total * rescale + tl.sum(found, 0)
+            total_products += tl.sum(tl.where(inside, z * shifted_exps, 0.0), 0)
+        total = total * rescale + tl.sum(shifted_exps, 0)
         old = new
     tl.store(largest + row, old)
     tl.store(exps + row, total)
     if MEAN:
         tl.store(products + row, total_products)
     if LABELS > 0:
-        places, found, here = _labels_here(labels, row, start, columns, CHOSEN, LABELS)
-        z = _divided(tl.load(logits + found, mask=here, other=0.0), by, SCALED)
-        tl.store(logit + places, z, mask=here)
+        offsets, label_columns, here = _labels_here(labels, row, start, columns, CHOSEN, LABELS)
+        z = _divided(tl.load(logits + label_columns, mask=here, other=0.0), by, SCALED)
+        tl.store(logit + offsets, z, mask=here)
 
 
 @triton.jit
 def _gradient(z, largest, log_sum, mean, of_log_sum, of_mean, MEAN: tl.constexpr):
-    """Of logits, but for what labels add to it."""
+    """Return the gradient of logits without the contribution of labels."""
     z -= largest
     probs = tl.exp(z - log_sum)
     if MEAN:
@@ -89,7 +89,7 @@ def gradient_kernel(
     logits_row, columns, start, temperature_row,
     SCALED: tl.constexpr, MEAN: tl.constexpr, CHOSEN: tl.constexpr, LABELS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a block of logits, in their place."""
+    """Overwrite a block of logits with its gradient."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_row
     by = tl.load(temperature + row * temperature_row) if SCALED else 1.0
@@ -97,21 +97,22 @@ def gradient_kernel(
     center = tl.load(mean + row) if MEAN else 0.0
     of_center = tl.load(of_mean + row) if MEAN else 0.0
     if LABELS > 0:
-        # Columns of labels are read first and written last, with barriers between: the loop's threads have others.
-        _, found, here = _labels_here(labels, row, start, columns, CHOSEN, LABELS)
-        at_labels = _divided(tl.load(logits + found, mask=here, other=0.0), by, SCALED)
+        # The label columns are read before the loop and written after it, with barriers, since the loop overwrites them
+        # in other threads.
+        _, label_columns, here = _labels_here(labels, row, start, columns, CHOSEN, LABELS)
+        at_labels = _divided(tl.load(logits + label_columns, mask=here, other=0.0), by, SCALED)
         at_labels = _gradient(at_labels, top, total, center, of_total, of_center, MEAN)
         for number in range(CHOSEN):  # several labels may be the same column
             label = tl.load(labels + row * CHOSEN + number).to(tl.int64) - start
-            at_labels += tl.where(found == label, tl.load(of_labels + row * CHOSEN + number), 0.0)
+            at_labels += tl.where(label_columns == label, tl.load(of_labels + row * CHOSEN + number), 0.0)
         at_labels = _divided(at_labels, by, SCALED).to(logits.dtype.element_ty)
         tl.debug_barrier()
     for begin in range(0, columns, COLUMNS):
-        places = begin + tl.arange(0, COLUMNS)
-        inside = places < columns
-        z = _divided(tl.load(logits + places, mask=inside, other=0.0), by, SCALED)
+        positions = begin + tl.arange(0, COLUMNS)
+        inside = positions < columns
+        z = _divided(tl.load(logits + positions, mask=inside, other=0.0), by, SCALED)
         grad = _divided(_gradient(z, top, total, center, of_total, of_center, MEAN), by, SCALED)
-        tl.store(logits + places, grad.to(logits.dtype.element_ty), mask=inside)
+        tl.store(logits + positions, grad.to(logits.dtype.element_ty), mask=inside)
     if LABELS > 0:
         tl.debug_barrier()
-        tl.store(logits + found, at_labels, mask=here)
+        tl.store(logits + label_columns, at_labels, mask=here)

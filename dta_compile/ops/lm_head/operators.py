@@ -1,4 +1,4 @@
-"""The opaque operators of a language-model head: `dta::linear_log_prob` and those that its gradient calls.
+"""The opaque operators of a language-model head: `dta::linear_log_prob` and its backward operators.
 
 For logits `z = (hidden @ weight.T + bias) / temperature`, `[rows, V]`, the operator returns
 
@@ -6,13 +6,13 @@ For logits `z = (hidden @ weight.T + bias) / temperature`, `[rows, V]`, the oper
     logit      [rows, K]  `z[labels]`
     log_sum    [rows]     `logsumexp(z - largest)`
     mean       [rows]     the expectation of `z - largest` (empty unless asked for): the entropy is `log_sum - mean`
-    largest    [rows]     `z.amax(1)`, to be taken as a constant: `logsumexp(z)` is `largest + log_sum`; 0 if infinite
+    largest    [rows]     `z.amax(1)`, not differentiable: `logsumexp(z)` is `largest + log_sum`; 0 if infinite
 
-in `dtype`, without ever holding z: the runtime goes over the vocabulary block by block, in the forward and again in the
-backward, which keeps `hidden`, `labels` and two or three numbers a row. They are relative to `largest`, since what is
-common to all probabilities of a row must be as exact as each of them. `hidden [rows, H]` is in the dtype of the matrix
-product, whose result is rounded to it as eager's is; a `weight [V, H]` in another dtype is cast block by block.
-`temperature` is a number or one number per row (`[]` or `[rows, 1]`), and no gradient flows to it.
+in `dtype`, without materialising z: the forward goes over the vocabulary block by block, and so does the backward,
+for which `hidden`, `labels` and two or three numbers per row are saved. `log_sum` and `mean` are relative to `largest`
+for precision: an error in them affects all probabilities of a row. `hidden [rows, H]` is in the dtype of the matrix
+product, whose result is rounded to it like in eager mode; a `weight [V, H]` in another dtype is cast block by block.
+`temperature` is one number or one number per row (`[]` or `[rows, 1]`), and gets no gradient.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch
 
 from dta_compile.ops.library import LIBRARY
 
-BLOCK_COLUMNS = 2**14  # of the vocabulary, at most, and fewer if that would be more than so many logits at a time:
-BLOCK_LOGITS = 2**25
-FEWEST_COLUMNS = 256  # and always a multiple of these: matrix products of rows that are not aligned are slow on GPUs
+BLOCK_COLUMNS = 2**14  # most vocabulary entries of a block
+BLOCK_LOGITS = 2**25  # most logits of a block
+FEWEST_COLUMNS = 256  # blocks are multiples of this: matrix products with unaligned rows are slow on GPUs
 
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? temperature, Tensor? labels"
 GRADIENTS = "Tensor log_sum, Tensor? mean, Tensor largest, Tensor? of_labels, Tensor of_log_sum, Tensor? of_mean"
@@ -45,7 +45,7 @@ OPERATORS = (LINEAR_LOG_PROB, LINEAR_LOG_PROB_BACKWARD, LINEAR_LOG_PROB_BACKWARD
 
 
 class Head(NamedTuple):
-    """What all three operators take first; tensors, or nodes of a graph that calls them (so in the following)."""
+    """The first arguments of all three operators; like in the classes below, tensors or FX nodes."""
 
     hidden: Any
     weight: Any
@@ -63,12 +63,12 @@ class Forward(NamedTuple):
 
     @classmethod
     def of(cls, arguments: Sequence[Any]) -> Forward:
-        """The arguments of a call, in the operator's order."""
+        """Parse the arguments of a call, in the operator's order."""
         return cls(Head(*arguments[:5]), *arguments[5:])
 
 
 class Results(NamedTuple):
-    """What `dta::linear_log_prob` returns."""
+    """The results of `dta::linear_log_prob`."""
 
     log_prob: Any
     logit: Any
@@ -78,7 +78,7 @@ class Results(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """By gradient: whether it is wanted, or what it is to be added to (None: it is not wanted)."""
+    """For each gradient: whether it is needed, or its accumulator (None if it is not needed)."""
 
     hidden: Any
     weight: Any
@@ -86,7 +86,7 @@ class Wanted(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The arguments of `dta::linear_log_prob_backward`, and of the operator that adds to its last two arguments."""
+    """The arguments of `dta::linear_log_prob_backward`, or of its in-place variant, which has accumulators."""
 
     head: Head
     log_sum: Any
@@ -99,18 +99,18 @@ class Backward(NamedTuple):
 
     @classmethod
     def of(cls, arguments: Sequence[Any]) -> Backward:
-        """The arguments of a call, in the operator's order."""
+        """Parse the arguments of a call, in the operator's order."""
         wanted = arguments[11] if len(arguments) == 12 else arguments[11:]
         return cls(Head(*arguments[:5]), *arguments[5:11], wanted=Wanted(*wanted))  # type: ignore[misc]
 
     @property
     def operands(self) -> tuple[Any, ...]:
-        """The arguments that both operators take, in their order."""
+        """Return the arguments that both operators take, in their order."""
         return (*self.head, *self[1:-1])
 
 
 def block_columns(rows: int, vocabulary: int) -> int:
-    """How many entries of the vocabulary to go over at a time."""
+    """Return the number of vocabulary entries per block."""
     columns = min(BLOCK_COLUMNS, BLOCK_LOGITS // max(rows, 1))
     return min(vocabulary, max(columns // FEWEST_COLUMNS, 1) * FEWEST_COLUMNS)
 
@@ -148,18 +148,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 
 def _backward(ctx: Any, log_prob: Any, logit: Any, log_sum: Any, mean: Any, _: Any) -> tuple[Any, ...]:
-    """The gradient of z is `onehot(labels) * of_labels + p * (of_log_sum + of_mean * (z - largest - mean))`."""
-    *operands, found_log_sum, found_mean, largest = ctx.saved_tensors
+    """Reduce to the gradient of z: `onehot(labels) * of_labels + p * (of_log_sum + of_mean * (z - largest - mean))`."""
+    *operands, saved_log_sum, saved_mean, largest = ctx.saved_tensors
     of_log_sum = torch.zeros_like(largest) if log_sum is None else log_sum
     of_labels = log_prob if logit is None else logit if log_prob is None else log_prob + logit
     if log_prob is not None:
         of_log_sum = of_log_sum - log_prob.sum(1)
     if mean is not None:
         of_log_sum = of_log_sum + mean
-    statistics = (found_log_sum, None if mean is None else found_mean, largest)
+    statistics = (saved_log_sum, None if mean is None else saved_mean, largest)
     wanted = list(ctx.needs_input_grad[:3])
-    found = LINEAR_LOG_PROB_BACKWARD(*operands, *statistics, of_labels, of_log_sum, mean, wanted)
-    return (*(grad if want else None for grad, want in zip(found, wanted, strict=True)), None, None, None, None)
+    grads = LINEAR_LOG_PROB_BACKWARD(*operands, *statistics, of_labels, of_log_sum, mean, wanted)
+    return (*(grad if want else None for grad, want in zip(grads, wanted, strict=True)), None, None, None, None)
 
 
 torch.library.register_autograd("dta::linear_log_prob", _backward, setup_context=_save, lib=LIBRARY)

@@ -1,1 +1,1 @@
-"""Recurrent token mixers over a forest of runs of tokens with one common initial state: forward and backward."""
+"""Recurrent token mixers: forward and backward over a forest of runs of tokens with a common initial state."""

@@ -1,8 +1,8 @@
-"""A forest of runs of tokens, cut into blocks: what a recurrence computes at once, and in which order.
+"""Cut a forest of runs of tokens into blocks, and order them into steps that a recurrence computes at once.
 
-The state after some tokens of a block is an *exit* where a block continues from it or a caller wants it. States are
-numbered: 0 is the common initial one, the exits follow. A block begins with one of them, its *entry*. Its level is one
-more than that of the block of its entry, so that all blocks of a level can be computed at once.
+A state after some token of a block is an *exit* if another block continues from it or the caller asks for it. States
+are numbered: 0 is the common initial state, then come the exits. A block starts from one state, its *entry*. Its level
+is one more than the level of its entry's block, so that all blocks of a level can be computed at once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dta_compile.plan.tree.segments import Segment
 Numbers = npt.NDArray[np.int64]
 
 SIZES = (64, 32, 16)
-COST_OF_BLOCK = 32  # what reading and writing states costs, in tokens
-SIBLINGS = 4  # as many blocks with one entry are worth a step of their own
+COST_OF_BLOCK = 32  # cost of reading and writing states, in tokens
+SIBLINGS = 4  # least number of blocks with the same entry that get a step of their own
 
 
 class Step(NamedTuple):
@@ -34,10 +34,10 @@ class Step(NamedTuple):
 
     Attributes:
         blocks: the numbers of the blocks.
-        exits: the numbers of their exits as states, which count from 1.
-        entries: the numbers of their entries as states, if consecutive; a single one if `shared`; else None.
-        shared: all blocks have the same entry.
-        one_exit_each: exit for exit, the block is the next one.
+        exits: the state numbers of their exits, from 1 on.
+        entries: the state numbers of their entries if consecutive, one number if `shared`; otherwise None.
+        shared: whether all blocks have the same entry.
+        one_exit_each: whether every block has exactly one exit, in the order of the blocks.
     """
 
     blocks: slice
@@ -48,22 +48,22 @@ class Step(NamedTuple):
 
     @property
     def counted(self) -> slice:
-        """The exits, counted from 0 without the initial state."""
+        """Return the numbers of the exits counted from 0, without the initial state."""
         return slice(self.exits.start - 1, self.exits.stop - 1)
 
 
 class Tables(NamedTuple):
-    """Indices on a device, for `n` blocks of `L` places, `E` exits and `c` tokens.
+    """Index tensors on a device, for `n` blocks of `L` places, `E` exits and `c` tokens.
 
     Attributes:
-        tokens: `[n * L]`, the token at each place of each block; any at padding.
-        padding: the places that are padding.
-        places: `[c]`, where each token is among the places.
-        entries: `[n]`, the state with which each block begins.
+        tokens: `[n * L]`, the token at each place of each block; arbitrary at padding.
+        padding: the padding places.
+        places: `[c]`, the place of each token.
+        entries: `[n]`, the state number of each block's entry.
         sources: `[E]`, the block of each exit.
-        lasts: `[E]`, the place in its block of the last token before each exit.
-        by_place: `[E]`, the exits in the order of `lasts`.
-        kept: the states that are wanted as results.
+        lasts: `[E]`, the place within its block of the token right before each exit.
+        by_place: `[E]`, the exits sorted by `lasts`.
+        kept: the state numbers to return.
     """
 
     tokens: torch.Tensor
@@ -80,21 +80,21 @@ class Blocks:
     """A forest cut into blocks; built once, then used by all layers.
 
     Attributes:
-        tokens: how many there are, `c`.
-        count, length: blocks `n`, and the places of each, `L`.
-        exits: how many states there are besides the initial one, `E`.
-        kept: how many of them are wanted as results.
-        in_order: the exits are those of the first `E` blocks, one each.
-        place_bounds: of the exits in the order of `Tables.by_place`, those at each place.
+        tokens: number of tokens, `c`.
+        count, length: number of blocks, `n`, and places per block, `L`.
+        exits: number of states besides the initial one, `E`.
+        kept: number of states to return.
+        in_order: whether the exits are those of the first `E` blocks, one each.
+        place_bounds: bounds of the exits at each place, in the order of `Tables.by_place`.
     """
 
     def __init__(self, segments: Sequence[Segment], kept: Sequence[int] = (), size: int = 64) -> None:
         """Cut segments into blocks of at most `size` tokens.
 
         Args:
-            segments: in the order of their tokens; `depth - parent's depth` tokens of its parent, at least one, are
-                above each, and the initial state is above those without a parent.
-            kept: ascending; the states after so many tokens of the first segment, at least one, are wanted.
+            segments: segments in the order of their tokens. Each continues after `depth - parent's depth` tokens of its
+                parent, at least one; those without a parent start from the initial state.
+            kept: numbers of tokens of the first segment, ascending, at least 1, after which the state is returned.
         """
         columns = np.array([(s.first, s.last, s.depth, s.parent) for s in segments], np.int64).reshape(-1, 4)
         first, last, depth, parent = columns.T
@@ -105,7 +105,7 @@ class Blocks:
 
     @classmethod
     def rows(cls, batch: int, tokens: int, size: int = 64) -> Blocks:
-        """Cut `batch` equal runs of tokens, each of which begins with the initial state."""
+        """Cut `batch` runs of `tokens` tokens, each of which begins with the initial state."""
         blocks = cls.__new__(cls)
         first, none = np.arange(batch) * tokens, np.zeros(0, np.int64)
         blocks._build(first, first + tokens, np.full(batch, -1), np.zeros(batch, np.int64), none, size)
@@ -116,7 +116,7 @@ class Blocks:
     def _build(
         self, first: Numbers, last: Numbers, befores: Numbers, levels: Numbers, kept: Numbers, size: int
     ) -> None:
-        """Build from segments `[first, last)`, their levels, the tokens before them (-1: none), and kept tokens."""
+        """Build tables from segments `[first, last)`, the tokens before them (-1: none), levels, and kept tokens."""
         counts = -(-(last - first) // size)
         total = int(counts.sum())
         index = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)  # within the segment
@@ -135,10 +135,10 @@ class Blocks:
         self._places = np.empty(self.tokens, np.int64)
         self._places[table[~is_padding]] = np.flatnonzero(~is_padding)
 
-        # An exit is known by the token before it. Exits are in the order of their blocks, hence in that of the places.
+        # An exit is identified by the token before it; exits are numbered in the order of the places.
         wanted = np.unique(np.concatenate([before[before >= 0], kept]))
         wanted = wanted[np.argsort(self._places[wanted])]
-        numbers = np.zeros(self.tokens + 1, np.int64)  # of states, by the token before; the last one is for token -1
+        numbers = np.zeros(self.tokens + 1, np.int64)  # state numbers by the token before; the last is for token -1
         numbers[wanted] = np.arange(len(wanted)) + 1
         self.exits, self.kept = len(wanted), len(kept)
         self._sources, self._lasts = np.divmod(self._places[wanted], self.length)
@@ -151,15 +151,15 @@ class Blocks:
         self._tables: dict[torch.device, Tables] = {}
 
     def _groups(self, level: Numbers) -> list[int]:
-        """The bounds of levels, and in them of groups of siblings; see `_order`."""
+        """Return the bounds of levels, and within them of groups of siblings; see `_order`."""
         group = np.where(_has_siblings(self._entries), self._entries, -1)
         cuts = np.flatnonzero((np.diff(level) != 0) | (np.diff(group) != 0)) + 1
         return [0, *cuts.tolist(), self.count]
 
     def steps(self, most: int = 2**62) -> tuple[Step, ...]:
-        """In the order of the levels, with at most so many blocks each."""
+        """Return the steps in the order of levels, with at most `most` blocks each."""
         if most not in self._steps:
-            bounds = [one for low, high in pairwise(self._bounds) for one in range(low, high, most)] + [self.count]
+            bounds = [start for low, high in pairwise(self._bounds) for start in range(low, high, most)] + [self.count]
             exits = (np.searchsorted(self._sources, bounds) + 1).tolist()
             ranges = zip(pairwise(bounds), pairwise(exits), strict=True)
             self._steps[most] = tuple(self._step(slice(*block), slice(*exit)) for block, exit in ranges)
@@ -180,7 +180,7 @@ class Blocks:
         )
 
     def on(self, device: torch.device) -> Tables:
-        """The tables on a device, copied there once."""
+        """Return the tables on a device; copied there once."""
         if device not in self._tables:
             host = (
                 self._table,
@@ -192,11 +192,11 @@ class Blocks:
                 np.argsort(self._lasts, kind="stable"),
                 self._kept,
             )
-            self._tables[device] = Tables(*(uploaded(one, device) for one in host))
+            self._tables[device] = Tables(*(uploaded(table, device) for table in host))
         return self._tables[device]
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[c, ...]` as `[n, L, ...]` with zeros for padding; a view where possible."""
+        """Cut `[c, ...]` into `[n, L, ...]` with zeros at padding; a view if possible."""
         shape = tensor.shape[1:]
         if self._rows == 1:
             missing = self.count * self.length - self.tokens
@@ -205,13 +205,13 @@ class Blocks:
         if self._rows:
             return tensor.view(self._rows, -1, self.length, *shape).transpose(0, 1).flatten(0, 1)
         tables = self.on(tensor.device)
-        found = tensor.index_select(0, tables.tokens)
+        blocks = tensor.index_select(0, tables.tokens)
         if len(self._padding):
-            found.index_fill_(0, tables.padding, 0)
-        return found.view(self.count, self.length, *shape)
+            blocks.index_fill_(0, tables.padding, 0)
+        return blocks.view(self.count, self.length, *shape)
 
     def join(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[n, L, ...]` as `[c, ...]`, without the padding."""
+        """Join `[n, L, ...]` to `[c, ...]`, without the padding."""
         shape = tensor.shape[2:]
         if self._rows == 1:
             return tensor.reshape(-1, *shape)[: self.tokens]
@@ -221,13 +221,13 @@ class Blocks:
 
 
 def uploaded(table: Numbers, device: torch.device) -> torch.Tensor:
-    """A table on a device; a copy from memory that is not pinned would wait for all that a GPU still has to do."""
+    """Copy a table to a device, from pinned memory so that the host does not wait for queued GPU work."""
     tensor = torch.from_numpy(table)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def choose_size(segments: Sequence[Segment]) -> int:
-    """The size of blocks that costs the least: smaller ones have less padding, and more states."""
+    """Return the cheapest block size: smaller blocks have less padding, but more states."""
     lengths = np.array([s.last - s.first for s in segments], np.int64)
     longest = int(lengths.max(initial=1))
 
@@ -238,24 +238,24 @@ def choose_size(segments: Sequence[Segment]) -> int:
 
 
 def _levels(parent: Numbers, deeper: Numbers, count: int) -> Numbers:
-    """Levels of the segments' first blocks: those of their parents' first blocks, and `deeper`."""
+    """Return the levels of the segments' first blocks: `deeper` below those of their parents' first blocks."""
     levels = [0] * count
     above, more = parent.tolist(), deeper.tolist()
-    for number, one in enumerate(above):
-        if one >= 0:
-            levels[number] = levels[one] + more[number]
+    for number, ancestor in enumerate(above):
+        if ancestor >= 0:
+            levels[number] = levels[ancestor] + more[number]
     return np.array(levels, np.int64)
 
 
 def _has_siblings(entries: Numbers) -> npt.NDArray[np.bool_]:
-    """Which blocks share their entry with many others."""
+    """Return which blocks share their entry with at least `SIBLINGS` blocks, themselves included."""
     _, inverse, counts = np.unique(entries, return_inverse=True, return_counts=True)
-    found: npt.NDArray[np.bool_] = counts[inverse] >= SIBLINGS
-    return found
+    has_siblings: npt.NDArray[np.bool_] = counts[inverse] >= SIBLINGS
+    return has_siblings
 
 
 def _order(level: Numbers, before: Numbers) -> Numbers:
-    """By level, and in a level those with many siblings last, siblings together."""
+    """Order blocks by level; within a level, blocks with many siblings come last, siblings together."""
     if (np.diff(before) > 0).all() and (np.diff(level) >= 0).all():
         return np.arange(len(level))  # a chain
     return np.lexsort((before, _has_siblings(before), level)).astype(np.int64)
@@ -266,13 +266,13 @@ Made = TypeVar("Made")
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """A forest of runs of tokens; tokens are numbered through it, run after run.
+    """A forest of runs of tokens; tokens are numbered run after run.
 
     Attributes:
-        segments: the runs; one with parent -1 starts from the initial state.
-        kept: ascending numbers n: the state after the first n tokens of the first run is asked for.
-        rows: number and length of the runs, where they are equal rows of a batch.
-        derived: what recurrences derive from it once, for all layers, forward and backward.
+        segments: the runs; those with parent -1 start from the initial state.
+        kept: numbers of tokens of the first run, ascending, after which the state is returned.
+        rows: number and length of the runs, if they are equal rows of a batch.
+        derived: cache of objects that recurrences derive from it, for all layers, forward and backward.
     """
 
     segments: tuple[Segment, ...]
@@ -282,20 +282,20 @@ class Runs:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all runs."""
+        """Return the number of tokens of all runs."""
         return self.segments[-1].last if self.segments else 0
 
     def derive(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What `make` returns, made once."""
+        """Return the result of `make`, cached under `key`."""
         if key not in self.derived:
             self.derived[key] = make()
-        made: Made = self.derived[key]
-        return made
+        result: Made = self.derived[key]
+        return result
 
     def apart(self, tokens: Sequence[int]) -> Runs:
-        """The same tokens in runs that end at every fork, before the kept states, and around some tokens.
+        """Return the same tokens in runs that end at every fork, at the kept states, and around some tokens.
 
-        A block of such a run has no token that another one, which does not read it, is computed with.
+        Then no block computes a token or an exit together with one of these tokens that it does not read.
 
         Args:
             tokens: ascending; each becomes a run of its own.
@@ -305,21 +305,21 @@ class Runs:
             above = self.segments[part.parent] if part.parent >= 0 else None
             cuts |= {part.first, part.last, *([] if above is None else [above.first + part.depth - above.depth])}
         bounds = [*sorted(cut for cut in cuts if cut < self.tokens), self.tokens]
-        found: list[Segment] = []
+        runs: list[Segment] = []
         for part in self.segments:
             parent = -1
             if part.parent >= 0:
                 above = self.segments[part.parent]
                 parent = bisect.bisect_right(bounds, above.first + part.depth - above.depth - 1) - 1
-            while len(found) + 1 < len(bounds) and bounds[len(found)] < part.last:
-                first, last = bounds[len(found)], bounds[len(found) + 1]
-                found.append(Segment(first, last, part.end, part.depth + first - part.first, parent))
-                parent = len(found) - 1
-        return Runs(tuple(found), self.kept)
+            while len(runs) + 1 < len(bounds) and bounds[len(runs)] < part.last:
+                first, last = bounds[len(runs)], bounds[len(runs) + 1]
+                runs.append(Segment(first, last, part.end, part.depth + first - part.first, parent))
+                parent = len(runs) - 1
+        return Runs(tuple(runs), self.kept)
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int]) -> Runs:
-        """Runs one after the other, each from the initial state."""
+        """Build consecutive runs of these lengths, each from the initial state."""
         segments, first = [], 0
         for length in lengths:
             if length:
@@ -329,7 +329,7 @@ class Runs:
 
     @classmethod
     def of_rows(cls, batch: int, tokens: int, segments: torch.Tensor | None = None) -> Runs:
-        """The rows of a batch, in which sequences begin where `segments` `[B, S]` change."""
+        """Build the runs of a batch: its rows, split where `segments` `[B, S]` change."""
         if segments is None:
             return _rows(batch, tokens)
         numbers = segments.expand(batch, tokens).cpu()
@@ -341,24 +341,24 @@ class Runs:
 
 @functools.lru_cache(maxsize=8)
 def _rows(batch: int, tokens: int) -> Runs:
-    """The same object for all layers of a model, and what they derive from it."""
+    """Return one object for all layers of a model, so that they share what they derive from it."""
     return dataclasses.replace(Runs.of_lengths([tokens] * batch), rows=(batch, tokens))
 
 
 def new_states(initial: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """States `[1 + E, ...]`, of which the exits are to be written."""
+    """Allocate states `[1 + E, ...]`, with the initial state set and the exits uninitialised."""
     states = initial.new_empty((1 + blocks.exits, *initial.shape))
     states[0] = initial
     return states
 
 
 def kept_states(states: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Those of `[1 + E, ...]` that are wanted as results."""
+    """Select the states to return from `[1 + E, ...]`."""
     return states.index_select(0, blocks.on(states.device).kept)
 
 
 def kept_grads(grads: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Gradients `[1 + E, ...]` of all states from those of the kept ones."""
+    """Scatter the gradients of the kept states to those of all states `[1 + E, ...]`."""
     total = grads.new_zeros((1 + blocks.exits, *grads.shape[1:]))
     if blocks.kept:
         total.index_copy_(0, blocks.on(grads.device).kept, grads)
@@ -366,14 +366,14 @@ def kept_grads(grads: torch.Tensor, blocks: Blocks) -> torch.Tensor:
 
 
 def at_entries(states: torch.Tensor, step: Step, blocks: Blocks) -> torch.Tensor:
-    """The states with which a step's blocks begin: `[m, ...]`, or `[1, ...]` if they share one."""
+    """Return the entry states of a step's blocks: `[m, ...]`, or `[1, ...]` if they share one."""
     if step.entries is not None:
         return states[step.entries]
     return states.index_select(0, blocks.on(states.device).entries[step.blocks])
 
 
 def add_at_entries(grads: torch.Tensor, added: torch.Tensor, step: Step, blocks: Blocks) -> None:
-    """Add to gradients of states what comes from a step's blocks: `[m, ...]`, or their sum `[1, ...]` if they share."""
+    """Add gradients of a step's entry states: `[m, ...]`, or their sum `[1, ...]` if the blocks share one."""
     if step.entries is not None:
         grads[step.entries] += added
     else:
@@ -381,14 +381,14 @@ def add_at_entries(grads: torch.Tensor, added: torch.Tensor, step: Step, blocks:
 
 
 def by_exit(tensor: torch.Tensor, step: Step, blocks: Blocks) -> torch.Tensor:
-    """`[m, ...]` by block of a step as `[e, ...]` by exit of it; `[1, ...]` stays."""
+    """Gather `[m, ...]` by block of a step to `[e, ...]` by exit; `[1, ...]` is returned as it is."""
     if step.one_exit_each or tensor.shape[0] == 1:
         return tensor
     return tensor.index_select(0, blocks.on(tensor.device).sources[step.counted] - step.blocks.start)
 
 
 def by_block(tensor: torch.Tensor, step: Step, blocks: Blocks) -> torch.Tensor:
-    """`[e, ...]` by exit of a step, added up to `[m, ...]` by block of it."""
+    """Sum `[e, ...]` by exit of a step to `[m, ...]` by block."""
     if step.one_exit_each:
         return tensor
     total = tensor.new_zeros((step.blocks.stop - step.blocks.start, *tensor.shape[1:]))

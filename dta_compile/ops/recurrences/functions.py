@@ -1,7 +1,7 @@
-"""Recurrences for modules of one's own: over the prefix tree in what the backend "dta" compiles, else of a dense batch.
+"""Recurrences as public functions: over the prefix tree in functions compiled with the backend "dta", else densely.
 
-All of them run from a state of zero before the first token, without second derivatives. `segments` `[B, S]` are the
-numbers of the sequences in packed rows, from 1 on (0: padding): a state starts anew with each of them.
+All start from a state of zero before the first token, and have no second derivatives. `segments` `[B, S]` numbers the
+sequences in packed rows from 1 on (0: padding); the state restarts with each of them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ assert operators.RECURRENCES, "they have defined the operators that are called h
 def short_convolution(
     value: torch.Tensor, weight: torch.Tensor, *, segments: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Causal convolution of each channel by itself: `[B, S, D]`.
+    """Compute a causal depthwise convolution: `[B, S, D]`.
 
     Args:
         value: `[B, S, D]`.
-        weight: `[D, k]`, of which the last column is for the token itself.
+        weight: `[D, k]`; its last column is for the token itself.
     """
     out: torch.Tensor = torch.ops.dta.short_convolution(value, weight, segments)
     return out
@@ -36,14 +36,14 @@ def gated_delta_rule(
     scale: float | None = None,
     segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Gated delta rule (arXiv 2412.06464), or Kimi delta attention (2510.26692): `[B, S, H, V]`.
+    """Compute the gated delta rule (arXiv 2412.06464), or Kimi delta attention (2510.26692): `[B, S, H, V]`.
 
     Args:
-        query, key: `[B, S, G, K]`; each of G serves H // G heads in a row. Keys should have length one.
+        query, key: `[B, S, G, K]`; each of the G is shared by H // G consecutive heads. Keys should be normalised.
         value: `[B, S, H, V]`.
-        decay: logarithms, at most zero and finite: `[B, S, H]`, or by channel `[B, S, H, K]`.
+        decay: log decay, finite and at most zero: `[B, S, H]`, or by channel `[B, S, H, K]`.
         beta: `[B, S, H]`.
-        scale: of the queries; None: `K ** -0.5`.
+        scale: factor of the queries; None: `K ** -0.5`.
     """
     scale = key.shape[-1] ** -0.5 if scale is None else scale
     out: torch.Tensor = torch.ops.dta.gated_delta_rule(query, key, value, decay, beta, segments, scale)
@@ -59,7 +59,7 @@ def linear_attention(
     scale: float | None = None,
     segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Linear attention with a decay (Mamba-2's scan, arXiv 2405.21060, with a scale of one): `[B, S, H, V]`.
+    """Compute linear attention with decay (with a scale of one Mamba-2's scan, arXiv 2405.21060): `[B, S, H, V]`.
 
     Args:
         query, key, value, decay, scale: as in `gated_delta_rule`.
@@ -78,12 +78,14 @@ def selective_scan(
     *,
     segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Mamba's scan (arXiv 2312.00752), `h = exp(step * matrix) * h + step * value * entry`, `h @ reading`: `[B, S, D]`.
+    """Compute Mamba's selective scan (arXiv 2312.00752): `[B, S, D]`.
+
+    `h = exp(step * matrix) * h + step * value * entry`, and the output is `h @ reading`.
 
     Args:
         value, step: `[B, S, D]`, steps positive.
-        matrix: `[D, N]`, negative.
-        entry, reading: `[B, S, N]`.
+        matrix: `[D, N]`, negative (A in the paper).
+        entry, reading: `[B, S, N]` (B and C in the paper).
     """
     out: torch.Tensor = torch.ops.dta.selective_scan(value, step, matrix, entry, reading, segments)
     return out

@@ -1,20 +1,20 @@
-"""Linear attention with decay, and the gated delta rule, over a forest.
+"""Chunkwise linear attention with decay, and the gated delta rule, over a forest of runs.
 
-Of each head a state S `[K, V]` goes from token to token:
+The recurrence of a head with state S `[K, V]`:
 
     S = exp(decay_t) S    u = beta_t (v_t - k_t^T S), or v_t without beta    S = S + k_t u^T    out_t = scale q_t^T S
 
-Tokens of a block are computed at once [Yang et al., "Parallelizing linear transformers with the delta rule", section 3;
-"Gated delta networks", section 3.3]: with G the decays added up from the block's beginning,
+The tokens of a block are computed in parallel [Yang et al., "Parallelizing linear transformers with the delta rule",
+section 3; "Gated delta networks", section 3.3]: with G the cumulative decays since the block's beginning,
 D_ij = exp(G_i - G_j) for j <= i, and A_ij = beta_i (k_i k_j) D_ij for j < i,
 
     U = (I + A)^-1 (beta v) - (I + A)^-1 (beta exp(G) k) S    out = (exp(G) q) S + (q k^T D) U
     S after r tokens = exp(G_r) S + sum over i < r of exp(G_r - G_i) k_i u_i^T
 
-where S is the state before the block. Only U and S go from block to block.
+where S is the state before the block. Only U and S are computed block after block.
 
-I + A is inverted by products of all matrices at once. A triangular solve takes the matrices one after the other, on all
-threads each: with a core that has other work to do, thousands of them wait for it thousands of times.
+I + A is inverted by batched matrix products. A batched triangular solve would take the matrices one by one with all
+threads each, and wait thousands of times for a core that is busy otherwise.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from dta_compile.ops.recurrences.pairwise_decay import (
 )
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]
-MOST_STATES = 2**24  # elements of states that are read at once
+MOST_STATES = 2**24  # most elements of states that a step reads
 
 
 def longest_block(key: torch.Tensor, beta: torch.Tensor | None) -> int:
-    """Tokens of a block up to which its float32 is about as precise as one token after the other.
+    """Return the longest block that is about as precise in float32 as computing token by token.
 
-    The delta rule overwrites what a state of few keys holds again and again, which rounds anew each time; a block adds
-    up all that its tokens wrote, and the terms cancel.
+    With few key channels the delta rule overwrites the same entries of the state again and again; a block sums all
+    writes of its tokens, and the cancellation costs precision.
     """
     return 64 if beta is None else min(64, max(8, 2 * key.shape[-1]))
 
@@ -68,13 +68,13 @@ def forward(
     initial: torch.Tensor,
     blocks: Blocks,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output `[c, H, V]` and the kept states `[kept, H, K, V]`.
+    """Return the output `[c, H, V]` and the kept states `[kept, H, K, V]`.
 
     Args:
-        query, key: `[c, G, K]`; each of the G serves H // G consecutive heads.
+        query, key: `[c, G, K]`; each of the G is shared by H // G consecutive heads.
         value: `[c, H, V]`.
-        decay: its log, not positive: `[c, H]`, or `[c, H, K]` by channel of the keys.
-        beta: `[c, H]`, for the delta rule.
+        decay: log decay, at most zero: `[c, H]`, or `[c, H, K]` by channel of the keys.
+        beta: `[c, H]` for the delta rule, otherwise None.
         initial: `[H, K, V]`, the state before the forest.
     """
     with torch.no_grad():
@@ -83,21 +83,21 @@ def forward(
         return blocks.join(out.transpose(1, 2)).to(value.dtype), kept_states(call.states, blocks)
 
 
-def backward(grad_out: torch.Tensor, grad_kept: torch.Tensor, *given: Any) -> Gradients:
-    """Gradients of query, key, value, decay, beta and the initial state, in the dtype that is computed in.
+def backward(grad_out: torch.Tensor, grad_kept: torch.Tensor, *arguments: Any) -> Gradients:
+    """Return gradients of query, key, value, decay, beta and the initial state, in at least float32.
 
     Args:
-        grad_out, grad_kept: of what `forward` returned.
-        given: the arguments of `forward`.
+        grad_out, grad_kept: gradients of the results of `forward`.
+        arguments: the arguments of `forward`.
     """
     with torch.no_grad():
-        call = _Call(*given)
+        call = _Call(*arguments)
         call.run(with_output=False)
         return call.backward(grad_out, grad_kept)
 
 
 class _Call:
-    """One call; tensors of tokens are `[n, H, L, ...]`, or with the G heads of query and key.
+    """One call. Tensors with tokens are `[n, H, L, ...]`; query and key have G instead of H heads.
 
     Decays are `[n, H, L, 1]`, or `[n, H, L, K]` by channel.
     """
@@ -126,22 +126,22 @@ class _Call:
         pairs = ByChannel if self.by_channel else ByHead
         self.pairs = pairs.of(self.query, self.key, decays, beta is not None)
         self.decay = decays.cumsum(2).exp_()
-        self.read = times(self.query, self.decay)  # with it outputs read the state before the block
+        self.read = times(self.query, self.decay)  # multiplies the state before the block in outputs
         self._prepare_updates(beta)
         self._prepare_exits(decays)
 
     def heads_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[c, H, ...]` as `[n, H, L, ...]`."""
+        """Cut `[c, H, ...]` into blocks `[n, H, L, ...]`."""
         return self.blocks.cut(tensor).transpose(1, 2).to(self.dtype).contiguous()
 
     def heads_last(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[n, H, L, ...]` as `[c, H, ...]`."""
+        """Join blocks `[n, H, L, ...]` to `[c, H, ...]`."""
         return self.blocks.join(tensor.transpose(1, 2))
 
     def _prepare_updates(self, beta: torch.Tensor | None) -> None:
-        """What the rows of U are, as far as they do not depend on the state before the block."""
+        """Compute the part of U that does not depend on the state before the block."""
         self.beta = None
-        self.update = self.value  # U; with beta less `erase` times the state
+        self.update = self.value  # U; with beta, `run` subtracts `erase` times the state
         if beta is not None:
             assert self.pairs.keys is not None
             self.beta = self.heads_first(beta[..., None])
@@ -151,7 +151,7 @@ class _Call:
             self.erase = self.inverse @ times(self.key, self.decay * self.beta)
 
     def _prepare_exits(self, decays: torch.Tensor) -> None:
-        """What exits take from the state before the block, `[E, H, 1 or K]`, and from its tokens `[E, H, L, K]`."""
+        """Compute the factors of the entry state, `[E, H, 1 or K]`, and of tokens, `[E, H, L, K]`, in the exits."""
         tables = self.blocks.on(decays.device)
         self.later = (torch.arange(decays.shape[2], device=decays.device) > tables.lasts[:, None])[:, None, :, None]
         self.to_exit = sum_after(self.of_sources(decays).masked_fill(self.later, 0)).exp_().masked_fill_(self.later, 0)
@@ -159,24 +159,24 @@ class _Call:
         self.write = times(self.of_sources(self.key), self.to_exit)
 
     def of_sources(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[n, ...]` by block as `[E, ...]` by exit."""
+        """Gather `[n, ...]` by block to `[E, ...]` by exit."""
         if self.blocks.in_order:
             return tensor[: self.blocks.exits]
         return tensor.index_select(0, self.blocks.on(tensor.device).sources)
 
     def add_sources(self, total: torch.Tensor, added: torch.Tensor) -> None:
-        """Add `[E, ...]` by exit to `[n, ...]` by block."""
+        """Add `[E, ...]` by exit into `[n, ...]` by block."""
         if self.blocks.in_order:
             total[: self.blocks.exits] += added
         else:
             total.index_add_(0, self.blocks.on(total.device).sources, added)
 
     def steps(self) -> tuple[Step, ...]:
-        """Steps that read at most `MOST_STATES` elements of states, or one state."""
+        """Return steps that read at most `MOST_STATES` elements of states each, or one state."""
         return self.blocks.steps(max(1, MOST_STATES // max(self.states[0].numel(), 1)))
 
     def run(self, with_output: bool) -> torch.Tensor:
-        """Write `states` and `update`, and the output `[n, H, L, V]` if asked for."""
+        """Compute `states` and `update`, and with `with_output` return the output `[n, H, L, V]`."""
         out = torch.empty_like(self.value) if with_output else self.value
         for step in self.steps():
             state = at_entries(self.states, step, self.blocks)
@@ -194,7 +194,7 @@ class _Call:
         return out
 
     def backward(self, grad_out: torch.Tensor, grad_kept: torch.Tensor) -> Gradients:
-        """After `run`; see the function."""
+        """Return the gradients of the function `backward`; `run` comes first."""
         grad, grads = self.heads_first(grad_out), kept_grads(grad_kept.to(self.dtype), self.blocks)
         of_update = self.pairs.queries.mT @ grad
         of_read, of_erase = torch.empty_like(self.read), None if self.beta is None else torch.empty_like(self.read)
@@ -255,8 +255,8 @@ class _Call:
             of_total[tables.sources, :, tables.lasts] += of_through * self.through
             of_decays += sum_from(of_total)
             self.add_sources(of_decays, sum_before(product).masked_fill_(self.later, 0))
-            found = self.heads_last(of_decays)
-            of_decay = found if self.by_channel else found[..., 0]
+            grads = self.heads_last(of_decays)
+            of_decay = grads if self.by_channel else grads[..., 0]
         return (
             self.heads_last(of_query.mul_(self.scale)),
             self.heads_last(of_key),
@@ -267,65 +267,65 @@ class _Call:
         )
 
     def _to_decay(self, product: torch.Tensor) -> torch.Tensor:
-        """`[..., K]` as a gradient of the decay: summed over channels unless they have decays of their own."""
+        """Reduce `[..., K]` to the shape of the decay: summed over channels unless decays are by channel."""
         return product if self.by_channel else product.sum(-1, keepdim=True)
 
 
 def _product(left: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    """`[m, H, L, K]` times states `[m or 1, H, K, V]`."""
+    """Multiply `[m, H, L, K]` by states `[m or 1, H, K, V]`."""
     if left.shape[0] == states.shape[0]:
         return left @ states
     return (_joined(left) @ states[0]).unflatten(1, (left.shape[0], -1)).transpose(0, 1)
 
 
 def _sum_of_products(left: torch.Tensor, right: torch.Tensor, shared: bool) -> torch.Tensor:
-    """`[m, H, L, K]` and `[m, H, L, V]` summed over tokens: `[m, H, K, V]`, or over blocks too, `[1, H, K, V]`."""
+    """Contract `[m, H, L, K]` with `[m, H, L, V]` over tokens: `[m, H, K, V]`; if `shared`, over blocks too."""
     if not shared or left.shape[0] == 1:
         return left.mT @ right
     return (_joined(left).mT @ _joined(right))[None]
 
 
 def _joined(tensor: torch.Tensor) -> torch.Tensor:
-    """`[m, H, L, ...]` as `[H, m L, ...]`."""
+    """Reshape `[m, H, L, ...]` to `[H, m L, ...]`."""
     return tensor.transpose(0, 1).flatten(1, 2)
 
 
-SMALLEST = 8  # summed as a series, whose terms may still not be much larger than the sum
+SMALLEST = 8  # size up to which the inverse is summed as a series: larger ones have terms much larger than the sum
 
 
 def unit_inverse(lower: torch.Tensor) -> torch.Tensor:
-    """`(I + lower)^-1` for `[B, L, L]`, of which only what is below the diagonal counts.
+    """Return `(I + lower)^-1` for `[B, L, L]`, of which only entries below the diagonal are used.
 
-    By halves: with the inverses P and R of the diagonal blocks, that of `[[A, 0], [B, C]]` is `[[P, 0], [-R B P, R]]`.
+    By halves: with the inverses P of A and R of C, the inverse of `[[A, 0], [B, C]]` is `[[P, 0], [-R B P, R]]`.
     """
     length = lower.shape[-1]
     size = SMALLEST
     whole = max(SMALLEST, 1 << (length - 1).bit_length())
     if whole > length:
         lower = F.pad(lower, (0, whole - length) * 2)
-    found = _by_series(_diagonal(lower, size))
+    inverse = _by_series(_diagonal(lower, size))
     while size < whole:
-        first, second = found[:, 0::2], found[:, 1::2]
+        first, second = inverse[:, 0::2], inverse[:, 1::2]
         below = _diagonal(lower, 2 * size)[..., size:, :size]
         joined = lower.new_zeros((lower.shape[0], first.shape[1], 2 * size, 2 * size))
         joined[..., :size, :size] = first
         joined[..., size:, size:] = second
         joined[..., size:, :size] = (second @ below @ first).neg_()
-        found, size = joined, 2 * size
-    return found[:, 0, :length, :length].contiguous()
+        inverse, size = joined, 2 * size
+    return inverse[:, 0, :length, :length].contiguous()
 
 
 def _diagonal(matrices: torch.Tensor, size: int) -> torch.Tensor:
-    """The blocks on the diagonal, `[B, n, size, size]`."""
+    """Return the blocks on the diagonal, `[B, n, size, size]`."""
     count = matrices.shape[-1] // size
     return matrices.view(-1, count, size, count, size).diagonal(dim1=1, dim2=3).movedim(-1, 1)
 
 
 def _by_series(lower: torch.Tensor) -> torch.Tensor:
-    """`I - A + A^2 - ... = (I - A) (I + A^2) (I + A^4)` for `A^8 = 0`."""
+    """Return `(I + A)^-1 = (I - A) (I + A^2) (I + A^4)` for `A^8 = 0`."""
     negative = lower.tril(-1).neg_()
     square = negative @ negative
     unit = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
-    found = negative + unit
-    found = found + found @ square
-    return found + found @ (square @ square)
+    total = negative + unit
+    total = total + total @ square
+    return total + total @ (square @ square)

@@ -1,4 +1,4 @@
-"""Recurrences as mixers: their operators over a batch, which compute, and those over a chunk, which exist to be traced.
+"""Recurrences as mixers: operators over a batch, which compute, and operators over a chunk, which are only traced.
 
     short_convolution   out = sum over j < k of weight[:, k - 1 - j] * value[t - j]                 (channel by channel)
     token_shift         out = value[t - j] for weight [D, j + 1]
@@ -6,10 +6,10 @@
     linear_attention    S = exp(decay) S;  S = S + key value^T;  out = scale query^T S
     selective_scan      h = exp(step A) h + (step value) B^T;  out = h C
 
-Shapes, for heads H, of which H // G in a row share queries and keys: query and key `[B, S, G, K]`, value
-`[B, S, H, V]`, decay `[B, S, H]` or by channel `[B, S, H, K]` (logarithms, at most zero), beta `[B, S, H]`; for
-channels D: value and step `[B, S, D]`, weight `[D, k]`, A `[D, N]` (negative), B and C `[B, S, N]`. The result is like
-value. States: of a convolution its last `k - 1` inputs, `[H, K, V]`, `[D, N]`.
+Shapes with H heads, of which H // G consecutive ones share queries and keys: query and key `[B, S, G, K]`, value
+`[B, S, H, V]`, log decay `[B, S, H]` or by channel `[B, S, H, K]` (at most zero), beta `[B, S, H]`. Shapes with D
+channels: value and step `[B, S, D]`, weight `[D, k]`, A `[D, N]` (negative), B and C `[B, S, N]`. The result has the
+shape of value. States: the last `k - 1` inputs of a convolution `[k - 1, D]`, S `[H, K, V]`, h `[D, N]`.
 
 Sources: "Gated Delta Networks" (arXiv 2412.06464), "Kimi Linear" (2510.26692), "Mamba-2" (2405.21060), "Mamba"
 (2312.00752).
@@ -36,16 +36,16 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
-    """A recurrence over tokens in a row, without a batch: operands that have tokens are `[c, ...]`.
+    """A recurrence over a forest of runs, without a batch dimension: operands with tokens are `[c, ...]`.
 
     Attributes:
-        like: which of the operands the result is like.
-        numbers: names of constants, all of them floats.
-        state: shape and dtype of the state for some operands.
+        like: position of the operand that the result has the shape and dtype of.
+        state: returns shape and dtype of the state for the operands.
         kernel: a module with functions `forward` and `backward`.
-        may_restart: see `Mixer`.
-        arguments: their arguments, but for the initial state before the last: of operands, numbers, runs, and in the
-            backward the gradients of the result and of the kept states.
+        arguments: returns the arguments of the kernel without the initial state, which comes before the last one, given
+            operands, numbers, runs, and in the backward the gradients of the result and of the kept states.
+        dims, silent, scratch, may_restart: see `Mixer`.
+        numbers: names of constants, all of them floats.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Recurrence:
 
     @property
     def mixer(self) -> Mixer:
-        """Its operators, which `_define` has defined."""
+        """Return the mixer with the operators that `_define` has defined."""
         count = len(self.operands)
         call, chunk, backward = (
             getattr(torch.ops.dta, f"{self.name}{suffix}") for suffix in ("", "_chunk", "_chunk_backward")
@@ -86,31 +86,31 @@ class Recurrence:
     def forward(
         self, operands: Tensors, numbers: tuple[float, ...], initial: torch.Tensor, runs: Runs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The result, and the states that are kept `[n, ...]`."""
-        *given, tables = self.arguments(operands, numbers, runs, ())
-        return self.kernel.forward(*given, initial, tables)
+        """Return the result, and the kept states `[n, ...]`."""
+        *arguments, tables = self.arguments(operands, numbers, runs, ())
+        return self.kernel.forward(*arguments, initial, tables)
 
     def backward(self, grad: torch.Tensor, of_kept: torch.Tensor, *forwarded: Any) -> tuple[Tensors, torch.Tensor]:
-        """Gradients of the operands and of the initial state; `forwarded` are the arguments of `forward`."""
+        """Return gradients of the operands and of the initial state; `forwarded` are the arguments of `forward`."""
         operands, numbers, initial, runs = forwarded
         grads = grad, of_kept
-        *given, tables = self.arguments(operands, numbers, runs, grads)
-        *found, of_state = self.kernel.backward(*grads, *given, initial, tables)
-        return tuple(one for one in found if one is not None), of_state
+        *arguments, tables = self.arguments(operands, numbers, runs, grads)
+        *of_operands, of_state = self.kernel.backward(*grads, *arguments, initial, tables)
+        return tuple(gradient for gradient in of_operands if gradient is not None), of_state
 
     def initial(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The state before the first token."""
+        """Return the state before the first token: zeros."""
         shape, dtype = self.state(operands)
         return torch.zeros(tuple(shape), dtype=dtype, device=operands[0].device)
 
     def flat(self, operands: Sequence[torch.Tensor]) -> Tensors:
-        """Operands without a batch: the tokens of all rows in a row."""
+        """Flatten the batch and token dimensions of operands to one."""
         both = zip(self.operands, operands, strict=True)
         return tuple(value.flatten(0, 1) if operand.has_tokens else value for operand, value in both)
 
 
 def _define(recurrence: Recurrence) -> None:
-    """Define the operators, what they give, and their derivatives."""
+    """Define a recurrence's operators with implementations, fake implementations and derivatives."""
     name, count = recurrence.name, len(recurrence.operands)
     operands = ", ".join(f"Tensor {operand.name}" for operand in recurrence.operands)
     numbers = "".join(f", float {number}" for number in recurrence.numbers)
@@ -120,38 +120,39 @@ def _define(recurrence: Recurrence) -> None:
     LIBRARY.define(f"{name}_chunk(int layer, {operands}{numbers}) -> Tensor")
     LIBRARY.define(f"{name}_chunk_backward(int layer, Tensor grad, {operands}{numbers}) -> ({gradients})")
 
-    def runs(given: Sequence[torch.Tensor], segments: torch.Tensor | None) -> Runs:
-        batch, tokens = given[recurrence.like].shape[:2]
+    def runs(values: Sequence[torch.Tensor], segments: torch.Tensor | None) -> Runs:
+        batch, tokens = values[recurrence.like].shape[:2]
         return Runs.of_rows(batch, tokens, segments)
 
     def call(*arguments: Any) -> torch.Tensor:
-        given, segments, constants = arguments[:count], arguments[count], arguments[count + 1 :]
-        flat = recurrence.flat(given)
+        values, segments, constants = arguments[:count], arguments[count], arguments[count + 1 :]
+        flat = recurrence.flat(values)
         with torch.autocast(flat[0].device.type, enabled=False):
-            out, _ = recurrence.forward(flat, constants, recurrence.initial(given), runs(given, segments))
-        return out.reshape(given[recurrence.like].shape).contiguous()
+            out, _ = recurrence.forward(flat, constants, recurrence.initial(values), runs(values, segments))
+        return out.reshape(values[recurrence.like].shape).contiguous()
 
     def call_backward(grad: torch.Tensor, *arguments: Any) -> Tensors:
-        given, segments, constants = arguments[:count], arguments[count], arguments[count + 1 :]
-        flat, initial = recurrence.flat(given), recurrence.initial(given)
+        values, segments, constants = arguments[:count], arguments[count], arguments[count + 1 :]
+        flat, initial = recurrence.flat(values), recurrence.initial(values)
         of_kept = initial.new_zeros((0, *initial.shape))
-        over = runs(given, segments)
+        over = runs(values, segments)
         with torch.autocast(flat[0].device.type, enabled=False):
             grads, _ = recurrence.backward(grad.flatten(0, 1), of_kept, flat, constants, initial, over)
         return tuple(
-            found.to(value.dtype).reshape(value.shape).contiguous() for found, value in zip(grads, given, strict=True)
+            gradient.to(value.dtype).reshape(value.shape).contiguous()
+            for gradient, value in zip(grads, values, strict=True)
         )
 
     def like_value(*arguments: Any) -> torch.Tensor:
-        tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         return tensors[recurrence.like].new_empty(tensors[recurrence.like].shape)
 
     def like_operands(*arguments: Any) -> Tensors:
-        tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         return tuple(value.new_empty(value.shape) for value in tensors[1 : count + 1])
 
-    torch.library.impl(f"dta::{name}", "CompositeExplicitAutograd", lib=LIBRARY)(call)
-    torch.library.impl(f"dta::{name}_backward", "CompositeExplicitAutograd", lib=LIBRARY)(call_backward)
+    LIBRARY.impl(name, call, "CompositeExplicitAutograd")
+    LIBRARY.impl(f"{name}_backward", call_backward, "CompositeExplicitAutograd")
     for suffix, fake in (
         ("", like_value),
         ("_chunk", like_value),
@@ -208,7 +209,7 @@ _CHANNELS = (BATCH, TOKENS, "channels")
 
 
 def _blocks(runs: Runs, most: int) -> Blocks:
-    """The runs in blocks of a size that suits them, at most `most`."""
+    """Cut the runs into blocks of the cheapest size, at most `most`."""
 
     def make() -> Blocks:
         if runs.rows is not None:
@@ -219,11 +220,14 @@ def _blocks(runs: Runs, most: int) -> Blocks:
 
 
 def _blocks_apart(runs: Runs, most: int, of_tokens: Tensors, of_kept: Tensors = ()) -> Blocks:
-    """As `_blocks`. Within a block, masks multiply what a token does not read by zero, and 0 * NaN is NaN: on a CPU,
-    where all may be looked at, tokens whose numbers are not bounded are in blocks of their own."""
+    """Return `_blocks`, but on a CPU with unbounded tokens in blocks of their own.
+
+    Within a block, masks multiply values that a token does not read by zero, and 0 * NaN is NaN. On a GPU looking for
+    such tokens would synchronise with the device.
+    """
     if of_tokens[0].device.type != "cpu" or are_bounded(*of_tokens, *of_kept):
         return _blocks(runs, most)
-    others = [number for number in range(runs.tokens) if not are_bounded(*(one[number] for one in of_tokens))]
+    others = [number for number in range(runs.tokens) if not are_bounded(*(tensor[number] for tensor in of_tokens))]
     parts = runs.apart(others)
     return Blocks(parts.segments, parts.kept, min(choose_size(parts.segments), most))
 
@@ -248,7 +252,7 @@ def _of_convolution(operands: Tensors, numbers: tuple[float, ...], runs: Runs, g
     return *operands, runs.derive((Ancestors, width), make)
 
 
-# What the functions allocate, as measured on chains; in entries per token, and made bytes.
+# Bytes per token that forward and backward allocate, measured on chains.
 
 
 def _matrix_scratch(operands: Sequence[torch.Tensor]) -> tuple[float, float]:
@@ -298,18 +302,7 @@ GATED_DELTA_RULE = Recurrence(
     numbers=("scale",),
     scratch=_matrix_scratch,
 )
-LINEAR_ATTENTION = Recurrence(
-    name="linear_attention",
-    operands=(*_QUERY_KEY_VALUE, _DECAY),
-    like=2,
-    state=_matrix_state,
-    kernel=linear_attention,
-    arguments=_of_attention,
-    dims=_HEADS,
-    silent=(1, 2),
-    numbers=("scale",),
-    scratch=_matrix_scratch,
-)
+LINEAR_ATTENTION = dataclasses.replace(GATED_DELTA_RULE, name="linear_attention", operands=(*_QUERY_KEY_VALUE, _DECAY))
 SELECTIVE_SCAN = Recurrence(
     name="selective_scan",
     operands=(

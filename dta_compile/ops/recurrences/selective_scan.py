@@ -1,12 +1,13 @@
-"""The selective scan of Mamba over a forest.
+"""The selective scan of Mamba over a forest of runs.
 
-Of each of D channels a state h `[N]` goes from token to token, with x, dt `[c, D]`, A `[D, N]` and B, C `[c, N]`:
+The recurrence of each of D channels with state h `[N]`, for x, dt `[c, D]`, A `[D, N]` and B, C `[c, N]`:
 
     h = exp(dt_t A) h + dt_t x_t B_t    y_t = h C_t
 
-All blocks take their first token at once, then their second one, and so on: first without what is before them, for
-what they add to their exits; then, after the states have gone from block to block, with it. Decays of several tokens
-are exponentiated as sums, which are not positive. Channels come last, `[N, D]`, and go through in slices.
+All blocks process their first token at once, then their second one, and so on. A first pass from zero states gives the
+contribution of each block to its exits; then the states are propagated from block to block; a second pass computes all
+tokens from these. Decays over several tokens are exponentials of sums, which are at most zero. Channels are the last
+dimension, `[N, D]`, and are processed in slices.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from dta_compile.ops.recurrences.blocks import (
     new_states,
 )
 
-MOST_ELEMENTS = 2**21  # of the states after all tokens, of one slice of channels
-LEAST_CHANNELS = 16  # of a slice
+MOST_ELEMENTS = 2**21  # most elements of the states after all tokens in a slice of channels
+LEAST_CHANNELS = 16  # fewest channels of a slice
 
 
 def forward(
@@ -41,7 +42,7 @@ def forward(
     initial: torch.Tensor,
     blocks: Blocks,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output `[c, D]` and the kept states `[kept, D, N]`, from the state `[D, N]` before the forest."""
+    """Return the output `[c, D]` and the kept states `[kept, D, N]`; `initial` is `[D, N]`."""
     with torch.no_grad():
         call = _Call(x, dt, A, B, C, initial, blocks)
         call.run()
@@ -52,21 +53,21 @@ def forward(
         return call.tokens_first(out).to(x.dtype), kept_states(call.states, blocks).mT
 
 
-def backward(grad_out: torch.Tensor, grad_kept: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
-    """Gradients of x, dt, A, B, C and the initial state, in the dtype that is computed in.
+def backward(grad_out: torch.Tensor, grad_kept: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Return gradients of x, dt, A, B, C and the initial state, in at least float32.
 
     Args:
-        grad_out, grad_kept: of what `forward` returned.
-        given: the arguments of `forward`.
+        grad_out, grad_kept: gradients of the results of `forward`.
+        arguments: the arguments of `forward`.
     """
     with torch.no_grad():
-        call = _Call(*given)
+        call = _Call(*arguments)
         call.run()
         return call.backward(grad_out, grad_kept)
 
 
 class _Slice:
-    """Some channels: x dt and dt are `[L, n, 1, d]`, states `[n, N, d]`."""
+    """A slice of d channels: dt and x dt are `[L, n, 1, d]`, states `[n, N, d]`."""
 
     def __init__(self, call: _Call, channels: slice) -> None:
         self.call, self.channels = call, channels
@@ -74,11 +75,11 @@ class _Slice:
         self.dtx = self.dt * self.x
 
     def decay(self) -> torch.Tensor:
-        """By token, `[L, n, N, d]`."""
+        """Return the decay factors by token, `[L, n, N, d]`."""
         return (self.dt * self.A).exp_()
 
     def run(self, decay: torch.Tensor) -> torch.Tensor:
-        """States `[L + 1, n, N, d]`: before the blocks, and after each token."""
+        """Return states `[L + 1, n, N, d]`: the entry states, then those after each token."""
         call = self.call
         states = decay.new_empty((decay.shape[0] + 1, *decay.shape[1:]))
         states[0] = call.states[..., self.channels].index_select(0, call.blocks.on(decay.device).entries)
@@ -88,7 +89,7 @@ class _Slice:
         return states
 
     def run_to_exits(self) -> torch.Tensor:
-        """What the tokens of a block add to its exits, `[E, N, d]`."""
+        """Return the contributions of each block's tokens to its exits, `[E, N, d]`."""
         call, blocks = self.call, self.call.blocks
         tables = blocks.on(self.dt.device)
         state = self.A.new_zeros((blocks.count, *self.A.shape))
@@ -103,9 +104,10 @@ class _Slice:
         return exits
 
     def back_to_entries(self, of_states: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
-        """Gradients `[n, N, d]` of the states before the blocks, from `[L, n, N, d]` of those after the tokens.
+        """Return gradients `[n, N, d]` of the entry states.
 
-        The latter come as what the token's own output gives, and are completed by what comes from later tokens.
+        `of_states` `[L, n, N, d]` has the gradients of the states after each token that come from the token's own
+        output; those from later tokens are added in place.
         """
         for place in reversed(range(len(decay) - 1)):
             of_states[place].addcmul_(of_states[place + 1], decay[place + 1])
@@ -113,7 +115,7 @@ class _Slice:
 
 
 class _Call:
-    """One call. Tokens are `[L, n, ...]`: by place in their block, then by block. States are `[1 + E, N, D]`."""
+    """One call. Tensors with tokens are `[L, n, ...]`: place within the block, then block. States: `[1 + E, N, D]`."""
 
     def __init__(
         self,
@@ -134,23 +136,23 @@ class _Call:
         self.until = self.dt.cumsum(0)[tables.lasts, tables.sources]  # [E, D]
 
     def places_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[c, ...]` as `[L, n, ...]`."""
+        """Cut `[c, ...]` into `[L, n, ...]`."""
         return self.blocks.cut(tensor).transpose(0, 1).to(self.dtype).contiguous()
 
     def tokens_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[L, n, ...]` as `[c, ...]`."""
+        """Join `[L, n, ...]` to `[c, ...]`."""
         return self.blocks.join(tensor.transpose(0, 1))
 
     def slices(self) -> Iterator[_Slice]:
-        """Channels in slices of at most `MOST_ELEMENTS`."""
+        """Yield slices of channels with at most `MOST_ELEMENTS` elements of states each."""
         channels = self.x.shape[-1]
-        one = max(self.blocks.length * self.blocks.count * self.A.shape[0], 1)
-        width = min(channels, max(LEAST_CHANNELS, MOST_ELEMENTS // one))
+        per_channel = max(self.blocks.length * self.blocks.count * self.A.shape[0], 1)
+        width = min(channels, max(LEAST_CHANNELS, MOST_ELEMENTS // per_channel))
         for first in range(0, channels, width):
             yield _Slice(self, slice(first, min(first + width, channels)))
 
     def run(self) -> None:
-        """Write `states`."""
+        """Compute `states`."""
         through, added = self._exits()
         for step in self.blocks.steps():
             if step.exits.stop > step.exits.start:
@@ -158,7 +160,7 @@ class _Call:
                 torch.addcmul(added[step.counted], through[step.counted], entry, out=self.states[step.exits])
 
     def _exits(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decays from the beginning of the block to exits, and what its tokens add to them; `[E, N, D]`."""
+        """Return the decays from a block's beginning to each exit, and its tokens' contributions: `[E, N, D]`."""
         added = self.states.new_empty((self.blocks.exits, *self.A.shape))
         if self.blocks.exits:
             for part in self.slices():
@@ -166,11 +168,11 @@ class _Call:
         return (self.until[:, None] * self.A).exp_(), added
 
     def backward(self, grad_out: torch.Tensor, grad_kept: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """After `run`; see the function."""
+        """Return the gradients of the function `backward`; `run` comes first."""
         grad = self.places_first(grad_out)[:, :, None]  # [L, n, 1, D]
         grads = self._state_grads(grad, grad_kept)
         of_x, of_dt = torch.empty_like(self.x), torch.empty_like(self.dt)
-        of_A, of_B, of_C = (torch.zeros_like(one) for one in (self.A, self.B, self.C))
+        of_A, of_B, of_C = (torch.zeros_like(tensor) for tensor in (self.A, self.B, self.C))
         tables = self.blocks.on(grad.device)
         for part in self.slices():
             channels, own = part.channels, grad[..., part.channels]
@@ -186,12 +188,11 @@ class _Call:
             of_x[..., channels] = of_dtx * part.dt[:, :, 0]
             of_dt[..., channels] = (of_exponent * part.A).sum(2).addcmul_(of_dtx, part.x[:, :, 0])
             of_A[:, channels] = of_exponent.mul_(part.dt).sum((0, 1))
-        found = (self.tokens_first(one) for one in (of_x, of_dt, of_B[..., 0], of_C[..., 0]))
-        x, dt, B, C = found
+        x, dt, B, C = (self.tokens_first(tensor) for tensor in (of_x, of_dt, of_B[..., 0], of_C[..., 0]))
         return x, dt, of_A.t(), B, C, grads[0].t()
 
     def _state_grads(self, grad: torch.Tensor, grad_kept: torch.Tensor) -> torch.Tensor:
-        """Gradients `[1 + E, N, D]` of the states."""
+        """Return the gradients of the states, `[1 + E, N, D]`."""
         grads = kept_grads(grad_kept.to(self.dtype).mT, self.blocks)
         at_entry = grads.new_empty((self.blocks.count, *self.A.shape))
         for part in self.slices():

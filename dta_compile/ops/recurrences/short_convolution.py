@@ -1,7 +1,7 @@
-"""Causal depthwise convolution over a forest: every token with the `k - 1` tokens above it.
+"""Causal depthwise convolution over a forest: each token is convolved with its `k - 1` nearest ancestors.
 
-The state is the last `k - 1` inputs `[k - 1, D]`, oldest first. Nearly all tokens have those above them right before
-them, so that shifted rows are multiplied; the few others are computed once more by themselves.
+The state is the last `k - 1` inputs `[k - 1, D]`, oldest first. The ancestors of nearly all tokens are the rows right
+before them, so the kernel multiplies shifted rows; the few other tokens are computed again by gathering.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Ancestors:
-    """The tokens above each, as indices into the initial state's rows followed by the tokens; built once.
+    """Each token's ancestors, as indices into the initial state's rows followed by the tokens; built once.
 
     Attributes:
         width: `k`.
         tokens: `c`.
-        kept: how many states are wanted as results.
+        kept: number of states to return.
     """
 
     def __init__(self, segments: Sequence[Segment], width: int, kept: Sequence[int] = ()) -> None:
-        """Of a forest's segments, for kernels of `width`; see `Blocks` for `kept`."""
+        """Build them for a forest's segments and kernels of `width`; see `Blocks` for `kept`."""
         columns = np.array([(s.first, s.last, s.depth, s.parent) for s in segments], np.int64).reshape(-1, 4)
         first, last, depth, parent = columns.T
         befores = np.where(parent >= 0, first[parent] + depth - depth[parent] - 1, -1)
@@ -36,16 +36,16 @@ class Ancestors:
 
     @classmethod
     def rows(cls, batch: int, tokens: int, width: int) -> Ancestors:
-        """Of `batch` equal runs of tokens, each of which begins with the initial state."""
-        found = cls.__new__(cls)
+        """Build them for `batch` runs of `tokens` tokens, each of which begins with the initial state."""
+        ancestors = cls.__new__(cls)
         first = np.arange(batch) * tokens
-        found._build(first, batch * tokens, np.full(batch, -1), width, np.zeros(0, np.int64))
-        return found
+        ancestors._build(first, batch * tokens, np.full(batch, -1), width, np.zeros(0, np.int64))
+        return ancestors
 
     def _build(self, first: Numbers, tokens: int, befores: Numbers, width: int, kept: Numbers) -> None:
         self.width, self.tokens, self.kept = width, tokens, len(kept)
         initial = width - 1
-        above = np.arange(-1, initial + tokens - 1)  # of each row, the one above it
+        above = np.arange(-1, initial + tokens - 1)  # the parent of each row
         above[:1] = 0
         above[initial + first] = initial + befores
         table, rows = np.empty((initial, tokens), np.int64), np.arange(initial, initial + tokens)
@@ -55,13 +55,14 @@ class Ancestors:
         shifted = np.arange(initial, initial + tokens) - np.arange(1, initial + 1)[:, None]
         self._others = np.flatnonzero((table != shifted).any(0))
         self._above = table[:, self._others]
-        self._kept = initial + kept[:, None] - np.arange(initial, 0, -1)  # the first segment is below the initial state
+        self._kept = initial + kept[:, None] - np.arange(initial, 0, -1)  # segment 0 starts from the initial state
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens whose ancestors are not right before them, the ancestors `[k - 1, those]`, and rows of kept states."""
+        """Return the m tokens whose ancestors are not right before them, these ancestors `[k - 1, m]`, and the rows of
+        the kept states, on a device."""
         if device not in self._tables:
-            others, above, kept = (uploaded(one, device) for one in (self._others, self._above, self._kept))
+            others, above, kept = (uploaded(table, device) for table in (self._others, self._above, self._kept))
             self._tables[device] = others, above, kept
         return self._tables[device]
 
@@ -69,7 +70,7 @@ class Ancestors:
 def forward(
     x: torch.Tensor, weight: torch.Tensor, initial: torch.Tensor, ancestors: Ancestors
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output `[c, D]` of x `[c, D]` and weight `[D, k]`, and the kept states `[kept, k - 1, D]`."""
+    """Return the output `[c, D]` for x `[c, D]` and weight `[D, k]`, and the kept states `[kept, k - 1, D]`."""
     with torch.no_grad():
         dtype = torch.promote_types(x.dtype, torch.float32)
         count, rows = ancestors.width - 1, torch.cat([initial.to(x.dtype), x])
@@ -95,7 +96,7 @@ def backward(
     initial: torch.Tensor,
     ancestors: Ancestors,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, weight and the initial state, in at least float32."""
+    """Return gradients of x, weight and the initial state, in at least float32."""
     with torch.no_grad():
         dtype = torch.promote_types(x.dtype, torch.float32)
         count, tokens = ancestors.width - 1, ancestors.tokens

@@ -1,6 +1,6 @@
-"""The value of the token `k` above over a forest: a short convolution whose taps are one and zeros.
+"""Token shift over a forest: the value of the k-th ancestor, a short convolution whose taps are one and zeros.
 
-The state is the last `k` inputs `[k, D]`, oldest first. A token's own value, and those in between, are not read.
+The state is the last `k` inputs `[k, D]`, oldest first. A token's own value and the values in between are not read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dta_compile.ops.recurrences.short_convolution import Ancestors
 def forward(
     x: torch.Tensor, taps: torch.Tensor, initial: torch.Tensor, ancestors: Ancestors
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output `[c, D]` of x `[c, D]`, and the kept states `[kept, k, D]`; of taps `[D, k + 1]` the width counts."""
+    """Return the output `[c, D]` for x `[c, D]`, and the kept states `[kept, k, D]`; only the shape of taps matters."""
     with torch.no_grad():
         rows = torch.cat([initial.to(x.dtype), x])
         out = rows[: ancestors.tokens].clone()
@@ -31,7 +31,7 @@ def backward(
     initial: torch.Tensor,
     ancestors: Ancestors,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, the taps (zeros: nobody trains them) and the initial state, in at least float32."""
+    """Return gradients of x, the taps (zeros, since they are constant) and the initial state, in at least float32."""
     with torch.no_grad():
         dtype = torch.promote_types(x.dtype, torch.float32)
         grad, count = grad_out.to(dtype), ancestors.width - 1

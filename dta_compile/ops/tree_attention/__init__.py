@@ -1,1 +1,1 @@
-"""Attention over a chunk's tree on CPUs, in C++ that is compiled on the machine where it runs."""
+"""Attention over a chunk's tree on CPUs, in C++ that is compiled on the user's machine."""

@@ -1,10 +1,10 @@
-// Attention of a chunk over the stack and its own tree, on a CPU; `kernel.py` calls this.
+// Attention of a chunk over the path stack and its own tree, on a CPU; called by `kernel.py`.
 //
-// FlashAttention-2 (Dao, 2023, algorithms 1 and 2) over those pairs that are read: queries come in blocks, whose heads
-// that share a head of keys are rows of one product, and the keys that a block reads come in tiles. The last tile ends
-// where the block does, keys that no query of the block reads are in none, and short runs of keys are copied next to
-// each other. Products are those of the BLAS that torch has, which has to see that threads call it that run already, as
-// one does that shares torch's OpenMP: else it would start threads of its own for each.
+// FlashAttention-2 (Dao, 2023, algorithms 1 and 2), restricted to the pairs that are read. Queries are processed in
+// blocks, in which the query heads of a key head are rows of one matrix product; the keys of a block in tiles. The last
+// tile ends with the block's last token, keys that no query of the block reads are in no tile, and short runs of keys
+// are copied to contiguous memory. Matrix products call torch's BLAS from threads of an OpenMP region; a BLAS that
+// shares torch's OpenMP notices that and starts no threads of its own.
 
 #include <algorithm>
 #include <array>
@@ -22,18 +22,18 @@
 
 namespace {
 
-constexpr int64_t ROWS = 128;  // of a block: its queries, of all heads of a group
-constexpr int64_t FEWEST = 8;  // queries of a block that is halved because blocks are too few for all threads
-constexpr int64_t KEYS = 256;  // of a tile
-constexpr int64_t SHORT = 64;  // keys; longer runs are worth a tile of their own, and are read where they lie
-constexpr int64_t MOST_SUMS = int64_t{1} << 30;  // bytes of sums that threads keep besides the gradients they are of
-constexpr double EVEN = 1.15;  // of the time that threads would take if all were busy
+constexpr int64_t ROWS = 128;  // rows of a block: its queries times the heads of a group
+constexpr int64_t FEWEST = 8;  // fewest queries of a block when blocks are halved to occupy all threads
+constexpr int64_t KEYS = 256;  // most keys of a tile
+constexpr int64_t SHORT = 64;  // shorter runs of keys share a tile and are copied; longer ones are read in place
+constexpr int64_t MOST_SUMS = int64_t{1} << 30;  // bytes of partial gradients of keys and values, besides the gradients
+constexpr double EVEN = 1.15;  // accepted ratio of the time to that with all threads busy
 
-// `[heads, tokens, numbers]`; the numbers of a token are dense, and tokens do not overlap.
+// A tensor `[heads, tokens, features]`; the features of a token are contiguous, and tokens do not overlap.
 struct Tensor {
   void* data;
-  int64_t of_head, of_token;  // strides in numbers
-  int64_t first;              // the token that the data begin with
+  int64_t of_head, of_token;  // strides in elements
+  int64_t first;              // the token at `data`
 
   template <class T>
   T* row(int64_t head, int64_t token) const {
@@ -46,13 +46,13 @@ struct States {
   Tensor key, value, prefix_key, prefix_value;
 };
 
-// Sizes have 64 bits, of which a BLAS that takes 32 reads the lower half.
+// Sizes have 64 bits; a BLAS with 32-bit sizes reads the lower half.
 using Gemm = void (*)(const char*, const char*, const int64_t*, const int64_t*, const int64_t*, const void*,
                       const void*, const int64_t*, const void*, const int64_t*, const void*, void*, const int64_t*);
 
 }  // namespace
 
-extern "C" struct Call {  // as `kernel.py` fills it
+extern "C" struct Call {  // filled by `kernel.py`, field by field
   int64_t heads, kv_heads, tokens, width, start, threads;
   int64_t limit, by_chunks;       // see `Limit`; 0: none
   const int32_t *ends, *depths;   // see `ChunkShape`
@@ -62,12 +62,12 @@ extern "C" struct Call {  // as `kernel.py` fills it
   States states;
   Tensor out, logsumexp;
   Tensor grad, grad_query;
-  States grads;  // which are added to
+  States grads;  // accumulated into
 };
 
 namespace {
 
-struct Run {  // keys that lie behind one another
+struct Run {  // consecutive keys
   int64_t first, count;
   bool in_prefix;
 };
@@ -75,7 +75,7 @@ struct Run {  // keys that lie behind one another
 struct Tile {
   size_t begin, end;  // its runs
   int64_t keys;
-  bool masked;  // some query of the block does not read some key
+  bool masked;  // whether some query of the block does not read some key
 };
 
 struct Block {
@@ -90,7 +90,7 @@ struct Plan {
   int64_t above;  // the first key of the prefix that is read
 };
 
-// The depth from which on a token reads.
+// The smallest depth that a token reads, given the limit.
 int64_t lowest(const Call& call, int64_t token) {
   const int64_t depth = call.depths[token];
   return call.by_chunks ? depth / call.limit * call.limit : depth - call.limit + 1;
@@ -121,7 +121,7 @@ Plan plan_of(const Call& call) {
   Plan plan{{}, {}, {}, call.start};
   for (int64_t first = 0; first < call.tokens; first += rows) {
     Block block{first, std::min(first + rows, call.tokens), plan.tiles.size(), 0};
-    int64_t some = 0, all = 0;  // the depths from which on some query of the block reads, and every one
+    int64_t some = 0, all = 0;  // smallest depths that some query of the block reads, and that all queries read
     if (call.limit) {
       some = std::numeric_limits<int64_t>::max();
       for (int64_t token = first; token < block.last; token++) {
@@ -133,7 +133,7 @@ Plan plan_of(const Call& call) {
     plan.above = std::min(plan.above, above);
     add_keys(plan, block, {above, whole - above, true}, true);
     add_keys(plan, block, {whole, call.start - whole, true}, false);
-    // What reads a key lies between it and its end, without gaps.
+    // The tokens that read a key are contiguous: from the key itself to its end.
     const auto read = [&](int64_t key) { return call.ends[key] > first && (!call.limit || call.depths[key] >= some); };
     const auto read_by_all = [&](int64_t key) {
       return key <= first && call.ends[key] >= block.last && (!call.limit || call.depths[key] >= all);
@@ -160,7 +160,8 @@ inline T multiply_add(T a, T b, T c) {
 #endif
 }
 
-// 1 + x + x^2 / 2 + ... up to the power `TERMS`, from the `TERM`th on, divided by what is before it.
+// The series 1 + x + x^2 / 2 + ... up to the power `TERMS` by Horner's rule: its terms from the power `TERM` - 1 on,
+// divided by the first of them.
 template <int TERM, int TERMS, class T>
 inline T series(T x) {
   if constexpr (TERM < TERMS)
@@ -169,8 +170,8 @@ inline T series(T x) {
     return multiply_add(x, T(1.0 / TERM), T(1));
 }
 
-// e^x as 2^n times the series of what is left of x, with ln 2 in two parts [Cody, Waite, 1980]; 0 below the smallest
-// normal numbers. For x that is at most a little above 0; NaN stays NaN.
+// e^x as 2^n times the series of the remainder, with ln 2 split into two parts [Cody, Waite, 1980]; 0 where the result
+// would be subnormal. x is at most slightly above 0; NaN stays NaN.
 inline float exponential(float x) {
   const float n = std::rint((x > -87.0f ? x : -87.0f) * 1.44269504f);
   const float rest = multiply_add(n, 2.12194440e-4f, multiply_add(n, -0.693359375f, x));
@@ -223,8 +224,8 @@ class Attention {
     }
   }
 
-  // Threads share out the heads of keys and, where that is uneven, the blocks of each, in so many parts; gradients of
-  // keys are summed by part, those of the first one in their place.
+  // A unit of work is a key head; for load balance, each head's blocks are split into `parts_`. Each part has its own
+  // sums of gradients of keys and values, the first one directly in the result.
   void backward() const {
     const std::unique_ptr<T[]> owned(new T[threads_ * numbers() + (parts_ - 1) * 2 * sums_of_a_part()]);
     T *const scratch = owned.get(), *const sums = scratch + threads_ * numbers();
@@ -238,7 +239,7 @@ class Attention {
       }
       Buffers buffers(*this, scratch);
       const int64_t count = plan_.blocks.size();
-      for (int64_t turn = 0; turn * parts_ < count; turn++) {  // there and back, as later blocks have more keys
+      for (int64_t turn = 0; turn * parts_ < count; turn++) {  // in zigzag order, since later blocks have more keys
         const int64_t block = turn * parts_ + (turn % 2 ? parts_ - 1 - part : part);
         if (block < count) backward(plan_.blocks[block], head, grads, buffers);
       }
@@ -262,7 +263,7 @@ class Attention {
     int64_t stride;
   };
 
-  struct Buffers {  // of the thread that makes them
+  struct Buffers {  // scratch memory of the current thread
     T *query, *grad, *sum, *scores, *of_scores, *keys, *values, *of_keys, *of_values, *top, *total;
     std::array<int32_t, KEYS> firsts, ends, depths;
 
@@ -277,16 +278,16 @@ class Attention {
     }
   };
 
-  int64_t numbers() const { return rows_ * (3 * width_ + 2 * KEYS + 2) + KEYS * 4 * width_; }  // of `Buffers`
-  int64_t places() const { return call_.start - plan_.above + call_.tokens; }  // of keys that are read
+  int64_t numbers() const { return rows_ * (3 * width_ + 2 * KEYS + 2) + KEYS * 4 * width_; }  // size of `Buffers`
+  int64_t places() const { return call_.start - plan_.above + call_.tokens; }  // keys that are read
   int64_t sums_of_a_part() const { return call_.kv_heads * places() * width_; }
 
-  // Whether so many units of work keep nearly all threads busy to the end.
+  // Whether this number of units of work keeps nearly all threads busy to the end.
   bool is_even(int64_t units) const {
     return (units + threads_ - 1) / threads_ * threads_ <= EVEN * static_cast<double>(units);
   }
 
-  // Where a part adds gradients of keys and values.
+  // Where a part accumulates gradients of keys and values.
   States grads_of(int64_t part, T* sums) const {
     if (part == 0) return call_.grads;
     const int64_t of_head = places() * width_, above = (call_.start - plan_.above) * width_;
@@ -314,7 +315,7 @@ class Attention {
 
   bool is_one_run(const Tile& tile) const { return tile.end - tile.begin == 1; }
 
-  // The rows of a tile, read where they lie or copied next to each other.
+  // The rows of a tile: in place if they are one run, otherwise copied to contiguous memory.
   template <class Of>
   Rows gathered(const Tile& tile, int64_t head, T* copies, Of of) const {
     if (is_one_run(tile)) return of(call_.states, plan_.runs[tile.begin], head);
@@ -346,15 +347,15 @@ class Attention {
     for (int64_t i = 0; i < width_; i++) to[i] += added[i];
   }
 
-  // Add a multiple; one by zero is nothing, whatever is multiplied.
+  // Add a multiple; a factor of zero adds nothing, even for NaN or infinity.
   void add(T* to, T factor, const T* added) const {
     if (factor == 0) return;
 #pragma omp simd
     for (int64_t i = 0; i < width_; i++) to[i] += factor * added[i];
   }
 
-  // The products of a tile pair by pair: in a product of matrices, what is not read is multiplied by zero, and
-  // 0 * NaN is NaN.
+  // The products of a tile pair by pair, for tiles with NaN or infinity: a matrix product would multiply pairs that are
+  // not read by zero, and 0 * NaN is NaN.
   void add_values(const Tile& tile, const Rows& value, int64_t rows, Buffers& on) const {
     for (int64_t row = 0; row < rows; row++)
       for (int64_t i = 0; i < tile.keys; i++)
@@ -377,15 +378,15 @@ class Attention {
     }
   }
 
-  // result = left right, or its sum with what is there: `[m, k]` times `[k, n]`, either transposed if so said.
+  // result = left right, or result += left right if `adds`; `[m, k]` times `[k, n]`, each optionally transposed.
   void gemm(bool left_transposed, bool right_transposed, int64_t m, int64_t n, int64_t k, Rows left, Rows right,
             bool adds, Rows result) const {
-    const T one = 1, kept = adds ? 1 : 0;  // BLAS has columns where we have rows
+    const T one = 1, kept = adds ? 1 : 0;  // BLAS is column-major
     call_.gemm(right_transposed ? "T" : "N", left_transposed ? "T" : "N", &n, &m, &k, &one, right.data, &right.stride,
                left.data, &left.stride, &kept, result.data, &result.stride);
   }
 
-  // Which queries read the keys of a tile: from the key itself to its end, and at least its depth.
+  // Fill in which queries read each key of a tile: those from its first to its end, if their limit reaches its depth.
   void describe(const Tile& tile, Buffers& on) const {
     int64_t column = 0;
     for (size_t number = tile.begin; number < tile.end; number++) {
@@ -408,7 +409,7 @@ class Attention {
       scores[i] = ((firsts[i] <= token) & (token < ends[i]) & (depths[i] >= low)) ? scores[i] : none;
   }
 
-  // Scaled queries of a block, and what else is read of them, as rows by head, then by token.
+  // Copy the scaled queries of a block to rows ordered by head, then token, and call `read` for each row.
   template <class Read>
   int64_t pack(const Block& block, int64_t head, Buffers& on, Read read) const {
     int64_t row = 0;
@@ -421,7 +422,7 @@ class Attention {
     return row;
   }
 
-  // Scores of a block's rows and a tile's keys; -infinity where they are not read.
+  // Compute the scores of a block's rows with a tile's keys; -infinity for pairs that are not read.
   void score(const Block& block, const Tile& tile, const Rows& key, int64_t rows, Buffers& on) const {
     gemm(false, true, rows, tile.keys, width_, {on.query, width_}, key, false, {on.scores, tile.keys});
     if (!tile.masked) return;
@@ -446,7 +447,7 @@ class Attention {
         T top = on.top[row], total = 0;
 #pragma omp simd reduction(max : top)
         for (int64_t i = 0; i < tile.keys; i++) top = scores[i] > top ? scores[i] : top;
-        const T base = top == none ? 0 : top;  // none yet, if all keys so far are masked
+        const T base = top == none ? 0 : top;  // 0 if all keys so far are masked
 #pragma omp simd reduction(+ : total)
         for (int64_t i = 0; i < tile.keys; i++) {
           scores[i] = exponential(scores[i] - base);
@@ -472,8 +473,8 @@ class Attention {
     });
   }
 
-  // Weights and gradients of scores, from scores and gradients of weights; zero where nothing is read, also in a row
-  // that has NaN elsewhere.
+  // Compute weights and gradients of scores from scores and gradients of weights; zero for pairs that are not read,
+  // even if the row has NaN elsewhere.
   template <bool MASKED>
   void weigh(const Tile& tile, int64_t rows, Buffers& on) const {
     const T none = -std::numeric_limits<T>::infinity();
@@ -541,7 +542,7 @@ class Attention {
   int64_t rows_ = 0, parts_ = 1, threads_ = 1;
 };
 
-// Whether there was memory to work in.
+// Run a function; return false if it runs out of memory.
 template <class Run>
 bool done(Run run) {
   try {

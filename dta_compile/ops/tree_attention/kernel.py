@@ -1,6 +1,6 @@
-"""The functions of `kernel.cpp`, once compiled, on tensors.
+"""Python bindings (ctypes) of the functions in `kernel.cpp`.
 
-Shapes are those of `runtime.attention.interface`: query `[1, Hq, c, D]`, key and value of the chunk `[1, Hkv, c, D]`,
+Shapes are as in `runtime.attention.interface`: query `[1, Hq, c, D]`, key and value of the chunk `[1, Hkv, c, D]`, and
 of the prefix `[1, Hkv, p, D]`, where p is the chunk's start; float32 or float64.
 """
 
@@ -19,15 +19,15 @@ from torch.profiler import record_function
 
 from dta_compile.ops.attention import empty_by_tokens
 
-DTYPES = {torch.float32: ("float32", "sgemm_"), torch.float64: ("float64", "dgemm_")}  # names of functions
+DTYPES = {torch.float32: ("float32", "sgemm_"), torch.float64: ("float64", "dgemm_")}  # kernel suffix and BLAS function
 
 
 class Keys(NamedTuple):
-    """Which tokens read which.
+    """The attention pattern of a chunk.
 
     Attributes:
-        ends, depths: int32 `[c]`, as `ChunkShape.subtree_ends` and `ChunkShape.depths`.
-        limit, by_chunks: as `Limit`; 0: a token reads all above it.
+        ends, depths: int32 `[c]`, `ChunkShape.subtree_ends` and `ChunkShape.depths`.
+        limit, by_chunks: as in `Limit`; with a limit of 0 tokens attend to all their ancestors.
     """
 
     ends: torch.Tensor
@@ -47,26 +47,29 @@ class States(NamedTuple):
 
 @functools.cache
 def can_be_built() -> bool:
-    """Whether the source is there, and the matrix products that it calls; sizes are passed to these as it says."""
+    """Return whether the source file and the BLAS functions exist.
+
+    Sizes are passed as 64-bit integers, of which a 32-bit BLAS reads the lower half: that needs a little-endian CPU.
+    """
     try:
-        found = source(), *(_address(product) for _, product in DTYPES.values())
+        parts = source(), *(_address(product) for _, product in DTYPES.values())
     except (AttributeError, OSError):
         return False
-    return all(found) and sys.byteorder == "little"
+    return all(parts) and sys.byteorder == "little"
 
 
 def source() -> str:
-    """The text of the functions."""
+    """Return the C++ source text."""
     return pathlib.Path(__file__).with_name("kernel.cpp").read_text()
 
 
 def forward(
     library: ctypes.CDLL, query: torch.Tensor, states: States, keys: Keys, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output `[1, Hq, c, D]`, with the heads of a token next to each other, and log-sum-exp `[1, Hq, c]`.
+    """Return the output `[1, Hq, c, D]`, with the heads of a token adjacent in memory, and log-sum-exp `[1, Hq, c]`.
 
     Args:
-        library: what `source` was compiled to.
+        library: the compiled `source`.
     """
     _, heads, tokens, _ = query.shape
     out = empty_by_tokens(query)
@@ -86,9 +89,9 @@ def backward(
     scale: float,
     prefix_grads: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """New gradients of query, key and value; those of the prefix are added to `prefix_grads`."""
+    """Return the gradients of query, key and value; add those of the prefix to `prefix_grads`."""
     grad_query = empty_by_tokens(query)
-    grad_key, grad_value = (empty_by_tokens(one).zero_() for one in states[:2])
+    grad_key, grad_value = (empty_by_tokens(state).zero_() for state in states[:2])
     grads = States(grad_key, grad_value, *prefix_grads)
     grad, out = _with_rows(grad), _with_rows(out)
     _run(library, "backward", query, states, keys, scale, out, logsumexp, grad, grad_query, grads)
@@ -117,7 +120,7 @@ class _States(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """`Call` of the source."""
+    """The struct `Call` of the source."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "tokens", "width", "start", "threads")),
@@ -138,7 +141,10 @@ class _Call(ctypes.Structure):
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied if a token's numbers are not dense or tokens overlap; also where there is one, for BLAS."""
+    """Return the tensor, copied if a token's features are not contiguous or tokens overlap.
+
+    BLAS checks the row stride even if there is only one token.
+    """
     if tensor.stride(3) == 1 and tensor.stride(2) >= tensor.shape[3]:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -182,7 +188,7 @@ def _run(
         call.grad, call.grad_query, call.grads = _Tensor.of(grad), _Tensor.of(grad_query), _States.of(grads)
     run = getattr(library, f"{name}_{dtype}")
     run.argtypes, run.restype = [ctypes.POINTER(_Call)], ctypes.c_bool
-    # `record_function` alone costs microseconds also without a profiler.
+    # `record_function` costs microseconds even without a profiler.
     label = f"dta::tree_attention_{name}"
     with record_function(label) if profiler._is_profiler_enabled else contextlib.nullcontext():
         done = run(call)
@@ -192,6 +198,6 @@ def _run(
 
 @functools.cache
 def _address(function: str) -> int:
-    """Of a function of the BLAS that torch was built with; raises `AttributeError` where it cannot be found."""
-    loaded = ctypes.CDLL(torch._C.__file__)  # with all that it was linked to
+    """Return the address of a function of torch's BLAS; raise `AttributeError` if there is none."""
+    loaded = ctypes.CDLL(torch._C.__file__)  # symbols of its dependencies resolve, too
     return ctypes.cast(getattr(loaded, function), ctypes.c_void_p).value or 0

@@ -12,7 +12,7 @@ there. A call runs with the code that existed when it began, its backward includ
 
 On a CPU, generated code saves passes over memory and operator calls: 3% to 7% of a step without sharing for a model of
 4 layers with hidden size 256 (medians of 7, two threads), and compiled attention saves 10% or more. It costs 15 to 30
-seconds of one core, once, since later processes find the code (`codegen.kept`). So "auto" skips only small steps.
+seconds of one core, once, since later processes find the code (`codegen.code_cache`). So "auto" skips only small steps.
 """
 
 from __future__ import annotations

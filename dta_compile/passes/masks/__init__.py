@@ -1,1 +1,1 @@
-"""The attention layers, and proofs of what their masks allow."""
+"""Find the mixer layers of a program, and derive and classify the masks of attention."""

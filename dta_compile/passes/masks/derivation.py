@@ -1,8 +1,8 @@
-"""The program of a mask that a graph computes: its term, what calls have to read for it, and its class.
+"""Derive the `MaskProgram` of a mask that the graph computes: its term, the values that calls read for it, its class.
 
-And at which tokens the input of a recurrence is zero: where a mask that the model multiplies with is. A state of zero
-stays zero there, so padding before a sequence leaves no trace. What follows from what, by operator: a product is zero
-where a factor is, a sum where all its terms are, and most activation functions of zero are zero.
+It also finds the masks that make the input of a recurrence zero, by multiplication. A zero state stays zero at such
+tokens, so that padding before a sequence has no effect. Zeros propagate by operator: a product is zero where a factor
+is, a sum where all its terms are, and most activation functions map zero to zero.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from dta_compile.proofs.terms import Entry, Leaf, Number, Term, Terms, subterms
 
 
 def mask_program(program: Program, mask: fx.Node) -> MaskProgram:
-    """What a call has to know of the mask of attention; raises `RefusalError` if it is of no supported class."""
+    """Derive and classify a mask of attention; raise `RefusalError` if it is of no supported class."""
     if learned := ancestors([mask]) & program.parameter_dependent:
         if mask.meta["val"].dtype is torch.bool or any("topk" in str(node.target) for node in learned):
             raise refusal(where(mask), "a learned sparse mask: the model chooses keys", "use a causal mask")
         got = "a bias computed from parameters"
         raise refusal(where(mask), got, "add no learned bias to the attention scores")
-    found = _Derivation(program, mask).mask_program()
-    return dataclasses.replace(found, constant=_constant_class(found))
+    derived = _Derivation(program, mask).mask_program()
+    return dataclasses.replace(derived, constant=_constant_class(derived))
 
 
 class _Derivation:
@@ -54,7 +54,7 @@ class _Derivation:
             self.term = self._entry()
 
     def _entry(self) -> Term:
-        """The mask's term; a dimension of several heads is a "head"."""
+        """Return the mask's term; the index of a head dimension is "head"."""
         shape, terms = self.mask.meta["val"].shape, Terms()
 
         def constant_of(term: Term, size: sympy.Expr) -> float | None:
@@ -72,7 +72,7 @@ class _Derivation:
         return term
 
     def mask_program(self) -> MaskProgram:
-        """The mask, as if it were of no constant class."""
+        """Return the mask without its class."""
         parts = list(subterms(self.term))
         entries = [part for part in parts if isinstance(part, Entry)]
         if "head" in self.term.indices:
@@ -102,7 +102,7 @@ class _Derivation:
         )
 
     def _items(self, symbols: set[sympy.Symbol]) -> dict[sympy.Symbol, Leaf]:
-        """The tensors that symbols of the numbers are read from; raises `RefusalError` if nobody knows one."""
+        """Return the tensors that symbols are read from (`.item()`); raise `RefusalError` for unknown symbols."""
         items = self.program.graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default)
         read = {symbolic(node.meta["val"]): node.args[0] for node in items}
         unknown = symbols - read.keys() - set(self.program.input_symbols)
@@ -123,26 +123,26 @@ class _Derivation:
 
 
 def _is_over_pairs(node: fx.Node) -> bool:
-    """Whether a tensor is a mask `[S, S]`, `[B, S, S]` or `[B, 1, S, S]`, whose values a call can test."""
+    """Return whether a tensor is a mask `[S, S]`, `[B, S, S]` or `[B, 1, S, S]`, whose values a call can test."""
     shape = sizes(node)
     return len(shape) > 1 and sum(size != 1 for size in shape[:-2]) <= 1
 
 
 def _constant_class(mask: MaskProgram) -> MaskClass | None:
-    """The class, if nothing has to be known for it; None: it depends on the call. Raises `RefusalError`."""
+    """Return the class if it is the same for all calls, None if it depends on the call; may raise `RefusalError`."""
     assert mask.term is not None
     try:
-        found = classify(mask.term, mask.sizes, Facts(tables=mask.fixed))
+        proven = classify(mask.term, mask.sizes, Facts(tables=mask.fixed))
     except Unproven as error:
         if mask.numbers or mask.scalars or mask.tables:
             return None
         raise mask.refusal(error) from None
     sizes = free_symbols(mask.sizes.values())
-    return None if any(_reads_numbers(term, sizes) for term in (*found.segments, *found.positions)) else found
+    return None if any(_reads_numbers(term, sizes) for term in (*proven.segments, *proven.positions)) else proven
 
 
 def _reads_numbers(term: Term, sizes: set[sympy.Symbol]) -> bool:
-    """Whether a term depends on a number of the call other than a size: known, it may not be taken for anything."""
+    """Return whether a term depends on a number of the call other than a size, whose value a call must know."""
     parts = list(subterms(term))
     expressions = [part.expr for part in parts if isinstance(part, Number)]
     scalars = any(isinstance(part, Entry) and not part.index for part in parts)
@@ -154,7 +154,7 @@ aten = torch.ops.aten
 PRODUCTS = (aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.mv.default)
 SUMS = (aten.add.Tensor, aten.sub.Tensor)
 LISTS = (aten.cat.default, aten.stack.default)
-# Zero where their first argument is; along dimensions, which are features.
+# Operators whose result is zero where their first argument is; dimensions they work along are features.
 FOLLOWED = (
     ZERO_OF_ZERO
     | QUOTIENTS
@@ -162,17 +162,17 @@ FOLLOWED = (
     | {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
     | {aten.silu.default, aten.gelu.default, aten.relu.default, aten.tanh.default}
 )
-# The same numbers for the same tokens, given that both are over all of them.
+# Operators that keep each token's number, if argument and result are both over all tokens.
 SAME_TOKENS = SAME_ENTRIES | {aten.contiguous.default}
 Masks = frozenset[fx.Node]
 NONE: Masks = frozenset()
 
 
 class Silencers:
-    """For values of a program the masks, one number a token computed from inputs, that make them zero.
+    """Analysis of the masks that make values of a program zero; a mask is one number per token, computed from inputs.
 
-    A value is zero at every token before the first one of a sequence where one of its masks is zero. (That of a
-    recurrence is so because its state is zero up to there, which needs zeros at all tokens before.)
+    If a mask of a value is zero at all tokens up to some token, the value is zero at these tokens. (Only leading zeros
+    count, since the output of a recurrence is zero only as long as its state is.)
     """
 
     def __init__(self, program: Program) -> None:
@@ -180,20 +180,20 @@ class Silencers:
         self.found: dict[fx.Node, Masks] = {}
 
     def of(self, node: fx.Node) -> Masks:
-        """The masks of a value with gradient."""
+        """Return the masks of a value."""
         pending = [node]
         while pending:
-            one = pending[-1]
-            missing = [arg for arg in _followed(one) if arg not in self.found]
-            if one in self.found or not missing:
-                self.found.setdefault(one, self._masks(one))
+            current = pending[-1]
+            missing = [arg for arg in _followed(current) if arg not in self.found]
+            if current in self.found or not missing:
+                self.found.setdefault(current, self._masks(current))
                 pending.pop()
             else:
                 pending += missing
         return self.found[node]
 
     def of_call(self, call: fx.Node) -> Masks:
-        """The masks where a recurrence leaves a state of zero alone."""
+        """Return the masks at whose zeros a recurrence leaves a zero state unchanged."""
         return NONE.union(*(self.of(call.args[i]) for i in MIXERS[call.target].silent))
 
     def _masks(self, node: fx.Node) -> Masks:
@@ -209,14 +209,16 @@ class Silencers:
         return frozenset.intersection(*arguments)
 
     def _is_over_tokens(self, node: fx.Node) -> bool:
-        """Whether a value has entries for all tokens of the batch: else zero at a token means nothing."""
+        """Return whether a value has entries for all tokens of the batch, so that its tokens are those of a mask."""
         values = self.program.values.get(node)
         layouts = values if isinstance(values, tuple) else (values,)
         whole = Frame(sympy.S.Zero, self.program.tokens)
-        return all(isinstance(one, Layout) and one.token_dim is not None and one.frame == whole for one in layouts)
+        return all(
+            isinstance(layout, Layout) and layout.token_dim is not None and layout.frame == whole for layout in layouts
+        )
 
     def _is_mask(self, node: fx.Node) -> bool:
-        """One number for each token."""
+        """Return whether a value has one number per token."""
         layout = self.program.layout(node)
         axes = tuple(axis for axis in layout.dims if axis is not None)
         is_small = all(axis is not None or size == 1 for axis, size in zip(layout.dims, sizes(node), strict=True))
@@ -224,13 +226,13 @@ class Silencers:
 
 
 def _followed(node: fx.Node) -> list[fx.Node]:
-    """The arguments that decide whether a value is zero."""
+    """Return the arguments that decide whether a value is zero."""
     if node.op != "call_function":
         return []
     arguments: list[Any]
     if node.target in PRODUCTS or node.target in SUMS:
         arguments = list(node.args[:2])
-        if not all(isinstance(arg, fx.Node) for arg in arguments):  # by a number, or of one
+        if not all(isinstance(arg, fx.Node) for arg in arguments):  # one operand is a number
             return arguments[:1] if node.target in PRODUCTS and isinstance(arguments[0], fx.Node) else []
     elif node.target in LISTS:
         arguments = list(node.args[0])
@@ -246,9 +248,9 @@ def _followed(node: fx.Node) -> list[fx.Node]:
 
 
 def padding_mask_of(mask: fx.Node) -> fx.Node | None:
-    """The input that a mask is, looked at in another shape or dtype, if it is a padding mask.
+    """Return the input that a mask is a reshape or cast of, if it is a padding mask, otherwise None.
 
-    That is taken from its being called a mask, and made of integers or truth values.
+    An input is a padding mask if its name contains "mask" and its dtype is not floating-point.
     """
     node = mask
     while node.op == "call_function" and node.target in SAME_TOKENS and isinstance(node.args[0], fx.Node):

@@ -1,7 +1,7 @@
-"""From a graph of dense operators to terms: which entries of its inputs an entry of a tensor is made of.
+"""Rules of operators that move entries: express an entry of a tensor in an FX graph by entries of its inputs.
 
-Operators that only move entries around become arithmetic on indices, pointwise ones stay as they are. A tensor that
-any other operator makes is taken as it is.
+Moving entries becomes arithmetic on indices; pointwise operators are applied to terms (`entries`). Tensors from
+operators without a rule are opaque leaves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 ConstantOf = Callable[[Term, sympy.Expr], "float | None"]
 
-SCANNED = "scanned"  # the index along which sums and cumulative sums go
+SCANNED = "scanned"  # the index variable of reductions and cumulative sums
 _DIAGONAL = ((1, "offset", 0), (2, "dim1", 0), (3, "dim2", 1))
 
 ENTRY_RULES: dict[Any, str] = {
@@ -67,14 +67,14 @@ ENTRY_RULES: dict[Any, str] = {
 
 
 class Elements(Entries):
-    """Entries of the tensors of a program.
+    """`Entries` with the rules of operators that move entries.
 
     Args:
-        program: whose nodes are asked for.
-        terms: where terms are made.
-        constant_of: gives the number that a boolean or integer term is, whatever `SCANNED` is below a size; None: it is
-            not the same everywhere.
-        bound_sizes: sizes that every call makes sure of being no more than `LONGEST_ROW`.
+        program: the program of the nodes.
+        terms: the factory of the terms.
+        constant_of: returns the number that a boolean or integer term equals for all values of `SCANNED` below a size;
+            None if that cannot be proven.
+        bound_sizes: sizes that every call checks to be at most `LONGEST_ROW`.
     """
 
     rules: ClassVar[Mapping[Any, str]] = ENTRY_RULES
@@ -100,19 +100,19 @@ class Elements(Entries):
     def _view(self, node: fx.Node, index: Indices) -> Term | None:
         source = node.args[0]
         while source.target in RESHAPES:
-            source = source.args[0]  # flattened and taken apart again: one reshape
+            source = source.args[0]  # consecutive reshapes are one reshape
         before, after = sizes(source), sizes(node)
-        found: dict[int, Term] = {}
+        source_index: dict[int, Term] = {}
         for group_in, group_out in reshape_groups(before, after):
             ins, outs = [i for i in group_in if before[i] != 1], [j for j in group_out if after[j] != 1]
             if len(ins) == len(outs) == 1:
-                found[ins[0]] = index[outs[0]]
+                source_index[ins[0]] = index[outs[0]]
             elif ins:
-                found |= self._taken_apart(self._flattened([(index[j], after[j]) for j in outs]), before, ins)
-        return self.entry(source, tuple(found.get(i, self._zero) for i in range(len(before))))
+                source_index |= self._taken_apart(self._flattened([(index[j], after[j]) for j in outs]), before, ins)
+        return self.entry(source, tuple(source_index.get(i, self._zero) for i in range(len(before))))
 
     def _flattened(self, parts: Sequence[tuple[Term, sympy.Expr]]) -> Term:
-        """The position that indices along dimensions of these sizes have in all of them, row by row."""
+        """Return the row-major position of indices along dimensions of these sizes."""
         position = parts[0][0]
         for at, size in parts[1:]:
             position = self.terms.apply(aten.add.Tensor, self._times(position, size), at)
@@ -122,15 +122,15 @@ class Elements(Entries):
 
     def _taken_apart(self, position: Term, shape: Sequence[sympy.Expr], dims: Sequence[int]) -> dict[int, Term]:
         parts = self._flat.get(position, ())
-        if [size for _, size in parts] == [shape[dim] for dim in dims]:  # as it was put together
+        if [size for _, size in parts] == [shape[dim] for dim in dims]:  # undoes `_flattened`
             return {dim: at for dim, (at, _) in zip(dims, parts, strict=True)}
-        found: dict[int, Term] = {}
+        indices: dict[int, Term] = {}
         for dim in reversed(dims[1:]):
             size = self._as_tensor(shape[dim])
-            found[dim] = self.terms.apply(aten.remainder.Tensor, position, size)
+            indices[dim] = self.terms.apply(aten.remainder.Tensor, position, size)
             position = self.terms.apply(aten.floor_divide.default, position, size)
-        found[dims[0]] = position
-        return found
+        indices[dims[0]] = position
+        return indices
 
     def _unsqueeze(self, node: fx.Node, index: Indices) -> Term:
         dim = node.args[1] % len(index)
@@ -156,15 +156,15 @@ class Elements(Entries):
     def _permuted(self, node: fx.Node, index: Indices, order: Sequence[int]) -> Term:
         return self.entry(node.args[0], tuple(index[order.index(dim)] for dim in range(len(order))))
 
-    def _from_start(self, place: Any, size: sympy.Expr) -> sympy.Expr | None:
-        """A place along a dimension, counted from its start; None if nobody knows from where it is counted.
+    def _from_start(self, position: Any, size: sympy.Expr) -> sympy.Expr | None:
+        """Return a position along a dimension counted from its start; None if its sign is unknown.
 
-        One that is more than the size before the end is the first. One beyond the end begins nothing.
+        Negative positions count from the end and are clamped to 0, as in slices.
         """
-        place = self._number(place)
-        if place.is_negative:
-            return sympy.Max(0, place + size)
-        return place if place.is_nonnegative else None
+        position = self._number(position)
+        if position.is_negative:
+            return sympy.Max(0, position + size)
+        return position if position.is_nonnegative else None
 
     def _slice(self, node: fx.Node, index: Indices) -> Term | None:
         source, dim = node.args[0], (argument(node, 1, "dim") or 0) % len(index)
@@ -212,18 +212,18 @@ class Elements(Entries):
             at = self._clamped(at, sizes(parts[i])[dim])
             return self._cast(self.entry(parts[i], (*index[:dim], at, *index[dim + 1 :])), node.meta["val"].dtype)
 
-        found = of_part(len(parts) - 1)
+        result = of_part(len(parts) - 1)
         for i in reversed(range(len(parts) - 1)):
-            found = self._chosen(self._below(index[dim], stops[i]), of_part(i), found)
-        return found
+            result = self._chosen(self._below(index[dim], stops[i]), of_part(i), result)
+        return result
 
     def _stack(self, node: fx.Node, index: Indices) -> Term:
         dim = (argument(node, 1, "dim") or 0) % len(index)
         rest = index[:dim] + index[dim + 1 :]
-        *others, found = [self._cast(self.entry(part, rest), node.meta["val"].dtype) for part in node.args[0]]
+        *others, result = [self._cast(self.entry(part, rest), node.meta["val"].dtype) for part in node.args[0]]
         for i, other in reversed(list(enumerate(others))):
-            found = self._chosen(self._below(index[dim], sympy.Integer(i + 1)), other, found)
-        return found
+            result = self._chosen(self._below(index[dim], sympy.Integer(i + 1)), other, result)
+        return result
 
     def _below(self, at: Term, bound: sympy.Expr) -> Term:
         return self.terms.apply(aten.lt.Scalar, at, self._python(bound))
@@ -238,8 +238,8 @@ class Elements(Entries):
             dim, before = len(index) - 1 - i, self._number(widths[2 * i])
             moved = self._plus(index[dim], -before)
             at[dim] = self._clamped(moved, shape[dim])
-            for one in (self.terms.apply(aten.ge.Scalar, moved, 0), self._below(moved, shape[dim])):
-                exists = one if exists is None else self.terms.apply(aten.logical_and.default, exists, one)
+            for condition in (self.terms.apply(aten.ge.Scalar, moved, 0), self._below(moved, shape[dim])):
+                exists = condition if exists is None else self.terms.apply(aten.logical_and.default, exists, condition)
         inner, value = self.entry(source, tuple(at)), node.meta["val"]
         fill = argument(node, 2, "value") or 0
         if exists is None:
@@ -331,7 +331,7 @@ class Elements(Entries):
     def _embedding(self, node: fx.Node, index: Indices) -> Term:
         return self.entry(node.args[0], (self.entry(node.args[1], index[:-1]), index[-1]))
 
-    # Sums, where they are the same for every row
+    # Reductions and cumulative sums of constants
 
     def _cumsum(self, node: fx.Node, index: Indices) -> Term | None:
         constant = self._constant_along(node.args[0], index, node.args[1]) if index else None
@@ -339,7 +339,7 @@ class Elements(Entries):
             return None
         value = node.meta["val"]
         if value.is_floating_point() and abs(constant) * LONGEST_ROW > held_by(value.dtype)[1]:
-            return None  # it may round on the way
+            return None  # a partial sum may be rounded
         dim = node.args[1] % len(index)
         return self._times(self._plus(index[dim], sympy.Integer(1)), sympy.Integer(int(constant)))
 
@@ -352,7 +352,7 @@ class Elements(Entries):
         return None if constant is None else self.terms.const(bool(constant), torch.bool)
 
     def _constant_along(self, node: fx.Node, index: Indices, dim: int) -> float | None:
-        """The number that entries have along a dimension that surely has some; None: they differ, or nobody knows."""
+        """Return the number that all entries along a non-empty dimension equal; None if that cannot be proven."""
         dim %= len(index)
         size = sizes(node)[dim]
         is_bound = size in self.bound_sizes or (size.is_number and size <= LONGEST_ROW)

@@ -1,7 +1,7 @@
-"""Entries of the tensors of a graph as terms: constants, numbers of the call, and pointwise operators.
+"""Derive entries of the tensors of an FX graph as terms: constants, numbers of the call, and pointwise operators.
 
-Rules for operators that move entries around are in `elements`. A rule gives just the numbers that the operator
-gives, in its dtype: terms are also evaluated (`terms.Evaluation`).
+Rules for operators that move entries are in `elements`. A rule must give exactly the operator's numbers in its dtype,
+since calls evaluate terms (`terms.Evaluation`).
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class Entries:
-    """Entries of the tensors of a program.
+    """Terms for entries of the tensors of a program.
 
     Args:
-        program: whose nodes are asked for.
-        terms: where terms are made.
+        program: the program of the nodes.
+        terms: the factory of the terms.
 
     Attributes:
-        leaves: the nodes of those that terms have.
-        rules: by operator, the name of the method that gives an entry of its result; None: it has no rule there.
+        leaves: the nodes of the leaves in terms.
+        rules: by operator, the name of the method that returns an entry of its result, or None if it has no rule for
+            the node.
     """
 
     rules: ClassVar[Mapping[Any, str]] = {}
@@ -46,15 +47,15 @@ class Entries:
         self.leaves: dict[Leaf, fx.Node] = {}
 
     def entry(self, node: fx.Node, index: Indices) -> Term:
-        """The entry of a node's tensor at an index; along dimensions of size 1 the index is taken for 0."""
+        """Return the entry of a node's tensor at an index; along dimensions of size 1 the index is replaced by 0."""
         index = tuple(self._zero if size == 1 else at for size, at in zip(sizes(node), index, strict=True))
         key = (node, index)
         if key not in self._known:
             rule = self._rule(node)
-            found = rule(node, index) if rule is not None else None
-            if found is None:
-                found = self.terms.entry(self._leaf(self._first.like(node)), index)
-            self._known[key] = self._like(found, node.meta["val"])
+            term = rule(node, index) if rule is not None else None
+            if term is None:
+                term = self.terms.entry(self._leaf(self._first.like(node)), index)
+            self._known[key] = self._like(term, node.meta["val"])
         return self._known[key]
 
     def _leaf(self, node: fx.Node) -> Leaf:
@@ -63,7 +64,7 @@ class Entries:
         return leaf
 
     def _like(self, term: Term, value: torch.Tensor) -> Term:
-        """A term as promotion of types sees an entry of the tensor: of its dtype, and with or without dimensions."""
+        """Convert a term to the dtype of a tensor, and to a scalar if the tensor has no dimensions."""
         return self.terms.with_rank(self._cast(term, value.dtype), is_scalar=value.dim() == 0)
 
     @property
@@ -71,7 +72,7 @@ class Entries:
         return self.terms.const(0)
 
     def _rule(self, node: fx.Node) -> Callable[[fx.Node, Indices], Term | None] | None:
-        """How to get an entry of a node's result; None: only from the result itself."""
+        """Return the rule for entries of a node's result; None if they are opaque."""
         if node.op == "get_attr":
             return self._attribute
         if node.op != "call_function":
@@ -84,11 +85,11 @@ class Entries:
     # Numbers
 
     def _number(self, arg: Any) -> sympy.Expr:
-        """A size or an integer among a node's arguments."""
+        """Return a size or an integer among a node's arguments as an expression."""
         return expression(arg.meta["val"] if isinstance(arg, fx.Node) else arg)
 
     def _scalar(self, arg: Any) -> Any:
-        """A number that an operator takes: a term if it is one of the call's."""
+        """Return a number argument of an operator: a term if it is symbolic."""
         if not isinstance(arg, fx.Node):
             return arg
         value = arg.meta["val"]
@@ -105,20 +106,20 @@ class Entries:
         return at if factor == 1 else self.terms.apply(aten.mul.Scalar, at, self._python(factor))
 
     def _python(self, expr: sympy.Expr) -> Any:
-        """A size as operators of a tensor and a number take it."""
+        """Return a size as the number operand of an operator of a tensor and a number."""
         return int(expr) if isinstance(expr, sympy.Integer) else self.terms.number(expr)
 
     def _clamped(self, at: Term, size: sympy.Expr) -> Term:
-        """An index made to exist, where the entry is taken only if it does."""
+        """Clamp an index into the tensor, for entries that are selected only if the index is valid."""
         raised = self.terms.apply(aten.maximum.default, at, self._zero)
         return self.terms.apply(aten.minimum.default, raised, self._as_tensor(size - 1))
 
     def _as_tensor(self, expr: sympy.Expr) -> Term:
-        """A number in the place of a tensor, as operators of two tensors want it."""
+        """Return a number as a tensor operand, for operators of two tensors."""
         return self._plus(self._zero, expr) if not isinstance(expr, sympy.Integer) else self.terms.const(int(expr))
 
     def _wrapped(self, at: Term, size: sympy.Expr) -> Term:
-        """An index that counts from the end if it is negative."""
+        """Wrap a negative index, which counts from the end."""
         if isinstance(at, Index) or (isinstance(at, Const) and at.value >= 0):
             return at
         is_negative = self.terms.apply(aten.lt.Scalar, at, 0)
@@ -140,7 +141,7 @@ class Entries:
         return self._plus(self._zero, self._number(number))
 
     def _filled_with(self, number: bool | int | float, dtype: torch.dtype) -> Const:
-        """A number as a tensor of the dtype holds it where it is written."""
+        """Return a number rounded to a dtype, as a fill stores it."""
         return self.terms.const(torch.full((), number, dtype=dtype).item(), dtype)
 
     def _arange(self, node: fx.Node, index: Indices) -> Term | None:
@@ -148,7 +149,7 @@ class Entries:
         start, step = bounds[0], bounds[2] if len(bounds) > 2 else 1
         numbers = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in (start, step)]
         dtype = node.meta["val"].dtype
-        # Ranges of 16 bits round their starts, too, here and there.
+        # Some devices also round the start of 16-bit ranges.
         if not all(isinstance(number, (int, torch.SymInt)) for number in numbers) or dtype in HALVES:
             return None
         return self._plus(self._times(index[0], self._number(step)), self._number(start))
@@ -159,7 +160,7 @@ class Entries:
     # Pointwise operators
 
     def _aligned(self, node: fx.Node, index: Indices) -> Term:
-        """The entry of an operand that broadcasts to `index`."""
+        """Return the entry of an operand that is broadcast to `index`."""
         rank = node.meta["val"].dim()
         return self.entry(node, index[len(index) - rank :] if rank else ())
 
@@ -179,14 +180,14 @@ class Entries:
 
 
 def leaf_of(program: Program, node: fx.Node) -> Leaf:
-    """The leaf that a tensor of the lowered graph is."""
+    """Return the leaf for a tensor of the lowered graph."""
     sources = ancestors([node])
-    inputs = [(place, one) for place, one in enumerate(program.placeholders) if one in sources and has_tensor(one)]
-    texts = tuple((place, one.meta.get("source") or one.name) for place, one in inputs)
+    inputs = [(i, source) for i, source in enumerate(program.placeholders) if source in sources and has_tensor(source)]
+    texts = tuple((i, source.meta.get("source") or source.name) for i, source in inputs)
     return Leaf(node.name, node.meta["val"].dtype, node.meta.get("source", ""), texts)
 
 
 def leaves_of_masks(program: Program) -> list[fx.Node]:
-    """What has to be known of a call to read its masks, by name."""
+    """Return the nodes of the leaves that masks read, sorted by name."""
     names = {leaf.name for layer in program.mixers for leaf in layer.leaves}
     return sorted((node for node in program.graph.nodes if node.name in names), key=lambda node: node.name)

@@ -1,4 +1,4 @@
-"""mixers: find the mixer layers; of attention, prove the masks and undo the repetition of KV heads."""
+"""mixers: find the mixer layers, classify the masks of attention, and undo the repetition of KV heads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dta_compile.proofs.mask_class import MaskClass
 from dta_compile.proofs.terms import Terms
 
 aten = torch.ops.aten
-# What chooses experts for tokens, or tokens for experts; and what counts the tokens of an expert.
+# Operators that choose experts for tokens, or tokens for experts; and operators that count the tokens of an expert.
 CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.argmax.default, aten.max.dim)
 SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
 COUNTS = (aten.cumsum.default, aten.sum.dim_IntList, aten.sum.default, aten.bincount.default, aten.histc.default)
@@ -44,7 +44,7 @@ COUNTS = (aten.cumsum.default, aten.sum.dim_IntList, aten.sum.default, aten.binc
     rewrites=["module", "values", "parameter_dependent"],
 )
 def mixers(program: Program) -> None:
-    """Fill `program.mixers` and `.mixer_nodes`; calls lose their mask, those of attention get true KV heads."""
+    """Fill `program.mixers` and `.mixer_nodes`; calls lose their mask, and keys and values their repeated heads."""
     masks, first, silent = dict[Any, MaskProgram](), First(program.draws), Silencers(program)
     layers: list[MixerLayer] = []
     program.mixer_nodes = own_mixer_calls(program)
@@ -87,15 +87,15 @@ def _recurrent(
         node.args = (*node.args[: mixer.segments], None, *node.args[mixer.segments + 1 :])
     shape, dtype = mixer.running_state([operand.meta["val"] for operand in mixer.operands_of(node.args)])
     running = RunningSpec(tuple(int(size) for size in shape), dtype)
-    leaves = {one: leaf_of(program, one) for one in silent.of_call(node)}
-    given = ((padding_mask_of(one), leaf) for one, leaf in leaves.items())
-    padding = frozenset((leaf_of(program, one), leaf) for one, leaf in given if one is not None)
+    leaves = {silencer: leaf_of(program, silencer) for silencer in silent.of_call(node)}
+    inputs = ((padding_mask_of(silencer), leaf) for silencer, leaf in leaves.items())
+    padding = frozenset((leaf_of(program, source), leaf) for source, leaf in inputs if source is not None)
     silencers = frozenset(leaves.values())
     return RecurrentLayer(index, mixer, _states(mixer, node), where(node), running, mask, silencers, padding)
 
 
 def cache_outputs(program: Program) -> set[fx.Node]:
-    """The graph's outputs that are states of a mixer layer, keys or values: a KV cache handed to the caller."""
+    """Return the graph's outputs that are states of a mixer layer, that is, a KV cache returned to the caller."""
     states: set[fx.Node] = set()
     for node in mixer_calls(program.graph):
         for operand in MIXERS[node.target].states_of(node.args):
@@ -110,7 +110,7 @@ def _require_token_wise(program: Program, node: fx.Node) -> None:
 
 
 def mixing_refusal(mixed: Mixed) -> RefusalError:
-    """The error for a value before the last attention that is not computed token by token."""
+    """Return the error for a value before the last attention that is not computed token by token."""
     hint = "declare a rule with dta_compile.register_token_rule if the operator treats every token by itself"
     name = str(mixed.node.target)
     if "requires a gradient" in mixed.reason:
@@ -187,24 +187,24 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
 
 
 def _is_capacity(node: fx.Node) -> bool:
-    """Whether an operator orders tokens by the experts that they chose, or counts those of an expert."""
+    """Return whether an operator sorts tokens by their chosen experts, or counts the tokens of an expert."""
     if node.target in COUNTS:
         counted = node.args[0].args[0] if node.args[0].target in CASTS else node.args[0]
         if is_float(counted):
             return False
     elif node.target not in CHOICES:
         return False
-    sources = ancestors(node.all_input_nodes, stop=lambda one: one.target in MIXERS)
-    return any(one.target in CHOICES or one.target is aten._softmax.default for one in sources)
+    sources = ancestors(node.all_input_nodes, stop=lambda source: source.target in MIXERS)
+    return any(source.target in CHOICES or source.target is aten._softmax.default for source in sources)
 
 
 def _leads_to_softmax(node: fx.Node, steps: int = 12) -> bool:
-    """Whether a softmax follows closely: the operator is a part of attention written out."""
+    """Return whether a softmax follows within `steps` operators, as in attention that is written out."""
     level = {node}
     for _ in range(steps):
-        if any(one.target is aten._softmax.default for one in level):
+        if any(follower.target is aten._softmax.default for follower in level):
             return True
-        level = {user for one in level for user in one.users}
+        level = {user for follower in level for user in follower.users}
     return False
 
 
@@ -233,14 +233,14 @@ def _mask(program: Program, node: fx.Node, masking: Masking, masks: dict[Any, Ma
 
 
 def _with_true_heads(program: Program, key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Keys and values without the repetition of their heads, if then they still have equal numbers of them."""
+    """Return keys and values before the repetition of their heads, if both then have equal numbers of heads."""
     true_key, true_value = _true_heads(program, key), _true_heads(program, value)
     return (true_key, true_value) if sizes(true_key)[1] == sizes(true_value)[1] else (key, value)
 
 
 def _true_heads(program: Program, node: fx.Node) -> fx.Node:
-    """Undo repeat_kv, `x[:, :, None].expand(B, Hkv, g, S, D).reshape(B, Hkv * g, S, D)`: the `x` of such a node."""
-    if node.target is aten._to_copy.default:  # autocast casts what repeat_kv made
+    """Undo repeat_kv: return the `x` of `x[:, :, None].expand(B, Hkv, g, S, D).reshape(B, Hkv * g, S, D)`."""
+    if node.target is aten._to_copy.default:  # autocast casts the result of repeat_kv
         source = _true_heads(program, node.args[0])
         return node if source is node.args[0] else _cast_like(program, source, node)
     if node.target not in RESHAPES:
@@ -261,7 +261,7 @@ def _true_heads(program: Program, node: fx.Node) -> fx.Node:
 
 
 def _cast_like(program: Program, source: fx.Node, cast: fx.Node) -> fx.Node:
-    """`source` cast as `cast` casts its argument."""
+    """Add a node that casts `source` like `cast` casts its argument."""
     with program.graph.inserting_after(cast):
         moved = program.graph.call_function(cast.target, (source,), cast.kwargs)
     moved.meta = dict(cast.meta)
@@ -272,19 +272,19 @@ def _cast_like(program: Program, source: fx.Node, cast: fx.Node) -> fx.Node:
 
 
 def _states(mixer: Mixer, node: fx.Node) -> tuple[StateSpec, ...]:
-    """What the layer keeps of a token."""
-    found = []
+    """Return the states that the layer keeps per token."""
+    states = []
     for operand in mixer.states_of(node.args):
         shape = [1 if dim in (mixer.batch_dim, mixer.token_dim) else int(s) for dim, s in enumerate(sizes(operand))]
-        found.append(StateSpec(tuple(shape), mixer.token_dim, operand.meta["val"].dtype))
-    return tuple(found)
+        states.append(StateSpec(tuple(shape), mixer.token_dim, operand.meta["val"].dtype))
+    return tuple(states)
 
 
 def declared_mask(program: Program, call: fx.Node, segments: fx.Node | None, window: int) -> MaskProgram:
-    """The mask of a causal call with `segments` `[B, S]` (see `ops.attention.Masking`) and a window.
+    """Return the mask of a causal call with `segments` `[B, S]` (see `ops.attention.Masking`) and a window.
 
     Raises:
-        RefusalError: the segments are computed from parameters, or are not one number for each token.
+        RefusalError: the segments depend on parameters, or are not one number per token.
     """
     if segments is None:
         return MaskProgram(MaskClass(window=window or None), frozenset())

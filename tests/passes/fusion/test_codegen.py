@@ -22,7 +22,7 @@ from torch._inductor import metrics
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dta_compile
-from dta_compile.codegen import inductor, kept
+from dta_compile.codegen import code_cache, inductor
 from dta_compile.executable.code import Input, Source, size_symbols
 from dta_compile.executable.pieces import NO_CODES, Piece
 from dta_compile.passes.fusion.outline import clusters, outlined
@@ -227,7 +227,7 @@ def test_code_is_for_the_default_dtype_of_its_process():
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.get_default_dtype() is torch.float32 and wide != narrow
-    assert len({*kept.keys([narrow, wide])}) == 2
+    assert len({*code_cache.keys([narrow, wide])}) == 2
     (result,) = inductor.load(inductor.generate(wide)).run([x])
     torch.testing.assert_close(result, (x > 0).double() * 0.1 + x, rtol=0, atol=0)
     assert torch.get_default_dtype() is torch.float32
@@ -388,7 +388,7 @@ def test_on_a_cpu_aten_is_the_default_for_batches_that_keep_little(monkeypatch):
         compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
         compiled(shared_ids())
         assert program_of(compiled).codegen == expected
-        assert expected == "eager" or generated(compiled).beside
+        assert expected == "eager" or generated(compiled).in_background
     with torch.no_grad():  # scoring keeps nothing
         compiled(shared_ids())
     assert program_of(compiled).codegen == "eager"

@@ -4,7 +4,8 @@ A call is full, causal or masked. The parts of a chunk are
 * the stack: one full call for all queries;
 * blocks on the diagonal: slices (causal), and neighbouring small subtrees together (masked);
 * long slices in strips of rows of their causal square (the first is causal, the others are masked), because torch's
-  causal kernel computes blocks of up to 512 keys whole (except for very long slices, where its blocks are larger);
+  causal kernel computes blocks of up to 512 keys whole; very long slices, for which its query blocks are larger, are
+  one call;
 * descendants of a slice against the slice: full, or masked where neighbours that hang from different tokens are joined.
 With an attention span (window or chunks), every call is masked, over the keys that its queries reach.
 """

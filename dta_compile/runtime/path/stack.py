@@ -132,7 +132,7 @@ class PathStack:
         if results is None:
             results = self._runtime(layer).forward(self._inputs(layer, operands, constants))
         if self.recorded is not None:
-            self.recorded[layer] = results
+            self.recorded[layer] = tuple(result.clone() for result in results)  # the graph may write over its own
         return _as_returned(results)
 
     def mix_backward(self, layer: int, grad: torch.Tensor, *arguments: Any) -> torch.Tensor | Tensors:

@@ -20,7 +20,7 @@ from benchmarks.packed_tree import PackedTree, pack, split
 from benchmarks.steps import Prepare, Row, Step, concatenated, fill_rows, rectangle_of, row_of
 from benchmarks.trees import IntArray, count_sequences, neighbours
 from benchmarks.workloads import FloatArray, Workload
-from dta_compile.capture.recurrences import MEANINGS
+from dta_compile.capture.recurrences import DEFINITIONS
 
 
 def dense(model: PreTrainedModel) -> Prepare:
@@ -59,9 +59,9 @@ def _our_recurrences(module: types.ModuleType) -> Iterator[None]:
     """Replace the recurrences of a modelling file of transformers by ours, for the dense batch."""
 
     def ours(name: str, names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
-        return MEANINGS[name].compute({**dict(zip(names, args, strict=False)), **kwargs})
+        return DEFINITIONS[name].compute({**dict(zip(names, args, strict=False)), **kwargs})
 
-    theirs = {name: function for name, function in vars(module).items() if name in MEANINGS}
+    theirs = {name: function for name, function in vars(module).items() if name in DEFINITIONS}
     for name, function in theirs.items():
         setattr(module, name, functools.partial(ours, name, list(inspect.signature(function).parameters)))
     try:

@@ -146,9 +146,10 @@ def choose_keep(
         upgrades += ((gain, index, kept) for gain, kept in _upgrades(kv, results, graph))
     best, left = dict[int, _Kept](), float(budget)
     for _, index, kept in sorted(upgrades, key=lambda entry: (-entry[0], entry[1])):
-        more = kept.size - best.get(index, _NOTHING).size
-        if more <= left:
-            left -= more
+        before = best.get(index, _NOTHING)
+        is_more = kept.graph > before.graph or (kept.graph == before.graph and kept.seconds > before.seconds)
+        if is_more and kept.size - before.size <= left:
+            left -= kept.size - before.size
             best[index] = kept
     return Keep(
         *(frozenset(i for i, kept in best.items() if getattr(kept, name)) for name in ("graph", "kv", "results"))
@@ -164,26 +165,29 @@ class _Kept(NamedTuple):
     kv: bool = False
     results: bool = False
 
+    def gain(self, before: _Kept) -> float:
+        """Return the seconds per byte that this saves over what was kept before."""
+        return (self.seconds - before.seconds) / max(self.size - before.size, 1.0)
+
 
 _NOTHING = _Kept(0.0, 0.0)
 
 
 def _upgrades(kv: _Kept, results: _Kept, graph: _Kept) -> Iterator[tuple[float, _Kept]]:
-    """Yield the steps from nothing to the graph that save most seconds per byte, each with these."""
+    """Yield what a chunk may keep, with the seconds saved per byte.
+
+    First the steps from nothing to the graph that save most per byte; then the leaner ways by themselves, for budgets
+    that the graph does not fit in.
+    """
     both = _Kept(kv.size + results.size, kv.seconds + results.seconds, kv=True, results=True)
-    lean = [kept for kept in (kv, results, both) if kept.size > 0 and kept.seconds > 0]
-    if both in lean and not {kv, results} <= {*lean}:
-        lean.remove(both)
+    lean = [kept for kept in (kv, results) if kept.size > 0 and kept.seconds > 0]
+    lean += [both] if len(lean) == 2 else []
     kept = _NOTHING
     while not kept.graph:
-        after = [
-            graph,
-            *(one for one in lean if one.size > kept.size and one.kv >= kept.kv and one.results >= kept.results),
-        ]
-        gains = [(one.seconds - kept.seconds) / max(one.size - kept.size, 1.0) for one in after]
-        gain = max(gains)
-        kept = after[gains.index(gain)]
+        more = [one for one in lean if one.size > kept.size and one.kv >= kept.kv and one.results >= kept.results]
+        gain, kept = max(((one.gain(kept), one) for one in (graph, *more)), key=lambda entry: entry[0])
         yield gain, kept
+    yield from ((one.gain(_NOTHING), one) for one in lean)
 
 
 def chunk_sizes(budget: float, bytes_per_token: float, most: int = BY_CHUNKS) -> tuple[int, ...]:

@@ -176,6 +176,7 @@ def footprint_of(shape: ModelShape) -> Footprint:
     return Footprint(
         graph_token=shape.outputs * NUMBER,
         kv_token=shape.kv_width * shape.attention_layers * NUMBER,
+        result_token=shape.attention_width * shape.attention_layers * NUMBER,
         working=working,
     )
 
@@ -357,8 +358,8 @@ def parts_of(shape: ModelShape, ranks: Ranks) -> tuple[PartBytes, ...]:
 
     The first part includes the embedding, and the last one the head. Parts pass hidden states on.
     """
-    graph, kv = shape.outputs / shape.layers * NUMBER, shape.kv_width * NUMBER
-    footprint = dataclasses.replace(footprint_of(shape), graph_token=graph, kv_token=kv)
+    graph, kv, results = shape.outputs / shape.layers * NUMBER, shape.kv_width * NUMBER, shape.attention_width * NUMBER
+    footprint = dataclasses.replace(footprint_of(shape), graph_token=graph, kv_token=kv, result_token=results)
     last = shape.layers - 1
     outside = {0: max(shape.outside - shape.head, 0) if last else shape.outside, last: min(shape.head, shape.outside)}
     return tuple(

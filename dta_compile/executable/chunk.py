@@ -117,6 +117,8 @@ class ChunkGraphs:
         token_bytes, head_bytes: bytes that one chunk keeps for its backward, per token and per head row: saved values,
             and the inputs of trunk and head among `backward_inputs`.
         kv_bytes: bytes per token of the states of all layers (for attention, keys and values).
+        result_bytes: bytes per token of the results of all layers without running states (for attention, output and
+            log-sum-exps).
         head_dims: for each of `backward_inputs`, then for each saved value, the dimension that runs over head rows.
         head_rows_separable: whether the backward may run for a subset of the head rows, see `of_head_rows`.
         working: per graph, the bytes allocated at its peak, as the maximum of several functions
@@ -139,6 +141,7 @@ class ChunkGraphs:
     token_bytes: float
     head_bytes: float
     kv_bytes: float
+    result_bytes: float
     head_dims: tuple[int | None, ...]
     head_rows_separable: bool
     working: Mapping[str, tuple[Linear, ...]]

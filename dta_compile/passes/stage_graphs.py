@@ -55,6 +55,7 @@ class StageGraphs:
         sources: for each of `gradients`, the positions of the written values that it comes from.
         written: the storage of each written value, and its bytes if it belongs to a chunk.
         state_bytes: bytes per token that its mixers keep on the path.
+        result_bytes: bytes per token of the results of its mixers without running states.
         separable: the backward may be run for a part of the head rows.
         transposed: positions of the read values that the forward graphs take transposed, as matrix products read them.
         working: per graph, the bytes that it allocates at its peak, for the backward with the values that it is
@@ -73,6 +74,7 @@ class StageGraphs:
     sources: tuple[frozenset[int], ...] = ()
     written: tuple[tuple[Memory, Bytes], ...] = ()
     state_bytes: float = 0.0
+    result_bytes: float = 0.0
     separable: bool = True
     transposed: tuple[int, ...] = ()
     working: dict[str, Peaks] = dataclasses.field(default_factory=dict)

@@ -7,7 +7,7 @@ between forward and backward.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -116,8 +116,9 @@ def choose_keep(
 ) -> Keep:
     """Choose greedily, by seconds saved per byte, what to keep between the phases within `budget` bytes.
 
-    A chunk may keep the KV of its spine, which saves rebuilding the spine for the chunks that continue it, or its
-    graph, which saves its second forward too; either includes the running states at which its spine is continued.
+    A chunk may keep the KV of its spine, which saves rebuilding the spine for the chunks that continue it; in a sweep
+    of stages the results of attention, which saves attention in its second forward; or its graph, which saves all of
+    that and the second forward. KV and graph include the running states at which the spine is continued.
     A budget of None keeps all, 0 nothing. The chunk that goes backward first always keeps its graph and is not counted,
     except in a sweep of stages, where other parts run between its forward and its backward.
     """
@@ -125,38 +126,68 @@ def choose_keep(
         return KEEP_ALL
     if budget <= 0:
         return KEEP_NOTHING
+    by_stages = options.sweep == "stages"
     rebuilt = dict.fromkeys(range(len(chunks.chunks)), 0.0)  # by chunk: seconds to put its spine on the stack again
-    share = STATES_SHARE if options.sweep == "stages" else 1.0
+    share = STATES_SHARE if by_stages else 1.0
     if options.strategy != "vanilla":  # vanilla rebuilds spines with graphs, which then stay
         for index, part in rebuilt_slices(tree, options, chunks):
             work = chunk_work(tree, Chunk(part), head=False)._replace(launches=1)
             rebuilt[index] += share * cost.forward_seconds(work) - cost.restore * part.tokens
     states = [footprint.state * depths for depths in chunks.starts_below()]
-    upgrades: list[tuple[float, int, float, bool]] = []  # seconds saved per byte, chunk, bytes, whether it is a graph
+    upgrades: list[tuple[float, int, _Kept]] = []  # seconds saved per byte, chunk, what it keeps then
     for index, chunk in enumerate(chunks.chunks):
-        if index == 0 and options.sweep != "stages":
+        if index == 0 and not by_stages:
             continue
         work = chunk_work(tree, chunk, head_starts)
-        graph, kv = footprint.graph(work) + states[index], footprint.kv(chunk) + states[index]
-        again, below = cost.forward_seconds(work), max(rebuilt[index], 0.0)
-        if below > 0 and kv > 0 and below * graph > (again + below) * kv:  # KV alone saves more per byte
-            upgrades.append((below / kv, index, kv, False))
-            upgrades.append((again / max(graph - kv, 1.0), index, graph, True))
-        else:
-            upgrades.append(((again + below) / max(graph, 1.0), index, graph, True))
-    graphs, left = set(), float(budget)
-    stored: dict[int, float] = {}  # by chunk: bytes of KV kept without a graph
-    for _, index, size, is_graph in sorted(upgrades, key=lambda entry: (-entry[0], entry[1])):
-        more = size - stored.get(index, 0.0)
-        if more > left:
-            continue
-        left -= more
-        if is_graph:
-            graphs.add(index)
-            stored.pop(index, None)
-        else:
-            stored[index] = size
-    return Keep(frozenset(graphs), frozenset(stored))
+        below = max(rebuilt[index], 0.0)
+        kv = _Kept(footprint.kv(chunk) + states[index], below, kv=True)
+        results = _Kept(footprint.results(chunk) * by_stages, cost.forward.pair * work.pairs, results=True)
+        graph = _Kept(footprint.graph(work) + states[index], cost.forward_seconds(work) + below, graph=True)
+        upgrades += ((gain, index, kept) for gain, kept in _upgrades(kv, results, graph))
+    best, left = dict[int, _Kept](), float(budget)
+    for _, index, kept in sorted(upgrades, key=lambda entry: (-entry[0], entry[1])):
+        before = best.get(index, _NOTHING)
+        is_more = kept.graph > before.graph or (kept.graph == before.graph and kept.seconds > before.seconds)
+        if is_more and kept.size - before.size <= left:
+            left -= kept.size - before.size
+            best[index] = kept
+    return Keep(
+        *(frozenset(i for i, kept in best.items() if getattr(kept, name)) for name in ("graph", "kv", "results"))
+    )
+
+
+class _Kept(NamedTuple):
+    """What a chunk may keep: its bytes, and the seconds that they save."""
+
+    size: float
+    seconds: float
+    graph: bool = False
+    kv: bool = False
+    results: bool = False
+
+    def gain(self, before: _Kept) -> float:
+        """Return the seconds per byte that this saves over what was kept before."""
+        return (self.seconds - before.seconds) / max(self.size - before.size, 1.0)
+
+
+_NOTHING = _Kept(0.0, 0.0)
+
+
+def _upgrades(kv: _Kept, results: _Kept, graph: _Kept) -> Iterator[tuple[float, _Kept]]:
+    """Yield what a chunk may keep, with the seconds saved per byte.
+
+    First the steps from nothing to the graph that save most per byte; then the leaner ways by themselves, for budgets
+    that the graph does not fit in.
+    """
+    both = _Kept(kv.size + results.size, kv.seconds + results.seconds, kv=True, results=True)
+    lean = [kept for kept in (kv, results) if kept.size > 0 and kept.seconds > 0]
+    lean += [both] if len(lean) == 2 else []
+    kept = _NOTHING
+    while not kept.graph:
+        more = [one for one in lean if one.size > kept.size and one.kv >= kept.kv and one.results >= kept.results]
+        gain, kept = max(((one.gain(kept), one) for one in (graph, *more)), key=lambda entry: entry[0])
+        yield gain, kept
+    yield from ((one.gain(_NOTHING), one) for one in lean)
 
 
 def chunk_sizes(budget: float, bytes_per_token: float, most: int = BY_CHUNKS) -> tuple[int, ...]:
@@ -390,21 +421,24 @@ def _spend_rest(tree: PrefixTree, chunks: ChunkTree, keep: Keep, limits: Limits)
         return 0, keep
     *before, last = limits.parts
     depths, whole, left = chunks.starts_below(), limits.footprint, float(limits.budget)
-    more: list[tuple[Work, int, int]] = []  # of chunks whose graphs are not kept: work, states, tokens of kept KV
+    more: list[tuple[int, Work, int]] = []  # chunks whose graphs are not kept: index, work, states not kept yet
     for index, chunk in enumerate(chunks.chunks):
         work = chunk_work(tree, chunk, limits.head_starts)
         if index in keep.graphs:
             not_counted = last.footprint.graph(work) if index == 0 else 0.0
             left -= whole.graph(work) - not_counted + whole.state * depths[index]
-        elif index in keep.kv:
-            left -= whole.kv(chunk) + whole.state * depths[index]
-            more.append((work, 0, chunk.spine.tokens if chunk.spine else 0))
         else:
-            more.append((work, depths[index], 0))
+            has_kv, has_results = index in keep.kv, index in keep.results
+            left -= (whole.kv(chunk) + whole.state * depths[index]) * has_kv + whole.results(chunk) * has_results
+            more.append((index, work, 0 if has_kv else depths[index]))
 
-    def costs(part: PartBytes, amounts: Sequence[tuple[Work, int, int]]) -> float:
-        size = part.footprint
-        return sum(size.graph(work) + size.state * states - size.kv_token * kv for work, states, kv in amounts)
+    def costs(part: PartBytes, amounts: Sequence[tuple[int, Work, int]]) -> float:
+        size, total = part.footprint, 0.0
+        for index, work, states in amounts:
+            kept = size.kv(chunks.chunks[index]) * (index in keep.kv)
+            kept += size.results(chunks.chunks[index]) * (index in keep.results)
+            total += size.graph(work) + size.state * states - kept
+        return total
 
     layers = 0
     for part in reversed(before):
@@ -414,7 +448,7 @@ def _spend_rest(tree: PrefixTree, chunks: ChunkTree, keep: Keep, limits: Limits)
     else:
         if costs(last, more[0 not in keep.graphs :]) <= left:
             return layers, KEEP_ALL
-    return layers, Keep(keep.graphs | {0}, keep.kv - {0})
+    return layers, Keep(keep.graphs | {0}, keep.kv - {0}, keep.results - {0})
 
 
 def _excess(simulation: Simulation, options: Options, limits: Limits) -> str:

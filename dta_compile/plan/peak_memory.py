@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Schedule
-from dta_compile.plan.simulate import Work, chunk_work
+from dta_compile.plan.simulate import Work, work_by_op
 from dta_compile.plan.states import LiveStates
 from dta_compile.plan.tree.chunk import Chunk
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
@@ -25,6 +25,7 @@ class Footprint:
     Attributes:
         graph_token, graph_head: activations of a kept graph per token and per head row.
         kv_token: keys and values of one token, all layers.
+        result_token: results of attention (output and log-sum-exps) of one token, all layers; 0: not known.
         working: bytes live while a graph runs, as the largest of several linear functions, by graph: "cache_only",
             "forward_only", "forward" or "backward" (which includes its own graph, freed as it runs).
         state: running states of all recurrent layers at one depth; 0: the model has none. Gradients of states count
@@ -34,6 +35,7 @@ class Footprint:
     graph_token: float = 1.0
     graph_head: float = 0.0
     kv_token: float = 0.0
+    result_token: float = 0.0
     working: Mapping[str, tuple[Linear, ...]] = dataclasses.field(default_factory=dict)
     state: float = 0.0
 
@@ -54,6 +56,10 @@ class Footprint:
     def kv(self, chunk: Chunk) -> float:
         """Return the bytes of the KV of a chunk's spine."""
         return self.kv_token * chunk.spine.tokens if chunk.spine is not None else 0.0
+
+    def results(self, chunk: Chunk) -> float:
+        """Return the bytes of the results of attention of a chunk."""
+        return self.result_token * chunk.tokens
 
     def while_running(self, graph: str, work: Work) -> float:
         """Return the bytes live at the peak of a graph's run, its results included."""
@@ -147,25 +153,22 @@ def bytes_by_op(
 ) -> Iterator[LiveBytes]:
     """Yield the live bytes during and after every op of a legal schedule."""
     graphs: dict[Chunk, float] = {}
-    stored: dict[Chunk, float] = {}
+    stored: dict[Chunk, float] = {}  # KV and results of attention, until they are part of a graph
     total = 0.0
     states = LiveStates(tree, schedule)
-    for op in schedule.ops:
+    for op, work in zip(schedule.ops, work_by_op(tree, schedule, head_starts), strict=True):
         before, in_states, running = total, footprint.state * states.step(op), 0.0
         match op:
             case Anchor(chunk, out, kv):
-                work = chunk_work(tree, chunk, head_starts, out)
                 running = footprint.while_running("forward_only" if out else "cache_only", work)
-                if kv:
-                    stored[chunk] = footprint.kv(chunk)
+                if op.keeps:
+                    stored[chunk] = footprint.kv(chunk) * kv + footprint.results(chunk) * op.results
                     total += stored[chunk]
             case Forward(chunk):
-                work = chunk_work(tree, chunk, head_starts)
                 running = footprint.while_running("forward", work)
                 graphs[chunk] = footprint.graph(work)
                 total += graphs[chunk] - stored.pop(chunk, 0.0)
             case Backward(chunk):
-                work = chunk_work(tree, chunk, head_starts)
                 total -= graphs.pop(chunk, 0.0)
                 before, running = total, footprint.while_running("backward", work)
         yield LiveBytes(total, max(before + running, total) + in_states)

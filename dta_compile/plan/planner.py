@@ -24,16 +24,18 @@ __all__ = ["KEEP_ALL", "KEEP_NOTHING", "Keep", "build_schedule", "rebuilt_slices
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """Graphs and KV that the transparent mode keeps from its first to its second phase.
+    """Graphs, KV and results of attention that the transparent mode keeps from its first to its second phase.
 
     Attributes:
         graphs: chunks (positions in the chunk tree) whose graphs are kept; None: all. In a sweep of chunks the graph of
             chunk 0 is always kept, because its backward comes right after its forward.
-        kv: chunks that keep only the KV of their spine.
+        kv: chunks that keep the KV of their spine, without a graph.
+        results: in a sweep of stages, chunks that keep the results of attention, without a graph.
     """
 
     graphs: frozenset[int] | None = None
     kv: frozenset[int] = frozenset()
+    results: frozenset[int] = frozenset()
 
 
 KEEP_ALL = Keep()
@@ -115,7 +117,7 @@ class _Walk:
                 self.forward(index, out=True)
             else:
                 kv = index in keep.kv and self.chunks[index].spine is not None
-                self.ops.append(Anchor(self.chunks[index], True, kv))
+                self.ops.append(Anchor(self.chunks[index], True, kv, results=index in keep.results))
                 self.put(index, self.chunks[index])
                 if kv:
                     self.stored.add(index)

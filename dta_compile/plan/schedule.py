@@ -38,12 +38,20 @@ class Anchor:
         kv: keep the KV of its spine for `Restore` until the chunk's backward.
         states: ascending depths of the spine, `start < depth <= stop`, at which the running state of recurrent mixers
             (after the first `depth` tokens of the path) is pushed too, and kept wherever the KV is.
+        results: keep the results of attention (output and log-sum-exps) for the chunk's next `Forward`, which then
+            does not run it again.
     """
 
     chunk: Chunk
     out: bool = False
     kv: bool = False
     states: tuple[int, ...] = ()
+    results: bool = False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether KV or results of attention are kept for the second phase."""
+        return self.kv or self.results
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +113,7 @@ _KINDS: dict[str, type[Op]] = {
     kind.__name__.lower(): kind for kind in (Anchor, Forward, Attach, Backward, Pop, Restore)
 }
 MOST_SEQUENCES = 2**24  # in a run such as s0..s9: bounds what a line of text can allocate
-_FLAGS = ("out", "kv")  # words after a chunk, in this order
+_FLAGS = ("out", "kv", "results")  # words after a chunk, in this order
 _STATES = "states@"  # prefix of the list of depths, after the flags
 _HEADER = "# dta schedule strategy={strategy} order={order} mode={mode} chunk_size={chunk_size}"
 _BY_STAGES = " sweep=stages"
@@ -181,7 +189,7 @@ class Schedule:
     @property
     def keeps(self) -> bool:
         """Whether activations of more than one chunk are kept from the first half to the second."""
-        kept = [op for op in self.halves[0] if isinstance(op, Forward) or (isinstance(op, Anchor) and op.kv)]
+        kept = [op for op in self.halves[0] if isinstance(op, Forward) or (isinstance(op, Anchor) and op.keeps)]
         return len(kept) > (self.sweep == "chunks") or any(kind.keeps for _, kind in self.kinds[1:])
 
     @property

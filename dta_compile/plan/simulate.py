@@ -12,7 +12,17 @@ from dta_compile.plan.states import LiveStates
 from dta_compile.plan.tree.chunk import Chunk, Slice
 from dta_compile.plan.tree.prefix_tree import IntArray, PrefixTree
 
-__all__ = ["Held", "Simulation", "Work", "attention_pairs", "causal_pairs", "chunk_work", "held_tokens", "simulate"]
+__all__ = [
+    "Held",
+    "Simulation",
+    "Work",
+    "attention_pairs",
+    "causal_pairs",
+    "chunk_work",
+    "held_tokens",
+    "simulate",
+    "work_by_op",
+]
 
 
 class Work(NamedTuple):
@@ -83,6 +93,24 @@ def chunk_work(tree: PrefixTree, chunk: Chunk, head_starts: IntArray | None = No
     return Work(1, len(slices), tokens, sum(map(attention_pairs, slices)), heads)
 
 
+def work_by_op(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> Iterator[Work]:
+    """Yield the work of every op; a forward that finds results of attention kept has no query-key pairs."""
+    with_results: set[Chunk] = set()
+    for op in schedule.ops:
+        match op:
+            case Anchor(chunk, out):
+                if op.results:
+                    with_results.add(chunk)
+                yield chunk_work(tree, chunk, head_starts, out)
+            case Forward(chunk) if chunk in with_results:
+                with_results.remove(chunk)
+                yield chunk_work(tree, chunk, head_starts)._replace(pairs=0)
+            case Forward(chunk) | Backward(chunk):
+                yield chunk_work(tree, chunk, head_starts)
+            case _:
+                yield Work()
+
+
 def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> Simulation:
     """Count a schedule that is known to be legal, in O(ops); `verify` checks and counts any other.
 
@@ -96,18 +124,17 @@ def simulate(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None 
     forward, backward, rebuilt = Work(), Work(), Work()
     restored, peak = 0, Held(0, 0, 0)
     states = LiveStates(tree, schedule)
-    for op, held in zip(schedule.ops, held_tokens(schedule), strict=True):
+    works = work_by_op(tree, schedule, head_starts)
+    for op, work, held in zip(schedule.ops, works, held_tokens(schedule), strict=True):
         states.step(op)
         peak = Held(*map(max, peak, held))
         match op:
-            case Anchor(chunk, False) if schedule.sweep == "stages":
-                rebuilt = rebuilt.plus(chunk_work(tree, chunk, head_starts, head=False))
-            case Anchor(chunk, out):
-                forward = forward.plus(chunk_work(tree, chunk, head_starts, out))
-            case Forward(chunk):
-                forward = forward.plus(chunk_work(tree, chunk, head_starts))
-            case Backward(chunk):
-                backward = backward.plus(chunk_work(tree, chunk, head_starts))
+            case Anchor(_, False) if schedule.sweep == "stages":
+                rebuilt = rebuilt.plus(work)
+            case Anchor() | Forward():
+                forward = forward.plus(work)
+            case Backward():
+                backward = backward.plus(work)
             case Restore(part):
                 restored += part.tokens
     return Simulation(

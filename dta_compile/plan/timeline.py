@@ -10,7 +10,7 @@ import numpy as np
 from dta_compile.plan.cost import Limits
 from dta_compile.plan.peak_memory import bytes_by_op
 from dta_compile.plan.schedule import Anchor, Attach, Backward, Forward, Op, Pop, Restore, Schedule, format_op
-from dta_compile.plan.simulate import Work, chunk_work, held_tokens
+from dta_compile.plan.simulate import Work, held_tokens, work_by_op
 from dta_compile.plan.tree.prefix_tree import PrefixTree
 from dta_compile.views.traces.chrome import TICKS, Counter, Event, Process, Track, as_speedscope
 
@@ -46,22 +46,17 @@ def op_name(op: Op) -> str:
 
 def op_costs(tree: PrefixTree, schedule: Schedule, limits: Limits) -> Iterator[OpCost]:
     """Yield work and predicted seconds of every op; in a sweep of chunks they sum to `CostModel.estimate`."""
-    cost, heads = limits.cost, limits.head_starts
-    for op in schedule.ops:
+    cost = limits.cost
+    for op, work in zip(schedule.ops, work_by_op(tree, schedule, limits.head_starts), strict=True):
         match op:
-            case Anchor(chunk, out):
-                work = chunk_work(tree, chunk, heads, out)
+            case Anchor() | Forward():
                 yield OpCost(op, work, cost.forward.seconds(work))
-            case Forward(chunk):
-                work = chunk_work(tree, chunk, heads)
-                yield OpCost(op, work, cost.forward.seconds(work))
-            case Backward(chunk):
-                work = chunk_work(tree, chunk, heads)
+            case Backward():
                 yield OpCost(op, work, cost.backward.seconds(work))
             case Restore(part):
-                yield OpCost(op, Work(), cost.restore * part.tokens)
+                yield OpCost(op, work, cost.restore * part.tokens)
             case _:
-                yield OpCost(op, Work(), 0.0)
+                yield OpCost(op, work, 0.0)
 
 
 def processes(

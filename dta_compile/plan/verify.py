@@ -61,6 +61,7 @@ class _Replay:
         self.kept_spines: dict[int, IntArray] = {}  # rows of a kept spine, by its first row
         self.kept_states: dict[int, tuple[int, ...]] = {}  # depths of the states that a run keeps, by its number
         self.live: dict[Chunk, int] = {}  # chunk -> number of the run that made its graph
+        self.results: set[Chunk] = set()  # chunks whose results of attention are kept
         self.runs = 0  # forward and anchor ops so far; numbered from 1
         self.attached = np.zeros(len(tree.lengths), np.bool_)  # per sequence
         self.complete = np.zeros(len(tree.stop), np.bool_)  # per node: all outputs of its path are written
@@ -212,6 +213,7 @@ class _Replay:
         if op.states:
             self.put_states(op)
         if isinstance(op, Forward):
+            self.results.discard(chunk)
             self.check_graph(chunk, rows)
             self.live[chunk] = self.runs + 1
             self.graph[rows] = self.runs + 1
@@ -221,6 +223,8 @@ class _Replay:
                 "transparent mode, a spine, out",
                 str(op.chunk),
             )
+        elif op.results:
+            self.keep_results(op)
         self.runs += 1
         if chunk.spine is not None and (isinstance(op, Forward) or op.kv):
             self.keep(rows[: chunk.spine.tokens])
@@ -235,6 +239,15 @@ class _Replay:
             self.kept[before] = 0
         self.kept_spines[int(spine[0])] = spine
         self.kept[spine] = self.runs
+
+    def keep_results(self, op: Anchor) -> None:
+        if not self.by_stages or self.schedule.mode != "transparent" or not op.out:
+            self.fail(
+                "results of attention are kept from the first to the second half of a sweep of stages",
+                "transparent mode, a sweep of stages, out",
+                str(op.chunk),
+            )
+        self.results.add(op.chunk)
 
     def check_graph(self, chunk: Chunk, rows: IntArray) -> None:
         if self.schedule.mode == "score":
@@ -346,6 +359,8 @@ class _Replay:
             self.fail("the stack is empty at the end", "depth 0", self.stack())
         if self.live:
             self.fail("no graph is live at the end", "none", self.graphs_text())
+        if self.results:
+            self.fail("kept results of attention are used", "a forward of their chunk", str(next(iter(self.results))))
         if not self.attached.all():
             missing = np.flatnonzero(~self.attached)
             self.fail("every sequence is attached once", "all attached", f"s{missing[0]} is not ({len(missing)} such)")

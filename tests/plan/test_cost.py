@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from dta_compile.errors import ScheduleError
 from dta_compile.options import Options
 from dta_compile.plan import (
+    Anchor,
     CostModel,
     Footprint,
     Forward,
@@ -23,6 +24,7 @@ from dta_compile.plan import (
 )
 from dta_compile.plan.cost import CANDIDATES
 from dta_compile.plan.schedule import MODES
+from dta_compile.plan.simulate import chunk_work
 
 SHARED = PrefixTree.build([[1] * 20 + [n] * 5 for n in range(8)])
 TOKENS_ONLY = CostModel(Rates(0, 0, 1, 0, 0), Rates(0, 0, 2, 0, 0), restore=0, source="by hand")
@@ -167,6 +169,33 @@ def test_what_chunks_leave_of_the_budget_the_last_layers_keep(layers):
     free = schedule.chunks[-1].tokens
     held = 10 * sum(tokens[:10]) + 50 * (tokens[10] - free)
     assert limits.budget - LAYER_BYTES < held <= limits.budget or kept[10] == chunks, "less is left than a layer takes"
+
+
+PAIRS = Rates(0.0, 0.0, 1e-3, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("budget", range(0, 60 * SHARED.num_rows, 7 * SHARED.num_rows))
+def test_results_of_attention_are_kept_where_pairs_are_what_costs(budget):
+    """First those of deep tokens, which read most, then all of them, then graphs; never beyond the budget."""
+    layer = Footprint(graph_token=25, kv_token=5, result_token=2.5)
+    whole = Footprint(graph_token=50, kv_token=10, result_token=5)
+    limits = Limits(budget, whole, CostModel(PAIRS, PAIRS), parts=(PartBytes(layer),) * 2)
+    options = Options(chunk_size=11, strategy="packed", sweep="stages")
+    tree, schedule, _ = choose(SHARED, options, "transparent", limits)
+    assert verify(tree, schedule).recomputed_tokens <= tree.num_rows
+    assert Schedule.parse(str(schedule)) == schedule
+    held, pairs = -layer.graph_token * schedule.chunks[-1].tokens, {True: [], False: []}
+    for part in range(2):
+        for op in schedule.of_part(part).halves[0]:
+            if isinstance(op, Forward):
+                held += layer.graph_token * op.chunk.tokens
+            elif isinstance(op, Anchor):
+                held += layer.results(op.chunk) * op.results + layer.kv(op.chunk) * op.kv
+                pairs[op.results].append(chunk_work(tree, op.chunk).pairs / op.chunk.tokens)
+    assert held <= budget
+    assert bool(pairs[True]) == (0 < budget < 45 * tree.num_rows)
+    if budget < 5 * tree.num_rows and pairs[True]:
+        assert max(pairs[True]) >= max(pairs[False])
 
 
 def test_parts_of_a_sweep_of_stages_run_the_same_chunks():

@@ -168,5 +168,12 @@ def test_a_graph_takes_the_place_of_the_kv_that_was_kept():
     assert peak_bytes(PrefixTree.build([[1]]), schedule, Footprint(graph_token=60, kv_token=50)) == (50, 60)
 
 
+def test_a_graph_takes_the_place_of_the_results_of_attention_that_were_kept():
+    text = "anchor s0[0:2] out kv results\npop s0[0:2]\nattach s0\nforward s0[0:2]\nbackward s0[0:2]\npop s0[0:2]"
+    schedule = dataclasses.replace(Schedule.parse(f"{HEADER}\n{text}"), sweep="stages")
+    footprint = Footprint(graph_token=60, kv_token=10, result_token=15)
+    assert peak_bytes(PrefixTree.build([[1, 2]]), schedule, footprint) == (2 * 25, 2 * 60)
+
+
 def test_nothing_runs_in_an_empty_schedule():
     assert peak_bytes(PrefixTree.build([[]]), Schedule.parse(f"{HEADER}\nattach s0"), Footprint()) == (0, 0)

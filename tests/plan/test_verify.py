@@ -224,6 +224,22 @@ def test_halves_of_a_sweep_of_stages(text, rule):
         verify(ONE, dataclasses.replace(schedule, sweep="stages"))
 
 
+RESULTS = "anchor s0[0:2] out results\n pop s0[0:2]\n attach s0\n"
+AGAIN = "forward s0[0:2]\n backward s0[0:2]\n pop s0[0:2]"
+
+
+def test_results_of_attention_are_kept_for_one_forward_of_a_sweep_of_stages():
+    """Which has no query-key pairs then; the backward has them."""
+    schedule = dataclasses.replace(schedule_of(RESULTS + AGAIN), sweep="stages")
+    counts = verify(ONE, schedule)
+    assert (counts.forward.pairs, counts.forward.tokens, counts.backward.pairs) == (3, 4, 3)
+    with pytest.raises(ScheduleError, match="results of attention are kept from the first to the second half"):
+        verify(ONE, dataclasses.replace(schedule, sweep="chunks"))
+    text = "anchor s0[0:2] out\n pop s0[0:2]\n attach s0\n anchor s0[0:2] results\n" + AGAIN
+    with pytest.raises(ScheduleError, match="results of attention are kept from the first to the second half"):
+        verify(ONE, dataclasses.replace(schedule_of(text), sweep="stages"))
+
+
 def test_gradients_on_the_stack_survive_a_recompute_that_covers_them():
     # The backward of [1:2] leaves a KV gradient at token 0, which `forward s0[0:1]` puts back in its place.
     text = "anchor s0[0:1] out\n forward s0[1:2] out\n attach s0\n backward s0[1:2]\n"

@@ -9,6 +9,9 @@ from torch import nn
 
 import dta_compile
 from dta_compile.errors import RuntimeContractError
+from dta_compile.plan import CostModel, Rates
+from dta_compile.runtime.attention.layer import AttentionRuntime
+from dta_compile.runtime.measure.calibration import Calibration
 from tests.support.tiny import (
     SMALL_CHUNKS,
     BareLM,
@@ -338,6 +341,27 @@ def test_gradients_of_a_layer_arrive_before_layers_below_run(monkeypatch):
     weighted(compiled(IDS)).backward()
     assert_same(gone, expected)
     assert list(gone)[-1].startswith(("embedding", "position")) and max(held) < len(gone) / 2
+
+
+def test_attention_is_not_run_again_where_its_results_are_kept(monkeypatch):
+    """Swept stage by stage, where query-key pairs are what costs: once forward, for two backwards twice."""
+    torch._dynamo.reset()
+    model, runs, rates = TinyLM(layers=2), [], Rates(0.0, 0.0, 0.0, 1.0, 0.0)
+    monkeypatch.setattr(Calibration, "cost_model", lambda self: CostModel(rates, rates))
+    forward = AttentionRuntime.forward
+    monkeypatch.setattr(AttentionRuntime, "forward", lambda self, x: runs.append(x.chunk) or forward(self, x))
+    options = {**SMALL_CHUNKS, "sweep": "stages", "memory_budget": 3_000, "verify": "off"}
+    compiled = torch.compile(model, backend="dta", options=options)
+    expected = after(model, lambda: weighted(model(IDS)).backward())[1]
+    loss = weighted(compiled(IDS))
+    chunks = len(runs)
+    kept = str(dta_compile.last_plan(compiled).schedule).count(" results")
+    assert kept > 0
+    assert_same(after(model, lambda: loss.backward(retain_graph=True))[1], expected)
+    again = len(runs) - chunks
+    assert again < chunks
+    assert_same(after(model, loss.backward)[1], expected)
+    assert len(runs) - chunks - again == chunks, "a second backward has no results"
 
 
 class Variants(TinyLM):

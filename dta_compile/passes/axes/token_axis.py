@@ -323,9 +323,7 @@ def _without_axes(program: Program, node: fx.Node) -> Value:
     """An operator on values without batch or token axis (weights): its result has none either, or it is no weight."""
     shaped = layout_by_shape(program, node)
     if node in program.parameter_dependent and is_labelled(shaped):
-        return Mixed(
-            f"{node.target} gives a weight a batch or token axis, {LEARNED_PROMPT}", node
-        )
+        return Mixed(f"{node.target} gives a weight a batch or token axis, {LEARNED_PROMPT}", node)
     return shaped
 
 

@@ -106,6 +106,7 @@ def _graphs_of(stage: StageTrace, sizes: ChunkSizes, training: bool) -> StageGra
         backward=None,
         written=tuple(map(memory.of, trace.outputs)),
         state_bytes=total(sizes.bytes(node.meta["val"]) for node in trace.states).per_token,
+        result_bytes=total(sizes.bytes(node.meta["val"]) for node in trace.mixing_at_once).per_token,
     )
     return _with_backward(stage, trace, graphs, saved, memory) if training else graphs
 

@@ -65,6 +65,11 @@ class JointTrace:
         return list(dict.fromkeys(state for node in self.mixing for state in states_of(node)))
 
     @property
+    def mixing_at_once(self) -> list[fx.Node]:
+        """The mixer operators without a running state, whose results may be kept: attention."""
+        return [node for node in self.mixing if not _has_running_state(node)]
+
+    @property
     def backward_results(self) -> list[fx.Node]:
         """The gradients, and the mixers' backward operators, which add state gradients to the path."""
         leaving = [node for node in self.module.graph.nodes if mixer_of_backward(node.target)]
@@ -89,6 +94,11 @@ def states_of(node: fx.Node) -> tuple[fx.Node, ...]:
     mixer = mixer_of_chunk(node.target)
     assert mixer is not None
     return mixer.states_of(node.args[1:])
+
+
+def _has_running_state(node: fx.Node) -> bool:
+    mixer = mixer_of_chunk(node.target)
+    return mixer is not None and mixer.running_state is not None
 
 
 def choose_saved(trace: JointTrace) -> list[fx.Node]:
@@ -178,9 +188,7 @@ def forward_graph(trace: JointTrace, outputs: Iterable[fx.Node]) -> fx.GraphModu
     for node in reversed(trace.mixing):
         # A layer whose result is not needed still writes its states, for later chunks.
         if node not in computed:
-            mixer = mixer_of_chunk(node.target)
-            runs = mixer is not None and mixer.running_state is not None
-            computed |= ancestors([node] if runs else list(states_of(node)))
+            computed |= ancestors([node] if _has_running_state(node) else list(states_of(node)))
     part = _OnPath(trace.sizes)
     part.add_inputs(trace.primals)
     for node in trace.module.graph.nodes:

@@ -87,6 +87,7 @@ class _Emitter:
             token_bytes=kept.per_token,
             head_bytes=kept.per_head_row,
             kv_bytes=sum(kind.state_bytes for _, kind in kinds),
+            result_bytes=sum(kind.result_bytes for _, kind in kinds),
             head_dims=tuple(values[place].head_dim for place in self.position),
             head_rows_separable=all(kind.separable for _, kind in kinds),
             working=self._working(),

@@ -26,6 +26,7 @@ from dta_compile.runtime.calls.schedule_buffers import ScheduleBuffers
 from dta_compile.runtime.measure.profiler import named
 from dta_compile.runtime.measure.stopwatch import Stopwatch
 from dta_compile.runtime.path.chunk_shape import ChunkShape
+from dta_compile.runtime.path.interface import Tensors
 from dta_compile.runtime.path.stack import PathStack, SpineStates
 from dta_compile.runtime.replay.lease import Lease
 from dta_compile.runtime.rows.batch_rows import BatchRows
@@ -129,14 +130,15 @@ class Executor:
         self.head_rows = rows.position_rows[rows.head_positions]  # [H] tree row of every head row
         self.graphs: dict[Chunk, Graph | None] = {}  # None: skipped
         self.kept: dict[int, SpineStates] = {}  # by the first row of the spine
+        self.results: dict[Chunk, dict[int, Tensors]] = {}  # results of attention, by layer
         self.spine_of_row = np.full(rows.tree.num_rows, -1)  # first row of the kept spine that covers the row
         self.pending = PendingOps()
         self.buffers = ScheduleBuffers()
 
     @property
     def keeps(self) -> bool:
-        """Whether graphs or spine states are kept from the ops that have run."""
-        return bool(self.graphs or self.kept)
+        """Whether graphs, spine states or results of attention are kept from the ops that have run."""
+        return bool(self.graphs or self.kept or self.results)
 
     def leave_path(self) -> None:
         """Release the memory of the (empty) stack; the backward is given a new one."""
@@ -192,7 +194,10 @@ class Executor:
         graph = self.joint.run_forward_only if op.out else self.joint.run_cache_only
         self.path.depths = op.states
         arguments = [self.path, *self._inputs(chunk, batch_chunk, None), *self.transposes]
+        if op.results:
+            self.path.recorded = self.results[chunk] = {}
         results = self._launch(op, "forward", graph, batch_chunk, arguments)
+        self.path.recorded = None
         if op.out:
             self._write(chunk, batch_chunk, results)
         if op.kv and chunk.spine is not None:
@@ -201,6 +206,7 @@ class Executor:
     def _forward(self, op: Forward, only_for_backward: bool) -> None:
         chunk, out = op.chunk, op.out
         batch_chunk = self._on_batch(chunk)
+        known_results = self.results.pop(chunk, {})
         if only_for_backward and not self._has_gradient(chunk, batch_chunk):
             self.graphs[chunk] = None
             return
@@ -209,7 +215,9 @@ class Executor:
         inputs = self._inputs(chunk, batch_chunk, active)
         self.path.depths = op.states
         arguments = [self.path, *inputs, *self.transposes]
-        results = self._launch(op, "forward", self.joint.run_forward, batch_chunk, arguments, active)
+        self.path.results = known_results
+        run, attends = self.joint.run_forward, not known_results
+        results = self._launch(op, "forward", run, batch_chunk, arguments, active, attends)
         if out:
             self._write(chunk, batch_chunk, results)
         written = len(self.part.writes)
@@ -353,10 +361,15 @@ class Executor:
         batch_chunk: BatchChunk,
         arguments: list[Any],
         active: HeadChoice | None = None,
+        attends: bool = True,
     ) -> Sequence[torch.Tensor]:
-        """Run or replay a graph, timed. A backward graph takes its arguments as one list and empties it."""
+        """Run or replay a graph, timed. A backward graph takes its arguments as one list and empties it.
+
+        `attends`: attention is run; False if its results are known.
+        """
         self.path.chunk = batch_chunk.shape
         work = batch_chunk.work if active is None else batch_chunk.work._replace(heads=active.count)
+        work = work if attends else work._replace(pairs=0)
         run = graph if kind == "backward" else lambda inputs: graph(*inputs)
         with self.stopwatch.measure(kind, work, op), running(self.codes):
             if self.lease and batch_chunk.replayable:

@@ -325,7 +325,8 @@ def _bytes_of_part(call: Call, part: Part) -> PartBytes:
     recurrent = [layer for layer in mixers if isinstance(layer, RecurrentLayer)]
     # At least 1, so that the planner sees recurrences whose states are empty.
     state = max(sum(layer.running.bytes for layer in recurrent), 1) if recurrent else 0
-    footprint = Footprint(graphs.token_bytes, graphs.head_bytes, graphs.kv_bytes, graphs.working, state)
+    size = graphs.token_bytes, graphs.head_bytes, graphs.kv_bytes, graphs.result_bytes
+    footprint = Footprint(*size, graphs.working, state)
     sums = 0
     if call.executable.training:
         parameters = call.parameters(part)

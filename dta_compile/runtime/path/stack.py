@@ -52,6 +52,8 @@ class PathStack:
         runtimes: implementation of each layer.
         states: states of tokens, by layer.
         running: running states, by recurrent layer.
+        recorded: by layer, the results that `mix` records, unless None; only of layers without a running state.
+        results: by layer, results that `mix` returns once instead of running the layer.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class PathStack:
         self.chunk = ChunkShape.of(0, 0, ())
         self.depths: tuple[int, ...] = ()
         self.pending = 0
+        self.recorded: dict[int, Tensors] | None = None
+        self.results: dict[int, Tensors] = {}
         self.layers, self.runtimes, self.capacity, self.device = layers, runtimes, capacity, device
         self.token_states = PathStates([layer.states for layer in layers], capacity, device)
         self.states = self.token_states.of_layers
@@ -124,7 +128,12 @@ class PathStack:
         if layer in self.running:
             return self._run(layer, operands, constants)
         self.write(layer, *mixer.states_of(operands))
-        return _as_returned(self._runtime(layer).forward(self._inputs(layer, operands, constants)))
+        results = self.results.pop(layer, None)
+        if results is None:
+            results = self._runtime(layer).forward(self._inputs(layer, operands, constants))
+        if self.recorded is not None:
+            self.recorded[layer] = tuple(result.clone() for result in results)  # the graph may write over its own
+        return _as_returned(results)
 
     def mix_backward(self, layer: int, grad: torch.Tensor, *arguments: Any) -> torch.Tensor | Tensors:
         """Run a mixer's `backward` operator; return the gradients of the chunk's operands.

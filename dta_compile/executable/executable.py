@@ -196,6 +196,7 @@ class Executable(HasMixers):
         rest: of a function that runs the model on further batches: from the inputs and the dense frontier values.
         comparison: for the self-check.
         regions: how many operators are in the prologue, trunk, head and epilogue.
+        dense_layer: the user's line of a layer that runs in the epilogue, over all sequences, if one does.
         chunk_digest: a hash of the text of the chunk's graph.
         seconds: what the passes took, by name.
     """
@@ -228,6 +229,7 @@ class Executable(HasMixers):
     rest: Executable | None
     comparison: Comparison
     regions: Mapping[str, int]
+    dense_layer: str | None
     chunk_digest: str
     seconds: Mapping[str, float]
 

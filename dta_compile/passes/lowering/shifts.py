@@ -27,7 +27,7 @@ from torch.utils._sympy.functions import Mod, PythonMod
 
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
 from dta_compile.passes.graphs.nodes import call, descendants, filled_with, is_float
-from dta_compile.passes.graphs.operators import COPIES
+from dta_compile.passes.graphs.operators import COPIES, MATRIX_PRODUCTS
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import expression, sizes
 
@@ -74,14 +74,15 @@ class _Extended:
 
 
 def shifts_to_mixers(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
-    """Rewrite values of tokens and those before them that attention comes after; `graph` is functional."""
+    """Rewrite values of tokens and those before them that attention or a layer comes after; `graph` is functional."""
     calls = mixer_calls(graph)
     if not calls:
         return
     batch, tokens = batch_and_tokens(calls[0])
     if not tokens.free_symbols:
         return
-    with_gradient, before = descendants(graph, parameters), ancestors(calls)
+    parameters = list(parameters)
+    with_gradient, before = descendants(graph, parameters), ancestors([*calls, *_layers(graph, parameters)])
     for node in list(graph.nodes):
         if node.target not in ROOTS or node not in before or node not in with_gradient or not is_float(node):
             continue
@@ -89,6 +90,14 @@ def shifts_to_mixers(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
             if (value := _whole(node, batch, tokens)) is not None:
                 node.replace_all_uses_with(value)
     graph.eliminate_dead_code(fx.Node.is_impure)
+
+
+def _layers(graph: fx.Graph, parameters: Iterable[fx.Node]) -> list[fx.Node]:
+    """Products of what is computed from parameters alone with anything else: losses have none, of what they shift."""
+    data = [node for node in graph.find_nodes(op="placeholder") if node not in parameters and has_tensor(node)]
+    of_data = descendants(graph, data)
+    products = (node for node in graph.nodes if node.target in MATRIX_PRODUCTS and node in of_data)
+    return [node for node in products if any(has_tensor(arg) and arg not in of_data for arg in node.args[-2:])]
 
 
 def _whole(node: fx.Node, batch: sympy.Expr, tokens: sympy.Expr) -> fx.Node | None:

@@ -16,7 +16,15 @@ from torch import fx
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL
 from dta_compile.passes.graphs.nodes import SizeNodes, descendants, filled_with
-from dta_compile.passes.graphs.operators import CASTS, DROPOUTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS
+from dta_compile.passes.graphs.operators import (
+    CASTS,
+    DROPOUTS,
+    MASKED_FILLS,
+    MATRIX_PRODUCTS,
+    PRODUCTS,
+    QUOTIENTS,
+    SUMS,
+)
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranger, Mismatch
 from dta_compile.passes.lowering.attention.rewrite import Attention, Rewrite
 from dta_compile.passes.lowering.attention.scores import FLOORS
@@ -25,7 +33,7 @@ from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
 
-MATRIX_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.baddbmm.default)
+OF_SCORES = MATRIX_PRODUCTS - {aten.addmm.default}
 LIKES = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 UNARY = frozenset({aten.tanh.default, aten.neg.default})
 
@@ -37,7 +45,8 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
         weights: the inputs that are parameters.
 
     Returns:
-        Why the first product of a softmax of a product could not be replaced; None: all were, or there is none.
+        Why the first product of a softmax of a product could not be replaced; None: all were, or there is none. What
+        was not has its own reason in `meta["unrecognised"]`.
     """
     data = [node for node in graph.find_nodes(op="placeholder") if node not in weights and has_tensor(node)]
     learned = descendants(graph, weights)
@@ -49,7 +58,8 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
     written = {weighing: (paths[node], steps) for node in paths for weighing, steps in weighings[node]}
     for softmax in [node for node in paths if not weighings[node] and node.users]:
         changed = _first_change(softmax)
-        refusal = refusal or _refusal(changed, f"{changed.target} of the weights that a softmax gives")
+        unrecognised = _refusal(changed, f"{changed.target} of the weights that a softmax gives")
+        softmax.meta["unrecognised"], refusal = unrecognised, refusal or unrecognised
     for node in list(graph.nodes):
         is_merged = node.target is ATTENTION_CALL and any(map(_merges_rows, node.args[:3]))
         if node not in written and not is_merged:
@@ -61,7 +71,8 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
                 _tell_line(node)
         except Mismatch as mismatch:
             if not is_merged:
-                refusal = refusal or _refusal(node, str(mismatch))
+                node.meta["unrecognised"] = _refusal(node, str(mismatch))
+                refusal = refusal or node.meta["unrecognised"]
     graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
     return refusal
 
@@ -135,7 +146,7 @@ class _Search:
 
 
 def _is_product(node: fx.Node) -> bool:
-    return node.target in MATRIX_PRODUCTS
+    return node.target in OF_SCORES
 
 
 def _ways(node: fx.Node) -> list[fx.Node]:

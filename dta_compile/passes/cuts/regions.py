@@ -27,7 +27,17 @@ aten = torch.ops.aten
 
 
 @contract(
-    reads=["training", "batch", "tokens", "values", "parameter_dependent", "mixers", "mixer_nodes", "draws", "other_batches"],
+    reads=[
+        "training",
+        "batch",
+        "tokens",
+        "values",
+        "parameter_dependent",
+        "mixers",
+        "mixer_nodes",
+        "draws",
+        "other_batches",
+    ],
     fills=["region", "frontier", "dense_layer"],
     rewrites=["module"],
 )

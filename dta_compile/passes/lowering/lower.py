@@ -343,8 +343,8 @@ def _mutation_refusal(mutated: Input, placeholder: fx.Node) -> RefusalError:
         where=where(next(iter(placeholder.users), placeholder)),
         expected="a forward pass that leaves its parameters, buffers and inputs as they are",
         got=f"an in-place update of {mutated.name}",
-        hint="move the update out of the compiled function (batch-norm statistics: call .eval() on that module; keys and "
-        "values: pass no cache while training)",
+        hint="move the update out of the compiled function (batch-norm statistics: call .eval() on that module; "
+        "a cache of keys and values: pass none while training)",
     )
 
 

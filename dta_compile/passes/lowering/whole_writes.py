@@ -1,4 +1,4 @@
-"""whole_writes: a cache of keys and values that one call fills from its first token on, and reads as far as it is filled.
+"""whole_writes: a cache of keys and values that a call fills from its first token on, and reads as far as it is filled.
 
     cache[:, 0:S] = k;  k = cache[:, :S]          cache.index_copy_(1, arange(S), k)          cache[:, :, arange(S)] = k
 

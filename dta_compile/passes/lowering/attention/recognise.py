@@ -66,7 +66,10 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
             continue
         try:
             with graph.inserting_before(node):
-                found = Attention.called(node) if is_merged else Attention.written_out(*written[node], node)
+                if is_merged:
+                    found = Attention.called(node)
+                else:
+                    found = Attention.written_out(*written[node], node, search.path_to)
                 Rewrite(arranger, found, node, learned).run()
                 _tell_line(node)
         except Mismatch as mismatch:

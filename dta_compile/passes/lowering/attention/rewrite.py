@@ -32,7 +32,7 @@ from dta_compile.passes.lowering.attention.factors import (
     moved,
     unify,
 )
-from dta_compile.passes.lowering.attention.scores import Scores, is_added
+from dta_compile.passes.lowering.attention.scores import PathTo, Scores, is_added
 from dta_compile.passes.program import ancestors, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import FORBIDDEN
@@ -85,31 +85,31 @@ class Attention:
         (last,) = leaves(key)
         left, right = scores.left, scores.right
         query, keys = (left, right) if right.has(last) else (right, left)
+        every = [keys, *(one.right if one.right.has(last) else one.left for one in scores.further)]
         others = [leaf for leaf in leaves([part for dim in weights for part in dim]) if leaf is not last]
-        tokens = [leaf for leaf in others if leaf.size == last.size and not keys.has(leaf)]
+        tokens = [leaf for leaf in others if leaf.size == last.size and not any(one.has(leaf) for one in every)]
         if len(tokens) != 1 or not query.has(tokens[0]):
             raise Mismatch("other queries than keys, or other dimensions than those of sequences, heads and tokens")
         heads = [leaf for leaf in others if leaf is not tokens[0]]
         batch = [leaf for leaf in heads if leaf.size.free_symbols]
         if len(batch) > 1:
             raise Mismatch("several dimensions of sequences or heads whose sizes are no numbers")
-        kv_heads = [leaf for leaf in heads if leaf not in batch and (keys.has(leaf) or values.has(leaf))]
+        kv_heads = [leaf for leaf in heads if leaf not in batch and any(one.has(leaf) for one in (*every, values))]
         heads = [*kv_heads, *(leaf for leaf in heads if leaf not in batch and leaf not in kv_heads)]
         return cls(scores, query, keys, values, batch, kv_heads, heads, tokens[0], last, features, out, is_causal)
 
     @classmethod
-    def written_out(cls, path: list[fx.Node], steps: list[fx.Node], weighing: fx.Node) -> Attention:
+    def written_out(cls, path: list[fx.Node], steps: list[fx.Node], weighing: fx.Node, path_to: PathTo) -> Attention:
         """Of three operators and what is between them; raises `Mismatch`.
 
         Args:
             path: from the product of queries and keys to the softmax.
             steps: from behind the softmax to the product with the values.
             weighing: that product.
+            path_to: see `Scores`.
         """
-        first, *inner, softmax = path
-        scores = Scores.of(first)
-        for source, node in zip(path, inner, strict=False):
-            scores.follow(node, source)
+        *inner, softmax = path
+        scores = Scores.along(inner, path_to)
         dim = softmax.args[1] % len(scores.dims)
         key, weights = scores.dims[dim], _behind(scores, steps, softmax, dim)
         if weighing.target is aten.baddbmm.default:
@@ -210,6 +210,8 @@ class Rewrite:
         query, scale = self._scaled_query()
         heads = found.heads if biases else found.kv_heads
         keys = self.arranger.arrange(found.keys, [found.batch, heads, [found.key], leaves(scores.depth)])
+        if scores.further:
+            query, keys, scale = *self._with_further(query, keys, scale, heads), 1.0
         values = self.arranger.arrange(found.values, [found.batch, heads, [found.key], leaves(found.features)])
         if biases:
             query, keys, scale = *self._with_biases(query, keys, scale, biases), 1.0
@@ -242,6 +244,18 @@ class Rewrite:
         if scale <= 0:
             query, scale = self.call(aten.mul.Tensor, query, scale), 1.0
         return query, scale
+
+    def _with_further(self, query: fx.Node, keys: fx.Node, scale: float, heads: Dim) -> tuple[fx.Node, fx.Node]:
+        """With the features of all products, one after the other, those of the query times the scale."""
+        found = self.attention
+        queries, every = [self.call(aten.mul.Tensor, query, scale)], [keys]
+        for one in found.scores.further:
+            of_query, of_keys = (one.left, one.right) if one.right.has(found.key) else (one.right, one.left)
+            depth, scale = leaves(one.depth), one.scale * (found.scores.cap or 1.0)
+            query = self.arranger.arrange(of_query, [found.batch, found.heads, [found.token], depth])
+            queries.append(self.call(aten.mul.Tensor, query, scale))
+            every.append(self.arranger.arrange(of_keys, [found.batch, heads, [found.key], depth]))
+        return self.call(aten.cat.default, queries, -1), self.call(aten.cat.default, every, -1)
 
     def _is_of_keys(self, mask: Arranged) -> bool:
         """Whether it is a bias by the head and the key alone, which no mask of `Masking` can be.

@@ -9,7 +9,7 @@ from torch import nn
 
 import dta_compile
 from dta_compile.errors import RefusalError
-from tests.support.spellings import HEADS, KV_HEADS, OPTIONS, SPELLINGS, WrittenLM, by_heads
+from tests.support.spellings import HEADS, KV_HEADS, LONGEST, OPTIONS, SPELLINGS, WrittenLM, by_heads
 from tests.support.tiny import WIDTH, TinyLM, after, assert_same, log_probs, shared_ids, weighted
 
 
@@ -104,6 +104,67 @@ def with_alibi(model, q, k, v, pairs):  # BLOOM
 def test_what_is_done_to_scores():
     ways = with_a_buffer, gated, with_sinks, with_sinks_in_front, with_a_scale_a_head, with_alibi
     assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
+
+
+def causal(scores):
+    return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+
+
+def through_a_longer_cache(model, q, k, v, pairs):  # DeepSeek-V3
+    batch, tokens = q.shape[:2]
+    keys, values = (t.new_zeros(batch, LONGEST, *t.shape[2:]) for t in (k, v))
+    keys[:batch, 0:tokens], values[:batch, 0:tokens] = k, v
+    scores = torch.einsum("bshd,bthd->bsht", q, keys[:batch, :tokens]).transpose(1, 2)
+    return torch.einsum("bhst,bthd->bshd", causal(scores), values[:batch, :tokens])
+
+
+def through_a_copied_index(model, q, k, v, pairs):  # Gemma
+    index = torch.arange(q.shape[1])
+    keys, values = torch.zeros_like(k), torch.zeros_like(v)
+    keys.index_copy_(1, index, k)
+    values.index_copy_(1, index, v)
+    q, k, v = by_heads(q, keys, values)
+    return (causal(q @ k.mT) @ v).transpose(1, 2)
+
+
+def through_a_written_index(model, q, k, v, pairs):  # gpt-fast
+    index = torch.arange(q.shape[1])
+    q, k, v = by_heads(q, k, v)
+    keys, values = torch.zeros_like(k), torch.zeros_like(v)
+    keys[:, :, index], values[:, :, index] = k, v
+    return (causal(q @ keys.mT) @ values).transpose(1, 2)
+
+
+def test_caches_that_a_call_fills_itself():
+    for ways in (through_a_longer_cache, through_a_written_index), (through_a_copied_index,):
+        assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
+
+
+def after_the_first_token(model, q, k, v, pairs):
+    keys = torch.zeros_like(k)
+    keys[:, 1:] = k[:, :-1] * 2
+    q, k, v = by_heads(q, keys, v)
+    return (causal(q @ k.mT) @ v).transpose(1, 2)
+
+
+def test_a_cache_that_is_filled_from_a_later_token_on():
+    assert_equals_eager(WrittenLM(after_the_first_token), shared_ids(4, 9))
+
+
+def of_two_products(model, q, k, v, pairs):  # multi-head latent attention
+    scores = torch.einsum("bshd,btd->bsht", q[..., :2], k[:, :, 0, :2]) * 0.7
+    scores = (scores - torch.einsum("bshd,bthd->bsht", q[..., 2:], k[..., 2:])).transpose(1, 2)
+    return torch.einsum("bhst,bthd->bshd", causal(scores * 0.5), v)
+
+
+def of_capped_products(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    scores = 2 * torch.tanh((q @ k.mT + 0.5 * (q[..., :2] @ v[..., :2].mT)) / 3)
+    return (causal(scores) @ v).transpose(1, 2)
+
+
+def test_scores_that_are_sums_of_products():
+    assert_equals_eager(WrittenLM(of_two_products, of_capped_products), shared_ids(4, 9))
 
 
 def grouped_by_einsum(model, q, k, v, pairs):
@@ -248,6 +309,12 @@ def with_changed_weights(model, q, k, v, pairs):
     return (scores.softmax(-1) * model.scale[:, None, None] @ v).transpose(1, 2)
 
 
+def with_scores_that_are_added_later(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    scores = torch.tanh(q @ k.mT) + q @ v.mT
+    return (causal(scores) @ v).transpose(1, 2)
+
+
 def by_sigmoid(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     return ((q @ k.mT).sigmoid().tril() @ v).transpose(1, 2)
@@ -266,6 +333,7 @@ def by_sigmoid(model, q, k, v, pairs):
         (dropped, "attention dropout cannot run"),
         (by_distance, "ALiBi"),
         (with_changed_weights, "mul.Tensor of the weights that a softmax gives"),
+        (with_scores_that_are_added_later, "capped or masked already"),
         (by_sigmoid, "another function of products of activations than a softmax"),
     ],
 )
@@ -275,3 +343,21 @@ def test_what_is_no_causal_attention_is_refused_by_name(way, words):
     with pytest.raises(RefusalError, match=words) as caught:
         torch.compile(model, backend="dta", options=OPTIONS)(ids)
     assert f"in {way.__name__} |" in str(caught.value)
+
+
+def test_attention_that_is_not_recognised_is_refused_after_one_that_is():
+    model, ids = WrittenLM(with_a_buffer, with_changed_weights), shared_ids(4, 9)
+    torch._dynamo.reset()
+    with pytest.raises(RefusalError, match="of the weights that a softmax gives") as caught:
+        torch.compile(model, backend="dta", options=OPTIONS)(ids)
+    assert "in with_changed_weights |" in str(caught.value)
+
+
+def test_layers_behind_tokens_that_are_mixed_last_run_densely_with_a_warning(caplog):
+    def summed(model, q, k, v, pairs):
+        return v.cumsum(1) + with_a_buffer(model, q, k, v, pairs)
+
+    with caplog.at_level("WARNING", logger="dta_compile"):
+        assert_equals_eager(WrittenLM(summed), shared_ids(4, 9))
+    assert caplog.text.count("run for all sequences, and share nothing") == 1
+    assert "self.head(" in caplog.text

@@ -9,9 +9,9 @@ first entries read something else. The slices are extended to all tokens: `x[:, 
 one token further, to `x` shifted by a token, a recurrence whose state is the token before. The first tokens are
 selected by their number. What would read a later token stays as it is, and is refused later as any mixing is.
 
-What slices are combined by, a linear layer as well, is computed for the first tokens as well, over a state of zeros, and then not selected.
+What slices are combined by is computed for the first tokens as well, over a state of zeros, and then not selected.
 So that a gradient of zero stays one (0 * inf is NaN), only operators take part that are finite there, and so are their
-derivatives.
+derivatives: linear layers are.
 """
 
 from __future__ import annotations
@@ -149,9 +149,7 @@ def _dim_of(node: fx.Node) -> int | None:
 class _Shifts:
     """Values along one dimension of `tokens` entries; `of_data`: what is computed from other inputs than weights."""
 
-    def __init__(
-        self, root: fx.Node, dim: int, batch: sympy.Expr, tokens: sympy.Expr, of_data: set[fx.Node]
-    ) -> None:
+    def __init__(self, root: fx.Node, dim: int, batch: sympy.Expr, tokens: sympy.Expr, of_data: set[fx.Node]) -> None:
         self.root, self.graph, self.batch, self.tokens, self.of_data = root, root.graph, batch, tokens, of_data
         self.back = root.meta["val"].dim() - dim  # of the dimension, from the end
         self.any = False  # whether anything is shifted

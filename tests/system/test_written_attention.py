@@ -167,6 +167,35 @@ def test_scores_that_are_sums_of_products():
     assert_equals_eager(WrittenLM(of_two_products, of_capped_products), shared_ids(4, 9))
 
 
+def by_distance(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    index = torch.arange(q.shape[2])
+    scores = q @ k.mT - torch.arange(1, HEADS + 1)[:, None, None] * (index[:, None] - index).abs()
+    return (causal(scores) @ v).transpose(1, 2)
+
+
+def by_clamped_distance(model, q, k, v, pairs):
+    (q, k, v), tokens = by_heads(q, k, v), q.shape[1]
+    last = torch.arange(1 - tokens, 1, dtype=q.dtype)
+    bias = (last.view(1, 1, 1, -1) - last.view(1, 1, -1, 1)).clamp(max=0).mul_(0.3)
+    bias = bias / (2 ** torch.arange(HEADS).view(1, HEADS, 1, 1)) + 0.1 * last[:, None]
+    window = torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(-4)
+    return ((q @ k.mT + bias.masked_fill(~window, -1e30)).softmax(-1) @ v).transpose(1, 2)
+
+
+def by_distance_in_a_mask(model, q, k, v, pairs):  # OLMo
+    (q, k, v), tokens = by_heads(q, k, v), q.shape[1]
+    later = torch.triu(torch.full((tokens, tokens), torch.finfo(q.dtype).min, dtype=q.dtype), 1).view(1, 1, tokens, -1)
+    index = torch.arange(tokens, dtype=q.dtype)
+    bias = later + (index - index[:, None]) * torch.tensor([0.5, 0.25, 0.1, 0.0]).view(1, HEADS, 1, 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
+
+
+def test_biases_by_distance():
+    """`-slope * (q - k)` does to a softmax what `slope * k` does."""
+    assert_equals_eager(WrittenLM(by_distance, by_clamped_distance, by_distance_in_a_mask), shared_ids(4, 9))
+
+
 def grouped_by_einsum(model, q, k, v, pairs):
     q = q.unflatten(2, (KV_HEADS, -1))
     scores = 5 * torch.tanh(torch.einsum("bqhgd,bkhd->bhgqk", q, k) / 5)
@@ -295,12 +324,32 @@ def dropped(model, q, k, v, pairs):
     return (F.dropout(scores.softmax(-1), 0.1) @ v).transpose(1, 2)
 
 
-def by_distance(model, q, k, v, pairs):
+def by_squared_distance(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     index = torch.arange(q.shape[2])
-    scores = q @ k.mT - torch.arange(1, HEADS + 1)[:, None, None] * (index[:, None] - index).abs()
-    scores = scores.masked_fill(model.bias[:, :, : q.shape[2], : q.shape[2]] == 0, -1e30)
-    return (scores.softmax(-1) @ v).transpose(1, 2)
+    distance = (index[:, None] - index).abs()
+    return (causal(q @ k.mT - torch.arange(1, HEADS + 1)[:, None, None] * distance * distance) @ v).transpose(1, 2)
+
+
+def by_distance_from_another_token(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    index = torch.arange(q.shape[2])
+    return (causal(q @ k.mT - (index[:, None] - index - 2).abs() * 0.1) @ v).transpose(1, 2)
+
+
+def by_distance_beside_sinks(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    index = torch.arange(q.shape[2])
+    scores = q @ k.mT - 0.1 * (index[:, None] - index)
+    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    sinks = model.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
+    return (torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v).transpose(1, 2)
+
+
+def by_distance_in_16_bits(model, q, k, v, pairs):
+    q, k, v = by_heads(*(t.bfloat16() for t in (q, k, v)))
+    index = torch.arange(q.shape[2])
+    return (causal(q @ k.mT - 0.1 * (index[:, None] - index)).bfloat16() @ v).transpose(1, 2).double()
 
 
 def with_changed_weights(model, q, k, v, pairs):
@@ -331,7 +380,10 @@ def by_sigmoid(model, q, k, v, pairs):
         (gated_by_another_mask, "values other than 0 and -inf"),
         (over_queries, "other queries than keys"),
         (dropped, "attention dropout cannot run"),
-        (by_distance, "ALiBi"),
+        (by_squared_distance, "ALiBi"),
+        (by_distance_from_another_token, "values other than 0 and -inf"),
+        (by_distance_beside_sinks, "values other than 0 and -inf"),
+        (by_distance_in_16_bits, "a bias by distance in torch.bfloat16"),
         (with_changed_weights, "mul.Tensor of the weights that a softmax gives"),
         (with_scores_that_are_added_later, "capped or masked already"),
         (by_sigmoid, "another function of products of activations than a softmax"),

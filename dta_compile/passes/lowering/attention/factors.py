@@ -253,15 +253,16 @@ class Arranger:
             node = call(self.graph, aten.permute.default, node, [has.index(leaf) for leaf in kept])
         if len(kept) < len(order):
             node = self._shaped(node, [[leaf] if leaf in has else [] for leaf in order])
-            node = call(self.graph, aten.expand.default, node, [self._size([leaf]) for leaf in order])
+            node = call(self.graph, aten.expand.default, node, [self.size([leaf]) for leaf in order])
         return self._shaped(node, dims)
 
     def _shaped(self, node: fx.Node, dims: Sequence[Dim]) -> fx.Node:
         if sizes(node) == tuple(map(product, dims)):
             return node
-        return call(self.graph, aten.reshape.default, node, [self._size(dim) for dim in dims])
+        return call(self.graph, aten.reshape.default, node, [self.size(dim) for dim in dims])
 
-    def _size(self, dim: Dim) -> fx.Node | int:
+    def size(self, dim: Dim) -> fx.Node | int:
+        """That of a dimension; raises `Mismatch` if it is no polynomial of those of inputs."""
         size = self.sizes.build(product(dim))
         if size is None:
             raise Mismatch(f"a size of {product(dim)}")

@@ -15,7 +15,7 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL
-from dta_compile.passes.graphs.nodes import SizeNodes, descendants, filled_with
+from dta_compile.passes.graphs.nodes import SizeNodes, descendants, filled_with, is_float
 from dta_compile.passes.graphs.operators import (
     CASTS,
     DROPOUTS,
@@ -25,6 +25,7 @@ from dta_compile.passes.graphs.operators import (
     QUOTIENTS,
     SUMS,
 )
+from dta_compile.passes.lowering.attention.distances import Distances
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranger, Mismatch
 from dta_compile.passes.lowering.attention.rewrite import Attention, Rewrite
 from dta_compile.passes.lowering.attention.scores import FLOORS
@@ -61,19 +62,20 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
         unrecognised = _refusal(changed, f"{changed.target} of the weights that a softmax gives")
         softmax.meta["unrecognised"], refusal = unrecognised, refusal or unrecognised
     for node in list(graph.nodes):
-        is_merged = node.target is ATTENTION_CALL and any(map(_merges_rows, node.args[:3]))
-        if node not in written and not is_merged:
+        with graph.inserting_before(node):
+            is_call = node.target is ATTENTION_CALL and (_merges_rows(node) or _is_biased(node))
+        if node not in written and not is_call:
             continue
         try:
             with graph.inserting_before(node):
-                if is_merged:
+                if is_call:
                     found = Attention.called(node)
                 else:
                     found = Attention.written_out(*written[node], node, search.path_to)
                 Rewrite(arranger, found, node, learned).run()
                 _tell_line(node)
         except Mismatch as mismatch:
-            if not is_merged:
+            if not is_call:
                 node.meta["unrecognised"] = _refusal(node, str(mismatch))
                 refusal = refusal or node.meta["unrecognised"]
     graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
@@ -93,13 +95,23 @@ def _spell_out_likes(graph: fx.Graph, scores: Collection[fx.Node]) -> None:
                 node.replace_all_uses_with(full)
 
 
-def _merges_rows(node: fx.Node) -> bool:
+def _merges_rows(attention: fx.Node) -> bool:
     """Whether on the way to an operand sequences were merged with something, as with heads in `[B * H, S, D]`."""
-    while node.target in MOVES:
-        if any(size.is_Mul for size in sizes(node)):
-            return True
-        node = node.args[0]
+    for node in attention.args[:3]:
+        while node.target in MOVES:
+            if any(size.is_Mul for size in sizes(node)):
+                return True
+            node = node.args[0]
     return False
+
+
+def _is_biased(attention: fx.Node) -> bool:
+    """Whether what a call adds to its scores depends on the distance of query and key."""
+    mask = attention.args[3]
+    if mask is None or not is_float(mask) or mask.meta["val"].dim() < 2:
+        return False
+    labels = (*[None] * (mask.meta["val"].dim() - 2), "q", "k")
+    return Distances(attention.graph).split(mask, labels) is not None
 
 
 def _tell_line(node: fx.Node) -> None:

@@ -1,9 +1,9 @@
 """Attention, once its dimensions are known, as one call over `[B, H, S, D]`, in place of what it was.
 
 Keys and values that are repeated for a group of heads are taken as they were before. A bias that depends on the head
-and the key alone, as ALiBi in the spelling of BLOOM and MPT, is one more feature of the key, by which the query has a
-one. What follows the old result and only moves its entries is made of the new one, so that sequences and heads are in
-one dimension nowhere.
+and the key alone, as ALiBi in the spelling of BLOOM and MPT, or that may be taken for one (`distances`), is one more
+feature of the key, by which the query has a one. What follows the old result and only moves its entries is made of the
+new one, so that sequences and heads are in one dimension nowhere.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dta_compile.ops.attention import ATTENTION_CALL, SINK_ATTENTION_CALL, Maski
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import call
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS
+from dta_compile.passes.lowering.attention.distances import Distances, Labels, Slope, by_key, labels_of
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
     Arranged,
@@ -206,7 +207,7 @@ class Rewrite:
     def run(self) -> None:
         """Replace the old result."""
         found, scores = self.attention, self.attention.scores
-        biases = [mask for mask in scores.masks if self._is_of_keys(mask)]
+        biases = [mask for mask in scores.masks if self._is_of_keys(mask)] + self._by_distance()
         query, scale = self._scaled_query()
         heads = found.heads if biases else found.kv_heads
         keys = self.arranger.arrange(found.keys, [found.batch, heads, [found.key], leaves(scores.depth)])
@@ -265,6 +266,35 @@ class Rewrite:
         found = self.attention
         is_by_head = any(mask.has(head) for head in found.heads) and mask.base not in self.learned
         return is_added(mask) and is_by_head and mask.has(found.key) and not mask.has(found.token)
+
+    def _by_distance(self) -> list[Arranged]:
+        """Biases by the distance of query and key, as biases by the key; what else they do is left in the masks.
+
+        Beside sinks, which are no keys, what all scores of a query get is not lost.
+        """
+        found, masks = list[Arranged](), list[Arranged]()
+        for mask in self.attention.scores.masks:
+            labels = labels_of([leaves(dim) for dim in mask.own], self.attention.token, self.attention.key)
+            is_fixed = is_added(mask) and mask.base not in self.learned and self.attention.scores.sinks is None
+            is_of_both = labels is not None and {"q", "k"} <= set(labels)
+            split = Distances(self.arranger.graph).split(mask.base, labels) if is_fixed and is_of_both else None
+            if split is None:
+                masks.append(mask)
+                continue
+            rest, slope = split
+            masks += [] if rest is None else [_broadcast(mask, rest)]
+            found.append(self._bias(mask, slope, labels))
+        self.attention.scores.masks = masks
+        return found
+
+    def _bias(self, mask: Arranged, slope: Slope, labels: Labels) -> Arranged:
+        """What `slope * k` adds to scores."""
+        like = self.attention.query.base.meta["val"]
+        if like.dtype.itemsize < 4:
+            raise Mismatch(f"a bias by distance in {like.dtype}, which rounds one by the key too coarsely")
+        length = self.arranger.size([self.attention.key])
+        base = by_key(self.arranger.graph, slope, labels, length, like)
+        return _broadcast(mask, base)
 
     def _with_biases(
         self, query: fx.Node, keys: fx.Node, scale: float, biases: list[Arranged]
@@ -349,3 +379,9 @@ class Rewrite:
     def _merges(self, dims: list[Dim]) -> bool:
         parts = [set(leaves(dim)) for dim in dims]
         return any(part & self.rows and not part <= self.rows for part in parts)
+
+
+def _broadcast(mask: Arranged, base: fx.Node) -> Arranged:
+    """A value of the dimensions of a mask, or of size 1 there."""
+    own = [[] if size == 1 else dim for dim, size in zip(mask.own, sizes(base), strict=True)]
+    return Arranged(base, own, own)

@@ -196,6 +196,30 @@ def test_biases_by_distance():
     assert_equals_eager(WrittenLM(by_distance, by_clamped_distance, by_distance_in_a_mask), shared_ids(4, 9))
 
 
+def hidden_again(model, q, k, v, pairs):  # ESPnet
+    q, k, v = by_heads(q, k, v)
+    later = model.bias[:, :, : q.shape[2], : q.shape[2]] == 0
+    return ((q @ k.mT).masked_fill(later, -1e30).softmax(-1).masked_fill(later, 0.0) @ v).transpose(1, 2)
+
+
+def multiplied_by_the_mask(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    real = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    weights = torch.where(real, q @ k.mT, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return (torch.where(real, weights * real, 0) @ v).transpose(1, 2)
+
+
+def beside_a_zero(model, q, k, v, pairs):  # softmax1
+    q, k, v = by_heads(q, k, v)
+    scores = (q @ k.mT).masked_fill(torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1), -torch.inf)
+    scores = torch.cat([scores, scores.new_zeros(*scores.shape[:-1], 1)], -1)
+    return (scores.softmax(-1)[..., :-1] @ v).transpose(1, 2)
+
+
+def test_weights_that_are_hidden_again():
+    assert_equals_eager(WrittenLM(hidden_again, multiplied_by_the_mask, beside_a_zero), shared_ids(4, 9))
+
+
 def grouped_by_einsum(model, q, k, v, pairs):
     q = q.unflatten(2, (KV_HEADS, -1))
     scores = 5 * torch.tanh(torch.einsum("bqhgd,bkhd->bhgqk", q, k) / 5)
@@ -364,6 +388,12 @@ def with_scores_that_are_added_later(model, q, k, v, pairs):
     return (causal(scores) @ v).transpose(1, 2)
 
 
+def hidden_at_other_places(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    window = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril(-1)
+    return (causal(q @ k.mT) * window @ v).transpose(1, 2)
+
+
 def by_sigmoid(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     return ((q @ k.mT).sigmoid().tril() @ v).transpose(1, 2)
@@ -386,6 +416,7 @@ def by_sigmoid(model, q, k, v, pairs):
         (by_distance_in_16_bits, "a bias by distance in torch.bfloat16"),
         (with_changed_weights, "mul.Tensor of the weights that a softmax gives"),
         (with_scores_that_are_added_later, "capped or masked already"),
+        (hidden_at_other_places, "values other than 0 and -inf"),
         (by_sigmoid, "another function of products of activations than a softmax"),
     ],
 )

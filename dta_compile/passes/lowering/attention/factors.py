@@ -20,6 +20,7 @@ from dta_compile.passes.axes.shape_rules import transpose_order
 from dta_compile.passes.graphs.nodes import SizeNodes, call, filled_with
 from dta_compile.passes.graphs.operators import (
     CASTS,
+    COPIES,
     DIFFERENTIABLE_COPIES,
     KEEP_ORDER,
     MAYBE_COPIES,
@@ -213,7 +214,7 @@ def _factor_of(node: fx.Node) -> float | None:
 
 def number_of(value: Any) -> float | None:
     """The number that an argument is, or that all entries of it are."""
-    while isinstance(value, fx.Node) and value.target in CASTS | DIFFERENTIABLE_COPIES | {aten.expand.default}:
+    while isinstance(value, fx.Node) and value.target in CASTS | COPIES | {aten.expand.default}:
         value = value.args[0]
     if isinstance(value, fx.Node):
         constant = getattr(value.graph.owning_module, str(value.target), None) if value.op == "get_attr" else None

@@ -27,7 +27,7 @@ from dta_compile.passes.graphs.operators import (
 )
 from dta_compile.passes.lowering.attention.distances import Distances
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranger, Mismatch
-from dta_compile.passes.lowering.attention.rewrite import Attention, Rewrite
+from dta_compile.passes.lowering.attention.rewrite import CHANGES, Attention, Rewrite
 from dta_compile.passes.lowering.attention.scores import FLOORS
 from dta_compile.passes.program import has_tensor, where
 from dta_compile.passes.symbols import sizes
@@ -187,14 +187,18 @@ def _weighings(softmax: fx.Node) -> list[tuple[fx.Node, list[fx.Node]]]:
         for user in node.users:
             if _is_product(user) and node in user.args[-2:]:
                 found.append((user, steps))
-            elif user.target in MOVES | CASTS | DROPOUTS | {operator.getitem} and user.args[0] is node:
+            elif user.target in CHANGES or (user.target in KEPT | DROPOUTS and user.args[0] is node):
                 pending.append((user, [*steps, user]))
     return found
+
+
+# Weights are finite: where all scores of a query are hidden, and eager has NaN, it is padding.
+KEPT = MOVES | CASTS | {operator.getitem, aten.nan_to_num.default}
 
 
 def _first_change(softmax: fx.Node) -> fx.Node:
     """What is done to the weights of a softmax first, where no product takes them."""
     node = softmax
-    while len(node.users) == 1 and (user := next(iter(node.users))).target in MOVES | CASTS:
+    while len(node.users) == 1 and (user := next(iter(node.users))).target in KEPT | CHANGES:
         node = user
     return next(iter(node.users), node)

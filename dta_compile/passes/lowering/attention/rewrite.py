@@ -20,7 +20,7 @@ from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL, SINK_ATTENTION_CALL, Masking
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import call
-from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS
+from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS, MASKED_FILLS
 from dta_compile.passes.lowering.attention.distances import Distances, Labels, Slope, by_key, labels_of
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
@@ -31,6 +31,7 @@ from dta_compile.passes.lowering.attention.factors import (
     Mismatch,
     leaves,
     moved,
+    number_of,
     unify,
 )
 from dta_compile.passes.lowering.attention.scores import PathTo, Scores, is_added
@@ -39,6 +40,9 @@ from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import FORBIDDEN
 
 aten = torch.ops.aten
+
+# What may be done to the weights of a softmax, if it makes zero only what is zero already.
+CHANGES = MASKED_FILLS | {aten.where.self, aten.mul.Tensor}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +175,8 @@ def _behind(scores: Scores, steps: list[fx.Node], softmax: fx.Node, dim: int) ->
             is_cut = True
         elif node.target in DROPOUTS:
             raise dropout_refusal(where(node), f"{node.target} of attention's weights")
+        elif node.target in CHANGES:
+            scores.follow_weights(node, source, dims)
         elif node.target in MOVES:
             if not is_cut and node.target not in DIFFERENTIABLE_COPIES:
                 raise Mismatch("weights of sinks that are moved before the sinks are cut off")
@@ -222,10 +228,19 @@ class Rewrite:
         if scores.sinks is None:
             out = self.call(ATTENTION_CALL, *operands, *masking)
         else:
-            sinks = self.arranger.arrange(scores.sinks, [found.heads])
+            sinks = self._sinks(scores.sinks)
             out = self.call(SINK_ATTENTION_CALL, *operands, self._cast(sinks, dtype), *masking)
         dims = [found.batch, found.heads, [found.token], leaves(found.features)]
         self._replace(self.node, found.out, Arranged(self._cast(out, self.node.meta["val"].dtype), dims, dims))
+
+    def _sinks(self, sinks: Arranged) -> fx.Node:
+        """One for each head."""
+        if (number := number_of(sinks.base)) is None:
+            return self.arranger.arrange(sinks, [self.attention.heads])
+        value, heads = sinks.base.meta["val"], self.arranger.size(self.attention.heads)
+        kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        with value.fake_mode:
+            return self.call(aten.full.default, [heads], number, **kwargs)
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         return node if node.meta["val"].dtype is dtype else self.call(aten._to_copy.default, node, dtype=dtype)
@@ -337,22 +352,26 @@ class Rewrite:
         return self.attention.scores.product in ancestors([node])
 
     def _gated(self, mask: fx.Node | None) -> fx.Node | None:
-        """With what scores were multiplied by that depends on the key, as in `scores * causal - 1e4 * (1 - causal)`.
+        """With what scores were multiplied by that depends on the key, as in `scores * causal - 1e4 * (1 - causal)`, or
+        their softmax.
 
         Where that is not one the mask has to forbid: else it gets a number there that no mask has, so that no proof
         goes through.
         """
-        gates = [(by, one) for by, one in self.attention.scores.by if isinstance(one, Arranged)]
-        for target, gate in gates:
-            if not gate.has(self.attention.key):
-                continue
+        scores, key = self.attention.scores, self.attention.key
+        gates = [(by, one) for by, one in scores.by if isinstance(one, Arranged) and one.has(key)]
+        if any(not one.has(key) or one.base in self.learned for one in scores.gates):
+            raise Mismatch("aten.mul.Tensor of the weights that a softmax gives")
+        for target, gate in [*gates, *((aten.mul.Tensor, one) for one in scores.gates)]:
             if mask is None or target is not aten.mul.Tensor:
                 raise Mismatch("a scale that depends on the key")
             factor = self._arranged(gate)
             if mask.meta["val"].dtype is torch.bool:
-                numbers = (self.call(aten.full_like.default, factor, number) for number in (0.0, -float("inf")))
+                dtype, choices = scores.product.meta["val"].dtype, (0.0, -float("inf"))
+                numbers = (self.call(aten.full_like.default, factor, number, dtype=dtype) for number in choices)
                 mask = self.call(aten.where.self, mask, *numbers)
-            is_one = self.call(aten.eq.Scalar, factor, 1)
+            is_bool = factor.meta["val"].dtype is torch.bool
+            is_one = factor if is_bool else self.call(aten.eq.Scalar, factor, 1)
             forbidden = self.call(aten.le.Scalar, mask, FORBIDDEN)
             wrong = self.call(aten.full_like.default, mask, 1.0)
             otherwise = self.call(aten.where.self, forbidden, mask, wrong)

@@ -9,6 +9,7 @@ its operators do to a score `s[b, h, q, k]`:
   forbids if it is at most `FORBIDDEN`;
 * the scores of further features are added: `q1 @ k1 + q2 @ k2` is a product of both, one after the other;
 * what is added to all scores of a query alike leaves the softmax as it is;
+* weights that are multiplied by zero, or replaced by it, have to be hidden, as by the mask, which makes them zero;
 * a column that is concatenated to the scores, and cut off again behind the softmax, is a sink.
 """
 
@@ -50,6 +51,7 @@ class Scores:
         scale: what they were multiplied by, before the cap if there is one.
         cap: that of `cap * tanh(scale * products)`; None: they were not capped.
         by: tensors or numbers of the call that they were multiplied with, or divided by.
+        gates: what their softmax was multiplied by: one, or where keys are hidden, anything.
         masks: what was put in their place (bool: where they stayed) or added.
         sinks: a column beside them; `has_sinks_in_front`: before the first key.
         constant: what was added to both, which must not depend on the key.
@@ -67,6 +69,7 @@ class Scores:
     scale: float = 1.0
     cap: float | None = None
     by: list[tuple[Any, Arranged | fx.Node]] = dataclasses.field(default_factory=list)
+    gates: list[Arranged] = dataclasses.field(default_factory=list)
     masks: list[Arranged] = dataclasses.field(default_factory=list)
     sinks: Arranged | None = None
     has_sinks_in_front: bool = False
@@ -223,6 +226,25 @@ class Scores:
             raise Mismatch(f"scores replaced by {filler:g}, which do not forbid (at most {FORBIDDEN:g} does)")
         self.filler = max(self.filler, filler)
 
+    def follow_weights(self, node: fx.Node, source: fx.Node, dims: list[Dim]) -> None:
+        """What an operator does to their softmax, of `dims`, which it takes as `source`; raises `Mismatch`."""
+        gate = self._other(node, source) if node.target is aten.mul.Tensor else self._kept(node, source)
+        is_alike = isinstance(gate, fx.Node) and has_tensor(gate) and sizes(node) == sizes(source)
+        if not is_alike or len(sizes(gate)) > len(dims) or self.sinks is not None:
+            raise Mismatch(f"{node.target} of the weights that a softmax gives")
+        self.gates.append(Arranged.within(gate, dims))
+
+    def _kept(self, node: fx.Node, source: fx.Node) -> fx.Node | None:
+        """Where weights stay, of a node that replaces the others by zero; None: by something else."""
+        if node.target in MASKED_FILLS:
+            condition, filler, stays = node.args[1], node.args[2], False
+        else:
+            condition, stays = node.args[0], node.args[1] is source
+            filler = node.args[2 if stays else 1]
+        if number_of(filler) != 0:
+            return None
+        return condition if stays else call(node.graph, aten.logical_not.default, condition)
+
     def _floor(self, node: fx.Node, source: fx.Node) -> None:
         """So that forbidden scores are no infinities."""
         floor = number_of(node.args[1] if node.args[0] is source else node.args[0])
@@ -239,6 +261,8 @@ class Scores:
         dim = (argument(node, 1, "dim") or 0) % len(self.dims)
         if sinks.dims[dim]:
             raise Mismatch("several columns beside the scores")
+        if number_of(sinks.base) is not None:  # the same for all heads and queries
+            sinks = dataclasses.replace(sinks, own=[[] for _ in sinks.own])
         for i, (one, other) in enumerate(zip(self.dims, sinks.dims, strict=True)):
             if i != dim:
                 unify(one, other)

@@ -9,7 +9,7 @@ stays where it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -38,7 +38,7 @@ from dta_compile.proofs.mask_class import FORBIDDEN
 aten = torch.ops.aten
 
 Labels = tuple[str | None, ...]  # of the dimensions of a value: "q", "k", or neither
-Slope = float | fx.Node  # as many dimensions as the value has; those of queries and keys have size 1
+Slope: TypeAlias = float | fx.Node  # as many dimensions as the value has; those of queries and keys have size 1
 Affine = tuple[sympy.Expr, sympy.Expr, sympy.Expr]  # a * q + b * k + c
 
 CLAMPS = {
@@ -307,12 +307,12 @@ def _added(one: Affine, other: Affine | None) -> Affine | None:
     return None if other is None else (one[0] + other[0], one[1] + other[1], sympy.expand(one[2] + other[2]))
 
 
-def labels_of(dims: Sequence[Any], query: Any, key: Any) -> Labels | None:
-    """Which dimensions, given by their factors, are those of queries and keys; None if one is a part of another."""
+def labels_of(dims: Sequence[Any], query: Any, key: Any) -> Labels:
+    """Which dimensions, given by their factors, are those of queries and keys; none if one is a part of another."""
     found: list[str | None] = []
     for dim in dims:
         if len(dim) > 1 and (query in dim or key in dim):
-            return None
+            return ()
         found.append("q" if query in dim else "k" if key in dim else None)
     return tuple(found)
 

@@ -291,8 +291,9 @@ class Rewrite:
         for mask in self.attention.scores.masks:
             labels = labels_of([leaves(dim) for dim in mask.own], self.attention.token, self.attention.key)
             is_fixed = is_added(mask) and mask.base not in self.learned and self.attention.scores.sinks is None
-            is_of_both = labels is not None and {"q", "k"} <= set(labels)
-            split = Distances(self.arranger.graph).split(mask.base, labels) if is_fixed and is_of_both else None
+            split = None
+            if is_fixed and {"q", "k"} <= set(labels):
+                split = Distances(self.arranger.graph).split(mask.base, labels)
             if split is None:
                 masks.append(mask)
                 continue

@@ -81,7 +81,7 @@ def lower(program: Program) -> None:
     decompositions.spell_out_constructors(module.graph)
     decompositions.drop_empty_parts(module.graph)
     _join_gradients_of_ranks(module.graph)
-    read_what_was_written(module.graph)
+    read_what_was_written(module.graph, _inputs(module, program, *TRAINED))
     unrecognised = recognise_attention(module.graph, set(_inputs(module, program, InputKind.PARAMETER)))
     if unrecognised is not None and not mixer_calls(module.graph):
         raise unrecognised

@@ -258,8 +258,14 @@ class Formulas(abc.ABC):
         """Whether a floating-point term may have values of inputs that were not tested; a choice of numbers has not."""
         if isinstance(term, Apply) and term.name == "where":
             return any(map(self._may_be_any_float, term.operands[1:]))
-        entries = [part for part in subterms(term) if isinstance(part, Entry)]
+        entries = [part for part in subterms(term) if isinstance(part, Entry) and not self._is_binary(part)]
         return any(self.reads_inputs(entry) and entry.leaf not in self.facts.pairs for entry in entries)
+
+    def _is_binary(self, entry: Entry) -> bool:
+        """Whether calls test that an entry is zero or one, as something that was translated takes for granted."""
+        token = next(iter(entry.indices - {"row"}), None)
+        is_of_one = token is not None and self._is_of_one_token(entry)
+        return is_of_one and self.terms.with_index(entry, token, "key") in self.assumed["binary"]
 
     def reads_inputs(self, term: Term) -> bool:
         """Whether a term depends on more than indices and numbers."""

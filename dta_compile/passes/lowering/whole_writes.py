@@ -14,8 +14,7 @@ import torch
 from torch import fx
 
 from dta_compile.passes.axes.layouts import argument
-from dta_compile.passes.graphs.nodes import descendants
-from dta_compile.passes.graphs.operators import CASTS, DIFFERENTIABLE_COPIES
+from dta_compile.passes.graphs.operators import CASTS, DIFFERENTIABLE_COPIES, FILLS
 from dta_compile.passes.program import has_tensor
 from dta_compile.passes.symbols import sizes
 
@@ -28,7 +27,10 @@ def read_what_was_written(graph: fx.Graph, trained: Iterable[fx.Node]) -> None:
     Args:
         trained: the inputs that get a gradient.
     """
-    with_gradient = descendants(graph, trained)
+    with_gradient = set(trained)
+    for node in graph.nodes:
+        if node.target not in FILLS and not with_gradient.isdisjoint(node.all_input_nodes):
+            with_gradient.add(node)
     for node in list(graph.nodes):
         if node.op != "call_function" or not has_tensor(node):
             continue

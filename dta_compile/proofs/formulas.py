@@ -263,9 +263,8 @@ class Formulas(abc.ABC):
 
     def _is_binary(self, entry: Entry) -> bool:
         """Whether calls test that an entry is zero or one, as something that was translated takes for granted."""
-        token = next(iter(entry.indices - {"row"}), None)
-        is_of_one = token is not None and self._is_of_one_token(entry)
-        return is_of_one and self.terms.with_index(entry, token, "key") in self.assumed["binary"]
+        tokens = entry.indices - {"row"}
+        return len(tokens) == 1 and self.terms.with_index(entry, *tokens, "key") in self.assumed["binary"]
 
     def reads_inputs(self, term: Term) -> bool:
         """Whether a term depends on more than indices and numbers."""

@@ -1,4 +1,4 @@
-"""Biases by the distance of query and key, such as ALiBi's `-slope * |q - k|`, as biases by the key alone.
+"""Biases by the distance of query and key, such as ALiBi's `-slope * |q - k|`, as slopes.
 
 No softmax sees what is added to all scores of a query alike, and causal attention reads keys `k <= q` alone. So a bias
 that is `slope * k` there and something of the query besides does what `slope * k` does. `Distances.split` finds the
@@ -317,17 +317,11 @@ def labels_of(dims: Sequence[Any], query: Any, key: Any) -> Labels:
     return tuple(found)
 
 
-def by_key(graph: fx.Graph, slope: Slope, labels: Labels, length: fx.Node | int, like: torch.Tensor) -> fx.Node:
-    """`slope * k`, of the dimensions of the bias; that of queries has size 1."""
+def positions(graph: fx.Graph, length: fx.Node | int, like: torch.Tensor) -> fx.Node:
+    """The numbers of tokens."""
     kwargs = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
     with like.fake_mode:  # type: ignore[attr-defined]
-        index = call(graph, aten.arange.default, length, **kwargs)
-    for i, label in enumerate(labels):
-        if label != "k":
-            index = call(graph, aten.unsqueeze.default, index, i)
-    if isinstance(slope, fx.Node):
-        return call(graph, aten.mul.Tensor, index, _cast(slope, like.dtype))
-    return call(graph, aten.mul.Scalar, index, slope)
+        return call(graph, aten.arange.default, length, **kwargs)
 
 
 def _cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -1,9 +1,10 @@
 """Attention, once its dimensions are known, as one call over `[B, H, S, D]`, in place of what it was.
 
 Keys and values that are repeated for a group of heads are taken as they were before. A bias that depends on the head
-and the key alone, as ALiBi in the spelling of BLOOM and MPT, or that may be taken for one (`distances`), is one more
-feature of the key, by which the query has a one. What follows the old result and only moves its entries is made of the
-new one, so that sequences and heads are in one dimension nowhere.
+and the key alone, as ALiBi in the spelling of BLOOM and MPT, is one more feature of the key, by which the query has a
+one. A bias by the distance of query and key (`distances`) is two features, added up first: `[-slope * q, slope]` of the
+query and `[1, k]` of the key, whose sum is as small as the bias and rounds like it. Nodes that follow the old result
+and only move its entries are made of the new one, so that sequences and heads are in one dimension nowhere.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dta_compile.ops.attention import ATTENTION_CALL, SINK_ATTENTION_CALL, Maski
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import call
 from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS, MASKED_FILLS
-from dta_compile.passes.lowering.attention.distances import Distances, Labels, Slope, by_key, labels_of
+from dta_compile.passes.lowering.attention.distances import Distances, Slope, labels_of, positions
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
     Arranged,
@@ -213,15 +214,17 @@ class Rewrite:
     def run(self) -> None:
         """Replace the old result."""
         found, scores = self.attention, self.attention.scores
-        biases = [mask for mask in scores.masks if self._is_of_keys(mask)] + self._by_distance()
+        biases, slopes = [mask for mask in scores.masks if self._is_of_keys(mask)], self._slopes()
         query, scale = self._scaled_query()
-        heads = found.heads if biases else found.kv_heads
+        heads = found.heads if biases or slopes else found.kv_heads
         keys = self.arranger.arrange(found.keys, [found.batch, heads, [found.key], leaves(scores.depth)])
         if scores.further:
             query, keys, scale = *self._with_further(query, keys, scale, heads), 1.0
         values = self.arranger.arrange(found.values, [found.batch, heads, [found.key], leaves(found.features)])
         if biases:
             query, keys, scale = *self._with_biases(query, keys, scale, biases), 1.0
+        if slopes:
+            query, keys, scale = *self._with_slopes(query, keys, scale, slopes), 1.0
         dtype = torch.promote_types(query.meta["val"].dtype, values.meta["val"].dtype)
         operands = [self._cast(one, dtype) for one in (query, keys, values)]
         masking = Masking(self._mask(dtype), found.is_causal, None, 0, scale, scores.cap or 0.0)
@@ -282,12 +285,12 @@ class Rewrite:
         is_by_head = any(mask.has(head) for head in found.heads) and mask.base not in self.learned
         return is_added(mask) and is_by_head and mask.has(found.key) and not mask.has(found.token)
 
-    def _by_distance(self) -> list[Arranged]:
-        """Biases by the distance of query and key, as biases by the key; what else they do is left in the masks.
+    def _slopes(self) -> list[Arranged | float]:
+        """The slopes of biases by the distance of query and key; what else these do is left in the masks.
 
         Beside sinks, which are no keys, what all scores of a query get is not lost.
         """
-        found, masks = list[Arranged](), list[Arranged]()
+        slopes, masks = list[Arranged | float](), list[Arranged]()
         for mask in self.attention.scores.masks:
             labels = labels_of([leaves(dim) for dim in mask.own], self.attention.token, self.attention.key)
             is_fixed = is_added(mask) and mask.base not in self.learned and self.attention.scores.sinks is None
@@ -299,18 +302,42 @@ class Rewrite:
                 continue
             rest, slope = split
             masks += [] if rest is None else [_broadcast(mask, rest)]
-            found.append(self._bias(mask, slope, labels))
+            slopes.append(_broadcast(mask, slope) if isinstance(slope, fx.Node) else slope)
         self.attention.scores.masks = masks
-        return found
+        return slopes
 
-    def _bias(self, mask: Arranged, slope: Slope, labels: Labels) -> Arranged:
-        """What `slope * k` adds to scores."""
-        like = self.attention.query.base.meta["val"]
+    def _with_slopes(
+        self, query: fx.Node, keys: fx.Node, scale: float, slopes: Sequence[Arranged | Slope]
+    ) -> tuple[fx.Node, fx.Node]:
+        """`[-slope * q, slope, scale * query]` and `[1, k, key]`, of which the first two add up to the bias, but for
+        something of the query alone, however far from the first token both are."""
+        found, like = self.attention, query.meta["val"]
+        if found.scores.cap is not None:
+            raise Mismatch("a bias of capped scores")
         if like.dtype.itemsize < 4:
-            raise Mismatch(f"a bias by distance in {like.dtype}, which rounds one by the key too coarsely")
-        length = self.arranger.size([self.attention.key])
-        base = by_key(self.arranger.graph, slope, labels, length, like)
-        return _broadcast(mask, base)
+            raise Mismatch(f"a bias by distance in {like.dtype}, which rounds the numbers of tokens")
+        one = self.call(aten.full_like.default, self.call(aten.slice.Tensor, query, 3, 0, 1), 1.0)
+        slope: fx.Node | None = None
+        for part in slopes:
+            if isinstance(part, Arranged):
+                node = self._cast(self._column(part, found.token), like.dtype)
+            else:
+                node = self.call(aten.full_like.default, one, part)
+            slope = node if slope is None else self.call(aten.add.Tensor, slope, node)
+        length = self.arranger.size([found.key])
+        index = positions(self.arranger.graph, length, like)
+        of_query, of_key = (self._column(Arranged(index, [[i]], [[i]]), i) for i in (found.token, found.key))
+        start = self.call(aten.neg.default, self.call(aten.mul.Tensor, slope, of_query))
+        scaled = query if scale == 1 else self.call(aten.mul.Tensor, query, scale)
+        of_one = self.call(aten.full_like.default, of_key, 1.0)
+        return (
+            self.call(aten.cat.default, [start, slope, scaled], -1),
+            self.call(aten.cat.default, [of_one, of_key, keys], -1),
+        )
+
+    def _column(self, value: Arranged, token: Factor) -> fx.Node:
+        """One feature `[B, H, S, 1]` of every token."""
+        return self.arranger.arrange(value, [self.attention.batch, self.attention.heads, [token], list[Factor]()])
 
     def _with_biases(
         self, query: fx.Node, keys: fx.Node, scale: float, biases: list[Arranged]

@@ -196,6 +196,38 @@ def test_biases_by_distance():
     assert_equals_eager(WrittenLM(by_distance, by_clamped_distance, by_distance_in_a_mask), shared_ids(4, 9))
 
 
+class ByDistance(nn.Module):
+    """Attention alone, whose slopes are no powers of two."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.heads = nn.Embedding(31, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.heads(x).chunk(3, -1))
+        index = torch.arange(ids.shape[1], dtype=x.dtype)
+        slopes = torch.tensor([0.7, 0.3], dtype=x.dtype)[:, None, None]
+        return x + (causal(q @ k.mT - slopes * (index[:, None] - index)) @ v).transpose(1, 2).flatten(2)
+
+
+def test_biases_by_distance_round_like_eager_far_from_the_first_token():
+    ids = shared_ids(2, 700)
+    model, exact = ByDistance().float(), ByDistance().double()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="dta", options={"verify": "off"})
+    results = [
+        after(m, lambda run=run: weighted(run(ids)).backward())[1] for m, run in ((model, compiled), (model, model))
+    ]
+    expected = after(exact, lambda: weighted(exact(ids)).backward())[1]
+    ours, eager = (
+        max(float((grads[name].double() - grad).norm() / grad.norm()) for name, grad in expected.items())
+        for grads in results
+    )
+    assert ours <= 2 * eager
+
+
 def hidden_again(model, q, k, v, pairs):  # ESPnet
     q, k, v = by_heads(q, k, v)
     later = model.bias[:, :, : q.shape[2], : q.shape[2]] == 0

@@ -264,7 +264,9 @@ class Formulas(abc.ABC):
     def _is_binary(self, entry: Entry) -> bool:
         """Whether calls test that an entry is zero or one, as something that was translated takes for granted."""
         tokens = entry.indices - {"row"}
-        return len(tokens) == 1 and self.terms.with_index(entry, *tokens, "key") in self.assumed["binary"]
+        if len(tokens) != 1:
+            return False
+        return self.terms.with_index(entry, next(iter(tokens)), "key") in self.assumed["binary"]
 
     def reads_inputs(self, term: Term) -> bool:
         """Whether a term depends on more than indices and numbers."""

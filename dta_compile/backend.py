@@ -50,6 +50,11 @@ SEVERAL_BATCHES = (
     "size and concatenated, they would share what their rows have in common)"
 )
 
+DENSE_LAYER = (
+    "tokens are mixed after the last attention, so that the layers from this line on run for all sequences, and share "
+    "nothing"
+)
+
 BUG = "a check of the compiler on itself failed, which is a bug of dta_compile"
 
 graph_breaks.avoid()
@@ -104,6 +109,8 @@ def dta(
     trace_artifact("dta_capture", lambda: capture_report(executable))
     if engine.rest is not None:
         record.log_once(SEVERAL_BATCHES)
+    if executable.dense_layer is not None:
+        record.log_once(f"{DENSE_LAYER}: {executable.dense_layer}", logging.WARNING)
     record.engines.append(engine)
     run = records.recorded(engine)
     return keeping(graph.local.calling(run) if graph.local else run, reads_all=False)

@@ -107,6 +107,8 @@ def _follow(
             continue
         operands = [origins[arg] for arg in node.all_input_nodes]
         origins[node] = _combined(operands)
+        if _name(node) == "setitem" or _name(node).endswith("_"):
+            _write(node, origins)
         body = _body(module, node)
         if body is not None:
             arguments = [origins[arg] for arg in node.args[1:] if isinstance(arg, fx.Node)]
@@ -126,6 +128,14 @@ def _follow(
             elif len(activations) < len(operands) and _name(node) in ("linear", "conv1d", "conv2d"):
                 origins[node] = dataclasses.replace(origins[node], scores=False, weights=False)
     return None, _combined([origins[node] for node in module.graph.nodes if node.op == "output"])
+
+
+def _write(node: fx.Node, origins: dict[fx.Node, _Origin]) -> None:
+    """What is written to a value, as keys are to a cache, is in what that is a part of as well."""
+    written, target = origins[node], node
+    while target.args and isinstance(target.args[0], fx.Node):
+        target = target.args[0]
+        origins[target] |= dataclasses.replace(written, scores=False, weights=False)
 
 
 def _combined(origins: Sequence[_Origin]) -> _Origin:

@@ -197,6 +197,7 @@ class Executable(HasMixers):
             values to the outputs.
         comparison: facts for the self-check.
         regions: number of operators in the prologue, trunk, head and epilogue.
+        dense_layer: the user's line of a layer that runs in the epilogue, over all sequences; None if there is none.
         chunk_digest: hash of the text of the chunk graph.
         seconds: time of each pass, by name.
     """
@@ -229,6 +230,7 @@ class Executable(HasMixers):
     rest: Executable | None
     comparison: Comparison
     regions: Mapping[str, int]
+    dense_layer: str | None
     chunk_digest: str
     seconds: Mapping[str, float]
 

@@ -85,6 +85,7 @@ class Program(HasMixers):
     # regions
     region: Set[fx.Node] = frozenset()
     frontier: Sequence[FrontierValue] = ()
+    dense_layer: str | None = None  # the line of a layer that runs in the epilogue, over all sequences
     # prefix_key
     trunk: Set[fx.Node] = frozenset()
     trunk_inputs: Sequence[ChunkInput] = ()

@@ -258,8 +258,15 @@ class Formulas(abc.ABC):
         """Return whether a floating-point term may have untested values of inputs; a `where` of numbers has not."""
         if isinstance(term, Apply) and term.name == "where":
             return any(map(self._may_be_any_float, term.operands[1:]))
-        entries = [part for part in subterms(term) if isinstance(part, Entry)]
+        entries = [part for part in subterms(term) if isinstance(part, Entry) and not self._is_binary(part)]
         return any(self.reads_inputs(entry) and entry.leaf not in self.facts.pairs for entry in entries)
+
+    def _is_binary(self, entry: Entry) -> bool:
+        """Whether calls test that an entry is zero or one, as something that was translated takes for granted."""
+        tokens = entry.indices - {"row"}
+        if len(tokens) != 1:
+            return False
+        return self.terms.with_index(entry, next(iter(tokens)), "key") in self.assumed["binary"]
 
     def reads_inputs(self, term: Term) -> bool:
         """Return whether a term depends on inputs, not only on indices and known numbers and tables."""

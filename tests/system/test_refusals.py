@@ -82,16 +82,16 @@ def dropout(block, x, q, k, v):
     return F.scaled_dot_product_attention(F.dropout(q, 0.1), k, v, is_causal=True)
 
 
-def alibi(block, x, q, k, v):
+def by_head(block, x, q, k, v):
     positions = torch.arange(x.shape[1])
     slopes = torch.tensor([0.5, 0.25])[:, None, None]
-    bias = (slopes * (positions[None, None] - positions[None, :, None])).masked_fill(~triangle(x), float("-inf"))
+    bias = (-slopes * (positions[None, None] - positions[None, :, None]) ** 2).masked_fill(~triangle(x), float("-inf"))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
 def shared_bias(block, x, q, k, v):
     positions = torch.arange(x.shape[1])
-    bias = (-0.5 * (positions[:, None] - positions[None]).float()).masked_fill(~triangle(x), float("-inf"))
+    bias = (-0.5 * (positions[:, None] - positions[None]).float() ** 2).masked_fill(~triangle(x), float("-inf"))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
@@ -200,7 +200,7 @@ def straight_through(block, x, q, k, v):
     [
         (dropped_weights, "attention dropout cannot run over a prefix tree"),
         (dropout, "dropout cannot run over a prefix tree"),
-        (alibi, "a mask that differs between heads"),
+        (by_head, "a mask that differs between heads"),
         (shared_bias, "an additive bias with values other than 0 and -inf"),
         (learned_bias, "a bias computed from parameters"),
         (bidirectional, "this attention is bidirectional"),

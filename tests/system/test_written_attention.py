@@ -9,7 +9,7 @@ from torch import nn
 
 import dta_compile
 from dta_compile.errors import RefusalError
-from tests.support.spellings import HEADS, KV_HEADS, OPTIONS, SPELLINGS, WrittenLM, by_heads
+from tests.support.spellings import HEADS, KV_HEADS, LONGEST, OPTIONS, SPELLINGS, WrittenLM, by_heads
 from tests.support.tiny import WIDTH, TinyLM, after, assert_same, log_probs, shared_ids, weighted
 
 
@@ -104,6 +104,154 @@ def with_alibi(model, q, k, v, pairs):  # BLOOM
 def test_what_is_done_to_scores():
     ways = with_a_buffer, gated, with_sinks, with_sinks_in_front, with_a_scale_a_head, with_alibi
     assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
+
+
+def causal(scores):
+    return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+
+
+def through_a_longer_cache(model, q, k, v, pairs):  # DeepSeek-V3
+    batch, tokens = q.shape[:2]
+    keys, values = (t.new_zeros(batch, LONGEST, *t.shape[2:]) for t in (k, v))
+    keys[:batch, 0:tokens], values[:batch, 0:tokens] = k, v
+    scores = torch.einsum("bshd,bthd->bsht", q, keys[:batch, :tokens]).transpose(1, 2)
+    return torch.einsum("bhst,bthd->bshd", causal(scores), values[:batch, :tokens])
+
+
+def through_a_copied_index(model, q, k, v, pairs):  # Gemma
+    index = torch.arange(q.shape[1])
+    keys, values = torch.zeros_like(k), torch.zeros_like(v)
+    keys.index_copy_(1, index, k)
+    values.index_copy_(1, index, v)
+    q, k, v = by_heads(q, keys, values)
+    return (causal(q @ k.mT) @ v).transpose(1, 2)
+
+
+def through_a_written_index(model, q, k, v, pairs):  # gpt-fast
+    index = torch.arange(q.shape[1])
+    q, k, v = by_heads(q, k, v)
+    keys, values = torch.zeros_like(k), torch.zeros_like(v)
+    keys[:, :, index], values[:, :, index] = k, v
+    return (causal(q @ keys.mT) @ values).transpose(1, 2)
+
+
+def test_caches_that_a_call_fills_itself():
+    for ways in (through_a_longer_cache, through_a_written_index), (through_a_copied_index,):
+        assert_equals_eager(WrittenLM(*ways), shared_ids(4, 9))
+
+
+def after_the_first_token(model, q, k, v, pairs):
+    keys = torch.zeros_like(k)
+    keys[:, 1:] = k[:, :-1] * 2
+    q, k, v = by_heads(q, keys, v)
+    return (causal(q @ k.mT) @ v).transpose(1, 2)
+
+
+def test_a_cache_that_is_filled_from_a_later_token_on():
+    assert_equals_eager(WrittenLM(after_the_first_token), shared_ids(4, 9))
+
+
+def of_two_products(model, q, k, v, pairs):  # multi-head latent attention
+    scores = torch.einsum("bshd,btd->bsht", q[..., :2], k[:, :, 0, :2]) * 0.7
+    scores = (scores - torch.einsum("bshd,bthd->bsht", q[..., 2:], k[..., 2:])).transpose(1, 2)
+    return torch.einsum("bhst,bthd->bshd", causal(scores * 0.5), v)
+
+
+def of_capped_products(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    scores = 2 * torch.tanh((q @ k.mT + 0.5 * (q[..., :2] @ v[..., :2].mT)) / 3)
+    return (causal(scores) @ v).transpose(1, 2)
+
+
+def test_scores_that_are_sums_of_products():
+    assert_equals_eager(WrittenLM(of_two_products, of_capped_products), shared_ids(4, 9))
+
+
+def by_distance(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    index = torch.arange(q.shape[2])
+    scores = q @ k.mT - torch.arange(1, HEADS + 1)[:, None, None] * (index[:, None] - index).abs()
+    return (causal(scores) @ v).transpose(1, 2)
+
+
+def by_clamped_distance(model, q, k, v, pairs):
+    (q, k, v), tokens = by_heads(q, k, v), q.shape[1]
+    last = torch.arange(1 - tokens, 1, dtype=q.dtype)
+    bias = (last.view(1, 1, 1, -1) - last.view(1, 1, -1, 1)).clamp(max=0).mul_(0.3)
+    bias = bias / (2 ** torch.arange(HEADS).view(1, HEADS, 1, 1)) + 0.1 * last[:, None]
+    window = torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(-4)
+    return ((q @ k.mT + bias.masked_fill(~window, -1e30)).softmax(-1) @ v).transpose(1, 2)
+
+
+def by_distance_in_a_mask(model, q, k, v, pairs):  # OLMo
+    (q, k, v), tokens = by_heads(q, k, v), q.shape[1]
+    later = torch.triu(torch.full((tokens, tokens), torch.finfo(q.dtype).min, dtype=q.dtype), 1).view(1, 1, tokens, -1)
+    index = torch.arange(tokens, dtype=q.dtype)
+    bias = later + (index - index[:, None]) * torch.tensor([0.5, 0.25, 0.1, 0.0]).view(1, HEADS, 1, 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
+
+
+def test_biases_by_distance():
+    """`-slope * (q - k)` does to a softmax what `slope * k` does."""
+    assert_equals_eager(WrittenLM(by_distance, by_clamped_distance, by_distance_in_a_mask), shared_ids(4, 9))
+
+
+class ByDistance(nn.Module):
+    """Attention alone, whose slopes are no powers of two."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.heads = nn.Embedding(31, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.heads(x).chunk(3, -1))
+        index = torch.arange(ids.shape[1], dtype=x.dtype)
+        slopes = torch.tensor([0.7, 0.3], dtype=x.dtype)[:, None, None]
+        return x + (causal(q @ k.mT - slopes * (index[:, None] - index)) @ v).transpose(1, 2).flatten(2)
+
+
+def test_biases_by_distance_round_like_eager_far_from_the_first_token():
+    ids = shared_ids(2, 700)
+    model, exact = ByDistance().float(), ByDistance().double()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="dta", options={"verify": "off"})
+    weights = torch.randn(2, 700, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def gradients_of(model, run):
+        return after(model, lambda: (run(ids) * weights).sum().backward())[1]
+
+    expected = gradients_of(exact, exact)
+    ours, eager = (
+        max(float((grads[name].double() - grad).norm() / grad.norm()) for name, grad in expected.items())
+        for grads in (gradients_of(model, compiled), gradients_of(model, model))
+    )
+    assert ours <= 2 * eager < 1e-5
+
+
+def hidden_again(model, q, k, v, pairs):  # ESPnet
+    q, k, v = by_heads(q, k, v)
+    later = model.bias[:, :, : q.shape[2], : q.shape[2]] == 0
+    return ((q @ k.mT).masked_fill(later, -1e30).softmax(-1).masked_fill(later, 0.0) @ v).transpose(1, 2)
+
+
+def multiplied_by_the_mask(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    real = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    weights = torch.where(real, q @ k.mT, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return (torch.where(real, weights * real, 0) @ v).transpose(1, 2)
+
+
+def beside_a_zero(model, q, k, v, pairs):  # softmax1
+    q, k, v = by_heads(q, k, v)
+    scores = (q @ k.mT).masked_fill(torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1), -torch.inf)
+    scores = torch.cat([scores, scores.new_zeros(*scores.shape[:-1], 1)], -1)
+    return (scores.softmax(-1)[..., :-1] @ v).transpose(1, 2)
+
+
+def test_weights_that_are_hidden_again():
+    assert_equals_eager(WrittenLM(hidden_again, multiplied_by_the_mask, beside_a_zero), shared_ids(4, 9))
 
 
 def grouped_by_einsum(model, q, k, v, pairs):
@@ -234,18 +382,50 @@ def dropped(model, q, k, v, pairs):
     return (F.dropout(scores.softmax(-1), 0.1) @ v).transpose(1, 2)
 
 
-def by_distance(model, q, k, v, pairs):
+def by_squared_distance(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     index = torch.arange(q.shape[2])
-    scores = q @ k.mT - torch.arange(1, HEADS + 1)[:, None, None] * (index[:, None] - index).abs()
-    scores = scores.masked_fill(model.bias[:, :, : q.shape[2], : q.shape[2]] == 0, -1e30)
-    return (scores.softmax(-1) @ v).transpose(1, 2)
+    distance = (index[:, None] - index).abs()
+    return (causal(q @ k.mT - torch.arange(1, HEADS + 1)[:, None, None] * distance * distance) @ v).transpose(1, 2)
+
+
+def by_distance_from_another_token(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    index = torch.arange(q.shape[2])
+    return (causal(q @ k.mT - (index[:, None] - index - 2).abs() * 0.1) @ v).transpose(1, 2)
+
+
+def by_distance_beside_sinks(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    index = torch.arange(q.shape[2])
+    scores = q @ k.mT - 0.1 * (index[:, None] - index)
+    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    sinks = model.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
+    return (torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v).transpose(1, 2)
+
+
+def by_distance_in_16_bits(model, q, k, v, pairs):
+    q, k, v = by_heads(*(t.bfloat16() for t in (q, k, v)))
+    index = torch.arange(q.shape[2])
+    return (causal(q @ k.mT - 0.1 * (index[:, None] - index)).bfloat16() @ v).transpose(1, 2).double()
 
 
 def with_changed_weights(model, q, k, v, pairs):
     q, k, v = by_heads(q, k, v)
     scores = (q @ k.mT).masked_fill(model.bias[:, :, : q.shape[2], : q.shape[2]] == 0, -1e30)
     return (scores.softmax(-1) * model.scale[:, None, None] @ v).transpose(1, 2)
+
+
+def with_scores_that_are_added_later(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    scores = torch.tanh(q @ k.mT) + q @ v.mT
+    return (causal(scores) @ v).transpose(1, 2)
+
+
+def hidden_at_other_places(model, q, k, v, pairs):
+    q, k, v = by_heads(q, k, v)
+    window = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril(-1)
+    return (causal(q @ k.mT) * window @ v).transpose(1, 2)
 
 
 def by_sigmoid(model, q, k, v, pairs):
@@ -264,8 +444,13 @@ def by_sigmoid(model, q, k, v, pairs):
         (gated_by_another_mask, "values other than 0 and -inf"),
         (over_queries, "other queries than keys"),
         (dropped, "attention dropout cannot run"),
-        (by_distance, "ALiBi"),
+        (by_squared_distance, "ALiBi"),
+        (by_distance_from_another_token, "values other than 0 and -inf"),
+        (by_distance_beside_sinks, "values other than 0 and -inf"),
+        (by_distance_in_16_bits, "a bias by distance in torch.bfloat16"),
         (with_changed_weights, "mul.Tensor of the weights that a softmax gives"),
+        (with_scores_that_are_added_later, "capped or masked already"),
+        (hidden_at_other_places, "values other than 0 and -inf"),
         (by_sigmoid, "another function of products of activations than a softmax"),
     ],
 )
@@ -275,3 +460,21 @@ def test_what_is_no_causal_attention_is_refused_by_name(way, words):
     with pytest.raises(RefusalError, match=words) as caught:
         torch.compile(model, backend="dta", options=OPTIONS)(ids)
     assert f"in {way.__name__} |" in str(caught.value)
+
+
+def test_attention_that_is_not_recognised_is_refused_after_one_that_is():
+    model, ids = WrittenLM(with_a_buffer, with_changed_weights), shared_ids(4, 9)
+    torch._dynamo.reset()
+    with pytest.raises(RefusalError, match="of the weights that a softmax gives") as caught:
+        torch.compile(model, backend="dta", options=OPTIONS)(ids)
+    assert "in with_changed_weights |" in str(caught.value)
+
+
+def test_layers_behind_tokens_that_are_mixed_last_run_densely_with_a_warning(caplog):
+    def summed(model, q, k, v, pairs):
+        return v.cumsum(1) + with_a_buffer(model, q, k, v, pairs)
+
+    with caplog.at_level("WARNING", logger="dta_compile"):
+        assert_equals_eager(WrittenLM(summed), shared_ids(4, 9))
+    assert caplog.text.count("run for all sequences, and share nothing") == 1
+    assert "self.head(" in caplog.text

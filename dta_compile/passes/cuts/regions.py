@@ -16,7 +16,7 @@ from dta_compile.executable.layouts import Layout
 from dta_compile.passes.axes.layouts import memory_order
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.graphs.nodes import may_have_gradient
-from dta_compile.passes.graphs.operators import DROPOUTS
+from dta_compile.passes.graphs.operators import DROPOUTS, MATRIX_PRODUCTS
 from dta_compile.passes.graphs.subgraph import bytes_per_token, cheapest_cut, is_per_token
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.masks.mixers import cache_outputs, mixing_refusal
@@ -27,12 +27,22 @@ aten = torch.ops.aten
 
 
 @contract(
-    reads=["training", "batch", "values", "parameter_dependent", "mixers", "mixer_nodes", "draws"],
-    fills=["region", "frontier"],
+    reads=[
+        "training",
+        "batch",
+        "tokens",
+        "values",
+        "parameter_dependent",
+        "mixers",
+        "mixer_nodes",
+        "draws",
+        "other_batches",
+    ],
+    fills=["region", "frontier", "dense_layer"],
     rewrites=["module"],
 )
 def regions(program: Program) -> None:
-    """Fill `program.region` and `program.frontier`."""
+    """Fill `program.region`, `.frontier` and `.dense_layer`."""
     kept = {*leaves_of_masks(program), *program.draws}
     program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in kept)
     live = [node for node in program.graph.nodes if node in program.parameter_dependent and node.op != "placeholder"]
@@ -53,6 +63,7 @@ def regions(program: Program) -> None:
     region = cheapest_cut(candidates, lambda node: _cost(program, node), first=forced, last=set(), leaving=feeds_others)
     region |= ancestors(list(region)) & weights.intersection(live)
     program.region = region
+    program.dense_layer = _dense_layer(program, [node for node in live if node not in region], weights)
     caches = cache_outputs(program)
     program.frontier = [
         _frontier_value(program, node, node in caches)
@@ -62,6 +73,31 @@ def regions(program: Program) -> None:
         and _is_handed_over(program, node)
     ]
     _refuse_absolute_strides(program)
+
+
+def _dense_layer(program: Program, epilogue: list[fx.Node], weights: set[fx.Node]) -> str | None:
+    """The line of the first product of weights with mixed tokens after the last mixer: these run for every sequence.
+
+    Raises `RefusalError` if what mixes them is attention that was not recognised.
+    """
+    if program.other_batches:
+        return None  # these have an epilogue of their own
+    for node in epilogue:
+        is_layer = node.target in MATRIX_PRODUCTS and not weights.isdisjoint(node.all_input_nodes)
+        if not is_layer or not any(_has_tokens(program, arg) for arg in node.all_input_nodes if arg not in weights):
+            continue
+        for source in ancestors([node], stop=lambda one: one in program.region):
+            if "unrecognised" in source.meta:
+                raise source.meta["unrecognised"]
+        return where(node)
+    return None
+
+
+def _has_tokens(program: Program, node: fx.Node) -> bool:
+    """Whether a value of mixed tokens has as many entries as there are tokens."""
+    is_mixed = has_tensor(node) and isinstance(program.values.get(node), Mixed)
+    symbols = program.tokens.free_symbols if program.tokens is not None else set()
+    return is_mixed and any(symbols & size.free_symbols for size in sizes(node))
 
 
 def _refuse_dropout(program: Program, live: list[fx.Node]) -> None:

@@ -155,6 +155,7 @@ REDUCTIONS = ROW_REDUCTIONS | {
 }
 # A matrix times a weight `[k, n]`, the last argument, perhaps plus a bias.
 LINEAR_LAYERS = frozenset({aten.mm.default, aten.addmm.default})
+MATRIX_PRODUCTS = LINEAR_LAYERS | {aten.bmm.default, aten.baddbmm.default}
 
 # ---- Random numbers
 

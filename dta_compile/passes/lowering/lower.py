@@ -52,6 +52,7 @@ from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equa
 from dta_compile.passes.lowering.row_loops import select_masked_writes
 from dta_compile.passes.lowering.selected_rows import spread_selected_rows
 from dta_compile.passes.lowering.shifts import shifts_to_mixers
+from dta_compile.passes.lowering.whole_writes import read_what_was_written
 from dta_compile.passes.program import Program, ancestors, output_node, where
 from dta_compile.passes.tracing import tracing
 
@@ -80,6 +81,7 @@ def lower(program: Program) -> None:
     decompositions.spell_out_constructors(module.graph)
     decompositions.drop_empty_parts(module.graph)
     _join_gradients_of_ranks(module.graph)
+    read_what_was_written(module.graph, _inputs(module, program, *TRAINED))
     unrecognised = recognise_attention(module.graph, set(_inputs(module, program, InputKind.PARAMETER)))
     if unrecognised is not None and not mixer_calls(module.graph):
         raise unrecognised
@@ -341,7 +343,8 @@ def _mutation_refusal(mutated: Input, placeholder: fx.Node) -> RefusalError:
         where=where(next(iter(placeholder.users), placeholder)),
         expected="a forward pass that leaves its parameters, buffers and inputs as they are",
         got=f"an in-place update of {mutated.name}",
-        hint="move the update out of the compiled function (batch-norm statistics: call .eval() on that module)",
+        hint="move the update out of the compiled function (batch-norm statistics: call .eval() on that module; "
+        "a cache of keys and values: pass none while training)",
     )
 
 

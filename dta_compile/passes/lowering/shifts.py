@@ -11,7 +11,7 @@ selected by their number. What would read a later token stays as it is, and is r
 
 What slices are combined by is computed for the first tokens as well, over a state of zeros, and then not selected.
 So that a gradient of zero stays one (0 * inf is NaN), only operators take part that are finite there, and so are their
-derivatives.
+derivatives: linear layers are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils._sympy.functions import Mod, PythonMod
 
 from dta_compile.passes.axes.layouts import argument, batch_and_tokens, mixer_calls
 from dta_compile.passes.graphs.nodes import call, descendants, filled_with, is_float
-from dta_compile.passes.graphs.operators import COPIES
+from dta_compile.passes.graphs.operators import COPIES, LINEAR_LAYERS, MATRIX_PRODUCTS, RESHAPES
 from dta_compile.passes.program import ancestors, has_tensor
 from dta_compile.passes.symbols import expression, sizes
 
@@ -74,24 +74,33 @@ class _Extended:
 
 
 def shifts_to_mixers(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
-    """Rewrite values of tokens and those before them that attention comes after; `graph` is functional."""
+    """Rewrite values of tokens and those before them that attention or a layer comes after; `graph` is functional."""
     calls = mixer_calls(graph)
     if not calls:
         return
     batch, tokens = batch_and_tokens(calls[0])
     if not tokens.free_symbols:
         return
-    with_gradient, before = descendants(graph, parameters), ancestors(calls)
+    parameters = list(parameters)
+    data = [node for node in graph.find_nodes(op="placeholder") if node not in parameters and has_tensor(node)]
+    with_gradient, of_data = descendants(graph, parameters), descendants(graph, data)
+    before = ancestors([*calls, *_layers(graph, of_data)])
     for node in list(graph.nodes):
         if node.target not in ROOTS or node not in before or node not in with_gradient or not is_float(node):
             continue
         with graph.inserting_before(node):
-            if (value := _whole(node, batch, tokens)) is not None:
+            if (value := _whole(node, batch, tokens, of_data)) is not None:
                 node.replace_all_uses_with(value)
     graph.eliminate_dead_code(fx.Node.is_impure)
 
 
-def _whole(node: fx.Node, batch: sympy.Expr, tokens: sympy.Expr) -> fx.Node | None:
+def _layers(graph: fx.Graph, of_data: set[fx.Node]) -> list[fx.Node]:
+    """Products of what is computed from parameters alone with anything else: losses have none, of what they shift."""
+    products = (node for node in graph.nodes if node.target in MATRIX_PRODUCTS and node in of_data)
+    return [node for node in products if any(has_tensor(arg) and arg not in of_data for arg in node.args[-2:])]
+
+
+def _whole(node: fx.Node, batch: sympy.Expr, tokens: sympy.Expr, of_data: set[fx.Node]) -> fx.Node | None:
     """The value of a node, of shifted tokens; None if it is anything else, or no shift."""
     if node.target is aten.slice_scatter.default and sizes(node) == sizes(node.args[1]):
         return node.args[1]  # all entries: the outer part of `y[:, 0] = x`
@@ -102,7 +111,7 @@ def _whole(node: fx.Node, batch: sympy.Expr, tokens: sympy.Expr) -> fx.Node | No
         return None
     if node.target is aten.slice.Tensor and sizes(node.args[0])[dim] == tokens:
         return None  # all of the tokens
-    shifts, last = _Shifts(node, dim, batch, tokens), node.prev
+    shifts, last = _Shifts(node, dim, batch, tokens, of_data), node.prev
     try:
         with node.meta["val"].fake_mode:  # for constructors
             found = shifts.assembled(node, 0)
@@ -138,10 +147,10 @@ def _dim_of(node: fx.Node) -> int | None:
 
 
 class _Shifts:
-    """Values along one dimension of `tokens` entries."""
+    """Values along one dimension of `tokens` entries; `of_data`: what is computed from other inputs than weights."""
 
-    def __init__(self, root: fx.Node, dim: int, batch: sympy.Expr, tokens: sympy.Expr) -> None:
-        self.root, self.graph, self.batch, self.tokens = root, root.graph, batch, tokens
+    def __init__(self, root: fx.Node, dim: int, batch: sympy.Expr, tokens: sympy.Expr, of_data: set[fx.Node]) -> None:
+        self.root, self.graph, self.batch, self.tokens, self.of_data = root, root.graph, batch, tokens, of_data
         self.back = root.meta["val"].dim() - dim  # of the dimension, from the end
         self.any = False  # whether anything is shifted
         self._length: fx.Node | None = None
@@ -156,7 +165,8 @@ class _Shifts:
 
     def _is_of_no_token(self, node: fx.Node) -> bool:
         """Whether a value is a weight or a number, the same for all tokens."""
-        return self._dim(node) < 0 or (self._size(node) == 1 and not any(size.free_symbols for size in sizes(node)))
+        has_symbols = any(size.free_symbols for size in sizes(node))
+        return self._dim(node) < 0 or (self._size(node) == 1 and not has_symbols and node not in self.of_data)
 
     def at(self, node: fx.Node, offset: int) -> _Extended:
         """The value of all tokens that has entry `t` of a node at `t + offset`; raises `_NoShift`."""
@@ -200,6 +210,8 @@ class _Shifts:
             return self.at(args[0], offset + self._rolled_by(args[2]))
         if target in (aten.slice_scatter.default, aten.select_scatter.default):
             return self._written(node, offset)
+        if target in RESHAPES:
+            return self._projected(node, offset)
         self._require(target in FINITE and self._size(node) != self.tokens)
         return self._combined(node, offset)
 
@@ -238,6 +250,8 @@ class _Shifts:
     def _written(self, node: fx.Node, offset: int) -> _Extended:
         """A value whose first entries, or those from some entry on, have been written over."""
         base, part, dim, start, *others = node.args
+        if dim % node.meta["val"].dim() != self._dim(node) and node.target is aten.slice_scatter.default:
+            return self._combined(node, offset)  # some features of all its tokens
         self._require(dim % node.meta["val"].dim() == self._dim(node) and len(others) < 2)
         if node.target is aten.select_scatter.default:
             self._require(start == 0)
@@ -257,6 +271,23 @@ class _Shifts:
             return self.at(source, offset - place)
         self._require(node.target is aten.fill.Tensor or isinstance(filled_with(node), (int, float)))
         return _Extended(node.args[1] if node.target is aten.fill.Tensor else self._number(node, filled_with(node)))
+
+    def _projected(self, node: fx.Node, offset: int) -> _Extended:
+        """A linear layer, `[B, S - 1, D]` as a matrix times weights."""
+        product = node.args[0]
+        self._require(product.target in LINEAR_LAYERS)
+        *bias, matrix, weight = product.args
+        while matrix.target in RESHAPES | COPIES:
+            matrix = matrix.args[0]
+        shape = sizes(matrix)
+        self._require(self.back == 2 and len(shape) == 3 and sizes(node)[:2] == shape[:2] and not product.kwargs)
+        self._require(not any(size.free_symbols for one in (*bias, weight) for size in sizes(one)))
+        source = self.at(matrix, offset)
+        self._require(sizes(source.node) == (shape[0], self.tokens, shape[2]))
+        lead = [call(self.graph, aten.sym_size.int, source.node, i) for i in (0, 1)]
+        rows = call(self.graph, aten.reshape.default, source.node, [-1, int(shape[2])])
+        rows = call(self.graph, product.target, *bias, rows, weight)
+        return _Extended(call(self.graph, aten.reshape.default, rows, [*lead, int(sizes(node)[2])]), source.begin)
 
     def _combined(self, node: fx.Node, offset: int) -> _Extended:
         """A pointwise operator of what all its operands are at all tokens."""

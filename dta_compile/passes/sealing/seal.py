@@ -82,6 +82,7 @@ def seal(program: Program) -> Executable:
         rest=None if program.rest is None else seal(program.rest),
         comparison=comparison(program),
         regions=_regions(program),
+        dense_layer=program.dense_layer,
         chunk_digest=hashlib.sha256(program.chunk.code.encode()).hexdigest(),
         seconds=dict(program.timings),
     )

@@ -107,6 +107,17 @@ def of_one_length(x, g):
     return added(x, g)
 
 
+def gated_by_a_layer(x, g):  # modded-nanogpt's smear
+    gate = F.linear(x[:, 1:, :12], g[None, :12]).sigmoid()
+    return torch.cat([x[:, :1], x[:, 1:] + gate * x[:, :-1]], 1)
+
+
+def of_some_features(x, g):
+    y = (x * g).unflatten(-1, (2, -1))
+    y[:, 1:, :, 4:] = y[:, :-1, :, 4:].clone()
+    return y.flatten(2)
+
+
 @pytest.mark.parametrize(
     "shift",
     [
@@ -122,10 +133,27 @@ def of_one_length(x, g):
         written_over_itself,
         after_padded_features,
         of_one_length,
+        gated_by_a_layer,
+        of_some_features,
     ],
 )
 def test_shifts_run_over_the_tree(shift):
     check(Shifting(shift), shared_ids())
+
+
+@pytest.mark.parametrize("shift", [added, gated_by_a_layer])
+def test_shifts_of_one_row(shift):
+    check(Shifting(shift), shared_ids(1))
+
+
+def test_a_shift_behind_the_last_attention_leaves_no_layer_dense(caplog):
+    class Last(Shifting):
+        def mix(self, x, pairs=None):
+            return padded_and_cut(super().mix(x, pairs), self.gate)
+
+    with caplog.at_level("WARNING", logger="dta_compile"):
+        check(Last(added), shared_ids())
+    assert not caplog.text
 
 
 def joined_backwards(x, g):

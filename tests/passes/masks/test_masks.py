@@ -56,6 +56,13 @@ def additive(ids, padding, dtype=torch.float64):
     return bias.masked_fill(hidden, least)
 
 
+def kept_finite(ids, padding):
+    """A sum of both masks, of which what is minus infinity is raised, as OLMo and MPT have it."""
+    least = torch.finfo(torch.float32).min
+    bias = torch.full((ids.shape[1],) * 2, least).triu(1) + (1.0 - padding.float())[:, None, None, :] * least
+    return bias.masked_fill(bias == float("-inf"), least).double()
+
+
 DISTANCE = positions(IDS)[0] - positions(IDS)[1]
 GIVEN = causal(IDS) & (MASK[:, None] > 0)  # a mask for every row
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9, [0, 1, 1, 1, 1, 1, 1, 1, 2]])
@@ -119,6 +126,7 @@ CLASSES = {
         "real tokens",
         [0, 0],
     ),
+    "padding, kept finite": (kept_finite, [(IDS, MASK), (IDS, LEFT)], "real tokens", [0, 0]),
     "padding of queries too": (
         lambda ids, mask: causal(ids) & pairs(mask > 0, torch.logical_and),
         [(IDS, MASK)],
@@ -668,8 +676,8 @@ REFUSED = {
         RefusalError,
         "lets tokens attend to later ones",
     ),
-    "a slope": (
-        lambda ids: torch.where(causal(ids), (positions(ids)[1] - positions(ids)[0]).double(), float("-inf")),
+    "a square of a distance": (
+        lambda ids: torch.where(causal(ids), -((positions(ids)[1] - positions(ids)[0]).double() ** 2), float("-inf")),
         (IDS,),
         RefusalError,
         "values other than 0 and -inf",

@@ -20,6 +20,7 @@ from dta_compile.passes.axes.shape_rules import transpose_order
 from dta_compile.passes.graphs.nodes import SizeNodes, call, filled_with
 from dta_compile.passes.graphs.operators import (
     CASTS,
+    COPIES,
     DIFFERENTIABLE_COPIES,
     KEEP_ORDER,
     MAYBE_COPIES,
@@ -213,7 +214,7 @@ def _factor_of(node: fx.Node) -> float | None:
 
 def number_of(value: Any) -> float | None:
     """The number that an argument is, or that all entries of it are."""
-    while isinstance(value, fx.Node) and value.target in CASTS | DIFFERENTIABLE_COPIES | {aten.expand.default}:
+    while isinstance(value, fx.Node) and value.target in CASTS | COPIES | {aten.expand.default}:
         value = value.args[0]
     if isinstance(value, fx.Node):
         constant = getattr(value.graph.owning_module, str(value.target), None) if value.op == "get_attr" else None
@@ -253,15 +254,16 @@ class Arranger:
             node = call(self.graph, aten.permute.default, node, [has.index(leaf) for leaf in kept])
         if len(kept) < len(order):
             node = self._shaped(node, [[leaf] if leaf in has else [] for leaf in order])
-            node = call(self.graph, aten.expand.default, node, [self._size([leaf]) for leaf in order])
+            node = call(self.graph, aten.expand.default, node, [self.size([leaf]) for leaf in order])
         return self._shaped(node, dims)
 
     def _shaped(self, node: fx.Node, dims: Sequence[Dim]) -> fx.Node:
         if sizes(node) == tuple(map(product, dims)):
             return node
-        return call(self.graph, aten.reshape.default, node, [self._size(dim) for dim in dims])
+        return call(self.graph, aten.reshape.default, node, [self.size(dim) for dim in dims])
 
-    def _size(self, dim: Dim) -> fx.Node | int:
+    def size(self, dim: Dim) -> fx.Node | int:
+        """That of a dimension; raises `Mismatch` if it is no polynomial of those of inputs."""
         size = self.sizes.build(product(dim))
         if size is None:
             raise Mismatch(f"a size of {product(dim)}")

@@ -15,17 +15,26 @@ from torch import fx
 
 from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL
-from dta_compile.passes.graphs.nodes import SizeNodes, descendants, filled_with
-from dta_compile.passes.graphs.operators import CASTS, DROPOUTS, MASKED_FILLS, PRODUCTS, QUOTIENTS, SUMS
+from dta_compile.passes.graphs.nodes import SizeNodes, descendants, filled_with, is_float
+from dta_compile.passes.graphs.operators import (
+    CASTS,
+    DROPOUTS,
+    MASKED_FILLS,
+    MATRIX_PRODUCTS,
+    PRODUCTS,
+    QUOTIENTS,
+    SUMS,
+)
+from dta_compile.passes.lowering.attention.distances import Distances
 from dta_compile.passes.lowering.attention.factors import MOVES, Arranger, Mismatch
-from dta_compile.passes.lowering.attention.rewrite import Attention, Rewrite
+from dta_compile.passes.lowering.attention.rewrite import CHANGES, Attention, Rewrite
 from dta_compile.passes.lowering.attention.scores import FLOORS
 from dta_compile.passes.program import has_tensor, where
 from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
 
-MATRIX_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.baddbmm.default)
+OF_SCORES = MATRIX_PRODUCTS - {aten.addmm.default}
 LIKES = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 UNARY = frozenset({aten.tanh.default, aten.neg.default})
 
@@ -37,7 +46,8 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
         weights: the inputs that are parameters.
 
     Returns:
-        Why the first product of a softmax of a product could not be replaced; None: all were, or there is none.
+        Why the first product of a softmax of a product could not be replaced; None: all were, or there is none. What
+        was not has its own reason in `meta["unrecognised"]`.
     """
     data = [node for node in graph.find_nodes(op="placeholder") if node not in weights and has_tensor(node)]
     learned = descendants(graph, weights)
@@ -49,19 +59,25 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
     written = {weighing: (paths[node], steps) for node in paths for weighing, steps in weighings[node]}
     for softmax in [node for node in paths if not weighings[node] and node.users]:
         changed = _first_change(softmax)
-        refusal = refusal or _refusal(changed, f"{changed.target} of the weights that a softmax gives")
+        unrecognised = _refusal(changed, f"{changed.target} of the weights that a softmax gives")
+        softmax.meta["unrecognised"], refusal = unrecognised, refusal or unrecognised
     for node in list(graph.nodes):
-        is_merged = node.target is ATTENTION_CALL and any(map(_merges_rows, node.args[:3]))
-        if node not in written and not is_merged:
+        with graph.inserting_before(node):
+            is_call = node.target is ATTENTION_CALL and (_merges_rows(node) or _is_biased(node))
+        if node not in written and not is_call:
             continue
         try:
             with graph.inserting_before(node):
-                found = Attention.called(node) if is_merged else Attention.written_out(*written[node], node)
+                if is_call:
+                    found = Attention.called(node)
+                else:
+                    found = Attention.written_out(*written[node], node, search.path_to)
                 Rewrite(arranger, found, node, learned).run()
                 _tell_line(node)
         except Mismatch as mismatch:
-            if not is_merged:
-                refusal = refusal or _refusal(node, str(mismatch))
+            if not is_call:
+                node.meta["unrecognised"] = _refusal(node, str(mismatch))
+                refusal = refusal or node.meta["unrecognised"]
     graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
     return refusal
 
@@ -79,13 +95,23 @@ def _spell_out_likes(graph: fx.Graph, scores: Collection[fx.Node]) -> None:
                 node.replace_all_uses_with(full)
 
 
-def _merges_rows(node: fx.Node) -> bool:
+def _merges_rows(attention: fx.Node) -> bool:
     """Whether on the way to an operand sequences were merged with something, as with heads in `[B * H, S, D]`."""
-    while node.target in MOVES:
-        if any(size.is_Mul for size in sizes(node)):
-            return True
-        node = node.args[0]
+    for node in attention.args[:3]:
+        while node.target in MOVES:
+            if any(size.is_Mul for size in sizes(node)):
+                return True
+            node = node.args[0]
     return False
+
+
+def _is_biased(attention: fx.Node) -> bool:
+    """Whether what a call adds to its scores depends on the distance of query and key."""
+    mask = attention.args[3]
+    if mask is None or not is_float(mask) or mask.meta["val"].dim() < 2:
+        return False
+    labels = (*[None] * (mask.meta["val"].dim() - 2), "q", "k")
+    return Distances(attention.graph).split(mask, labels) is not None
 
 
 def _tell_line(node: fx.Node) -> None:
@@ -135,7 +161,7 @@ class _Search:
 
 
 def _is_product(node: fx.Node) -> bool:
-    return node.target in MATRIX_PRODUCTS
+    return node.target in OF_SCORES
 
 
 def _ways(node: fx.Node) -> list[fx.Node]:
@@ -161,14 +187,18 @@ def _weighings(softmax: fx.Node) -> list[tuple[fx.Node, list[fx.Node]]]:
         for user in node.users:
             if _is_product(user) and node in user.args[-2:]:
                 found.append((user, steps))
-            elif user.target in MOVES | CASTS | DROPOUTS | {operator.getitem} and user.args[0] is node:
+            elif user.target in CHANGES or (user.target in KEPT | DROPOUTS and user.args[0] is node):
                 pending.append((user, [*steps, user]))
     return found
+
+
+# Weights are finite: where all scores of a query are hidden, and eager has NaN, it is padding.
+KEPT = MOVES | CASTS | {operator.getitem, aten.nan_to_num.default}
 
 
 def _first_change(softmax: fx.Node) -> fx.Node:
     """What is done to the weights of a softmax first, where no product takes them."""
     node = softmax
-    while len(node.users) == 1 and (user := next(iter(node.users))).target in MOVES | CASTS:
+    while len(node.users) == 1 and (user := next(iter(node.users))).target in KEPT | CHANGES:
         node = user
     return next(iter(node.users), node)

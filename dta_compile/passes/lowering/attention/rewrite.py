@@ -2,8 +2,9 @@
 
 Keys and values that are repeated for a group of heads are taken as they were before. A bias that depends on the head
 and the key alone, as ALiBi in the spelling of BLOOM and MPT, is one more feature of the key, by which the query has a
-one. What follows the old result and only moves its entries is made of the new one, so that sequences and heads are in
-one dimension nowhere.
+one. A bias by the distance of query and key (`distances`) is two features, added up first: `[-slope * q, slope]` of the
+query and `[1, k]` of the key, whose sum is as small as the bias and rounds like it. Nodes that follow the old result
+and only move its entries are made of the new one, so that sequences and heads are in one dimension nowhere.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from dta_compile.errors import RefusalError
 from dta_compile.ops.attention import ATTENTION_CALL, SINK_ATTENTION_CALL, Masking
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import call
-from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS
+from dta_compile.passes.graphs.operators import DIFFERENTIABLE_COPIES, DROPOUTS, MASKED_FILLS
+from dta_compile.passes.lowering.attention.distances import Distances, Slope, labels_of, positions
 from dta_compile.passes.lowering.attention.factors import (
     MOVES,
     Arranged,
@@ -30,14 +32,18 @@ from dta_compile.passes.lowering.attention.factors import (
     Mismatch,
     leaves,
     moved,
+    number_of,
     unify,
 )
-from dta_compile.passes.lowering.attention.scores import Scores, is_added
+from dta_compile.passes.lowering.attention.scores import PathTo, Scores, is_added
 from dta_compile.passes.program import ancestors, where
 from dta_compile.passes.symbols import sizes
 from dta_compile.proofs.mask_class import FORBIDDEN
 
 aten = torch.ops.aten
+
+# What may be done to the weights of a softmax, if it makes zero only what is zero already.
+CHANGES = MASKED_FILLS | {aten.where.self, aten.mul.Tensor}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,31 +91,31 @@ class Attention:
         (last,) = leaves(key)
         left, right = scores.left, scores.right
         query, keys = (left, right) if right.has(last) else (right, left)
+        every = [keys, *(one.right if one.right.has(last) else one.left for one in scores.further)]
         others = [leaf for leaf in leaves([part for dim in weights for part in dim]) if leaf is not last]
-        tokens = [leaf for leaf in others if leaf.size == last.size and not keys.has(leaf)]
+        tokens = [leaf for leaf in others if leaf.size == last.size and not any(one.has(leaf) for one in every)]
         if len(tokens) != 1 or not query.has(tokens[0]):
             raise Mismatch("other queries than keys, or other dimensions than those of sequences, heads and tokens")
         heads = [leaf for leaf in others if leaf is not tokens[0]]
         batch = [leaf for leaf in heads if leaf.size.free_symbols]
         if len(batch) > 1:
             raise Mismatch("several dimensions of sequences or heads whose sizes are no numbers")
-        kv_heads = [leaf for leaf in heads if leaf not in batch and (keys.has(leaf) or values.has(leaf))]
+        kv_heads = [leaf for leaf in heads if leaf not in batch and any(one.has(leaf) for one in (*every, values))]
         heads = [*kv_heads, *(leaf for leaf in heads if leaf not in batch and leaf not in kv_heads)]
         return cls(scores, query, keys, values, batch, kv_heads, heads, tokens[0], last, features, out, is_causal)
 
     @classmethod
-    def written_out(cls, path: list[fx.Node], steps: list[fx.Node], weighing: fx.Node) -> Attention:
+    def written_out(cls, path: list[fx.Node], steps: list[fx.Node], weighing: fx.Node, path_to: PathTo) -> Attention:
         """Of three operators and what is between them; raises `Mismatch`.
 
         Args:
             path: from the product of queries and keys to the softmax.
             steps: from behind the softmax to the product with the values.
             weighing: that product.
+            path_to: see `Scores`.
         """
-        first, *inner, softmax = path
-        scores = Scores.of(first)
-        for source, node in zip(path, inner, strict=False):
-            scores.follow(node, source)
+        *inner, softmax = path
+        scores = Scores.along(inner, path_to)
         dim = softmax.args[1] % len(scores.dims)
         key, weights = scores.dims[dim], _behind(scores, steps, softmax, dim)
         if weighing.target is aten.baddbmm.default:
@@ -170,6 +176,8 @@ def _behind(scores: Scores, steps: list[fx.Node], softmax: fx.Node, dim: int) ->
             is_cut = True
         elif node.target in DROPOUTS:
             raise dropout_refusal(where(node), f"{node.target} of attention's weights")
+        elif node.target in CHANGES:
+            scores.follow_weights(node, source, dims)
         elif node.target in MOVES:
             if not is_cut and node.target not in DIFFERENTIABLE_COPIES:
                 raise Mismatch("weights of sinks that are moved before the sinks are cut off")
@@ -206,23 +214,36 @@ class Rewrite:
     def run(self) -> None:
         """Replace the old result."""
         found, scores = self.attention, self.attention.scores
-        biases = [mask for mask in scores.masks if self._is_of_keys(mask)]
+        biases, slopes = [mask for mask in scores.masks if self._is_of_keys(mask)], self._slopes()
         query, scale = self._scaled_query()
-        heads = found.heads if biases else found.kv_heads
+        heads = found.heads if biases or slopes else found.kv_heads
         keys = self.arranger.arrange(found.keys, [found.batch, heads, [found.key], leaves(scores.depth)])
+        if scores.further:
+            query, keys, scale = *self._with_further(query, keys, scale, heads), 1.0
         values = self.arranger.arrange(found.values, [found.batch, heads, [found.key], leaves(found.features)])
         if biases:
             query, keys, scale = *self._with_biases(query, keys, scale, biases), 1.0
+        if slopes:
+            query, keys, scale = *self._with_slopes(query, keys, scale, slopes), 1.0
         dtype = torch.promote_types(query.meta["val"].dtype, values.meta["val"].dtype)
         operands = [self._cast(one, dtype) for one in (query, keys, values)]
         masking = Masking(self._mask(dtype), found.is_causal, None, 0, scale, scores.cap or 0.0)
         if scores.sinks is None:
             out = self.call(ATTENTION_CALL, *operands, *masking)
         else:
-            sinks = self.arranger.arrange(scores.sinks, [found.heads])
+            sinks = self._sinks(scores.sinks)
             out = self.call(SINK_ATTENTION_CALL, *operands, self._cast(sinks, dtype), *masking)
         dims = [found.batch, found.heads, [found.token], leaves(found.features)]
         self._replace(self.node, found.out, Arranged(self._cast(out, self.node.meta["val"].dtype), dims, dims))
+
+    def _sinks(self, sinks: Arranged) -> fx.Node:
+        """One for each head."""
+        if (number := number_of(sinks.base)) is None:
+            return self.arranger.arrange(sinks, [self.attention.heads])
+        value, heads = sinks.base.meta["val"], self.arranger.size(self.attention.heads)
+        kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        with value.fake_mode:
+            return self.call(aten.full.default, [heads], number, **kwargs)
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         return node if node.meta["val"].dtype is dtype else self.call(aten._to_copy.default, node, dtype=dtype)
@@ -243,6 +264,18 @@ class Rewrite:
             query, scale = self.call(aten.mul.Tensor, query, scale), 1.0
         return query, scale
 
+    def _with_further(self, query: fx.Node, keys: fx.Node, scale: float, heads: Dim) -> tuple[fx.Node, fx.Node]:
+        """With the features of all products, one after the other, those of the query times the scale."""
+        found = self.attention
+        queries, every = [self.call(aten.mul.Tensor, query, scale)], [keys]
+        for one in found.scores.further:
+            of_query, of_keys = (one.left, one.right) if one.right.has(found.key) else (one.right, one.left)
+            depth, scale = leaves(one.depth), one.scale * (found.scores.cap or 1.0)
+            query = self.arranger.arrange(of_query, [found.batch, found.heads, [found.token], depth])
+            queries.append(self.call(aten.mul.Tensor, query, scale))
+            every.append(self.arranger.arrange(of_keys, [found.batch, heads, [found.key], depth]))
+        return self.call(aten.cat.default, queries, -1), self.call(aten.cat.default, every, -1)
+
     def _is_of_keys(self, mask: Arranged) -> bool:
         """Whether it is a bias by the head and the key alone, which no mask of `Masking` can be.
 
@@ -251,6 +284,60 @@ class Rewrite:
         found = self.attention
         is_by_head = any(mask.has(head) for head in found.heads) and mask.base not in self.learned
         return is_added(mask) and is_by_head and mask.has(found.key) and not mask.has(found.token)
+
+    def _slopes(self) -> list[Arranged | float]:
+        """The slopes of biases by the distance of query and key; what else these do is left in the masks.
+
+        Beside sinks, which are no keys, what all scores of a query get is not lost.
+        """
+        slopes, masks = list[Arranged | float](), list[Arranged]()
+        for mask in self.attention.scores.masks:
+            labels = labels_of([leaves(dim) for dim in mask.own], self.attention.token, self.attention.key)
+            is_fixed = is_added(mask) and mask.base not in self.learned and self.attention.scores.sinks is None
+            split = None
+            if is_fixed and {"q", "k"} <= set(labels):
+                split = Distances(self.arranger.graph).split(mask.base, labels)
+            if split is None:
+                masks.append(mask)
+                continue
+            rest, slope = split
+            masks += [] if rest is None else [_broadcast(mask, rest)]
+            slopes.append(_broadcast(mask, slope) if isinstance(slope, fx.Node) else slope)
+        self.attention.scores.masks = masks
+        return slopes
+
+    def _with_slopes(
+        self, query: fx.Node, keys: fx.Node, scale: float, slopes: Sequence[Arranged | Slope]
+    ) -> tuple[fx.Node, fx.Node]:
+        """`[-slope * q, slope, scale * query]` and `[1, k, key]`, of which the first two add up to the bias, but for
+        something of the query alone, however far from the first token both are."""
+        found, like = self.attention, query.meta["val"]
+        if found.scores.cap is not None:
+            raise Mismatch("a bias of capped scores")
+        if like.dtype.itemsize < 4:
+            raise Mismatch(f"a bias by distance in {like.dtype}, which rounds the numbers of tokens")
+        one = self.call(aten.full_like.default, self.call(aten.slice.Tensor, query, 3, 0, 1), 1.0)
+        slope: fx.Node | None = None
+        for part in slopes:
+            if isinstance(part, Arranged):
+                node = self._cast(self._column(part, found.token), like.dtype)
+            else:
+                node = self.call(aten.full_like.default, one, part)
+            slope = node if slope is None else self.call(aten.add.Tensor, slope, node)
+        length = self.arranger.size([found.key])
+        index = positions(self.arranger.graph, length, like)
+        of_query, of_key = (self._column(Arranged(index, [[i]], [[i]]), i) for i in (found.token, found.key))
+        start = self.call(aten.neg.default, self.call(aten.mul.Tensor, slope, of_query))
+        scaled = query if scale == 1 else self.call(aten.mul.Tensor, query, scale)
+        of_one = self.call(aten.full_like.default, of_key, 1.0)
+        return (
+            self.call(aten.cat.default, [start, slope, scaled], -1),
+            self.call(aten.cat.default, [of_one, of_key, keys], -1),
+        )
+
+    def _column(self, value: Arranged, token: Factor) -> fx.Node:
+        """One feature `[B, H, S, 1]` of every token."""
+        return self.arranger.arrange(value, [self.attention.batch, self.attention.heads, [token], list[Factor]()])
 
     def _with_biases(
         self, query: fx.Node, keys: fx.Node, scale: float, biases: list[Arranged]
@@ -293,22 +380,26 @@ class Rewrite:
         return self.attention.scores.product in ancestors([node])
 
     def _gated(self, mask: fx.Node | None) -> fx.Node | None:
-        """With what scores were multiplied by that depends on the key, as in `scores * causal - 1e4 * (1 - causal)`.
+        """With what scores were multiplied by that depends on the key, as in `scores * causal - 1e4 * (1 - causal)`, or
+        their softmax.
 
         Where that is not one the mask has to forbid: else it gets a number there that no mask has, so that no proof
         goes through.
         """
-        gates = [(by, one) for by, one in self.attention.scores.by if isinstance(one, Arranged)]
-        for target, gate in gates:
-            if not gate.has(self.attention.key):
-                continue
+        scores, key = self.attention.scores, self.attention.key
+        gates = [(by, one) for by, one in scores.by if isinstance(one, Arranged) and one.has(key)]
+        if any(not one.has(key) or one.base in self.learned for one in scores.gates):
+            raise Mismatch("aten.mul.Tensor of the weights that a softmax gives")
+        for target, gate in [*gates, *((aten.mul.Tensor, one) for one in scores.gates)]:
             if mask is None or target is not aten.mul.Tensor:
                 raise Mismatch("a scale that depends on the key")
             factor = self._arranged(gate)
             if mask.meta["val"].dtype is torch.bool:
-                numbers = (self.call(aten.full_like.default, factor, number) for number in (0.0, -float("inf")))
+                dtype, choices = scores.product.meta["val"].dtype, (0.0, -float("inf"))
+                numbers = (self.call(aten.full_like.default, factor, number, dtype=dtype) for number in choices)
                 mask = self.call(aten.where.self, mask, *numbers)
-            is_one = self.call(aten.eq.Scalar, factor, 1)
+            is_bool = factor.meta["val"].dtype is torch.bool
+            is_one = factor if is_bool else self.call(aten.eq.Scalar, factor, 1)
             forbidden = self.call(aten.le.Scalar, mask, FORBIDDEN)
             wrong = self.call(aten.full_like.default, mask, 1.0)
             otherwise = self.call(aten.where.self, forbidden, mask, wrong)
@@ -335,3 +426,9 @@ class Rewrite:
     def _merges(self, dims: list[Dim]) -> bool:
         parts = [set(leaves(dim)) for dim in dims]
         return any(part & self.rows and not part <= self.rows for part in parts)
+
+
+def _broadcast(mask: Arranged, base: fx.Node) -> Arranged:
+    """A value of the dimensions of a mask, or of size 1 there."""
+    own = [[] if size == 1 else dim for dim, size in zip(mask.own, sizes(base), strict=True)]
+    return Arranged(base, own, own)

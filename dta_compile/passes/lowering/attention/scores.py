@@ -7,14 +7,18 @@ its operators do to a score `s[b, h, q, k]`:
 * `a * tanh(c * s)` is the soft cap `a`;
 * what is added, or put in its place, is a mask, for the prover to judge (`passes.masks`). A number that is put there
   forbids if it is at most `FORBIDDEN`;
+* the scores of further features are added: `q1 @ k1 + q2 @ k2` is a product of both, one after the other;
 * what is added to all scores of a query alike leaves the softmax as it is;
+* weights that are multiplied by zero, or replaced by it, have to be hidden, as by the mask, which makes them zero;
 * a column that is concatenated to the scores, and cut off again behind the softmax, is a sink.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +36,7 @@ aten = torch.ops.aten
 
 # So that forbidden scores are no infinities.
 FLOORS = frozenset({aten.maximum.default, aten.clamp_min.default, aten.clamp_min.Tensor, aten.clamp.default})
+PathTo = Callable[[fx.Node], list[fx.Node] | None]
 
 
 @dataclasses.dataclass
@@ -46,11 +51,14 @@ class Scores:
         scale: what they were multiplied by, before the cap if there is one.
         cap: that of `cap * tanh(scale * products)`; None: they were not capped.
         by: tensors or numbers of the call that they were multiplied with, or divided by.
+        gates: what their softmax was multiplied by: one, or where keys are hidden, anything.
         masks: what was put in their place (bool: where they stayed) or added.
         sinks: a column beside them; `has_sinks_in_front`: before the first key.
         constant: what was added to both, which must not depend on the key.
         filler: the largest number that scores were replaced by, less what had been added to them.
         shift: the number that was added to all of them.
+        further: the products that were added to them, of the same queries and keys.
+        path_to: from a product of activations to a value that is a function of it; None: it is of none.
     """
 
     product: fx.Node
@@ -61,12 +69,24 @@ class Scores:
     scale: float = 1.0
     cap: float | None = None
     by: list[tuple[Any, Arranged | fx.Node]] = dataclasses.field(default_factory=list)
+    gates: list[Arranged] = dataclasses.field(default_factory=list)
     masks: list[Arranged] = dataclasses.field(default_factory=list)
     sinks: Arranged | None = None
     has_sinks_in_front: bool = False
     constant: list[Arranged] = dataclasses.field(default_factory=list)
     filler: float = -math.inf
     shift: float = 0.0
+    further: list[Scores] = dataclasses.field(default_factory=list)
+    path_to: PathTo = lambda _: None
+
+    @classmethod
+    def along(cls, path: list[fx.Node], path_to: PathTo) -> Scores:
+        """From the product on; raises `Mismatch`."""
+        scores = cls.of(path[0])
+        scores.path_to = path_to
+        for source, node in itertools.pairwise(path):
+            scores.follow(node, source)
+        return scores
 
     @classmethod
     def of(cls, node: fx.Node) -> Scores:
@@ -130,11 +150,11 @@ class Scores:
             self._forbid(self.filler * number)
         self.shift *= number
         self.masks = [_scaled(mask, number) if is_added(mask) else mask for mask in self.masks]
-        if self.cap is None:
-            self.scale *= number
-        else:
+        if self.cap is not None:
             self.cap *= abs(number)
-            self.scale *= -1.0 if number < 0 else 1.0
+            number = -1.0 if number < 0 else 1.0
+        for scores in (self, *self.further):
+            scores.scale *= number
 
     def _scale(self, node: fx.Node, source: fx.Node) -> None:
         other, is_quotient = self._other(node, source), node.target in QUOTIENTS
@@ -144,7 +164,7 @@ class Scores:
         if number is not None:
             self._multiply(1.0 / number if is_quotient else number)
             return
-        if self.cap is not None or self.masks or self.sinks is not None:
+        if self.is_changed or self.further:
             raise Mismatch("a scale of several numbers for scores that are capped or masked already")
         target = aten.div.Tensor if is_quotient else aten.mul.Tensor
         self.by.append((target, self._beside(other, node) if has_tensor(other) else other))
@@ -159,9 +179,27 @@ class Scores:
             raise Mismatch("a bias times a number")
         if not isinstance(other, fx.Node) or not has_tensor(other):
             raise Mismatch("a number added to scores")
+        if (path := self.path_to(other)) is not None:
+            self._join_features(Scores.along(path, self.path_to), node)
+            return
         if node.target in (aten.sub.Tensor, aten.sub.Scalar):
             other = call(node.graph, aten.neg.default, other)
         (self.masks if self.sinks is None else self.constant).append(self._beside(other, node))
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether anything but scales was done to them."""
+        return self.cap is not None or bool(self.masks) or self.sinks is not None or self.shift != 0
+
+    def _join_features(self, other: Scores, node: fx.Node) -> None:
+        """The scores of other features are added, or taken off."""
+        if self.is_changed or other.is_changed or self.by or other.by:
+            raise Mismatch("a sum of scores that are scaled by several numbers, capped or masked already")
+        if node.target is aten.sub.Tensor:
+            other._multiply(-1.0)
+        for one, another in zip(self.dims, other.dims, strict=True):
+            unify(one, another)
+        self.further += [other, *other.further]
 
     def _fill(self, node: fx.Node, source: fx.Node) -> None:
         if self.sinks is not None:
@@ -188,6 +226,25 @@ class Scores:
             raise Mismatch(f"scores replaced by {filler:g}, which do not forbid (at most {FORBIDDEN:g} does)")
         self.filler = max(self.filler, filler)
 
+    def follow_weights(self, node: fx.Node, source: fx.Node, dims: list[Dim]) -> None:
+        """What an operator does to their softmax, of `dims`, which it takes as `source`; raises `Mismatch`."""
+        gate = self._other(node, source) if node.target is aten.mul.Tensor else self._kept(node, source)
+        is_alike = isinstance(gate, fx.Node) and has_tensor(gate) and sizes(node) == sizes(source)
+        if not is_alike or len(sizes(gate)) > len(dims) or self.sinks is not None:
+            raise Mismatch(f"{node.target} of the weights that a softmax gives")
+        self.gates.append(Arranged.within(gate, dims))
+
+    def _kept(self, node: fx.Node, source: fx.Node) -> fx.Node | None:
+        """Where weights stay, of a node that replaces the others by zero; None: by something else."""
+        if node.target in MASKED_FILLS:
+            condition, filler, stays = node.args[1], node.args[2], False
+        else:
+            condition, stays = node.args[0], node.args[1] is source
+            filler = node.args[2 if stays else 1]
+        if number_of(filler) != 0:
+            return None
+        return condition if stays else call(node.graph, aten.logical_not.default, condition)
+
     def _floor(self, node: fx.Node, source: fx.Node) -> None:
         """So that forbidden scores are no infinities."""
         floor = number_of(node.args[1] if node.args[0] is source else node.args[0])
@@ -204,6 +261,8 @@ class Scores:
         dim = (argument(node, 1, "dim") or 0) % len(self.dims)
         if sinks.dims[dim]:
             raise Mismatch("several columns beside the scores")
+        if number_of(sinks.base) is not None:  # the same for all heads and queries
+            sinks = dataclasses.replace(sinks, own=[[] for _ in sinks.own])
         for i, (one, other) in enumerate(zip(self.dims, sinks.dims, strict=True)):
             if i != dim:
                 unify(one, other)

@@ -1,0 +1,329 @@
+"""Biases by the distance of query and key, such as ALiBi's `-slope * |q - k|`, as slopes.
+
+No softmax sees what is added to all scores of a query alike, and causal attention reads keys `k <= q` alone. So a bias
+that is `slope * k` there and something of the query besides does what `slope * k` does. `Distances.split` finds the
+slope: `|q - k|` is `q - k`, sums, products with what depends on neither, and moved entries keep it, and what hides keys
+stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.axes.shape_rules import transpose_order
+from dta_compile.passes.graphs.nodes import call, filled_with, is_float
+from dta_compile.passes.graphs.operators import (
+    CASTS,
+    COPIES,
+    MASKED_FILLS,
+    MAYBE_COPIES,
+    PRODUCTS,
+    QUOTIENTS,
+    RANGES,
+    RESHAPES,
+    SUMS,
+    TRANSPOSITIONS,
+)
+from dta_compile.passes.lowering.attention.factors import number_of
+from dta_compile.passes.program import has_tensor
+from dta_compile.passes.symbols import expression, sizes
+from dta_compile.proofs.mask_class import FORBIDDEN
+
+aten = torch.ops.aten
+
+Labels = tuple[str | None, ...]  # of the dimensions of a value: "q", "k", or neither
+Slope: TypeAlias = float | fx.Node  # as many dimensions as the value has; those of queries and keys have size 1
+Affine = tuple[sympy.Expr, sympy.Expr, sympy.Expr]  # a * q + b * k + c
+
+CLAMPS = {
+    aten.clamp_min.default: (1, None),
+    aten.clamp_max.default: (None, 1),
+    aten.clamp.default: (1, 2),
+    aten.relu.default: (None, None),
+}
+
+
+class Distances:
+    """Takes biases of one graph apart; new nodes come at its insertion point."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+
+    def split(self, node: fx.Node, labels: Labels) -> tuple[fx.Node | None, Slope] | None:
+        """What a bias is besides `slope * k`, and the slope; None: it has none."""
+        if _rounds(node):
+            return None
+        if slope := self._slope(node, labels):
+            return None, slope
+        target = node.target
+        if (
+            target in SUMS
+            and all(isinstance(arg, fx.Node) and has_tensor(arg) for arg in node.args[:2])
+            and argument(node, 2, "alpha") in (None, 1)
+        ):
+            return self._sum(node, labels)
+        if target is aten.where.self or target in MASKED_FILLS:
+            return self._filled(node, labels)
+        if (moved := self._source(node, labels)) is not None:
+            source, before = moved
+            if (found := self.split(source, before)) is not None:
+                rest, slope = found
+                if rest is not None and target in RESHAPES and sizes(rest) != sizes(source):
+                    return None  # what was broadcast is no more
+                if rest is not None:
+                    rest = call(self.graph, target, rest, *node.args[1:], **node.kwargs)
+                return self._with_slope(rest, self._moved(node, slope, labels))
+        return None
+
+    def _with_slope(self, rest: fx.Node | None, slope: Slope | None) -> tuple[fx.Node | None, Slope] | None:
+        return None if slope is None else (rest, slope)
+
+    def _sum(self, node: fx.Node, labels: Labels) -> tuple[fx.Node | None, Slope] | None:
+        one, other = node.args[:2]
+        parts = [self.split(arg, _of(arg, labels)) for arg in (one, other)]
+        if parts == [None, None]:
+            return None
+        (left, slope), (right, further) = (part or (arg, 0.0) for part, arg in zip(parts, (one, other), strict=True))
+        if right is None:
+            rest = left
+        elif left is None:
+            rest = call(self.graph, aten.neg.default, right) if "sub" in str(node.target) else right
+        else:
+            rest = call(self.graph, node.target, left, right)
+        rest = None if rest is None else self._raised(rest, node)
+        return self._with_slope(rest, self._combined(node, slope, further))
+
+    def _filled(self, node: fx.Node, labels: Labels) -> tuple[fx.Node | None, Slope] | None:
+        """A bias but for keys that are hidden."""
+        index = 0 if node.target in MASKED_FILLS else next((i for i in (1, 2) if _hides(node.args[3 - i])), 0)
+        filler = node.args[2] if node.target in MASKED_FILLS else node.args[3 - index] if index else None
+        source = node.args[index]
+        if filler is None or not _hides(filler) or (found := self.split(source, _of(source, labels))) is None:
+            return None
+        rest, slope = found
+        rest = call(self.graph, aten.full_like.default, source, 0.0) if rest is None else rest
+        args = [rest if i == index else arg for i, arg in enumerate(node.args)]
+        rest = self._raised(call(self.graph, node.target, *args, **node.kwargs), node)
+        return self._with_slope(rest, self._raised(slope, node))
+
+    def _slope(self, node: fx.Node, labels: Labels) -> Slope | None:
+        """What multiplies the number of the key, if the rest does not depend on it; zero if nothing does."""
+        if "k" not in labels:
+            return 0.0
+        if _rounds(node):
+            return None
+        if (affine := self._affine(node, labels)) is not None:
+            return float(affine[1])
+        if (moved := self._source(node, labels)) is not None:
+            slope = self._slope(*moved)
+            return None if slope is None else self._moved(node, slope, labels)
+        if node.target in SUMS and argument(node, 2, "alpha") in (None, 1):
+            slopes = [self._slope(arg, _of(arg, labels)) for arg in node.args[:2]]
+            return None if None in slopes else self._combined(node, *slopes)
+        if node.target is aten.neg.default:
+            return self._times(self._slope(node.args[0], labels), -1.0, node)
+        if node.target in PRODUCTS | QUOTIENTS:
+            factor, by = node.args[:2]
+            if node.target in PRODUCTS and not _varies(by, labels) <= _varies(factor, labels):
+                factor, by = by, factor
+            if isinstance(factor, fx.Node) and has_tensor(factor) and not _varies(by, labels):
+                return self._times(self._slope(factor, _of(factor, labels)), by, node)
+        return None
+
+    def _times(self, slope: Slope | None, by: Any, node: fx.Node) -> Slope | None:
+        """The slope of a product, or of a quotient if the node is one."""
+        number = number_of(by)
+        if slope is None or slope == 0 or (number == 0 and node.target in QUOTIENTS):
+            return slope if slope == 0 else None
+        if number is not None and not isinstance(slope, fx.Node):
+            return slope / number if node.target in QUOTIENTS else slope * number
+        factor = self._raised(by, node) if number is None else number
+        if isinstance(factor, fx.Node):
+            if not has_tensor(factor):
+                return None  # a number of the call
+            factor = _cast(factor, node.meta["val"].dtype)
+        if isinstance(slope, fx.Node):
+            target = aten.div if node.target in QUOTIENTS else aten.mul
+            return call(self.graph, target.Tensor if isinstance(factor, fx.Node) else target.Scalar, slope, factor)
+        if node.target in QUOTIENTS:
+            factor = call(self.graph, aten.reciprocal.default, factor)
+        return call(self.graph, aten.mul.Scalar, factor, slope)
+
+    def _combined(self, node: fx.Node, one: Slope, other: Slope) -> Slope:
+        """The slope of a sum, or of a difference if the node is one."""
+        if "sub" in str(node.target):
+            other = call(self.graph, aten.neg.default, other) if isinstance(other, fx.Node) else -other
+        one, other = self._raised(one, node), self._raised(other, node)
+        if not isinstance(one, fx.Node):
+            one, other = other, one
+        if not isinstance(one, fx.Node):
+            return one + other
+        target = aten.add.Tensor if isinstance(other, fx.Node) else aten.add.Scalar
+        return one if other == 0 else call(self.graph, target, one, other)
+
+    def _raised(self, slope: Slope, node: fx.Node) -> Slope:
+        """With as many dimensions as a value that its own is broadcast to."""
+        while isinstance(slope, fx.Node) and slope.meta["val"].dim() < node.meta["val"].dim():
+            slope = call(self.graph, aten.unsqueeze.default, slope, 0)
+        return slope
+
+    def _moved(self, node: fx.Node, slope: Slope, labels: Labels) -> Slope | None:
+        """The slope of a value whose entries were moved by a node, or cast."""
+        if not isinstance(slope, fx.Node) or node.target in COPIES | MAYBE_COPIES:
+            return slope
+        if node.target is aten.expand.default:
+            return self._raised(slope, node)
+        if node.target in RESHAPES:
+            shape = [1 if label else size for label, size in zip(labels, sizes(node), strict=True)]
+            if sympy.Mul(*shape) != sympy.Mul(*sizes(slope)) or sympy.Mul(*shape).free_symbols:
+                return None
+            return call(self.graph, aten.reshape.default, slope, [int(size) for size in shape])
+        return call(self.graph, node.target, slope, *node.args[1:], **node.kwargs)
+
+    def _source(self, node: fx.Node, labels: Labels) -> tuple[fx.Node, Labels] | None:
+        """What a node moves the entries of, and the dimensions there."""
+        target, source = node.target, node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or not has_tensor(source):
+            return None
+        rank = source.meta["val"].dim()
+        if target in COPIES | CASTS | MAYBE_COPIES:
+            return (source, labels) if node.meta["val"].is_floating_point() or target not in CASTS else None
+        if target is aten.unsqueeze.default:
+            place = node.args[1] % (rank + 1)
+            return source, (*labels[:place], *labels[place + 1 :])
+        if target is aten.expand.default:
+            return source, _of(source, labels)
+        if target in TRANSPOSITIONS:
+            order = node.args[1] if target is aten.permute.default else transpose_order(node, rank)
+            return source, tuple(labels[[dim % rank for dim in order].index(i)] for i in range(rank))
+        if target in RESHAPES:
+            before, after = sizes(source), sizes(node)
+            inner = [label for label, size in zip(labels, after, strict=True) if size != 1]
+            if [size for size in before if size != 1] == [size for size in after if size != 1]:
+                left = iter(inner)
+                return source, tuple(None if size == 1 else next(left) for size in before)
+        return None
+
+    def _affine(self, node: Any, labels: Labels) -> Affine | None:
+        """A value in terms of the numbers of query and key, where the key is not behind the query."""
+        zero = sympy.Integer(0)
+        if not isinstance(node, fx.Node):
+            return (zero, zero, sympy.sympify(node)) if isinstance(node, (int, float)) else None
+        if _rounds(node):
+            return None
+        if not has_tensor(node):
+            return zero, zero, expression(node.meta["val"])
+        if node.target in RANGES:
+            return _range(node, labels)
+        if isinstance(number := filled_with(node), (int, float)):
+            return zero, zero, sympy.sympify(number)
+        if (moved := self._source(node, labels)) is not None:
+            return self._affine(*moved)
+        if node.target in (aten.abs.default, *CLAMPS):
+            return self._bent(node, labels)
+        if node.target is aten.neg.default:
+            return _scaled(self._affine(node.args[0], labels), -1)
+        if node.target not in SUMS | PRODUCTS | QUOTIENTS | {aten.rsub.Scalar} or argument(node, 2, "alpha") not in (
+            None,
+            1,
+        ):
+            return None
+        one, other = (self._affine(arg, _of(arg, labels)) for arg in node.args[:2])
+        if one is None or other is None:
+            return None
+        if node.target in SUMS:
+            return _added(one, _scaled(other, -1 if "sub" in str(node.target) else 1))
+        if node.target is aten.rsub.Scalar:
+            return _added(other, _scaled(one, -1))
+        if node.target in PRODUCTS and one[:2] == (0, 0):
+            one, other = other, one
+        is_number = other[:2] == (0, 0) and other[2].is_number and (node.target in PRODUCTS or other[2] != 0)
+        return _scaled(one, 1 / other[2] if node.target in QUOTIENTS else other[2]) if is_number else None
+
+    def _bent(self, node: fx.Node, labels: Labels) -> Affine | None:
+        """The absolute value, or bounds at zero, of a multiple of a distance."""
+        value = self._affine(node.args[0], labels)
+        if value is None or value[0] + value[1] != 0 or value[2] != 0:
+            return None
+        is_negative = bool(value[1] > 0)  # k - q is
+        if node.target is aten.abs.default:
+            return _scaled(value, -1 if is_negative else 1)
+        low, high = (
+            None if at is None else argument(node, at, name)
+            for at, name in zip(CLAMPS[node.target], ("min", "max"), strict=True)
+        )
+        low = 0 if node.target is aten.relu.default else low
+        if low not in (None, 0) or high not in (None, 0):
+            return None
+        cut = (low == 0 and is_negative) or (high == 0 and not is_negative)
+        return _scaled(value, 0) if cut else value
+
+
+def _of(arg: Any, labels: Labels) -> Labels:
+    """The dimensions of an operand that is broadcast."""
+    if not isinstance(arg, fx.Node) or not has_tensor(arg):
+        return ()
+    shape = sizes(arg)
+    return tuple(
+        None if size == 1 else label for size, label in zip(shape, labels[len(labels) - len(shape) :], strict=True)
+    )
+
+
+def _rounds(node: fx.Node) -> bool:
+    """Whether numbers of tokens are not kept as they are."""
+    return has_tensor(node) and is_float(node) and node.meta["val"].dtype.itemsize < 4
+
+
+def _varies(arg: Any, labels: Labels) -> set[str | None]:
+    return set(_of(arg, labels)) - {None}
+
+
+def _hides(filler: Any) -> bool:
+    number = number_of(filler)
+    return number is not None and number <= FORBIDDEN
+
+
+def _range(node: fx.Node, labels: Labels) -> Affine | None:
+    start, step = (0, 1)
+    if node.target is not aten.arange.default:
+        start, step = node.args[0], argument(node, 2, "step") or 1
+    if step != 1 or labels[0] is None:
+        return None
+    start = expression(start.meta["val"]) if isinstance(start, fx.Node) else sympy.sympify(start)
+    return sympy.Integer(labels[0] == "q"), sympy.Integer(labels[0] == "k"), start
+
+
+def _scaled(value: Affine | None, by: Any) -> Affine | None:
+    return None if value is None else (value[0] * by, value[1] * by, value[2] * by)
+
+
+def _added(one: Affine, other: Affine | None) -> Affine | None:
+    return None if other is None else (one[0] + other[0], one[1] + other[1], sympy.expand(one[2] + other[2]))
+
+
+def labels_of(dims: Sequence[Any], query: Any, key: Any) -> Labels:
+    """Which dimensions, given by their factors, are those of queries and keys; none if one is a part of another."""
+    found: list[str | None] = []
+    for dim in dims:
+        if len(dim) > 1 and (query in dim or key in dim):
+            return ()
+        found.append("q" if query in dim else "k" if key in dim else None)
+    return tuple(found)
+
+
+def positions(graph: fx.Graph, length: fx.Node | int, like: torch.Tensor) -> fx.Node:
+    """The numbers of tokens."""
+    kwargs = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
+    with like.fake_mode:  # type: ignore[attr-defined]
+        return call(graph, aten.arange.default, length, **kwargs)
+
+
+def _cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    is_so = node.meta["val"].dtype is dtype
+    return node if is_so else call(node.graph, aten._to_copy.default, node, dtype=dtype)

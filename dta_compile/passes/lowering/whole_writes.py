@@ -1,0 +1,94 @@
+"""whole_writes: a cache of keys and values that a call fills from its first token on, and reads as far as it is filled.
+
+    cache[:, 0:S] = k;  k = cache[:, :S]          cache.index_copy_(1, arange(S), k)          cache[:, :, arange(S)] = k
+
+What is read are the entries that were written, so that attention reads `k` itself. Writes over a value with a gradient
+are left: what it is computed from gets a gradient of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.operators import CASTS, DIFFERENTIABLE_COPIES, FILLS
+from dta_compile.passes.program import has_tensor
+from dta_compile.passes.symbols import sizes
+
+aten = torch.ops.aten
+
+
+def read_what_was_written(graph: fx.Graph, trained: Iterable[fx.Node]) -> None:
+    """Replace writes of all entries, and reads of the part that was written; `graph` is functional.
+
+    Args:
+        trained: the inputs that get a gradient.
+    """
+    with_gradient = set(trained)
+    for node in graph.nodes:
+        if node.target not in FILLS and not with_gradient.isdisjoint(node.all_input_nodes):
+            with_gradient.add(node)
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not has_tensor(node):
+            continue
+        if (same := _same(node, with_gradient)) is not None:
+            node.replace_all_uses_with(same)
+    graph.eliminate_dead_code(fx.Node.is_impure)
+
+
+def _same(node: fx.Node, with_gradient: set[fx.Node]) -> fx.Node | None:
+    """The value that a node has the entries of."""
+    if node.target is aten.slice.Tensor:
+        return _read(node, with_gradient)
+    written = _written(node, with_gradient)
+    return written[0] if written is not None and _are_alike(written[0], node) else None
+
+
+def _read(node: fx.Node, with_gradient: set[fx.Node]) -> fx.Node | None:
+    """What was written to the part that a slice takes; the source, if it takes all of it."""
+    source = node.args[0]
+    if _are_alike(source, node):
+        return source
+    if argument(node, 2, "start") not in (None, 0) or (argument(node, 4, "step") or 1) != 1:
+        return None
+    written, dim = _written(source, with_gradient), (argument(node, 1, "dim") or 0) % node.meta["val"].dim()
+    return written[0] if written is not None and written[1] == dim and _are_alike(written[0], node) else None
+
+
+def _written(node: fx.Node, with_gradient: set[fx.Node]) -> tuple[fx.Node, int] | None:
+    """What is written over the first entries along a dimension, and that dimension."""
+    if node.op != "call_function" or node.args[0] in with_gradient:
+        return None
+    if node.target is aten.slice_scatter.default:
+        value, dim = node.args[1], argument(node, 2, "dim") or 0
+        if argument(node, 3, "start") not in (None, 0) or (argument(node, 5, "step") or 1) != 1:
+            return None
+    elif node.target is aten.index_copy.default:
+        dim, index, value = node.args[1:]
+        if not _counts_from_zero(index):
+            return None
+    elif node.target is aten.index_put.default and not argument(node, 3, "accumulate"):
+        *whole, index = node.args[1]
+        dim, value = len(whole), node.args[2]
+        if any(one is not None for one in whole) or not _counts_from_zero(index):
+            return None
+    else:
+        return None
+    return value, dim % node.meta["val"].dim()
+
+
+def _counts_from_zero(index: fx.Node) -> bool:
+    while index.target in CASTS | DIFFERENTIABLE_COPIES:
+        index = index.args[0]
+    return index.target is aten.arange.default or (
+        index.target in (aten.arange.start, aten.arange.start_step)
+        and index.args[0] == 0
+        and argument(index, 2, "step") in (None, 1)
+    )
+
+
+def _are_alike(one: fx.Node, other: fx.Node) -> bool:
+    return sizes(one) == sizes(other) and one.meta["val"].dtype is other.meta["val"].dtype

@@ -252,13 +252,18 @@ if not hasattr(OutputGraph.__init__, "__wrapped__"):  # not once more, where the
     OutputGraph.__init__ = _with_selections(OutputGraph.__init__)  # type: ignore[method-assign]
 
 
+def traces_selections(output_graph: Any) -> bool:
+    """Whether a trace of ours has sizes that depend on data, which Dynamo has not been set to allow."""
+    return bool(getattr(output_graph, "_dta_selects", False))
+
+
 def trace_again_without_selections() -> None:
     """Make Dynamo trace once more as it would without us, ending the graph where rows are selected by a condition."""
     _trace_without_selections(_calling("OutputGraph"))
 
 
 def _trace_without_selections(output_graph: Any) -> None:
-    if getattr(output_graph, "_dta_selects", False):
+    if traces_selections(output_graph):
         _trace_again_without(_without_selections, "selections of rows")
 
 

@@ -1,4 +1,4 @@
-"""Two calls that Dynamo ends a graph at, although nothing in them keeps a model from being one graph."""
+"""Three calls that Dynamo ends a graph at, although nothing in them keeps a model from being one graph."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def avoid() -> None:
     for owner, name, kept in (
         (TorchInGraphFunctionVariable, "call_function", _with_bools),
         (TensorVariable, "method_requires_grad_", _of_results),
+        (TensorVariable, "method_tolist", _as_sizes),
     ):
         method = getattr(owner, name, None)
         if method is not None and not hasattr(method, "of_dta"):
@@ -64,3 +65,21 @@ def _of_results(method: Callable[..., Any]) -> Callable[..., Any]:
 
     method_requires_grad_.of_dta = True  # type: ignore[attr-defined]
     return method_requires_grad_
+
+
+def _as_sizes(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`counts.tolist()` gives numbers that a graph computes: as sizes of groups, which `lower` does without."""
+
+    @functools.wraps(method)
+    def method_tolist(self: Any, tx: Any) -> Any:
+        if not dynamo.traces_selections(tx.output):
+            return method(self, tx)
+        mode = tx.output.fake_mode
+        before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
+        try:
+            return method(self, tx)
+        finally:
+            mode.allow_scalar_outputs = before
+
+    method_tolist.of_dta = True  # type: ignore[attr-defined]
+    return method_tolist

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from torch._C._functorch import (
     pop_dynamic_layer_stack_and_undo_to_depth,
 )
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.functional_tensor import mb_unwrap_functional_tensor
 from torch.utils import _pytree as pytree
 
 from dta_compile.errors import DTAError, RefusalError
 from dta_compile.passes.program import where
+from dta_compile.passes.symbols import reads_number
 
 # Torch's own functions, operators and methods by name, all of whose floating-point results autograd follows if it
 # follows an argument. None of them writes to an argument, detaches, or changes the gradient mode.
@@ -71,7 +74,8 @@ class CapturedInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Raises `RefusalError` with the user's line."""
         try:
-            return super().run_node(n)
+            with _numbers_of(self.env[n.args[0]]) if reads_number(n) else contextlib.nullcontext():  # type: ignore[index]
+                return super().run_node(n)
         except DTAError:
             raise
         except Exception as error:
@@ -100,6 +104,17 @@ class CapturedInterpreter(fx.Interpreter):
     def inside(self, body: fx.GraphModule) -> CapturedInterpreter:
         """The interpreter of a region of this graph."""
         raise NotImplementedError
+
+
+@contextlib.contextmanager
+def _numbers_of(value: torch.Tensor) -> Iterator[None]:
+    """A number that a graph reads off a tensor is a symbol."""
+    mode = mb_unwrap_functional_tensor(value).fake_mode  # type: ignore[attr-defined]
+    before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
+    try:
+        yield
+    finally:
+        mode.allow_scalar_outputs = before
 
 
 class GradientFlow(CapturedInterpreter):

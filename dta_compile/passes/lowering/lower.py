@@ -52,6 +52,7 @@ from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equa
 from dta_compile.passes.lowering.row_loops import select_masked_writes
 from dta_compile.passes.lowering.selected_rows import spread_selected_rows
 from dta_compile.passes.lowering.shifts import shifts_to_mixers
+from dta_compile.passes.lowering.sorted_slots import unsort_slots
 from dta_compile.passes.program import Program, ancestors, output_node, where
 from dta_compile.passes.tracing import tracing
 
@@ -84,6 +85,7 @@ def lower(program: Program) -> None:
     if unrecognised is not None and not mixer_calls(module.graph):
         raise unrecognised
     row_loops.undo_row_loops(module.graph)
+    unsort_slots(module.graph)
     spread_selected_rows(module.graph, set(_inputs(module, program, InputKind.PARAMETER)))
     select_masked_writes(module.graph)
     batch_row_products(module.graph)

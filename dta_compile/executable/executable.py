@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -128,6 +128,19 @@ class Output:
 
 
 @dataclasses.dataclass(frozen=True)
+class Written:
+    """An input of the call that is written to, a counter of tokens say.
+
+    Attributes:
+        input: its position.
+        frontier: the frontier values that what is written depends on.
+    """
+
+    input: int
+    frontier: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class RowEpilogue:
     """The epilogue of one row of the batch: `(batch, *inputs, *frontier values, *dense values) -> outputs`.
 
@@ -192,7 +205,8 @@ class Executable(HasMixers):
             `rest` runs in its place.
         epilogue_reads: the inputs of the call that it reads.
         row_epilogue: the same for one row; None: nothing is trained.
-        outputs: of the call.
+        outputs: of the call; then what is written to its inputs.
+        written: these inputs.
         rest: of a function that runs the model on further batches: from the inputs and the dense frontier values.
         comparison: for the self-check.
         regions: how many operators are in the prologue, trunk, head and epilogue.
@@ -225,6 +239,7 @@ class Executable(HasMixers):
     epilogue_reads: tuple[int, ...]
     row_epilogue: RowEpilogue | NoRowEpilogue | None
     outputs: tuple[Output, ...]
+    written: tuple[Written, ...]
     rest: Executable | None
     comparison: Comparison
     regions: Mapping[str, int]
@@ -236,6 +251,11 @@ class Executable(HasMixers):
         """All of a chunk as one part."""
         frontier = tuple(range(len(self.frontier)))
         return Part(self.joint, tuple(range(self.joint.inputs)), tuple(range(len(self.mixers))), (), (), frontier)
+
+    def copies_of_written(self, args: Sequence[Any]) -> list[Any]:
+        """The inputs of a call, with copies of those that it writes to."""
+        positions = {one.input for one in self.written}
+        return [arg.clone() if i in positions else arg for i, arg in enumerate(args)]
 
     @property
     def further(self) -> list[Executable]:

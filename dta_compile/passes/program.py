@@ -68,6 +68,7 @@ class Program(HasMixers):
     module: fx.GraphModule = None
     placeholders: Sequence[fx.Node] = ()
     draws: Sequence[fx.Node] = ()  # nodes that draw random numbers, in order
+    written: Sequence[int] = ()  # inputs that are written to: what they have in the end are the last outputs
     # token_axis
     batch: sympy.Expr | None = None
     tokens: sympy.Expr | None = None
@@ -123,7 +124,7 @@ class Program(HasMixers):
     ) -> Program:
         """A program whose captured graph is lowered already, and draws no random numbers."""
         program = cls(module, training, codegen, own_symbols, inputs, module, placeholders)
-        program.filled |= {"inputs", "module", "placeholders", "draws"}
+        program.filled |= {"inputs", "module", "placeholders", "draws", "written"}
         return program
 
     @property

@@ -61,10 +61,8 @@ class Verdict:
         return ", ".join(f"{name} not comparable" if x is None else f"{name} within {x:.1g}" for name, x in parts)
 
 
-def verified(
-    captured: fx.GraphModule, run: Callable[[Sequence[Any]], Run], args: Sequence[Any]
-) -> tuple[tuple[Any, ...], str]:
-    """The outputs of a call that `run` runs, compared with the reference as their gradients are; and the verdict.
+def verified(captured: fx.GraphModule, run: Callable[[Sequence[Any]], Run], args: Sequence[Any]) -> tuple[Run, str]:
+    """A call that `run` runs, compared with the reference as its gradients are; and the verdict.
 
     Raises:
         VerificationError: naming the output or parameter that differs, by how much, and the tolerance.
@@ -77,9 +75,9 @@ def verified(
     else:
         with _undisturbed(ran.call.device):
             detached = _detached(args)
-            expected = run_captured(captured, detached)
+            expected = run_captured(captured, detached, ran.call.executable)
             verdict = f"the whole call: {compare(captured, ran, viewed, expected, detached)}"
-    return ran.outputs, verdict
+    return ran, verdict
 
 
 def self_check(
@@ -139,7 +137,7 @@ def _captured_in_time(
     trains = _trains(call.executable)
     for _attempt in range(2):  # the first run may have loaded kernels
         begun = time.perf_counter()
-        outputs = run_captured(captured, args)
+        outputs = run_captured(captured, args, call.executable)
         if call.device.type == "cuda":
             torch.cuda.synchronize(call.device)
         seconds = time.perf_counter() - begun
@@ -187,7 +185,7 @@ def compare(
         VerificationError: naming what differs.
     """
     executable, probe = run.call.executable, Probe(run, are_finite(expected))
-    rounded = Rounded(captured, their_inputs)
+    rounded = Rounded(captured, their_inputs, executable)
     for i in range(len(expected)):
         probe.require_no_padding(i)
     compared = [_compare_output(probe, rounded, i, theirs) for i, theirs in enumerate(expected)]
@@ -250,9 +248,11 @@ Compared = TypeVar("Compared")
 LAST_PLACES = 1  # that a weight is changed by, about
 
 
-def run_captured(captured: fx.GraphModule, args: Sequence[Any]) -> tuple[Any, ...]:
-    """The outputs of the captured program as it is."""
-    return tuple(as_captured(captured)(*args))
+def run_captured(captured: fx.GraphModule, args: Sequence[Any], executable: Executable) -> tuple[Any, ...]:
+    """The outputs of the captured program as it is, and what it writes to inputs, which are left as they are."""
+    copies = executable.copies_of_written(args)
+    outputs = tuple(as_captured(captured)(*copies))
+    return *outputs, *(copies[one.input] for one in executable.written)
 
 
 def takes_gradient(arg: Any) -> bool:
@@ -278,8 +278,8 @@ class Rounded:
         args: the inputs of the run that changes are measured from.
     """
 
-    def __init__(self, captured: fx.GraphModule, args: Sequence[Any]) -> None:
-        self._captured, self._args = captured, args
+    def __init__(self, captured: fx.GraphModule, args: Sequence[Any], executable: Executable) -> None:
+        self._captured, self._args, self._executable = captured, args, executable
         self._eps = _coarsest(captured)
         self._change_of_gradients: float | None = None
 
@@ -289,7 +289,7 @@ class Rounded:
 
     @functools.cached_property
     def _outputs(self) -> tuple[Any, ...]:
-        return run_captured(self._captured, self._inputs)
+        return run_captured(self._captured, self._inputs, self._executable)
 
     def change_of_output(self, index: int, plain: Any, mask: torch.Tensor | None) -> float:
         """The largest change of an output from what it was, where `mask` holds."""

@@ -55,8 +55,8 @@ _duck_shapes_before: list[bool] = []
 _without_selections: set[Any] = set()
 # The compilation now running, if its layers cannot be traced once for all copies.
 _without_regions: set[Any] = set()
-# Of the latest function that Dynamo gave up on: what it was to be compiled by, and why it gave up.
-_given_up: list[tuple[Any, str]] = []
+# Of the latest function that Dynamo gave up on: what it was to be compiled by, why it gave up, and its compilation.
+_given_up: list[tuple[Any, str, Any]] = []
 # The compilations whose graphs do not count towards Dynamo's recompile limit.
 _uncounted: set[Any] = set()
 EVAL_FRAME = torch._dynamo.eval_frame.__file__
@@ -299,8 +299,8 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
             except Exception as error:
                 if has_regions:
                     _trace_again_without(_without_regions, "regions")
-                if here not in _without_selections:
-                    _given_up[:] = [(self.output.compiler_fn, cause(error))]
+                if here not in _without_selections or here not in (known for *_, known in _given_up):
+                    _given_up[:] = [(self.output.compiler_fn, cause(error), here)]
                 sizes = getattr(self.output.shape_env, "var_to_range", ())
                 if any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in sizes):
                     _trace_without_selections(self.output)
@@ -396,7 +396,7 @@ def given_up() -> str | None:
     The functions that it called are then compiled one by one, for the same compiled callable.
     """
     here = getattr(_calling("OutputGraph"), "compiler_fn", None)
-    return next((reason for compiler, reason in _given_up if compiler is here), None)
+    return next((reason for compiler, reason, _ in _given_up if compiler is here), None)
 
 
 def cause(error: BaseException) -> str:

@@ -76,7 +76,7 @@ class Counts:
         while node.target in COPIES | RESHAPES | CASTS or self._is_permuted(node):
             if node.target in CASTS and not _holds_indices(node.meta["val"].dtype):
                 return False
-            node = node.args[0]
+            node = node.args[0].args[0] if is_item(node) else node.args[0]
         return self.first.like(node) is self.numbers
 
     def _is_permuted(self, node: fx.Node) -> bool:
@@ -106,6 +106,7 @@ class Counts:
             aten.bincount.default: self._bincount,
             aten.scatter_add.default: self._added,
             aten.index_add.default: self._added,
+            aten.slice.Tensor: self._first,
             aten.sum.dim_IntList: self._summed,
         }.get(node.target)
         bins = None if found is None else found(node)
@@ -119,6 +120,13 @@ class Counts:
     def _bincount(self, node: fx.Node) -> int | None:
         weights, least = argument(node, 1, "weights"), argument(node, 2, "minlength")
         return least if weights is None and self.are(node.args[0]) else None
+
+    def _first(self, node: fx.Node) -> int | None:
+        """Those of the first experts, of all that can be chosen."""
+        start, end, step = (argument(node, i, name) for i, name in ((2, "start"), (3, "end"), (4, "step")))
+        known = self.of(node.args[0])
+        is_known = known is not None and start in (0, None) and step in (1, None) and isinstance(end, int) and end > 0
+        return min(end, known) if is_known else None
 
     def _added(self, node: fx.Node) -> int | None:
         base, dim, index, value = node.args[:4]

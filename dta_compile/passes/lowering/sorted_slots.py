@@ -165,6 +165,11 @@ class _Unsorting:
         if source in self.inverses and _is_another_form(node):
             self.inverses.add(node)
             return True
+        if is_item(node) and source.target is aten.split_with_sizes.default and source.args[0] in self.known:
+            found = self.known[source.args[0]]
+            if found.is_sorted and found.group is None and self._splits_by_expert(source):
+                self.known[node] = dataclasses.replace(found, group=node.args[1])
+            return True
         found = self.known.get(source)
         if found is None:
             return False
@@ -279,11 +284,10 @@ class _Unsorting:
         if index.group is not None:
             self._index_by_condition(node, index)
             return
-        if index.of == SLOT and index.is_sorted and value in self.known:
-            # `inverse[order] = torch.arange(n)`
-            if self.known[value] == _Numbers(SLOT, is_sorted=False) and sizes(node) == (self.count,):
-                self.inverses.add(node)
-                return
+        is_arange = index == _Numbers(SLOT) and self.known.get(value) == _Numbers(SLOT, is_sorted=False)
+        if is_arange and sizes(node) == (self.count,):  # `inverse[order] = torch.arange(n)`
+            self.inverses.add(node)
+            return
         if index.of != SLOT and self.slots != 1:
             raise Unproven(f"{node.target}: a token is written once for each of its slots", node)
         self._require_rows(node, self.count, of_base=not self.rows.is_rows(node.args[0]))
@@ -303,6 +307,7 @@ class _Unsorting:
         self.changed = True
         if group is not None:
             self.groups[new] = group
+            new.meta = dict(node.meta)  # of the same size, under the name that all have who read it
         elif new.op == "call_function" and not new.meta.get("stack_trace"):
             new.meta = {**node.meta, "val": new.meta["val"]}
         node.replace_all_uses_with(new)
@@ -356,16 +361,19 @@ class _Unsorting:
         self._replace(node, self._of_group(rows.values[0], SLOT, group), group)
 
     def _split(self, node: fx.Node) -> None:
-        rows, lengths = self.rows.of(node.args[0]), node.args[1]
-        if rows.place != 0 or (argument(node, 2, "dim") or 0) != 0 or _descends(self.sort):
-            raise Unproven(f"{node.target}: it splits sorted slots along another dimension", node)
-        for number, length in enumerate(lengths):
-            alone = self.counts.up_to(number + 1) - self.counts.up_to(number)
-            if self.counts.canonical(length) != alone:
-                raise Unproven(f"{node.target}: its parts are not known to be those of experts", node)
+        rows = self.rows.of(node.args[0])
+        if rows.place != 0 or not self._splits_by_expert(node):
+            raise Unproven(f"{node.target}: its parts are not known to be those of experts", node)
         for item in list(node.users):
             with self.graph.inserting_before(item):
                 self._replace(item, self._of_group(rows.values[0], SLOT, item.args[1]), item.args[1])
+
+    def _splits_by_expert(self, node: fx.Node) -> bool:
+        if argument(node, 2, "dim") or _descends(self.sort):
+            return False
+        ends = [self.counts.up_to(number) for number in range(len(node.args[1]) + 1)]
+        lengths = map(self.counts.canonical, node.args[1])
+        return all(length == end - start for length, start, end in zip(lengths, ends, ends[1:], strict=False))
 
     def _condition(self, group: int) -> tuple[fx.Node, fx.Node]:
         """Token and slot of each of a group's slots, found before all that uses them."""
@@ -402,6 +410,7 @@ class _Unsorting:
             with self.graph.inserting_before(node):
                 column = call(self.graph, aten.unsqueeze.default, tokens, -1)
                 tokens = call(self.graph, aten.expand.default, column, [-1, *map(int, sizes(node.args[0])[1:])])
+            tokens.meta = dict(node.args[2].meta)
             self.groups |= dict.fromkeys((column, tokens), index.group)
         self.changed = True
         if node.target is aten.index_put.default:

@@ -157,6 +157,8 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
             got=mixed.reason,
             hint="switch the expert capacity (token dropping) off, or set its factor so that none is set",
         )
+    elif "batch_norm" in str(mixed.node.target):
+        hint = "batch norm takes its statistics of all tokens: call .eval() on that module"
     elif "scale_grad_by_freq" in mixed.reason:
         hint = "a chunk does not know the counts of the batch: set scale_grad_by_freq=False"
     elif "sparse=True" in mixed.reason:

@@ -55,8 +55,10 @@ _duck_shapes_before: list[bool] = []
 _without_selections: set[Any] = set()
 # The compilation now running, if its layers cannot be traced once for all copies.
 _without_regions: set[Any] = set()
-# Of the latest function that Dynamo gave up on: what it was to be compiled by, why it gave up, and its compilation.
-_given_up: list[tuple[Any, str, Any]] = []
+# Of the latest function that Dynamo gave up on: what it was to be compiled by, and why it gave up first.
+_given_up: list[tuple[Any, str]] = []
+# The compilation now running, if Dynamo has given up on its function before.
+_has_given_up: set[Any] = set()
 # The compilations whose graphs do not count towards Dynamo's recompile limit.
 _uncounted: set[Any] = set()
 EVAL_FRAME = torch._dynamo.eval_frame.__file__
@@ -299,8 +301,11 @@ def _watched(run: Callable[[Any], None]) -> Callable[[Any], None]:
             except Exception as error:
                 if has_regions:
                     _trace_again_without(_without_regions, "regions")
-                if here not in _without_selections or here not in (known for *_, known in _given_up):
-                    _given_up[:] = [(self.output.compiler_fn, cause(error), here)]
+                if here not in _has_given_up:
+                    _has_given_up.add(here)
+                    _given_up[:] = [(self.output.compiler_fn, cause(error))]
+                    if _forget not in callback_handler.end_callbacks:
+                        callback_handler.register_end_callback(_forget)
                 sizes = getattr(self.output.shape_env, "var_to_range", ())
                 if any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in sizes):
                     _trace_without_selections(self.output)
@@ -396,7 +401,7 @@ def given_up() -> str | None:
     The functions that it called are then compiled one by one, for the same compiled callable.
     """
     here = getattr(_calling("OutputGraph"), "compiler_fn", None)
-    return next((reason for compiler, reason, _ in _given_up if compiler is here), None)
+    return next((reason for compiler, reason in _given_up if compiler is here), None)
 
 
 def cause(error: BaseException) -> str:
@@ -410,6 +415,7 @@ def _forget(*_: Any) -> None:
     """Numbers of compilations start anew when Dynamo is reset. Dynamo calls this at the end of every compilation."""
     _without_selections.clear()
     _without_regions.clear()
+    _has_given_up.clear()
 
 
 def unify_equal_sizes(graph: fx.Graph) -> None:

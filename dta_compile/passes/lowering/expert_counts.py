@@ -28,13 +28,15 @@ ENTRIES = KEEP_ORDER | COPIES | EXCHANGES | {aten.permute.default, aten.slice.Te
 
 def same_numbers(node: fx.Node) -> fx.Node:
     """The value whose entries a node has, in whatever shape and whichever dtype that holds them all."""
-    while node.target in COPIES | RESHAPES or (node.target in CASTS and _holds_indices(node.meta["val"].dtype)):
+    while node.target in COPIES | RESHAPES or is_exact_cast(node):
         node = node.args[0]
     return node
 
 
-def _holds_indices(dtype: torch.dtype) -> bool:
-    return dtype in (torch.int64, torch.int32, torch.float64, torch.float32)
+def is_exact_cast(node: fx.Node) -> bool:
+    """Whether a cast is to a dtype that holds all numbers of experts, and counts as far as eager mode counts."""
+    wide = (torch.int64, torch.int32, torch.float64, torch.float32)
+    return node.target in CASTS and node.meta["val"].dtype in wide
 
 
 def bound_of(node: fx.Node) -> int | None:
@@ -73,9 +75,7 @@ class Counts:
 
     def are(self, node: fx.Node) -> bool:
         """Whether a value has the numbers of all slots, in any order of them."""
-        while node.target in COPIES | RESHAPES | CASTS or self._is_permuted(node):
-            if node.target in CASTS and not _holds_indices(node.meta["val"].dtype):
-                return False
+        while node.target in COPIES | RESHAPES or is_exact_cast(node) or self._is_permuted(node):
             node = node.args[0].args[0] if is_item(node) else node.args[0]
         return self.first.like(node) is self.numbers
 
@@ -99,7 +99,7 @@ class Counts:
     def _of(self, node: fx.Node) -> int | None:
         if not isinstance(node.meta.get("val"), torch.Tensor) or len(sizes(node)) != 1:
             return None
-        while node.target in CASTS | COPIES and _holds_indices(node.meta["val"].dtype):
+        while node.target in COPIES or is_exact_cast(node):
             node = node.args[0]
         found: Callable[[fx.Node], int | None] | None = {
             aten.histc.default: self._histogram,
@@ -161,7 +161,7 @@ class Counts:
 
     def ends(self, node: fx.Node) -> int | None:
         """Of how many experts a value says where each ends among sorted slots; None: it does not."""
-        while node.target in CASTS | COPIES and _holds_indices(node.meta["val"].dtype):
+        while node.target in COPIES or is_exact_cast(node):
             node = node.args[0]
         return self.of(node.args[0]) if node.target is aten.cumsum.default else None
 

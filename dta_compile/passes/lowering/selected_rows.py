@@ -311,7 +311,8 @@ class _Spreading:
         """Whether rows are indexed as a whole, by one number each."""
         if node.target is not aten.scatter_add.default:
             return len(sizes(index)) == 1
-        return node.args[1] == 0 and sizes(index)[1:] == sizes(node.args[0])[1:] and sizes(index) == sizes(node.args[3])
+        rest = sizes(index)[1:]
+        return node.args[1] == 0 and rest == sizes(node.args[0])[1:] and rest == sizes(node.args[3])[1:]
 
     # ---- From tokens to selected rows, and back
 

@@ -34,9 +34,9 @@ from dta_compile.ops.experts import EXPERT_LINEAR
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import First, call, is_float, is_item
 from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RANGES, RESHAPES
-from dta_compile.passes.lowering.expert_counts import SORTS, Counts
+from dta_compile.passes.lowering.expert_counts import SORTS, Counts, is_exact_cast
 from dta_compile.passes.lowering.places.row_operators import RowOperators, Rows, Unproven
-from dta_compile.passes.symbols import depends_on_data, sizes
+from dta_compile.passes.symbols import depends_on_data, sizes, symbolic
 
 aten = torch.ops.aten
 GROUPED = (aten._grouped_mm.default,)
@@ -116,9 +116,7 @@ class _Unsorting:
     def _slots(self) -> tuple[fx.Node, int]:
         """The numbers as `[*tokens, k]`, and k."""
         source = self.numbers
-        while source.target in RESHAPES | COPIES or source.target in CASTS:
-            if len(sizes(source)) > 1:
-                break
+        while len(sizes(source)) == 1 and (source.target in RESHAPES | COPIES or is_exact_cast(source)):
             source = source.args[0]
         *tokens, last = sizes(source)
         return (source, int(last)) if tokens and last.is_Integer else (self.numbers, 1)
@@ -410,7 +408,6 @@ class _Unsorting:
             with self.graph.inserting_before(node):
                 column = call(self.graph, aten.unsqueeze.default, tokens, -1)
                 tokens = call(self.graph, aten.expand.default, column, [-1, *map(int, sizes(node.args[0])[1:])])
-            tokens.meta = dict(node.args[2].meta)
             self.groups |= dict.fromkeys((column, tokens), index.group)
         self.changed = True
         if node.target is aten.index_put.default:
@@ -420,7 +417,9 @@ class _Unsorting:
 
     def _note_group(self, node: fx.Node) -> None:
         groups = {self.groups[arg] for arg in node.all_input_nodes if arg in self.groups}
-        if len(groups) == 1 and isinstance(node.meta["val"], (torch.Tensor, tuple, list)):
+        results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
+        values = [value for value in results if isinstance(value, torch.Tensor)]
+        if len(groups) == 1 and values and all(any(map(_of_data, value.shape)) for value in values):
             self.groups[node] = groups.pop()
 
     def _join(self, node: fx.Node) -> None:
@@ -456,7 +455,9 @@ def _is_another_form(node: fx.Node) -> bool:
     source = node.args[0]
     if node.target not in KEEP_ORDER | {aten.expand.default, aten.repeat.default} or not sizes(node):
         return False
-    same = sizes(node)[0] == sizes(source)[0]
+    # A view of as many entries, along the first dimension, may have another symbol for how many these are.
+    is_column = node.target in KEEP_ORDER and len(sizes(source)) == 1 and all(size == 1 for size in sizes(node)[1:])
+    same = is_column or sizes(node)[0] == sizes(source)[0]
     return same and not any(size.free_symbols for size in sizes(node)[1:])
 
 
@@ -512,12 +513,9 @@ def _drop_checks_of_numbers(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is aten._assert_scalar.default or str(node.target).startswith("aten.sym_constrain_range"):
             value = node.args[0].meta["val"] if isinstance(node.args[0], fx.Node) else node.args[0]
-            if depends_on_data(value) if isinstance(value, torch.SymInt) else _is_of_data(value):
+            expr = symbolic(value)
+            if value is True or (expr is not None and (expr == sympy.true or depends_on_data(expr))):
                 graph.erase_node(node)
-
-
-def _is_of_data(value: Any) -> bool:
-    return isinstance(value, torch.SymBool) and depends_on_data(value.node.expr)
 
 
 def _find_size(node: fx.Node) -> None:

@@ -181,6 +181,8 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
 
 def _is_capacity(node: fx.Node) -> bool:
     """Whether an operator orders tokens by the experts that they chose, or counts those of an expert."""
+    if node.target in RESHAPES:  # slots and tokens in one dimension, say, along which they are counted
+        return any(map(_is_capacity, node.users))
     if node.target in COUNTS:
         counted = node.args[0].args[0] if node.args[0].target in CASTS else node.args[0]
         if is_float(counted):

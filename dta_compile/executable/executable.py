@@ -133,10 +133,12 @@ class Written:
 
     Attributes:
         input: its position.
+        name: what the user calls it.
         frontier: the frontier values that what is written depends on.
     """
 
     input: int
+    name: str
     frontier: tuple[int, ...]
 
 

@@ -39,7 +39,7 @@ def write(args: Sequence[Any], run: Run, values: Sequence[torch.Tensor]) -> None
 
 
 def _names(executable: Executable) -> str:
-    return ", ".join(executable.inputs[one.input].name for one in executable.written)
+    return ", ".join(one.name for one in executable.written)
 
 
 def _require_memory_of_their_own(executable: Executable, args: Sequence[Any]) -> None:
@@ -47,9 +47,8 @@ def _require_memory_of_their_own(executable: Executable, args: Sequence[Any]) ->
     for one in executable.written:
         shared = [i for i, storage in tensors.items() if i != one.input and storage == tensors[one.input]]
         if shared:
-            name, other = (executable.inputs[i].name for i in (one.input, shared[0]))
             raise RuntimeContractError(
-                f"the model writes to {name}, which has memory in common with {other}",
+                f"the model writes to {one.name}, which has memory in common with {executable.inputs[shared[0]].name}",
                 expected="tensors that are written to with memory of their own",
                 got="views of one tensor",
                 hint="hold one of them, and index it where it is used",
@@ -72,8 +71,7 @@ def _require_real_tokens(run: Run, values: Sequence[torch.Tensor]) -> None:
         for one, value, other in zip(executable.written, values, again, strict=True):
             if not torch.equal(value, other):
                 raise RuntimeContractError(
-                    f"what the model writes to {executable.inputs[one.input].name} depends on padding, which the "
-                    "prefix tree does not compute",
+                    f"what the model writes to {one.name} depends on padding, which the prefix tree does not compute",
                     expected="real tokens, masked before they are counted",
                     got="another value with other numbers at padding",
                     hint="select the real tokens by the attention mask first, or train on packed rows",

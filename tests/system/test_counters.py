@@ -1,4 +1,4 @@
-"""Buffers that a model writes to in its forward have eager's numbers: every token counts as often as the batch has it."""
+"""Buffers that a model writes to have eager's numbers: every token counts as often as the batch has it."""
 
 import copy
 
@@ -10,9 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from dta_compile.errors import RefusalError, RuntimeContractError
 from tests.support.helpers import make_batch
 from tests.support.inside import inside
+from tests.support.mixtures import EXPERTS, DeepSeek, Mixture, Model, Once, Split, one_by_one
 from tests.support.tiny import SMALL_CHUNKS, VOCABULARY, BareLM, assert_same, gradients, shared_ids
-from tests.system.test_sorted_experts import Once, Split
-from tests.system.test_written_mixtures import EXPERTS, DeepSeek, Mixture, Model, one_by_one
 
 
 class Counted(DeepSeek):

@@ -12,44 +12,10 @@ from dta_compile.ops.experts import EXPERT_LINEAR
 from tests.support.chunk_graphs import nodes_of
 from tests.support.helpers import Batch, assert_equal, make_batch, measure, random_loss, reference
 from tests.support.inside import inside
+from tests.support.mixtures import EXPERTS, Mixture, Model, Once, Split, assert_exact, call, one_by_one
 from tests.support.tiny import SMALL_CHUNKS, VOCABULARY, WIDTH, shared_ids
-from tests.system.test_written_mixtures import (
-    EXPERTS,
-    Mixture,
-    Model,
-    assert_exact,
-    call,
-    one_by_one,
-)
 
 ROUNDING = 2e-2  # of bfloat16, which is all that grouped products take on CPUs
-
-
-class Once(Model):
-    """A mixture before the last attention alone."""
-
-    def __init__(self, mixture, **arguments):
-        super().__init__(mixture, layers=2, **arguments)
-        self.mixtures[1] = nn.Linear(WIDTH, WIDTH).double()
-
-
-class Split(Mixture):
-    """torchtitan's loop: histogram, stable sort, gather, split by counts, scores behind, scatter_add."""
-
-    before = False
-
-    def mix(self, x, weights, chosen):
-        counts = torch.histc(chosen.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS).long()
-        order = torch.argsort(chosen.view(-1), stable=True)
-        scores, tokens = weights.view(-1)[order].reshape(-1, 1), (order // self.k).reshape(-1, 1).expand(-1, WIDTH)
-        rows = torch.gather(x, dim=0, index=tokens)
-        out = self.grouped(rows * scores if self.before else rows, counts)
-        return torch.zeros_like(x).scatter_add(0, tokens, out if self.before else out * scores)
-
-    def grouped(self, rows, counts):
-        counts = counts.tolist()
-        parts = torch.split(rows[: sum(counts)], counts, dim=0)
-        return torch.cat([F.silu(part @ w1.T) @ w2.T for part, w1, w2 in zip(parts, self.w1, self.w2, strict=True)])
 
 
 class ScoresBefore(Split):

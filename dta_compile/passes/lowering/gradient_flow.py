@@ -25,7 +25,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.functional_tensor import FunctionalTensor, mb_unwrap_functional_tensor
 from torch.utils import _pytree as pytree
 
-from dta_compile.errors import DTAError, RefusalError
+from dta_compile.errors import DTAError, FinalRefusal, RefusalError
 from dta_compile.passes.program import where
 from dta_compile.passes.symbols import reads_number
 
@@ -96,7 +96,7 @@ class CapturedInterpreter(fx.Interpreter):
             body, *operands = args  # the runtime decides what to keep and what to recompute
             result = self.inside(body).run(*operands)
             if any(map(was_written, operands)):
-                raise RefusalError(
+                raise FinalRefusal(
                     "a buffer is written to where a checkpoint is computed again, once more than it says",
                     where=where(next(iter(reversed(body.graph.nodes)))),
                     expected="writes outside of torch.utils.checkpoint",

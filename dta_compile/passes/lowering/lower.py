@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from dta_compile.errors import RefusalError
+from dta_compile.errors import FinalRefusal, RefusalError
 from dta_compile.executable.layouts import Input, InputKind
 from dta_compile.ops import autograd_function
 from dta_compile.ops.collectives import SAME_ON_RANKS
@@ -355,8 +355,8 @@ def _from_functional(result: Any) -> Any:
     return result
 
 
-def _mutation_refusal(mutated: Input, placeholder: fx.Node) -> RefusalError:
-    return RefusalError(
+def _mutation_refusal(mutated: Input, placeholder: fx.Node) -> FinalRefusal:
+    return FinalRefusal(
         f"the model writes to {mutated.name}, so running it over a tree would write different values",
         where=where(next(iter(placeholder.users), placeholder)),
         expected="a forward pass that leaves its parameters, and what gradients flow to, as they are",

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from dta_compile.errors import RefusalError
+from dta_compile.errors import FinalRefusal
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import First, call, descendants, is_item, swaps
@@ -41,7 +41,7 @@ EXITS = (aten.index_add.default, aten.index_put.default, aten.scatter_add.defaul
 PARTS = (aten.unbind.int, aten.select.int)
 
 
-class SelectionRefusal(RefusalError):
+class SelectionRefusal(FinalRefusal):
     """Rows that are computed from parameters are selected before the last attention, and not used row by row."""
 
 

@@ -188,7 +188,8 @@ def _written(program: Program) -> tuple[Written, ...]:
 
     def of(index: int, value: fx.Node) -> Written:
         read = ancestors([value], stop=frontier.__contains__)
-        return Written(index, tuple(i for node, i in frontier.items() if node in read))
+        name = program.placeholders[index].meta.get("source") or program.inputs[index].name
+        return Written(index, name, tuple(i for node, i in frontier.items() if node in read))
 
     return tuple(map(of, program.written, values))
 

@@ -44,7 +44,7 @@ ENTRIES = (aten.index.Tensor, aten.index_select.default, aten.gather.default)
 SUMS = (aten.index_add.default, aten.scatter_add.default)
 WRITES = (aten.index_put.default, aten.scatter.src, aten.index_copy.default)
 DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode)
-SLOT, TOKEN = "slot", "token"
+SLOT, TOKEN, INVERSE = "slot", "token", "inverse"
 
 
 def unsort_slots(graph: fx.Graph) -> None:
@@ -78,7 +78,7 @@ class _Numbers:
     """Integers that number slots, or their tokens.
 
     Attributes:
-        of: `SLOT` or `TOKEN`.
+        of: `SLOT` or `TOKEN`; `INVERSE`: where each slot has been sorted to.
         group: those of one group, if not of all slots.
         is_sorted: in the order of sorted slots; else as slots are.
     """
@@ -222,7 +222,7 @@ class _Unsorting:
             if dim % len(sizes(node.args[0])):
                 return None
         if index in self.inverses:
-            return _Numbers("inverse")
+            return _Numbers(INVERSE)
         found = self.known.get(index)
         whole = node.target in (aten.gather.default, aten.scatter_add.default, aten.scatter.src)
         if found is None or (len(sizes(index)) > 1 and not whole):
@@ -232,7 +232,7 @@ class _Unsorting:
         return found
 
     def _enter(self, node: fx.Node, source: fx.Node, index: _Numbers) -> None:
-        if index.of == "inverse":
+        if index.of == INVERSE:
             if self.rows.is_rows(source) and self.rows.of(source).place == 0:
                 self._replace(node, self.rows.of(source).values[0])
             return
@@ -265,9 +265,8 @@ class _Unsorting:
         if index.group is not None:
             self._index_by_condition(node, index)
             return
+        self._require_sorted(node, index)
         rows = self._rows_of(node, value)
-        if index.of == "inverse":
-            raise Unproven(f"{node.target}: it adds where slots have been sorted to", node)
         if index.of == TOKEN:
             rows = call(self.graph, aten.sum.dim_IntList, self._by_token(rows), [1])
         alpha = {"alpha": node.kwargs["alpha"]} if "alpha" in node.kwargs else {}
@@ -286,10 +285,15 @@ class _Unsorting:
         if is_arange and sizes(node) == (self.count,):  # `inverse[order] = torch.arange(n)`
             self.inverses.add(node)
             return
+        self._require_sorted(node, index)
         if index.of != SLOT and self.slots != 1:
             raise Unproven(f"{node.target}: a token is written once for each of its slots", node)
         self._require_rows(node, self.count, of_base=not self.rows.is_rows(node.args[0]))
         self._replace(node, self._rows_of(node, value))
+
+    def _require_sorted(self, node: fx.Node, index: _Numbers) -> None:
+        if index.of == INVERSE or not index.is_sorted:
+            raise Unproven(f"{node.target}: sorted slots are written elsewhere than where they came from", node)
 
     def _require_rows(self, node: fx.Node, count: sympy.Expr, of_base: bool = True) -> None:
         if of_base and sizes(node.args[0])[0] != count and not depends_on_data(sizes(node.args[0])[0]):

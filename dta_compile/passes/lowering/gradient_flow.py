@@ -74,7 +74,7 @@ class CapturedInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Raises `RefusalError` with the user's line."""
         try:
-            with _numbers_of(self.env[n.args[0]]) if reads_number(n) else contextlib.nullcontext():  # type: ignore[index]
+            with _numbers_of(self.env[n.args[0]]) if reads_number(n) else contextlib.nullcontext():
                 return super().run_node(n)
         except DTAError:
             raise

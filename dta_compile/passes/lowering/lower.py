@@ -73,7 +73,8 @@ def lower(program: Program) -> None:
     _refuse_gradients_switched_on(captured, flow)
     program.inputs = [_describe(i, node, flow.follows(node)) for i, node in enumerate(placeholders)]
     with autograd_function.captured():
-        module, written = _trace(program, flow, functional=False), []
+        written: list[int] = []
+        module = _trace(program, flow, functional=False)
         if not write_to_new_values(module.graph):
             # Takes half as long again, for models that write in place.
             module = _trace(program, flow, functional=True, written=written)

@@ -168,9 +168,9 @@ class _Unsorting:
             if found.is_sorted and found.group is None and self._splits_by_expert(source):
                 self.known[node] = dataclasses.replace(found, group=node.args[1])
             return True
-        found = self.known.get(source)
-        if found is None:
+        if source not in self.known:
             return False
+        found = self.known[source]
         if _is_another_form(node):
             self.known[node] = found
         elif node.target in DIVISIONS and found.of == SLOT and self._divides_by_slots(node):

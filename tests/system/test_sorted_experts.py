@@ -267,6 +267,36 @@ class Descending(Sorted):
     descending = True
 
 
+class Elsewhere(Mixture):
+    """Sorted rows that are brought back in another way than by their order."""
+
+    def mix(self, x, weights, chosen):
+        flat = chosen.view(-1)
+        order = flat.argsort(stable=True)
+        parts = x[order // self.k].split(torch.bincount(flat, minlength=EXPERTS)[:EXPERTS].tolist())
+        return self.back(x, weights, order, [f(part) for f, part in zip(self.experts, parts, strict=True)])
+
+    def back(self, x, weights, order, parts):
+        tokens = torch.arange(x.shape[0]).repeat_interleave(self.k)
+        return torch.zeros_like(x).index_add(0, tokens, torch.cat(parts))
+
+
+class Backwards(Elsewhere):
+    def back(self, x, weights, order, parts):
+        return torch.zeros_like(x).index_add(0, order // self.k, torch.cat(parts[::-1]))
+
+
+class ByInverse(Elsewhere):
+    def back(self, x, weights, order, parts):
+        y = torch.cat(parts)
+        return torch.zeros_like(y).index_put((order.argsort(),), y).view(-1, self.k, WIDTH).sum(1)
+
+
+class WeightsAsTheyWere(Elsewhere):
+    def back(self, x, weights, order, parts):
+        return torch.zeros_like(x).index_add(0, order // self.k, torch.cat(parts) * weights.view(-1)[:, None])
+
+
 class NotBack(Mixture):
     def mix(self, x, weights, chosen):
         return self.experts[0](x[chosen[:, 0].argsort(stable=True)])
@@ -306,6 +336,10 @@ REFUSED = {
     Centred: "selected by a condition.*along the token axis",
     OfOthers: "graph break.*tolist",
     Descending: "graph break.*tolist",
+    Elsewhere: "selected by a condition",
+    Backwards: "selected by a condition",
+    ByInverse: "selected by a condition",
+    WeightsAsTheyWere: "selected by a condition",
     NotBack: "sorted by the experts.*expert_linear",
     Accumulated: "sorted by the experts.*expert_linear",
     Numbers: "graph break.*tolist",

@@ -163,7 +163,7 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
         hint = "a chunk does not know the counts of the batch: set scale_grad_by_freq=False"
     elif "sparse=True" in mixed.reason:
         hint = "gradients are summed over the tree: set sparse=False"
-    elif "expert" in where(mixed.node):
+    elif "expert" in where(mixed.node).rpartition('", line')[2]:  # not in the name of a folder
         hint = "let each token choose its experts with dta_compile.expert_linear and expert_sum"
     elif _leads_to_softmax(mixed.node):
         hint = (

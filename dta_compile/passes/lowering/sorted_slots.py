@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import sympy
@@ -33,9 +32,20 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from dta_compile.ops.experts import EXPERT_LINEAR
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import First, call, is_float, is_item
-from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RANGES, RESHAPES
+from dta_compile.passes.graphs.operators import COPIES, RANGES, RESHAPES
 from dta_compile.passes.lowering.expert_counts import SORTS, Counts, is_exact_cast
 from dta_compile.passes.lowering.places.row_operators import RowOperators, Rows, Unproven
+from dta_compile.passes.lowering.slot_numbers import (
+    INVERSE,
+    SLOT,
+    TOKEN,
+    Numbers,
+    counts_from_zero,
+    descends,
+    is_another_form,
+    repeated_for_slots,
+    repeated_from,
+)
 from dta_compile.passes.symbols import depends_on_data, sizes, symbolic
 
 aten = torch.ops.aten
@@ -44,7 +54,6 @@ ENTRIES = (aten.index.Tensor, aten.index_select.default, aten.gather.default)
 SUMS = (aten.index_add.default, aten.scatter_add.default)
 WRITES = (aten.index_put.default, aten.scatter.src, aten.index_copy.default)
 DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode)
-SLOT, TOKEN, INVERSE = "slot", "token", "inverse"
 
 
 def unsort_slots(graph: fx.Graph) -> None:
@@ -73,21 +82,6 @@ def _is_sort_of_slots(node: fx.Node) -> bool:
     return bool(size.free_symbols) and not depends_on_data(size) and not is_order
 
 
-@dataclasses.dataclass(frozen=True)
-class _Numbers:
-    """Integers that number slots, or their tokens.
-
-    Attributes:
-        of: `SLOT` or `TOKEN`; `INVERSE`: where each slot has been sorted to.
-        group: those of one group, if not of all slots.
-        is_sorted: in the order of sorted slots; else as slots are.
-    """
-
-    of: str
-    is_sorted: bool = True
-    group: int | None = None
-
-
 class _Unsorting:
     """One sort, and all that is computed from slots in its order.
 
@@ -106,7 +100,7 @@ class _Unsorting:
         self.source, self.slots = self._slots()
         self.tokens = sympy.cancel(self.count / self.slots)
         self.counts = Counts(self.numbers, first)
-        self.known: dict[fx.Node, _Numbers] = {}
+        self.known: dict[fx.Node, Numbers] = {}
         self.inverses: set[fx.Node] = set()
         self.groups: dict[fx.Node, int] = {}
         self.rows = RowOperators(graph, None, [], lambda size: bool(size == self.count))
@@ -137,30 +131,30 @@ class _Unsorting:
     def _natural_numbers(self) -> None:
         """Numbers that slots and their tokens have as they are: what `torch.arange` gives, repeated k times."""
         for node in self.graph.nodes:
-            if node.target not in RANGES or not _counts_from_zero(node):
+            if node.target not in RANGES or not counts_from_zero(node):
                 continue
             size = sizes(node)[0]
             if size == self.count:
-                self.known[node] = _Numbers(SLOT, is_sorted=False)
+                self.known[node] = Numbers(SLOT, is_sorted=False)
             elif size == self.tokens:
-                for user in _repeated(node, self.slots, self.count):
-                    self.known[user] = _Numbers(TOKEN, is_sorted=False)
+                for user in repeated_for_slots(node, self.slots, self.count):
+                    self.known[user] = Numbers(TOKEN, is_sorted=False)
 
     def _note_numbers(self, node: fx.Node) -> bool:
         """Note what numbers slots or tokens, in any form."""
         source: Any = node.args[0] if node.args else None
         if is_item(node) and source is self.sort:
             if node.args[1] == 1:
-                self.known[node] = _Numbers(SLOT)
+                self.known[node] = Numbers(SLOT)
             else:
                 self.rows.enter(node, Rows([self.numbers], 0, True))
             return True
-        if is_item(node) and node.args[1] == 1 and source.target in SORTS and not _descends(source):
+        if is_item(node) and node.args[1] == 1 and source.target in SORTS and not descends(source):
             sorted_numbers = self.known.get(source.args[0])
-            if sorted_numbers == _Numbers(SLOT):
+            if sorted_numbers == Numbers(SLOT):
                 self.inverses.add(node)
                 return True
-        if source in self.inverses and _is_another_form(node):
+        if source in self.inverses and is_another_form(node):
             self.inverses.add(node)
             return True
         if is_item(node) and source.target is aten.split_with_sizes.default and source.args[0] in self.known:
@@ -171,7 +165,7 @@ class _Unsorting:
         if source not in self.known:
             return False
         found = self.known[source]
-        if _is_another_form(node):
+        if is_another_form(node):
             self.known[node] = found
         elif node.target in DIVISIONS and found.of == SLOT and self._divides_by_slots(node):
             self.known[node] = dataclasses.replace(found, of=TOKEN)
@@ -211,7 +205,7 @@ class _Unsorting:
         elif not (is_item(node) and not self.rows.knows(node.args[0])):
             self.rows.visit(node)
 
-    def _index(self, node: fx.Node) -> _Numbers | None:
+    def _index(self, node: fx.Node) -> Numbers | None:
         """What the rows of the first argument are indexed by, as a whole; an inverse as well."""
         if node.target in (aten.index.Tensor, aten.index_put.default):
             index, *others = node.args[1]
@@ -222,7 +216,7 @@ class _Unsorting:
             if dim % len(sizes(node.args[0])):
                 return None
         if index in self.inverses:
-            return _Numbers(INVERSE)
+            return Numbers(INVERSE)
         found = self.known.get(index)
         whole = node.target in (aten.gather.default, aten.scatter_add.default, aten.scatter.src)
         if found is None or (len(sizes(index)) > 1 and not whole):
@@ -231,7 +225,7 @@ class _Unsorting:
             raise Unproven(f"{node.target}: it indexes a part of each row", node)
         return found
 
-    def _enter(self, node: fx.Node, source: fx.Node, index: _Numbers) -> None:
+    def _enter(self, node: fx.Node, source: fx.Node, index: Numbers) -> None:
         if index.of == INVERSE:
             if self.rows.is_rows(source) and self.rows.of(source).place == 0:
                 self._replace(node, self.rows.of(source).values[0])
@@ -261,7 +255,7 @@ class _Unsorting:
         rest = [int(size) for size in value.meta["val"].shape[1:]]
         return call(self.graph, aten.reshape.default, value, [-1, self.slots, *rest])
 
-    def _add(self, node: fx.Node, index: _Numbers, value: fx.Node) -> None:
+    def _add(self, node: fx.Node, index: Numbers, value: fx.Node) -> None:
         if index.group is not None:
             self._index_by_condition(node, index)
             return
@@ -273,7 +267,7 @@ class _Unsorting:
         self._require_rows(node, self.tokens if index.of == TOKEN else self.count)
         self._replace(node, call(self.graph, aten.add.Tensor, node.args[0], rows, **alpha))
 
-    def _write(self, node: fx.Node, index: _Numbers, value: Any) -> None:
+    def _write(self, node: fx.Node, index: Numbers, value: Any) -> None:
         adds = node.target is aten.index_put.default and bool(argument(node, 3, "accumulate"))
         if adds:
             self._add(node, index, value)
@@ -281,7 +275,7 @@ class _Unsorting:
         if index.group is not None:
             self._index_by_condition(node, index)
             return
-        is_arange = index == _Numbers(SLOT) and self.known.get(value) == _Numbers(SLOT, is_sorted=False)
+        is_arange = index == Numbers(SLOT) and self.known.get(value) == Numbers(SLOT, is_sorted=False)
         if is_arange and sizes(node) == (self.count,):  # `inverse[order] = torch.arange(n)`
             self.inverses.add(node)
             return
@@ -291,7 +285,7 @@ class _Unsorting:
         self._require_rows(node, self.count, of_base=not self.rows.is_rows(node.args[0]))
         self._replace(node, self._rows_of(node, value))
 
-    def _require_sorted(self, node: fx.Node, index: _Numbers) -> None:
+    def _require_sorted(self, node: fx.Node, index: Numbers) -> None:
         if index.of == INVERSE or not index.is_sorted:
             raise Unproven(f"{node.target}: sorted slots are written elsewhere than where they came from", node)
 
@@ -323,7 +317,7 @@ class _Unsorting:
         experts = None if given["offs"] is None else self.counts.ends(given["offs"])
         if not self.rows.is_rows(rows) or self.rows.is_rows(weight) or len(sizes(weight)) != 3:
             raise Unproven(f"{node.target}: its first argument are no sorted slots", node)
-        if experts is None or sizes(weight)[0] != experts or _descends(self.sort):
+        if experts is None or sizes(weight)[0] != experts or descends(self.sort):
             raise Unproven(f"{node.target}: its groups are not known to be those of experts", node)
         numbers = call(self.graph, aten._to_copy.default, self.numbers, dtype=torch.int64)
         new = call(self.graph, EXPERT_LINEAR, self.rows.of(rows).values[0], numbers, weight, True)
@@ -339,7 +333,7 @@ class _Unsorting:
         if node.target is not aten.slice.Tensor or (argument(node, 1, "dim") or 0) % len(sizes(node)) != 0:
             return None
         start, end = argument(node, 2, "start") or 0, argument(node, 3, "end")
-        if argument(node, 4, "step") not in (None, 1) or _descends(self.sort):
+        if argument(node, 4, "step") not in (None, 1) or descends(self.sort):
             return None
         every = self.counts.up_to(self.counts.bound or 0)
         low = self.counts.canonical(start)
@@ -371,7 +365,7 @@ class _Unsorting:
                 self._replace(item, self._of_group(rows.values[0], SLOT, item.args[1]), item.args[1])
 
     def _splits_by_expert(self, node: fx.Node) -> bool:
-        if argument(node, 2, "dim") or _descends(self.sort):
+        if argument(node, 2, "dim") or descends(self.sort):
             return False
         ends = [self.counts.up_to(number) for number in range(len(node.args[1]) + 1)]
         lengths = map(self.counts.canonical, node.args[1])
@@ -397,12 +391,12 @@ class _Unsorting:
         tokens, slots = self._condition(group)
         if of == TOKEN or self.slots == 1:
             return call(self.graph, aten.index.Tensor, value, [tokens])
-        source = _repeated_from(value, self.slots)
+        source = repeated_from(value, self.slots)
         if source is not None:
             return call(self.graph, aten.index.Tensor, source, [tokens])
         return call(self.graph, aten.index.Tensor, self._by_token(value), [tokens, slots])
 
-    def _index_by_condition(self, node: fx.Node, index: _Numbers) -> None:
+    def _index_by_condition(self, node: fx.Node, index: Numbers) -> None:
         """Let `out.index_add(0, tokens[a:b], rows)` index by a condition."""
         assert index.group is not None
         if index.of != TOKEN and self.slots != 1:
@@ -450,66 +444,6 @@ class _Unsorting:
         self.changed = True
         node.meta["val"] = flat.meta["val"]  # as many as all slots
         self.rows.enter(node, Rows([flat], 0, True))
-
-
-def _is_another_form(node: fx.Node) -> bool:
-    """Whether a node has the same numbers, each of them in one or more entries of one row."""
-    if node.target in COPIES or (node.target in CASTS and not is_float(node)):
-        return True
-    source = node.args[0]
-    if node.target not in KEEP_ORDER | {aten.expand.default, aten.repeat.default} or not sizes(node):
-        return False
-    # A view of as many entries, along the first dimension, may have another symbol for how many these are.
-    is_column = node.target in KEEP_ORDER and len(sizes(source)) == 1 and all(size == 1 for size in sizes(node)[1:])
-    same = is_column or sizes(node)[0] == sizes(source)[0]
-    return same and not any(size.free_symbols for size in sizes(node)[1:])
-
-
-def _descends(sort: fx.Node) -> bool:
-    position = 2 if sort.target is aten.sort.default else 3
-    return bool(argument(sort, position, "descending"))
-
-
-def _counts_from_zero(node: fx.Node) -> bool:
-    if node.target is aten.arange.default:
-        return True
-    steps = node.args[2:] if node.target is aten.arange.start_step else ()
-    return node.args[0] == 0 and all(step == 1 for step in steps)
-
-
-def _repeated(node: fx.Node, slots: int, count: sympy.Expr) -> Iterator[fx.Node]:
-    """Values `[N * k]` that are one of `[N]` with each entry k times."""
-    if slots == 1:
-        yield node
-        return
-    for raised in node.users:
-        if raised.target not in KEEP_ORDER or sizes(raised) != (*sizes(node), 1):
-            continue
-        for expanded in raised.users:
-            if expanded.target is aten.expand.default and sizes(expanded) == (*sizes(node), slots):
-                pending = list(expanded.users)
-                while pending:
-                    user = pending.pop()
-                    if user.target in COPIES:
-                        pending += user.users
-                    elif user.target in RESHAPES and sizes(user) == (count,):
-                        yield user
-
-
-def _repeated_from(value: fx.Node, slots: int) -> fx.Node | None:
-    """`[N, ...]`, if that is what a value `[N * k, ...]` is repeated from."""
-    if value.target not in RESHAPES:
-        return None
-    expanded = value.args[0]
-    while expanded.target in COPIES:
-        expanded = expanded.args[0]
-    if expanded.target is not aten.expand.default or len(sizes(expanded)) < 2 or sizes(expanded)[1] != slots:
-        return None
-    raised = expanded.args[0]
-    if raised.target is not aten.unsqueeze.default or raised.args[1] != 1 or sizes(expanded)[2:] != sizes(value)[1:]:
-        return None
-    source = raised.args[0]
-    return source if sizes(source)[1:] == sizes(value)[1:] else None
 
 
 def _drop_checks_of_numbers(graph: fx.Graph) -> None:

@@ -21,7 +21,7 @@ from dta_compile.capture.classify import Captured, Kind, classify
 from dta_compile.capture.flash_attention import with_our_attention
 from dta_compile.capture.flex_attention import without_flex_attention
 from dta_compile.capture.recurrences import refuse_final_states, with_our_convolutions
-from dta_compile.errors import DTAError, OptionError, RefusalError
+from dta_compile.errors import DTAError, FinalRefusal, OptionError, RefusalError
 from dta_compile.executable.as_captured import as_captured
 from dta_compile.executable.executable import Executable
 from dta_compile.explanation import capture_report
@@ -31,7 +31,6 @@ from dta_compile.options import Options
 from dta_compile.passes import GraphWithoutAttention, Program, run_passes
 from dta_compile.passes.contracts import ContractError
 from dta_compile.passes.lowering.one_length import symbol_of_length
-from dta_compile.passes.lowering.selected_rows import SelectionRefusal
 from dta_compile.passes.program import AmbiguousAxes, where
 from dta_compile.passes.sealing.seal import seal
 from dta_compile.passes.symbols import expression, selects_rows
@@ -143,7 +142,7 @@ def _compiled(graph: Captured, options: Options) -> tuple[Executable, fx.GraphMo
             if graph.local:  # process groups cannot go to the program cache
                 return seal(run_passes(program, skip=options.skip_passes)), module
             return analysed(program, options), module
-    except SelectionRefusal:
+    except FinalRefusal:
         raise
     except (RefusalError, GraphWithoutAttention):
         if selects_rows(graph.module.graph if program is None or program.module is None else program.graph):

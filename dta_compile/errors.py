@@ -40,6 +40,10 @@ class RefusalError(DTAError, RuntimeError):
     """The captured program cannot be proven equivalent when it runs over a prefix tree."""
 
 
+class FinalRefusal(RefusalError):
+    """No other trace of the captured program would help."""
+
+
 class RuntimeContractError(DTAError, RuntimeError):
     """A call broke an assumption of the compiled program (about inputs, padding or gradients)."""
 

@@ -55,8 +55,10 @@ _duck_shapes_before: list[bool] = []
 _without_selections: set[Any] = set()
 # Ids of running compilations whose layers cannot be traced once for all copies.
 _without_regions: set[Any] = set()
-# The latest function that Dynamo could not trace: its compiler, and the reason.
+# The latest function that Dynamo could not trace: its compiler, and the first reason.
 _given_up: list[tuple[Any, str]] = []
+# Ids of running compilations of functions that Dynamo could not trace before.
+_has_given_up: set[Any] = set()
 # Ids of compilations whose graphs do not count towards Dynamo's recompile limit.
 _uncounted: set[Any] = set()
 EVAL_FRAME = torch._dynamo.eval_frame.__file__
@@ -256,13 +258,18 @@ if not hasattr(OutputGraph.__init__, "__wrapped__"):  # only once, also if this 
     OutputGraph.__init__ = _with_selections(OutputGraph.__init__)  # type: ignore[method-assign]
 
 
+def traces_selections(output_graph: Any) -> bool:
+    """Whether a trace of ours has sizes that depend on data, which Dynamo has not been set to allow."""
+    return bool(getattr(output_graph, "_dta_selects", False))
+
+
 def trace_again_without_selections() -> None:
     """Make Dynamo trace once more with its own setting, breaking the graph where rows are selected by a condition."""
     _trace_without_selections(_calling_self("OutputGraph"))
 
 
 def _trace_without_selections(output_graph: Any) -> None:
-    if getattr(output_graph, "_dta_selects", False):
+    if traces_selections(output_graph):
         _trace_again_without(_without_selections, "selections of rows")
 
 
@@ -301,8 +308,11 @@ def _with_preparations(run: Callable[[Any], None]) -> Callable[[Any], None]:
             except Exception as error:
                 if has_regions:
                     _trace_again_without(_without_regions, "regions")
-                if here not in _without_selections:
+                if here not in _has_given_up:
+                    _has_given_up.add(here)
                     _given_up[:] = [(self.output.compiler_fn, cause(error))]
+                    if _clear_ids not in callback_handler.end_callbacks:
+                        callback_handler.register_end_callback(_clear_ids)
                 sizes = getattr(self.output.shape_env, "var_to_range", ())
                 if any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in sizes):
                     _trace_without_selections(self.output)
@@ -418,6 +428,7 @@ def _clear_ids(*_: Any) -> None:
     """Clear ids at the end of every compilation, where Dynamo calls this, because `reset()` restarts them."""
     _without_selections.clear()
     _without_regions.clear()
+    _has_given_up.clear()
 
 
 def unify_equal_sizes(graph: fx.Graph) -> None:

@@ -1,4 +1,4 @@
-"""Avoid two graph breaks of Dynamo that are not necessary: a symbolic `is_causal`, and `requires_grad_()` of a result.
+"""Avoid three unnecessary graph breaks of Dynamo: a symbolic `is_causal`, `requires_grad_()` of a result, `tolist()`.
 
 `backend.py` patches Dynamo once, on import; only traces for this backend are affected.
 """
@@ -21,6 +21,7 @@ def avoid() -> None:
     for owner, name, patched in (
         (TorchInGraphFunctionVariable, "call_function", _specialising_bools),
         (TensorVariable, "method_requires_grad_", _tracing_requires_grad),
+        (TensorVariable, "method_tolist", _tracing_tolist),
     ):
         method = getattr(owner, name, None)
         if method is not None and not hasattr(method, "of_dta"):
@@ -69,3 +70,21 @@ def _tracing_requires_grad(method: Callable[..., Any]) -> Callable[..., Any]:
 
     method_requires_grad_.of_dta = True  # type: ignore[attr-defined]
     return method_requires_grad_
+
+
+def _tracing_tolist(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace `counts.tolist()` as unbacked SymInts: sizes of groups of slots, which `lower` does without."""
+
+    @functools.wraps(method)
+    def method_tolist(self: Any, tx: Any) -> Any:
+        if not dynamo.traces_selections(tx.output):
+            return method(self, tx)
+        mode = tx.output.fake_mode
+        before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
+        try:
+            return method(self, tx)
+        finally:
+            mode.allow_scalar_outputs = before
+
+    method_tolist.of_dta = True  # type: ignore[attr-defined]
+    return method_tolist

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -128,6 +128,21 @@ class Output:
 
 
 @dataclasses.dataclass(frozen=True)
+class Written:
+    """Input that the call writes to, such as a counter of tokens.
+
+    Attributes:
+        input: position among the inputs.
+        name: the user's name of it.
+        frontier: the frontier values that its final value depends on.
+    """
+
+    input: int
+    name: str
+    frontier: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class RowEpilogue:
     """The epilogue of one row of the batch: `(batch, *inputs, *frontier values, *dense values) -> outputs`.
 
@@ -192,7 +207,8 @@ class Executable(HasMixers):
             None if `rest` runs in its place.
         epilogue_reads: the inputs of the call that the epilogue reads.
         row_epilogue: the epilogue of one row; None if nothing is trained.
-        outputs: the outputs of the call.
+        outputs: the outputs of the call, then the final values of the inputs that it writes to.
+        written: these inputs.
         rest: if the function runs the model on further batches: the executable from the inputs and the dense frontier
             values to the outputs.
         comparison: facts for the self-check.
@@ -227,6 +243,7 @@ class Executable(HasMixers):
     epilogue_reads: tuple[int, ...]
     row_epilogue: RowEpilogue | NoRowEpilogue | None
     outputs: tuple[Output, ...]
+    written: tuple[Written, ...]
     rest: Executable | None
     comparison: Comparison
     regions: Mapping[str, int]
@@ -239,6 +256,11 @@ class Executable(HasMixers):
         """Return the whole chunk as one part."""
         frontier = tuple(range(len(self.frontier)))
         return Part(self.joint, tuple(range(self.joint.inputs)), tuple(range(len(self.mixers))), (), (), frontier)
+
+    def copies_of_written(self, args: Sequence[Any]) -> list[Any]:
+        """Return the inputs of a call, with copies of those that it writes to."""
+        positions = {one.input for one in self.written}
+        return [arg.clone() if i in positions else arg for i, arg in enumerate(args)]
 
     @property
     def further(self) -> list[Executable]:

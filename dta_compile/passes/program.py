@@ -71,6 +71,7 @@ class Program(HasMixers):
     module: fx.GraphModule = None
     placeholders: Sequence[fx.Node] = ()
     draws: Sequence[fx.Node] = ()  # random operators, in graph order
+    written: Sequence[int] = ()  # inputs that are written to; their final values are the last outputs
     # token_axis
     batch: sympy.Expr | None = None
     tokens: sympy.Expr | None = None
@@ -127,7 +128,7 @@ class Program(HasMixers):
     ) -> Program:
         """Make a program of a captured graph that is lowered already and has no random operators."""
         program = cls(module, training, codegen, own_symbols, inputs, module, placeholders)
-        program.filled |= {"inputs", "module", "placeholders", "draws"}
+        program.filled |= {"inputs", "module", "placeholders", "draws", "written"}
         return program
 
     @property

@@ -47,12 +47,22 @@ def symbol_sources(values: Iterable[Any]) -> dict[sympy.Symbol, tuple[int, int |
 
 
 def selects_rows(graph: fx.Graph) -> bool:
-    """Return whether a value has an unbacked size, like the number of rows that a boolean index selects."""
+    """Return whether a value has an unbacked size, like the number of rows that a boolean index selects, or a number is
+    read for one."""
     values = (
         value for node in graph.nodes for key in ("val", "example_value") if (value := node.meta.get(key)) is not None
     )
     shapes = (value.shape for value in values if isinstance(value, torch.Tensor))
-    return any(depends_on_data(size) for shape in shapes for size in shape)
+    reads = any(map(reads_number, graph.nodes))
+    return reads or any(depends_on_data(size) for shape in shapes for size in shape)
+
+
+def reads_number(node: fx.Node) -> bool:
+    """Whether a node of a captured graph is a number of `.tolist()`, where Dynamo would have ended the graph."""
+    value = node.meta.get("example_value")
+    if node.target != "item" or not isinstance(value, torch.SymInt):
+        return False
+    return not value.node.shape_env.allow_scalar_outputs
 
 
 def depends_on_data(size: Any) -> bool:

@@ -35,6 +35,7 @@ from dta_compile.runtime.replay.lease import ReplayCache
 from dta_compile.runtime.returned_cache import ReturnedCache
 from dta_compile.runtime.transparent import dense_frontier, no_autocast
 from dta_compile.runtime.verification.self_check import self_check, verified
+from dta_compile.runtime.written import write
 
 logger = logging.getLogger("dta_compile")
 
@@ -92,7 +93,7 @@ class Engine:
         if intercepted is not None:
             return intercepted
         try:
-            return self._checked_run(args)
+            return self._written(args, self._checked_run(self.executable.copies_of_written(args)))
         except RefusalError as refusal:  # a mask is not supported with the numbers and tables of this call
             if self.options.fallback != "dense":
                 raise
@@ -100,16 +101,23 @@ class Engine:
             gather_all()
             return tuple(as_captured(self.captured)(*args))
 
-    def _checked_run(self, args: Sequence[Any]) -> tuple[Any, ...]:
+    def _written(self, args: Sequence[Any], run: Run) -> tuple[Any, ...]:
+        """Write what a call writes to its inputs, once; its other outputs."""
+        outputs = len(run.outputs) - len(self.executable.written)
+        if self.executable.written:
+            write(args, run, run.outputs[outputs:])
+        return run.outputs[:outputs]
+
+    def _checked_run(self, args: Sequence[Any]) -> Run:
         verify = self.options.verify
         layers = self._layer_groups(args)
         if verify == "always" or (verify == "first" and not self.checked):
             self.checked = True
-            outputs, verdict = verified(self.captured, self.run, args)
+            run, verdict = verified(self.captured, self.run, args)
             assert self.last_plan is not None
             self.last_plan.estimates.self_check = verdict
-            return outputs
-        return self.run(args, cache_now=False, layers=layers).outputs
+            return run
+        return self.run(args, cache_now=False, layers=layers)
 
     def _layer_groups(self, args: Sequence[Any]) -> LayerGroups | None:
         """Return the groups that gather sharded parameters layer by layer, or gather all parameters and return None.

@@ -52,6 +52,28 @@ OPERATORS = [
         "x = x + mixed",
         "self.router$, self.experts$ = nn.Linear(D, 3), nn.Parameter(torch.randn(3, D, D) / 3)",
     ),
+    Part(
+        "flat = x.reshape(B * S, D)\nbest, which = self.router$(flat).softmax(-1).topk(2, -1)\n"
+        "with torch.no_grad():\n"
+        "    self.load$ += F.one_hot(which, 3).sum((0, 1))\n"
+        "order = which.view(-1).argsort(stable=True)\n"
+        "counts = torch.bincount(which.view(-1), minlength=3)[:3].tolist()\n"
+        "parts = flat[order // 2].split(counts)\n"
+        "y = torch.cat([expert(part).tanh() for expert, part in zip(self.experts$, parts)])\n"
+        "y = y * best.view(-1)[order, None]\n"
+        "x = x + torch.zeros_like(flat).index_add(0, order // 2, y).view(B, S, D)",
+        "self.router$, self.experts$ = nn.Linear(D, 3), nn.ModuleList(nn.Linear(D, D) for _ in range(3))\n"
+        'self.register_buffer("load$", torch.zeros(3))',
+    ),
+    Part(
+        "flat = x.reshape(B * S, D)\nbest, which = self.router$(flat).softmax(-1).topk(2, -1)\n"
+        "keys, order = which.flatten().sort()\nends = F.one_hot(keys, 3).sum(0).cumsum(0).tolist()\n"
+        "rows = flat.repeat_interleave(2, 0)[order]\n"
+        "parts = [F.silu(rows[a:b] @ w) for w, a, b in zip(self.experts$, [0, *ends], ends)]\n"
+        "y = torch.cat(parts)[order.argsort()].view(-1, 2, D)\n"
+        "x = x + torch.einsum('nkd,nk->nd', y, best).view(B, S, D)",
+        "self.router$, self.experts$ = nn.Linear(D, 3), nn.Parameter(torch.randn(3, D, D) / 3)",
+    ),
     Part("x = torch.where(x > 0, x, 0.1 * x)"),
     Part("x = x.clone()\nx[..., :4] = x[..., 4:] * 2\nx[..., 5] = 1.0"),
     Part("x = x * self.gain$\nx += 1\nx *= 0.5", _GAIN),

@@ -146,7 +146,7 @@ def _largest_gradient(values):
 
 
 def measure(function, model, seen, call):
-    """Outputs, zero where they do not count, and the gradient of a weighted sum of them for every parameter."""
+    """Outputs, zero where they do not count, gradients of a weighted sum of them for every parameter, and buffers."""
     model.zero_grad()
     outputs = function(**call)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -161,6 +161,7 @@ def measure(function, model, seen, call):
     if isinstance(loss, torch.Tensor):
         loss.backward()
     found |= {f"grad {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     model.zero_grad()
     return found
 

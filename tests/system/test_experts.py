@@ -306,21 +306,3 @@ def test_gates_of_other_packages_are_given_rows():
     loss = random_loss(batch, V)
     model = gated("batched_mm")
     assert_equal(measure(compiled(model), model, batch, loss), reference(gated("batched_mm"), batch, loss), 1e-4)
-
-
-@pytest.mark.slow
-def test_counts_of_tokens_kept_in_the_forward_are_refused_by_name():
-    model = build()
-    gate = model.model.layers[1].mlp.gate
-    gate.register_buffer("tokens_per_expert", torch.zeros(8))
-    route = gate.forward
-
-    def counting(hidden):
-        logits, weights, chosen = route(hidden)
-        with torch.no_grad():
-            gate.tokens_per_expert += F.one_hot(chosen, 8).sum((0, 1))
-        return logits, weights, chosen
-
-    gate.forward = counting
-    with pytest.raises(RefusalError, match="tokens_per_expert"):
-        compiled(model)(input_ids=torch.randint(1, V, (3, 7)))

@@ -141,10 +141,6 @@ def reversed_tokens(block, x, q, k, v):
     return x.flip(1)
 
 
-def counter(block, x, q, k, v):
-    block.calls.add_(1)
-
-
 def no_grad_write(block, x, q, k, v):
     x = x * 1.5
     with torch.no_grad():
@@ -209,11 +205,10 @@ def straight_through(block, x, q, k, v):
         (prefix_lm, "lets tokens attend to later ones"),
         (convolution, "it convolves along the token axis"),
         (cumulative_sum, "it accumulates along the token axis"),
-        (batch_norm, "the model writes to"),
+        (batch_norm, "batch norm takes its statistics of all tokens"),
         (mean_pool, "it sums along the token axis"),
         (batch_mean, "it sums along the batch axis"),
         (reversed_tokens, "it reorders along the token axis"),
-        (counter, "the model writes to"),
         (no_grad_write, "writes to a value with a gradient behind autograd's back"),
         (detached_write, "writes to a value with a gradient behind autograd's back"),
         *(

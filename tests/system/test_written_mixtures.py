@@ -5,65 +5,22 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dta_compile.errors import RefusalError
-from tests.support.helpers import EXACT, Batch, assert_equal, make_batch, measure, random_loss, reference
+from tests.support.helpers import make_batch
 from tests.support.inside import inside
+from tests.support.mixtures import EXPERTS, HIDDEN, DeepSeek, Mixture, Model, assert_exact, one_by_one
 from tests.support.tiny import (
     SMALL_CHUNKS,
     VOCABULARY,
     WIDTH,
     BareLM,
-    TinyLM,
     after,
     assert_same,
     log_probs,
     shared_ids,
 )
-
-EXPERTS, HIDDEN = 3, 6
-
-
-class Expert(nn.Module):
-    """A gated expert, or one with biases and a norm inside."""
-
-    def __init__(self, kind="gated"):
-        super().__init__()
-        self.kind = kind
-        bias = kind != "gated"
-        self.gate, self.up = nn.Linear(WIDTH, HIDDEN, bias=bias), nn.Linear(WIDTH, HIDDEN, bias=bias)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=bias)
-        self.norm = nn.LayerNorm(HIDDEN)
-
-    def forward(self, x):
-        if self.kind == "gated":
-            return self.down(F.silu(self.gate(x)) * self.up(x))
-        if self.kind == "norm":
-            return self.down(self.norm(F.gelu(self.up(x))))
-        y = self.up(x)  # "unsafe": neither its values nor its derivatives are finite for zeros
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True)) / self.norm.weight
-        return self.down(y / y.norm(dim=-1, keepdim=True) + torch.log(y.abs()) + y.abs().sqrt())
-
-
-class Mixture(nn.Module):
-    """A router and experts; subclasses write `mix(x, weights, chosen)`, all `[N, .]`, in their ways."""
-
-    def __init__(self, k=2, kind="gated"):
-        super().__init__()
-        self.k, self.router = k, nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.experts = nn.ModuleList([Expert(kind) for _ in range(EXPERTS)])
-        self.w1 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 4)
-        self.w2 = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 4)
-
-    def route(self, x):
-        weights, chosen = torch.topk(F.softmax(self.router(x), -1), self.k, -1)
-        return weights / weights.sum(-1, keepdim=True), chosen
-
-    def forward(self, x):
-        flat = x.view(-1, x.shape[-1])
-        return self.mix(flat, *self.route(flat)).view(x.shape)
 
 
 class Mixtral(Mixture):
@@ -77,18 +34,6 @@ class Mixtral(Mixture):
             rows = x[None, top_x].reshape(-1, x.shape[1])
             rows = self.experts[number](rows) * weights[top_x, idx, None]
             out.index_add_(0, top_x, rows.to(x.dtype))
-        return out
-
-
-class DeepSeek(Mixture):
-    """Stacked parameters, `nonzero` and `out[rows] += ...`."""
-
-    def mix(self, x, weights, chosen):
-        out = torch.zeros_like(x)
-        for number in range(EXPERTS):
-            rows, slot = (chosen == number).nonzero(as_tuple=True)
-            y = F.silu(x.index_select(0, rows) @ self.w1[number].t()) @ self.w2[number].t()
-            out[rows] += y * weights[rows, slot].unsqueeze(-1)
         return out
 
 
@@ -228,49 +173,8 @@ class Shared(Mixtral):
         return super().mix(x, weights, chosen) + self.experts[0](x) * torch.sigmoid(self.router(x)[:, :1])
 
 
-class Model(TinyLM):
-    """`TinyLM` with a mixture behind each block."""
-
-    def __init__(self, mixture, layers=1, **arguments):
-        super().__init__(layers=layers)
-        self.mixtures = nn.ModuleList([mixture(**arguments) for _ in self.blocks])
-        self.double()
-
-    def hidden(self, ids, mask=None):
-        positions, pairs = torch.arange(ids.shape[1]), None
-        if mask is not None:
-            positions = (mask.cumsum(1) - 1).clamp(min=0)
-            triangle = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
-            pairs = triangle & mask.bool()[:, None, None, :]
-        x = self.embedding(ids) + self.position(positions)
-        for block, mixture in zip(self.blocks, self.mixtures, strict=True):
-            x = block(x, pairs)
-            x = x + mixture(self.norm(x))
-        return self.norm(x)
-
-
-def call(model, batch):
-    return model(batch.ids, batch.mask)
-
-
-def assert_exact(model, batch=None):
-    """Over the tree, in one graph, with eager's numbers."""
-    torch._dynamo.reset()
-    batch = Batch(shared_ids(4, 7)) if batch is None else batch
-    loss, before = random_loss(batch, VOCABULARY), torch._dynamo.config.capture_dynamic_output_shape_ops
-    compiled = torch.compile(model, backend="dta", options=SMALL_CHUNKS)
-    assert_equal(measure(compiled, model, batch, loss, call), reference(model, batch, loss, call), EXACT)
-    assert inside(compiled).only
-    assert torch._dynamo.config.capture_dynamic_output_shape_ops is before
-
-
 WAYS = [Mixtral, DeepSeek, OneColumn, Masked, TokensOfSequences, Columns, Slots, Scattered, Dense, Checkpointed]
 WAYS += [Twice, Shared, Gathered, FlatPlaces]
-
-
-def one_by_one(every, fast):
-    """Parameters of a test, slow but for some."""
-    return [one if one in fast else pytest.param(one, marks=pytest.mark.slow) for one in every]
 
 
 @pytest.mark.parametrize("mixture", one_by_one(WAYS, (DeepSeek, TokensOfSequences)))
@@ -377,15 +281,6 @@ class Capacity(OneColumn):
         return super().mix(x, weights * kept[:, None], chosen)
 
 
-class Sorted(Mixture):
-    def mix(self, x, weights, chosen):
-        flat = chosen.view(-1)
-        order = flat.argsort(stable=True)
-        y = torch.bmm(self.w1[flat[order]], x[order // self.k][..., None])
-        y = torch.bmm(self.w2[flat[order]], F.silu(y))[..., 0] * weights.view(-1)[order][:, None]
-        return torch.zeros_like(x).index_add(0, order // self.k, y)
-
-
 class Noisy(Mixtral):
     def route(self, x):
         return super().route(x + torch.randn_like(x))
@@ -407,13 +302,12 @@ REFUSED = {
     Attending: "graph break.*scaled_dot_product_attention",  # Dynamo's own
     Dropped: "selected by a condition.*random numbers",
     Capacity: "expert capacity.*cumsum",
-    Sorted: "sorted by the experts.*expert_linear",
     Noisy: "random numbers for every token.*randn_like.*router noise",
     Jittered: "random numbers for every token.*uniform.*router noise",
 }
 
 
-@pytest.mark.parametrize("mixture", one_by_one(REFUSED, (IfThereAre, Sorted)))
+@pytest.mark.parametrize("mixture", one_by_one(REFUSED, (IfThereAre, Capacity)))
 def test_refused(mixture):
     torch._dynamo.reset()
     before = torch._dynamo.config.capture_dynamic_output_shape_ops

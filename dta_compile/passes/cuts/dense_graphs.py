@@ -14,14 +14,15 @@ from torch import fx
 from dta_compile.passes.contracts import contract
 from dta_compile.passes.cuts.row_epilogue import row_epilogue
 from dta_compile.passes.graphs.subgraph import Subgraph, graph_module
-from dta_compile.passes.lowering.lower import place_draws
+from dta_compile.passes.lowering.lower import Draws, place_draws
 from dta_compile.passes.masks.entries import leaves_of_masks
 from dta_compile.passes.program import Mixed, Program, ancestors, has_tensor
 
 
 @contract(
     reads=[
-        *("training", "module", "placeholders", "draws", "batch", "tokens", "values", "parameter_dependent"),
+        *("training", "module", "placeholders", "draws", "written"),
+        *("batch", "tokens", "values", "parameter_dependent"),
         *(
             "mixers",
             "region",
@@ -55,12 +56,17 @@ def dense_graphs(program: Program) -> None:
     if program.training:
         outside = frontier | set(program.epilogue_dense_inputs)
         nodes = [node for node in program.graph.nodes if node in needed - outside]
-        drawn = next(iter(draws.epilogue), None)
-        program.row_epilogue = (
-            row_epilogue(program, nodes, received)
-            if drawn is None
-            else Mixed(f"{drawn.target} draws random numbers for all sequences at once", drawn)
-        )
+        program.row_epilogue = _of_whole_batch(program, draws) or row_epilogue(program, nodes, received)
+
+
+def _of_whole_batch(program: Program, draws: Draws) -> Mixed | None:
+    """What the epilogue does once for all sequences, if anything."""
+    if draws.epilogue:
+        drawn = draws.epilogue[0]
+        return Mixed(f"{drawn.target} draws random numbers for all sequences at once", drawn)
+    if program.written:
+        return Mixed("an input is written to once for all sequences", program.outputs[-1])
+    return None
 
 
 def prologue_nodes(program: Program) -> list[fx.Node]:

@@ -19,7 +19,17 @@ from dta_compile.passes.program import Program, where
 
 @contract(
     reads=[
-        *("training", "codegen", "own_symbols", "inputs", "module", "placeholders", "other_batches", "mixers"),
+        *(
+            "training",
+            "codegen",
+            "own_symbols",
+            "inputs",
+            "module",
+            "placeholders",
+            "written",
+            "other_batches",
+            "mixers",
+        ),
         *("frontier", "epilogue", "trunk_inputs", "head_inputs", "constant_inputs", "trunk_keys", "head_keys"),
     ],
     fills=["rest"],
@@ -40,6 +50,14 @@ def other_batches(program: Program) -> None:
             hint="please report the model",
         )
     _refuse_random_operators(program)
+    if program.written:
+        raise RefusalError(
+            "the model runs on batches of different sizes in one function, and writes to a buffer",
+            where=where(program.placeholders[program.written[0]]),
+            expected="one batch in a function that writes",
+            got=f"a write to {program.inputs[program.written[0]].name}",
+            hint="compile the model itself, and call it for each batch",
+        )
     # Values without gradient are computed again, not received: masks are proven from the operators that compute them.
     received = [value.node for value in program.frontier]
     module = graph_of(program, received, program.outputs)

@@ -56,12 +56,12 @@ def _holds_once(node: fx.Node, at: Coordinates, slot: str) -> bool:
         dim = (argument(source, 1, "dim") or 0) % (len(at) + 1)
         return _holds_once(source.args[0], (*at[:dim], node.args[1], *at[dim:]), slot)
     if node.target is aten.eq.Scalar:
-        return _is_distinct_along(source, at, slot)
+        return is_distinct_along(source, at, slot)
     if node.target is aten.eq.Tensor:
         left, right = node.args
         pairs = ((left, right), (right, left))
         return any(
-            slot not in _broadcast(other, at) and _is_distinct_along(numbers, _broadcast(numbers, at), slot)
+            slot not in _broadcast(other, at) and is_distinct_along(numbers, _broadcast(numbers, at), slot)
             for numbers, other in pairs
         )
     return False
@@ -79,20 +79,20 @@ def _broadcast(node: fx.Node, at: Coordinates) -> Coordinates:
     return tuple(0 if size == 1 else one for one, size in zip(own, sizes(node), strict=True))
 
 
-def _is_distinct_along(node: fx.Node, at: Coordinates, slot: str) -> bool:
+def is_distinct_along(node: fx.Node, at: Coordinates, slot: str) -> bool:
     """Whether entries at two values of `slot` are always different."""
     if at.count(slot) != 1:
         return False
     source: Any = node.args[0] if node.args else None
     if node.target in COPIES or _keeps_numbers(node):
-        return _is_distinct_along(source, at, slot)
+        return is_distinct_along(source, at, slot)
     if node.target is aten.unsqueeze.default:
         dim = node.args[1] % len(at)
-        return _is_distinct_along(source, (*at[:dim], *at[dim + 1 :]), slot)
+        return is_distinct_along(source, (*at[:dim], *at[dim + 1 :]), slot)
     if node.target is aten.slice.Tensor:
-        return _is_distinct_along(source, at, slot)  # fewer of what is distinct
+        return is_distinct_along(source, at, slot)  # fewer of what is distinct
     if node.target in RESHAPES and at[-1] == slot and sizes(source)[-1] == sizes(node)[-1]:
-        return _is_distinct_along(source, ("other",) * (len(sizes(source)) - 1) + (slot,), slot)
+        return is_distinct_along(source, ("other",) * (len(sizes(source)) - 1) + (slot,), slot)
     is_choice = is_item(node) and node.args[1] == 1
     if is_choice and source.target in (aten.topk.default, aten.sort.default, aten.sort.stable):
         position = {aten.topk.default: 2, aten.sort.default: 1}.get(source.target, 2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from torch._C._functorch import (
     pop_dynamic_layer_stack_and_undo_to_depth,
 )
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.functional_tensor import FunctionalTensor, mb_unwrap_functional_tensor
 from torch.utils import _pytree as pytree
 
-from dta_compile.errors import DTAError, RefusalError
+from dta_compile.errors import DTAError, FinalRefusal, RefusalError
 from dta_compile.passes.program import where
+from dta_compile.passes.symbols import reads_number
 
 # Torch's own functions, operators and methods by name, all of whose floating-point results autograd follows if it
 # follows an argument. None of them writes to an argument, detaches, or changes the gradient mode.
@@ -71,7 +74,8 @@ class CapturedInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Raises `RefusalError` with the user's line."""
         try:
-            return super().run_node(n)
+            with _numbers_of(self.env[n.args[0]]) if reads_number(n) else contextlib.nullcontext():
+                return super().run_node(n)
         except DTAError:
             raise
         except Exception as error:
@@ -90,7 +94,16 @@ class CapturedInterpreter(fx.Interpreter):
             return None
         if name == "tag_activation_checkpoint":
             body, *operands = args  # the runtime decides what to keep and what to recompute
-            return self.inside(body).run(*operands)
+            result = self.inside(body).run(*operands)
+            if any(map(was_written, operands)):
+                raise FinalRefusal(
+                    "a buffer is written to where a checkpoint is computed again, once more than it says",
+                    where=where(next(iter(reversed(body.graph.nodes)))),
+                    expected="writes outside of torch.utils.checkpoint",
+                    got="a counter, say, that eager mode adds to in the forward and again in the backward",
+                    hint="leave torch.utils.checkpoint out: the plan says what is kept and what is computed again",
+                )
+            return result
         if name == "_enter_autocast":
             # An autocast object that was made outside says itself whether casts of weights are cached. Here those of
             # one trace would be constants of the next one.
@@ -100,6 +113,17 @@ class CapturedInterpreter(fx.Interpreter):
     def inside(self, body: fx.GraphModule) -> CapturedInterpreter:
         """The interpreter of a region of this graph."""
         raise NotImplementedError
+
+
+@contextlib.contextmanager
+def _numbers_of(value: torch.Tensor) -> Iterator[None]:
+    """A number that a graph reads off a tensor is a symbol."""
+    mode = mb_unwrap_functional_tensor(value).fake_mode  # type: ignore[attr-defined]
+    before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
+    try:
+        yield
+    finally:
+        mode.allow_scalar_outputs = before
 
 
 class GradientFlow(CapturedInterpreter):
@@ -248,6 +272,14 @@ def _fresh(value: Any) -> Any:
         return value
     leaf = value.detach().requires_grad_(value.requires_grad)
     return leaf if value.is_leaf or not value.requires_grad else leaf.clone()
+
+
+def was_written(value: Any) -> bool:
+    """Whether an input of a functional trace has been written to."""
+    if not isinstance(value, FunctionalTensor):
+        return False
+    torch._sync(value)  # type: ignore[attr-defined]
+    return bool(torch._functionalize_has_data_mutation(value.elem))  # type: ignore[attr-defined]
 
 
 def tensors(values: Any) -> list[torch.Tensor]:

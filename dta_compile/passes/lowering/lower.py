@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from dta_compile.errors import RefusalError
+from dta_compile.errors import FinalRefusal, RefusalError
 from dta_compile.executable.layouts import Input, InputKind
 from dta_compile.ops import autograd_function
 from dta_compile.ops.collectives import SAME_ON_RANKS
@@ -43,6 +43,7 @@ from dta_compile.passes.lowering.gradient_flow import (
     GradientFlow,
     gradient_flow,
     tensors,
+    was_written,
     whole,
 )
 from dta_compile.passes.lowering.one_length import OneLength
@@ -52,8 +53,10 @@ from dta_compile.passes.lowering.repeated_calls import RepeatedCalls, merge_equa
 from dta_compile.passes.lowering.row_loops import select_masked_writes
 from dta_compile.passes.lowering.selected_rows import spread_selected_rows
 from dta_compile.passes.lowering.shifts import shifts_to_mixers
+from dta_compile.passes.lowering.sorted_slots import unsort_slots
 from dta_compile.passes.lowering.whole_writes import read_what_was_written
 from dta_compile.passes.program import Program, ancestors, output_node, where
+from dta_compile.passes.symbols import depends_on_data, reads_number
 from dta_compile.passes.tracing import tracing
 
 aten = torch.ops.aten
@@ -61,7 +64,7 @@ TRAINED = InputKind.PARAMETER, InputKind.DIFFERENTIABLE_DATA
 GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
 
-@contract(reads=["captured", "training", "length"], fills=["inputs", "module", "placeholders", "draws"])
+@contract(reads=["captured", "training", "length"], fills=["inputs", "module", "placeholders", "draws", "written"])
 def lower(program: Program) -> None:
     """Fill `program.inputs`, `.module` and `.placeholders` from `program.captured`."""
     captured = program.captured
@@ -71,9 +74,11 @@ def lower(program: Program) -> None:
     _refuse_gradients_switched_on(captured, flow)
     program.inputs = [_describe(i, node, flow.follows(node)) for i, node in enumerate(placeholders)]
     with autograd_function.captured():
+        written: list[int] = []
         module = _trace(program, flow, functional=False)
         if not write_to_new_values(module.graph):
-            module = _trace(program, flow, functional=True)  # takes half as long again, for models that write in place
+            # Takes half as long again, for models that write in place.
+            module = _trace(program, flow, functional=True, written=written)
         autograd_function.embed(module)
     for node in module.graph.find_nodes(op="call_function", target=STOP_GRADIENT):
         node.target = aten.detach.default
@@ -86,6 +91,7 @@ def lower(program: Program) -> None:
     if unrecognised is not None and not mixer_calls(module.graph):
         raise unrecognised
     row_loops.undo_row_loops(module.graph)
+    unsort_slots(module.graph)
     spread_selected_rows(module.graph, set(_inputs(module, program, InputKind.PARAMETER)))
     select_masked_writes(module.graph)
     batch_row_products(module.graph)
@@ -97,7 +103,8 @@ def lower(program: Program) -> None:
     merge_equal_values(module.graph, _inputs(module, program, *TRAINED))
     module.graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
     module.recompile()
-    program.module = module
+    _refuse_numbers(program.captured, module.graph)
+    program.module, program.written = module, written
     program.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     program.draws = drawing(module.graph)
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
@@ -135,6 +142,23 @@ def _refuse_gradients_switched_on(captured: fx.GraphModule, flow: GradientFlow) 
             )
 
 
+def _refuse_numbers(captured: fx.GraphModule, graph: fx.Graph) -> None:
+    """Numbers of `.tolist()` are sizes of groups of an expert's slots, which nothing needs any more, or no numbers
+    for a graph over a tree."""
+    parts = [part for part in captured.modules() if isinstance(part, fx.GraphModule)]
+    if not any(reads_number(node) for part in parts for node in part.graph.nodes):
+        return
+    for node in graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
+        if isinstance(node.meta["val"], torch.SymInt) and depends_on_data(node.meta["val"]):
+            raise RefusalError(
+                "Python reads numbers off a tensor, which it uses for more than the lengths of groups of experts",
+                where=where(node),
+                expected="tokens sorted by expert, and counts of each expert's that split them",
+                got=f"{node.args[0].name}.tolist()",
+                hint="compute with the tensor itself",
+            )
+
+
 def _forget_counts(graph: fx.Graph, program: Program) -> None:
     """An embedding that gets no gradient does not scale it by how often tokens occur."""
     placeholders = zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True)
@@ -163,15 +187,17 @@ def _readable(source: str) -> str:
     return re.sub(r"\['(\w+)'\]", r".\1", plain).removeprefix("L.")
 
 
-def _trace(program: Program, flow: GradientFlow, functional: bool) -> fx.GraphModule:
-    """The captured graph as ATen operators; `functional` turns what is written in place into new values."""
+def _trace(program: Program, flow: GradientFlow, functional: bool, written: list[int] | None = None) -> fx.GraphModule:
+    """The captured graph as ATen operators; `functional` turns what is written in place into new values.
+
+    `written` takes the inputs that are written to; what they have in the end are results, after all others.
+    """
     placeholders = [node for node in program.captured.graph.nodes if node.op == "placeholder"]
     fakes = [node.meta["example_value"] for node in placeholders]
     length = None if program.length is None else OneLength(program.length)
     if length is not None:
         fakes = length.inputs(fakes)
     mode = next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None)
-    mutated: list[int] = []
 
     def run(*args: Any) -> Any:
         with _AttentionCapture(), torch.no_grad(), DrawCapture() as draws:
@@ -180,15 +206,17 @@ def _trace(program: Program, flow: GradientFlow, functional: bool) -> fx.GraphMo
     def run_functional(*args: Any) -> Any:
         with FunctionalTensorMode():
             wrapped = [_to_functional(arg) for arg in args]
-            results = run(*wrapped)
-            mutated.extend(i for i, arg in enumerate(wrapped) if _was_mutated(arg))
-            return pytree.tree_map(_from_functional, results)
+            results, draws = run(*wrapped)
+            assert written is not None
+            written.extend(i for i, arg in enumerate(wrapped) if was_written(arg))
+            return pytree.tree_map(_from_functional, ((*results, *(wrapped[i] for i in written)), draws))
 
     with tracing(mode), _no_autocast_cache():
         function = run_functional if functional else run
         module = make_fx(function, decomposition_table=decompositions.TABLE, _allow_non_fake_inputs=True)(*fakes)
-    for index in mutated:
-        raise _mutation_refusal(program.inputs[index], placeholders[index])
+    for index in written or ():
+        if program.inputs[index].kind is not InputKind.DATA or program.inputs[index].requires_grad:
+            raise _mutation_refusal(program.inputs[index], placeholders[index])
     return module
 
 
@@ -330,21 +358,14 @@ def _from_functional(result: Any) -> Any:
     return result
 
 
-def _was_mutated(arg: Any) -> bool:
-    if not isinstance(arg, FunctionalTensor):
-        return False
-    torch._sync(arg)  # type: ignore[attr-defined]
-    return bool(torch._functionalize_has_data_mutation(arg.elem))  # type: ignore[attr-defined]
-
-
-def _mutation_refusal(mutated: Input, placeholder: fx.Node) -> RefusalError:
-    return RefusalError(
+def _mutation_refusal(mutated: Input, placeholder: fx.Node) -> FinalRefusal:
+    return FinalRefusal(
         f"the model writes to {mutated.name}, so running it over a tree would write different values",
         where=where(next(iter(placeholder.users), placeholder)),
-        expected="a forward pass that leaves its parameters, buffers and inputs as they are",
+        expected="a forward pass that leaves its parameters, and what gradients flow to, as they are",
         got=f"an in-place update of {mutated.name}",
-        hint="move the update out of the compiled function (batch-norm statistics: call .eval() on that module; "
-        "a cache of keys and values: pass none while training)",
+        hint="move the update out of the compiled function (batch-norm statistics: call .eval() on that module; a cache"
+        " of keys and values: pass none while training), or write to a buffer under torch.no_grad()",
     )
 
 

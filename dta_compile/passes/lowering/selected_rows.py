@@ -25,7 +25,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from dta_compile.errors import RefusalError
+from dta_compile.errors import FinalRefusal
 from dta_compile.ops.mixer import MIXERS
 from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import First, call, descendants, is_item, swaps
@@ -41,7 +41,7 @@ EXITS = (aten.index_add.default, aten.index_put.default, aten.scatter_add.defaul
 PARTS = (aten.unbind.int, aten.select.int)
 
 
-class SelectionRefusal(RefusalError):
+class SelectionRefusal(FinalRefusal):
     """Rows that are computed from parameters are selected before the last attention, and not used row by row."""
 
 
@@ -311,7 +311,8 @@ class _Spreading:
         """Whether rows are indexed as a whole, by one number each."""
         if node.target is not aten.scatter_add.default:
             return len(sizes(index)) == 1
-        return node.args[1] == 0 and sizes(index)[1:] == sizes(node.args[0])[1:] and sizes(index) == sizes(node.args[3])
+        rest = sizes(index)[1:]
+        return node.args[1] == 0 and rest == sizes(node.args[0])[1:] and rest == sizes(node.args[3])[1:]
 
     # ---- From tokens to selected rows, and back
 

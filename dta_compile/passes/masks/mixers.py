@@ -166,11 +166,13 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
             got=mixed.reason,
             hint="switch the expert capacity (token dropping) off, or set its factor so that none is set",
         )
+    elif "batch_norm" in str(mixed.node.target):
+        hint = "batch norm takes its statistics of all tokens: call .eval() on that module"
     elif "scale_grad_by_freq" in mixed.reason:
         hint = "a chunk does not know the counts of the batch: set scale_grad_by_freq=False"
     elif "sparse=True" in mixed.reason:
         hint = "gradients are summed over the tree: set sparse=False"
-    elif "expert" in where(mixed.node):
+    elif "expert" in where(mixed.node).rpartition('", line')[2]:  # not in the name of a folder
         hint = "let each token choose its experts with dta_compile.expert_linear and expert_sum"
     elif _leads_to_softmax(mixed.node):
         hint = (
@@ -188,6 +190,8 @@ def mixing_refusal(mixed: Mixed) -> RefusalError:
 
 def _is_capacity(node: fx.Node) -> bool:
     """Return whether an operator sorts tokens by their chosen experts, or counts the tokens of an expert."""
+    if node.target in RESHAPES:  # e.g. slots and tokens merged into one dimension, along which they are counted
+        return any(map(_is_capacity, node.users))
     if node.target in COUNTS:
         counted = node.args[0].args[0] if node.args[0].target in CASTS else node.args[0]
         if is_float(counted):

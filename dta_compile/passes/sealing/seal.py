@@ -31,6 +31,7 @@ from dta_compile.executable.executable import (
     Shape,
     TensorSpec,
     Use,
+    Written,
 )
 from dta_compile.ops.collectives import COLLECTIVES
 from dta_compile.ops.library import is_random
@@ -79,6 +80,7 @@ def seal(program: Program) -> Executable:
         epilogue_reads=tuple(i for i, node in enumerate(_own_inputs(program)) if node.users),
         row_epilogue=_row_epilogue(program),
         outputs=_outputs(program, slots),
+        written=_written(program),
         rest=None if program.rest is None else seal(program.rest),
         comparison=comparison(program),
         regions=_regions(program),
@@ -179,6 +181,18 @@ def _outputs(program: Program, slots: Mapping[fx.Node, int]) -> tuple[Output, ..
         )
 
     return tuple(map(output, program.outputs))
+
+
+def _written(program: Program) -> tuple[Written, ...]:
+    values = program.outputs[len(program.outputs) - len(program.written) :]
+    frontier = {value.node: i for i, value in enumerate(program.frontier)}
+
+    def of(index: int, value: fx.Node) -> Written:
+        read = ancestors([value], stop=frontier.__contains__)
+        name = program.placeholders[index].meta.get("source") or program.inputs[index].name
+        return Written(index, name, tuple(i for node, i in frontier.items() if node in read))
+
+    return tuple(map(of, program.written, values))
 
 
 def _regions(program: Program) -> dict[str, int]:

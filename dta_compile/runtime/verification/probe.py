@@ -78,8 +78,10 @@ class Probe:
         value = value.detach()
         if mask is not None and value.is_complex():
             return torch.view_as_complex(self._plausible(torch.view_as_real(value), of_parts(mask)))
-        if mask is None or not value.is_floating_point() or bool(mask.all()):
+        if mask is None or bool(mask.all()):
             return value
+        if not value.is_floating_point():
+            return self._padded(value, mask)
         low, high = value[~mask].aminmax()
         share = torch.rand(value.shape, generator=self.generator, device=value.device, dtype=torch.float32)
         return torch.where(mask, low + (high - low) * share.to(value.dtype), value)

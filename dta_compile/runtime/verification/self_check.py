@@ -61,10 +61,8 @@ class Verdict:
         return ", ".join(f"{name} not comparable" if x is None else f"{name} within {x:.1g}" for name, x in parts)
 
 
-def verified(
-    captured: fx.GraphModule, run: Callable[[Sequence[Any]], Run], args: Sequence[Any]
-) -> tuple[tuple[Any, ...], str]:
-    """Run a call, compare its outputs and gradients with the captured program, and return outputs and verdict.
+def verified(captured: fx.GraphModule, run: Callable[[Sequence[Any]], Run], args: Sequence[Any]) -> tuple[Run, str]:
+    """Run a call, compare its outputs and gradients with the captured program, and return the run and the verdict.
 
     Raises:
         VerificationError: naming the output or parameter that differs, by how much, and the tolerance.
@@ -77,9 +75,9 @@ def verified(
     else:
         with _undisturbed(ran.call.device):
             detached = _detached(args)
-            expected = run_captured(captured, detached)
+            expected = run_captured(captured, detached, ran.call.executable)
             verdict = f"the whole call: {compare(captured, ran, viewed, expected, detached)}"
-    return ran.outputs, verdict
+    return ran, verdict
 
 
 def self_check(
@@ -139,7 +137,7 @@ def _captured_in_time(
     trains = _trains(call.executable)
     for _attempt in range(2):  # the first attempt may include loading kernels
         begun = time.perf_counter()
-        outputs = run_captured(captured, args)
+        outputs = run_captured(captured, args, call.executable)
         if call.device.type == "cuda":
             torch.cuda.synchronize(call.device)
         seconds = time.perf_counter() - begun
@@ -187,7 +185,7 @@ def compare(
         VerificationError: naming the output or gradient that differs.
     """
     executable, probe = run.call.executable, Probe(run, are_finite(expected))
-    rounded = Rounded(captured, their_inputs)
+    rounded = Rounded(captured, their_inputs, executable)
     for i in range(len(expected)):
         probe.require_no_padding(i)
     compared = [_compare_output(probe, rounded, i, theirs) for i, theirs in enumerate(expected)]
@@ -250,9 +248,14 @@ Compared = TypeVar("Compared")
 LAST_PLACES = 1  # perturbation of weights, about so many units in the last place
 
 
-def run_captured(captured: fx.GraphModule, args: Sequence[Any]) -> tuple[Any, ...]:
-    """Run the captured program densely and return its outputs."""
-    return tuple(as_captured(captured)(*args))
+def run_captured(captured: fx.GraphModule, args: Sequence[Any], executable: Executable) -> tuple[Any, ...]:
+    """Run the captured program densely, on copies of the inputs that it writes to.
+
+    Returns its outputs, then the final values of these inputs.
+    """
+    copies = executable.copies_of_written(args)
+    outputs = tuple(as_captured(captured)(*copies))
+    return *outputs, *(copies[written.input] for written in executable.written)
 
 
 def takes_gradient(arg: Any) -> bool:
@@ -278,8 +281,8 @@ class Rounded:
         args: inputs of the unperturbed run.
     """
 
-    def __init__(self, captured: fx.GraphModule, args: Sequence[Any]) -> None:
-        self._captured, self._args = captured, args
+    def __init__(self, captured: fx.GraphModule, args: Sequence[Any], executable: Executable) -> None:
+        self._captured, self._args, self._executable = captured, args, executable
         self._eps = _coarsest(captured)
         self._change_of_gradients: float | None = None
 
@@ -289,7 +292,7 @@ class Rounded:
 
     @functools.cached_property
     def _outputs(self) -> tuple[Any, ...]:
-        return run_captured(self._captured, self._inputs)
+        return run_captured(self._captured, self._inputs, self._executable)
 
     def change_of_output(self, index: int, plain: Any, mask: torch.Tensor | None) -> float:
         """Return the largest change of an output from its unperturbed value, where `mask` holds."""

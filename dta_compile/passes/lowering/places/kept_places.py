@@ -21,6 +21,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from dta_compile.ops.experts import EXPERT_LINEAR
 from dta_compile.passes.axes.layouts import is_tensor
 from dta_compile.passes.axes.shape_rules import reshape_groups
 from dta_compile.passes.graphs.nodes import call, is_pointwise, is_uniform, sizes_from_inputs
@@ -171,6 +172,10 @@ class _Places:
         """Arguments for which an operator gives the same, with a dimension for the places."""
         if node.target is operator.getitem:
             return [first.node, node.args[1]], {}
+        if node.target is EXPERT_LINEAR:
+            rows, expert, *weights = node.args
+            rows, expert = self._argument(node, rows, first, 2, False), self._argument(node, expert, first, 1, False)
+            return [rows, expert, *weights], {}
         rank = max(len(sizes(arg)) for arg in node.all_input_nodes if is_tensor(arg))
         is_entrywise = is_pointwise(node) or node.target in UNTAGGED_POINTWISE | COPIES | CASTS | FILLS
 

@@ -1,0 +1,223 @@
+"""How many slots each expert has: counts of the numbers of experts, and where experts end among sorted slots.
+
+A slot is a token together with one of the experts that it chose. Counts are proven from what makes them: every number
+is below as many bins as there are, each bin is as wide as one number, and every slot is counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.nodes import First, filled_with, is_item
+from dta_compile.passes.graphs.operators import CASTS, COPIES, EXCHANGES, FILLS, KEEP_ORDER, RANGES, RESHAPES
+from dta_compile.passes.lowering.distinct_places import is_distinct_along
+from dta_compile.passes.symbols import depends_on_data, expression, sizes
+
+aten = torch.ops.aten
+SORTS = (aten.sort.default, aten.sort.stable)
+# Of tokens, features or experts, by the position of their dimension.
+CHOICES = {aten.topk.default: 2, aten.sort.default: 1, aten.sort.stable: 2, aten.max.dim: 1, aten.min.dim: 1}
+ENTRIES = KEEP_ORDER | COPIES | EXCHANGES | {aten.permute.default, aten.slice.Tensor, aten.expand.default}
+
+
+def same_numbers(node: fx.Node) -> fx.Node:
+    """The value whose entries a node has, in whatever shape and whichever dtype that holds them all."""
+    while node.target in COPIES | RESHAPES or is_exact_cast(node):
+        node = node.args[0]
+    return node
+
+
+def is_exact_cast(node: fx.Node) -> bool:
+    """Whether a cast is to a dtype that holds all numbers of experts, and counts as far as eager mode counts."""
+    wide = (torch.int64, torch.int32, torch.float64, torch.float32)
+    return node.target in CASTS and node.meta["val"].dtype in wide
+
+
+def bound_of(node: fx.Node) -> int | None:
+    """A number that all entries of a value are below, none of them below zero: indices of features; None: unknown."""
+    node = same_numbers(node)
+    if node.target in ENTRIES or (node.target is aten.gather.default):
+        return bound_of(node.args[0])
+    if node.target in (aten.cat.default, aten.stack.default):
+        bounds = [bound_of(part) for part in node.args[0]]
+        return None if None in bounds else max(bounds)  # type: ignore[type-var]
+    source, position = (node.args[0], 1) if node.target is aten.argmax.default else (None, None)
+    if is_item(node) and node.args[1] == 1 and node.args[0].target in CHOICES:
+        source, position = node.args[0].args[0], CHOICES[node.args[0].target]
+        node = node.args[0]
+    if source is None:
+        return None
+    dim = argument(node, position, "dim")  # type: ignore[arg-type]
+    if dim is None and node.target is aten.argmax.default:
+        return None
+    size = sizes(source)[-1 if dim is None else dim]
+    return int(size) if size.is_Integer else None
+
+
+class Counts:
+    """What is known of how many slots each expert has.
+
+    Args:
+        numbers: the numbers of experts, of all slots.
+    """
+
+    def __init__(self, numbers: fx.Node, first: First) -> None:
+        self.first, self.numbers = first, first.like(same_numbers(numbers))
+        self.bound = bound_of(numbers)
+        self.total = sympy.Mul(*sizes(numbers))
+        self._counts: dict[fx.Node, int | None] = {}
+
+    def are(self, node: fx.Node) -> bool:
+        """Whether a value has the numbers of all slots, in any order of them."""
+        while node.target in COPIES | RESHAPES or is_exact_cast(node) or self._is_permuted(node):
+            node = node.args[0].args[0] if is_item(node) else node.args[0]
+        return self.first.like(node) is self.numbers
+
+    def _is_permuted(self, node: fx.Node) -> bool:
+        """By what a sort gives, of as many."""
+        if is_item(node) and node.args[0].target in SORTS and node.args[1] == 0:
+            node = node.args[0]
+            return len(sizes(node.args[0])) == 1
+        if node.target is not aten.index.Tensor or len(node.args[1]) != 1:
+            return False
+        index = node.args[1][0]
+        is_order = is_item(index) and index.args[1] == 1 and index.args[0].target in SORTS
+        return is_order and sizes(index) == sizes(node.args[0]) and len(sizes(index)) == 1
+
+    def of(self, node: fx.Node) -> int | None:
+        """How many experts' counts a value has, one after the other; None: it has none."""
+        if node not in self._counts:
+            self._counts[node] = self._of(node)
+        return self._counts[node]
+
+    def _of(self, node: fx.Node) -> int | None:
+        if not isinstance(node.meta.get("val"), torch.Tensor) or len(sizes(node)) != 1:
+            return None
+        while node.target in COPIES or is_exact_cast(node):
+            node = node.args[0]
+        found: Callable[[fx.Node], int | None] | None = {
+            aten.histc.default: self._histogram,
+            aten.bincount.default: self._bincount,
+            aten.scatter_add.default: self._added,
+            aten.index_add.default: self._added,
+            aten.slice.Tensor: self._first,
+            aten.sum.dim_IntList: self._summed,
+        }.get(node.target)
+        bins = None if found is None else found(node)
+        return bins if bins is not None and self.bound is not None and self.bound <= bins else None
+
+    def _histogram(self, node: fx.Node) -> int | None:
+        bins, low, high = (argument(node, i, name) for i, name in ((1, "bins"), (2, "min"), (3, "max")))
+        is_exact = low == 0 and high in (bins, bins - 1) and bins > 1
+        return bins if is_exact and self.are(node.args[0]) else None
+
+    def _bincount(self, node: fx.Node) -> int | None:
+        weights, least = argument(node, 1, "weights"), argument(node, 2, "minlength")
+        return least if weights is None and self.are(node.args[0]) else None
+
+    def _first(self, node: fx.Node) -> int | None:
+        """Those of the first experts, of all that can be chosen."""
+        start, end, step = (argument(node, i, name) for i, name in ((2, "start"), (3, "end"), (4, "step")))
+        known = self.of(node.args[0])
+        is_known = known is not None and start in (0, None) and step in (1, None) and isinstance(end, int) and end > 0
+        return min(end, known) if is_known else None
+
+    def _added(self, node: fx.Node) -> int | None:
+        base, dim, index, value = node.args[:4]
+        if dim != 0 or node.kwargs or not _is_filled(base, 0) or not _is_filled(value, 1) or not self.are(index):
+            return None
+        return int(sizes(base)[0]) if sizes(base)[0].is_Integer and sizes(value) == sizes(index) else None
+
+    def _summed(self, node: fx.Node) -> int | None:
+        """Ones at the experts of each token, or of each slot, over all of them."""
+        ones, dims = node.args[:2]
+        rank = len(sizes(ones))
+        if sorted(dim % rank for dim in dims) != list(range(rank - 1)) or argument(node, 2, "keepdim"):
+            return None
+        while ones.target in CASTS | COPIES:
+            ones = ones.args[0]
+        bins = sizes(ones)[-1]
+        return int(bins) if bins.is_Integer and self._are_ones(ones, rank) else None
+
+    def _are_ones(self, node: fx.Node, rank: int) -> bool:
+        if node.target in (aten.scatter.value, aten.scatter.src):
+            base, dim, index, value = node.args[:4]
+            is_one = value == 1 or (isinstance(value, fx.Node) and _is_filled(value, 1))
+            if dim % rank != rank - 1 or not is_one or not _is_filled(base, 0) or not self.are(index):
+                return False
+            at = tuple(f"d{i}" for i in range(rank))
+            return sizes(index)[-1] == 1 or is_distinct_along(index, at, at[-1])
+        if node.target is aten.eq.Tensor:
+            numbers, every = node.args
+            is_every = _strip(every).target in RANGES and sizes(every)[-1] == sizes(node)[-1]
+            return is_every and sizes(numbers)[-1] == 1 and self.are(_strip(numbers)) and _starts_at_zero(_strip(every))
+        return False
+
+    def ends(self, node: fx.Node) -> int | None:
+        """Of how many experts a value says where each ends among sorted slots; None: it does not."""
+        while node.target in COPIES or is_exact_cast(node):
+            node = node.args[0]
+        return self.of(node.args[0]) if node.target is aten.cumsum.default else None
+
+    # ---- Numbers that Python has of them
+
+    def canonical(self, number: Any) -> sympy.Expr | None:
+        """A number as a sum of counts, `count0 + count1` for one; None: it is something else."""
+        value = number.meta["val"] if isinstance(number, fx.Node) else number
+        if not isinstance(value, (int, torch.SymInt)):
+            return None
+        expr = expression(value)
+        known = self._items(number.graph) if isinstance(number, fx.Node) else {}
+        expr = sympy.expand(expr.subs(known))
+        return None if depends_on_data(expr) else sympy.expand(expr.subs(self.total, self.up_to(self.bound or 0)))
+
+    def up_to(self, experts: int) -> sympy.Expr:
+        """How many slots the first experts have together; there are none of experts that nobody can choose."""
+        return sympy.Add(*(sympy.Symbol(f"count{i}", integer=True) for i in range(min(experts, self.bound or 0))))
+
+    def _items(self, graph: fx.Graph) -> dict[sympy.Symbol, sympy.Expr]:
+        if not hasattr(self, "_known"):
+            self._known: dict[sympy.Symbol, sympy.Expr] = {}
+            for node in graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
+                found = self._item(node.args[0])
+                symbol = expression(node.meta["val"]) if isinstance(node.meta["val"], torch.SymInt) else None
+                if found is not None and isinstance(symbol, sympy.Symbol):
+                    self._known[symbol] = found
+        return self._known
+
+    def _item(self, node: fx.Node) -> sympy.Expr | None:
+        while node.target in CASTS | COPIES:
+            node = node.args[0]
+        if is_item(node) and node.args[0].target is aten.unbind.int:
+            source, number = node.args[0].args[0], node.args[1]
+        elif node.target is aten.select.int:
+            source, number = node.args[0], node.args[2]
+        else:
+            return None
+        if (experts := self.of(source)) is not None:
+            return self.up_to(number % experts + 1) - self.up_to(number % experts)
+        if (experts := self.ends(source)) is not None:
+            return self.up_to(number % experts + 1)
+        return None
+
+
+def _strip(node: fx.Node) -> fx.Node:
+    while node.target in KEEP_ORDER | COPIES:
+        node = node.args[0]
+    return node
+
+
+def _is_filled(node: fx.Node, number: int) -> bool:
+    while node.target in ENTRIES | CASTS:
+        node = node.args[0]
+    return node.target in FILLS and filled_with(node) == number
+
+
+def _starts_at_zero(node: fx.Node) -> bool:
+    return node.target is aten.arange.default or node.args[0] == 0

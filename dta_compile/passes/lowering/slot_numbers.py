@@ -1,0 +1,95 @@
+"""Integers that number slots, or the tokens of slots; values that are repeated for each slot of a token."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import sympy
+import torch
+from torch import fx
+
+from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.nodes import is_float
+from dta_compile.passes.graphs.operators import CASTS, COPIES, KEEP_ORDER, RESHAPES
+from dta_compile.passes.symbols import sizes
+
+aten = torch.ops.aten
+SLOT, TOKEN, INVERSE = "slot", "token", "inverse"
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """Integers that number slots, or their tokens.
+
+    Attributes:
+        of: `SLOT` or `TOKEN`; `INVERSE`: where each slot has been sorted to.
+        group: those of one group, if not of all slots.
+        is_sorted: in the order of sorted slots; else as slots are.
+    """
+
+    of: str
+    is_sorted: bool = True
+    group: int | None = None
+
+
+def is_another_form(node: fx.Node) -> bool:
+    """Whether a node has the same numbers, each of them in one or more entries of one row."""
+    if node.target in COPIES or (node.target in CASTS and not is_float(node)):
+        return True
+    source = node.args[0]
+    if node.target not in KEEP_ORDER | {aten.expand.default, aten.repeat.default} or not sizes(node):
+        return False
+    # A view of as many entries, along the first dimension, may have another symbol for how many these are.
+    is_column = node.target in KEEP_ORDER and len(sizes(source)) == 1 and all(size == 1 for size in sizes(node)[1:])
+    same = is_column or sizes(node)[0] == sizes(source)[0]
+    return same and not any(size.free_symbols for size in sizes(node)[1:])
+
+
+def descends(sort: fx.Node) -> bool:
+    """Whether the largest numbers come first."""
+    position = 2 if sort.target is aten.sort.default else 3
+    return bool(argument(sort, position, "descending"))
+
+
+def counts_from_zero(node: fx.Node) -> bool:
+    """Whether a range is 0, 1, 2, and so on."""
+    if node.target is aten.arange.default:
+        return True
+    steps = node.args[2:] if node.target is aten.arange.start_step else ()
+    return node.args[0] == 0 and all(step == 1 for step in steps)
+
+
+def repeated_for_slots(node: fx.Node, slots: int, count: sympy.Expr) -> Iterator[fx.Node]:
+    """Values `[N * k]` that are one of `[N]` with each entry k times."""
+    if slots == 1:
+        yield node
+        return
+    for raised in node.users:
+        if raised.target not in KEEP_ORDER or sizes(raised) != (*sizes(node), 1):
+            continue
+        for expanded in raised.users:
+            if expanded.target is aten.expand.default and sizes(expanded) == (*sizes(node), slots):
+                pending = list(expanded.users)
+                while pending:
+                    user = pending.pop()
+                    if user.target in COPIES:
+                        pending += user.users
+                    elif user.target in RESHAPES and sizes(user) == (count,):
+                        yield user
+
+
+def repeated_from(value: fx.Node, slots: int) -> fx.Node | None:
+    """`[N, ...]`, if that is what a value `[N * k, ...]` is repeated from."""
+    if value.target not in RESHAPES:
+        return None
+    expanded = value.args[0]
+    while expanded.target in COPIES:
+        expanded = expanded.args[0]
+    if expanded.target is not aten.expand.default or len(sizes(expanded)) < 2 or sizes(expanded)[1] != slots:
+        return None
+    raised = expanded.args[0]
+    if raised.target is not aten.unsqueeze.default or raised.args[1] != 1 or sizes(expanded)[2:] != sizes(value)[1:]:
+        return None
+    source = raised.args[0]
+    return source if sizes(source)[1:] == sizes(value)[1:] else None

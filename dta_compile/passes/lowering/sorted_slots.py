@@ -1,0 +1,480 @@
+"""Slots that are sorted by their experts are computed in the order of the tokens that they belong to.
+
+A slot is a token together with one of the experts that it chose, `[N * k]` of N tokens. Code for training sorts slots
+by expert, multiplies each group by the weights of its expert, and brings the results back. A permutation of slots
+followed by its inverse is none of what treats each slot by itself, so that what is computed in between is computed of
+the slots as they were:
+
+    order = experts.argsort()
+    x[order // k], y[order]              x of each slot's token, y
+    what treats each slot by itself      the same (`row_operators`)
+    grouped_mm(rows, weight, ends)       dta::expert_linear: each slot with the weights of its expert
+    rows.split(counts), rows[a:b]        the slots that a condition selects: `x[torch.where(experts == e)]`
+    torch.cat(all of these)              each group written where the condition says
+    out.index_add(0, order // k, rows)   a sum over the slots of each token
+    out[order] = rows, rows[inverse]     the rows
+
+Groups are those of experts if they are as long as there are slots of each (`expert_counts`). What selects by
+conditions is left to `selected_rows`. What is left unproven stays as it is; before the last attention it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from dta_compile.ops.experts import EXPERT_LINEAR
+from dta_compile.passes.axes.layouts import argument
+from dta_compile.passes.graphs.nodes import First, call, is_float, is_item
+from dta_compile.passes.graphs.operators import COPIES, RANGES, RESHAPES
+from dta_compile.passes.lowering.expert_counts import SORTS, Counts, is_exact_cast
+from dta_compile.passes.lowering.places.row_operators import RowOperators, Rows, Unproven
+from dta_compile.passes.lowering.slot_numbers import (
+    INVERSE,
+    SLOT,
+    TOKEN,
+    Numbers,
+    counts_from_zero,
+    descends,
+    is_another_form,
+    repeated_for_slots,
+    repeated_from,
+)
+from dta_compile.passes.symbols import depends_on_data, sizes, symbolic
+
+aten = torch.ops.aten
+GROUPED = (aten._grouped_mm.default,)
+ENTRIES = (aten.index.Tensor, aten.index_select.default, aten.gather.default)
+SUMS = (aten.index_add.default, aten.scatter_add.default)
+WRITES = (aten.index_put.default, aten.scatter.src, aten.index_copy.default)
+DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode)
+
+
+def unsort_slots(graph: fx.Graph) -> None:
+    """Compute what is done with sorted slots of the slots as they were."""
+    first = First(())
+    orders = [node for node in graph.nodes if _is_sort_of_slots(node)]
+    changed = False
+    for sort in orders:
+        mode = sort.args[0].meta["val"].fake_mode
+        with mode, torch.no_grad(), mode.shape_env.ignore_fresh_unbacked_symbols():
+            unsorting = _Unsorting(graph, first, sort)
+            unsorting.run()
+            changed |= unsorting.changed
+    if changed:
+        _drop_checks_of_numbers(graph)
+        graph.eliminate_dead_code(fx.Node.is_impure)
+
+
+def _is_sort_of_slots(node: fx.Node) -> bool:
+    """Whether integers are sorted that are as many as the tokens of the call, or k times as many."""
+    if node.target not in SORTS or is_float(node.args[0]) or len(sizes(node.args[0])) != 1:
+        return False
+    numbers = node.args[0]
+    is_order = is_item(numbers) and numbers.args[1] == 1 and numbers.args[0].target in SORTS  # that is an inverse
+    size = sizes(numbers)[0]
+    return bool(size.free_symbols) and not depends_on_data(size) and not is_order
+
+
+class _Unsorting:
+    """One sort, and all that is computed from slots in its order.
+
+    Attributes:
+        numbers: `[N * k]`, by which slots are sorted.
+        slots: k.
+        known: nodes that number slots or tokens.
+        inverses: nodes that say where each slot has been sorted to.
+        groups: by node, the group whose rows it has, and no others.
+    """
+
+    def __init__(self, graph: fx.Graph, first: First, sort: fx.Node) -> None:
+        self.graph, self.first, self.sort = graph, first, sort
+        self.numbers: fx.Node = sort.args[0]
+        self.count = sizes(self.numbers)[0]
+        self.source, self.slots = self._slots()
+        self.tokens = sympy.cancel(self.count / self.slots)
+        self.counts = Counts(self.numbers, first)
+        self.known: dict[fx.Node, Numbers] = {}
+        self.inverses: set[fx.Node] = set()
+        self.groups: dict[fx.Node, int] = {}
+        self.rows = RowOperators(graph, None, [], lambda size: bool(size == self.count))
+        self.changed = False
+        self._selected: dict[int, tuple[fx.Node, fx.Node]] = {}
+
+    def _slots(self) -> tuple[fx.Node, int]:
+        """The numbers as `[*tokens, k]`, and k."""
+        source = self.numbers
+        while len(sizes(source)) == 1 and (source.target in RESHAPES | COPIES or is_exact_cast(source)):
+            source = source.args[0]
+        *tokens, last = sizes(source)
+        return (source, int(last)) if tokens and last.is_Integer else (self.numbers, 1)
+
+    def run(self) -> None:
+        """What is not proven is left as it is."""
+        self._natural_numbers()
+        nodes = list(self.graph.nodes)
+        for node in nodes:
+            if node.op != "call_function" or node.meta.get("val") is None:
+                continue
+            with self.graph.inserting_before(node), contextlib.suppress(Unproven, GuardOnDataDependentSymNode):
+                _find_size(node)
+                self._visit(node)
+
+    # ---- Numbers of slots
+
+    def _natural_numbers(self) -> None:
+        """Numbers that slots and their tokens have as they are: what `torch.arange` gives, repeated k times."""
+        for node in self.graph.nodes:
+            if node.target not in RANGES or not counts_from_zero(node):
+                continue
+            size = sizes(node)[0]
+            if size == self.count:
+                self.known[node] = Numbers(SLOT, is_sorted=False)
+            elif size == self.tokens:
+                for user in repeated_for_slots(node, self.slots, self.count):
+                    self.known[user] = Numbers(TOKEN, is_sorted=False)
+
+    def _note_numbers(self, node: fx.Node) -> bool:
+        """Note what numbers slots or tokens, in any form."""
+        source: Any = node.args[0] if node.args else None
+        if is_item(node) and source is self.sort:
+            if node.args[1] == 1:
+                self.known[node] = Numbers(SLOT)
+            else:
+                self.rows.enter(node, Rows([self.numbers], 0, True))
+            return True
+        if is_item(node) and node.args[1] == 1 and source.target in SORTS and not descends(source):
+            sorted_numbers = self.known.get(source.args[0])
+            if sorted_numbers == Numbers(SLOT):
+                self.inverses.add(node)
+                return True
+        if source in self.inverses and is_another_form(node):
+            self.inverses.add(node)
+            return True
+        if is_item(node) and source.target is aten.split_with_sizes.default and source.args[0] in self.known:
+            found = self.known[source.args[0]]
+            if found.is_sorted and found.group is None and self._splits_by_expert(source):
+                self.known[node] = dataclasses.replace(found, group=node.args[1])
+            return True
+        if source not in self.known:
+            return False
+        found = self.known[source]
+        if is_another_form(node):
+            self.known[node] = found
+        elif node.target in DIVISIONS and found.of == SLOT and self._divides_by_slots(node):
+            self.known[node] = dataclasses.replace(found, of=TOKEN)
+        elif (bounds := self._group_of(node)) is not None and found.is_sorted and found.group is None:
+            self.known[node] = dataclasses.replace(found, group=bounds) if bounds >= 0 else found
+        else:
+            return False
+        return True
+
+    def _divides_by_slots(self, node: fx.Node) -> bool:
+        return node.args[1] == self.slots and node.kwargs.get("rounding_mode", "floor") in ("floor", "trunc")
+
+    # ---- The graph, node by node
+
+    def _visit(self, node: fx.Node) -> None:
+        self._note_group(node)
+        if self._note_numbers(node):
+            return
+        if node.target in ENTRIES and (index := self._index(node)) is not None:
+            self._enter(node, node.args[0], index)
+        elif node.target in SUMS and (index := self._index(node)) is not None:
+            self._add(node, index, node.args[3])
+        elif node.target in WRITES and (index := self._index(node)) is not None:
+            self._write(node, index, node.args[3 if node.target is not aten.index_put.default else 2])
+        elif node.target is aten.cat.default:
+            self._join(node)
+        elif not any(map(self.rows.knows, node.all_input_nodes)) or node.target is aten._assert_scalar.default:
+            return
+        elif not isinstance(node.meta["val"], (torch.Tensor, tuple, list)):
+            return  # a size: it is that of the value as it was
+        elif node.target in GROUPED:
+            self._multiply(node)
+        elif node.target is aten.split_with_sizes.default:
+            self._split(node)
+        elif node.target is aten.slice.Tensor and (group := self._group_of(node)) is not None:
+            self._take(node, self.rows.of(node.args[0]), group)
+        elif not (is_item(node) and not self.rows.knows(node.args[0])):
+            self.rows.visit(node)
+
+    def _index(self, node: fx.Node) -> Numbers | None:
+        """What the rows of the first argument are indexed by, as a whole; an inverse as well."""
+        if node.target in (aten.index.Tensor, aten.index_put.default):
+            index, *others = node.args[1]
+            if others:
+                return None
+        else:
+            dim, index = node.args[1], node.args[2]
+            if dim % len(sizes(node.args[0])):
+                return None
+        if index in self.inverses:
+            return Numbers(INVERSE)
+        found = self.known.get(index)
+        whole = node.target in (aten.gather.default, aten.scatter_add.default, aten.scatter.src)
+        if found is None or (len(sizes(index)) > 1 and not whole):
+            return None
+        if whole and sizes(index)[1:] != sizes(node.args[0])[1:]:
+            raise Unproven(f"{node.target}: it indexes a part of each row", node)
+        return found
+
+    def _enter(self, node: fx.Node, source: fx.Node, index: Numbers) -> None:
+        if index.of == INVERSE:
+            if self.rows.is_rows(source) and self.rows.of(source).place == 0:
+                self._replace(node, self.rows.of(source).values[0])
+            return
+        if self.rows.is_rows(source) or sizes(source)[0] != (self.count if index.of == SLOT else self.tokens):
+            raise Unproven(f"{node.target}: others are indexed than slots or their tokens", node)
+        if index.group is not None:
+            self._replace(node, self._of_group(source, index.of, index.group), index.group)
+            return
+        value = source if index.of == SLOT else self._of_each_slot(source)
+        if index.is_sorted:
+            self.rows.enter(node, Rows([value], 0, True))
+        elif index.of == TOKEN:
+            self._replace(node, value)
+
+    def _of_each_slot(self, value: fx.Node) -> fx.Node:
+        """`[N * k, ...]` of `[N, ...]`."""
+        if self.slots == 1:
+            return value
+        rest = [int(size) for size in value.meta["val"].shape[1:]]
+        value = call(self.graph, aten.unsqueeze.default, value, 1)
+        value = call(self.graph, aten.expand.default, value, [-1, self.slots, *(-1 for _ in rest)])
+        return call(self.graph, aten.reshape.default, value, [-1, *rest])
+
+    def _by_token(self, value: fx.Node) -> fx.Node:
+        """`[N, k, ...]` of `[N * k, ...]`."""
+        rest = [int(size) for size in value.meta["val"].shape[1:]]
+        return call(self.graph, aten.reshape.default, value, [-1, self.slots, *rest])
+
+    def _add(self, node: fx.Node, index: Numbers, value: fx.Node) -> None:
+        if index.group is not None:
+            self._index_by_condition(node, index)
+            return
+        self._require_sorted(node, index)
+        rows = self._rows_of(node, value)
+        if index.of == TOKEN:
+            rows = call(self.graph, aten.sum.dim_IntList, self._by_token(rows), [1])
+        alpha = {"alpha": node.kwargs["alpha"]} if "alpha" in node.kwargs else {}
+        self._require_rows(node, self.tokens if index.of == TOKEN else self.count)
+        self._replace(node, call(self.graph, aten.add.Tensor, node.args[0], rows, **alpha))
+
+    def _write(self, node: fx.Node, index: Numbers, value: Any) -> None:
+        adds = node.target is aten.index_put.default and bool(argument(node, 3, "accumulate"))
+        if adds:
+            self._add(node, index, value)
+            return
+        if index.group is not None:
+            self._index_by_condition(node, index)
+            return
+        is_arange = index == Numbers(SLOT) and self.known.get(value) == Numbers(SLOT, is_sorted=False)
+        if is_arange and sizes(node) == (self.count,):  # `inverse[order] = torch.arange(n)`
+            self.inverses.add(node)
+            return
+        self._require_sorted(node, index)
+        if index.of != SLOT and self.slots != 1:
+            raise Unproven(f"{node.target}: a token is written once for each of its slots", node)
+        self._require_rows(node, self.count, of_base=not self.rows.is_rows(node.args[0]))
+        self._replace(node, self._rows_of(node, value))
+
+    def _require_sorted(self, node: fx.Node, index: Numbers) -> None:
+        if index.of == INVERSE or not index.is_sorted:
+            raise Unproven(f"{node.target}: sorted slots are written elsewhere than where they came from", node)
+
+    def _require_rows(self, node: fx.Node, count: sympy.Expr, of_base: bool = True) -> None:
+        if of_base and sizes(node.args[0])[0] != count and not depends_on_data(sizes(node.args[0])[0]):
+            raise Unproven(f"{node.target}: others are written than slots or their tokens", node)
+
+    def _rows_of(self, node: fx.Node, value: Any) -> fx.Node:
+        """The rows of all slots, as slots are, that are written."""
+        if not isinstance(value, fx.Node) or not self.rows.is_rows(value) or self.rows.of(value).place != 0:
+            raise Unproven(f"{node.target}: what is written are no sorted slots", node)
+        return self.rows.of(value).values[0]
+
+    def _replace(self, node: fx.Node, new: fx.Node, group: int | None = None) -> None:
+        self.changed = True
+        if group is not None:
+            self.groups[new] = group
+            new.meta = dict(node.meta)  # of the same size, under the name that all have who read it
+        elif new.op == "call_function" and not new.meta.get("stack_trace"):
+            new.meta = {**node.meta, "val": new.meta["val"]}
+        node.replace_all_uses_with(new)
+
+    # ---- Groups
+
+    def _multiply(self, node: fx.Node) -> None:
+        """Rows of each group with a matrix of its own."""
+        rows, weight = node.args[:2]
+        given = {name: argument(node, i, name) for i, name in ((2, "offs"), (3, "bias"))}
+        experts = None if given["offs"] is None else self.counts.ends(given["offs"])
+        if not self.rows.is_rows(rows) or self.rows.is_rows(weight) or len(sizes(weight)) != 3:
+            raise Unproven(f"{node.target}: its first argument are no sorted slots", node)
+        if experts is None or sizes(weight)[0] != experts or descends(self.sort):
+            raise Unproven(f"{node.target}: its groups are not known to be those of experts", node)
+        numbers = call(self.graph, aten._to_copy.default, self.numbers, dtype=torch.int64)
+        new = call(self.graph, EXPERT_LINEAR, self.rows.of(rows).values[0], numbers, weight, True)
+        if given["bias"] is not None:
+            new = call(self.graph, aten.add.Tensor, new, call(self.graph, aten.index.Tensor, given["bias"], [numbers]))
+        if new.meta["val"].dtype is not node.meta["val"].dtype:
+            new = call(self.graph, aten._to_copy.default, new, dtype=node.meta["val"].dtype)
+        new.meta = {**node.meta, "val": new.meta["val"]}
+        self.rows.enter(node, Rows([new], 0, True))
+
+    def _group_of(self, node: fx.Node) -> int | None:
+        """The group that a slice of sorted slots is, -1 for all of them; None: it is none."""
+        if node.target is not aten.slice.Tensor or (argument(node, 1, "dim") or 0) % len(sizes(node)) != 0:
+            return None
+        start, end = argument(node, 2, "start") or 0, argument(node, 3, "end")
+        if argument(node, 4, "step") not in (None, 1) or descends(self.sort):
+            return None
+        every = self.counts.up_to(self.counts.bound or 0)
+        low = self.counts.canonical(start)
+        high = every if end is None or (isinstance(end, int) and end > 2**62) else self.counts.canonical(end)
+        if low is None or high is None:
+            return None
+        if low == 0 and high == every:
+            return -1
+        for group in range(self.counts.bound or 0):
+            if low == self.counts.up_to(group) and high == self.counts.up_to(group + 1):
+                return group
+        return None
+
+    def _take(self, node: fx.Node, rows: Rows, group: int) -> None:
+        if rows.place != 0:
+            raise Unproven(f"{node.target}: it takes a part of sorted slots along another dimension", node)
+        if group < 0:
+            node.meta["val"] = node.args[0].meta["val"]
+            self.rows.enter(node, rows)
+            return
+        self._replace(node, self._of_group(rows.values[0], SLOT, group), group)
+
+    def _split(self, node: fx.Node) -> None:
+        rows = self.rows.of(node.args[0])
+        if rows.place != 0 or not self._splits_by_expert(node):
+            raise Unproven(f"{node.target}: its parts are not known to be those of experts", node)
+        for item in list(node.users):
+            with self.graph.inserting_before(item):
+                self._replace(item, self._of_group(rows.values[0], SLOT, item.args[1]), item.args[1])
+
+    def _splits_by_expert(self, node: fx.Node) -> bool:
+        if argument(node, 2, "dim") or descends(self.sort):
+            return False
+        ends = [self.counts.up_to(number) for number in range(len(node.args[1]) + 1)]
+        lengths = map(self.counts.canonical, node.args[1])
+        return all(length == end - start for length, start, end in zip(lengths, ends, ends[1:], strict=False))
+
+    def _condition(self, group: int) -> tuple[fx.Node, fx.Node]:
+        """Token and slot of each of a group's slots, found before all that uses them."""
+        if group not in self._selected:
+            with self.graph.inserting_before(self.sort):
+                numbers = self.source
+                if len(sizes(numbers)) != 2 or sizes(numbers)[0] != self.tokens:
+                    numbers = call(self.graph, aten.reshape.default, numbers, [-1, self.slots])
+                chosen = call(self.graph, aten.nonzero.default, call(self.graph, aten.eq.Scalar, numbers, group))
+                columns = [call(self.graph, aten.select.int, chosen, 1, column) for column in range(2)]
+            for one in (chosen, *columns):
+                one.meta = {**self.sort.meta, "val": one.meta["val"]}
+            self._selected[group] = columns[0], columns[1]
+            self.groups |= dict.fromkeys(columns, group)
+        return self._selected[group]
+
+    def _of_group(self, value: fx.Node, of: str, group: int) -> fx.Node:
+        """The rows of a group, of values of all slots or of their tokens."""
+        tokens, slots = self._condition(group)
+        if of == TOKEN or self.slots == 1:
+            return call(self.graph, aten.index.Tensor, value, [tokens])
+        source = repeated_from(value, self.slots)
+        if source is not None:
+            return call(self.graph, aten.index.Tensor, source, [tokens])
+        return call(self.graph, aten.index.Tensor, self._by_token(value), [tokens, slots])
+
+    def _index_by_condition(self, node: fx.Node, index: Numbers) -> None:
+        """Let `out.index_add(0, tokens[a:b], rows)` index by a condition."""
+        assert index.group is not None
+        if index.of != TOKEN and self.slots != 1:
+            raise Unproven(f"{node.target}: it writes to slots of a group", node)
+        tokens, _ = self._condition(index.group)
+        if node.target in (aten.scatter_add.default, aten.scatter.src):
+            with self.graph.inserting_before(node):
+                column = call(self.graph, aten.unsqueeze.default, tokens, -1)
+                tokens = call(self.graph, aten.expand.default, column, [-1, *map(int, sizes(node.args[0])[1:])])
+            self.groups |= dict.fromkeys((column, tokens), index.group)
+        self.changed = True
+        if node.target is aten.index_put.default:
+            node.args = (node.args[0], [tokens], *node.args[2:])
+        else:
+            node.args = (*node.args[:2], tokens, *node.args[3:])
+
+    def _note_group(self, node: fx.Node) -> None:
+        groups = {self.groups[arg] for arg in node.all_input_nodes if arg in self.groups}
+        results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
+        values = [value for value in results if isinstance(value, torch.Tensor)]
+        if len(groups) == 1 and values and all(any(map(_of_data, value.shape)) for value in values):
+            self.groups[node] = groups.pop()
+
+    def _join(self, node: fx.Node) -> None:
+        """Write all groups where their slots are."""
+        parts = node.args[0]
+        numbers = [self.groups.get(part) for part in parts]
+        if not any(number is not None for number in numbers):
+            if any(map(self.rows.knows, parts)):
+                self.rows.visit(node)
+            return
+        if numbers != list(range(self.counts.bound or 0)) or (argument(node, 1, "dim") or 0) % len(sizes(node)) != 0:
+            raise Unproven(f"{node.target}: it does not join the rows of all experts, in order", node)
+        rest = [int(size) for size in parts[0].meta["val"].shape[1:]]
+        value = node.meta["val"]
+        tokens = call(self.graph, aten.sym_size.int, self._by_token(self.numbers), 0)
+        shape = [tokens, self.slots, *rest]
+        joined = call(self.graph, aten.full.default, shape, 0, dtype=value.dtype, device=value.device)
+        for number, part in enumerate(parts):
+            written = self.graph.call_function(aten.index_put.default, (joined, list(self._condition(number)), part))
+            written.meta = {**node.meta, "val": joined.meta["val"]}
+            joined = written
+        flat = call(self.graph, aten.reshape.default, joined, [-1, *rest])
+        flat.meta = {**node.meta, "val": flat.meta["val"]}
+        self.changed = True
+        node.meta["val"] = flat.meta["val"]  # as many as all slots
+        self.rows.enter(node, Rows([flat], 0, True))
+
+
+def _drop_checks_of_numbers(graph: fx.Graph) -> None:
+    """Checks of Dynamo's that numbers of the data are the sizes that they are used for."""
+    for node in list(graph.nodes):
+        if node.target is aten._assert_scalar.default or str(node.target).startswith("aten.sym_constrain_range"):
+            value = node.args[0].meta["val"] if isinstance(node.args[0], fx.Node) else node.args[0]
+            expr = symbolic(value)
+            if value is True or (expr is not None and (expr == sympy.true or depends_on_data(expr))):
+                graph.erase_node(node)
+
+
+def _find_size(node: fx.Node) -> None:
+    """Give a value the sizes of those that it is computed from, which were known from the data alone before."""
+    value = node.meta["val"]
+    arguments = [arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
+    if not isinstance(value, torch.Tensor) or not any(map(_of_data, value.shape)) or not arguments:
+        return
+    if any(_of_data(size) for one in arguments for size in one.shape) or node.target is aten.nonzero.default:
+        return
+    if node.target in RESHAPES:
+        node.args = (node.args[0], [-1 if _is_number_of_data(size) else size for size in node.args[1]])
+    with contextlib.suppress(RuntimeError, GuardOnDataDependentSymNode):
+        new = call(node.graph, node.target, *node.args, **node.kwargs)
+        node.meta["val"] = new.meta["val"]
+        node.graph.erase_node(new)
+
+
+def _is_number_of_data(size: Any) -> bool:
+    return isinstance(size, fx.Node) and _of_data(size.meta["val"])
+
+
+def _of_data(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and depends_on_data(size)

@@ -1,0 +1,89 @@
+"""What a call writes to its inputs: counters of the tokens of each expert, say, which trainers balance them by.
+
+A call computes what its inputs have in the end like any other output, over the whole batch: a token counts as often as
+the batch has it. Within the call, the inputs are what they were: chunks may read them again in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dta_compile.errors import RuntimeContractError
+from dta_compile.executable.executable import Executable
+from dta_compile.integrations import checkpoint_flags
+from dta_compile.runtime.calls.planned_call import Run
+
+
+def write(args: Sequence[Any], run: Run, values: Sequence[torch.Tensor]) -> None:
+    """Write to the inputs of a call, once it has been run.
+
+    Raises:
+        RuntimeContractError: eager mode would write other values, of padding or for a checkpoint.
+    """
+    executable = run.call.executable
+    _require_memory_of_their_own(executable, args)
+    if run.call.plan.schedule.mode != "score" and checkpoint_flags.is_hidden():
+        raise RuntimeContractError(
+            f"the model writes to {_names(executable)} where gradient checkpointing computes it again, and once more",
+            expected="a model that is computed once, or writes outside of its layers",
+            got="gradient_checkpointing=True",
+            hint="switch gradient checkpointing off: the plan says what is kept and what is computed again",
+        )
+    _require_real_tokens(run, values)
+    with torch.no_grad():
+        for one, value in zip(executable.written, values, strict=True):
+            args[one.input].copy_(value)
+
+
+def _names(executable: Executable) -> str:
+    return ", ".join(one.name for one in executable.written)
+
+
+def _require_memory_of_their_own(executable: Executable, args: Sequence[Any]) -> None:
+    tensors = {i: arg.untyped_storage()._cdata for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+    for one in executable.written:
+        shared = [i for i, storage in tensors.items() if i != one.input and storage == tensors[one.input]]
+        if shared:
+            raise RuntimeContractError(
+                f"the model writes to {one.name}, which has memory in common with {executable.inputs[shared[0]].name}",
+                expected="tensors that are written to with memory of their own",
+                got="views of one tensor",
+                hint="hold one of them, and index it where it is used",
+            )
+
+
+def _require_real_tokens(run: Run, values: Sequence[torch.Tensor]) -> None:
+    """Padding is not computed: what is written must not depend on it."""
+    executable, layout = run.call.executable, run.call.layout
+    read = {i for one in executable.written for i in one.frontier}
+    padding = {i: mask for i in read if (mask := layout.padding(i)) is not None}
+    if not padding:
+        return
+    for attempt in range(2):
+        frontier = [value.detach() for value in run.frontier]
+        for i, mask in padding.items():
+            frontier[i] = torch.where(mask, _other(frontier[i], mask, attempt), frontier[i])
+        with torch.no_grad():
+            again = run.outputs_of(frontier)[-len(values) :]
+        for one, value, other in zip(executable.written, values, again, strict=True):
+            if not torch.equal(value, other):
+                raise RuntimeContractError(
+                    f"what the model writes to {one.name} depends on padding, which the prefix tree does not compute",
+                    expected="real tokens, masked before they are counted",
+                    got="another value with other numbers at padding",
+                    hint="select the real tokens by the attention mask first, or train on packed rows",
+                )
+
+
+def _other(value: torch.Tensor, mask: torch.Tensor, attempt: int) -> torch.Tensor:
+    """Numbers that may be at padding in place of zeros: as they occur elsewhere, if they are whole."""
+    if value.dtype is torch.bool:
+        return torch.ones_like(value)
+    if value.is_floating_point() or value.is_complex():
+        return torch.full_like(value, 1.5 + attempt)
+    largest, least = value.amax(), torch.where(mask, value.amax(), value).amin()
+    other = largest if attempt == 0 else least
+    return torch.where(other == 0, torch.ones_like(value), other)

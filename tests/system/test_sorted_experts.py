@@ -13,7 +13,7 @@ from tests.support.chunk_graphs import nodes_of
 from tests.support.helpers import Batch, assert_equal, make_batch, measure, random_loss, reference
 from tests.support.inside import inside
 from tests.support.mixtures import EXPERTS, Mixture, Model, Once, Split, assert_exact, call, one_by_one
-from tests.support.tiny import SMALL_CHUNKS, VOCABULARY, WIDTH, shared_ids
+from tests.support.tiny import SMALL_CHUNKS, VOCABULARY, WIDTH, assert_same, shared_ids
 
 ROUNDING = 2e-2  # of bfloat16, which is all that grouped products take on CPUs
 
@@ -297,6 +297,18 @@ class WeightsAsTheyWere(Elsewhere):
         return torch.zeros_like(x).index_add(0, order // self.k, torch.cat(parts) * weights.view(-1)[:, None])
 
 
+class OfEvenNumbers(Mixture):
+    """As many slots of the second expert as there are of the third."""
+
+    def mix(self, x, weights, chosen):
+        flat = chosen.view(-1)
+        order, out, start = flat.argsort(stable=True), torch.zeros_like(x), 0
+        for expert, count in zip(self.experts, (flat[:, None] == torch.arange(0, 6, 2)).sum(0).tolist(), strict=True):
+            tokens = order[start : start + count] // self.k
+            out, start = out.index_add(0, tokens, expert(x[tokens])), start + count
+        return out
+
+
 class NotBack(Mixture):
     def mix(self, x, weights, chosen):
         return self.experts[0](x[chosen[:, 0].argsort(stable=True)])
@@ -340,6 +352,7 @@ REFUSED = {
     Backwards: "selected by a condition",
     ByInverse: "selected by a condition",
     WeightsAsTheyWere: "selected by a condition",
+    OfEvenNumbers: "graph break.*tolist",
     NotBack: "sorted by the experts.*expert_linear",
     Accumulated: "sorted by the experts.*expert_linear",
     Numbers: "graph break.*tolist",
@@ -348,12 +361,67 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("mixture", one_by_one(REFUSED, (OfOthers, NotBack)))
+@pytest.mark.parametrize("mixture", one_by_one(REFUSED, (OfOthers, OfEvenNumbers, NotBack)))
 def test_refused(mixture):
     torch._dynamo.reset()
     with pytest.raises(RefusalError) as caught:
         torch.compile(Once(mixture), backend="dta", options=SMALL_CHUNKS)(shared_ids(4, 7))
     assert re.search(REFUSED[mixture], str(caught.value), re.DOTALL), caught.value
+
+
+class Summed(Sorted):
+    """What a slot gets depends on the order of the slots of its expert."""
+
+    stable = False
+
+    def mix(self, x, weights, chosen):
+        order = chosen.view(-1).argsort(stable=self.stable)
+        parts = x[order // self.k].split(self.counts(chosen))
+        y = torch.cat([expert(part.cumsum(0)) for expert, part in zip(self.experts, parts, strict=True)])
+        return self.back(x, order, y)
+
+    def back(self, x, order, y):
+        return torch.zeros_like(x).index_add(0, order // self.k, y)
+
+
+class SummedInOrder(Summed):
+    stable = True
+
+
+class SortedByOne(SummedInOrder):
+    """A sort of columns of one number each is no inverse."""
+
+    def back(self, x, order, y):
+        return y[order[:, None].argsort(dim=1)[:, 0]].view(-1, self.k, WIDTH).sum(1)
+
+
+class OneFeature(SummedInOrder):
+    def back(self, x, order, y):
+        return x * torch.gather(y, 0, order.argsort()[:, None]).view(-1, self.k, 1).sum(1)
+
+
+class Broadcast(Sorted):
+    def mix(self, x, weights, chosen):
+        order = chosen.view(-1).argsort(stable=True)
+        y = x.new_zeros(order.shape[0], WIDTH)
+        y[order] = x[order // self.k].sum(-1, keepdim=True)
+        return x + y.sum(-1).view(-1, self.k).sum(-1, keepdim=True)
+
+
+BEHIND = [SummedInOrder, SortedByOne, OneFeature, Broadcast]
+
+
+@pytest.mark.parametrize("mixture", one_by_one(BEHIND, (SortedByOne, Broadcast)))
+def test_left_as_it_is_behind_the_last_attention(mixture):
+    torch._dynamo.reset()
+    model, ids = Model(mixture), shared_ids(4, 7)
+    assert_same(torch.compile(model, backend="dta", options=SMALL_CHUNKS)(ids), model(ids))
+
+
+def test_an_order_that_no_sort_promises_is_refused_behind_the_last_attention():
+    torch._dynamo.reset()
+    with pytest.raises(RefusalError, match=r"unstable(.|\n)*stable=True"):
+        torch.compile(Model(Summed), backend="dta", options=SMALL_CHUNKS)(shared_ids(6, 12))
 
 
 def test_numbers_of_tensors_in_a_loss_end_the_graph_as_ever():

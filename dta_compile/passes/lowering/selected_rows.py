@@ -39,10 +39,11 @@ aten = torch.ops.aten
 ENTRIES = (aten.index.Tensor, aten.index_select.default)
 EXITS = (aten.index_add.default, aten.index_put.default, aten.scatter_add.default)
 PARTS = (aten.unbind.int, aten.select.int)
+ANY_ORDER = "any_order"  # of `nonzero` in place of slots whose order eager mode does not tell: they are treated alike
 
 
 class SelectionRefusal(FinalRefusal):
-    """Rows that are computed from parameters are selected before the last attention, and not used row by row."""
+    """Rows are selected and not used row by row: before the last attention, or in an order that is not told."""
 
 
 def spread_selected_rows(graph: fx.Graph, parameters: Collection[fx.Node]) -> None:
@@ -53,7 +54,7 @@ def spread_selected_rows(graph: fx.Graph, parameters: Collection[fx.Node]) -> No
         parameters: inputs that gradients may flow to.
 
     Raises:
-        SelectionRefusal: one is not, and attention follows.
+        SelectionRefusal: one is not, and attention follows, or its rows have no order of their own.
     """
     first = First(())
     selections = _selections(graph, first)
@@ -63,6 +64,7 @@ def spread_selected_rows(graph: fx.Graph, parameters: Collection[fx.Node]) -> No
             try:
                 _Spreading(graph, first, mask, makers).run()
             except Unproven as unproven:
+                _refuse_any_order(makers, unproven)
                 _refuse_before_attention(graph, makers, parameters, unproven)
     if selections:
         _drop_checks(graph)
@@ -97,6 +99,18 @@ def _mask_of(node: fx.Node) -> fx.Node | None:
 
 def _dims_of_tokens(mask: fx.Node) -> list[int]:
     return [dim for dim, size in enumerate(sizes(mask)) if size.free_symbols]
+
+
+def _refuse_any_order(makers: list[fx.Node], unproven: Unproven) -> None:
+    """Even behind the last attention: a sort that is not stable has slots of an expert in an order of its own."""
+    if any(maker.meta.get(ANY_ORDER) for maker in makers):
+        raise SelectionRefusal(
+            "tokens are sorted by expert in an unstable way, and it is not proven that each is treated by itself",
+            where=where(unproven.node),
+            expected="operators that work row by row, or a stable sort",
+            got=unproven.reason,
+            hint="sort with argsort(stable=True) or sort(stable=True)",
+        ) from None
 
 
 def _refuse_before_attention(

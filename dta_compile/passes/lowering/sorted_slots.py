@@ -35,6 +35,7 @@ from dta_compile.passes.graphs.nodes import First, call, is_float, is_item
 from dta_compile.passes.graphs.operators import COPIES, RANGES, RESHAPES
 from dta_compile.passes.lowering.expert_counts import SORTS, Counts, is_exact_cast
 from dta_compile.passes.lowering.places.row_operators import RowOperators, Rows, Unproven
+from dta_compile.passes.lowering.selected_rows import ANY_ORDER
 from dta_compile.passes.lowering.slot_numbers import (
     INVERSE,
     SLOT,
@@ -149,11 +150,9 @@ class _Unsorting:
             else:
                 self.rows.enter(node, Rows([self.numbers], 0, True))
             return True
-        if is_item(node) and node.args[1] == 1 and source.target in SORTS and not descends(source):
-            sorted_numbers = self.known.get(source.args[0])
-            if sorted_numbers == Numbers(SLOT):
-                self.inverses.add(node)
-                return True
+        if is_item(node) and node.args[1] == 1 and source.target in SORTS and self._sorts_order(source):
+            self.inverses.add(node)
+            return True
         if source in self.inverses and is_another_form(node):
             self.inverses.add(node)
             return True
@@ -174,6 +173,10 @@ class _Unsorting:
         else:
             return False
         return True
+
+    def _sorts_order(self, sort: fx.Node) -> bool:
+        numbers = sort.args[0]
+        return self.known.get(numbers) == Numbers(SLOT) and len(sizes(numbers)) == 1 and not descends(sort)
 
     def _divides_by_slots(self, node: fx.Node) -> bool:
         return node.args[1] == self.slots and node.kwargs.get("rounding_mode", "floor") in ("floor", "trunc")
@@ -215,9 +218,7 @@ class _Unsorting:
             dim, index = node.args[1], node.args[2]
             if dim % len(sizes(node.args[0])):
                 return None
-        if index in self.inverses:
-            return Numbers(INVERSE)
-        found = self.known.get(index)
+        found = Numbers(INVERSE) if index in self.inverses else self.known.get(index)
         whole = node.target in (aten.gather.default, aten.scatter_add.default, aten.scatter.src)
         if found is None or (len(sizes(index)) > 1 and not whole):
             return None
@@ -297,6 +298,8 @@ class _Unsorting:
         """The rows of all slots, as slots are, that are written."""
         if not isinstance(value, fx.Node) or not self.rows.is_rows(value) or self.rows.of(value).place != 0:
             raise Unproven(f"{node.target}: what is written are no sorted slots", node)
+        if sizes(value)[1:] != sizes(node)[1:]:
+            raise Unproven(f"{node.target}: what is written is broadcast, or written in part", node)
         return self.rows.of(value).values[0]
 
     def _replace(self, node: fx.Node, new: fx.Node, group: int | None = None) -> None:
@@ -335,14 +338,16 @@ class _Unsorting:
         start, end = argument(node, 2, "start") or 0, argument(node, 3, "end")
         if argument(node, 4, "step") not in (None, 1) or descends(self.sort):
             return None
-        every = self.counts.up_to(self.counts.bound or 0)
+        if self.counts.bound is None:
+            return None
+        every = self.counts.up_to(self.counts.bound)
         low = self.counts.canonical(start)
         high = every if end is None or (isinstance(end, int) and end > 2**62) else self.counts.canonical(end)
         if low is None or high is None:
             return None
         if low == 0 and high == every:
             return -1
-        for group in range(self.counts.bound or 0):
+        for group in range(self.counts.bound):
             if low == self.counts.up_to(group) and high == self.counts.up_to(group + 1):
                 return group
         return None
@@ -382,6 +387,8 @@ class _Unsorting:
                 columns = [call(self.graph, aten.select.int, chosen, 1, column) for column in range(2)]
             for one in (chosen, *columns):
                 one.meta = {**self.sort.meta, "val": one.meta["val"]}
+            if not self.sort.kwargs.get("stable"):
+                chosen.meta[ANY_ORDER] = True
             self._selected[group] = columns[0], columns[1]
             self.groups |= dict.fromkeys(columns, group)
         return self._selected[group]

@@ -206,7 +206,7 @@ class Arranged:
 
 
 def _factor_of(node: fx.Node) -> float | None:
-    """Return the number that a product or quotient multiplies its first operand by; None if there is none, or it is 0."""
+    """Return the number that a product or quotient multiplies its first operand by; None for other nodes and for 0."""
     number = number_of(node.args[1]) if sizes(node) == sizes(node.args[0]) else None
     return (number if node.target in PRODUCTS else 1.0 / number) if number else None
 

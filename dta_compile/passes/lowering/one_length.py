@@ -1,4 +1,4 @@
-"""Lower a graph that was traced for one number of tokens with a symbol where it counts tokens.
+"""Introduce a symbolic number of tokens into a graph that was traced for a constant one.
 
 Python code that depends on the number of tokens (`for i in range(T)`, a table for exactly this length) makes it a
 constant of the trace, and Dynamo's guards admit only calls of that length to such a graph. All passes tell tokens from
@@ -55,7 +55,7 @@ def symbol_of_length(env: ShapeEnv, length: int) -> Iterator[torch.SymInt]:
 
 
 class OneLength:
-    """Rewrites inputs and calls of a captured graph, with `size` for the constant where it counts tokens."""
+    """Rewriter of inputs and calls of a captured graph, with `size` for the constant where it counts tokens."""
 
     def __init__(self, size: torch.SymInt) -> None:
         self.size, self.number = size, int(hint(size))

@@ -1,4 +1,4 @@
-"""Replace shifts by tokens that a model writes as slices by the `token_shift` mixer.
+"""Replace token shifts that a model writes with slices by the `token_shift` mixer.
 
     cat([x[:, :1], x[:, 1:] + g * x[:, :-1]], 1)
     pad(x, (0, 0, 1, -1))                pad(x, (0, 0, 1, 0))[:, :-1]             RWKV's token shift

@@ -50,7 +50,7 @@ CLAMPS = {
 
 
 class Distances:
-    """Splits biases of one graph; new nodes are inserted at the graph's insertion point."""
+    """Analysis of the biases of one graph; new nodes are inserted at the graph's insertion point."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph

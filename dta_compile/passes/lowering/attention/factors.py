@@ -44,7 +44,7 @@ MOVES = (
 
 
 class Mismatch(Exception):
-    """Attention cannot be rewritten, or dimensions not be unified; the message says why."""
+    """Dimensions or operators that fit no call of attention; the message says why."""
 
 
 class Factor:

@@ -386,10 +386,10 @@ class Rewrite:
         return self.attention.scores.product in ancestors([node])
 
     def _gated(self, mask: fx.Node | None) -> fx.Node | None:
-        """Return the mask, such that a proof of it proves gates of scores or weights to have no effect.
+        """Add the gates of scores and softmax weights to the mask, so that the prover judges both.
 
-        Gates depend on the key, as in `scores * causal - 1e4 * (1 - causal)`. Where a gate is not one, the mask must
-        hide the key; otherwise it becomes 1.0 there, which no valid mask contains.
+        A gate is a factor that depends on the key, as in `scores * causal - 1e4 * (1 - causal)`. Where it is not one,
+        the mask must hide the key; otherwise it becomes 1.0 there, which no valid mask contains.
         """
         scores, key = self.attention.scores, self.attention.key
         gates = [(by, one) for by, one in scores.by if isinstance(one, Arranged) and one.has(key)]

@@ -41,7 +41,7 @@ PathTo = Callable[[fx.Node], list[fx.Node] | None]
 
 @dataclasses.dataclass
 class Scores:
-    """Scores of attention, as the product of queries and keys and the effect of the operators on it so far.
+    """Product of queries and keys, with the effect of the operators applied to it so far.
 
     Attributes:
         product: node of the product.

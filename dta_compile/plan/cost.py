@@ -79,10 +79,6 @@ class CostModel:
         """
         return cls(_FORWARD._replace(launch=2e-2), _BACKWARD._replace(launch=3.5e-2))
 
-    def forward_seconds(self, work: Work) -> float:
-        """Return the forward seconds of a chunk run."""
-        return self.forward.seconds(work)
-
     def tree_rates(self) -> tuple[float, float]:
         """Return seconds of forward and backward per tree token (with one head row) and per query-key pair.
 
@@ -132,7 +128,7 @@ def choose_keep(
     if options.strategy != "vanilla":  # vanilla rebuilds spines with graphs, which then stay
         for index, part in rebuilt_slices(tree, options, chunks):
             work = chunk_work(tree, Chunk(part), head=False)._replace(launches=1)
-            rebuilt[index] += share * cost.forward_seconds(work) - cost.restore * part.tokens
+            rebuilt[index] += share * cost.forward.seconds(work) - cost.restore * part.tokens
     states = [footprint.state * depths for depths in chunks.starts_below()]
     upgrades: list[tuple[float, int, _Kept]] = []  # seconds saved per byte, index of the chunk, what it keeps
     for index, chunk in enumerate(chunks.chunks):
@@ -142,7 +138,7 @@ def choose_keep(
         below = max(rebuilt[index], 0.0)
         kv = _Kept(footprint.kv(chunk) + states[index], below, kv=True)
         results = _Kept(footprint.results(chunk) * by_stages, cost.forward.pair * work.pairs, results=True)
-        graph = _Kept(footprint.graph(work) + states[index], cost.forward_seconds(work) + below, graph=True)
+        graph = _Kept(footprint.graph(work) + states[index], cost.forward.seconds(work) + below, graph=True)
         upgrades += ((gain, index, kept) for gain, kept in _upgrades(kv, results, graph))
     best, left = dict[int, _Kept](), float(budget)
     for _, index, kept in sorted(upgrades, key=lambda entry: (-entry[0], entry[1])):

@@ -128,7 +128,7 @@ def moved(node: fx.Node, dims: list[Dim]) -> list[Dim]:
         before = [[] for _ in range(len(node.args[1]) - rank)]
         times = [sizes(node)[i] / product(dim) for i, dim in enumerate([*before, *dims])]
         return [dim if n == 1 else [Factor(n), *dim] for dim, n in zip([*before, *dims], times, strict=True)]
-    if target is aten.slice.Tensor and sizes(node) != sizes(node.args[0]):
+    if _is_part(node):
         raise Mismatch("a part of a dimension")
     return dims
 

@@ -35,7 +35,7 @@ from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
 
-OF_SCORES = MATRIX_PRODUCTS - {aten.addmm.default}
+SCORE_PRODUCTS = MATRIX_PRODUCTS - {aten.addmm.default}
 LIKES = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 UNARY = frozenset({aten.tanh.default, aten.neg.default})
 
@@ -155,14 +155,10 @@ class _Search:
         return self.known[node]
 
     def _path(self, node: fx.Node) -> list[fx.Node] | None:
-        if _is_product(node):
+        if node.target in SCORE_PRODUCTS:
             return [node] if all(arg in self.data for arg in node.args[-2:]) else None
         paths = [path for arg in _possible_scores(node) if (path := self.known[arg]) is not None]
         return [*paths[0], node] if paths else None
-
-
-def _is_product(node: fx.Node) -> bool:
-    return node.target in OF_SCORES
 
 
 def _possible_scores(node: fx.Node) -> list[fx.Node]:
@@ -186,7 +182,7 @@ def _weighings(softmax: fx.Node) -> list[tuple[fx.Node, list[fx.Node]]]:
     while pending:
         node, steps = pending.pop()
         for user in node.users:
-            if _is_product(user) and node in user.args[-2:]:
+            if user.target in SCORE_PRODUCTS and node in user.args[-2:]:
                 products.append((user, steps))
             elif user.target in CHANGES or (user.target in KEEP_WEIGHTS | DROPOUTS and user.args[0] is node):
                 pending.append((user, [*steps, user]))

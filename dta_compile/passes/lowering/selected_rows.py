@@ -401,7 +401,7 @@ class _Spreading:
     # ---- Shapes
 
     def _rows_first(self, value: fx.Node, index: _Index) -> fx.Node:
-        """Return a value as `[N, *slots, ...]`: the tokens' dimensions flattened, then those of slots, then the rest."""
+        """Return a value as `[N, *slots, ...]`: dimensions of tokens flattened, then those of slots, then the rest."""
         value = self._permuted(value, index.order(len(sizes(value))))
         if len(index.tokens) == 1:
             return value

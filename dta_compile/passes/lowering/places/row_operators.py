@@ -337,7 +337,7 @@ class RowOperators:
         return out if bias is None else call(self.graph, aten.add.Tensor, out, self._masked(bias, slot))
 
     def _stacked(self, weight: fx.Node) -> tuple[fx.Node, int, bool]:
-        """Return stacked weights, the index of the matrix in them, and whether they are `[E, D, O]`, not `[E, O, D]`."""
+        """Return stacked weights, the index of a matrix in them, and whether they are `[E, D, O]`, not `[E, O, D]`."""
         transposed = weight.target not in TRANSPOSITIONS or not swaps(weight)
         weight = weight if transposed else weight.args[0]
         if weight.target is aten.select.int and weight.args[1] == 0 and isinstance(weight.args[2], int):

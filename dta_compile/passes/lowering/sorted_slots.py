@@ -316,16 +316,16 @@ class _Unsorting:
     def _multiply(self, node: fx.Node) -> None:
         """Replace a grouped product, each group of rows times its expert's matrix, by `dta::expert_linear`."""
         rows, weight = node.args[:2]
-        options = {name: argument(node, i, name) for i, name in ((2, "offs"), (3, "bias"))}
-        experts = None if options["offs"] is None else self.counts.ends(options["offs"])
+        extra = {name: argument(node, i, name) for i, name in ((2, "offs"), (3, "bias"))}
+        experts = None if extra["offs"] is None else self.counts.ends(extra["offs"])
         if not self.rows.is_rows(rows) or self.rows.is_rows(weight) or len(sizes(weight)) != 3:
             raise Unproven(f"{node.target}: its first argument are no sorted slots", node)
         if experts is None or sizes(weight)[0] != experts or descends(self.sort):
             raise Unproven(f"{node.target}: its groups are not known to be those of experts", node)
         numbers = call(self.graph, aten._to_copy.default, self.numbers, dtype=torch.int64)
         new = call(self.graph, EXPERT_LINEAR, self.rows.of(rows).values[0], numbers, weight, True)
-        if options["bias"] is not None:
-            new = call(self.graph, aten.add.Tensor, new, call(self.graph, aten.index.Tensor, options["bias"], [numbers]))
+        if extra["bias"] is not None:
+            new = call(self.graph, aten.add.Tensor, new, call(self.graph, aten.index.Tensor, extra["bias"], [numbers]))
         if new.meta["val"].dtype is not node.meta["val"].dtype:
             new = call(self.graph, aten._to_copy.default, new, dtype=node.meta["val"].dtype)
         new.meta = {**node.meta, "val": new.meta["val"]}

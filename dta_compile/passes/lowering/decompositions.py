@@ -98,9 +98,9 @@ def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | N
 def _repeat(x: torch.Tensor, repeats: list[Any]) -> Any:
     """Expand `x` instead of repeating it, if only new dimensions and those of size 1 are repeated."""
     sizes = (*(1,) * (len(repeats) - x.dim()), *x.shape)
-    if any(not _is(times, 1) and not _is(size, 1) for times, size in zip(repeats, sizes, strict=True)):
+    if any(not _is_one(times) and not _is_one(size) for times, size in zip(repeats, sizes, strict=True)):
         return NotImplemented
-    wanted = (times if _is(size, 1) else size for times, size in zip(repeats, sizes, strict=True))
+    wanted = (times if _is_one(size) else size for times, size in zip(repeats, sizes, strict=True))
     return x.expand(*wanted).clone(memory_format=torch.contiguous_format)
 
 
@@ -116,17 +116,12 @@ def _convolution(
     groups: int,
 ) -> Any:
     """Compute a convolution with kernels of size 1 as a linear map; torch's own rejects empty inputs (no head rows)."""
-    is_wide = not all(_is(size, 1) for size in weight.shape[2:]) or any(n != 1 for n in stride) or any(padding)
+    is_wide = not all(_is_one(size) for size in weight.shape[2:]) or any(n != 1 for n in stride) or any(padding)
     if is_wide or transposed:
         return NotImplemented
     kernels = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1])
     mapped = torch.einsum("...gi,goi->...go", x.movedim(1, -1).unflatten(-1, (groups, -1)), kernels).flatten(-2)
     return (mapped if bias is None else mapped + bias).movedim(-1, 1).contiguous()
-
-
-def _is(size: Any, number: int) -> bool:
-    """Return whether a size is a constant equal to `number`."""
-    return isinstance(size, int) and size == number
 
 
 TABLE = {
@@ -241,6 +236,7 @@ def _batch(*tensors: torch.Tensor) -> int | torch.SymInt:
 
 
 def _is_one(size: int | torch.SymInt) -> bool:
+    """Return whether a size is the constant 1."""
     return isinstance(size, int) and size == 1
 
 

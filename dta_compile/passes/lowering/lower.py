@@ -396,9 +396,6 @@ def _no_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(previous)
 
 
-EAGER = "random numbers in the order in which eager execution draws them"
-
-
 def drawing(graph: fx.Graph) -> list[fx.Node]:
     """Return the random ops of a graph, in order."""
     return [node for node in graph.nodes if _draws(node)]
@@ -443,7 +440,7 @@ def _refusal(node: fx.Node, got: str) -> RefusalError:
     return RefusalError(
         "random numbers cannot be drawn here as eager execution draws them",
         where=where(node),
-        expected=EAGER,
+        expected="random numbers in the order in which eager execution draws them",
         got=got,
         hint="draw them outside of the compiled function and pass them in",
     )

@@ -17,6 +17,7 @@ from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import First, filled_with, is_item
 from dta_compile.passes.graphs.operators import CASTS, COPIES, EXCHANGES, FILLS, KEEP_ORDER, RANGES, RESHAPES
 from dta_compile.passes.lowering.distinct_places import is_distinct_along
+from dta_compile.passes.lowering.slot_numbers import counts_from_zero
 from dta_compile.passes.symbols import depends_on_data, expression, sizes
 
 aten = torch.ops.aten
@@ -155,8 +156,9 @@ class Counts:
             return sizes(index)[-1] == 1 or is_distinct_along(index, at, at[-1])
         if node.target is aten.eq.Tensor:
             numbers, every = node.args
-            is_every = _strip(every).target in RANGES and sizes(every)[-1] == sizes(node)[-1]
-            return is_every and sizes(numbers)[-1] == 1 and self.are(_strip(numbers)) and _starts_at_zero(_strip(every))
+            range_ = _strip(every)
+            is_every = range_.target in RANGES and counts_from_zero(range_) and sizes(every)[-1] == sizes(node)[-1]
+            return is_every and sizes(numbers)[-1] == 1 and self.are(_strip(numbers))
         return False
 
     def ends(self, node: fx.Node) -> int | None:
@@ -217,7 +219,3 @@ def _is_filled(node: fx.Node, number: int) -> bool:
     while node.target in ENTRIES | CASTS:
         node = node.args[0]
     return node.target in FILLS and filled_with(node) == number
-
-
-def _starts_at_zero(node: fx.Node) -> bool:
-    return node.target is aten.arange.default or node.args[0] == 0

@@ -74,7 +74,7 @@ class _Mixed(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kept:
+class _Unflattened:
     """Replacement of a value `[N * k, ...]`, or of a tuple of such values.
 
     Attributes:
@@ -100,7 +100,7 @@ def keep_places(graph: fx.Graph) -> None:
                 slots.visit(node)
     if slots.are_split:
         sizes_from_inputs(graph)  # reading sizes of flattened values would keep these alive
-    if slots.kept:
+    if slots.unflattened:
         graph.eliminate_dead_code(fx.Node.is_impure)
 
 
@@ -108,35 +108,35 @@ class _FlatSlots:
     """Values computed from flattened slots.
 
     Attributes:
-        kept: by node, its replacement with a dimension for the slots.
+        unflattened: by node, its replacement with a dimension for the slots.
         counts: the sizes that tokens and slots have together in one dimension.
         are_split: whether a reshape splits flattened slots again, so that the graph has changed.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.kept: dict[fx.Node, _Kept] = {}
+        self.unflattened: dict[fx.Node, _Unflattened] = {}
         self.counts: set[sympy.Expr] = set()
         self.are_split = False
 
     def are_read_by(self, node: fx.Node) -> bool:
         """Return whether a node reads a value of flattened slots."""
-        return any(arg in self.kept for arg in node.all_input_nodes)
+        return any(arg in self.unflattened for arg in node.all_input_nodes)
 
     def visit(self, node: fx.Node) -> None:
         """Insert a copy of a node with a dimension for the slots before it; raise `_Mixed` if that is not possible."""
         if node.target in RESHAPES:
             self._reshape(node)
             return
-        first = next(self.kept[arg] for arg in node.all_input_nodes if arg in self.kept)
+        first = next(self.unflattened[arg] for arg in node.all_input_nodes if arg in self.unflattened)
         if node.target is aten.slice.Tensor and sizes(node) == sizes(node.args[0]):
-            self.kept[node] = first  # a slice of all rows, from `x[:, 0]` say
+            self.unflattened[node] = first  # a slice of all rows, from `x[:, 0]` say
             return
         args, kwargs = self._arguments(node, first)
         new = self._call(node, node.target, *args, **kwargs)
         if _shapes(new) != [(*first.shape, *shape[1:]) for shape in _shapes(node)]:
             raise _Mixed
-        self.kept[node] = _Kept(new, first.shape)
+        self.unflattened[node] = _Unflattened(new, first.shape)
 
     def _call(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Insert a call that takes over the metadata of `node`."""
@@ -149,7 +149,7 @@ class _FlatSlots:
     def _reshape(self, node: fx.Node) -> None:
         """Record the slots that a reshape flattens, or replace a reshape that splits recorded ones off the tokens."""
         flat, shape = node.args
-        source = self.kept[flat].node if flat in self.kept else flat
+        source = self.unflattened[flat].node if flat in self.unflattened else flat
         before, after = sizes(source), sizes(node)
         tokens = _tokens(before)
         if (slots := _merged(before, after, tokens)) is not None:
@@ -157,7 +157,7 @@ class _FlatSlots:
             if source is flat and before[0] in self.counts:
                 raise _Mixed  # the rows are flattened slots themselves, which an operator has mixed
             self.counts.add(after[0])
-            self.kept[node] = _Kept(self._split(node, source, source, prefix, after[1:]), prefix)
+            self.unflattened[node] = _Unflattened(self._split(node, source, source, prefix, after[1:]), prefix)
         elif source is not flat and _begins_with(after, sympy.prod(before[:tokens])):
             self.are_split = True
             known = [size if of.free_symbols else int(of) for size, of in zip(shape, after, strict=True)]
@@ -174,7 +174,7 @@ class _FlatSlots:
 
     # ---- Arguments
 
-    def _arguments(self, node: fx.Node, first: _Kept) -> tuple[list[Any], dict[str, Any]]:
+    def _arguments(self, node: fx.Node, first: _Unflattened) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments for which an operator computes the same with a dimension for the slots."""
         if node.target is operator.getitem:
             return [first.node, node.args[1]], {}
@@ -202,22 +202,22 @@ class _FlatSlots:
             raise _Mixed
         return fx.node.map_arg((args, kwargs), mapped)
 
-    def _argument(self, node: fx.Node, arg: fx.Node, first: _Kept, rank: int, is_entrywise: bool) -> fx.Node:
+    def _argument(self, node: fx.Node, arg: fx.Node, first: _Unflattened, rank: int, is_entrywise: bool) -> fx.Node:
         """Return the replacement of an argument of an operator whose values have at most `rank` dimensions."""
-        if not is_tensor(arg) or (arg not in self.kept and len(sizes(arg)) < rank):
+        if not is_tensor(arg) or (arg not in self.unflattened and len(sizes(arg)) < rank):
             return arg
         if is_entrywise and is_uniform(arg):
             return self._call(node, arg.target, [1] * rank, *arg.args[1:], **arg.kwargs)
-        if arg not in self.kept:
+        if arg not in self.unflattened:
             if is_entrywise and sizes(arg)[0] == 1:
                 return arg
             raise _Mixed
-        kept, rest = self.kept[arg], sizes(arg)[1:]
+        value, rest = self.unflattened[arg], sizes(arg)[1:]
         if len(rest) + 1 != rank:
             raise _Mixed
-        if kept.shape[-1] != first.shape[-1]:
+        if value.shape[-1] != first.shape[-1]:
             raise _Mixed  # equal numbers of rows, but of other tokens and slots
-        return self._split(node, kept.node, first.node, first.shape, rest)
+        return self._split(node, value.node, first.node, first.shape, rest)
 
 
 def _move_dimensions(node: fx.Node, args: list[Any], kwargs: dict[str, Any], rank: int, added: int) -> None:

@@ -81,8 +81,8 @@ def written_out_attention(module: fx.GraphModule) -> RefusalError | None:
 
 def trains_parameters(module: fx.GraphModule) -> bool:
     """Return whether a graph has both parameters and data, unlike a loss that is compiled on its own."""
-    origins = [_of_input(node) for node in module.graph.nodes if node.op == "placeholder"]
-    return any(one.parameters for one in origins) and any(one.data for one in origins)
+    inputs = [_of_input(node) for node in module.graph.nodes if node.op == "placeholder"]
+    return any(origin.parameters for origin in inputs) and any(origin.data for origin in inputs)
 
 
 def _of_input(node: fx.Node) -> _Origin:
@@ -100,10 +100,10 @@ def _follow(
     module: fx.GraphModule, inputs: Sequence[_Origin], origins: dict[fx.Node, _Origin]
 ) -> tuple[fx.Node | None, _Origin]:
     """Return the first node that is attention, if any, and the origin of the graph's outputs; fill `origins`."""
-    given = iter(inputs)
+    remaining = iter(inputs)
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            origins[node] = next(given, _Origin())
+            origins[node] = next(remaining, _Origin())
             continue
         operands = [origins[arg] for arg in node.all_input_nodes]
         origins[node] = _combined(operands)
@@ -112,15 +112,15 @@ def _follow(
         body = _body(module, node)
         if body is not None:
             arguments = [origins[arg] for arg in node.args[1:] if isinstance(arg, fx.Node)]
-            found, origins[node] = _follow(body, arguments, origins)
-            if found is not None:
-                return found, origins[node]
+            attention, origins[node] = _follow(body, arguments, origins)
+            if attention is not None:
+                return attention, origins[node]
         elif node.op in ("call_function", "call_method"):
-            activations = [one for one in operands if one.is_activation]
+            activations = [origin for origin in operands if origin.is_activation]
             if any(part in _name(node) for part in OPAQUE) and activations:
                 return node, origins[node]
             if _is_product(node):
-                if len(activations) > 1 and any(one.weights for one in activations):
+                if len(activations) > 1 and any(origin.weights for origin in activations):
                     return node, origins[node]
                 origins[node] = dataclasses.replace(origins[node], scores=len(activations) > 1, weights=False)
             elif origins[node].scores and _name(node) in WEIGHINGS:
@@ -131,7 +131,7 @@ def _follow(
 
 
 def _write(node: fx.Node, origins: dict[fx.Node, _Origin]) -> None:
-    """What is written to a value, as keys are to a cache, is in what that is a part of as well."""
+    """Add the origin of a written value, such as keys for a cache, to all values of which the target is a view."""
     written, target = origins[node], node
     while target.args and isinstance(target.args[0], fx.Node):
         target = target.args[0]
@@ -140,8 +140,8 @@ def _write(node: fx.Node, origins: dict[fx.Node, _Origin]) -> None:
 
 def _combined(origins: Sequence[_Origin]) -> _Origin:
     total = _Origin()
-    for one in origins:
-        total |= one
+    for origin in origins:
+        total |= origin
     return total
 
 

@@ -79,10 +79,6 @@ class CostModel:
         """
         return cls(_FORWARD._replace(launch=2e-2), _BACKWARD._replace(launch=3.5e-2))
 
-    def forward_seconds(self, work: Work) -> float:
-        """Return the forward seconds of a chunk run."""
-        return self.forward.seconds(work)
-
     def tree_rates(self) -> tuple[float, float]:
         """Return seconds of forward and backward per tree token (with one head row) and per query-key pair.
 
@@ -132,9 +128,9 @@ def choose_keep(
     if options.strategy != "vanilla":  # vanilla rebuilds spines with graphs, which then stay
         for index, part in rebuilt_slices(tree, options, chunks):
             work = chunk_work(tree, Chunk(part), head=False)._replace(launches=1)
-            rebuilt[index] += share * cost.forward_seconds(work) - cost.restore * part.tokens
+            rebuilt[index] += share * cost.forward.seconds(work) - cost.restore * part.tokens
     states = [footprint.state * depths for depths in chunks.starts_below()]
-    upgrades: list[tuple[float, int, _Kept]] = []  # seconds saved per byte, chunk, what it keeps then
+    upgrades: list[tuple[float, int, _Kept]] = []  # seconds saved per byte, index of the chunk, what it keeps
     for index, chunk in enumerate(chunks.chunks):
         if index == 0 and not by_stages:
             continue
@@ -142,7 +138,7 @@ def choose_keep(
         below = max(rebuilt[index], 0.0)
         kv = _Kept(footprint.kv(chunk) + states[index], below, kv=True)
         results = _Kept(footprint.results(chunk) * by_stages, cost.forward.pair * work.pairs, results=True)
-        graph = _Kept(footprint.graph(work) + states[index], cost.forward_seconds(work) + below, graph=True)
+        graph = _Kept(footprint.graph(work) + states[index], cost.forward.seconds(work) + below, graph=True)
         upgrades += ((gain, index, kept) for gain, kept in _upgrades(kv, results, graph))
     best, left = dict[int, _Kept](), float(budget)
     for _, index, kept in sorted(upgrades, key=lambda entry: (-entry[0], entry[1])):
@@ -157,7 +153,7 @@ def choose_keep(
 
 
 class _Kept(NamedTuple):
-    """What a chunk may keep: its bytes, and the seconds that they save."""
+    """One way to keep tensors of a chunk, with their bytes and the seconds that they save."""
 
     size: float
     seconds: float
@@ -166,7 +162,7 @@ class _Kept(NamedTuple):
     results: bool = False
 
     def gain(self, before: _Kept) -> float:
-        """Return the seconds per byte that this saves over what was kept before."""
+        """Return the seconds saved per additional byte, compared with keeping `before`."""
         return (self.seconds - before.seconds) / max(self.size - before.size, 1.0)
 
 
@@ -174,20 +170,20 @@ _NOTHING = _Kept(0.0, 0.0)
 
 
 def _upgrades(kv: _Kept, results: _Kept, graph: _Kept) -> Iterator[tuple[float, _Kept]]:
-    """Yield what a chunk may keep, with the seconds saved per byte.
+    """Yield the ways to keep tensors of a chunk, with the seconds saved per byte.
 
-    First the steps from nothing to the graph that save most per byte; then the leaner ways by themselves, for budgets
-    that the graph does not fit in.
+    First come the steps from nothing to the graph that save most per byte; then the leaner ways on their own, for
+    budgets that the graph does not fit in.
     """
     both = _Kept(kv.size + results.size, kv.seconds + results.seconds, kv=True, results=True)
     lean = [kept for kept in (kv, results) if kept.size > 0 and kept.seconds > 0]
     lean += [both] if len(lean) == 2 else []
     kept = _NOTHING
     while not kept.graph:
-        more = [one for one in lean if one.size > kept.size and one.kv >= kept.kv and one.results >= kept.results]
-        gain, kept = max(((one.gain(kept), one) for one in (graph, *more)), key=lambda entry: entry[0])
+        more = [way for way in lean if way.size > kept.size and way.kv >= kept.kv and way.results >= kept.results]
+        gain, kept = max(((way.gain(kept), way) for way in (graph, *more)), key=lambda entry: entry[0])
         yield gain, kept
-    yield from ((one.gain(_NOTHING), one) for one in lean)
+    yield from ((way.gain(_NOTHING), way) for way in lean)
 
 
 def chunk_sizes(budget: float, bytes_per_token: float, most: int = BY_CHUNKS) -> tuple[int, ...]:
@@ -413,8 +409,8 @@ def _build(tree: PrefixTree, options: Options, mode: str, limits: Limits) -> Sch
 def _spend_rest(tree: PrefixTree, chunks: ChunkTree, keep: Keep, limits: Limits) -> tuple[int, Keep]:
     """Spend the rest of the budget after `keep` on parts that keep everything, from the last part backwards.
 
-    Returns how many parts before the last one keep everything, and what the last part keeps. Its first backward comes
-    right after its last forward, so the graph of that forward stays and is not counted.
+    Return the number of parts before the last one that keep everything, and the `Keep` of the last part. Its first
+    backward comes right after its last forward, so the graph of that forward stays and is not counted.
     """
     assert limits.budget is not None
     if keep.graphs is None:

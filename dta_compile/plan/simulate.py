@@ -94,7 +94,7 @@ def chunk_work(tree: PrefixTree, chunk: Chunk, head_starts: IntArray | None = No
 
 
 def work_by_op(tree: PrefixTree, schedule: Schedule, head_starts: IntArray | None = None) -> Iterator[Work]:
-    """Yield the work of every op; a forward that finds results of attention kept has no query-key pairs."""
+    """Yield the work of every op; a forward that reads kept results of attention has no query-key pairs."""
     with_results: set[Chunk] = set()
     for op in schedule.ops:
         match op:

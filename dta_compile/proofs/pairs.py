@@ -1,4 +1,4 @@
-"""Masks over pairs of tokens that are inputs of a call: their values are tested, and proofs use the resulting class."""
+"""Test the values of masks over pairs of tokens that are inputs of a call; proofs use the resulting class."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sequences_of(mask: Leaf) -> Leaf:
 
 
 class UnlikePair(Exception):
-    """The values of a mask are of no supported class; the message says why."""
+    """The values of a mask belong to no supported class; the message says why."""
 
     @classmethod
     def at(cls, where: torch.Tensor, reason: str) -> UnlikePair:
@@ -81,7 +81,7 @@ def read_pairs(values: torch.Tensor) -> Tested:
         if 2 * int((itself == hidden).sum()) <= itself.numel():
             raise
         try:
-            return _tested(~allowed, numbers[::-1])  # not causal, one sequence per row: it is hidden from no query
+            return _tested(~allowed, numbers[::-1])  # one sequence per row, not causal: no key is hidden
         except UnlikePair:
             raise unlike from None
 

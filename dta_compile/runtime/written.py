@@ -1,7 +1,8 @@
-"""What a call writes to its inputs: counters of the tokens of each expert, say, which trainers balance them by.
+"""Write to the inputs that a call mutates, such as counters of tokens per expert, which trainers balance experts by.
 
-A call computes what its inputs have in the end like any other output, over the whole batch: a token counts as often as
-the batch has it. Within the call, the inputs are what they were: chunks may read them again in the backward.
+The values are computed by the epilogue like other outputs, over the whole batch: a shared token counts once per row.
+The engine calls `write` after the call. Until then the inputs keep their values, which chunks may read again in the
+backward.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from dta_compile.runtime.calls.planned_call import Run
 
 
 def write(args: Sequence[Any], run: Run, values: Sequence[torch.Tensor]) -> None:
-    """Write to the inputs of a call, once it has been run.
+    """Copy `values` to the inputs that a finished call mutates.
 
     Raises:
-        RuntimeContractError: eager mode would write other values, of padding or for a checkpoint.
+        RuntimeContractError: eager mode would write other values, because of padding, gradient checkpointing or memory
+            that inputs share.
     """
     executable = run.call.executable
     _require_memory_of_their_own(executable, args)
@@ -34,21 +36,21 @@ def write(args: Sequence[Any], run: Run, values: Sequence[torch.Tensor]) -> None
         )
     _require_real_tokens(run, values)
     with torch.no_grad():
-        for one, value in zip(executable.written, values, strict=True):
-            args[one.input].copy_(value)
+        for item, value in zip(executable.written, values, strict=True):
+            args[item.input].copy_(value)
 
 
 def _names(executable: Executable) -> str:
-    return ", ".join(one.name for one in executable.written)
+    return ", ".join(item.name for item in executable.written)
 
 
 def _require_memory_of_their_own(executable: Executable, args: Sequence[Any]) -> None:
     tensors = {i: arg.untyped_storage()._cdata for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
-    for one in executable.written:
-        shared = [i for i, storage in tensors.items() if i != one.input and storage == tensors[one.input]]
+    for item in executable.written:
+        shared = [i for i, storage in tensors.items() if i != item.input and storage == tensors[item.input]]
         if shared:
             raise RuntimeContractError(
-                f"the model writes to {one.name}, which has memory in common with {executable.inputs[shared[0]].name}",
+                f"the model writes to {item.name}, which has memory in common with {executable.inputs[shared[0]].name}",
                 expected="tensors that are written to with memory of their own",
                 got="views of one tensor",
                 hint="hold one of them, and index it where it is used",
@@ -56,9 +58,9 @@ def _require_memory_of_their_own(executable: Executable, args: Sequence[Any]) ->
 
 
 def _require_real_tokens(run: Run, values: Sequence[torch.Tensor]) -> None:
-    """Padding is not computed: what is written must not depend on it."""
+    """Raise `RuntimeContractError` if `values` change with the numbers at padding, which is not computed."""
     executable, layout = run.call.executable, run.call.layout
-    read = {i for one in executable.written for i in one.frontier}
+    read = {i for item in executable.written for i in item.frontier}
     padding = {i: mask for i in read if (mask := layout.padding(i)) is not None}
     if not padding:
         return
@@ -68,10 +70,10 @@ def _require_real_tokens(run: Run, values: Sequence[torch.Tensor]) -> None:
             frontier[i] = torch.where(mask, _other(frontier[i], mask, attempt), frontier[i])
         with torch.no_grad():
             again = run.outputs_of(frontier)[-len(values) :]
-        for one, value, other in zip(executable.written, values, again, strict=True):
+        for item, value, other in zip(executable.written, values, again, strict=True):
             if not torch.equal(value, other):
                 raise RuntimeContractError(
-                    f"what the model writes to {one.name} depends on padding, which the prefix tree does not compute",
+                    f"what the model writes to {item.name} depends on padding, which the prefix tree does not compute",
                     expected="real tokens, masked before they are counted",
                     got="another value with other numbers at padding",
                     hint="select the real tokens by the attention mask first, or train on packed rows",
@@ -79,7 +81,7 @@ def _require_real_tokens(run: Run, values: Sequence[torch.Tensor]) -> None:
 
 
 def _other(value: torch.Tensor, mask: torch.Tensor, attempt: int) -> torch.Tensor:
-    """Numbers that may be at padding in place of zeros: as they occur elsewhere, if they are whole."""
+    """Return numbers to put at padding instead of zeros; integers, which may be indices, as they occur elsewhere."""
     if value.dtype is torch.bool:
         return torch.ones_like(value)
     if value.is_floating_point() or value.is_complex():

@@ -198,12 +198,12 @@ def test_schedules_of_large_trees_are_linear_in_size_and_time(shape, strategy):
         "fan": [[7] * 20 + [n] for n in range(10_000)],
     }[shape]
     tree = PrefixTree.build(sequences)
-    started = time.perf_counter()
+    started = time.process_time()
     schedule = build_schedule(tree, Options(strategy=strategy, chunk_size=64), "transparent", KEEP_NOTHING)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     assert len(schedule.ops) < 10 * (len(tree.stop) + tree.num_rows // 64)
-    started = time.perf_counter()
+    started = time.process_time()
     schedule = with_states(tree, schedule)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     assert sum(len(getattr(op, "states", ())) for op in schedule.ops) < len(schedule.ops)
     verify(tree, schedule, states=True)

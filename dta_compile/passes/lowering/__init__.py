@@ -1,1 +1,1 @@
-"""From Dynamo's graph to a functional graph of ATen operators."""
+"""Lower Dynamo's graph to a functional graph of ATen operators."""

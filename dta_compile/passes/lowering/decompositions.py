@@ -1,9 +1,9 @@
-"""Operators in terms of others that the rules know: fused reductions, constructors, and what lacks symbolic shapes.
+"""Decompose operators into ones with token rules: fused reductions, constructors, operators without symbolic shapes.
 
 A call of `scaled_dot_product_attention` becomes the opaque `dta::attention_call`.
-The operator's contract, which every provider of attention rests on: query `[B, Hq, S, D]`, key `[B, Hkv, S, D]` and
-value `[B, Hkv, S, Dv]` with Hq a multiple of Hkv, and a scale that is positive. What torch accepts besides is brought
-into this form here: sizes that broadcast, numbers of heads of their own for keys and values, scales of either sign.
+The operator's contract, which every attention provider relies on: query `[B, Hq, S, D]`, key `[B, Hkv, S, D]` and
+value `[B, Hkv, S, Dv]` with Hq a multiple of Hkv, and a positive scale. Whatever else torch accepts is normalised to
+this form here: sizes that broadcast, different numbers of heads for keys and values, zero and negative scales.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
 
-# Reductions that torch fuses with per-token work: taken apart, the per-token half can run over the tree.
+# Reductions that torch fuses with per-token work: once decomposed, the per-token part can run over the tree.
 FUSED_REDUCTIONS = get_decompositions(
     [
         aten.nll_loss_forward,
@@ -39,7 +39,7 @@ FUSED_REDUCTIONS = get_decompositions(
     ]
 )
 
-# Operators without a rule, a derivative or symbolic shapes of their own, in terms of such that have them.
+# Operators that lack a token rule, a derivative or symbolic shapes, decomposed into operators that have all three.
 SPELLED_OUT = get_decompositions(
     [
         aten.addcmul,
@@ -62,7 +62,7 @@ SPELLED_OUT = get_decompositions(
 
 
 def _copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """`target.copy_(source)` as a function that autograd knows."""
+    """Compute `target.copy_(source)` with functional operators that autograd differentiates."""
     source = source.to(target.dtype)
     return source if source.shape == target.shape else torch.where(target.isnan() | True, source, target)
 
@@ -70,7 +70,7 @@ def _copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fal
 def _group_norm(
     x: torch.Tensor, weight: Any, bias: Any, rows: Any, channels: int, rest: Any, groups: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Group norm row by row; torch's own takes the number of rows as an argument."""
+    """Compute group norm row by row; torch's own operator takes the number of rows as an argument."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(rows, groups, -1)
     variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
     rstd = torch.rsqrt(variance + eps)
@@ -81,7 +81,7 @@ def _group_norm(
 def _batch_norm(
     x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, variance: torch.Tensor, momentum: float, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Batch norm by statistics of other batches, which is affine in each value."""
+    """Compute batch norm from running statistics, which is affine in each value."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(variance + eps)
     out = _affine(_affine(wide, scale, -mean * scale), weight, bias)
@@ -89,18 +89,18 @@ def _batch_norm(
 
 
 def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x * weight + bias` by channels, the second dimension of `x`."""
+    """Return `x * weight + bias` per channel, the second dimension of `x`."""
     column = (-1, *(1,) * (x.dim() - 2))
     x = x if weight is None else x * weight.reshape(column)
     return x if bias is None else x + bias.reshape(column)
 
 
 def _repeat(x: torch.Tensor, repeats: list[Any]) -> Any:
-    """Repeating along dimensions of one entry and new ones is expanding."""
+    """Expand `x` instead of repeating it, if only new dimensions and those of size 1 are repeated."""
     sizes = (*(1,) * (len(repeats) - x.dim()), *x.shape)
-    if any(not _is(times, 1) and not _is(size, 1) for times, size in zip(repeats, sizes, strict=True)):
+    if any(not _is_one(times) and not _is_one(size) for times, size in zip(repeats, sizes, strict=True)):
         return NotImplemented
-    wanted = (times if _is(size, 1) else size for times, size in zip(repeats, sizes, strict=True))
+    wanted = (times if _is_one(size) else size for times, size in zip(repeats, sizes, strict=True))
     return x.expand(*wanted).clone(memory_format=torch.contiguous_format)
 
 
@@ -115,18 +115,13 @@ def _convolution(
     output_padding: list[int],
     groups: int,
 ) -> Any:
-    """A convolution of single places is a linear map of each; torch's own takes no empty inputs (no head rows, say)."""
-    is_wide = not all(_is(size, 1) for size in weight.shape[2:]) or any(n != 1 for n in stride) or any(padding)
+    """Compute a convolution with kernels of size 1 as a linear map; torch's own rejects empty inputs (no head rows)."""
+    is_wide = not all(_is_one(size) for size in weight.shape[2:]) or any(n != 1 for n in stride) or any(padding)
     if is_wide or transposed:
         return NotImplemented
     kernels = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1])
     mapped = torch.einsum("...gi,goi->...go", x.movedim(1, -1).unflatten(-1, (groups, -1)), kernels).flatten(-2)
     return (mapped if bias is None else mapped + bias).movedim(-1, 1).contiguous()
-
-
-def _is(size: Any, number: int) -> bool:
-    """Whether a size is that number in every call."""
-    return isinstance(size, int) and size == number
 
 
 TABLE = {
@@ -141,7 +136,7 @@ TABLE = {
 
 
 def spell_out_constructors(graph: fx.Graph) -> None:
-    """`x.new_zeros(size)` and its like become `full(size, value)`, which depends on nothing but sizes."""
+    """Replace `x.new_zeros(size)` and the like by `full(size, value)`, which depends on sizes alone."""
     for node in list(graph.nodes):
         if node.target not in FULL_VARIANTS:
             continue
@@ -158,12 +153,13 @@ def spell_out_constructors(graph: fx.Graph) -> None:
 
 
 def drop_empty_parts(graph: fx.Graph) -> None:
-    """`cat([empty, x])` is `x`: what a KV cache that starts empty does with the first keys."""
+    """Replace `cat([empty, x])` by `x`: a KV cache that starts empty appends its first keys this way."""
     for node in list(graph.nodes):
         if node.target is not aten.cat.default:
             continue
         parts = [part for part in node.args[0] if sizes(part) != (0,)]
-        if len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype:  # empty parts have a say in it
+        # Empty parts take part in type promotion.
+        if len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype:
             node.replace_all_uses_with(parts[0])
             graph.erase_node(node)
 
@@ -181,13 +177,13 @@ def capture_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` of these arguments, by the opaque operator.
+    """Compute `scaled_dot_product_attention` with the opaque operator.
 
-    `enable_gqa` only permits what is understood without it: fewer heads of keys and values than of queries. Numbers of
-    heads that torch does not take are an error before this.
+    `enable_gqa` is not read: fewer heads of keys and values than of queries are supported without it, and numbers of
+    heads that torch rejects have raised an error before.
 
     Raises:
-        RefusalError: dropout, or tensors of a rank other than 3 and 4.
+        RefusalError: there is dropout, or a tensor has a rank other than 3 and 4.
     """
     if dropout_p:
         raise dropout_refusal(where_now(), f"dropout_p={dropout_p}")
@@ -201,7 +197,7 @@ def capture_attention(
             got=f"ranks {ranks[0]}, {ranks[1]} and {ranks[2]}",
         )
     if ranks[0] == 3:
-        # A constant in front counts the heads of one sequence; another size counts sequences of one head.
+        # A constant first size counts the heads of one sequence; a symbolic one counts sequences with one head.
         dim = 0 if all(isinstance(tensor.shape[0], int) for tensor in operands) else 1
         mask = attn_mask.unsqueeze(dim) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
         query, key, value = (tensor.unsqueeze(dim) for tensor in operands)
@@ -213,7 +209,7 @@ def capture_attention(
 
 
 def _with_common_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Tensors:
-    """The same number of sequences everywhere, and of heads for keys and values, which divides that of queries."""
+    """Expand to one number of sequences, and to one number of KV heads that divides the number of query heads."""
     heads = _heads(query, key, value)
     kv_heads = math.lcm(heads[1], heads[2])
     batch = _batch(query, key, value)
@@ -223,23 +219,24 @@ def _with_common_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 
 
 def _heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int, int]:
-    numbers = query.shape[1], key.shape[1], value.shape[1]
-    if not all(isinstance(number, int) and number > 0 for number in numbers):
+    counts = query.shape[1], key.shape[1], value.shape[1]
+    if not all(isinstance(number, int) and number > 0 for number in counts):
         raise RefusalError(
             "the number of attention heads depends on the batch, or is zero",
             where=where_now(),
             expected="query, key and value of shape [batch, heads, tokens, head_dim] with a constant number of heads",
-            got=f"{numbers[0]}, {numbers[1]} and {numbers[2]} heads",
+            got=f"{counts[0]}, {counts[1]} and {counts[2]} heads",
         )
-    return numbers
+    return counts
 
 
 def _batch(*tensors: torch.Tensor) -> int | torch.SymInt:
-    """The number of sequences: some tensors may have one that stands for all."""
+    """Return the number of sequences; tensors whose batch size is 1 broadcast."""
     return next((t.shape[0] for t in tensors if not _is_one(t.shape[0])), 1)
 
 
 def _is_one(size: int | torch.SymInt) -> bool:
+    """Return whether a size is the constant 1."""
     return isinstance(size, int) and size == 1
 
 
@@ -249,7 +246,7 @@ def _expanded(tensor: torch.Tensor, batch: int | torch.SymInt, heads: int) -> to
 
 
 def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """`[B, h, S, D]` with every head `heads // h` times in a row."""
+    """Repeat every head of `[B, h, S, D]` `heads // h` times in a row."""
     batch, own, tokens, width = tensor.shape
     if own == heads:
         return tensor
@@ -257,9 +254,9 @@ def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _with_positive_scale(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """Fused kernels take the largest score before they scale, or scale what is masked: they are right for these only.
+    """Return the query and a positive scale: the sign, or zero, moves into the query.
 
-    The sign moves to the query, and so does zero.
+    Fused kernels take the largest score before scaling, or scale masked scores, and are right for positive scales only.
     """
     if scale < 0:
         return -query, -scale

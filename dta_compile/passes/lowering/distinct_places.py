@@ -1,4 +1,7 @@
-"""At most one of a token's places is selected, where the condition is that its number, of a `topk`, is a given one."""
+"""Prove that a condition selects at most one slot of each token, because it compares the indices of a `topk`.
+
+Called by `selected_rows` (`at_most_one`) and by `expert_counts` (`is_distinct_along`).
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
 
-# For each dimension of a value: a number, if it is an entry there, or the name of a dimension of the condition.
+# For each dimension of a value: a constant index, or the name of the condition's dimension that runs along it.
 Coordinates = tuple[Any, ...]
 
 
 def at_most_one(condition: fx.Node, slots: Sequence[int]) -> bool:
-    """Whether of the entries along dimension `slots` of a condition, the others given, at most one is not zero."""
+    """Return whether a condition is non-zero for at most one entry along `slots`, its dimensions of constant size."""
     if len(slots) != 1:
         return False
     slot = f"d{slots[0]}"
@@ -28,7 +31,7 @@ def at_most_one(condition: fx.Node, slots: Sequence[int]) -> bool:
 
 
 def _holds_once(node: fx.Node, at: Coordinates, slot: str) -> bool:
-    """Whether an entry of `node` is not zero for one value of `slot` at most."""
+    """Return whether the entry of `node` at `at` is non-zero for at most one value of `slot`."""
     source: Any = node.args[0] if node.args else None
     if node.target in (aten.bitwise_and.Tensor, aten.logical_and.default, aten.mul.Tensor):
         return any(_holds_once(arg, _broadcast(arg, at), slot) for arg in node.all_input_nodes)
@@ -41,8 +44,8 @@ def _holds_once(node: fx.Node, at: Coordinates, slot: str) -> bool:
         return _holds_once(source, (*at[:dim], node.args[2], *at[dim:]), slot)
     if node.target is aten.permute.default:
         before: list[Any] = [None] * len(at)
-        for place, dim in enumerate(node.args[1]):
-            before[dim % len(at)] = at[place]
+        for i, dim in enumerate(node.args[1]):
+            before[dim % len(at)] = at[i]
         return _holds_once(source, tuple(before), slot)
     if node.target in EXCHANGES and len(at) > 1:
         order = list(at)
@@ -68,19 +71,19 @@ def _holds_once(node: fx.Node, at: Coordinates, slot: str) -> bool:
 
 
 def _keeps_numbers(node: fx.Node) -> bool:
-    """Casts between the dtypes of indices, which stay different from each other."""
+    """Return whether a node is a cast between index dtypes, under which distinct numbers stay distinct."""
     wide = (torch.int32, torch.int64)
     return node.target in CASTS and node.args[0].meta["val"].dtype in wide and node.meta["val"].dtype in wide
 
 
 def _broadcast(node: fx.Node, at: Coordinates) -> Coordinates:
-    """Coordinates of an operand that is aligned at the right; those along which it has one entry are 0."""
+    """Return the coordinates of an operand that broadcasts, aligned at the right; 0 along its dimensions of size 1."""
     own = at[len(at) - len(sizes(node)) :]
-    return tuple(0 if size == 1 else one for one, size in zip(own, sizes(node), strict=True))
+    return tuple(0 if size == 1 else index for index, size in zip(own, sizes(node), strict=True))
 
 
 def is_distinct_along(node: fx.Node, at: Coordinates, slot: str) -> bool:
-    """Whether entries at two values of `slot` are always different."""
+    """Return whether entries of `node` at two values of `slot` always differ."""
     if at.count(slot) != 1:
         return False
     source: Any = node.args[0] if node.args else None
@@ -90,7 +93,7 @@ def is_distinct_along(node: fx.Node, at: Coordinates, slot: str) -> bool:
         dim = node.args[1] % len(at)
         return is_distinct_along(source, (*at[:dim], *at[dim + 1 :]), slot)
     if node.target is aten.slice.Tensor:
-        return is_distinct_along(source, at, slot)  # fewer of what is distinct
+        return is_distinct_along(source, at, slot)  # a subset of distinct entries
     if node.target in RESHAPES and at[-1] == slot and sizes(source)[-1] == sizes(node)[-1]:
         return is_distinct_along(source, ("other",) * (len(sizes(source)) - 1) + (slot,), slot)
     is_choice = is_item(node) and node.args[1] == 1

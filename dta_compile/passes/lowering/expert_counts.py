@@ -1,7 +1,7 @@
-"""How many slots each expert has: counts of the numbers of experts, and where experts end among sorted slots.
+"""Prove that a value counts the slots of each expert, or says where each expert ends among sorted slots.
 
-A slot is a token together with one of the experts that it chose. Counts are proven from what makes them: every number
-is below as many bins as there are, each bin is as wide as one number, and every slot is counted once.
+Called by `sorted_slots`. A slot is a (token, expert) pair. The proof goes by the operators that compute the value:
+every expert index is less than the number of bins, each bin holds one index, and every slot is counted once.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from dta_compile.passes.axes.layouts import argument
 from dta_compile.passes.graphs.nodes import First, filled_with, is_item
 from dta_compile.passes.graphs.operators import CASTS, COPIES, EXCHANGES, FILLS, KEEP_ORDER, RANGES, RESHAPES
 from dta_compile.passes.lowering.distinct_places import is_distinct_along
+from dta_compile.passes.lowering.slot_numbers import counts_from_zero
 from dta_compile.passes.symbols import depends_on_data, expression, sizes
 
 aten = torch.ops.aten
 SORTS = (aten.sort.default, aten.sort.stable)
-# Of tokens, features or experts, by the position of their dimension.
+# Operators that choose indices along a dimension, with the position of that argument.
 CHOICES = {aten.topk.default: 2, aten.sort.default: 1, aten.sort.stable: 2, aten.max.dim: 1, aten.min.dim: 1}
 ENTRIES = KEEP_ORDER | COPIES | EXCHANGES | {aten.permute.default, aten.slice.Tensor, aten.expand.default}
 
 
 def same_numbers(node: fx.Node) -> fx.Node:
-    """The value whose entries a node has, in whatever shape and whichever dtype that holds them all."""
+    """Return the value whose entries a node has, before copies, reshapes and exact casts."""
     while node.target in COPIES | RESHAPES or is_exact_cast(node):
         node = node.args[0]
     return node
 
 
 def is_exact_cast(node: fx.Node) -> bool:
-    """Whether a cast is to a dtype that holds all numbers of experts, and counts as far as eager mode counts."""
+    """Return whether a cast is to a dtype that holds all expert indices, and counts as large as eager mode's."""
     wide = (torch.int64, torch.int32, torch.float64, torch.float32)
     return node.target in CASTS and node.meta["val"].dtype in wide
 
 
 def bound_of(node: fx.Node) -> int | None:
-    """A number that all entries of a value are below, none of them below zero: indices of features; None: unknown."""
+    """Return an exclusive upper bound of a value's non-negative entries, as indices of features; None: unknown."""
     node = same_numbers(node)
     if node.target in ENTRIES or (node.target is aten.gather.default):
         return bound_of(node.args[0])
@@ -61,10 +62,10 @@ def bound_of(node: fx.Node) -> int | None:
 
 
 class Counts:
-    """What is known of how many slots each expert has.
+    """Counts of the slots of each expert.
 
     Args:
-        numbers: the numbers of experts, of all slots.
+        numbers: the expert indices of all slots.
     """
 
     def __init__(self, numbers: fx.Node, first: First) -> None:
@@ -74,13 +75,13 @@ class Counts:
         self._counts: dict[fx.Node, int | None] = {}
 
     def are(self, node: fx.Node) -> bool:
-        """Whether a value has the numbers of all slots, in any order of them."""
+        """Return whether a value has the expert indices of all slots, in any order."""
         while node.target in COPIES | RESHAPES or is_exact_cast(node) or self._is_permuted(node):
             node = node.args[0].args[0] if is_item(node) else node.args[0]
         return self.first.like(node) is self.numbers
 
     def _is_permuted(self, node: fx.Node) -> bool:
-        """By what a sort gives, of as many."""
+        """Return whether a node is sorted, or indexed by the order of a sort of as many entries."""
         if is_item(node) and node.args[0].target in SORTS and node.args[1] == 0:
             node = node.args[0]
             return len(sizes(node.args[0])) == 1
@@ -91,7 +92,7 @@ class Counts:
         return is_order and sizes(index) == sizes(node.args[0]) and len(sizes(index)) == 1
 
     def of(self, node: fx.Node) -> int | None:
-        """How many experts' counts a value has, one after the other; None: it has none."""
+        """Return the number of experts whose counts a value has, in order; None: it has no counts."""
         if node not in self._counts:
             self._counts[node] = self._of(node)
         return self._counts[node]
@@ -101,7 +102,7 @@ class Counts:
             return None
         while node.target in COPIES or is_exact_cast(node):
             node = node.args[0]
-        found: Callable[[fx.Node], int | None] | None = {
+        rule: Callable[[fx.Node], int | None] | None = {
             aten.histc.default: self._histogram,
             aten.bincount.default: self._bincount,
             aten.scatter_add.default: self._added,
@@ -109,7 +110,7 @@ class Counts:
             aten.slice.Tensor: self._first,
             aten.sum.dim_IntList: self._summed,
         }.get(node.target)
-        bins = None if found is None else found(node)
+        bins = None if rule is None else rule(node)
         return bins if bins is not None and self.bound is not None and self.bound <= bins else None
 
     def _histogram(self, node: fx.Node) -> int | None:
@@ -122,7 +123,7 @@ class Counts:
         return least if weights is None and self.are(node.args[0]) else None
 
     def _first(self, node: fx.Node) -> int | None:
-        """Those of the first experts, of all that can be chosen."""
+        """Return the number of counts in a slice of counts that starts at the first expert."""
         start, end, step = (argument(node, i, name) for i, name in ((2, "start"), (3, "end"), (4, "step")))
         known = self.of(node.args[0])
         is_known = known is not None and start in (0, None) and step in (1, None) and isinstance(end, int) and end > 0
@@ -135,7 +136,7 @@ class Counts:
         return int(sizes(base)[0]) if sizes(base)[0].is_Integer and sizes(value) == sizes(index) else None
 
     def _summed(self, node: fx.Node) -> int | None:
-        """Ones at the experts of each token, or of each slot, over all of them."""
+        """Return the number of counts in a sum over tokens or slots of ones at their experts."""
         ones, dims = node.args[:2]
         rank = len(sizes(ones))
         if sorted(dim % rank for dim in dims) != list(range(rank - 1)) or argument(node, 2, "keepdim"):
@@ -155,20 +156,21 @@ class Counts:
             return sizes(index)[-1] == 1 or is_distinct_along(index, at, at[-1])
         if node.target is aten.eq.Tensor:
             numbers, every = node.args
-            is_every = _strip(every).target in RANGES and sizes(every)[-1] == sizes(node)[-1]
-            return is_every and sizes(numbers)[-1] == 1 and self.are(_strip(numbers)) and _starts_at_zero(_strip(every))
+            range_ = _strip(every)
+            is_every = range_.target in RANGES and counts_from_zero(range_) and sizes(every)[-1] == sizes(node)[-1]
+            return is_every and sizes(numbers)[-1] == 1 and self.are(_strip(numbers))
         return False
 
     def ends(self, node: fx.Node) -> int | None:
-        """Of how many experts a value says where each ends among sorted slots; None: it does not."""
+        """Return the number of experts whose ends among sorted slots a value has, in order; None: it has no ends."""
         while node.target in COPIES or is_exact_cast(node):
             node = node.args[0]
         return self.of(node.args[0]) if node.target is aten.cumsum.default else None
 
-    # ---- Numbers that Python has of them
+    # ---- Numbers that Python reads off counts
 
     def canonical(self, number: Any) -> sympy.Expr | None:
-        """A number as a sum of counts, `count0 + count1` for one; None: it is something else."""
+        """Return a number as a sum of counts, `count0 + count1` say; None: it depends on other data."""
         value = number.meta["val"] if isinstance(number, fx.Node) else number
         if not isinstance(value, (int, torch.SymInt)):
             return None
@@ -178,17 +180,17 @@ class Counts:
         return None if depends_on_data(expr) else sympy.expand(expr.subs(self.total, self.up_to(self.bound or 0)))
 
     def up_to(self, experts: int) -> sympy.Expr:
-        """How many slots the first experts have together; there are none of experts that nobody can choose."""
+        """Return the number of slots of the first `experts` experts, as a sum; experts beyond the bound have none."""
         return sympy.Add(*(sympy.Symbol(f"count{i}", integer=True) for i in range(min(experts, self.bound or 0))))
 
     def _items(self, graph: fx.Graph) -> dict[sympy.Symbol, sympy.Expr]:
         if not hasattr(self, "_known"):
             self._known: dict[sympy.Symbol, sympy.Expr] = {}
             for node in graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
-                found = self._item(node.args[0])
+                count = self._item(node.args[0])
                 symbol = expression(node.meta["val"]) if isinstance(node.meta["val"], torch.SymInt) else None
-                if found is not None and isinstance(symbol, sympy.Symbol):
-                    self._known[symbol] = found
+                if count is not None and isinstance(symbol, sympy.Symbol):
+                    self._known[symbol] = count
         return self._known
 
     def _item(self, node: fx.Node) -> sympy.Expr | None:
@@ -217,7 +219,3 @@ def _is_filled(node: fx.Node, number: int) -> bool:
     while node.target in ENTRIES | CASTS:
         node = node.args[0]
     return node.target in FILLS and filled_with(node) == number
-
-
-def _starts_at_zero(node: fx.Node) -> bool:
-    return node.target is aten.arange.default or node.args[0] == 0

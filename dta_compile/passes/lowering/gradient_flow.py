@@ -1,9 +1,9 @@
-"""Which values of a captured graph autograd follows: the graph is run once under autograd, on fake tensors, and asked.
+"""Find the values of a captured graph that autograd tracks, by running the graph under autograd on fake tensors.
 
-That is done only where there is something to ask: most graphs do nothing that might cut a value off. Otherwise autograd
-itself says it for every result of an operator (also of several), for views, writes in place, gradient modes, frozen
-parameters and custom functions. Writes that it does not see (under `no_grad`, through `.data` or a detached alias) are
-refused: in eager mode their derivative is that of the values before, which a functional graph has forgotten.
+`lower` calls this before it traces. The run is skipped for graphs that cannot detach a value, which most cannot.
+Otherwise autograd itself answers for every result of an operator, for views, in-place writes, gradient modes, frozen
+parameters and custom functions. Writes that autograd does not see (under `no_grad`, through `.data` or a detached
+alias) are refused: eager mode differentiates them at the old values, which a functional graph no longer has.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from dta_compile.errors import DTAError, FinalRefusal, RefusalError
 from dta_compile.passes.program import where
 from dta_compile.passes.symbols import reads_number
 
-# Torch's own functions, operators and methods by name, all of whose floating-point results autograd follows if it
-# follows an argument. None of them writes to an argument, detaches, or changes the gradient mode.
-FOLLOWED_THROUGH = frozenset(
+# Torch's own functions, operators and methods by name whose floating-point results are all tracked by autograd if an
+# argument is. None of them writes to an argument, detaches, or changes the gradient mode.
+TRACKED_THROUGH = frozenset(
     """
     abs add addmm baddbmm bmm cat chunk clamp clone contiguous cos cross_entropy cumsum div double
     dropout einsum embedding exp expand expand_as flatten float gather gelu getitem group_norm
@@ -45,26 +45,26 @@ FOLLOWED_THROUGH = frozenset(
 OF_TORCH = (None, "_operator", "torch", "torch._C._nn", "torch.functional", "torch.nn.functional")
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 DERIVATIVES = ("_grad_increment_nesting", "_jvp_increment_nesting")
-CACHES_CASTS = 3  # the place of `cache_enabled` among the arguments of torch's `_enter_autocast`
+CACHES_CASTS = 3  # the position of `cache_enabled` in the arguments of torch's `_enter_autocast`
 
 
 class Flow(enum.Enum):
-    """What autograd knows of a tensor when an operator has made it."""
+    """Autograd's view of a tensor that an operator has returned."""
 
-    FOLLOWED = "it has a derivative"
+    TRACKED = "it has a derivative"
     CUT_OFF = "it lies in the memory of an argument, without a derivative"
     NEW = "it has memory of its own, and no derivative"
 
 
 class CapturedInterpreter(fx.Interpreter):
-    """Runs one of Dynamo's graphs, checkpointed regions as part of it; what torch cannot run is refused."""
+    """Interpreter of one of Dynamo's graphs; refuses operators that torch cannot run with symbolic sizes."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.extra_traceback = False  # our errors name the place themselves
+        self.extra_traceback = False  # our errors name the user's line themselves
 
     def run(self, *args: Any) -> Any:
-        """Also when it ends with an error, levels of `torch.func` that the graph has entered are left."""
+        """Run the graph, and leave every level of `torch.func` that it entered, also after an error."""
         depth = get_dynamic_layer_stack_depth()
         try:
             return super().run(*args)
@@ -72,7 +72,7 @@ class CapturedInterpreter(fx.Interpreter):
             pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Raises `RefusalError` with the user's line."""
+        """Run a node; raise RefusalError with the user's line if torch cannot."""
         try:
             with _numbers_of(self.env[n.args[0]]) if reads_number(n) else contextlib.nullcontext():
                 return super().run_node(n)
@@ -88,7 +88,7 @@ class CapturedInterpreter(fx.Interpreter):
             ) from error
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call; a checkpointed region runs as part of the graph."""
+        """Run a call, and a checkpointed region inline."""
         name = getattr(target, "__name__", "")
         if name == "_log_api_usage_once":
             return None
@@ -105,19 +105,19 @@ class CapturedInterpreter(fx.Interpreter):
                 )
             return result
         if name == "_enter_autocast":
-            # An autocast object that was made outside says itself whether casts of weights are cached. Here those of
-            # one trace would be constants of the next one.
+            # An autocast object from outside the graph carries its own flag for caching casts of weights. With the
+            # cache on, casts of one trace would be constants of the next one.
             args = (*args[:CACHES_CASTS], False)
         return super().call_function(target, args, kwargs)
 
     def inside(self, body: fx.GraphModule) -> CapturedInterpreter:
-        """The interpreter of a region of this graph."""
+        """Return an interpreter for a region of this graph."""
         raise NotImplementedError
 
 
 @contextlib.contextmanager
 def _numbers_of(value: torch.Tensor) -> Iterator[None]:
-    """A number that a graph reads off a tensor is a symbol."""
+    """Let the fake mode of `value` return a symbol for a number that the graph reads off a tensor."""
     mode = mb_unwrap_functional_tensor(value).fake_mode  # type: ignore[attr-defined]
     before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
     try:
@@ -127,30 +127,30 @@ def _numbers_of(value: torch.Tensor) -> Iterator[None]:
 
 
 class GradientFlow(CapturedInterpreter):
-    """To be run under autograd, with the gradient mode that the graph was captured in.
+    """Interpreter that records the `Flow` of every result, run in the gradient mode that the graph was captured in.
 
     Attributes:
-        found: for each node, the tensors in its result.
-        cuts: whether any value is cut off; if none is, nothing is run and `found` stays empty.
+        flows: for each node, the flows of the tensors in its result.
+        cuts: whether a value may be detached; if none is, nothing is run and `flows` stays empty.
     """
 
     def __init__(self, module: fx.GraphModule, outer: GradientFlow | None = None) -> None:
         super().__init__(module)
         self.cuts = outer is not None or not torch.is_grad_enabled() or _may_cut(module.graph)
-        self.found: dict[fx.Node, list[Flow]] = {} if outer is None else outer.found
-        # In each piece of memory, the tensors that autograd follows; views count as what they are views of.
+        self.flows: dict[fx.Node, list[Flow]] = {} if outer is None else outer.flows
+        # By storage, the tracked tensors in it; a view counts as its base.
         self._roots: dict[int, set[int]] = {} if outer is None else outer._roots
 
     def inside(self, body: fx.GraphModule) -> GradientFlow:
-        """The same question of a region, with the answers in one place."""
+        """Return an interpreter for a region, which shares this one's results."""
         return GradientFlow(body, self)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node, and note which of its results autograd follows."""
+        """Run a node, and record the flow of each of its results."""
         recorded = n.meta.get("example_value")
         if n.op == "call_method" and isinstance(recorded, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            self.found[n] = []
-            return recorded  # a number of the call: fake tensors have none
+            self.flows[n] = []
+            return recorded  # a number read off a tensor, whose fake tensor has no data
         inputs = tensors([self.env[node] for node in n.all_input_nodes])
         versions = [value._version for value in inputs]
         result = super().run_node(n)
@@ -158,28 +158,28 @@ class GradientFlow(CapturedInterpreter):
             if value._version != version:
                 self._wrote(n, value)
         memory = {_storage(value) for value in inputs}
-        self.found[n] = [_flow(value, memory) for value in tensors(result)]
+        self.flows[n] = [_flow(value, memory) for value in tensors(result)]
         for value in tensors(result):
-            self._follow(value)
+            self._track(value)
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call; inference mode is a gradient mode, as its tensors could not be differentiated later."""
+        """Run a call, with inference mode as `no_grad`: inference tensors could not be differentiated later."""
         name = getattr(target, "__name__", "")
         if name == "_enter_inference_mode":
-            without_gradients = torch.set_grad_enabled(torch.is_grad_enabled() and not args[0])
-            return without_gradients
+            mode = torch.set_grad_enabled(torch.is_grad_enabled() and not args[0])
+            return mode
         if name == "_exit_inference_mode":
             return args[0].__exit__(None, None, None)
         return super().call_function(target, args, kwargs)
 
-    def reads_followed(self, node: fx.Node) -> bool:
-        """Whether any tensor that a node reads is followed, and its results may be cut off."""
-        return self.cuts and any(Flow.FOLLOWED in self.found[argument] for argument in node.all_input_nodes)
+    def reads_tracked(self, node: fx.Node) -> bool:
+        """Return whether a node reads a tracked tensor, so that its results may be detached."""
+        return self.cuts and any(Flow.TRACKED in self.flows[argument] for argument in node.all_input_nodes)
 
-    def follows(self, node: fx.Node) -> bool:
-        """Whether autograd follows a value anywhere: where it is read, it may always be detached."""
-        return any(user.op == "output" or not self.cuts or Flow.FOLLOWED in self.found[user] for user in node.users)
+    def is_tracked(self, node: fx.Node) -> bool:
+        """Return whether any reader of a value has a tracked result: they may all detach it."""
+        return any(user.op == "output" or not self.cuts or Flow.TRACKED in self.flows[user] for user in node.users)
 
     def _wrote(self, node: fx.Node, value: torch.Tensor) -> None:
         known = self._roots.get(_storage(value), set())
@@ -192,16 +192,16 @@ class GradientFlow(CapturedInterpreter):
                 hint="make a new value instead (x = x * 2, not x.mul_(2)); (y - x).detach() + x has the value of y and "
                 "the gradient of x",
             )
-        self._follow(value)
+        self._track(value)
 
-    def _follow(self, value: torch.Tensor) -> None:
-        if _is_followed(value):
+    def _track(self, value: torch.Tensor) -> None:
+        if _is_tracked(value):
             self._roots.setdefault(_storage(value), set()).add(_root(value))
 
 
 def _may_cut(graph: fx.Graph) -> bool:
-    """Whether autograd might not follow a result of a value that it follows."""
-    followed, is_on = set(), True
+    """Return whether an operator on a tracked value may have an untracked result."""
+    tracked, is_on = set(), True
     for node in graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         if name == "_set_grad_enabled":
@@ -210,20 +210,22 @@ def _may_cut(graph: fx.Graph) -> bool:
             return True
         elif node.op == "placeholder":
             if getattr(node.meta["example_value"], "requires_grad", False):
-                followed.add(node)
-        elif not followed.isdisjoint(node.all_input_nodes) and node.op != "output":
+                tracked.add(node)
+        elif not tracked.isdisjoint(node.all_input_nodes) and node.op != "output":
             if "example_value" in node.meta and not tensors(node.meta["example_value"]):
                 continue  # a size, say
             is_plain = node.op == "call_method" or getattr(node.target, "__module__", "") in OF_TORCH
-            if not (is_on and is_plain and name in FOLLOWED_THROUGH):
+            if not (is_on and is_plain and name in TRACKED_THROUGH):
                 return True
-            followed.add(node)
+            tracked.add(node)
     return False
 
 
 def _refuse_derivatives(module: fx.GraphModule) -> None:
-    """Before anything is run: what `torch.func` switches off for a derivative would stay so after an error. Hooks of
-    values have no place in chunks."""
+    """Raise RefusalError for derivatives by `torch.func` and for hooks on gradients of values, which chunks cannot run.
+
+    This happens before the run, because modes that `torch.func` switches off would stay off after an error.
+    """
     for part in module.modules():
         nodes = list(part.graph.nodes) if isinstance(part, fx.GraphModule) else []
         for i, node in enumerate(nodes):
@@ -248,7 +250,7 @@ def _refuse_derivatives(module: fx.GraphModule) -> None:
 
 
 def gradient_flow(module: fx.GraphModule) -> GradientFlow:
-    """Run a captured graph under autograd, in the gradient mode of now, on the fake tensors that Dynamo recorded."""
+    """Run a captured graph under autograd, in the current gradient mode, on the fake tensors that Dynamo recorded."""
     _refuse_derivatives(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     values = [node.meta["example_value"] for node in placeholders]
@@ -261,13 +263,13 @@ def gradient_flow(module: fx.GraphModule) -> GradientFlow:
             stack.enter_context(mode)
             stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
         stack.enter_context(enable_python_dispatcher())
-        stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))  # to be restored: the graph sets it
+        stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))  # restored on exit: the graph sets it
         flow.run(*(_fresh(value) for value in values))
     return flow
 
 
 def _fresh(value: Any) -> Any:
-    """An input as it was before Dynamo ran the graph: one that was filled with values to follow requires gradients."""
+    """Return an input as it was before Dynamo ran the graph, which may have written tracked values to it."""
     if not isinstance(value, torch.Tensor):
         return value
     leaf = value.detach().requires_grad_(value.requires_grad)
@@ -275,7 +277,7 @@ def _fresh(value: Any) -> Any:
 
 
 def was_written(value: Any) -> bool:
-    """Whether an input of a functional trace has been written to."""
+    """Return whether an input of a functional trace has been written to."""
     if not isinstance(value, FunctionalTensor):
         return False
     torch._sync(value)  # type: ignore[attr-defined]
@@ -283,30 +285,30 @@ def was_written(value: Any) -> bool:
 
 
 def tensors(values: Any) -> list[torch.Tensor]:
-    """The tensors in a result; in place of one that `torch.func.vmap` runs over, the whole tensor."""
+    """Return the tensors in a result; for a slice of `torch.func.vmap`, the tensor that it maps over."""
     return [whole(value) for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    """The tensor that `torch.func.vmap` runs over, of which `value` is a part; any other as it is."""
+    """Return the tensor that `torch.func.vmap` maps over to get `value`; any other value as it is."""
     while is_batchedtensor(value):
         value = get_unwrapped(value)
     return value
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, not too long."""
+    """Return the first line of an error's message, at most 200 characters."""
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 def _flow(value: torch.Tensor, memory: set[int]) -> Flow:
-    if _is_followed(value):
-        return Flow.FOLLOWED
+    if _is_tracked(value):
+        return Flow.TRACKED
     return Flow.CUT_OFF if _storage(value) in memory else Flow.NEW
 
 
-def _is_followed(value: torch.Tensor) -> bool:
-    """Whether gradients reach what a value was made from; a view made under `no_grad` says so of itself, wrongly."""
+def _is_tracked(value: torch.Tensor) -> bool:
+    """Return whether autograd tracks a value: a view made under `no_grad` has `requires_grad`, but no derivative."""
     return value.grad_fn is not None or (value.requires_grad and not value._is_view())
 
 

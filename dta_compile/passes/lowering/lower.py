@@ -1,12 +1,13 @@
-"""lower: Dynamo's graph of Python-level calls becomes a functional ATen graph with one opaque attention op.
+"""Pass `lower`: trace Dynamo's graph of Python-level calls to a functional ATen graph with one opaque attention op.
 
 Every later pass sees a closed set of functional operators with fake tensors of symbolic shape in `meta["val"]`,
-and in `meta["stack_trace"]` the user's line. In-place operations are gone (functionalised), autocast is spelled out as
-casts, and values that autograd must not follow (no_grad regions, `.detach()`) are marked by `aten.detach`.
+and in `meta["stack_trace"]` the user's line. In-place operations are functionalised, autocast is written out as
+casts, and values that autograd must not track (no_grad regions, `.detach()`) are marked by `aten.detach`.
 
 With the same seed a compiled call has eager's random numbers: each is drawn once, over the same shape, in order. The
-prologue runs before the epilogue and both run once a call, so order is kept as long as nothing that chunks need is
-drawn after something that only the epilogue can draw. Chunks never draw: tokens that rollouts share are computed once.
+prologue runs before the epilogue and both run once per call, so the order is eager's unless chunks need a random number
+that is drawn after one that only the epilogue can draw. Chunks never draw: tokens that rollouts share are computed
+once.
 """
 
 from __future__ import annotations
@@ -66,18 +67,18 @@ GRADIENT_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference
 
 @contract(reads=["captured", "training", "length"], fills=["inputs", "module", "placeholders", "draws", "written"])
 def lower(program: Program) -> None:
-    """Fill `program.inputs`, `.module` and `.placeholders` from `program.captured`."""
+    """Lower `program.captured`: fill `.inputs`, `.module`, `.placeholders`, `.draws` and `.written`."""
     captured = program.captured
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     _refuse_assigned_data(captured)
     flow = gradient_flow(captured)
     _refuse_gradients_switched_on(captured, flow)
-    program.inputs = [_describe(i, node, flow.follows(node)) for i, node in enumerate(placeholders)]
+    program.inputs = [_describe(i, node, flow.is_tracked(node)) for i, node in enumerate(placeholders)]
     with autograd_function.captured():
         written: list[int] = []
         module = _trace(program, flow, functional=False)
         if not write_to_new_values(module.graph):
-            # Takes half as long again, for models that write in place.
+            # For models that write in place: functionalisation takes half as long again.
             module = _trace(program, flow, functional=True, written=written)
         autograd_function.embed(module)
     for node in module.graph.find_nodes(op="call_function", target=STOP_GRADIENT):
@@ -101,7 +102,7 @@ def lower(program: Program) -> None:
     shifts_to_mixers(module.graph, _inputs(module, program, *TRAINED))
     sizes_from_inputs(module.graph)
     merge_equal_values(module.graph, _inputs(module, program, *TRAINED))
-    module.graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
+    module.graph.eliminate_dead_code(fx.Node.is_impure)  # random ops are impure, whatever inductor's config says
     module.recompile()
     _refuse_numbers(program.captured, module.graph)
     program.module, program.written = module, written
@@ -112,7 +113,7 @@ def lower(program: Program) -> None:
 
 
 def _refuse_assigned_data(captured: fx.GraphModule) -> None:
-    """`p.data = x` gives a tensor other memory, which no trace shows: values and gradients would be lost."""
+    """Raise RefusalError for `p.data = x`: no trace shows the new storage, so values and gradients would be lost."""
     for part in captured.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -128,11 +129,11 @@ def _refuse_assigned_data(captured: fx.GraphModule) -> None:
 
 
 def _refuse_gradients_switched_on(captured: fx.GraphModule, flow: GradientFlow) -> None:
-    """Of a call under `no_grad` no derivatives are taken."""
+    """Raise RefusalError if a graph captured under `no_grad` returns tracked values: such a call has no backward."""
     if torch.is_grad_enabled():
         return
     for result in output_node(captured.graph).all_input_nodes:
-        if result.op != "placeholder" and Flow.FOLLOWED in flow.found[result]:
+        if result.op != "placeholder" and Flow.TRACKED in flow.flows[result]:
             raise RefusalError(
                 "the compiled function switches gradients on while they are off for its caller",
                 where=where(result),
@@ -143,8 +144,11 @@ def _refuse_gradients_switched_on(captured: fx.GraphModule, flow: GradientFlow) 
 
 
 def _refuse_numbers(captured: fx.GraphModule, graph: fx.Graph) -> None:
-    """Numbers of `.tolist()` are sizes of groups of an expert's slots, which nothing needs any more, or no numbers
-    for a graph over a tree."""
+    """Raise RefusalError if the graph still reads numbers off a tensor.
+
+    The lengths of experts' groups of slots, read by `.tolist()`, have no reader any more; other numbers have no value
+    in a graph over a tree.
+    """
     parts = [part for part in captured.modules() if isinstance(part, fx.GraphModule)]
     if not any(reads_number(node) for part in parts for node in part.graph.nodes):
         return
@@ -160,7 +164,7 @@ def _refuse_numbers(captured: fx.GraphModule, graph: fx.Graph) -> None:
 
 
 def _forget_counts(graph: fx.Graph, program: Program) -> None:
-    """An embedding that gets no gradient does not scale it by how often tokens occur."""
+    """Drop `scale_grad_by_freq` from embeddings whose weight gets no gradient."""
     placeholders = zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True)
     trained = {node for node, spec in placeholders if spec.requires_grad and program.training}
     for node in graph.find_nodes(op="call_function", target=aten.embedding.default):
@@ -169,7 +173,7 @@ def _forget_counts(graph: fx.Graph, program: Program) -> None:
 
 
 def _join_gradients_of_ranks(graph: fx.Graph) -> None:
-    """What several layers read whose ranks have parts of them gets one sum of gradients over ranks, not one a layer."""
+    """Merge the `same_on_ranks` calls on a value: its gradient is summed over ranks once, not once per layer."""
     known: dict[tuple[Any, ...], fx.Node] = {}
     for node in graph.find_nodes(op="call_function", target=SAME_ON_RANKS):
         if (first := known.setdefault(node.args, node)) is not node:
@@ -182,15 +186,18 @@ def _inputs(module: fx.GraphModule, program: Program, *kinds: InputKind) -> list
 
 
 def _readable(source: str) -> str:
-    """What Dynamo calls an input, as its user would: `L['self']._buffers['tril']` is `self.tril`."""
+    """Return Dynamo's source of an input as the user writes it: `L['self']._buffers['tril']` is `self.tril`."""
     plain = re.sub(r"\._(?:parameters|buffers|modules)(?=\[)", "", source)
     return re.sub(r"\['(\w+)'\]", r".\1", plain).removeprefix("L.")
 
 
 def _trace(program: Program, flow: GradientFlow, functional: bool, written: list[int] | None = None) -> fx.GraphModule:
-    """The captured graph as ATen operators; `functional` turns what is written in place into new values.
+    """Trace the captured graph to ATen operators.
 
-    `written` takes the inputs that are written to; what they have in the end are results, after all others.
+    Args:
+        functional: replace in-place writes by new values.
+        written: is extended by the indices of inputs that are written to; their final values are appended to the
+            results.
     """
     placeholders = [node for node in program.captured.graph.nodes if node.op == "placeholder"]
     fakes = [node.meta["example_value"] for node in placeholders]
@@ -221,7 +228,7 @@ def _trace(program: Program, flow: GradientFlow, functional: bool, written: list
 
 
 class _AttentionCapture(TorchFunctionMode):
-    """Replaces `scaled_dot_product_attention` by the opaque `dta::attention_call`, and skips dropout with p = 0."""
+    """Mode that replaces `scaled_dot_product_attention` by `dta::attention_call`, and skips dropout with p = 0."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -241,7 +248,7 @@ class _AttentionCapture(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _calls_captured() -> Iterator[None]:
-    """Of functions in Python, whose own calls no mode sees while it handles theirs."""
+    """Capture the attention calls inside a function in Python, which a mode that is handling it does not see."""
     own = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = capture_attention
     try:
@@ -260,8 +267,10 @@ def _broadcasts(left: Any, right: Any) -> bool:
 
 
 def _matmul_without_expanding(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """`[B, H, S, D] @ [H, D, E]` or `[E, D] @ [B, D, S]`: torch would expand the weights to every sequence, and merge
-    batch with heads."""
+    """Compute `[B, H, S, D] @ [H, D, E]` or `[E, D] @ [B, D, S]`.
+
+    Torch would expand the weights to every sequence, and merge the batch with the heads.
+    """
     if left.dim() == 2:
         return (right.mT @ left.mT).mT
     extra = "abcdefgh"[: left.dim() - right.dim()]
@@ -274,9 +283,10 @@ def _dropout_is_identity(input: Any, p: float = 0.5, train: Any = True, *args: A
 
 
 class _DetachingInterpreter(CapturedInterpreter):
-    """Runs Dynamo's graph and marks each value that autograd would not have followed.
+    """Interpreter that traces Dynamo's graph and detaches each value that autograd does not track in eager mode.
 
-    `length`: of a graph that holds for one number of tokens.
+    Args:
+        length: rewrites a graph that Dynamo captured for one number of tokens; None for other graphs.
     """
 
     def __init__(
@@ -292,10 +302,10 @@ class _DetachingInterpreter(CapturedInterpreter):
         result = super().run_node(n)
         if self.length is not None:
             self.length.check(n)
-        if n.op not in ("call_function", "call_method") or not self.flow.reads_followed(n):
+        if n.op not in ("call_function", "call_method") or not self.flow.reads_tracked(n):
             return result
         known = {id(value) for value in tensors([self.env[node] for node in n.all_input_nodes])}
-        flows = iter(self.flow.found[n])
+        flows = iter(self.flow.flows[n])
 
         def marked(value: torch.Tensor) -> torch.Tensor:
             flow = next(flows)
@@ -320,14 +330,14 @@ class _DetachingInterpreter(CapturedInterpreter):
 
 
 def _marked(value: torch.Tensor, flow: Flow) -> torch.Tensor:
-    if flow is Flow.FOLLOWED or not (value.is_floating_point() or value.is_complex()):
+    if flow is Flow.TRACKED or not (value.is_floating_point() or value.is_complex()):
         return value
-    # Writes to what has memory of its own have to stay writes to the marked value, where autograd sees them.
-    is_part = value is not whole(value)  # the operator is not for parts
+    # A value with storage of its own becomes a new value, not a detached alias: autograd has to see later writes to it.
+    is_part = value is not whole(value)  # stop_gradient does not take values inside of vmap
     return value.detach() if flow is Flow.CUT_OFF or is_part else torch.ops.dta.stop_gradient(value)
 
 
-def _describe(index: int, node: fx.Node, is_followed: bool) -> Input:
+def _describe(index: int, node: fx.Node, is_tracked: bool) -> Input:
     value = node.meta["example_value"]
     grapharg = node.meta.get("grapharg")
     source = getattr(grapharg, "source", None)
@@ -340,7 +350,7 @@ def _describe(index: int, node: fx.Node, is_followed: bool) -> Input:
     if isinstance(value, torch.nn.Parameter) or isinstance(example, torch.nn.Parameter):
         kind = InputKind.PARAMETER
     elif value.requires_grad:
-        data = InputKind.DIFFERENTIABLE_DATA if is_followed else InputKind.DATA
+        data = InputKind.DIFFERENTIABLE_DATA if is_tracked else InputKind.DATA
         kind = data if dynamic else InputKind.PARAMETER
     else:
         kind = InputKind.DATA
@@ -371,13 +381,13 @@ def _mutation_refusal(mutated: Input, placeholder: fx.Node) -> FinalRefusal:
 
 def _flatten_output(module: fx.GraphModule) -> None:
     node = output_node(module.graph)
-    results, _ = node.args[0]  # the draws were outputs to be kept: from here on that is their operators' own property
+    results, _ = node.args[0]  # draws were outputs only to survive tracing: from here on their ops are impure
     node.args = (tuple(results) if isinstance(results, (tuple, list)) else (results,),)
 
 
 @contextlib.contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """Autocast's weight-cast cache would hand traced casts to whoever runs next."""
+    """Switch off autocast's cache of weight casts, which would hand traced casts to later calls."""
     previous = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -386,11 +396,8 @@ def _no_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(previous)
 
 
-EAGER = "random numbers in the order in which eager execution draws them"
-
-
 def drawing(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that draw random numbers, in their order."""
+    """Return the random ops of a graph, in order."""
     return [node for node in graph.nodes if _draws(node)]
 
 
@@ -402,7 +409,7 @@ def _draws(node: fx.Node) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Draws:
-    """Where random numbers are drawn; `late`: what reads no parameter, but has to wait for the epilogue's draws."""
+    """Random ops by the graph they run in; `late`: nodes that read no parameter, but follow draws of the epilogue."""
 
     prologue: Sequence[fx.Node]
     epilogue: Sequence[fx.Node]
@@ -410,7 +417,11 @@ class Draws:
 
 
 def place_draws(program: Program, chunks_need: Iterable[fx.Node]) -> Draws:
-    """Raises `RefusalError` where the order, or the number of draws, would not be that of eager execution."""
+    """Divide the random ops between prologue and epilogue.
+
+    Raises:
+        RefusalError: the order or the number of draws would not be that of eager execution.
+    """
     draws = program.draws
     for node in draws:
         if node in program.region:
@@ -429,7 +440,7 @@ def _refusal(node: fx.Node, got: str) -> RefusalError:
     return RefusalError(
         "random numbers cannot be drawn here as eager execution draws them",
         where=where(node),
-        expected=EAGER,
+        expected="random numbers in the order in which eager execution draws them",
         got=got,
         hint="draw them outside of the compiled function and pass them in",
     )

@@ -1,17 +1,17 @@
-"""one_length: a graph that holds for one number of tokens, lowered with a symbol in the places where it counts tokens.
+"""Introduce a symbolic number of tokens into a graph that was traced for a constant one.
 
 Python code that depends on the number of tokens (`for i in range(T)`, a table for exactly this length) makes it a
-constant of the trace, and Dynamo's guards serve such a graph to calls of that length alone. All passes tell tokens from
-features by a symbol. So the graph is lowered as another graph, which has a symbol `s` of value T for the size of the
-inputs, and
+constant of the trace, and Dynamo's guards admit only calls of that length to such a graph. All passes tell tokens from
+features by a symbol. So `lower` interprets the graph with a symbol `s` of hint T for the size of the inputs, and
+rewrites the arguments of its calls (T = 12):
 
     an entry of a shape, `x.view(4, 12, 8)`, that has to be the number of tokens   becomes   s
     the end of a slice of an axis of `s` entries, `x[:, :11]`                      becomes   s - 1
-    an axis of T entries that meets one of `s` entries, `x + table`                becomes   its first `s` ones
+    an axis of T entries that is combined with one of `s`, `x + table`             becomes   its first `s` entries
 
-Each of these changes nothing where `s` is T, so that the new graph computes what the captured one does, whichever
-places were chosen: a choice that is not the number of tokens (a feature axis as wide) can only end in a refusal, as the
-passes prove what they do for every `s`.
+None of these changes a value if `s` is T, so the new graph computes the same as the captured one, whichever arguments
+were chosen. Choosing one that does not count tokens (a feature axis as wide) can only end in a refusal, since the
+passes prove their rewrites for every `s`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ EXPANSIONS = ("expand", "broadcast_to")
 INDEXING = ("getitem", "setitem")
 JOINS = ("cat", "concat", "concatenate", "stack")
 MOST_CHOICES = 6
-# Functions of Python's operators by another name than torch's.
+# Python's operators that torch names otherwise.
 OPERATORS = {"truediv": "div", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "floordiv": "div"}
 
 
 @contextlib.contextmanager
 def symbol_of_length(env: ShapeEnv, length: int) -> Iterator[torch.SymInt]:
-    """A new size that was `length` when traced; what is assumed of it holds in this block, and leaves no guards."""
+    """Yield a new SymInt with hint `length`; assumptions about it hold inside the block, and leave no guards."""
     source = ConstantSource("number_of_tokens")
     symbol = env.create_symbol(length, source=source, dynamic_dim=DimDynamic.DYNAMIC)
     size = env.create_symintnode(symbol, hint=length, source=source)
@@ -51,23 +51,23 @@ def symbol_of_length(env: ShapeEnv, length: int) -> Iterator[torch.SymInt]:
     try:
         yield size
     finally:
-        int(size)  # what mentions the symbol is about a number from here on, which Dynamo's own guards are about
+        int(size)  # specialises the symbol to the number that Dynamo's own guards check
 
 
 class OneLength:
-    """Rewrites inputs and calls of a captured graph to say `size` where they count tokens."""
+    """Rewriter of inputs and calls of a captured graph, with `size` for the constant where it counts tokens."""
 
     def __init__(self, size: torch.SymInt) -> None:
         self.size, self.number = size, int(hint(size))
         self.symbol = expression(size)
 
     def inputs(self, values: Sequence[Any]) -> list[Any]:
-        """The traced inputs, with `size` for the sizes that the trace found to be the constant."""
+        """Return the traced inputs, with `size` for the sizes that the trace specialised to the constant."""
         counting = {size.node._expr for value in values for size in self._counting(value)}
         return [self._input(value, counting) for value in values]
 
     def _counting(self, value: Any) -> Iterator[torch.SymInt]:
-        """Sizes that count tokens: of an input `[B, S, ...]`, not the first, which may be as large."""
+        """Yield sizes that count tokens; not the first one of an input `[B, S, ...]`, which may be as large."""
         shape = value.shape if isinstance(value, torch.Tensor) else ()
         yield from filter(self._was_symbolic, shape[1:] if len(shape) > 1 else shape)
 
@@ -84,17 +84,17 @@ class OneLength:
         if all(one is other for one, other in zip(shape, value.shape, strict=True)):
             return value
         with value.fake_mode:  # type: ignore[attr-defined]
-            made = torch.empty_strided(shape, _strides(value, shape), dtype=value.dtype, device=value.device)
-        return made.requires_grad_(value.requires_grad)
+            tensor = torch.empty_strided(shape, _strides(value, shape), dtype=value.dtype, device=value.device)
+        return tensor.requires_grad_(value.requires_grad)
 
     def rewritten(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The arguments of a call of the captured graph."""
+        """Return the rewritten arguments of a call of the captured graph."""
         name = _name(target)
         is_arithmetic = getattr(target, "__module__", "") == "_operator"
-        made = not is_arithmetic and not any(
+        is_constructor = not is_arithmetic and not any(
             isinstance(arg, torch.Tensor) for arg in pytree.tree_leaves((args, kwargs))
         )
-        args, kwargs = self._numbers((args, kwargs), everywhere=made or name.startswith("new_"))
+        args, kwargs = self._numbers((args, kwargs), everywhere=is_constructor or name.startswith("new_"))
         if name in RESHAPES:
             return self._reshaped(args, kwargs)
         if name in EXPANSIONS:
@@ -111,10 +111,10 @@ class OneLength:
             args = tuple(self.size if type(one) is int and one == self.number else one for one in args)  # B * 12
         return args, kwargs
 
-    def _numbers(self, given: Any, everywhere: bool = False) -> Any:
-        """Arguments with a number for `s - 11` and the like: it counts from the front, and `s` may not be less.
+    def _numbers(self, arguments: Any, everywhere: bool = False) -> Any:
+        """Replace arguments such as `s - 11` by numbers if these are nearer to 0: they count from the front.
 
-        `everywhere`: of a function that makes a tensor, which may be written to entry by entry.
+        `everywhere`: replace all of them, for a function that makes a tensor, which may be written to entry by entry.
         """
 
         def number(one: torch.SymInt) -> Any:
@@ -122,29 +122,29 @@ class OneLength:
             is_near = offset.is_Integer and (everywhere or 2 * offset < -self.number)
             return hint(one) if is_near else one
 
-        return pytree.tree_map_only(torch.SymInt, number, given)
+        return pytree.tree_map_only(torch.SymInt, number, arguments)
 
     def _reshaped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         numel = sympy.Mul(*map(expression, args[0].shape))
         entries, structure = pytree.tree_flatten((args[1:], kwargs))
         if self.symbol not in numel.free_symbols or not all(isinstance(one, (int, torch.SymInt)) for one in entries):
             return args, kwargs  # no tokens, or a view as another dtype
-        given, kwargs = pytree.tree_unflatten(self._shape(args[0].shape, numel, entries), structure)
-        return (args[0], *given), kwargs
+        shape, kwargs = pytree.tree_unflatten(self._shape(args[0].shape, numel, entries), structure)
+        return (args[0], *shape), kwargs
 
     def _shape(self, old: Sequence[Any], numel: sympy.Expr, entries: list[Any]) -> list[Any]:
-        """The entries of a shape, some as multiples of the number of tokens, so that they have `numel` in all."""
+        """Return a shape of `numel` entries, with multiples of `size` for some of its numbers."""
         starts = {sympy.Mul(*map(expression, old[:dim])) for dim in range(len(old))}
-        places = [i for i, one in enumerate(entries) if type(one) is int and one > 0 and one % self.number == 0]
+        multiples = [i for i, one in enumerate(entries) if type(one) is int and one > 0 and one % self.number == 0]
         best, most = entries, -1
-        for count in range(min(len(places), MOST_CHOICES) + 1):
-            for chosen in itertools.combinations(places, count):
+        for count in range(min(len(multiples), MOST_CHOICES) + 1):
+            for chosen in itertools.combinations(multiples, count):
                 shape = [one // self.number * self.size if i in chosen else one for i, one in enumerate(entries)]
                 sizes = _with_rest(list(map(expression, shape)), numel)
                 if sizes is not None:
-                    # An axis stays itself where as many entries as before come before it: [B, S, D] to [B, S, H, -1].
-                    kept = sum(2 if sympy.Mul(*sizes[:i]) in starts else 1 for i in chosen)
-                    best, most = (shape, kept) if kept > most else (best, most)
+                    # Prefer axes that start where an old one does, as the second in [B, S, D] to [B, S, H, -1].
+                    score = sum(2 if sympy.Mul(*sizes[:i]) in starts else 1 for i in chosen)
+                    best, most = (shape, score) if score > most else (best, most)
         return best
 
     def _expanded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -154,8 +154,8 @@ class OneLength:
             self.size if entry == self.number and size is not None and self._counts(size) else entry
             for entry, size in zip(entries, old, strict=True)
         ]
-        given, kwargs = pytree.tree_unflatten(shape, structure)
-        return (args[0], *given), kwargs
+        rewritten, kwargs = pytree.tree_unflatten(shape, structure)
+        return (args[0], *rewritten), kwargs
 
     def _counts(self, size: Any) -> bool:
         return self.symbol in expression(size).free_symbols
@@ -163,25 +163,25 @@ class OneLength:
     def _indexed(self, value: torch.Tensor, index: Any) -> Any:
         items = list(index) if isinstance(index, tuple) else [index]
         shape = list(value.shape)
-        taken = [_axes_of(item) for item in items]
-        dim, found = 0, []
-        for item, axes in zip(items, taken, strict=True):
+        counts = [_axes_of(item) for item in items]
+        dim, rewritten = 0, []
+        for item, axes in zip(items, counts, strict=True):
             if isinstance(item, slice):
                 item = slice(*self._numbers((item.start, item.stop, item.step)))
                 if dim < len(shape) and self._counts(shape[dim]):
                     item = self._slice(item, shape[dim])
             elif axes == 1 and dim < len(shape) and self._counts(shape[dim]):
                 item = self._from_end(item, shape[dim])
-            found.append(item)
-            dim += len(shape) - sum(taken) if item is Ellipsis else axes
-        return tuple(found) if isinstance(index, tuple) else found[0]
+            rewritten.append(item)
+            dim += len(shape) - sum(counts) if item is Ellipsis else axes
+        return tuple(rewritten) if isinstance(index, tuple) else rewritten[0]
 
     def _from_end(self, index: Any, size: Any) -> Any:
-        """The place of one of the last tokens, which a graph for any number of tokens has."""
+        """Count the index of a token of the second half from the end, where it exists for any number of tokens."""
         return index - hint(size) if type(index) is int and hint(size) // 2 < index < hint(size) else index
 
     def _slice(self, part: slice, size: Any) -> slice:
-        """Most of the tokens, by their number; of the last few, places counted from the end."""
+        """End a slice of most tokens relative to `size`, and count a slice within the second half from the end."""
         start, stop, length = part.start or 0, part.stop, hint(size)
         if type(start) is not int or type(stop) is not int or not 0 <= start < stop <= length:
             return part
@@ -207,7 +207,7 @@ class OneLength:
         return ((*args[:3], mask, *args[4:]), kwargs) if len(args) > 3 else (args, {**kwargs, "attn_mask": mask})
 
     def _aligned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Tensors that are combined entry by entry, each with the symbol where any of them has it."""
+        """Cut tensors that are combined entry by entry, along the axes where any of them has the symbol."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         shapes = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if len(shapes) < 2:
@@ -219,18 +219,18 @@ class OneLength:
         )
 
     def _cut(self, value: torch.Tensor, wanted: Sequence[Any]) -> torch.Tensor:
-        """A tensor with the wanted sizes, from the last axis, where they are its own numbers."""
+        """Cut a tensor to sizes with the symbol, aligned at the last axis, where its own size is the same number."""
         for back, size in enumerate(reversed(wanted), 1):
             if back > value.dim() or size is None or not self._counts(size):
                 continue
             own = value.shape[-back]
             if isinstance(own, int) and own > 1 and own == hint(size):
-                # Not a slice, whose strides would be numbers: torch compares them, and takes the size for one, too.
+                # Not a slice, whose strides are numbers: comparing them with the symbol would specialise it.
                 value = value.index_select(value.dim() - back, torch.arange(size, device=value.device))
         return value
 
     def check(self, node: fx.Node) -> None:
-        """Raises `RefusalError` if a node has made the size a constant."""
+        """Raise `RefusalError` if a node has specialised the symbol to a constant."""
         if expression(self.size).free_symbols:
             return
         raise RefusalError(
@@ -244,7 +244,7 @@ class OneLength:
 
 
 def _name(target: Any) -> str:
-    """A function, operator or method by torch's name, in place or not."""
+    """Return torch's name of a function, operator or method, without marks of in-place variants."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     plain = name.strip("_")
     if getattr(target, "__module__", "") == "_operator" and plain.startswith("i") and plain[1:] in _IN_PLACE:
@@ -262,7 +262,7 @@ def _is_pointwise(name: str) -> bool:
 
 
 def _with_rest(sizes: list[sympy.Expr], numel: sympy.Expr) -> list[sympy.Expr] | None:
-    """A shape with its -1 worked out; None if it has not `numel` entries for every number of tokens."""
+    """Return a shape with its -1 worked out; None unless it has `numel` entries for every number of tokens."""
     unknown = [i for i, size in enumerate(sizes) if size == -1]
     rest = sympy.cancel(numel / sympy.Mul(*(size for size in sizes if size != -1)))
     if not unknown:
@@ -273,20 +273,20 @@ def _with_rest(sizes: list[sympy.Expr], numel: sympy.Expr) -> list[sympy.Expr] |
 
 
 def _axes_of(item: Any) -> int:
-    """How many axes an item of an index is about."""
+    """Return how many axes an item of an index applies to."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
     return item.dim() if isinstance(item, torch.Tensor) and item.dtype is torch.bool else 1
 
 
 def _strides(value: torch.Tensor, shape: Iterable[Any]) -> list[Any]:
-    """Strides of a tensor of other sizes that lies in memory as this one does."""
+    """Return the strides of a tensor of another shape with the same memory layout."""
     sizes, strides = tuple(shape), list(value.stride())
     order = sorted(range(value.dim()), key=lambda dim: (hint(strides[dim]), hint(value.shape[dim])))
     step: Any = 1
     number = 1
     for dim in order:
-        if hint(strides[dim]) == number:  # dense so far
+        if hint(strides[dim]) == number:  # contiguous up to here
             strides[dim] = step
             step, number = step * sizes[dim], number * hint(sizes[dim])
     return strides

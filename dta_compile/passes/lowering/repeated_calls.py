@@ -1,13 +1,13 @@
-"""repeated_calls: a call that was traced before, with arguments of the same kind, is copied instead of traced again.
+"""Copy the nodes of calls that were traced before, and merge common subexpressions that depend on no parameter.
 
 Layers that are copies of one another make the same calls. Tracing one takes torch a millisecond or more, most of it for
-arithmetic with symbolic sizes; copying the operators that the first one amounted to takes a twentieth of that. What
-decides these operators is the function, all arguments that are no tensors, what torch knows of those that are, and
-autocast. Calls that have another effect than their results are traced each time: those that draw, write to an argument,
-find sizes, run a region of their own, or run inside of `torch.func.vmap`.
+arithmetic with symbolic sizes; copying the nodes that the first call was traced to takes a twentieth of that. The key
+of a call has all that these nodes depend on: the function, arguments that are no tensors, metadata of those that are,
+and autocast. Calls with side effects are traced each time: those that draw random numbers, write to an argument,
+create unbacked symbols, run a region of their own, or run inside of `torch.func.vmap`.
 
-What no parameter goes into is there once, too: positions, rotary tables and masks are often written in every layer,
-and each such value is an input of chunks, whose rows are gathered for every chunk.
+`merge_equal_values` runs at the end of `lower`: positions, rotary tables and masks are often computed in every layer,
+and each such value would be an input of chunks, whose rows are gathered for every chunk.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class _NotForCopies(Exception):
-    """Arguments or results of which not all is known that the operators of a call may depend on."""
+    """An argument may decide the operators of a call by more than `_Arguments.facts` can describe."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Traced:
-    """What a call amounted to.
+    """Trace of one call.
 
     Attributes:
-        arguments: the values of its tensors in the trace.
-        nodes: in order, what was traced.
-        results: for each tensor of the result, which of the arguments it is, or its node.
-        structure: of the result.
+        arguments: the nodes of its tensor arguments.
+        nodes: the nodes that it was traced to, in order.
+        results: for each tensor of the result, the index of the argument that it is, or its node.
+        structure: the pytree structure of the result.
     """
 
     arguments: list[fx.Node]
@@ -55,18 +55,18 @@ class _Traced:
 
 
 class RepeatedCalls:
-    """The calls of one trace; to be used while `make_fx` traces."""
+    """Cache of the calls of one trace, used while `make_fx` traces."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Traced] = {}
 
     def run(self, call: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`call(target, args, kwargs)`, which is what is traced, or a copy of an earlier one."""
+        """Trace `call(target, args, kwargs)`, or copy the trace of an equal call, and return the result."""
         mode = get_proxy_mode()
         if mode is None or get_dynamic_layer_stack_depth():
             return call(target, args, kwargs)
         arguments = _Arguments(mode.tracer)
-        with torch._C.DisableTorchFunction():  # asking a tensor for its sizes is no call of the model
+        with torch._C.DisableTorchFunction():  # reading a tensor's sizes is no call of the model
             try:
                 key = target, arguments.facts(args), arguments.facts(kwargs), _autocast(arguments.tensors)
             except _NotForCopies:
@@ -81,11 +81,11 @@ class RepeatedCalls:
 
 
 class _Arguments:
-    """The arguments of a call.
+    """Arguments of a call.
 
     Attributes:
-        nodes: in the trace, of the tensors among them.
-        tensors: the same.
+        nodes: the nodes of its tensor arguments, without repetition.
+        tensors: the tensors of these nodes.
     """
 
     def __init__(self, tracer: Any) -> None:
@@ -94,13 +94,13 @@ class _Arguments:
         self.tensors: list[torch.Tensor] = []
 
     def facts(self, value: Any) -> Hashable:
-        """All that operators may depend on."""
+        """Return all that operators may depend on of an argument, as part of a key."""
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value)
         if isinstance(value, SYMBOLIC):
             return type(value), value.node.expr
         if isinstance(value, PLAIN):
-            return type(value), repr(value)  # zeros have signs
+            return type(value), repr(value)  # -0.0 == 0.0
         if isinstance(value, (tuple, list)):
             return type(value), *map(self.facts, value)
         if isinstance(value, Mapping):
@@ -114,7 +114,7 @@ class _Arguments:
         if type(value) is not FakeTensor or value.constant is not None or slot is None or slot.constant is not None:
             raise _NotForCopies
         node = slot.proxy.node
-        if node not in self.nodes:  # the same tensor may be read in several places
+        if node not in self.nodes:  # a call may read a tensor twice
             self.nodes.append(node)
             self.tensors.append(value)
         return self.nodes.index(node), _facts(value)
@@ -133,7 +133,7 @@ def _autocast(tensors: Sequence[torch.Tensor]) -> Hashable:
 
 
 def _traced(before: fx.Node, arguments: _Arguments, result: Any) -> _Traced | None:
-    """What was traced since a node; None: it is not for copies."""
+    """Return the trace of a call, all nodes after `before`; None: it cannot be copied."""
     nodes, node = list[fx.Node](), before.next
     while node.op != "root":
         nodes.append(node)
@@ -142,13 +142,13 @@ def _traced(before: fx.Node, arguments: _Arguments, result: Any) -> _Traced | No
     if not outside or not all(_is_for_copies(node, outside | set(nodes), outside) for node in nodes):
         return None
     leaves, structure = pytree.tree_flatten(result)
-    results = [_place(leaf, nodes, arguments) for leaf in leaves]
-    found = [place for place in results if place is not None]
-    return _Traced(arguments.nodes, nodes, found, structure) if results and len(found) == len(results) else None
+    origins = [_origin(leaf, nodes, arguments) for leaf in leaves]
+    results = [origin for origin in origins if origin is not None]
+    return _Traced(arguments.nodes, nodes, results, structure) if origins and len(results) == len(origins) else None
 
 
-def _place(leaf: Any, nodes: Sequence[fx.Node], arguments: _Arguments) -> int | fx.Node | None:
-    """Which of the arguments, or node, a result is."""
+def _origin(leaf: Any, nodes: Sequence[fx.Node], arguments: _Arguments) -> int | fx.Node | None:
+    """Return the index of the argument that a result is, or its node; None: it is neither."""
     for i, tensor in enumerate(arguments.tensors):
         if tensor is leaf:
             return i
@@ -159,47 +159,47 @@ def _place(leaf: Any, nodes: Sequence[fx.Node], arguments: _Arguments) -> int | 
 
 
 def _is_for_copies(node: fx.Node, inside: set[fx.Node], arguments: set[fx.Node]) -> bool:
-    """Whether a node gives the same wherever it is copied to: numbers of the call may be read from anywhere."""
+    """Return whether a copy of a node computes the same; nodes outside the call may be read only if they are sizes."""
     if node.op != "call_function" or is_random(node.target):
         return False
     if writes_in_place(node) and not arguments.isdisjoint(node.all_input_nodes):
         return False
-    if "unbacked_bindings" in node.meta:  # sizes that depend on data are new ones each time
+    if "unbacked_bindings" in node.meta:  # each call needs unbacked symbols of its own
         return False
     return all(arg in inside or not has_tensor(arg) for arg in node.all_input_nodes)
 
 
 def _copied(known: _Traced, arguments: _Arguments) -> Any:
-    placed, tracer = dict(zip(known.arguments, arguments.nodes, strict=True)), arguments.tracer
+    copies, tracer = dict(zip(known.arguments, arguments.nodes, strict=True)), arguments.tracer
     for node in known.nodes:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: placed.get(arg, arg))
-        placed[node] = copy = tracer.create_node(node.op, node.target, args, kwargs)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: copies.get(arg, arg))
+        copies[node] = copy = tracer.create_node(node.op, node.target, args, kwargs)
         copy.meta = {**node.meta, **copy.meta}  # the user's line is that of this call
 
-    def result(place: int | fx.Node) -> torch.Tensor:
-        if isinstance(place, int):
-            return arguments.tensors[place]
-        value = snapshot_fake(place.meta["val"])
+    def result(origin: int | fx.Node) -> torch.Tensor:
+        if isinstance(origin, int):
+            return arguments.tensors[origin]
+        value = snapshot_fake(origin.meta["val"])
         assert value is not None
-        track_tensor(value, tracer.proxy(placed[place]), constant=None, tracer=tracer)
+        track_tensor(value, tracer.proxy(copies[origin]), constant=None, tracer=tracer)
         return value
 
     return pytree.tree_unflatten(list(map(result, known.results)), known.structure)
 
 
 def merge_equal_values(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
-    """Values that `parameters` go into stay as they are, and so do those that the graph returns: their memory is the
-    caller's."""
-    kept = descendants(graph, parameters) | {owner(value) for value in output_node(graph).all_input_nodes}
-    first = First(kept | {node for node in graph.nodes if not _gives_the_same(node)})
+    """Merge common subexpressions, except values that depend on `parameters` and owners of the graph's results, whose
+    memory is the caller's."""
+    excluded = descendants(graph, parameters) | {owner(value) for value in output_node(graph).all_input_nodes}
+    first = First(excluded | {node for node in graph.nodes if not _is_pure(node)})
     for node in list(graph.nodes):
         if node.op == "call_function" and (same := first.like(node)) is not node:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
 
 
-def _gives_the_same(node: fx.Node) -> bool:
-    """Whether a node computes the same whenever it is run for the same arguments, and nothing besides."""
+def _is_pure(node: fx.Node) -> bool:
+    """Return whether a node is a pure function of its arguments."""
     target = node.target
     is_torchs_own = not isinstance(target, torch._ops.OpOverload) or target.namespace in ("aten", "prims")
     return is_torchs_own and not is_random(target) and not node.is_impure()

@@ -1,11 +1,10 @@
-"""Loops over the sequences of a batch become one operation on all of them.
+"""Batch loops over the sequences of a batch, and rewrite writes by a mask as selections; both part of `lower`.
 
-`torch.stack([row.logsumexp(-1) for row in logits])`, as TRL's `selective_log_softmax` has it to save memory, is traced
-as an operator per sequence. Taken literally, the logits of all tokens would have to leave the token region for it.
+`torch.stack([row.logsumexp(-1) for row in logits])`, which TRL's `selective_log_softmax` does to save memory, is traced
+as an operator per sequence. Left as it is, it would need the logits of all tokens outside of the token region.
 
-Writes where a mask says, `x[mask] = value`, become selections: `where(mask, value, x)`. How many entries `index_put`
-writes is known from the data alone, and so is the size of its derivative. A selection has the sizes of `x`, and is done
-token by token.
+A write `x[mask] = value` becomes `where(mask, value, x)`: the number of entries that `index_put` writes depends on the
+data, and so does the size of its derivative. A selection has the sizes of `x` and is pointwise.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ aten = torch.ops.aten
 
 
 def undo_row_loops(graph: fx.Graph) -> None:
-    """Replace every stack of what is computed alike from all rows of some tensors."""
+    """Replace every stack of the same computation on all rows of some tensors by one batched computation."""
     for node in list(graph.nodes):
         if node.target is aten.stack.default and (len(node.args) == 1 or node.args[1] == 0):
             with graph.inserting_before(node):
@@ -32,11 +31,11 @@ def undo_row_loops(graph: fx.Graph) -> None:
             if batched is not None and batched.meta["val"].shape == node.meta["val"].shape:
                 batched.meta = {**node.meta, **batched.meta}
                 node.replace_all_uses_with(batched)
-    graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
+    graph.eliminate_dead_code(fx.Node.is_impure)  # random ops are impure, whatever inductor's config says
 
 
 def _batched(nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """One node for `[x_0, x_1, ...]`, one per row, with the rows along a new first dimension."""
+    """Return a node that computes `stack([x_0, x_1, ...])` of one node per row; None: there is none."""
     if (tensor := _whole(nodes)) is not None:
         return tensor
     first = nodes[0]
@@ -48,7 +47,7 @@ def _batched(nodes: Sequence[fx.Node]) -> fx.Node | None:
     elif first.target not in UNARY:
         return None
     if not all(_has_dimensions(node) for node in first.all_input_nodes):
-        return None  # the only dimension would be that of the batch
+        return None  # a batched argument would have no dimension but the batch
     arguments = [_batched(column) if isinstance(column[0], fx.Node) else _same(column) for column in columns]
     if any(argument is None for argument in arguments):
         return None
@@ -61,7 +60,7 @@ def _has_dimensions(node: fx.Node) -> bool:
 
 
 def _whole(nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """The tensor whose rows the nodes are, all of them and in order."""
+    """Return the tensor whose rows the nodes are, if they are all its rows in order."""
     rows = [_row(node) for node in nodes]
     tensor = rows[0][0] if rows[0] is not None else None
     if tensor is None or rows != [(tensor, i) for i in range(len(nodes))]:
@@ -71,7 +70,7 @@ def _whole(nodes: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _row(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """Which row of which tensor a node is."""
+    """Return the tensor and the row number of a node that takes one row."""
     if node.target is aten.select.int and node.args[1] == 0:
         return node.args[0], node.args[2]
     if is_item(node) and node.args[0].target is aten.unbind.int and not node.args[0].args[1:]:
@@ -80,7 +79,7 @@ def _row(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def _shifted(dims: Any) -> Any:
-    """Dimensions of a row as dimensions of the batch."""
+    """Return dimensions of a row as dimensions of the batch: non-negative ones move by one."""
     if isinstance(dims, (list, tuple)):
         return [_shifted(dim) for dim in dims]
     return dims + 1 if isinstance(dims, int) and dims >= 0 else dims
@@ -91,7 +90,7 @@ def _same(column: Sequence[Any]) -> Any:
 
 
 def select_masked_writes(graph: fx.Graph) -> None:
-    """Replace every write by one mask of a value that is the same for all entries of the mask."""
+    """Replace every write by a mask, `x[mask] = value`, whose value is the same for all entries of the mask."""
     masks: dict[tuple[fx.Node, int], fx.Node] = {}
     for node in list(graph.find_nodes(op="call_function", target=aten.index_put.default)):
         with graph.inserting_before(node):
@@ -122,7 +121,7 @@ def _is_mask_of(mask: fx.Node, target: fx.Node) -> bool:
 
 
 def _of_one_entry(value: fx.Node, dims: int) -> fx.Node | None:
-    """What is written to one entry of the mask, of at most `dims` dimensions; None if it is not always the same."""
+    """Return the value written to each entry of the mask, of at most `dims` dimensions; None: entries differ."""
     shape = value.meta["val"].shape
     added = max(len(shape) - dims, 0)
     if not all(isinstance(size, int) and size == 1 for size in shape[:added]):
@@ -133,7 +132,7 @@ def _of_one_entry(value: fx.Node, dims: int) -> fx.Node | None:
 
 
 def _with_ones(mask: fx.Node, dims: int, known: dict[tuple[fx.Node, int], Any]) -> fx.Node:
-    """The mask with dimensions of one entry behind its own; one value for all writes that it serves."""
+    """Return the mask with `dims` trailing dimensions of size 1, built once for all writes that share it."""
     key = mask, dims
     if key not in known:
         known[key] = mask

@@ -1,17 +1,17 @@
-"""Rows that a condition selects, `x[mask]` and `x[torch.where(mask)]`, stay where they are, among the others.
+"""Replace values over the rows that a condition selects, `x[mask]` and `x[torch.where(mask)]`, by values over all rows.
 
-A mixture of experts that is written by hand selects the tokens of an expert, computes something of each of them, and
-adds it where they came from. How many there are is known from the data alone. Here each value over the selected rows
-becomes one over all tokens, of which those that are not selected count for nothing:
+Part of `lower`. A mixture of experts that is written by hand selects the tokens of an expert, computes something per
+token, and adds it to the rows they came from. The number of selected rows depends on the data. The replacement is over
+all tokens, and those that are not selected do not contribute:
 
     x[rows]                         x
     rows @ weight                   dta::expert_linear, with an expert at the selected tokens and none at the others
-    what treats each row by itself  the same (`row_operators`)
+    row-wise operators              the same (`row_operators`)
     out.index_add(0, rows, y)       out + (y where selected, else 0)
 
-A condition may have a dimension more than tokens have: the places of a token's k experts. If no two of a token can be
-selected, as the experts of a `topk` are distinct, then its row is that of the one selected. Else each place has values
-of its own, k of them side by side. What is left unproven stays as it is; before the last attention it is refused.
+A condition may have one dimension more than tokens have, for the slots of a token's k experts. If at most one slot of
+a token can be selected, since the experts of a `topk` are distinct, one value has the rows of the selected slots. Else
+there are k values, one per slot. Unproven selections are left; before the last attention they are refused.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ aten = torch.ops.aten
 ENTRIES = (aten.index.Tensor, aten.index_select.default)
 EXITS = (aten.index_add.default, aten.index_put.default, aten.scatter_add.default)
 PARTS = (aten.unbind.int, aten.select.int)
-ANY_ORDER = "any_order"  # of `nonzero` in place of slots whose order eager mode does not tell: they are treated alike
+ANY_ORDER = "any_order"  # in the meta of a `nonzero` that replaces slots of an unstable sort
 
 
 class SelectionRefusal(FinalRefusal):
-    """Rows are selected and not used row by row: before the last attention, or in an order that is not told."""
+    """Selected rows are not proven to be used row by row: before the last attention, or in an unstable order."""
 
 
 def spread_selected_rows(graph: fx.Graph, parameters: Collection[fx.Node]) -> None:
-    """Replace every selection of rows that is used row by row.
+    """Replace every selection of rows whose readers work row by row.
 
     Args:
         graph: a lowered graph.
         parameters: inputs that gradients may flow to.
 
     Raises:
-        SelectionRefusal: one is not, and attention follows, or its rows have no order of their own.
+        SelectionRefusal: a selection is not proven to be used row by row, and precedes the last attention or replaces
+            slots that an unstable sort orders.
     """
     first = First(())
     selections = _selections(graph, first)
@@ -72,24 +73,24 @@ def spread_selected_rows(graph: fx.Graph, parameters: Collection[fx.Node]) -> No
 
 
 def _selections(graph: fx.Graph, first: First) -> dict[fx.Node, list[fx.Node]]:
-    """By condition, what selects by it: `nonzero`, and `x[mask]`."""
-    found: dict[fx.Node, list[fx.Node]] = {}
+    """Return the nodes that select rows, `nonzero` and `x[mask]`, by condition."""
+    selections: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         mask = node.args[0] if node.target is aten.nonzero.default else _mask_of(node)
         if mask is not None and node.target is not aten.index_put.default and _dims_of_tokens(mask):
-            found.setdefault(_condition(mask, first), []).append(node)
-    return found
+            selections.setdefault(_condition(mask, first), []).append(node)
+    return selections
 
 
 def _condition(mask: fx.Node, first: First) -> fx.Node:
-    """The first node that has the entries of a mask; where it runs over tokens alone, in whatever shape."""
+    """Return the first node that computes a mask, before reshapes of tokens alone."""
     while mask.target in RESHAPES and all(size.free_symbols for one in (mask, mask.args[0]) for size in sizes(one)):
         mask = mask.args[0]
     return first.like(mask)
 
 
 def _mask_of(node: fx.Node) -> fx.Node | None:
-    """The mask of `x[..., mask]` and `x[..., mask] = y`."""
+    """Return the mask of `x[:, ..., mask]` or `x[:, ..., mask] = y`."""
     if node.target not in (aten.index.Tensor, aten.index_put.default):
         return None
     *before, last = node.args[1]
@@ -102,7 +103,7 @@ def _dims_of_tokens(mask: fx.Node) -> list[int]:
 
 
 def _refuse_any_order(makers: list[fx.Node], unproven: Unproven) -> None:
-    """Even behind the last attention: a sort that is not stable has slots of an expert in an order of its own."""
+    """Also after the last attention: an unstable sort orders the slots of an expert as no condition does."""
     if any(maker.meta.get(ANY_ORDER) for maker in makers):
         raise SelectionRefusal(
             "tokens are sorted by expert in an unstable way, and it is not proven that each is treated by itself",
@@ -116,7 +117,7 @@ def _refuse_any_order(makers: list[fx.Node], unproven: Unproven) -> None:
 def _refuse_before_attention(
     graph: fx.Graph, makers: list[fx.Node], parameters: Collection[fx.Node], unproven: Unproven
 ) -> None:
-    """Leaves what selects of the data alone, or after the last attention: for metrics and losses."""
+    """Raise SelectionRefusal, unless the selection reads data alone or follows the last attention (metrics, losses)."""
     mixers = [node for node in graph.nodes if node.target in MIXERS]
     before = ancestors(mixers)
     read = ancestors([*makers, *(user for user in descendants(graph, makers) if user.target in ENTRIES)])
@@ -132,7 +133,7 @@ def _refuse_before_attention(
 
 
 def _drop_checks(graph: fx.Graph) -> None:
-    """Dynamo's checks of numbers that nobody needs any more."""
+    """Erase Dynamo's assertions on unbacked symbols, which no node needs any more."""
     for node in list(graph.find_nodes(op="call_function", target=aten._assert_scalar.default)):
         if free_unbacked_symbols(node.args[0].meta["val"] if isinstance(node.args[0], fx.Node) else node.args[0]):
             graph.erase_node(node)
@@ -140,12 +141,12 @@ def _drop_checks(graph: fx.Graph) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Index:
-    """Which dimensions of a tensor the coordinates of selected rows index, and where rows lie in the result.
+    """Dimensions of a tensor that the coordinates of selected rows index, and the dimension of rows in the result.
 
     Attributes:
-        mask: the condition, in the shape that it has here.
+        mask: the condition, in the shape that indexes this tensor.
         of: the tensor's dimension, by dimension of the condition.
-        place: the dimension of rows in what is selected.
+        place: the dimension of rows in the selected value.
     """
 
     mask: fx.Node
@@ -154,7 +155,7 @@ class _Index:
 
     @property
     def tokens(self) -> list[int]:
-        """Dimensions of the condition whose sizes are those of the call."""
+        """Dimensions of the condition with symbolic sizes."""
         return [dim for dim, size in enumerate(sizes(self.mask)) if size.free_symbols]
 
     @property
@@ -163,19 +164,19 @@ class _Index:
         return [dim for dim, size in enumerate(sizes(self.mask)) if not size.free_symbols]
 
     def order(self, rank: int) -> list[int]:
-        """The dimensions of a tensor: those of tokens, then those of slots, then the others."""
+        """Return the dimensions of a tensor: those of tokens, then those of slots, then the others."""
         front = [self.of[dim] for dim in self.tokens + self.slots if dim in self.of]
         return front + [dim for dim in range(rank) if dim not in front]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Coordinates:
-    """Numbers of selected rows, as `nonzero` gives them.
+    """Coordinates of selected rows, as `nonzero` returns them.
 
     Attributes:
-        mask: the condition, in the shape that it has here.
+        mask: the condition, in the shape that `nonzero` reads.
         column: a dimension of the condition; None: all of them, `[n, dims]`.
-        columns_first: they are `[dims, n]`.
+        columns_first: whether they are transposed, `[dims, n]`.
     """
 
     mask: fx.Node
@@ -184,12 +185,13 @@ class _Coordinates:
 
 
 class _Spreading:
-    """One condition, and all that is computed from the rows it selects.
+    """Rewrite of one condition, and of all values that are computed from the rows it selects.
 
     Attributes:
-        mask: the condition, of any dtype: what is not zero is selected.
-        slots: dimensions of the mask whose sizes are not those of the call.
-        coordinates: nodes that are numbers of the selected rows.
+        mask: the condition, of any dtype: non-zero entries are selected.
+        slots: dimensions of the mask with constant sizes.
+        coordinates: by node, the coordinates of the selected rows that it has.
+        exits: nodes that write selected rows back, with their replacements.
     """
 
     def __init__(self, graph: fx.Graph, first: First, mask: fx.Node, makers: list[fx.Node]) -> None:
@@ -199,7 +201,11 @@ class _Spreading:
         self.exits: list[tuple[fx.Node, fx.Node]] = []
 
     def run(self) -> None:
-        """Raises `Unproven`, with the graph as it was but for nodes that nothing uses."""
+        """Rewrite the graph.
+
+        Raises:
+            Unproven: a reader of selected rows has no replacement. The graph is unchanged but for unused nodes.
+        """
         begin = self.makers[0]
         self._require_symbol(begin)
         with self.graph.inserting_before(begin):
@@ -220,15 +226,15 @@ class _Spreading:
             raise Unproven("as many rows are selected as another value has", maker)
 
     def _conditions(self) -> None:
-        """The condition as `[N, *slots]`, and one of `[N]` for each way in which a token can be selected."""
+        """Compute the condition as `[N, *slots]`, and as `[N]` for each slot, or for any if at most one is selected."""
         mask = self.mask
         if mask.meta["val"].dtype is not torch.bool:
             mask = call(self.graph, aten.ne.Scalar, mask, 0)
         self.selected = self._rows_first(mask, _Index(mask, {dim: dim for dim in range(len(sizes(mask)))}, 0))
         chosen = list(itertools.product(*(range(int(sizes(self.mask)[dim])) for dim in self.slots)))
-        self.one_place = not self.slots or len(chosen) == 1 or at_most_one(self.mask, self.slots)
+        self.one_slot = not self.slots or len(chosen) == 1 or at_most_one(self.mask, self.slots)
         anywhere = self._any_slot(self.selected)
-        conditions = [anywhere] if self.one_place else [self._at_slot(self.selected, slots) for slots in chosen]
+        conditions = [anywhere] if self.one_slot else [self._at_slot(self.selected, slots) for slots in chosen]
         self.chosen = chosen
         self.rows = RowOperators(self.graph, anywhere, conditions)
 
@@ -276,33 +282,37 @@ class _Spreading:
         return _Index(mask, {dim: before + dim for dim in range(len(sizes(mask)))}, before)
 
     def _is_coordinate(self, node: fx.Node) -> bool:
-        """Note a node that is a column of `nonzero`, or all of them, in another form."""
+        """Return whether a node has one or all columns of `nonzero` in another form; record them if so."""
         source: Any = node.args[0] if node.args else None
         if source not in self.coordinates:
             return False
-        found, value = self.coordinates[source], node.meta["val"]
-        dims = len(sizes(found.mask))
+        coordinates, value = self.coordinates[source], node.meta["val"]
+        dims = len(sizes(coordinates.mask))
         if node.target in COPIES or (node.target in CASTS and not value.is_floating_point()):
-            self.coordinates[node] = found
+            self.coordinates[node] = coordinates
         elif is_item(node) and source.target is aten.unbind.int:
-            self.coordinates[node] = dataclasses.replace(found, column=node.args[1] % dims)
-        elif found.column is not None and node.target in KEEP_ORDER | {aten.expand.default} and value.dim() > 0:
+            self.coordinates[node] = dataclasses.replace(coordinates, column=node.args[1] % dims)
+        elif coordinates.column is not None and node.target in KEEP_ORDER | {aten.expand.default} and value.dim() > 0:
             if sizes(node)[0] != sizes(source)[0] or any(size.free_symbols for size in sizes(node)[1:]):
                 return False
-            self.coordinates[node] = found  # `[n, 1]` or `[n, D]`: the same for all features
-        elif found.column is None and node.target in RESHAPES | SQUEEZES and value.dim() == 1 == dims:
-            self.coordinates[node] = dataclasses.replace(found, column=0)
-        elif found.column is None and node.target in TRANSPOSITIONS and swaps(node):
-            self.coordinates[node] = dataclasses.replace(found, columns_first=not found.columns_first)
-        elif found.column is None and node.target in PARTS and found.columns_first is not _is_along_second(node):
+            self.coordinates[node] = coordinates  # `[n, 1]` or `[n, D]`, equal for all features
+        elif coordinates.column is None and node.target in RESHAPES | SQUEEZES and value.dim() == 1 == dims:
+            self.coordinates[node] = dataclasses.replace(coordinates, column=0)
+        elif coordinates.column is None and node.target in TRANSPOSITIONS and swaps(node):
+            self.coordinates[node] = dataclasses.replace(coordinates, columns_first=not coordinates.columns_first)
+        elif (
+            coordinates.column is None
+            and node.target in PARTS
+            and coordinates.columns_first is not _is_along_second(node)
+        ):
             column = node.args[2] % dims if node.target is aten.select.int else None
-            self.coordinates[node] = dataclasses.replace(found, column=column)
+            self.coordinates[node] = dataclasses.replace(coordinates, column=column)
         else:
             return False
         return True
 
     def _indexed(self, node: fx.Node) -> _Index | None:
-        """How coordinates index the first argument; None if it is indexed with other values as well."""
+        """Return how coordinates index the first argument; None: other values index it, too."""
         if node.target in (aten.index.Tensor, aten.index_put.default):
             indices = dict(enumerate(node.args[1]))
         else:
@@ -311,18 +321,18 @@ class _Spreading:
         masks = set()
         for dim, index in indices.items():
             if index is not None:
-                found = self.coordinates.get(index)
-                if found is None or found.column is None or found.column in of or not self._fits(node, index):
+                numbers = self.coordinates.get(index)
+                if numbers is None or numbers.column is None or numbers.column in of or not self._fits(node, index):
                     return None
-                of[found.column] = dim
-                masks.add(found.mask)
+                of[numbers.column] = dim
+                masks.add(numbers.mask)
         if len(masks) != 1:
             return None
         dims = sorted(of.values())
         return _Index(masks.pop(), of, dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0)
 
     def _fits(self, node: fx.Node, index: fx.Node) -> bool:
-        """Whether rows are indexed as a whole, by one number each."""
+        """Return whether whole rows are indexed, by one number each."""
         if node.target is not aten.scatter_add.default:
             return len(sizes(index)) == 1
         rest = sizes(index)[1:]
@@ -338,16 +348,16 @@ class _Spreading:
         if slots and slots != index.slots:
             raise Unproven(f"{node.target}: some of the condition's dimensions are left out", node)
         if not slots:
-            found = [flat]
-        elif self.one_place:
-            found = [self._at_selected_slot(flat)]
+            values = [flat]
+        elif self.one_slot:
+            values = [self._at_selected_slot(flat)]
         else:
-            found = [self._at_slot(flat, chosen) for chosen in self.chosen]
-        rows = [self._moved(value, 0, index.place) for value in found]
-        self.rows.enter(node, Rows(rows, index.place, is_masked=bool(slots) and self.one_place))
+            values = [self._at_slot(flat, chosen) for chosen in self.chosen]
+        rows = [self._moved(value, 0, index.place) for value in values]
+        self.rows.enter(node, Rows(rows, index.place, is_masked=bool(slots) and self.one_slot))
 
     def _at_selected_slot(self, flat: fx.Node) -> fx.Node:
-        """`[N, *slots, ...]` at the one slot that is selected, zero where none is."""
+        """Return the entries of `[N, *slots, ...]` at the selected slot of each token, zero where none is selected."""
         outside = call(self.graph, aten.logical_not.default, self._with_ones(self.selected, flat))
         flat = call(self.graph, aten.masked_fill.Scalar, flat, outside, 0)
         if flat.meta["val"].dtype is torch.bool:
@@ -362,9 +372,9 @@ class _Spreading:
         self._require_tokens(node, target, index)
         adds = node.target is not aten.index_put.default or bool(argument(node, 3, "accumulate"))
         slots = [dim for dim in index.slots if dim in index.of]
-        if slots != index.slots and (slots or not (adds or self.one_place)):
+        if slots != index.slots and (slots or not (adds or self.one_slot)):
             raise Unproven(f"{node.target}: a token that is selected twice is written twice", node)
-        rank = len(sizes(target)) - len(index.of) + 1  # of what is written
+        rank = len(sizes(target)) - len(index.of) + 1  # of the written values
         if not isinstance(source, fx.Node) or not self.rows.is_rows(source):
             raise Unproven(f"{node.target}: what is written are no selected rows", node)
         written = [self._moved(value, index.place, 0) for value in self.rows.aligned(source, rank, index.place, node)]
@@ -383,7 +393,7 @@ class _Spreading:
         self.exits.append((node, self._rows_back(flat, target, index)))
 
     def _written_at_slots(self, flat: fx.Node, written: list[fx.Node], adds: bool) -> fx.Node:
-        """`[N, *slots, ...]`, written where the condition says."""
+        """Write or add one value per slot to `[N, *slots, ...]` where the condition holds."""
         for dim in range(len(self.slots)):
             written = [call(self.graph, aten.unsqueeze.default, value, 1 + dim) for value in written]
         if len(written) > 1:
@@ -406,7 +416,7 @@ class _Spreading:
     # ---- Shapes
 
     def _rows_first(self, value: fx.Node, index: _Index) -> fx.Node:
-        """`[N, *slots, ...]`: the dimensions of tokens flattened in front, then those of slots, then the others."""
+        """Return a value as `[N, *slots, ...]`: dimensions of tokens flattened, then those of slots, then the rest."""
         value = self._permuted(value, index.order(len(sizes(value))))
         if len(index.tokens) == 1:
             return value
@@ -414,7 +424,7 @@ class _Spreading:
         return call(self.graph, aten.reshape.default, value, [-1, *rest])
 
     def _rows_back(self, flat: fx.Node, like: fx.Node, index: _Index) -> fx.Node:
-        """The reverse of `_rows_first`, for a value with the sizes of `like`."""
+        """Reverse `_rows_first` for a value with the sizes of `like`."""
         order = index.order(len(sizes(like)))
         if len(index.tokens) > 1:
             tokens = [call(self.graph, aten.sym_size.int, index.mask, dim) for dim in index.tokens]
@@ -439,8 +449,8 @@ class _Spreading:
 
 
 def _from(node: fx.Node) -> Iterable[fx.Node]:
-    """A node and those behind it."""
-    return itertools.dropwhile(lambda one: one is not node, node.graph.nodes)
+    """Return a node and all nodes after it."""
+    return itertools.dropwhile(lambda other: other is not node, node.graph.nodes)
 
 
 def _is_along_second(node: fx.Node) -> bool:

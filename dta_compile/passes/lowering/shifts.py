@@ -1,17 +1,17 @@
-"""shifts: values of the tokens before, put together from slices, become a mixer of ours.
+"""Replace token shifts that a model writes with slices by the `token_shift` mixer.
 
     cat([x[:, :1], x[:, 1:] + g * x[:, :-1]], 1)
     pad(x, (0, 0, 1, -1))                pad(x, (0, 0, 1, 0))[:, :-1]             RWKV's token shift
     y = roll(x, 1, 1);  y[:, 0] = 0
 
-Each is a value of as many tokens as the call has, whose entry `t` reads entries `t` and `t - k` of others, and whose
-first entries read something else. The slices are extended to all tokens: `x[:, 1:]` to `x`, and `x[:, :-1]`, which lies
-one token further, to `x` shifted by a token, a recurrence whose state is the token before. The first tokens are
-selected by their number. What would read a later token stays as it is, and is refused later as any mixing is.
+Each value has all tokens of the call; its entry `t` reads entries `t` and `t - k` of other values, its first entries
+something else. `lower` calls this to extend the slices to all tokens: `x[:, 1:]` to `x`, and `x[:, :-1]`, which is used
+one token later, to `x` shifted by a token, a recurrence whose state is the previous token. The first tokens are
+selected by their index. Values that would read a later token remain, and are refused later like any other mixing.
 
-What slices are combined by is computed for the first tokens as well, over a state of zeros, and then not selected.
-So that a gradient of zero stays one (0 * inf is NaN), only operators take part that are finite there, and so are their
-derivatives: linear layers are.
+The operators that combine slices run for the first tokens as well, over a state of zeros, with a result that is not
+selected and a gradient of zero. Since 0 * inf is NaN, only operators are supported that are finite at zero, with finite
+derivatives, such as linear layers.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ FINITE = COPIES | {
 
 
 class _NoShift(Exception):
-    """A value is not put together from tokens before."""
+    """A value is not made of shifted tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Extended:
-    """A value of all tokens that has the entries of another one at its places, from token `begin` on."""
+    """Extension of a value to all tokens, with the value's entries from token `begin` on."""
 
     node: fx.Node
     begin: int = 0
 
 
 def shifts_to_mixers(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
-    """Rewrite values of tokens and those before them that attention or a layer comes after; `graph` is functional."""
+    """Replace shifts whose result attention or a layer reads, in place; `graph` is functional."""
     calls = mixer_calls(graph)
     if not calls:
         return
@@ -95,17 +95,17 @@ def shifts_to_mixers(graph: fx.Graph, parameters: Iterable[fx.Node]) -> None:
 
 
 def _layers(graph: fx.Graph, of_data: set[fx.Node]) -> list[fx.Node]:
-    """Products of what is computed from parameters alone with anything else: losses have none, of what they shift."""
+    """Return the products of data with values of parameters alone; a loss applies none to the values that it shifts."""
     products = (node for node in graph.nodes if node.target in MATRIX_PRODUCTS and node in of_data)
     return [node for node in products if any(has_tensor(arg) and arg not in of_data for arg in node.args[-2:])]
 
 
 def _whole(node: fx.Node, batch: sympy.Expr, tokens: sympy.Expr, of_data: set[fx.Node]) -> fx.Node | None:
-    """The value of a node, of shifted tokens; None if it is anything else, or no shift."""
+    """Return a value to replace a node of shifted tokens by; None for other nodes."""
     if node.target is aten.slice_scatter.default and sizes(node) == sizes(node.args[1]):
-        return node.args[1]  # all entries: the outer part of `y[:, 0] = x`
+        return node.args[1]  # writes all entries: the outer one of two nodes for `y[:, 0] = x`
     if node.target is aten.slice_scatter.default and _is_there_already(*node.args):
-        return node.args[0]  # `y[:, 1:] += x` writes its result to where it is
+        return node.args[0]  # `y[:, 1:] += x` writes back a slice that was added to in place
     dim = _dim_of(node)
     if dim is None or sizes(node)[dim] != tokens:
         return None
@@ -114,29 +114,29 @@ def _whole(node: fx.Node, batch: sympy.Expr, tokens: sympy.Expr, of_data: set[fx
     shifts, last = _Shifts(node, dim, batch, tokens, of_data), node.prev
     try:
         with node.meta["val"].fake_mode:  # for constructors
-            found = shifts.assembled(node, 0)
+            value = shifts.assembled(node, 0)
     except _NoShift:
         return None
     while (last := last.next) is not node:
         last.meta = {**node.meta, **last.meta}
-    return found.node if found.begin == 0 and shifts.any else None
+    return value.node if value.begin == 0 and shifts.any else None
 
 
-def _is_there_already(base: fx.Node, part: fx.Node, *place: Any) -> bool:
-    """Whether what is written to a value are its own entries, at their places."""
-    is_slice = part.target is aten.slice.Tensor and tuple(part.args[1:]) == place
+def _is_there_already(base: fx.Node, part: fx.Node, *bounds: Any) -> bool:
+    """Return whether a slice of a value is written back to where it was read."""
+    is_slice = part.target is aten.slice.Tensor and tuple(part.args[1:]) == bounds
     return is_slice and _unsliced(part.args[0]) is _unsliced(base)
 
 
 def _unsliced(node: fx.Node) -> fx.Node:
-    """What a slice is of, if that is all of it."""
+    """Return the operand of slices that take all of it."""
     while node.target is aten.slice.Tensor and sizes(node) == sizes(node.args[0]):
         node = node.args[0]
     return node
 
 
 def _dim_of(node: fx.Node) -> int | None:
-    """The dimension along which a node puts entries together or cuts them off."""
+    """Return the dimension along which a node joins or cuts entries; None if it pads several."""
     rank = node.meta["val"].dim()
     if node.target is aten.constant_pad_nd.default:
         padded = [i for i, count in enumerate(node.args[1]) if not isinstance(count, int) or count != 0]
@@ -147,11 +147,11 @@ def _dim_of(node: fx.Node) -> int | None:
 
 
 class _Shifts:
-    """Values along one dimension of `tokens` entries; `of_data`: what is computed from other inputs than weights."""
+    """Extension of values to `tokens` entries along one dimension; `of_data`: nodes that depend on data."""
 
     def __init__(self, root: fx.Node, dim: int, batch: sympy.Expr, tokens: sympy.Expr, of_data: set[fx.Node]) -> None:
         self.root, self.graph, self.batch, self.tokens, self.of_data = root, root.graph, batch, tokens, of_data
-        self.back = root.meta["val"].dim() - dim  # of the dimension, from the end
+        self.back = root.meta["val"].dim() - dim  # the dimension, counted from the end
         self.any = False  # whether anything is shifted
         self._length: fx.Node | None = None
 
@@ -159,17 +159,17 @@ class _Shifts:
         return int(node.meta["val"].dim()) - self.back
 
     def _size(self, node: fx.Node) -> sympy.Expr:
-        """Entries along the dimension; a value that lacks it has one."""
+        """Return the size along the dimension; 1 for a value that lacks it."""
         dim = self._dim(node)
         return sizes(node)[dim] if dim >= 0 else sympy.S.One
 
     def _is_of_no_token(self, node: fx.Node) -> bool:
-        """Whether a value is a weight or a number, the same for all tokens."""
+        """Return whether a value, such as a weight or a number, is the same for all tokens."""
         has_symbols = any(size.free_symbols for size in sizes(node))
         return self._dim(node) < 0 or (self._size(node) == 1 and not has_symbols and node not in self.of_data)
 
     def at(self, node: fx.Node, offset: int) -> _Extended:
-        """The value of all tokens that has entry `t` of a node at `t + offset`; raises `_NoShift`."""
+        """Return a value of all tokens whose entry `t + offset` is entry `t` of a node; raises `_NoShift`."""
         if self._is_of_no_token(node):
             return _Extended(node)
         if isinstance(filler := filled_with(node), (int, float)):
@@ -187,7 +187,7 @@ class _Shifts:
         return _Extended(self._shifted(node, offset), offset)
 
     def assembled(self, node: fx.Node, offset: int) -> _Extended:
-        """The same, of a node that is put together or cut."""
+        """Return the same for a node that joins, cuts or combines values; raises `_NoShift`."""
         if node.op != "call_function" or not has_tensor(node):
             raise _NoShift
         target, args = node.target, node.args
@@ -219,11 +219,11 @@ class _Shifts:
         return call(self.graph, aten.full.default, [], number, **_like(node))
 
     def _rolled_by(self, index: fx.Node) -> int:
-        """By how many tokens `roll` moves them, which is traced as the choice of `(arange(S) + (S - k) % S) % S`."""
+        """Return by how many tokens `roll` shifts; its index is traced as `(arange(S) + (S - k) % S) % S`."""
         self._require(index.target is aten.fmod.Scalar and index.args[0].target is aten.add.Tensor)
-        place, start = index.args[0].args[:2]
+        positions, start = index.args[0].args[:2]
         length = _value(index.args[1])
-        self._require(place.target is aten.arange.default and expression(_value(place.args[0])) == self.tokens)
+        self._require(positions.target is aten.arange.default and expression(_value(positions.args[0])) == self.tokens)
         self._require(expression(length) == self.tokens)
         begin = expression(_value(start))
         count = self.tokens - (begin.args[0] if begin.func in (Mod, PythonMod) else begin)
@@ -236,19 +236,19 @@ class _Shifts:
             raise _NoShift
 
     def _joined(self, node: fx.Node, offset: int) -> _Extended:
-        """Parts after each other, of which the last has tokens to the end."""
+        """Join parts, all but the last of which have a constant size."""
         self._require((argument(node, 1, "dim") or 0) % node.meta["val"].dim() == self._dim(node))
         *first, last = node.args[0]
         counts = [self._size(part) for part in first]
         self._require(all(count.is_Integer for count in counts))
-        found = self.at(last, offset + int(sum(counts)))
+        value = self.at(last, offset + int(sum(counts)))
         for i in reversed(range(len(first))):
             part = self.at(first[i], offset + int(sum(counts[:i])))
-            found = self._first(offset + int(sum(counts[: i + 1])), part, found)
-        return found
+            value = self._first(offset + int(sum(counts[: i + 1])), part, value)
+        return value
 
     def _written(self, node: fx.Node, offset: int) -> _Extended:
-        """A value whose first entries, or those from some entry on, have been written over."""
+        """Apply a write to the first entries of a value, or to all from some entry on."""
         base, part, dim, start, *others = node.args
         if dim % node.meta["val"].dim() != self._dim(node) and node.target is aten.slice_scatter.default:
             return self._combined(node, offset)  # some features of all its tokens
@@ -264,16 +264,16 @@ class _Shifts:
         return self._first(offset + int(count), self.at(part, offset), self.at(base, offset))
 
     def _picked(self, node: fx.Node, offset: int) -> _Extended:
-        """A value of one token, without the dimension."""
+        """Return the value of one token that `select_scatter` writes, which lacks the dimension."""
         if node.target is aten.select.int:
-            source, dim, place = node.args
-            self._require(dim % source.meta["val"].dim() == self._dim(source) and type(place) is int and place >= 0)
-            return self.at(source, offset - place)
+            source, dim, index = node.args
+            self._require(dim % source.meta["val"].dim() == self._dim(source) and type(index) is int and index >= 0)
+            return self.at(source, offset - index)
         self._require(node.target is aten.fill.Tensor or isinstance(filled_with(node), (int, float)))
         return _Extended(node.args[1] if node.target is aten.fill.Tensor else self._number(node, filled_with(node)))
 
     def _projected(self, node: fx.Node, offset: int) -> _Extended:
-        """A linear layer, `[B, S - 1, D]` as a matrix times weights."""
+        """Apply a linear layer to all tokens; it is traced as a product of `[B * (S - 1), D]` with weights."""
         product = node.args[0]
         self._require(product.target in LINEAR_LAYERS)
         *bias, matrix, weight = product.args
@@ -290,26 +290,26 @@ class _Shifts:
         return _Extended(call(self.graph, aten.reshape.default, rows, [*lead, int(sizes(node)[2])]), source.begin)
 
     def _combined(self, node: fx.Node, offset: int) -> _Extended:
-        """A pointwise operator of what all its operands are at all tokens."""
+        """Apply a pointwise operator to all tokens of its operands."""
         operands = [arg for arg in node.all_input_nodes if has_tensor(arg)]
         same = (self._size(arg) == self._size(node) or self._is_of_no_token(arg) for arg in operands)
-        self._require(all(same))  # one token's value is not that of every token
-        found = {arg: self.at(arg, offset) for arg in operands}
+        self._require(all(same))  # a value of one token is not that of every token
+        values = {arg: self.at(arg, offset) for arg in operands}
 
         def at_all(arg: fx.Node) -> fx.Node:
-            return found[arg].node if arg in found else arg
+            return values[arg].node if arg in values else arg
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), at_all)
-        return _Extended(call(self.graph, node.target, *args, **kwargs), max(one.begin for one in found.values()))
+        return _Extended(call(self.graph, node.target, *args, **kwargs), max(value.begin for value in values.values()))
 
     def _first(self, count: int, first: _Extended, rest: _Extended) -> _Extended:
-        """A value before token `count`, another one from there on."""
+        """Select `first` before token `count`, and `rest` from there on."""
         self._require(rest.begin <= count)
         if count <= 0:
             return rest
         length = self._size_of_call()
-        place = call(self.graph, aten.arange.default, length, device=self.root.meta["val"].device)
-        is_first = call(self.graph, aten.lt.Scalar, place, count)
+        positions = call(self.graph, aten.arange.default, length, device=self.root.meta["val"].device)
+        is_first = call(self.graph, aten.lt.Scalar, positions, count)
         for _ in range(self.back - 1):
             is_first = call(self.graph, aten.unsqueeze.default, is_first, -1)
         return _Extended(call(self.graph, aten.where.self, is_first, first.node, rest.node), first.begin)
@@ -317,12 +317,12 @@ class _Shifts:
     def _size_of_call(self) -> fx.Node:
         if self._length is None:
             inputs = [node for node in self.graph.find_nodes(op="placeholder") if has_tensor(node)]
-            found = ((node, dim) for node in inputs for dim, size in enumerate(sizes(node)) if size == self.tokens)
-            self._length = call(self.graph, aten.sym_size.int, *next(found))
+            dims = ((node, dim) for node in inputs for dim, size in enumerate(sizes(node)) if size == self.tokens)
+            self._length = call(self.graph, aten.sym_size.int, *next(dims))
         return self._length
 
     def _shifted(self, node: fx.Node, count: int) -> fx.Node:
-        """A value of all tokens, `count` tokens later, with zeros before."""
+        """Shift a value by `count` tokens, with zeros before the first."""
         if count == 0:
             return node
         self.any = True

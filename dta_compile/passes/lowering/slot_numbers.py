@@ -1,4 +1,7 @@
-"""Integers that number slots, or the tokens of slots; values that are repeated for each slot of a token."""
+"""Recognise integers that number (token, expert) slots or their tokens, and values repeated for each slot of a token.
+
+Called by `sorted_slots`.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ class Numbers:
     """Integers that number slots, or their tokens.
 
     Attributes:
-        of: `SLOT` or `TOKEN`; `INVERSE`: where each slot has been sorted to.
-        group: those of one group, if not of all slots.
-        is_sorted: in the order of sorted slots; else as slots are.
+        of: `SLOT` or `TOKEN`; `INVERSE`: the position that each slot is sorted to.
+        is_sorted: whether they are in the order of sorted slots, not in that of tokens.
+        group: the expert whose slots they number; None: they number the slots of all experts.
     """
 
     of: str
@@ -34,26 +37,26 @@ class Numbers:
 
 
 def is_another_form(node: fx.Node) -> bool:
-    """Whether a node has the same numbers, each of them in one or more entries of one row."""
+    """Return whether a node has the numbers of its first argument, one per row, possibly repeated along the row."""
     if node.target in COPIES or (node.target in CASTS and not is_float(node)):
         return True
     source = node.args[0]
     if node.target not in KEEP_ORDER | {aten.expand.default, aten.repeat.default} or not sizes(node):
         return False
-    # A view of as many entries, along the first dimension, may have another symbol for how many these are.
+    # A view that keeps all entries along the first dimension may have another symbol for their number.
     is_column = node.target in KEEP_ORDER and len(sizes(source)) == 1 and all(size == 1 for size in sizes(node)[1:])
     same = is_column or sizes(node)[0] == sizes(source)[0]
     return same and not any(size.free_symbols for size in sizes(node)[1:])
 
 
 def descends(sort: fx.Node) -> bool:
-    """Whether the largest numbers come first."""
+    """Return whether a sort is in descending order."""
     position = 2 if sort.target is aten.sort.default else 3
     return bool(argument(sort, position, "descending"))
 
 
 def counts_from_zero(node: fx.Node) -> bool:
-    """Whether a range is 0, 1, 2, and so on."""
+    """Return whether a range is 0, 1, 2, ..."""
     if node.target is aten.arange.default:
         return True
     steps = node.args[2:] if node.target is aten.arange.start_step else ()
@@ -61,7 +64,7 @@ def counts_from_zero(node: fx.Node) -> bool:
 
 
 def repeated_for_slots(node: fx.Node, slots: int, count: sympy.Expr) -> Iterator[fx.Node]:
-    """Values `[N * k]` that are one of `[N]` with each entry k times."""
+    """Yield the values `[N * k]` that repeat each entry of `node`, `[N]`, k times in a row."""
     if slots == 1:
         yield node
         return
@@ -80,7 +83,7 @@ def repeated_for_slots(node: fx.Node, slots: int, count: sympy.Expr) -> Iterator
 
 
 def repeated_from(value: fx.Node, slots: int) -> fx.Node | None:
-    """`[N, ...]`, if that is what a value `[N * k, ...]` is repeated from."""
+    """Return the value `[N, ...]` that `[N * k, ...]` repeats k times per row; None: it repeats none."""
     if value.target not in RESHAPES:
         return None
     expanded = value.args[0]

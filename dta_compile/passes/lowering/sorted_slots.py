@@ -1,21 +1,21 @@
-"""Slots that are sorted by their experts are computed in the order of the tokens that they belong to.
+"""Compute values over slots that are sorted by expert in the order of tokens instead.
 
-A slot is a token together with one of the experts that it chose, `[N * k]` of N tokens. Code for training sorts slots
-by expert, multiplies each group by the weights of its expert, and brings the results back. A permutation of slots
-followed by its inverse is none of what treats each slot by itself, so that what is computed in between is computed of
-the slots as they were:
+Part of `lower`. A slot is a (token, expert) pair, `[N * k]` of N tokens. Training code sorts slots by expert,
+multiplies each group by the weights of its expert, and restores the order. A permutation and its inverse cancel around
+operators that treat each slot by itself, so these are computed over unsorted slots:
 
     order = experts.argsort()
     x[order // k], y[order]              x of each slot's token, y
-    what treats each slot by itself      the same (`row_operators`)
+    row-wise operators                   the same (`row_operators`)
     grouped_mm(rows, weight, ends)       dta::expert_linear: each slot with the weights of its expert
     rows.split(counts), rows[a:b]        the slots that a condition selects: `x[torch.where(experts == e)]`
-    torch.cat(all of these)              each group written where the condition says
+    torch.cat(all of these)              each group written to the slots that its condition selects
     out.index_add(0, order // k, rows)   a sum over the slots of each token
     out[order] = rows, rows[inverse]     the rows
 
-Groups are those of experts if they are as long as there are slots of each (`expert_counts`). What selects by
-conditions is left to `selected_rows`. What is left unproven stays as it is; before the last attention it is refused.
+Groups are those of experts if their lengths are proven to be the experts' numbers of slots (`expert_counts`).
+Selections by a condition are left to `selected_rows`. Unproven nodes are left; before the last attention they are
+refused.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode)
 
 
 def unsort_slots(graph: fx.Graph) -> None:
-    """Compute what is done with sorted slots of the slots as they were."""
+    """Replace values over sorted slots by values over unsorted slots."""
     first = First(())
     orders = [node for node in graph.nodes if _is_sort_of_slots(node)]
     changed = False
@@ -74,24 +74,27 @@ def unsort_slots(graph: fx.Graph) -> None:
 
 
 def _is_sort_of_slots(node: fx.Node) -> bool:
-    """Whether integers are sorted that are as many as the tokens of the call, or k times as many."""
+    """Return whether a node sorts integers, one per token or slot of the call."""
     if node.target not in SORTS or is_float(node.args[0]) or len(sizes(node.args[0])) != 1:
         return False
     numbers = node.args[0]
-    is_order = is_item(numbers) and numbers.args[1] == 1 and numbers.args[0].target in SORTS  # that is an inverse
+    is_order = is_item(numbers) and numbers.args[1] == 1 and numbers.args[0].target in SORTS  # its sort is an inverse
     size = sizes(numbers)[0]
     return bool(size.free_symbols) and not depends_on_data(size) and not is_order
 
 
 class _Unsorting:
-    """One sort, and all that is computed from slots in its order.
+    """Rewrite of one sort, and of all values that are computed from slots in its order.
 
     Attributes:
-        numbers: `[N * k]`, by which slots are sorted.
+        numbers: `[N * k]`, the expert indices that slots are sorted by.
+        source: the indices before they are flattened, `[*tokens, k]`.
         slots: k.
-        known: nodes that number slots or tokens.
-        inverses: nodes that say where each slot has been sorted to.
-        groups: by node, the group whose rows it has, and no others.
+        count: N * k.
+        tokens: N.
+        known: by node, the slots or tokens that it numbers.
+        inverses: nodes with the position that each slot is sorted to.
+        groups: by node, the expert whose slots alone it has rows of.
     """
 
     def __init__(self, graph: fx.Graph, first: First, sort: fx.Node) -> None:
@@ -109,7 +112,7 @@ class _Unsorting:
         self._selected: dict[int, tuple[fx.Node, fx.Node]] = {}
 
     def _slots(self) -> tuple[fx.Node, int]:
-        """The numbers as `[*tokens, k]`, and k."""
+        """Return the expert indices as `[*tokens, k]`, and k."""
         source = self.numbers
         while len(sizes(source)) == 1 and (source.target in RESHAPES | COPIES or is_exact_cast(source)):
             source = source.args[0]
@@ -117,7 +120,7 @@ class _Unsorting:
         return (source, int(last)) if tokens and last.is_Integer else (self.numbers, 1)
 
     def run(self) -> None:
-        """What is not proven is left as it is."""
+        """Rewrite the graph; unproven nodes are left."""
         self._natural_numbers()
         nodes = list(self.graph.nodes)
         for node in nodes:
@@ -130,7 +133,7 @@ class _Unsorting:
     # ---- Numbers of slots
 
     def _natural_numbers(self) -> None:
-        """Numbers that slots and their tokens have as they are: what `torch.arange` gives, repeated k times."""
+        """Record the nodes that number unsorted slots or their tokens: `torch.arange`, repeated k times for tokens."""
         for node in self.graph.nodes:
             if node.target not in RANGES or not counts_from_zero(node):
                 continue
@@ -142,7 +145,7 @@ class _Unsorting:
                     self.known[user] = Numbers(TOKEN, is_sorted=False)
 
     def _note_numbers(self, node: fx.Node) -> bool:
-        """Note what numbers slots or tokens, in any form."""
+        """Return whether a node numbers slots or tokens, in any form; record it if so."""
         source: Any = node.args[0] if node.args else None
         if is_item(node) and source is self.sort:
             if node.args[1] == 1:
@@ -157,24 +160,25 @@ class _Unsorting:
             self.inverses.add(node)
             return True
         if is_item(node) and source.target is aten.split_with_sizes.default and source.args[0] in self.known:
-            found = self.known[source.args[0]]
-            if found.is_sorted and found.group is None and self._splits_by_expert(source):
-                self.known[node] = dataclasses.replace(found, group=node.args[1])
+            numbers = self.known[source.args[0]]
+            if numbers.is_sorted and numbers.group is None and self._splits_by_expert(source):
+                self.known[node] = dataclasses.replace(numbers, group=node.args[1])
             return True
         if source not in self.known:
             return False
-        found = self.known[source]
+        numbers = self.known[source]
         if is_another_form(node):
-            self.known[node] = found
-        elif node.target in DIVISIONS and found.of == SLOT and self._divides_by_slots(node):
-            self.known[node] = dataclasses.replace(found, of=TOKEN)
-        elif (bounds := self._group_of(node)) is not None and found.is_sorted and found.group is None:
-            self.known[node] = dataclasses.replace(found, group=bounds) if bounds >= 0 else found
+            self.known[node] = numbers
+        elif node.target in DIVISIONS and numbers.of == SLOT and self._divides_by_slots(node):
+            self.known[node] = dataclasses.replace(numbers, of=TOKEN)
+        elif (group := self._group_of(node)) is not None and numbers.is_sorted and numbers.group is None:
+            self.known[node] = dataclasses.replace(numbers, group=group) if group >= 0 else numbers
         else:
             return False
         return True
 
     def _sorts_order(self, sort: fx.Node) -> bool:
+        """Return whether a sort of sorted slots' numbers gives their inverse."""
         numbers = sort.args[0]
         return self.known.get(numbers) == Numbers(SLOT) and len(sizes(numbers)) == 1 and not descends(sort)
 
@@ -198,7 +202,7 @@ class _Unsorting:
         elif not any(map(self.rows.knows, node.all_input_nodes)) or node.target is aten._assert_scalar.default:
             return
         elif not isinstance(node.meta["val"], (torch.Tensor, tuple, list)):
-            return  # a size: it is that of the value as it was
+            return  # a size, which unsorting does not change
         elif node.target in GROUPED:
             self._multiply(node)
         elif node.target is aten.split_with_sizes.default:
@@ -209,7 +213,7 @@ class _Unsorting:
             self.rows.visit(node)
 
     def _index(self, node: fx.Node) -> Numbers | None:
-        """What the rows of the first argument are indexed by, as a whole; an inverse as well."""
+        """Return the numbers that index whole rows of the first argument; None: other values index it."""
         if node.target in (aten.index.Tensor, aten.index_put.default):
             index, *others = node.args[1]
             if others:
@@ -218,13 +222,13 @@ class _Unsorting:
             dim, index = node.args[1], node.args[2]
             if dim % len(sizes(node.args[0])):
                 return None
-        found = Numbers(INVERSE) if index in self.inverses else self.known.get(index)
+        numbers = Numbers(INVERSE) if index in self.inverses else self.known.get(index)
         whole = node.target in (aten.gather.default, aten.scatter_add.default, aten.scatter.src)
-        if found is None or (len(sizes(index)) > 1 and not whole):
+        if numbers is None or (len(sizes(index)) > 1 and not whole):
             return None
         if whole and sizes(index)[1:] != sizes(node.args[0])[1:]:
             raise Unproven(f"{node.target}: it indexes a part of each row", node)
-        return found
+        return numbers
 
     def _enter(self, node: fx.Node, source: fx.Node, index: Numbers) -> None:
         if index.of == INVERSE:
@@ -243,7 +247,7 @@ class _Unsorting:
             self._replace(node, value)
 
     def _of_each_slot(self, value: fx.Node) -> fx.Node:
-        """`[N * k, ...]` of `[N, ...]`."""
+        """Repeat the rows of `[N, ...]` to `[N * k, ...]`."""
         if self.slots == 1:
             return value
         rest = [int(size) for size in value.meta["val"].shape[1:]]
@@ -252,7 +256,7 @@ class _Unsorting:
         return call(self.graph, aten.reshape.default, value, [-1, *rest])
 
     def _by_token(self, value: fx.Node) -> fx.Node:
-        """`[N, k, ...]` of `[N * k, ...]`."""
+        """Reshape `[N * k, ...]` to `[N, k, ...]`."""
         rest = [int(size) for size in value.meta["val"].shape[1:]]
         return call(self.graph, aten.reshape.default, value, [-1, self.slots, *rest])
 
@@ -295,7 +299,7 @@ class _Unsorting:
             raise Unproven(f"{node.target}: others are written than slots or their tokens", node)
 
     def _rows_of(self, node: fx.Node, value: Any) -> fx.Node:
-        """The rows of all slots, as slots are, that are written."""
+        """Return the written rows of all slots, unsorted."""
         if not isinstance(value, fx.Node) or not self.rows.is_rows(value) or self.rows.of(value).place != 0:
             raise Unproven(f"{node.target}: what is written are no sorted slots", node)
         if sizes(value)[1:] != sizes(node)[1:]:
@@ -306,7 +310,7 @@ class _Unsorting:
         self.changed = True
         if group is not None:
             self.groups[new] = group
-            new.meta = dict(node.meta)  # of the same size, under the name that all have who read it
+            new.meta = dict(node.meta)  # keeps the symbol for the group's size that readers' values have
         elif new.op == "call_function" and not new.meta.get("stack_trace"):
             new.meta = {**node.meta, "val": new.meta["val"]}
         node.replace_all_uses_with(new)
@@ -314,25 +318,25 @@ class _Unsorting:
     # ---- Groups
 
     def _multiply(self, node: fx.Node) -> None:
-        """Rows of each group with a matrix of its own."""
+        """Replace a grouped product, each group of rows times its expert's matrix, by `dta::expert_linear`."""
         rows, weight = node.args[:2]
-        given = {name: argument(node, i, name) for i, name in ((2, "offs"), (3, "bias"))}
-        experts = None if given["offs"] is None else self.counts.ends(given["offs"])
+        extra = {name: argument(node, i, name) for i, name in ((2, "offs"), (3, "bias"))}
+        experts = None if extra["offs"] is None else self.counts.ends(extra["offs"])
         if not self.rows.is_rows(rows) or self.rows.is_rows(weight) or len(sizes(weight)) != 3:
             raise Unproven(f"{node.target}: its first argument are no sorted slots", node)
         if experts is None or sizes(weight)[0] != experts or descends(self.sort):
             raise Unproven(f"{node.target}: its groups are not known to be those of experts", node)
         numbers = call(self.graph, aten._to_copy.default, self.numbers, dtype=torch.int64)
         new = call(self.graph, EXPERT_LINEAR, self.rows.of(rows).values[0], numbers, weight, True)
-        if given["bias"] is not None:
-            new = call(self.graph, aten.add.Tensor, new, call(self.graph, aten.index.Tensor, given["bias"], [numbers]))
+        if extra["bias"] is not None:
+            new = call(self.graph, aten.add.Tensor, new, call(self.graph, aten.index.Tensor, extra["bias"], [numbers]))
         if new.meta["val"].dtype is not node.meta["val"].dtype:
             new = call(self.graph, aten._to_copy.default, new, dtype=node.meta["val"].dtype)
         new.meta = {**node.meta, "val": new.meta["val"]}
         self.rows.enter(node, Rows([new], 0, True))
 
     def _group_of(self, node: fx.Node) -> int | None:
-        """The group that a slice of sorted slots is, -1 for all of them; None: it is none."""
+        """Return the expert whose group a slice of sorted slots is, -1 for all slots; None: it is no group."""
         if node.target is not aten.slice.Tensor or (argument(node, 1, "dim") or 0) % len(sizes(node)) != 0:
             return None
         start, end = argument(node, 2, "start") or 0, argument(node, 3, "end")
@@ -377,7 +381,7 @@ class _Unsorting:
         return all(length == end - start for length, start, end in zip(lengths, ends, ends[1:], strict=False))
 
     def _condition(self, group: int) -> tuple[fx.Node, fx.Node]:
-        """Token and slot of each of a group's slots, found before all that uses them."""
+        """Return the nodes of the token and the slot number of each of a group's slots, inserted before the sort."""
         if group not in self._selected:
             with self.graph.inserting_before(self.sort):
                 numbers = self.source
@@ -385,8 +389,8 @@ class _Unsorting:
                     numbers = call(self.graph, aten.reshape.default, numbers, [-1, self.slots])
                 chosen = call(self.graph, aten.nonzero.default, call(self.graph, aten.eq.Scalar, numbers, group))
                 columns = [call(self.graph, aten.select.int, chosen, 1, column) for column in range(2)]
-            for one in (chosen, *columns):
-                one.meta = {**self.sort.meta, "val": one.meta["val"]}
+            for node in (chosen, *columns):
+                node.meta = {**self.sort.meta, "val": node.meta["val"]}
             if not self.sort.kwargs.get("stable"):
                 chosen.meta[ANY_ORDER] = True
             self._selected[group] = columns[0], columns[1]
@@ -394,7 +398,7 @@ class _Unsorting:
         return self._selected[group]
 
     def _of_group(self, value: fx.Node, of: str, group: int) -> fx.Node:
-        """The rows of a group, of values of all slots or of their tokens."""
+        """Select the rows of a group from a value over all slots, or over their tokens."""
         tokens, slots = self._condition(group)
         if of == TOKEN or self.slots == 1:
             return call(self.graph, aten.index.Tensor, value, [tokens])
@@ -404,7 +408,7 @@ class _Unsorting:
         return call(self.graph, aten.index.Tensor, self._by_token(value), [tokens, slots])
 
     def _index_by_condition(self, node: fx.Node, index: Numbers) -> None:
-        """Let `out.index_add(0, tokens[a:b], rows)` index by a condition."""
+        """Rewrite `out.index_add(0, tokens[a:b], rows)` to index by the group's condition."""
         assert index.group is not None
         if index.of != TOKEN and self.slots != 1:
             raise Unproven(f"{node.target}: it writes to slots of a group", node)
@@ -428,7 +432,7 @@ class _Unsorting:
             self.groups[node] = groups.pop()
 
     def _join(self, node: fx.Node) -> None:
-        """Write all groups where their slots are."""
+        """Replace a concatenation of all groups by a write of each to the slots that its condition selects."""
         parts = node.args[0]
         numbers = [self.groups.get(part) for part in parts]
         if not any(number is not None for number in numbers):
@@ -449,12 +453,12 @@ class _Unsorting:
         flat = call(self.graph, aten.reshape.default, joined, [-1, *rest])
         flat.meta = {**node.meta, "val": flat.meta["val"]}
         self.changed = True
-        node.meta["val"] = flat.meta["val"]  # as many as all slots
+        node.meta["val"] = flat.meta["val"]  # with the symbol for the number of all slots
         self.rows.enter(node, Rows([flat], 0, True))
 
 
 def _drop_checks_of_numbers(graph: fx.Graph) -> None:
-    """Checks of Dynamo's that numbers of the data are the sizes that they are used for."""
+    """Erase Dynamo's assertions that numbers read off tensors are valid sizes."""
     for node in list(graph.nodes):
         if node.target is aten._assert_scalar.default or str(node.target).startswith("aten.sym_constrain_range"):
             value = node.args[0].meta["val"] if isinstance(node.args[0], fx.Node) else node.args[0]
@@ -464,7 +468,7 @@ def _drop_checks_of_numbers(graph: fx.Graph) -> None:
 
 
 def _find_size(node: fx.Node) -> None:
-    """Give a value the sizes of those that it is computed from, which were known from the data alone before."""
+    """Recompute the sizes of a value that depend on data, where those of its arguments no longer do."""
     value = node.meta["val"]
     arguments = [arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
     if not isinstance(value, torch.Tensor) or not any(map(_of_data, value.shape)) or not arguments:

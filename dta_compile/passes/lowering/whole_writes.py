@@ -1,9 +1,9 @@
-"""whole_writes: a cache of keys and values that a call fills from its first token on, and reads as far as it is filled.
+"""Forward writes to reads for a KV cache that a call fills from its first token on, and reads as far as it is filled.
 
     cache[:, 0:S] = k;  k = cache[:, :S]          cache.index_copy_(1, arange(S), k)          cache[:, :, arange(S)] = k
 
-What is read are the entries that were written, so that attention reads `k` itself. Writes over a value with a gradient
-are left: what it is computed from gets a gradient of zero.
+Part of `lower`. Each read returns the written entries, so that attention reads `k` itself. Writes over a value with a
+gradient are left, because eager mode gives the inputs of that value a gradient of zero, not none.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ aten = torch.ops.aten
 
 
 def read_what_was_written(graph: fx.Graph, trained: Iterable[fx.Node]) -> None:
-    """Replace writes of all entries, and reads of the part that was written; `graph` is functional.
+    """Replace writes of all entries, and reads of the written part, by the written value.
 
     Args:
+        graph: a functional graph.
         trained: the inputs that get a gradient.
     """
     with_gradient = set(trained)
@@ -40,7 +41,7 @@ def read_what_was_written(graph: fx.Graph, trained: Iterable[fx.Node]) -> None:
 
 
 def _same(node: fx.Node, with_gradient: set[fx.Node]) -> fx.Node | None:
-    """The value that a node has the entries of."""
+    """Return the value whose entries a node has; None: there is none."""
     if node.target is aten.slice.Tensor:
         return _read(node, with_gradient)
     written = _written(node, with_gradient)
@@ -48,7 +49,7 @@ def _same(node: fx.Node, with_gradient: set[fx.Node]) -> fx.Node | None:
 
 
 def _read(node: fx.Node, with_gradient: set[fx.Node]) -> fx.Node | None:
-    """What was written to the part that a slice takes; the source, if it takes all of it."""
+    """Return the value written to the part that a slice takes, or its source if it takes all entries."""
     source = node.args[0]
     if _are_alike(source, node):
         return source
@@ -59,7 +60,7 @@ def _read(node: fx.Node, with_gradient: set[fx.Node]) -> fx.Node | None:
 
 
 def _written(node: fx.Node, with_gradient: set[fx.Node]) -> tuple[fx.Node, int] | None:
-    """What is written over the first entries along a dimension, and that dimension."""
+    """Return the value that a node writes over the first entries along a dimension, and that dimension."""
     if node.op != "call_function" or node.args[0] in with_gradient:
         return None
     if node.target is aten.slice_scatter.default:

@@ -1,5 +1,5 @@
-"""Attention in other spellings than a call, and calls over heads that were merged with sequences, as one call each.
+"""Rewrite attention that a model writes out, or calls over heads merged with sequences, as calls over `[B, H, S, D]`.
 
-The way: `recognise` finds them, `scores` follows what is done to scores, `rewrite` puts the operator in their place;
-`factors` knows which dimensions are which.
+`recognise` finds the products and softmaxes, `scores` follows the operators on scores, `factors` tracks dimensions,
+`distances` extracts the slopes of biases such as ALiBi's, and `rewrite` replaces the nodes by the attention operator.
 """

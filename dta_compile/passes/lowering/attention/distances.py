@@ -1,9 +1,9 @@
-"""Biases by the distance of query and key, such as ALiBi's `-slope * |q - k|`, as slopes.
+"""Extract the slopes of biases by the distance of query and key, such as ALiBi's `-slope * |q - k|`.
 
-No softmax sees what is added to all scores of a query alike, and causal attention reads keys `k <= q` alone. So a bias
-that is `slope * k` there and something of the query besides does what `slope * k` does. `Distances.split` finds the
-slope: `|q - k|` is `q - k`, sums, products with what depends on neither, and moved entries keep it, and what hides keys
-stays where it is.
+A softmax ignores what is added to all scores of a query alike, and causal attention reads only keys `k <= q`. So a bias
+that equals `slope * k + f(q)` for those keys has the effect of `slope * k`. `Distances.split` finds the slope, for
+`recognise` and `rewrite`: `|q - k|` equals `q - k`; sums, products with factors that depend on neither index, and
+operators that only move entries have a slope if their operands do. Fills that hide keys remain as the rest of the bias.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from dta_compile.proofs.mask_class import FORBIDDEN
 
 aten = torch.ops.aten
 
-Labels = tuple[str | None, ...]  # of the dimensions of a value: "q", "k", or neither
-Slope: TypeAlias = float | fx.Node  # as many dimensions as the value has; those of queries and keys have size 1
+Labels = tuple[str | None, ...]  # one per dimension of a value: "q", "k", or None
+Slope: TypeAlias = float | fx.Node  # a node has the dimensions of the value, those of queries and keys with size 1
 Affine = tuple[sympy.Expr, sympy.Expr, sympy.Expr]  # a * q + b * k + c
 
 CLAMPS = {
@@ -50,13 +50,13 @@ CLAMPS = {
 
 
 class Distances:
-    """Takes biases of one graph apart; new nodes come at its insertion point."""
+    """Analysis of the biases of one graph; new nodes are inserted at the graph's insertion point."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
 
     def split(self, node: fx.Node, labels: Labels) -> tuple[fx.Node | None, Slope] | None:
-        """What a bias is besides `slope * k`, and the slope; None: it has none."""
+        """Split a bias into a rest and `slope * k`; a rest of None is zero. Return None if no slope is found."""
         if _rounds(node):
             return None
         if slope := self._slope(node, labels):
@@ -72,10 +72,10 @@ class Distances:
             return self._filled(node, labels)
         if (moved := self._source(node, labels)) is not None:
             source, before = moved
-            if (found := self.split(source, before)) is not None:
-                rest, slope = found
+            if (parts := self.split(source, before)) is not None:
+                rest, slope = parts
                 if rest is not None and target in RESHAPES and sizes(rest) != sizes(source):
-                    return None  # what was broadcast is no more
+                    return None  # the rest has fewer entries, since it is not broadcast
                 if rest is not None:
                     rest = call(self.graph, target, rest, *node.args[1:], **node.kwargs)
                 return self._with_slope(rest, self._moved(node, slope, labels))
@@ -100,20 +100,20 @@ class Distances:
         return self._with_slope(rest, self._combined(node, slope, further))
 
     def _filled(self, node: fx.Node, labels: Labels) -> tuple[fx.Node | None, Slope] | None:
-        """A bias but for keys that are hidden."""
+        """Split a bias that is filled where keys are hidden; the rest is filled likewise."""
         index = 0 if node.target in MASKED_FILLS else next((i for i in (1, 2) if _hides(node.args[3 - i])), 0)
         filler = node.args[2] if node.target in MASKED_FILLS else node.args[3 - index] if index else None
         source = node.args[index]
-        if filler is None or not _hides(filler) or (found := self.split(source, _of(source, labels))) is None:
+        if filler is None or not _hides(filler) or (parts := self.split(source, _of(source, labels))) is None:
             return None
-        rest, slope = found
+        rest, slope = parts
         rest = call(self.graph, aten.full_like.default, source, 0.0) if rest is None else rest
         args = [rest if i == index else arg for i, arg in enumerate(node.args)]
         rest = self._raised(call(self.graph, node.target, *args, **node.kwargs), node)
         return self._with_slope(rest, self._raised(slope, node))
 
     def _slope(self, node: fx.Node, labels: Labels) -> Slope | None:
-        """What multiplies the number of the key, if the rest does not depend on it; zero if nothing does."""
+        """Return the slope of a value `slope * k + f(q)`, 0.0 if it has no keys, None if it has another form."""
         if "k" not in labels:
             return 0.0
         if _rounds(node):
@@ -137,7 +137,7 @@ class Distances:
         return None
 
     def _times(self, slope: Slope | None, by: Any, node: fx.Node) -> Slope | None:
-        """The slope of a product, or of a quotient if the node is one."""
+        """Return the slope of a product of a value with this slope and `by`, or of a quotient if the node is one."""
         number = number_of(by)
         if slope is None or slope == 0 or (number == 0 and node.target in QUOTIENTS):
             return slope if slope == 0 else None
@@ -146,7 +146,7 @@ class Distances:
         factor = self._raised(by, node) if number is None else number
         if isinstance(factor, fx.Node):
             if not has_tensor(factor):
-                return None  # a number of the call
+                return None  # a number known only at the call
             factor = _cast(factor, node.meta["val"].dtype)
         if isinstance(slope, fx.Node):
             target = aten.div if node.target in QUOTIENTS else aten.mul
@@ -156,7 +156,7 @@ class Distances:
         return call(self.graph, aten.mul.Scalar, factor, slope)
 
     def _combined(self, node: fx.Node, one: Slope, other: Slope) -> Slope:
-        """The slope of a sum, or of a difference if the node is one."""
+        """Return the slope of a sum, or of a difference if the node is one."""
         if "sub" in str(node.target):
             other = call(self.graph, aten.neg.default, other) if isinstance(other, fx.Node) else -other
         one, other = self._raised(one, node), self._raised(other, node)
@@ -168,13 +168,13 @@ class Distances:
         return one if other == 0 else call(self.graph, target, one, other)
 
     def _raised(self, slope: Slope, node: fx.Node) -> Slope:
-        """With as many dimensions as a value that its own is broadcast to."""
+        """Prepend dimensions of size 1 up to the rank of a node that the value of `slope` is broadcast to."""
         while isinstance(slope, fx.Node) and slope.meta["val"].dim() < node.meta["val"].dim():
             slope = call(self.graph, aten.unsqueeze.default, slope, 0)
         return slope
 
     def _moved(self, node: fx.Node, slope: Slope, labels: Labels) -> Slope | None:
-        """The slope of a value whose entries were moved by a node, or cast."""
+        """Return the slope of a node that moves entries of a value with this slope, or casts them."""
         if not isinstance(slope, fx.Node) or node.target in COPIES | MAYBE_COPIES:
             return slope
         if node.target is aten.expand.default:
@@ -187,7 +187,7 @@ class Distances:
         return call(self.graph, node.target, slope, *node.args[1:], **node.kwargs)
 
     def _source(self, node: fx.Node, labels: Labels) -> tuple[fx.Node, Labels] | None:
-        """What a node moves the entries of, and the dimensions there."""
+        """Return the operand whose entries a node moves or casts, and its labels; None for other nodes."""
         target, source = node.target, node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or not has_tensor(source):
             return None
@@ -195,8 +195,8 @@ class Distances:
         if target in COPIES | CASTS | MAYBE_COPIES:
             return (source, labels) if node.meta["val"].is_floating_point() or target not in CASTS else None
         if target is aten.unsqueeze.default:
-            place = node.args[1] % (rank + 1)
-            return source, (*labels[:place], *labels[place + 1 :])
+            axis = node.args[1] % (rank + 1)
+            return source, (*labels[:axis], *labels[axis + 1 :])
         if target is aten.expand.default:
             return source, _of(source, labels)
         if target in TRANSPOSITIONS:
@@ -211,7 +211,7 @@ class Distances:
         return None
 
     def _affine(self, node: Any, labels: Labels) -> Affine | None:
-        """A value in terms of the numbers of query and key, where the key is not behind the query."""
+        """Return a value as an affine function of query and key index, valid for keys `k <= q`; None if it is none."""
         zero = sympy.Integer(0)
         if not isinstance(node, fx.Node):
             return (zero, zero, sympy.sympify(node)) if isinstance(node, (int, float)) else None
@@ -247,11 +247,11 @@ class Distances:
         return _scaled(one, 1 / other[2] if node.target in QUOTIENTS else other[2]) if is_number else None
 
     def _bent(self, node: fx.Node, labels: Labels) -> Affine | None:
-        """The absolute value, or bounds at zero, of a multiple of a distance."""
+        """Return the absolute value of a multiple of `q - k`, or its clamp at zero."""
         value = self._affine(node.args[0], labels)
         if value is None or value[0] + value[1] != 0 or value[2] != 0:
             return None
-        is_negative = bool(value[1] > 0)  # k - q is
+        is_negative = bool(value[1] > 0)  # as k - q is
         if node.target is aten.abs.default:
             return _scaled(value, -1 if is_negative else 1)
         low, high = (
@@ -266,7 +266,7 @@ class Distances:
 
 
 def _of(arg: Any, labels: Labels) -> Labels:
-    """The dimensions of an operand that is broadcast."""
+    """Return the labels of an operand that is broadcast to a value with these labels."""
     if not isinstance(arg, fx.Node) or not has_tensor(arg):
         return ()
     shape = sizes(arg)
@@ -276,7 +276,7 @@ def _of(arg: Any, labels: Labels) -> Labels:
 
 
 def _rounds(node: fx.Node) -> bool:
-    """Whether numbers of tokens are not kept as they are."""
+    """Return whether a value's dtype, a float of less than 4 bytes, rounds token indices."""
     return has_tensor(node) and is_float(node) and node.meta["val"].dtype.itemsize < 4
 
 
@@ -308,17 +308,17 @@ def _added(one: Affine, other: Affine | None) -> Affine | None:
 
 
 def labels_of(dims: Sequence[Any], query: Any, key: Any) -> Labels:
-    """Which dimensions, given by their factors, are those of queries and keys; none if one is a part of another."""
-    found: list[str | None] = []
+    """Return labels for dimensions given as factors; `()` if one has other factors beside that of queries or keys."""
+    labels: list[str | None] = []
     for dim in dims:
         if len(dim) > 1 and (query in dim or key in dim):
             return ()
-        found.append("q" if query in dim else "k" if key in dim else None)
-    return tuple(found)
+        labels.append("q" if query in dim else "k" if key in dim else None)
+    return tuple(labels)
 
 
 def positions(graph: fx.Graph, length: fx.Node | int, like: torch.Tensor) -> fx.Node:
-    """The numbers of tokens."""
+    """Insert token indices `[S]` with the dtype and device of `like`."""
     kwargs = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
     with like.fake_mode:  # type: ignore[attr-defined]
         return call(graph, aten.arange.default, length, **kwargs)

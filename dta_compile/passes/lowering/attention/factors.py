@@ -1,9 +1,9 @@
-"""Dimensions as products of factors, so that a reshape, a permutation or a repetition can be taken back.
+"""Track dimensions as products of factors, so that reshapes, permutations and repetitions can be undone.
 
-`[B, S, H * D]` becomes `[B * H, S, D]` on its way into a batched product, and it is the same tensor in the same order
-of B, S, H and D. A dimension is a list of *factors*, the slowest first; one of size 1 is the empty list. Moving entries
-around regroups factors, a reshape that cuts through one splits it, and a dimension that two tensors share makes their
-factors the same (`unify`).
+A view and a permutation make `[B * H, S, D]` of `[B, S, H * D]` before a batched product: other dimensions of the same
+factors B, S, H and D. A dimension is a list of *factors*, the slowest first; one of size 1 is the empty list. Operators
+that move entries regroup factors, a reshape that cuts through a factor splits it, and a dimension that two tensors
+share makes their factors the same (`unify`).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ MOVES = (
 
 
 class Mismatch(Exception):
-    """Dimensions that no regrouping of factors makes the same."""
+    """Dimensions or operators that fit no call of attention; the message says why."""
 
 
 class Factor:
-    """A dimension or a part of one, of more than one entry; what it was split into, or found to be, are its `parts`."""
+    """Dimension of more than one entry, or a part of one; `parts` are what it was split into or unified with."""
 
     def __init__(self, size: sympy.Expr) -> None:
         self.size = size
@@ -59,12 +59,12 @@ Dim = list[Factor]
 
 
 def leaves(dim: Iterable[Factor]) -> Dim:
-    """The factors of a dimension as far as they are split by now."""
+    """Return the factors of a dimension, each replaced by its parts."""
     return [leaf for factor in dim for leaf in (leaves(factor.parts) if factor.parts else [factor])]
 
 
 def unify(one: Dim, other: Dim) -> None:
-    """Make the factors of two dimensions the same, splitting those of either; raises `Mismatch`."""
+    """Make the factors of two dimensions the same, splitting factors of both; raises `Mismatch`."""
     left, right = leaves(one), leaves(other)
     while left and right:
         a, b = left.pop(0), right.pop(0)
@@ -81,10 +81,10 @@ def unify(one: Dim, other: Dim) -> None:
 
 
 def _split(factor: Factor, first: Factor, rest: sympy.Expr) -> Dim:
-    """What is left of a factor whose first part is another one."""
-    left = [] if rest == 1 else [Factor(rest)]
-    factor.parts = (first, *left)
-    return left
+    """Split a factor into `first` and a new factor of size `rest`; return the new factor, if it has several entries."""
+    others = [] if rest == 1 else [Factor(rest)]
+    factor.parts = (first, *others)
+    return others
 
 
 def _quotient(size: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
@@ -93,17 +93,17 @@ def _quotient(size: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
 
 
 def whole(node: fx.Node) -> list[Dim]:
-    """A factor for every dimension of a value."""
+    """Return new dimensions of a value, of one factor each."""
     return [[] if size == 1 else [Factor(size)] for size in sizes(node)]
 
 
 def product(dim: Iterable[Factor]) -> sympy.Expr:
-    """The size of a dimension."""
+    """Return the size of a dimension."""
     return sympy.Mul(*(leaf.size for leaf in leaves(dim)))
 
 
 def moved(node: fx.Node, dims: list[Dim]) -> list[Dim]:
-    """The dimensions of what one of `MOVES` makes of a tensor; raises `Mismatch`."""
+    """Return the dimensions of a node of `MOVES`, given those of its operand; raises `Mismatch`."""
     target, rank = node.target, len(dims)
     if target in RESHAPES:
         return _regrouped([factor for dim in dims for factor in dim], sizes(node))
@@ -112,8 +112,8 @@ def moved(node: fx.Node, dims: list[Dim]) -> list[Dim]:
     if target in TRANSPOSITIONS:
         return [dims[dim] for dim in transpose_order(node, rank)]
     if target is aten.unsqueeze.default:
-        place = node.args[1] % (rank + 1)
-        return [*dims[:place], [], *dims[place:]]
+        axis = node.args[1] % (rank + 1)
+        return [*dims[:axis], [], *dims[axis:]]
     if target in SQUEEZES:
         chosen = node.args[1] if len(node.args) > 1 else range(rank)
         chosen = {dim % rank for dim in ([chosen] if isinstance(chosen, int) else chosen)}
@@ -128,7 +128,7 @@ def moved(node: fx.Node, dims: list[Dim]) -> list[Dim]:
         before = [[] for _ in range(len(node.args[1]) - rank)]
         times = [sizes(node)[i] / product(dim) for i, dim in enumerate([*before, *dims])]
         return [dim if n == 1 else [Factor(n), *dim] for dim, n in zip([*before, *dims], times, strict=True)]
-    if target is aten.slice.Tensor and sizes(node) != sizes(node.args[0]):
+    if _is_part(node):
         raise Mismatch("a part of a dimension")
     return dims
 
@@ -154,13 +154,13 @@ def _regrouped(factors: Dim, shape: Sequence[sympy.Expr]) -> list[Dim]:
 
 @dataclasses.dataclass(frozen=True)
 class Arranged:
-    """A value that is another one whose entries were moved.
+    """Value as a rearrangement of another one, its base.
 
     Attributes:
-        base: that other one.
-        own: its dimensions.
-        dims: those of the value. Factors that the base lacks are repetitions.
-        scale: of the value, by which the base is to be multiplied.
+        base: node whose entries were moved.
+        own: dimensions of the base.
+        dims: dimensions of the value. Factors that the base lacks are repetitions.
+        scale: number that the base must be multiplied by.
     """
 
     base: fx.Node
@@ -170,8 +170,7 @@ class Arranged:
 
     @classmethod
     def of(cls, node: fx.Node, scaled: bool = False) -> Arranged:
-        """With everything taken back that only moves entries, and if it is to be `scaled`, that multiplies them by a
-        number; raises `Mismatch`."""
+        """Undo all operators that only move entries, and if `scaled` products with numbers, too; raises `Mismatch`."""
         chain, scale = [], 1.0
         while True:
             if node.target in MOVES and not _is_part(node):
@@ -182,38 +181,38 @@ class Arranged:
                 break
             node = node.args[0]
         dims = own = whole(node)
-        for one in reversed(chain):
-            dims = moved(one, dims)
+        for step in reversed(chain):
+            dims = moved(step, dims)
         return cls(node, own, dims, scale)
 
     @classmethod
     def within(cls, node: fx.Node, dims: Sequence[Dim]) -> Arranged:
-        """A tensor that broadcasts to these dimensions, as an operator has made sure of; raises `Mismatch`."""
+        """Arrange an operand that an operator broadcasts to these dimensions; raises `Mismatch`."""
         shape = sizes(node)
         if len(shape) > len(dims):
             raise Mismatch(f"a value of sizes {shape} beside scores")
         inner = [[] if size == 1 else dim for size, dim in zip(shape, dims[len(dims) - len(shape) :], strict=True)]
         try:
-            found = cls.of(node)
-            for one, other in zip(found.dims, inner, strict=True):
+            value = cls.of(node)
+            for one, other in zip(value.dims, inner, strict=True):
                 unify(one, other)
-        except Mismatch:  # sizes that are only known to be equal
+        except Mismatch:  # sizes that only a guard makes equal
             return cls(node, inner, inner)
-        return found
+        return value
 
     def has(self, factor: Factor) -> bool:
-        """Whether the base has a factor, so that it is no repetition."""
+        """Return whether the base has a factor; otherwise it is a repetition."""
         return any(factor is leaf for dim in self.own for leaf in leaves(dim))
 
 
 def _factor_of(node: fx.Node) -> float | None:
-    """The number by which a product or quotient has the sizes of its first operand; None: it is none, or zero."""
+    """Return the number that a product or quotient multiplies its first operand by; None for other nodes and for 0."""
     number = number_of(node.args[1]) if sizes(node) == sizes(node.args[0]) else None
     return (number if node.target in PRODUCTS else 1.0 / number) if number else None
 
 
 def number_of(value: Any) -> float | None:
-    """The number that an argument is, or that all entries of it are."""
+    """Return the number that an argument is, or that all its entries are; None if it is not known to be one."""
     while isinstance(value, fx.Node) and value.target in CASTS | COPIES | {aten.expand.default}:
         value = value.args[0]
     if isinstance(value, fx.Node):
@@ -229,19 +228,19 @@ def _is_part(node: fx.Node) -> bool:
 
 
 class Arranger:
-    """Makes the nodes that move entries; insertion points come in the order of the graph."""
+    """Builder of nodes that move entries; insertion points must come in the order of the graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.sizes = graph, SizeNodes(graph)
 
     def arrange(self, value: Arranged, wanted: Sequence[Dim], broadcast: bool = False) -> fx.Node:
-        """The base with these dimensions, given by their leaves.
+        """Arrange the base of a value by these dimensions, which are given by their leaves.
 
         Args:
-            broadcast: dimensions of which the base has no factor have size 1, in place of repetitions.
+            broadcast: make dimensions of which the base has no factor of size 1, instead of repeating entries.
 
         Raises:
-            Mismatch: the base has other factors besides, or a size is no polynomial of those of inputs.
+            Mismatch: the base has further factors, or a size is no polynomial of the sizes of inputs.
         """
         has = [leaf for dim in value.own for leaf in leaves(dim)]
         dims = [[] if broadcast and not any(leaf in has for leaf in dim) else list(dim) for dim in wanted]
@@ -249,10 +248,10 @@ class Arranger:
         if not set(has) <= set(order):
             raise Mismatch("dimensions that attention has no place for")
         node = self._shaped(value.base, [[leaf] for leaf in has])
-        kept = [leaf for leaf in order if leaf in has]
-        if kept != has:
-            node = call(self.graph, aten.permute.default, node, [has.index(leaf) for leaf in kept])
-        if len(kept) < len(order):
+        permuted = [leaf for leaf in order if leaf in has]
+        if permuted != has:
+            node = call(self.graph, aten.permute.default, node, [has.index(leaf) for leaf in permuted])
+        if len(permuted) < len(order):
             node = self._shaped(node, [[leaf] if leaf in has else [] for leaf in order])
             node = call(self.graph, aten.expand.default, node, [self.size([leaf]) for leaf in order])
         return self._shaped(node, dims)
@@ -263,7 +262,7 @@ class Arranger:
         return call(self.graph, aten.reshape.default, node, [self.size(dim) for dim in dims])
 
     def size(self, dim: Dim) -> fx.Node | int:
-        """That of a dimension; raises `Mismatch` if it is no polynomial of those of inputs."""
+        """Build the size of a dimension; raises `Mismatch` if it is no polynomial of the sizes of inputs."""
         size = self.sizes.build(product(dim))
         if size is None:
             raise Mismatch(f"a size of {product(dim)}")

@@ -1,8 +1,9 @@
-"""Finds attention that a model writes out, a product, a softmax of it and a product again, and calls of attention over
-heads that were merged with sequences, `[B * H, S, D]`; `rewrite` makes one call over `[B, H, S, D]` of each.
+"""Recognise attention that a model writes out: a product, its softmax, and a product of that with values.
 
-By `matmul`, `bmm`, `baddbmm` or `einsum`, in any order of heads and groups: in a lowered graph all of these are batched
-products between operators that only move entries, which is taken back (`factors`).
+Calls of attention over heads that were merged with sequences, `[B * H, S, D]`, or with a bias by distance, are
+recognised as well. `rewrite` replaces each by one call over `[B, H, S, D]`. `lower` runs this on the lowered graph, in
+which every spelling, by `matmul`, `bmm`, `baddbmm` or `einsum` and in any order of heads and groups, consists of
+batched products between operators that only move entries, which `factors` undoes.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from dta_compile.passes.symbols import sizes
 
 aten = torch.ops.aten
 
-OF_SCORES = MATRIX_PRODUCTS - {aten.addmm.default}
+SCORE_PRODUCTS = MATRIX_PRODUCTS - {aten.addmm.default}
 LIKES = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 UNARY = frozenset({aten.tanh.default, aten.neg.default})
 
 
 def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> RefusalError | None:
-    """Replace what is attention by calls of it.
+    """Replace attention by calls of the attention operator.
 
     Args:
-        weights: the inputs that are parameters.
+        weights: placeholders that are parameters.
 
     Returns:
-        Why the first product of a softmax of a product could not be replaced; None: all were, or there is none. What
-        was not has its own reason in `meta["unrecognised"]`.
+        The reason why the first candidate, a softmax of a product, could not be replaced; None if all were, or there
+        is none. Nodes that were not replaced have their own reason in `meta["unrecognised"]`.
     """
     data = [node for node in graph.find_nodes(op="placeholder") if node not in weights and has_tensor(node)]
     learned = descendants(graph, weights)
@@ -69,21 +70,21 @@ def recognise_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> Refusa
         try:
             with graph.inserting_before(node):
                 if is_call:
-                    found = Attention.called(node)
+                    attention = Attention.called(node)
                 else:
-                    found = Attention.written_out(*written[node], node, search.path_to)
-                Rewrite(arranger, found, node, learned).run()
-                _tell_line(node)
+                    attention = Attention.written_out(*written[node], node, search.path_to)
+                Rewrite(arranger, attention, node, learned).run()
+                _copy_stack_trace(node)
         except Mismatch as mismatch:
             if not is_call:
                 node.meta["unrecognised"] = _refusal(node, str(mismatch))
                 refusal = refusal or node.meta["unrecognised"]
-    graph.eliminate_dead_code(fx.Node.is_impure)  # what draws random numbers is, whatever inductor says
+    graph.eliminate_dead_code(fx.Node.is_impure)  # random ops are, whatever inductor's configuration says
     return refusal
 
 
 def _spell_out_likes(graph: fx.Graph, scores: Collection[fx.Node]) -> None:
-    """`zeros_like(scores)` reads the sizes of scores alone: no mask that is made of it depends on them."""
+    """Replace `zeros_like(scores)` and the like by `full`: masks made of them depend on no scores."""
     builder = SizeNodes(graph)
     for node in [node for node in graph.nodes if node.target in LIKES and node.args[0] in scores]:
         with graph.inserting_before(node):
@@ -96,7 +97,7 @@ def _spell_out_likes(graph: fx.Graph, scores: Collection[fx.Node]) -> None:
 
 
 def _merges_rows(attention: fx.Node) -> bool:
-    """Whether on the way to an operand sequences were merged with something, as with heads in `[B * H, S, D]`."""
+    """Return whether an operand is made by views in which a size is a product, such as `[B * H, S, D]`."""
     for node in attention.args[:3]:
         while node.target in MOVES:
             if any(size.is_Mul for size in sizes(node)):
@@ -106,7 +107,7 @@ def _merges_rows(attention: fx.Node) -> bool:
 
 
 def _is_biased(attention: fx.Node) -> bool:
-    """Whether what a call adds to its scores depends on the distance of query and key."""
+    """Return whether the mask of a call has a bias by the distance of query and key."""
     mask = attention.args[3]
     if mask is None or not is_float(mask) or mask.meta["val"].dim() < 2:
         return False
@@ -114,12 +115,12 @@ def _is_biased(attention: fx.Node) -> bool:
     return Distances(attention.graph).split(mask, labels) is not None
 
 
-def _tell_line(node: fx.Node) -> None:
-    """The nodes that were made before one are of its line."""
-    made = node.prev
-    while made.op == "call_function" and "stack_trace" not in made.meta:
-        made.meta["stack_trace"] = node.meta.get("stack_trace")
-        made = made.prev
+def _copy_stack_trace(node: fx.Node) -> None:
+    """Give the new nodes right before a node its stack trace."""
+    new = node.prev
+    while new.op == "call_function" and "stack_trace" not in new.meta:
+        new.meta["stack_trace"] = node.meta.get("stack_trace")
+        new = new.prev
 
 
 def _refusal(node: fx.Node, got: str) -> RefusalError:
@@ -134,71 +135,67 @@ def _refusal(node: fx.Node, got: str) -> RefusalError:
 
 
 class _Search:
-    """Finds what a softmax is of: the product of two values that data goes into, and the way from there."""
+    """Memoised search for the product of two values that depend on data, of which a node is a function."""
 
     def __init__(self, data: set[fx.Node]) -> None:
         self.data = data
         self.known: dict[fx.Node, list[fx.Node] | None] = {}
 
     def path_to(self, node: fx.Node) -> list[fx.Node] | None:
-        """From the product to a node, both included; None: it is no function of scores."""
+        """Return the path from the product to a node, both included; None if it is no function of scores."""
         pending = [node]
         while pending:
-            one = pending[-1]
-            missing = [arg for arg in _ways(one) if arg not in self.known]
-            if one in self.known or not missing:
-                self.known.setdefault(one, self._path(one))
+            last = pending[-1]
+            missing = [arg for arg in _possible_scores(last) if arg not in self.known]
+            if last in self.known or not missing:
+                self.known.setdefault(last, self._path(last))
                 pending.pop()
             else:
                 pending += missing
         return self.known[node]
 
     def _path(self, node: fx.Node) -> list[fx.Node] | None:
-        if _is_product(node):
+        if node.target in SCORE_PRODUCTS:
             return [node] if all(arg in self.data for arg in node.args[-2:]) else None
-        found = [path for arg in _ways(node) if (path := self.known[arg]) is not None]
-        return [*found[0], node] if found else None
+        paths = [path for arg in _possible_scores(node) if (path := self.known[arg]) is not None]
+        return [*paths[0], node] if paths else None
 
 
-def _is_product(node: fx.Node) -> bool:
-    return node.target in OF_SCORES
-
-
-def _ways(node: fx.Node) -> list[fx.Node]:
-    """The arguments that scores may come from."""
+def _possible_scores(node: fx.Node) -> list[fx.Node]:
+    """Return the operands that may be scores, which the node changes in a way that `Scores` can follow."""
     if node.target in MOVES | CASTS | UNARY | MASKED_FILLS | {aten._softmax.default}:
-        found = node.args[:1]
+        operands = node.args[:1]
     elif node.target in PRODUCTS | SUMS | QUOTIENTS | FLOORS:
-        found = node.args[:2]
+        operands = node.args[:2]
     elif node.target is aten.where.self:
-        found = node.args[1:3]
+        operands = node.args[1:3]
     elif node.target is aten.cat.default:
-        found = node.args[0]
+        operands = node.args[0]
     else:
-        found = ()
-    return [arg for arg in found if isinstance(arg, fx.Node) and has_tensor(arg)]
+        operands = ()
+    return [arg for arg in operands if isinstance(arg, fx.Node) and has_tensor(arg)]
 
 
 def _weighings(softmax: fx.Node) -> list[tuple[fx.Node, list[fx.Node]]]:
-    """The products that take the weights of a softmax, each with the way there."""
-    found, pending = [], [(softmax, list[fx.Node]())]
+    """Return the products of softmax weights with values, each with the nodes between softmax and product."""
+    products, pending = [], [(softmax, list[fx.Node]())]
     while pending:
         node, steps = pending.pop()
         for user in node.users:
-            if _is_product(user) and node in user.args[-2:]:
-                found.append((user, steps))
-            elif user.target in CHANGES or (user.target in KEPT | DROPOUTS and user.args[0] is node):
+            if user.target in SCORE_PRODUCTS and node in user.args[-2:]:
+                products.append((user, steps))
+            elif user.target in CHANGES or (user.target in KEEP_WEIGHTS | DROPOUTS and user.args[0] is node):
                 pending.append((user, [*steps, user]))
-    return found
+    return products
 
 
-# Weights are finite: where all scores of a query are hidden, and eager has NaN, it is padding.
-KEPT = MOVES | CASTS | {operator.getitem, aten.nan_to_num.default}
+# Operators that keep weights as they are; `nan_to_num` does, since weights are NaN only at padding, which reads no key.
+KEEP_WEIGHTS = MOVES | CASTS | {operator.getitem, aten.nan_to_num.default}
 
 
 def _first_change(softmax: fx.Node) -> fx.Node:
-    """What is done to the weights of a softmax first, where no product takes them."""
+    """Return the first operator on softmax weights that leads to no product with values."""
     node = softmax
-    while len(node.users) == 1 and (user := next(iter(node.users))).target in KEPT | CHANGES:
+    while len(node.users) == 1 and (user := next(iter(node.users))).target in KEEP_WEIGHTS | CHANGES:
         node = user
     return next(iter(node.users), node)

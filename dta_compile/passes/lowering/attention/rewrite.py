@@ -1,10 +1,10 @@
-"""Attention, once its dimensions are known, as one call over `[B, H, S, D]`, in place of what it was.
+"""Replace attention whose dimensions are known by one call over `[B, H, S, D]`.
 
-Keys and values that are repeated for a group of heads are taken as they were before. A bias that depends on the head
-and the key alone, as ALiBi in the spelling of BLOOM and MPT, is one more feature of the key, by which the query has a
-one. A bias by the distance of query and key (`distances`) is two features, added up first: `[-slope * q, slope]` of the
-query and `[1, k]` of the key, whose sum is as small as the bias and rounds like it. Nodes that follow the old result
-and only move its entries are made of the new one, so that sequences and heads are in one dimension nowhere.
+Keys and values that are repeated for groups of heads are passed without the repetition. A bias by head and key alone,
+such as ALiBi in BLOOM and MPT, becomes one more feature of the keys, whose feature of the query is one. A bias by the
+distance of query and key (`distances`) becomes two features, the first ones of the dot product: `[-slope * q, slope]`
+of the query and `[1, k]` of the key, whose sum is as small as the bias and rounds like it. Nodes that only move entries
+of the old result are rebuilt on the new one, so that no value merges sequences and heads.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from dta_compile.proofs.mask_class import FORBIDDEN
 
 aten = torch.ops.aten
 
-# What may be done to the weights of a softmax, if it makes zero only what is zero already.
+# Supported changes of softmax weights, if they set only weights to zero that are zero already.
 CHANGES = MASKED_FILLS | {aten.where.self, aten.mul.Tensor}
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Attention that is to become a call, with the factors of its dimensions.
+    """Attention to be replaced by a call, with the factors of its dimensions.
 
     Attributes:
-        scores: what is done to the scores.
-        query, keys, values: its operands.
-        batch: the factor of sequences; none if there is one sequence.
-        heads: the factors of heads: first those of keys and values, `kv_heads`, then those of a group.
-        token, key: the factors of queries and of keys.
-        features: the dimension of values that a result has.
-        out: the dimensions of the result that is replaced.
-        is_causal: it is, besides its mask.
+        scores: product of queries and keys, and the effect of the operators on it.
+        query, keys, values: operands.
+        batch: factor of sequences; empty if there is one sequence.
+        heads: factors of heads: first those of keys and values, `kv_heads`, then those of a group.
+        token, key: factors of queries and of keys.
+        features: feature dimension of values and result.
+        out: dimensions of the result that is replaced.
+        is_causal: whether it is causal in addition to its mask.
     """
 
     scores: Scores
@@ -85,7 +85,10 @@ class Attention:
         out: list[Dim],
         is_causal: bool = False,
     ) -> Attention:
-        """With the dimensions `weights` of its weights, of which `key` is summed over; raises `Mismatch`."""
+        """Tell sequences, heads and tokens in the dimensions `weights` of the softmax weights; raises `Mismatch`.
+
+        `key` is the dimension that the softmax sums over.
+        """
         if len(leaves(key)) != 1:
             raise Mismatch("a softmax over several dimensions, or over one key")
         (last,) = leaves(key)
@@ -106,12 +109,12 @@ class Attention:
 
     @classmethod
     def written_out(cls, path: list[fx.Node], steps: list[fx.Node], weighing: fx.Node, path_to: PathTo) -> Attention:
-        """Of three operators and what is between them; raises `Mismatch`.
+        """Return attention that consists of a product, a softmax and a second product; raises `Mismatch`.
 
         Args:
-            path: from the product of queries and keys to the softmax.
-            steps: from behind the softmax to the product with the values.
-            weighing: that product.
+            path: nodes from the product of queries and keys to the softmax, both included.
+            steps: nodes between the softmax and the product with the values.
+            weighing: product with the values.
             path_to: see `Scores`.
         """
         *inner, softmax = path
@@ -134,7 +137,7 @@ class Attention:
 
     @classmethod
     def called(cls, node: fx.Node) -> Attention:
-        """Of a call whose operands were arranged in another way before; raises `Mismatch`."""
+        """Return the attention of a call, in terms of its operands before they were rearranged; raises `Mismatch`."""
         query, keys, values = map(Arranged.of, node.args[:3])
         masking = Masking(*node.args[3:])
         batch, heads, tokens, depth = query.dims
@@ -157,7 +160,7 @@ class Attention:
 
 
 def dropout_refusal(line: str, got: str) -> RefusalError:
-    """The error for dropout of attention's weights."""
+    """Return the error for dropout of attention's weights."""
     return RefusalError(
         "attention dropout cannot run over a prefix tree: every rollout would need its own random mask",
         where=line,
@@ -168,7 +171,7 @@ def dropout_refusal(line: str, got: str) -> RefusalError:
 
 
 def _behind(scores: Scores, steps: list[fx.Node], softmax: fx.Node, dim: int) -> list[Dim]:
-    """The dimensions of the weights as the product with the values takes them; raises `Mismatch`."""
+    """Follow the softmax weights to the product with the values; return their dimensions, or raise `Mismatch`."""
     dims, is_cut, source = scores.dims, scores.sinks is None, softmax
     for node in steps:
         if not is_cut and node.target is aten.slice.Tensor:
@@ -189,7 +192,7 @@ def _behind(scores: Scores, steps: list[fx.Node], softmax: fx.Node, dim: int) ->
 
 
 def _require_keys(scores: Scores, node: fx.Node, source: fx.Node, dim: int) -> None:
-    """A slice leaves the weights of keys: all but the one of the sink."""
+    """Raise `Mismatch` unless a slice cuts off the column of sinks alone."""
     start = argument(node, 2, "start") or 0
     is_along = (argument(node, 1, "dim") or 0) % len(sizes(node)) == dim
     is_rest = start == (1 if scores.has_sinks_in_front else 0)
@@ -198,12 +201,12 @@ def _require_keys(scores: Scores, node: fx.Node, source: fx.Node, dim: int) -> N
 
 
 class Rewrite:
-    """Makes the call; new nodes come where the graph's insertion point is, right before `node`, whose place it takes.
+    """Replacement of a node by a call; new nodes are inserted at the graph's insertion point, right before `node`.
 
-    Every method raises `Mismatch` where something has a dimension that attention has no place for.
+    Methods raise `Mismatch` if a value has a dimension that operands of attention cannot have.
 
     Args:
-        learned: what is computed from parameters.
+        learned: nodes that are computed from parameters.
     """
 
     def __init__(self, arranger: Arranger, attention: Attention, node: fx.Node, learned: Collection[fx.Node]) -> None:
@@ -212,7 +215,7 @@ class Rewrite:
         self.rows = {*attention.batch, attention.token}
 
     def run(self) -> None:
-        """Replace the old result."""
+        """Insert the call, and replace the uses of the old result."""
         found, scores = self.attention, self.attention.scores
         biases, slopes = [mask for mask in scores.masks if self._is_of_keys(mask)], self._slopes()
         query, scale = self._scaled_query()
@@ -237,7 +240,7 @@ class Rewrite:
         self._replace(self.node, found.out, Arranged(self._cast(out, self.node.meta["val"].dtype), dims, dims))
 
     def _sinks(self, sinks: Arranged) -> fx.Node:
-        """One for each head."""
+        """Return sinks `[H]`."""
         if (number := number_of(sinks.base)) is None:
             return self.arranger.arrange(sinks, [self.attention.heads])
         value, heads = sinks.base.meta["val"], self.arranger.size(self.attention.heads)
@@ -249,7 +252,7 @@ class Rewrite:
         return node if node.meta["val"].dtype is dtype else self.call(aten._to_copy.default, node, dtype=dtype)
 
     def _scaled_query(self) -> tuple[fx.Node, float]:
-        """The query, with what scores were multiplied by where that is no positive number, and the scale."""
+        """Return the query, multiplied by all factors of scores that are no positive number, and the scale."""
         found, scores = self.attention, self.attention.scores
         scale = scores.scale * (scores.cap or 1.0)
         tokens = [found.batch, found.heads, [found.token]]
@@ -257,7 +260,7 @@ class Rewrite:
         for target, by in scores.by:
             if isinstance(by, Arranged):
                 if by.has(found.key):
-                    continue  # a part of the mask
+                    continue  # see `_gated`
                 by = self.arranger.arrange(by, [*tokens, []], broadcast=True)
             query = self.call(target, query, by)
         if scale <= 0:
@@ -265,7 +268,7 @@ class Rewrite:
         return query, scale
 
     def _with_further(self, query: fx.Node, keys: fx.Node, scale: float, heads: Dim) -> tuple[fx.Node, fx.Node]:
-        """With the features of all products, one after the other, those of the query times the scale."""
+        """Return query and keys with the features of all products concatenated, those of the query scaled."""
         found = self.attention
         queries, every = [self.call(aten.mul.Tensor, query, scale)], [keys]
         for one in found.scores.further:
@@ -277,18 +280,18 @@ class Rewrite:
         return self.call(aten.cat.default, queries, -1), self.call(aten.cat.default, every, -1)
 
     def _is_of_keys(self, mask: Arranged) -> bool:
-        """Whether it is a bias by the head and the key alone, which no mask of `Masking` can be.
+        """Return whether a mask is a bias by head and key alone, which `Masking` cannot express.
 
-        One that is learned may choose keys, by numbers so large that scores are lost beside them.
+        A learned one is excluded: it may hide keys, by numbers so large that scores are rounded away.
         """
         found = self.attention
         is_by_head = any(mask.has(head) for head in found.heads) and mask.base not in self.learned
         return is_added(mask) and is_by_head and mask.has(found.key) and not mask.has(found.token)
 
     def _slopes(self) -> list[Arranged | float]:
-        """The slopes of biases by the distance of query and key; what else these do is left in the masks.
+        """Return the slopes of biases by the distance of query and key, and leave the rest of these in the masks.
 
-        Beside sinks, which are no keys, what all scores of a query get is not lost.
+        With sinks there are none: a number added to all scores of a query, but not to its sink, changes the softmax.
         """
         slopes, masks = list[Arranged | float](), list[Arranged]()
         for mask in self.attention.scores.masks:
@@ -309,8 +312,11 @@ class Rewrite:
     def _with_slopes(
         self, query: fx.Node, keys: fx.Node, scale: float, slopes: Sequence[Arranged | Slope]
     ) -> tuple[fx.Node, fx.Node]:
-        """`[-slope * q, slope, scale * query]` and `[1, k, key]`, of which the first two add up to the bias, but for
-        something of the query alone, however far from the first token both are."""
+        """Return `[-slope * q, slope, scale * query]` and `[1, k, key]`.
+
+        The first two features add up to `slope * (k - q)`, however far from the first token both are: to the bias, up
+        to a function of the query.
+        """
         found, like = self.attention, query.meta["val"]
         if found.scores.cap is not None:
             raise Mismatch("a bias of capped scores")
@@ -336,13 +342,13 @@ class Rewrite:
         )
 
     def _column(self, value: Arranged, token: Factor) -> fx.Node:
-        """One feature `[B, H, S, 1]` of every token."""
+        """Arrange a value as one feature `[B, H, S, 1]` of every token."""
         return self.arranger.arrange(value, [self.attention.batch, self.attention.heads, [token], list[Factor]()])
 
     def _with_biases(
         self, query: fx.Node, keys: fx.Node, scale: float, biases: list[Arranged]
     ) -> tuple[fx.Node, fx.Node]:
-        """`[scale * q, 1]` and `[k, bias]`."""
+        """Return `[scale * query, 1]` and `[key, bias]`."""
         found = self.attention
         if found.scores.cap is not None:
             raise Mismatch("a bias of capped scores")
@@ -363,7 +369,7 @@ class Rewrite:
         biases = [part for part in parts if is_added(part) and part.has(key)]
         for part in [*scores.masks, *scores.constant]:
             if is_added(part) and not part.has(key) and part.base in self.learned and not self._is_of_scores(part.base):
-                raise Mismatch("a learned bias that no weight depends on")  # and that eager gives a gradient of zero
+                raise Mismatch("a learned bias that no weight depends on")  # eager's gradient is zero
         if scores.sinks is not None and len(biases) < sum(map(is_added, scores.masks)):
             raise Mismatch("something added to scores that have sinks, but not to the sinks")
         allowed = self._joined(aten.logical_and.default, [part for part in parts if not is_added(part)])
@@ -376,15 +382,14 @@ class Rewrite:
         return self._gated(allowed if added is None else added)
 
     def _is_of_scores(self, node: fx.Node) -> bool:
-        """Whether a value is computed from scores, as their largest is."""
+        """Return whether a value is computed from the scores, such as their maximum."""
         return self.attention.scores.product in ancestors([node])
 
     def _gated(self, mask: fx.Node | None) -> fx.Node | None:
-        """With what scores were multiplied by that depends on the key, as in `scores * causal - 1e4 * (1 - causal)`, or
-        their softmax.
+        """Add the gates of scores and softmax weights to the mask, so that the prover judges both.
 
-        Where that is not one the mask has to forbid: else it gets a number there that no mask has, so that no proof
-        goes through.
+        A gate is a factor that depends on the key, as in `scores * causal - 1e4 * (1 - causal)`. Where it is not one,
+        the mask must hide the key; otherwise it becomes 1.0 there, which no valid mask contains.
         """
         scores, key = self.attention.scores, self.attention.key
         gates = [(by, one) for by, one in scores.by if isinstance(one, Arranged) and one.has(key)]
@@ -415,7 +420,7 @@ class Rewrite:
         return functools.reduce(functools.partial(self.call, operator), nodes) if nodes else None
 
     def _replace(self, node: fx.Node, dims: list[Dim], out: Arranged) -> None:
-        """By what it is of the new result; where that would merge sequences with heads, first what only moves it."""
+        """Replace uses of a node of these dimensions; if they merge sequences with heads, first those of its views."""
         if self._merges(dims):
             for user in list(node.users):
                 if user.target in MOVES and user.args[0] is node:
@@ -429,6 +434,6 @@ class Rewrite:
 
 
 def _broadcast(mask: Arranged, base: fx.Node) -> Arranged:
-    """A value of the dimensions of a mask, or of size 1 there."""
+    """Arrange a value by the dimensions of a mask, where its size is not 1."""
     own = [[] if size == 1 else dim for dim, size in zip(mask.own, sizes(base), strict=True)]
     return Arranged(base, own, own)

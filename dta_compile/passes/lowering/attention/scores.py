@@ -1,16 +1,16 @@
-"""What is done to attention's scores between the product of queries and keys and their softmax.
+"""Collect the effect of the operators between attention's product of queries and keys and its softmax.
 
-Scales, a soft cap, masks that fill or are added, a column of sinks, casts. What a spelling means is derived from what
-its operators do to a score `s[b, h, q, k]`:
+These are scales, a soft cap, masks that fill or are added, a column of sinks, and casts. The meaning of a spelling
+follows from what each operator does to a score `s[b, h, q, k]`:
 
-* what multiplies it and does not depend on the key multiplies the query; a number is the scale;
-* `a * tanh(c * s)` is the soft cap `a`;
-* what is added, or put in its place, is a mask, for the prover to judge (`passes.masks`). A number that is put there
-  forbids if it is at most `FORBIDDEN`;
-* the scores of further features are added: `q1 @ k1 + q2 @ k2` is a product of both, one after the other;
-* what is added to all scores of a query alike leaves the softmax as it is;
-* weights that are multiplied by zero, or replaced by it, have to be hidden, as by the mask, which makes them zero;
-* a column that is concatenated to the scores, and cut off again behind the softmax, is a sink.
+* a factor that does not depend on the key multiplies the query; a number is the scale;
+* `a * tanh(c * s)` is a soft cap of `a`;
+* a tensor that is added, or replaces scores, is a mask, for the prover to judge (`passes.masks`). A number that
+  replaces scores hides keys if it is at most `FORBIDDEN`; other numbers are refused;
+* a sum of scores `q1 @ k1 + q2 @ k2` is one product over the concatenated features;
+* a number that is added to all scores of a query leaves the softmax as it is;
+* softmax weights may be set to, or multiplied by, zero only where the mask hides keys, so that they are zero already;
+* a column that is concatenated to the scores, and cut off again after the softmax, is a sink.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from dta_compile.proofs.mask_class import FORBIDDEN
 
 aten = torch.ops.aten
 
-# So that forbidden scores are no infinities.
+# Lower bounds of scores, by which models keep hidden scores finite.
 FLOORS = frozenset({aten.maximum.default, aten.clamp_min.default, aten.clamp_min.Tensor, aten.clamp.default})
 PathTo = Callable[[fx.Node], list[fx.Node] | None]
 
 
 @dataclasses.dataclass
 class Scores:
-    """What was done to the products of queries and keys so far.
+    """Product of queries and keys, with the effect of the operators applied to it so far.
 
     Attributes:
-        product: the operator that makes them.
-        left, right: its operands, one of which is the query.
-        depth: the dimension that the product sums over.
-        dims: of the scores as they are now.
-        scale: what they were multiplied by, before the cap if there is one.
-        cap: that of `cap * tanh(scale * products)`; None: they were not capped.
-        by: tensors or numbers of the call that they were multiplied with, or divided by.
-        gates: what their softmax was multiplied by: one, or where keys are hidden, anything.
-        masks: what was put in their place (bool: where they stayed) or added.
-        sinks: a column beside them; `has_sinks_in_front`: before the first key.
-        constant: what was added to both, which must not depend on the key.
-        filler: the largest number that scores were replaced by, less what had been added to them.
-        shift: the number that was added to all of them.
-        further: the products that were added to them, of the same queries and keys.
-        path_to: from a product of activations to a value that is a function of it; None: it is of none.
+        product: node of the product.
+        left, right: its operands, query and keys in either order.
+        depth: dimension that the product sums over.
+        dims: dimensions of the scores after the operators so far.
+        scale: factor of the product, inside the soft cap if there is one.
+        cap: soft cap, as in `cap * tanh(scale * product)`; None without one.
+        by: (operator, operand) of products and quotients with tensors, or with numbers known only at the call.
+        gates: factors of the softmax weights; proved later to be one, except where keys are hidden.
+        masks: tensors that were added, or if boolean, True where scores were not replaced.
+        sinks: column concatenated to the scores; `has_sinks_in_front`: it comes before the first key.
+        constant: tensors added to scores and sinks alike, which must not depend on the key.
+        filler: largest number that replaced scores, less the shift of the scores at that time.
+        shift: number added to all scores.
+        further: scores of further features that were added.
+        path_to: returns the path from a product of activations to a node computed from it; None for other nodes.
     """
 
     product: fx.Node
@@ -81,7 +81,7 @@ class Scores:
 
     @classmethod
     def along(cls, path: list[fx.Node], path_to: PathTo) -> Scores:
-        """From the product on; raises `Mismatch`."""
+        """Return the scores at the end of a path that starts at the product; raises `Mismatch`."""
         scores = cls.of(path[0])
         scores.path_to = path_to
         for source, node in itertools.pairwise(path):
@@ -90,7 +90,7 @@ class Scores:
 
     @classmethod
     def of(cls, node: fx.Node) -> Scores:
-        """Of the product itself."""
+        """Return the scores that the product itself makes; raises `Mismatch`."""
         left, right = (Arranged.of(arg, scaled=True) for arg in node.args[-2:])
         *outer, rows, depth = left.dims
         *others, depth_of_right, columns = right.dims
@@ -108,7 +108,7 @@ class Scores:
         return scores
 
     def follow(self, node: fx.Node, source: fx.Node) -> None:
-        """What an operator does to them, which takes them as `source`; raises `Mismatch`."""
+        """Apply the effect of a node whose operand `source` is the scores; raises `Mismatch`."""
         target = node.target
         if target in MOVES:
             self.dims = moved(node, self.dims)
@@ -141,7 +141,7 @@ class Scores:
         return second if first is source else first
 
     def _multiply(self, number: float) -> None:
-        """All that there is so far."""
+        """Multiply the scores by a number, and so their cap, masks and shift."""
         if number <= 0 and (self.masks or self.sinks is not None):
             raise Mismatch("masked scores of the other sign")
         if self.sinks is not None:
@@ -173,7 +173,7 @@ class Scores:
         other = self._other(node, source)
         if (number := number_of(other)) is not None and abs(number) < -FORBIDDEN and self.sinks is None:
             is_less = node.target in (aten.sub.Tensor, aten.sub.Scalar)
-            self.shift += -number if is_less else number  # which leaves a softmax as it is
+            self.shift += -number if is_less else number  # the softmax does not change
             return
         if argument(node, 2, "alpha") not in (None, 1):
             raise Mismatch("a bias times a number")
@@ -188,11 +188,11 @@ class Scores:
 
     @property
     def is_changed(self) -> bool:
-        """Whether anything but scales was done to them."""
+        """Whether the scores are more than a scaled product."""
         return self.cap is not None or bool(self.masks) or self.sinks is not None or self.shift != 0
 
     def _join_features(self, other: Scores, node: fx.Node) -> None:
-        """The scores of other features are added, or taken off."""
+        """Add the scores of other features, or subtract them."""
         if self.is_changed or other.is_changed or self.by or other.by:
             raise Mismatch("a sum of scores that are scaled by several numbers, capped or masked already")
         if node.target is aten.sub.Tensor:
@@ -209,10 +209,10 @@ class Scores:
         fills_where_true = not is_where or node.args[2] is source
         filler = node.args[2] if not is_where or not fills_where_true else node.args[1]
         number, graph = number_of(filler), node.graph
-        if number is None:  # known at the call, which tests it
+        if number is None:  # known only at the call, which tests the mask
             none, wrong = (call(graph, aten.full_like.default, filler, number) for number in (0.0, 1.0))
             forbids = call(graph, aten.le.Scalar, filler, FORBIDDEN)
-            never = call(graph, aten.where.self, forbids, filler, wrong)  # one is what no mask has
+            never = call(graph, aten.where.self, forbids, filler, wrong)  # no valid mask contains 1.0
             parts = (never, none) if fills_where_true else (none, never)
             self.masks.append(self._beside(call(graph, aten.where.self, condition, *parts), node))
             return
@@ -221,13 +221,13 @@ class Scores:
         self.masks.append(self._beside(allowed, node))
 
     def _forbid(self, filler: float) -> None:
-        """Scores are replaced by a number."""
+        """Note a number that replaces scores, less their shift; raises `Mismatch` if it does not hide keys."""
         if filler > FORBIDDEN:
             raise Mismatch(f"scores replaced by {filler:g}, which do not forbid (at most {FORBIDDEN:g} does)")
         self.filler = max(self.filler, filler)
 
     def follow_weights(self, node: fx.Node, source: fx.Node, dims: list[Dim]) -> None:
-        """What an operator does to their softmax, of `dims`, which it takes as `source`; raises `Mismatch`."""
+        """Apply the effect of a node whose operand `source` is the softmax weights, of `dims`; raises `Mismatch`."""
         gate = self._other(node, source) if node.target is aten.mul.Tensor else self._kept(node, source)
         is_alike = isinstance(gate, fx.Node) and has_tensor(gate) and sizes(node) == sizes(source)
         if not is_alike or len(sizes(gate)) > len(dims) or self.sinks is not None:
@@ -235,7 +235,7 @@ class Scores:
         self.gates.append(Arranged.within(gate, dims))
 
     def _kept(self, node: fx.Node, source: fx.Node) -> fx.Node | None:
-        """Where weights stay, of a node that replaces the others by zero; None: by something else."""
+        """Return the condition under which a node leaves weights as they are; None if others do not become zero."""
         if node.target in MASKED_FILLS:
             condition, filler, stays = node.args[1], node.args[2], False
         else:
@@ -246,7 +246,7 @@ class Scores:
         return condition if stays else call(node.graph, aten.logical_not.default, condition)
 
     def _floor(self, node: fx.Node, source: fx.Node) -> None:
-        """So that forbidden scores are no infinities."""
+        """Apply a lower bound of the scores, such as `finfo.min`, as a filler of hidden keys."""
         floor = number_of(node.args[1] if node.args[0] is source else node.args[0])
         if floor is None or len(node.args) > 2:
             raise Mismatch("scores that are bounded")
@@ -269,7 +269,7 @@ class Scores:
         self.sinks = sinks
 
     def _beside(self, node: fx.Node, result: fx.Node) -> Arranged:
-        """What an operator takes besides the scores, whose sizes the result has to have."""
+        """Return the other operand of a node on scores; raises `Mismatch` if `result` is larger than the scores."""
         if len(result.meta["val"].shape) != len(self.dims):
             raise Mismatch("scores that are repeated")
         if any(not dim and size != 1 for dim, size in zip(self.dims, sizes(result), strict=True)):
@@ -278,7 +278,7 @@ class Scores:
 
 
 def is_added(mask: Arranged) -> bool:
-    """Whether a mask is added to scores, and does not say where they stay."""
+    """Return whether a mask is added to scores; otherwise it is boolean."""
     return mask.base.meta["val"].dtype is not torch.bool
 
 

@@ -1,1 +1,1 @@
-"""Values that have several rows for every token: of its heads, its experts, or the streams of a model."""
+"""Rewrite values that have several rows per token, called slots: its heads, its experts or the streams of a model."""

@@ -1,8 +1,9 @@
-"""Operators on selected rows, over all tokens instead: proven to treat each row by itself, and safe at the others.
+"""Apply operators on selected rows to all tokens instead, if token rules prove that they treat each row by itself.
 
-At tokens that are not selected a value is zero where it comes in, and what operators make of zeros and parameters from
-there on: finite for most of them. Where a value or derivative may not be (`rsqrt`, `log`, `div`), ones are put in and
-zeros taken out at these tokens, so that neither results nor gradients there, zero times infinity, go on anywhere.
+Called by `selected_rows`, `sorted_slots` and `kept_places`. At tokens that are not selected, values enter as zeros, and
+most operators make finite values of zeros and parameters. Where a value or derivative may be infinite there (`rsqrt`,
+`log`, `div`), arguments are filled with ones and results with zeros at these tokens, so that no NaN of 0 * inf spreads,
+forward or backward.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from dta_compile.passes.symbols import depends_on_data, expression, sizes
 
 aten = torch.ops.aten
 
-# With finite values and derivatives for all finite arguments, none of them indices (packets: all overloads).
+# Operators (packets: all overloads) with finite values and derivatives for all finite arguments, none of them indices.
 FINITE = frozenset(
     getattr(aten, name)
     for name in """
@@ -48,16 +49,16 @@ FINITE = frozenset(
     sort split split_with_sizes square sub sum tanh topk unbind
     """.split()  # noqa: SIM905
 )
-# Of these, one or more arguments are indices.
+# Operators with arguments that are indices.
 INDEXED = LOOKUPS | {aten.index.Tensor, aten.scatter.src, aten.scatter.value}
 
 
-# The selected rows of one condition: `nonzero` and `x[mask]` may each have a symbol of their own for how many they are.
+# One frame for the selected rows of a condition: `nonzero` and `x[mask]` may have different symbols for their number.
 SELECTED = Frame(sympy.Integer(0), sympy.Symbol("selected", integer=True, nonnegative=True))
 
 
 class Unproven(Exception):
-    """What is done with selected rows is not known to be the same for each, or not possible for all tokens."""
+    """An operator is not proven to treat each selected row by itself, or cannot be applied to all tokens."""
 
     def __init__(self, reason: str, node: fx.Node) -> None:
         super().__init__(reason)
@@ -66,12 +67,12 @@ class Unproven(Exception):
 
 @dataclasses.dataclass
 class Rows:
-    """A value over selected rows, as one over all tokens.
+    """Value over selected rows, replaced by values over all tokens.
 
     Attributes:
-        values: one for all ways in which a token can be selected, or one for each.
+        values: one value per slot of the condition, or a single one for all slots.
         place: the dimension of rows.
-        is_masked: numbers at tokens that are not selected are no data: they come from zeros and parameters alone.
+        is_masked: whether entries at tokens that are not selected come from zeros and parameters alone, not from data.
     """
 
     values: list[fx.Node]
@@ -80,13 +81,13 @@ class Rows:
 
 
 class RowOperators:
-    """What is computed from the rows that one condition selects.
+    """Replacements of the values that are computed from the rows which one condition selects.
 
     Attributes:
-        selected: `[N]` bool, the selected tokens; None: all are.
-        conditions: the same, for each way in which a token can be selected.
-        is_count: whether a size has the number of selected rows in it.
-        sizes: what stands for a size that the number of selected rows is part of.
+        selected: `[N]` bool, the selected tokens; None: all tokens are.
+        conditions: `[N]` bool per slot of the condition, the tokens that it selects; or a single one for all slots.
+        is_count: tells whether a size depends on the number of selected rows.
+        sizes: by node, the replacement of a size that depends on the number of selected rows.
     """
 
     def __init__(
@@ -101,45 +102,49 @@ class RowOperators:
         self._rows: dict[fx.Node, Rows] = {}
         self._tuples: dict[fx.Node, list[Rows | None]] = {}
         self._layouts: dict[fx.Node, Layout] = {}
-        self._made: dict[Any, fx.Node] = {}
+        self._cached: dict[Any, fx.Node] = {}
 
     def knows(self, node: fx.Node) -> bool:
-        """Whether a node is computed from selected rows, or from how many they are."""
+        """Return whether a node is computed from selected rows or from their number."""
         return node in self._rows or node in self._tuples or node in self.sizes
 
     def is_rows(self, node: fx.Node) -> bool:
-        """Whether a node's value is one over selected rows."""
+        """Return whether a node's value is over selected rows."""
         return node in self._rows
 
     def of(self, node: fx.Node) -> Rows:
-        """What stands for a value over selected rows."""
+        """Return the replacement of a value over selected rows."""
         return self._rows[node]
 
     def count(self) -> fx.Node:
-        """The number of all tokens."""
+        """Return the node of the number of all tokens."""
         assert self.selected is not None
         return self._once("count", lambda: call(self.graph, aten.sym_size.int, self.selected, 0))
 
     def enter(self, node: fx.Node, rows: Rows) -> None:
-        """Take in what a node selects."""
-        found = self._layout(node)
-        if found.token_dim != rows.place:
+        """Record the replacement of the rows that a node selects."""
+        layout = self._layout(node)
+        if layout.token_dim != rows.place:
             raise Unproven(f"{node.target}: it selects rows along several dimensions", node)
-        self._rows[node], self._layouts[node] = rows, found
+        self._rows[node], self._layouts[node] = rows, layout
 
     def aligned(self, node: fx.Node, rank: int, place: int, reader: fx.Node) -> list[fx.Node]:
-        """The values of a node with `rank` dimensions, that of rows at `place`."""
+        """Return the values of a node with `rank` dimensions, rows along dimension `place`."""
         rows = self._rows[node]
         missing = rank - len(sizes(node))
         if missing < 0 or rows.place + missing != place:
             raise Unproven(f"{reader.target}: the selected rows lie along another dimension", reader)
-        found = rows.values
+        values = rows.values
         for _ in range(missing):
-            found = [call(self.graph, aten.unsqueeze.default, value, 0) for value in found]
-        return found
+            values = [call(self.graph, aten.unsqueeze.default, value, 0) for value in values]
+        return values
 
     def visit(self, node: fx.Node) -> None:
-        """Compute a node over all tokens, before the node itself; raises `Unproven`."""
+        """Compute a node over all tokens, before the node itself.
+
+        Raises:
+            Unproven: the operator is not proven to treat each row by itself.
+        """
         value = node.meta.get("val")
         if isinstance(value, (torch.SymInt, torch.SymBool, torch.SymFloat, int, float, bool)):
             self.sizes[node] = self._size(node)
@@ -164,9 +169,9 @@ class RowOperators:
         if any(one.token_dim is None for one in (layouts if isinstance(layouts, tuple) else (layouts,))):
             raise Unproven(f"{node.target}: its result does not lie along the selected rows", node)
         rows = [self._rows[arg] for arg in node.all_input_nodes if arg in self._rows]
-        ways = max((len(one.values) for one in rows), default=1)
+        slots = max((len(one.values) for one in rows), default=1)
         is_masked = node.target not in SAME_ENTRIES or all(one.is_masked for one in rows)
-        values = [self._at(node, way, layouts) for way in (range(ways) if ways > 1 else [None])]
+        values = [self._at(node, slot, layouts) for slot in (range(slots) if slots > 1 else [None])]
         for value in values:
             value.meta = {**node.meta, "val": value.meta["val"]}
         if isinstance(layouts, tuple):
@@ -185,7 +190,7 @@ class RowOperators:
         return item
 
     def _prove(self, node: fx.Node) -> Layout | tuple[Layout, ...]:
-        """Where rows lie in the result, if the operator treats each by itself."""
+        """Return the layout of the result, or of each result; raise Unproven unless each row is treated by itself."""
         self._require_sizes_in_place(node)
         if is_random(node.target):
             raise Unproven(f"{node.target} draws random numbers for selected rows", node)
@@ -196,17 +201,17 @@ class RowOperators:
             raise Unproven(f"{node.target} has no token-wise rule", node)
         layouts = {arg: self._layout_of(node, arg) for arg in node.all_input_nodes if _is_tensor(arg)}
         try:
-            found = rule(node, Arguments(layouts, dense=lambda arg: False))
+            derived = rule(node, Arguments(layouts, dense=lambda arg: False))
         except MixesTokens as mixes:
             raise Unproven(f"{node.target}: {mixes}", node) from None
-        results = node.meta["val"] if isinstance(found, tuple) else [node.meta["val"]]
-        for layout, result in zip(found if isinstance(found, tuple) else [found], results, strict=True):
+        results = node.meta["val"] if isinstance(derived, tuple) else [node.meta["val"]]
+        for layout, result in zip(derived if isinstance(derived, tuple) else [derived], results, strict=True):
             if layout.dims != self._dims(node, result):
                 raise Unproven(f"{node.target}: its result does not lie along the selected rows", node)
-        return found
+        return derived
 
     def _dims(self, node: fx.Node, value: torch.Tensor) -> tuple[Axis | None, ...]:
-        """Which dimensions are as many as selected rows."""
+        """Return the axes of a value: TOKEN for a dimension of selected rows, None for others."""
         shape = list(map(expression, value.shape))
         if any(depends_on_data(size) and not size.is_Symbol for size in shape):
             raise Unproven(f"{node.target}: selected rows are merged with other dimensions", node)
@@ -219,7 +224,7 @@ class RowOperators:
         return Layout(dims, SELECTED)
 
     def _require_sizes_in_place(self, node: fx.Node) -> None:
-        """How many rows are selected may be a size of the result, and nothing else."""
+        """Raise Unproven if the number of selected rows is used as anything but a size of the result."""
         position = 0 if node.target is aten.full.default else 1 if node.target in TAKE_A_SHAPE else None
         for i, arg in enumerate([*node.args, *node.kwargs.values()]):
             if i != position and any(one in self.sizes for one in _nodes(arg)):
@@ -234,24 +239,24 @@ class RowOperators:
             raise Unproven(f"{node.target}: it combines rows that different conditions select", node)
         return Layout((None,) * arg.meta["val"].dim())
 
-    def _at(self, node: fx.Node, way: int | None, layouts: Any) -> fx.Node:
-        """The operator for one way in which tokens can be selected."""
-        if self.selected is not None and (found := self._expert(node, way)) is not None:
-            return found
+    def _at(self, node: fx.Node, slot: int | None, layouts: Any) -> fx.Node:
+        """Insert the operator for one slot of the condition; None: for all slots."""
+        if self.selected is not None and (product := self._expert(node, slot)) is not None:
+            return product
         if node.target in SAME_ENTRIES or self.selected is None:
-            return self._call(node, lambda arg: self._value(arg, way))
+            return self._call(node, lambda arg: self._value(arg, slot))
         if _is_finite(node):
-            return self._call(node, lambda arg: self._masked(arg, way))
+            return self._call(node, lambda arg: self._masked(arg, slot))
         if node.target in INDEXED:
-            return self._call(node, lambda arg: self._filled(arg, way, 0))
+            return self._call(node, lambda arg: self._filled(arg, slot, 0))
         if isinstance(layouts, tuple) or not (is_tagged_pointwise(node.target) or len(node.all_input_nodes) == 1):
             raise Unproven(f"{node.target} is not known to be finite at tokens that are not selected", node)
-        result = self._call(node, lambda arg: self._filled(arg, way, 1, everywhere=layouts))
-        return self._fill(result, layouts.token_dim, way, 0)
+        result = self._call(node, lambda arg: self._filled(arg, slot, 1, everywhere=layouts))
+        return self._fill(result, layouts.token_dim, slot, 0)
 
-    def _condition(self, way: int | None) -> fx.Node:
+    def _condition(self, slot: int | None) -> fx.Node:
         assert self.selected is not None
-        return self.selected if way is None else self.conditions[way]
+        return self.selected if slot is None else self.conditions[slot]
 
     def _call(self, node: fx.Node, of: Any) -> fx.Node:
         def mapped(arg: fx.Node) -> Any:
@@ -260,52 +265,57 @@ class RowOperators:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), mapped)
         return call(self.graph, node.target, *args, **kwargs)
 
-    def _value(self, arg: fx.Node, way: int | None) -> fx.Node:
+    def _value(self, arg: fx.Node, slot: int | None) -> fx.Node:
         if arg not in self._rows:
             return arg
         values = self._rows[arg].values
-        return values[0 if way is None or len(values) == 1 else way]
+        return values[0 if slot is None or len(values) == 1 else slot]
 
-    def _masked(self, arg: fx.Node, way: int | None) -> fx.Node:
-        """A value without data at tokens that are not selected."""
+    def _masked(self, arg: fx.Node, slot: int | None) -> fx.Node:
+        """Return a value that is masked: no data at tokens that are not selected."""
         if arg not in self._rows or self._rows[arg].is_masked:
-            return self._value(arg, way)
-        return self._once(("masked", arg, way), lambda: self._filled(arg, way, 0))
+            return self._value(arg, slot)
+        return self._once(("masked", arg, slot), lambda: self._filled(arg, slot, 0))
 
-    def _filled(self, arg: fx.Node, way: int | None, number: int, everywhere: Layout | None = None) -> fx.Node:
-        """A value with a number at tokens that are not selected; `everywhere`: also one that all tokens share."""
+    def _filled(self, arg: fx.Node, slot: int | None, number: int, everywhere: Layout | None = None) -> fx.Node:
+        """Fill a value with a number at tokens that are not selected.
+
+        Args:
+            everywhere: the layout to which values that all tokens share are expanded and filled, too; None: they are
+                left.
+        """
         if not _is_tensor(arg):
             return arg
         if arg in self._rows:
-            return self._fill(self._value(arg, way), self._rows[arg].place, way, number)
+            return self._fill(self._value(arg, slot), self._rows[arg].place, slot, number)
         if everywhere is None or not arg.meta["val"].is_floating_point():
             return arg
-        return self._fill(arg, everywhere.token_dim, way, number, len(everywhere.dims))  # type: ignore[arg-type]
+        return self._fill(arg, everywhere.token_dim, slot, number, len(everywhere.dims))  # type: ignore[arg-type]
 
-    def _fill(self, value: fx.Node, place: int, way: int | None, number: int, rank: int | None = None) -> fx.Node:
-        outside = self._outside(way, (rank or len(sizes(value))) - 1 - place)
+    def _fill(self, value: fx.Node, place: int, slot: int | None, number: int, rank: int | None = None) -> fx.Node:
+        outside = self._outside(slot, (rank or len(sizes(value))) - 1 - place)
         return call(self.graph, aten.masked_fill.Scalar, value, outside, number)
 
-    def _outside(self, way: int | None, ones: int) -> fx.Node:
-        """`[N, 1, ...]`: which tokens are not selected."""
+    def _outside(self, slot: int | None, ones: int) -> fx.Node:
+        """Return `[N, 1, ...]` bool, the tokens that are not selected, with that many dimensions of size 1."""
 
         def make() -> fx.Node:
-            value = call(self.graph, aten.logical_not.default, self._condition(way))
+            value = call(self.graph, aten.logical_not.default, self._condition(slot))
             for _ in range(ones):
                 value = call(self.graph, aten.unsqueeze.default, value, -1)
             return value
 
-        return self._once(("outside", way, ones), make)
+        return self._once(("outside", slot, ones), make)
 
     def _once(self, key: Any, make: Any) -> fx.Node:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if key not in self._cached:
+            self._cached[key] = make()
+        return self._cached[key]
 
     # ---- Products with a weight
 
-    def _expert(self, node: fx.Node, way: int | None) -> fx.Node | None:
-        """A product of rows with a matrix, at the selected tokens only; None: the operator is none."""
+    def _expert(self, node: fx.Node, slot: int | None) -> fx.Node | None:
+        """Compute a product of rows with a matrix at the selected tokens only; None: the operator is another one."""
         bias, *sides = node.args if node.target is aten.addmm.default else (None, *node.args)
         if node.target not in (aten.mm.default, aten.addmm.default, aten.bmm.default) or node.kwargs:
             return None
@@ -313,7 +323,7 @@ class RowOperators:
         is_batched = node.target is aten.bmm.default
         if left not in self._rows or weight in self._rows or self._rows[left].place != int(is_batched):
             return None
-        rows = self._value(left, way)
+        rows = self._value(left, slot)
         if is_batched:
             if sizes(left)[0] != 1:
                 return None
@@ -321,13 +331,13 @@ class RowOperators:
             transposed, number = True, 0
         else:
             weight, number, transposed = self._stacked(weight)
-        out = call(self.graph, EXPERT_LINEAR, rows, self._numbers(way, number), weight, transposed)
+        out = call(self.graph, EXPERT_LINEAR, rows, self._numbers(slot, number), weight, transposed)
         if is_batched:
             return call(self.graph, aten.unsqueeze.default, out, 0)
-        return out if bias is None else call(self.graph, aten.add.Tensor, out, self._masked(bias, way))
+        return out if bias is None else call(self.graph, aten.add.Tensor, out, self._masked(bias, slot))
 
     def _stacked(self, weight: fx.Node) -> tuple[fx.Node, int, bool]:
-        """`[E, ., .]` weights with a matrix `[D, O]` among them: they, its number, and whether it is not transposed."""
+        """Return stacked weights, the index of a matrix in them, and whether they are `[E, D, O]`, not `[E, O, D]`."""
         transposed = weight.target not in TRANSPOSITIONS or not swaps(weight)
         weight = weight if transposed else weight.args[0]
         if weight.target is aten.select.int and weight.args[1] == 0 and isinstance(weight.args[2], int):
@@ -337,16 +347,16 @@ class RowOperators:
             return weight.args[0].args[0], weight.args[1], transposed
         return call(self.graph, aten.unsqueeze.default, weight, 0), 0, transposed
 
-    def _numbers(self, way: int | None, number: int) -> fx.Node:
-        """`[N]` numbers of experts: this one at the selected tokens, none at the others."""
+    def _numbers(self, slot: int | None, number: int) -> fx.Node:
+        """Return `[N]` expert indices: `number` at the selected tokens, -1 (no expert) at the others."""
 
         def make() -> fx.Node:
-            condition = self._condition(way)
+            condition = self._condition(slot)
             chosen = call(self.graph, aten._to_copy.default, condition, dtype=torch.int64)
             scaled = call(self.graph, aten.mul.Tensor, chosen, number + 1)
             return call(self.graph, aten.sub.Tensor, scaled, 1)
 
-        return self._once(("numbers", way, number), make)
+        return self._once(("numbers", slot, number), make)
 
 
 def _is_tensor(node: Any) -> bool:
@@ -354,13 +364,13 @@ def _is_tensor(node: Any) -> bool:
 
 
 def _nodes(arg: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(arg, found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(arg, nodes.append)
+    return nodes
 
 
 def _is_finite(node: fx.Node) -> bool:
-    """Whether values and derivatives of an operator are finite for all finite arguments, given its numbers."""
+    """Return whether an operator with these numbers has finite values and derivatives for all finite tensors."""
     numbers = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, (int, float))]
     if not all(map(math.isfinite, numbers)):
         return False

@@ -1,8 +1,8 @@
-"""Products of a matrix with several rows of every token, as one product of all tokens for each of these rows.
+"""Rewrite products of a matrix with several rows (slots) per token as a batched product, with slots as the batch.
 
-`F.linear` on `[B, S, H, D]` or on `[B, H, S, D]`, and an einsum over whichever dimension, are written as a product of
-`[B * S * H, D]`, in which no dimension counts tokens. The same products are those of `[H, B * S, D]` with `H` times the
-same matrix.
+Part of `lower`. `F.linear` on `[B, S, H, D]` or on `[B, H, S, D]`, and an einsum over any dimension, are traced as a
+product with `[B * S * H, D]`, in which no dimension counts tokens. An equal product is that of `[H, B * S, D]` with the
+matrix expanded to `H`.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1}  # t
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """A value `source` reshaped for a product with one matrix.
+    """Operands of a product with one matrix.
 
     Attributes:
-        leading: how many of its dimensions count rows.
-        places: those of them that count the rows of a token.
-        matrix: with dimensions of one entry before its rows and columns, if any.
+        source: the left operand before it was flattened.
+        leading: the number of its leading dimensions, which count rows.
+        slots: those of them that count the rows of one token.
+        matrix: the right operand, `[D, E]`, possibly with leading dimensions of size 1.
     """
 
     source: fx.Node
     leading: int
-    places: tuple[int, ...]
+    slots: tuple[int, ...]
     matrix: fx.Node
 
 
 def batch_row_products(graph: fx.Graph) -> None:
-    """Rewrite products that are read as `[B, S, H, E]` or the like only.
+    """Rewrite products that are only read by reshapes, to `[B, S, H, E]` say.
 
-    `B` may be a number, too: a loop over sequences makes it one.
+    `B` may be a constant, too: a loop over sequences makes it one.
     """
     batches = {batch_and_tokens(mixer)[0] for mixer in mixer_calls(graph)}
     for node in list(graph.nodes):
@@ -56,7 +57,7 @@ def batch_row_products(graph: fx.Graph) -> None:
 
 
 def _rows(product: fx.Node, batches: Container[sympy.Expr]) -> _Rows | None:
-    """What a product multiplies, if every token has several rows of it."""
+    """Return the operands of a product that has several rows per token."""
     position = PRODUCTS[product.target]
     flat, matrix = product.args[position : position + 2]
     if flat.target not in RESHAPES or product.kwargs or any(user.target not in RESHAPES for user in product.users):
@@ -73,13 +74,13 @@ def _rows(product: fx.Node, batches: Container[sympy.Expr]) -> _Rows | None:
     if sympy.expand(math.prod(before[:leading]) - math.prod(count)) != 0:
         return None
     first = int(leading > 0 and before[0] in batches)
-    places = tuple(dim for dim in range(first, leading) if not before[dim].free_symbols and before[dim] != 1)
+    slots = tuple(dim for dim in range(first, leading) if not before[dim].free_symbols and before[dim] != 1)
     counts_tokens = any(before[dim].free_symbols for dim in range(leading))
-    return _Rows(flat.args[0], leading, places, matrix) if places and counts_tokens else None
+    return _Rows(flat.args[0], leading, slots, matrix) if slots and counts_tokens else None
 
 
 def _repeated(matrix: fx.Node) -> fx.Node:
-    """What a batch of matrices is repeated from."""
+    """Return the matrix that a batch of matrices is expanded from; the batch itself if it is not."""
     source = matrix
     while source.target in RESHAPES or source.target is aten.expand.default:
         source = source.args[0]
@@ -99,9 +100,9 @@ def _batch(graph: fx.Graph, product: fx.Node, rows: _Rows) -> None:
         node.meta = {**product.meta, "val": node.meta["val"]}
         return node
 
-    others = [dim for dim in range(rows.leading) if dim not in rows.places]
-    order = [*rows.places, *others]
-    count, (width, out) = int(math.prod(before[dim] for dim in rows.places)), map(int, sizes(rows.matrix)[-2:])
+    others = [dim for dim in range(rows.leading) if dim not in rows.slots]
+    order = [*rows.slots, *others]
+    count, (width, out) = int(math.prod(before[dim] for dim in rows.slots)), map(int, sizes(rows.matrix)[-2:])
     value = new(aten.permute.default, rows.source, [*order, *range(rows.leading, len(before))])
     value = new(aten.reshape.default, value, [count, -1, width])
     matrices = new(aten.expand.default, new(aten.reshape.default, rows.matrix, [1, width, out]), [count, width, out])
@@ -113,7 +114,7 @@ def _batch(graph: fx.Graph, product: fx.Node, rows: _Rows) -> None:
     value = new(aten.permute.default, value, [*(order.index(dim) for dim in range(rows.leading)), rows.leading])
     for term in bias:
         value = new(aten.add.Tensor, value, term)
-    value = new(aten.clone.default, value, memory_format=torch.contiguous_format)  # others may view it
+    value = new(aten.clone.default, value, memory_format=torch.contiguous_format)  # views of it need contiguous memory
     for user in list(product.users):
         with graph.inserting_before(user):
             user.replace_all_uses_with(new(aten.reshape.default, value, user.args[1]))
